@@ -1,0 +1,83 @@
+# `make train` and `make test` set up what is missing by themselves: a virtual environment, PyTorch,
+# the build. They need python3 >= 3.10, g++ and the Python package index.
+
+PYTHON ?= python3
+TORCH ?= torch==2.11.0
+VENV ?= .venv
+OUT ?= runs/train
+TRAIN_FLAGS ?= --compare --steps 50 --out $(OUT)
+PYTEST_FLAGS ?=
+
+TOOLS := numpy "setuptools>=77,<82" wheel ninja matplotlib cmake==3.31.10 pytest==9.2.0 \
+	ruff==0.17.5 clang-format==14.0.6
+BIN := $(VENV)/bin
+PLANNER_BUILD := build/planner
+
+# One stamp per torch, so that another TORCH installs it and rebuilds.
+ENVIRONMENT := $(VENV)/.installed-$(subst =,-,$(TORCH))
+LIBRARY := distca/_C.so
+LIBRARY_SOURCES := setup.py pyproject.toml \
+	$(shell find csrc -path csrc/tests -prune -o -type f -name '*.h' -print -o -name '*.cpp' -print \
+	-o -name '*.cu' -print -o -name '*.cuh' -print)
+PYTHON_FILES := setup.py distca tests benchmarks examples
+
+export OMP_NUM_THREADS ?= 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: train test test-cpp test-python install format check-format clean googletest
+.DELETE_ON_ERROR:
+
+train: $(LIBRARY)
+	@num_processes=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 4)") && \
+	$(BIN)/torchrun --standalone --nproc-per-node $$num_processes examples/train.py $(TRAIN_FLAGS)
+
+test: test-cpp test-python
+
+test-cpp: $(ENVIRONMENT)
+	@$(MAKE) --no-print-directory googletest
+	$(BIN)/cmake -S csrc -B $(PLANNER_BUILD) -DCMAKE_BUILD_TYPE=Release
+	$(BIN)/cmake --build $(PLANNER_BUILD) --parallel 2
+	$(BIN)/ctest --test-dir $(PLANNER_BUILD) --output-on-failure
+
+test-python: $(LIBRARY)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+install: $(LIBRARY)
+
+format: $(ENVIRONMENT)
+	find csrc -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
+		-exec $(BIN)/clang-format -i {} +
+	$(BIN)/ruff check --fix $(PYTHON_FILES)
+	$(BIN)/ruff format $(PYTHON_FILES)
+
+check-format: $(ENVIRONMENT)
+	find csrc -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
+		-exec $(BIN)/clang-format --dry-run --Werror {} +
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
+
+clean:
+	rm -rf build runs distca.egg-info $(LIBRARY)
+
+$(ENVIRONMENT):
+	@$(PYTHON) -c 'import sys; sys.exit("distca needs Python >= 3.10; run make PYTHON=python3.x" \
+		if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(call apt_install,python3-venv)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) and the tools into $(VENV); a few minutes and about 5 GB the first time"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(TOOLS)
+	touch $@
+
+$(LIBRARY): $(ENVIRONMENT) $(LIBRARY_SOURCES)
+	@echo "building $(LIBRARY) and installing distca into $(VENV); a few minutes the first time"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
+	touch $@
+
+googletest:
+	@echo '#include <gtest/gtest.h>' | $${CXX:-c++} -x c++ -E - >/dev/null 2>&1 || \
+		$(call apt_install,libgtest-dev)
+
+# Debian packages, only where they are missing; without root it says what to install.
+apt_install = { if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; \
+	then apt-get update -qq && apt-get install -y -qq $(1); \
+	else echo "missing: install the package $(1), then run make again" >&2; exit 1; fi; }

@@ -1,0 +1,94 @@
+#include "attention.h"
+
+#include <c10/util/Exception.h>
+
+#include "cpu/cpu.h"
+#include "delta.h"
+#ifdef DISTCA_WITH_CUDA
+#include "aten/aten.h"
+#endif
+
+namespace distca::attention {
+namespace {
+
+void check_rows(const char* name, const at::Tensor& x, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(x.dim() == 3, name, " has shape ", x.sizes(),
+                    "; expected [rows, heads, head_dim]");
+  TORCH_CHECK_VALUE(x.size(2) == like.size(2), name, " has head_dim ", x.size(2), ", q has ",
+                    like.size(2), "; they must be equal");
+  TORCH_CHECK_VALUE(x.stride(2) == 1 || x.size(2) == 1, name, " has strides ", x.strides(),
+                    "; its last dimension must be contiguous, call ", name, ".contiguous()");
+  TORCH_CHECK_VALUE(x.scalar_type() == like.scalar_type() && x.device() == like.device(), name,
+                    " is ", x.scalar_type(), " on ", x.device(), ", q is ", like.scalar_type(),
+                    " on ", like.device(), "; they must be equal");
+}
+
+void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  check_rows("q", q, q);
+  check_rows("k", k, q);
+  check_rows("v", v, q);
+  TORCH_CHECK_VALUE(k.sizes() == v.sizes(), "k has shape ", k.sizes(), ", v has ", v.sizes(),
+                    "; they must be equal");
+  TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0, "q has ", q.size(1),
+                    " heads, k has ", k.size(1), "; k's must divide q's");
+}
+
+void check_tasks(const std::vector<Task>& tasks, int64_t rows_q, int64_t rows_k) {
+  for (const Task& task : tasks) {
+    const auto inside = [](int64_t begin, int64_t count, int64_t rows) {
+      return begin >= 0 && count >= 0 && count <= rows && begin <= rows - count;
+    };
+    TORCH_CHECK_VALUE(
+        inside(task.q_row, task.num_q_rows, rows_q) && inside(task.k_row, task.num_k_rows, rows_k),
+        "tasks: query rows [", task.q_row, ", +", task.num_q_rows, ") and key rows [", task.k_row,
+        ", +", task.num_k_rows, ") must lie in the ", rows_q, " rows of q and the ", rows_k,
+        " rows of k");
+  }
+}
+
+[[noreturn]] void throw_unsupported(const at::Device& device) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !device.is_cuda(), "q is on ", device,
+      ", but distca was built without CUDA. Build it again where nvcc is found: "
+      "`pip install --no-build-isolation .`, or with FORCE_CUDA=1 and CUDA_HOME set");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "q is on ", device, "; attention runs on cpu and cuda");
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
+                                           const at::Tensor& v, const TaskList& tasks,
+                                           const Params& params) {
+  check_inputs(q, k, v);
+  check_tasks(tasks.tasks, q.size(0), k.size(0));
+  if (q.is_cpu()) return cpu::forward(q, k, v, tasks, params);
+#ifdef DISTCA_WITH_CUDA
+  // Kernels for one compute capability are chosen here, before ATen's for all.
+  if (q.is_cuda()) return aten::forward(q, k, v, tasks, params);
+#endif
+  throw_unsupported(q.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
+                                                        const at::Tensor& q, const at::Tensor& k,
+                                                        const at::Tensor& v, const Saved& saved,
+                                                        const TaskList& tasks,
+                                                        const Params& params) {
+  check_inputs(q, k, v);
+  check_tasks(tasks.tasks, q.size(0), k.size(0));
+  TORCH_CHECK_VALUE(grad_out.sizes() == q.sizes(), "grad_out has shape ", grad_out.sizes(),
+                    ", q has ", q.sizes(), "; they must be equal");
+  // Autograd hands down expanded gradients, whose last dimension has stride 0.
+  const at::Tensor grad = grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous();
+  check_rows("grad_out", grad, q);
+  if (q.is_cpu()) {
+    const at::Tensor delta = saved.delta.defined() ? saved.delta : row_dots(saved.out, grad);
+    return cpu::backward(grad, q, k, v, {saved.lse, delta, saved.out}, tasks, params);
+  }
+#ifdef DISTCA_WITH_CUDA
+  if (q.is_cuda()) return aten::backward(grad, q, k, v, saved, tasks, params);
+#endif
+  throw_unsupported(q.device());
+}
+
+}  // namespace distca::attention

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "task.h"
+
+namespace distca::attention {
+
+// Tasks on the host and what the device needs of them, built once per plan and used by all layers.
+struct TaskList {
+  std::vector<Task> tasks;
+  std::vector<VarlenWave> waves;    // empty on CPU
+  std::vector<int64_t> wave_order;  // task indices by wave
+  at::Tensor cu_seqlens;            // int32, device: per wave cu_seqlens_q, then cu_seqlens_k
+};
+
+struct Params {
+  Mask mask;
+  double softmax_scale;
+};
+
+// q [rows_q, heads_q, head_dim], k, v [rows_k, heads_kv, head_dim]; last dimension contiguous, any
+// row and head strides. Returns out like q, contiguous, and lse [rows_q, heads_q] fp32 (fp64 for
+// float64 inputs), natural logarithm. Rows of no task are unspecified. A query that sees no key
+// gives out 0 and lse -inf.
+std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
+                                           const at::Tensor& v, const TaskList& tasks,
+                                           const Params& params);
+
+// What the backward pass knows of the forward's result: `out`, or delta = rowsum(out * grad_out)
+// [rows_q, heads_q] of lse's dtype, or both. A server that computes for others has no `out`.
+struct Saved {
+  at::Tensor lse;
+  at::Tensor delta;
+  at::Tensor out;
+};
+
+// Returns dq like q (rows of no task unspecified), dk and dv like k and v: every row is written,
+// the sum over all tasks that read it, zero where none does. All contiguous.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
+                                                        const at::Tensor& q, const at::Tensor& k,
+                                                        const at::Tensor& v, const Saved& saved,
+                                                        const TaskList& tasks,
+                                                        const Params& params);
+
+}  // namespace distca::attention

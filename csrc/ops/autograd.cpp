@@ -1,0 +1,173 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "core_attention.h"
+#include "steps.h"
+
+namespace distca::ops {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+// Calls an operator below autograd through the dispatcher, so that modes (fake tensors, selective
+// checkpointing, torch.compile) see it.
+template <const char* kName, typename F, typename... Args>
+auto redispatch(F*, const Args&... args) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kName, "").typed<F>();
+  return op.call(args...);
+}
+
+constexpr char kCoreAttention[] = "distca::core_attention";
+constexpr char kCoreAttentionBackward[] = "distca::core_attention_backward";
+constexpr char kDispatch[] = "distca::dispatch";
+constexpr char kDispatchBackward[] = "distca::dispatch_backward";
+constexpr char kAttend[] = "distca::attend";
+constexpr char kAttendBackward[] = "distca::attend_backward";
+constexpr char kCombine[] = "distca::combine";
+constexpr char kCombineBackward[] = "distca::combine_backward";
+
+class CoreAttention : public torch::autograd::Function<CoreAttention> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
+                               const Variable& v, const Variable& layout, const Variable& rows,
+                               double softmax_scale, const std::string& group_name) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, lse] = redispatch<kCoreAttention>(&core_attention, q, k, v, layout, rows,
+                                                 softmax_scale, c10::string_view(group_name));
+    ctx->save_for_backward({q, k, v, out, lse, layout, rows});
+    ctx->mark_non_differentiable({lse});
+    ctx->saved_data["softmax_scale"] = softmax_scale;
+    ctx->saved_data["group_name"] = group_name;
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::string group_name = ctx->saved_data["group_name"].toStringRef();
+    auto [dq, dk, dv] = redispatch<kCoreAttentionBackward>(
+        &core_attention_backward, grads[0], saved[0], saved[1], saved[2], saved[3], saved[4],
+        saved[5], saved[6], ctx->saved_data["softmax_scale"].toDouble(),
+        c10::string_view(group_name));
+    return {dq, dk, dv, Variable(), Variable(), Variable(), Variable()};
+  }
+};
+
+class Dispatch : public torch::autograd::Function<Dispatch> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
+                               const Variable& v, const Variable& layout, const Variable& rows,
+                               const std::string& group_name) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [visiting_q, visiting_k, visiting_v] =
+        redispatch<kDispatch>(&dispatch, q, k, v, layout, rows, c10::string_view(group_name));
+    ctx->save_for_backward({layout, rows});
+    ctx->saved_data["group_name"] = group_name;
+    return {visiting_q, visiting_k, visiting_v};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::string group_name = ctx->saved_data["group_name"].toStringRef();
+    auto [dq, dk, dv] =
+        redispatch<kDispatchBackward>(&dispatch_backward, grads[0], grads[1], grads[2], saved[0],
+                                      saved[1], c10::string_view(group_name));
+    return {dq, dk, dv, Variable(), Variable(), Variable()};
+  }
+};
+
+class Attend : public torch::autograd::Function<Attend> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
+                               const Variable& v, const Variable& layout, const Variable& rows,
+                               double softmax_scale, const std::string& tasks) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, lse] =
+        redispatch<kAttend>(&attend, q, k, v, layout, rows, softmax_scale, c10::string_view(tasks));
+    ctx->save_for_backward({q, k, v, out, lse, layout, rows});
+    ctx->mark_non_differentiable({lse});
+    ctx->saved_data["softmax_scale"] = softmax_scale;
+    ctx->saved_data["tasks"] = tasks;
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::string tasks = ctx->saved_data["tasks"].toStringRef();
+    auto [dq, dk, dv] = redispatch<kAttendBackward>(
+        &attend_backward, grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
+        saved[6], ctx->saved_data["softmax_scale"].toDouble(), c10::string_view(tasks));
+    return {dq, dk, dv, Variable(), Variable(), Variable(), Variable()};
+  }
+};
+
+class Combine : public torch::autograd::Function<Combine> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Variable& out, const Variable& lse,
+                               const Variable& visiting_out, const Variable& visiting_lse,
+                               const Variable& layout, const Variable& rows,
+                               const std::string& group_name) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [all_out, all_lse] = redispatch<kCombine>(&combine, out, lse, visiting_out, visiting_lse,
+                                                   layout, rows, c10::string_view(group_name));
+    ctx->save_for_backward({layout, rows});
+    ctx->mark_non_differentiable({all_lse});
+    ctx->saved_data["group_name"] = group_name;
+    return {all_out, all_lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::string group_name = ctx->saved_data["group_name"].toStringRef();
+    auto [home_grad, visiting_grad] = redispatch<kCombineBackward>(
+        &combine_backward, grads[0], saved[0], saved[1], c10::string_view(group_name));
+    return {home_grad, Variable(), visiting_grad, Variable(), Variable(), Variable(), Variable()};
+  }
+};
+
+Pair core_attention_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
+                             c10::string_view group_name) {
+  auto results =
+      CoreAttention::apply(q, k, v, layout, rows, softmax_scale, std::string(group_name));
+  return {results[0], results[1]};
+}
+
+Triple dispatch_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const at::Tensor& layout, const at::Tensor& rows,
+                         c10::string_view group_name) {
+  auto results = Dispatch::apply(q, k, v, layout, rows, std::string(group_name));
+  return {results[0], results[1], results[2]};
+}
+
+Pair attend_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
+                     c10::string_view tasks) {
+  auto results = Attend::apply(q, k, v, layout, rows, softmax_scale, std::string(tasks));
+  return {results[0], results[1]};
+}
+
+Pair combine_autograd(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& visiting_out,
+                      const at::Tensor& visiting_lse, const at::Tensor& layout,
+                      const at::Tensor& rows, c10::string_view group_name) {
+  auto results =
+      Combine::apply(out, lse, visiting_out, visiting_lse, layout, rows, std::string(group_name));
+  return {results[0], results[1]};
+}
+
+}  // namespace
+}  // namespace distca::ops
+
+TORCH_LIBRARY_IMPL(distca, Autograd, m) {
+  m.impl("core_attention", distca::ops::core_attention_autograd);
+  m.impl("dispatch", distca::ops::dispatch_autograd);
+  m.impl("attend", distca::ops::attend_autograd);
+  m.impl("combine", distca::ops::combine_autograd);
+  for (const char* name :
+       {"core_attention_backward", "dispatch_backward", "attend_backward", "combine_backward"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+}

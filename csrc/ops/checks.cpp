@@ -1,0 +1,130 @@
+#include "checks.h"
+
+#include <c10/util/Exception.h>
+
+#include <bit>
+
+#include "version.h"
+
+namespace distca::ops {
+namespace {
+
+constexpr int64_t kMaxHeadDimCuda = 256;
+
+void check_shape(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.dim() == 3, name, " has shape ", tensor.sizes(),
+                    "; expected [tokens, heads, head_dim]");
+  TORCH_CHECK_VALUE(tensor.size(1) > 0 && tensor.size(2) > 0, name, " has shape ", tensor.sizes(),
+                    "; expected at least one head and head_dim >= 1");
+}
+
+void check_same(const at::Tensor& tensor, const char* name, const at::Tensor& q) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == q.scalar_type(), name, " is ", tensor.scalar_type(),
+                    ", q is ", q.scalar_type(),
+                    "; expected one dtype (cast them, or use autocast)");
+  TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " is on ", tensor.device(), ", q on ",
+                    q.device(), "; expected one device");
+}
+
+void check_device_support(const at::Tensor& q, const attention::Mask& mask) {
+  const auto dtype = q.scalar_type();
+  if (!q.is_cuda()) {
+    TORCH_CHECK_VALUE(q.device().is_cpu(), "q is on ", q.device(), "; expected cpu or cuda");
+    TORCH_CHECK_VALUE(dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16,
+                      "q is ", dtype, "; core attention on CPU takes float64, float32 or bfloat16");
+    return;
+  }
+#ifndef DISTCA_WITH_CUDA
+  TORCH_CHECK_VALUE(false, "q is on ", q.device(),
+                    ", but distca was built without CUDA; rebuild it "
+                    "where nvcc is found: FORCE_CUDA=1 pip install --no-build-isolation .");
+#endif
+  TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kHalf, "q is ", dtype,
+                    "; core attention on CUDA takes bfloat16 or float16 (cast, or use autocast)");
+  TORCH_CHECK_VALUE(q.size(2) % 8 == 0 && q.size(2) <= kMaxHeadDimCuda, "head_dim is ", q.size(2),
+                    "; core attention on CUDA takes multiples of 8 up to ", kMaxHeadDimCuda);
+  TORCH_CHECK_VALUE(
+      mask.window_right == 0 || (mask.window_left < 0 && mask.window_right < 0), "window_size is (",
+      mask.window_left, ", ", mask.window_right,
+      "); core attention on CUDA takes (-1, 0) causal, (W, 0) sliding or (-1, -1) full");
+}
+
+Signature signature_of(const Layout& layout, const at::Tensor& q, const at::Tensor& k,
+                       double softmax_scale) {
+  Signature signature;
+  signature.values = {0,
+                      kVersion,
+                      layout.step,
+                      static_cast<int64_t>(layout.plan_digest),
+                      q.size(1),
+                      k.size(1),
+                      q.size(2),
+                      static_cast<int64_t>(q.scalar_type()),
+                      std::bit_cast<int64_t>(softmax_scale)};
+  return signature;
+}
+
+}  // namespace
+
+Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const Layout& layout) {
+  check_shape(q, "q");
+  check_shape(k, "k");
+  check_shape(v, "v");
+  check_same(k, "k", q);
+  check_same(v, "v", q);
+  TORCH_CHECK_VALUE(k.sizes() == v.sizes(), "k has shape ", k.sizes(), ", v ", v.sizes(),
+                    "; expected equal shapes");
+  TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has head_dim ", q.size(2), ", k ", k.size(2),
+                    "; expected one head_dim");
+  TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0, "q has ", q.size(1), " heads, k ", k.size(1),
+                    "; expected a multiple");
+  TORCH_CHECK_VALUE(q.size(0) == layout.num_home_rows, "q has ", q.size(0),
+                    " tokens, but the documents of this rank have ", layout.num_home_rows,
+                    "; pass the rows that cu_seqlens describes");
+  TORCH_CHECK_VALUE(k.size(0) == q.size(0), "q has ", q.size(0), " tokens, k ", k.size(0),
+                    "; expected equal numbers");
+  TORCH_CHECK_VALUE(layout.home.cu_seqlens.device() == q.device(), "q is on ", q.device(),
+                    ", but the plan was made for ", layout.home.cu_seqlens.device(),
+                    "; pass device= to distca.plan");
+  check_device_support(q, layout.mask);
+  return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
+}
+
+at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
+  int64_t expected = 1;
+  for (int64_t dim = tensor.dim() - 1; dim > 0; --dim) {
+    if (tensor.size(dim) != 1 && tensor.stride(dim) != expected) return tensor.contiguous();
+    expected *= tensor.size(dim);
+  }
+  // An expanded row dimension has stride 0, which the copies allow but kernels need not.
+  return tensor.size(0) > 1 && tensor.stride(0) < expected ? tensor.contiguous() : tensor;
+}
+
+Call begin_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
+                const std::string& group_name) {
+  if (group_name.empty()) {
+    Call call{decode_layout(layout, rows), {}, nullptr};
+    call.inputs = check_inputs(q, k, v, call.layout);
+    return call;
+  }
+  Call call;
+  call.session = find_session(group_name);
+  try {
+    call.layout = decode_layout(layout, rows);
+    call.inputs = check_inputs(q, k, v, call.layout);
+  } catch (const std::exception& error) {
+    call.session->failures().announce(transport::message_of(error));
+    Signature refused;
+    refused.values[Signature::kRefused] = 1;
+    refused.values[Signature::kStep] = call.layout.step;
+    call.session->agree(refused);
+    throw;
+  }
+  call.session->agree(signature_of(call.layout, q, k, softmax_scale));
+  if (!call.layout.moves_rows) call.session.reset();
+  return call;
+}
+
+}  // namespace distca::ops

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "layout_tensor.h"
+#include "session.h"
+
+namespace distca::ops {
+
+// Inputs of core attention in the form that the rest reads: rows contiguous.
+struct Inputs {
+  at::Tensor q;  // [tokens, heads_q, head_dim]
+  at::Tensor k;  // [tokens, heads_kv, head_dim]
+  at::Tensor v;
+};
+
+// Throws ValueError naming argument, value and what is allowed. Local: no rank communicates.
+Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const Layout& layout);
+
+// A tensor whose rows are contiguous: itself, or a copy.
+at::Tensor with_contiguous_rows(const at::Tensor& tensor);
+
+// Everything an operator call starts with.
+struct Call {
+  Layout layout;
+  Inputs inputs;
+  std::shared_ptr<Session> session;  // null when no rank moves rows
+};
+
+// Decodes and checks on this rank, then makes sure that all ranks agree. A refusal here reaches the
+// other ranks too, before any row is sent.
+Call begin_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
+                const std::string& group_name);
+
+// Runs a step of a call; an exception on this rank is told to the others, which wait for it.
+template <typename F>
+auto announcing(Session& session, F&& step) {
+  try {
+    return step();
+  } catch (const std::exception& error) {
+    session.failures().announce(transport::message_of(error));
+    throw;
+  }
+}
+
+}  // namespace distca::ops

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <tuple>
+
+namespace distca::ops {
+
+// Operators of schemas.cpp, below autograd. Shapes as in attention.h, rows are this rank's home
+// rows.
+std::tuple<at::Tensor, at::Tensor> core_attention(const at::Tensor& q, const at::Tensor& k,
+                                                  const at::Tensor& v, const at::Tensor& layout,
+                                                  const at::Tensor& rows, double softmax_scale,
+                                                  c10::string_view group_name);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention_backward(
+    const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& out, const at::Tensor& lse, const at::Tensor& layout, const at::Tensor& rows,
+    double softmax_scale, c10::string_view group_name);
+
+}  // namespace distca::ops

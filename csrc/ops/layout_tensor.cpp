@@ -1,0 +1,234 @@
+#include "layout_tensor.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#ifdef DISTCA_WITH_CUDA
+#include "attention/aten/waves.h"
+#endif
+
+namespace distca::ops {
+namespace {
+
+constexpr int64_t kMagic = 0x6469737463610002;  // "distca", format 2
+constexpr int64_t kMinLength = 16;  // torch.compile specialises tensors of length 0 and 1
+
+// Header of the host tensor; counts per peer, tasks and waves follow in the order of encode_layout.
+enum Header : int64_t {
+  kMagicWord,
+  kLength,
+  kStep,
+  kPlanDigest,
+  kNumRanks,
+  kNumHomeRows,
+  kMovesRows,
+  kWindowLeft,
+  kWindowRight,
+  kNumVisitingQ,
+  kNumVisitingK,
+  kHeaderLength
+};
+
+template <typename T>
+at::Tensor padded_tensor(const std::vector<T>& values, at::ScalarType dtype) {
+  const int64_t length = std::max<int64_t>(static_cast<int64_t>(values.size()), kMinLength);
+  at::Tensor tensor = at::empty({length}, dtype);
+  T* data = tensor.mutable_data_ptr<T>();
+  std::copy(values.begin(), values.end(), data);
+  std::fill(data + values.size(), data + length, T{0});
+  return tensor;
+}
+
+// Appends sections, each preceded by its length on the host side.
+struct Writer {
+  std::vector<int64_t> host;
+  std::vector<int32_t> device;
+
+  void counts(const std::vector<int64_t>& values) {
+    host.insert(host.end(), values.begin(), values.end());
+  }
+  template <typename T>
+  void device_section(const std::vector<T>& values) {
+    host.push_back(static_cast<int64_t>(values.size()));
+    for (const T value : values) device.push_back(static_cast<int32_t>(value));
+  }
+  void tasks(const std::vector<planner::PlacedTask>& placed, const std::string& device_type);
+};
+
+void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const std::string& device_type) {
+  std::vector<attention::Task> tasks;
+  host.push_back(static_cast<int64_t>(placed.size()));
+  for (const planner::PlacedTask& t : placed) {
+    tasks.push_back({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
+    counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
+  }
+#ifdef DISTCA_WITH_CUDA
+  if (device_type == "cuda") {
+    const attention::aten::Waves waves = attention::aten::make_waves(tasks);
+    host.push_back(static_cast<int64_t>(waves.waves.size()));
+    for (const attention::VarlenWave& w : waves.waves) {
+      counts({w.num_sequences, w.max_q, w.max_k, w.first_task, w.last_task});
+    }
+    counts(waves.order);
+    device_section(waves.cu_seqlens);
+    return;
+  }
+#endif
+  host.push_back(0);  // no waves
+  device_section(std::vector<int32_t>{});
+}
+
+struct Reader {
+  const int64_t* host;
+  int64_t num_host;
+  at::Tensor rows;
+  int64_t next_host = 0;
+  int64_t next_row = 0;
+
+  int64_t word() {
+    TORCH_CHECK_VALUE(next_host < num_host, "layout: truncated at word ", next_host, " of ",
+                      num_host);
+    return host[next_host++];
+  }
+  std::vector<int64_t> counts(int64_t num) {
+    TORCH_CHECK_VALUE(num >= 0 && num <= num_host - next_host, "layout: section of ", num,
+                      " words does not fit in the ", num_host - next_host, " that are left");
+    std::vector<int64_t> values(host + next_host, host + next_host + num);
+    next_host += num;
+    return values;
+  }
+  at::Tensor device_section() {
+    const int64_t length = word();
+    TORCH_CHECK_VALUE(length >= 0 && length <= rows.size(0) - next_row, "rows: section of ", length,
+                      " does not fit in the ", rows.size(0) - next_row, " that are left");
+    at::Tensor section = rows.narrow(0, next_row, length);
+    next_row += length;
+    return section;
+  }
+  attention::TaskList tasks();
+};
+
+attention::TaskList Reader::tasks() {
+  attention::TaskList list;
+  const int64_t num_tasks = word();
+  const std::vector<int64_t> words = counts(5 * num_tasks);
+  list.tasks.reserve(num_tasks);
+  for (int64_t i = 0; i < num_tasks; ++i) {
+    const int64_t* t = words.data() + 5 * i;
+    list.tasks.push_back({t[0], t[1], t[2], t[3], t[4]});
+  }
+  const int64_t num_waves = word();
+  for (int64_t i = 0; i < num_waves; ++i) {
+    const std::vector<int64_t> w = counts(5);
+    list.waves.push_back({w[0], w[1], w[2], w[3], w[4]});
+  }
+  if (num_waves > 0) list.wave_order = counts(num_tasks);
+  list.cu_seqlens = device_section();
+  return list;
+}
+
+// Home rows whose sent keys come back as gradients, each with its slots in order.
+void write_reduction(const std::vector<int64_t>& send_k_index, int64_t num_home_rows,
+                     Writer& writer) {
+  std::vector<int32_t> slots_of_row(num_home_rows + 1, 0);
+  for (const int64_t row : send_k_index) ++slots_of_row[row];
+  std::vector<int32_t> rows, begin{0}, next(num_home_rows, 0);
+  for (int64_t row = 0; row < num_home_rows; ++row) {
+    if (slots_of_row[row] == 0) continue;
+    rows.push_back(static_cast<int32_t>(row));
+    next[row] = begin.back();
+    begin.push_back(begin.back() + slots_of_row[row]);
+  }
+  std::vector<int32_t> slots(send_k_index.size());
+  for (size_t slot = 0; slot < send_k_index.size(); ++slot) {
+    slots[next[send_k_index[slot]]++] = static_cast<int32_t>(slot);
+  }
+  writer.device_section(rows);
+  writer.device_section(begin);
+  writer.device_section(slots);
+}
+
+int64_t sum(const std::vector<int64_t>& values) {
+  return std::accumulate(values.begin(), values.end(), int64_t{0});
+}
+
+std::span<const int64_t> checked_words(const at::Tensor& layout) {
+  TORCH_CHECK_VALUE(layout.device().is_cpu() && layout.scalar_type() == at::kLong &&
+                        layout.dim() == 1 && layout.is_contiguous(),
+                    "layout: expected a contiguous one-dimensional int64 CPU tensor, got ",
+                    layout.toString(), " with ", layout.dim(), " dimensions");
+  const int64_t* words = layout.const_data_ptr<int64_t>();
+  TORCH_CHECK_VALUE(layout.size(0) >= kHeaderLength && words[kMagicWord] == kMagic &&
+                        words[kLength] <= layout.size(0),
+                    "layout: not a layout of this version of distca; make it with distca.plan");
+  return {words, static_cast<size_t>(layout.size(0))};
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
+                                                 const planner::Plan& plan,
+                                                 const LayoutOrigin& origin) {
+  Writer writer;
+  writer.host = {kMagic,
+                 0,
+                 origin.step,
+                 static_cast<int64_t>(plan.digest),
+                 layout.num_ranks,
+                 layout.num_home_rows,
+                 origin.moves_rows,
+                 plan.mask.window_left,
+                 plan.mask.window_right,
+                 sum(layout.recv_q_rows),
+                 sum(layout.recv_k_rows)};
+  for (const auto* counts :
+       {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
+    writer.counts(*counts);
+  }
+  for (const auto* index :
+       {&layout.send_q_index, &layout.q_slot, &layout.send_k_index, &layout.k_slot}) {
+    writer.device_section(*index);
+  }
+  write_reduction(layout.send_k_index, layout.num_home_rows, writer);
+  writer.tasks(layout.home_tasks, origin.device_type);
+  writer.tasks(layout.visiting_tasks, origin.device_type);
+  writer.host[kLength] = static_cast<int64_t>(writer.host.size());
+  return {padded_tensor(writer.host, at::kLong), padded_tensor(writer.device, at::kInt)};
+}
+
+Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
+  const std::span<const int64_t> words = checked_words(layout);
+  TORCH_CHECK_VALUE(rows.scalar_type() == at::kInt && rows.dim() == 1 && rows.is_contiguous(),
+                    "rows: expected a contiguous one-dimensional int32 tensor, got ",
+                    rows.toString());
+  Reader reader{words.data(), words[kLength], rows, kHeaderLength};
+  Layout decoded;
+  decoded.step = words[kStep];
+  decoded.plan_digest = static_cast<uint64_t>(words[kPlanDigest]);
+  decoded.num_home_rows = words[kNumHomeRows];
+  decoded.moves_rows = words[kMovesRows] != 0;
+  decoded.mask = {words[kWindowLeft], words[kWindowRight]};
+  decoded.queries.num_visiting = words[kNumVisitingQ];
+  decoded.keys.num_visiting = words[kNumVisitingK];
+  for (Route* route : {&decoded.queries, &decoded.keys}) {
+    route->counts.send = reader.counts(words[kNumRanks]);
+    route->counts.recv = reader.counts(words[kNumRanks]);
+  }
+  for (Route* route : {&decoded.queries, &decoded.keys}) {
+    route->home_row = reader.device_section();
+    route->slot = reader.device_section();
+  }
+  decoded.key_gradients.row = reader.device_section();
+  decoded.key_gradients.begin = reader.device_section();
+  decoded.key_gradients.slot = reader.device_section();
+  decoded.home = reader.tasks();
+  decoded.visiting = reader.tasks();
+  return decoded;
+}
+
+}  // namespace distca::ops

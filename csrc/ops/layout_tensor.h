@@ -1,0 +1,53 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+
+#include "attention/attention.h"
+#include "planner/layout.h"
+#include "transport/rows.h"
+#include "transport/transport.h"
+
+namespace distca::ops {
+
+// One way between home rows and the visiting rows of servers, for queries or for keys.
+struct Route {
+  transport::RowCounts counts;  // home to server
+  at::Tensor home_row;          // int32, device: home row of each sent slot
+  at::Tensor slot;  // int32, device: received slot of each visiting row; empty: identity
+  int64_t num_visiting = 0;
+};
+
+// A rank's layout as operators use it. `layout` int64 on the host holds counts and tasks, `rows`
+// int32 on the attention's device holds row indices and sequence offsets.
+struct Layout {
+  int64_t step = -1;  // plans made by the group before this one; -1: no group
+  uint64_t plan_digest = 0;
+  int64_t num_home_rows = 0;
+  bool moves_rows = false;  // whether any rank sends any row under this plan
+  attention::Mask mask;
+  Route queries;
+  Route keys;
+  transport::Reduction key_gradients;  // returned key slots that add up to each home row
+  attention::TaskList home;
+  attention::TaskList visiting;
+};
+
+struct LayoutOrigin {
+  int64_t step;
+  bool moves_rows;
+  std::string device_type;  // "cpu" or "cuda": what the attention implementation needs
+};
+
+// Returns (layout, rows), both on the host.
+std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
+                                                 const planner::Plan& plan,
+                                                 const LayoutOrigin& origin);
+
+// Throws ValueError when the tensors are not what encode_layout made.
+Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows);
+
+}  // namespace distca::ops

@@ -1,0 +1,178 @@
+#include "planning.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+#include "layout_tensor.h"
+#include "planner/layout.h"
+#include "planner/pack.h"
+#include "planner/plan.h"
+
+namespace distca::ops {
+namespace {
+
+constexpr int64_t kPieceWords = 4;   // rank, document, start, length
+constexpr int64_t kTaskWords = 4;    // document, q_begin, q_end, server
+constexpr int64_t kLoadColumns = 4;  // seconds_home, seconds, bytes_out, bytes_in
+enum PlanHeader : int64_t { kNumRanks, kWindowLeft, kWindowRight, kDigest, kNumTasks, kPlanHeader };
+
+std::span<const int64_t> int64_words(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(
+      tensor.device().is_cpu() && tensor.scalar_type() == at::kLong && tensor.is_contiguous(), name,
+      ": expected a contiguous int64 CPU tensor, got ", tensor.toString());
+  return {tensor.const_data_ptr<int64_t>(), static_cast<size_t>(tensor.numel())};
+}
+
+// The planner throws std::invalid_argument; Python users see ValueError.
+template <typename F>
+auto as_value_error(F&& f) {
+  try {
+    return f();
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+planner::Pack decode_pack(const at::Tensor& pieces, int64_t num_ranks) {
+  TORCH_CHECK_VALUE(pieces.dim() == 2 && pieces.size(1) == kPieceWords,
+                    "pieces: expected [num_pieces, 4] (rank, document, start, length), got ",
+                    pieces.sizes());
+  const auto words = int64_words(pieces, "pieces");
+  std::vector<planner::Piece> decoded;
+  for (int64_t i = 0; i < pieces.size(0); ++i) {
+    const int64_t* w = words.data() + kPieceWords * i;
+    decoded.push_back({w[0], w[1], w[2], w[3]});
+  }
+  return as_value_error([&] { return planner::make_pack(decoded, num_ranks); });
+}
+
+// float64 [tile_q, tile_k, seconds_per_tile, seconds_per_task, num_rows, num_keys, rows...,
+// keys..., seconds...]
+planner::CostModel decode_cost(const at::Tensor& cost) {
+  TORCH_CHECK_VALUE(cost.device().is_cpu() && cost.scalar_type() == at::kDouble &&
+                        cost.is_contiguous() && cost.numel() >= 6,
+                    "cost: expected a contiguous float64 CPU tensor of at least 6 values");
+  const double* values = cost.const_data_ptr<double>();
+  const auto num_rows = static_cast<int64_t>(values[4]);
+  const auto num_keys = static_cast<int64_t>(values[5]);
+  TORCH_CHECK_VALUE(num_rows >= 0 && num_keys >= 0 &&
+                        cost.numel() == 6 + num_rows + num_keys + num_rows * num_keys,
+                    "cost: a table of ", num_rows, " x ", num_keys, " does not match ",
+                    cost.numel(), " values");
+  planner::CostModel model;
+  model.tile_q = static_cast<int64_t>(values[0]);
+  model.tile_k = static_cast<int64_t>(values[1]);
+  model.seconds_per_tile = values[2];
+  model.seconds_per_task = values[3];
+  const double* next = values + 6;
+  model.table_rows.assign(next, next + num_rows);
+  model.table_keys.assign(next + num_rows, next + num_rows + num_keys);
+  next += num_rows + num_keys;
+  model.table_seconds.assign(next, next + num_rows * num_keys);
+  as_value_error([&] { planner::validate(model); });
+  return model;
+}
+
+at::Tensor encode_plan(const planner::Plan& plan) {
+  const auto num_tasks = static_cast<int64_t>(plan.tasks.size());
+  at::Tensor encoded = at::empty({kPlanHeader + kTaskWords * num_tasks}, at::kLong);
+  int64_t* words = encoded.mutable_data_ptr<int64_t>();
+  words[kNumRanks] = plan.num_ranks;
+  words[kWindowLeft] = plan.mask.window_left;
+  words[kWindowRight] = plan.mask.window_right;
+  words[kDigest] = static_cast<int64_t>(plan.digest);
+  words[kNumTasks] = num_tasks;
+  int64_t* next = words + kPlanHeader;
+  for (const planner::Task& task : plan.tasks) {
+    for (const int64_t word : {task.document, task.q_begin, task.q_end, task.server})
+      *next++ = word;
+  }
+  return encoded;
+}
+
+planner::Plan decode_plan(const at::Tensor& encoded, const planner::Pack& pack) {
+  const auto words = int64_words(encoded, "plan");
+  TORCH_CHECK_VALUE(
+      words.size() >= kPlanHeader && words[kNumTasks] >= 0 &&
+          (words.size() - kPlanHeader) / kTaskWords == static_cast<size_t>(words[kNumTasks]),
+      "plan: ", words.size(), " words are not a plan; make it with distca.plan");
+  planner::Plan plan;
+  plan.num_ranks = words[kNumRanks];
+  plan.mask = {words[kWindowLeft], words[kWindowRight]};
+  plan.digest = static_cast<uint64_t>(words[kDigest]);
+  plan.loads.resize(pack.num_ranks);  // figures that a layout does not need
+  for (int64_t i = 0; i < words[kNumTasks]; ++i) {
+    const int64_t* w = words.data() + kPlanHeader + kTaskWords * i;
+    plan.tasks.push_back({w[0], w[1], w[2], w[3]});
+  }
+  as_value_error([&] { planner::validate(plan, pack); });
+  return plan;
+}
+
+at::Tensor encode_loads(const std::vector<planner::Load>& loads) {
+  at::Tensor encoded = at::empty({static_cast<int64_t>(loads.size()), kLoadColumns}, at::kDouble);
+  double* next = encoded.mutable_data_ptr<double>();
+  for (const planner::Load& load : loads) {
+    for (const double value : {load.seconds_home, load.seconds, static_cast<double>(load.bytes_out),
+                               static_cast<double>(load.bytes_in)}) {
+      *next++ = value;
+    }
+  }
+  return encoded;
+}
+
+// Whether any task needs a row that its server is not home to; its keys include its own positions.
+bool moves_rows(const planner::Pack& pack, const planner::Plan& plan) {
+  const auto is_home = [&](const planner::Task& task) {
+    const planner::Document& document = pack.documents[task.document];
+    const planner::Range keys =
+        planner::keys_of(plan.mask, {task.q_begin, task.q_end}, document.length);
+    return std::any_of(document.segments.begin(), document.segments.end(),
+                       [&](const planner::Segment& segment) {
+                         return segment.rank == task.server && segment.start <= keys.begin &&
+                                keys.end <= segment.start + segment.length;
+                       });
+  };
+  return !std::all_of(plan.tasks.begin(), plan.tasks.end(), is_home);
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ranks,
+                                        int64_t window_left, int64_t window_right,
+                                        const at::Tensor& cost, at::IntArrayRef row_bytes,
+                                        double link_bytes_per_second, double tolerance) {
+  TORCH_CHECK_VALUE(row_bytes.size() == 2, "row_bytes: expected (query, key), got ", row_bytes);
+  TORCH_CHECK_VALUE(link_bytes_per_second > 0, "link_bytes_per_second is ", link_bytes_per_second,
+                    "; expected a positive number");
+  TORCH_CHECK_VALUE(window_left >= -1 && window_right >= -1, "window is (", window_left, ", ",
+                    window_right, "); expected -1 (no limit) or more");
+  const planner::Pack pack = decode_pack(pieces, num_ranks);
+  planner::PlanOptions options;
+  options.mask = {window_left, window_right};
+  options.cost = decode_cost(cost);
+  options.row_bytes = {row_bytes[0], row_bytes[1]};
+  options.link_bytes_per_second = link_bytes_per_second;
+  options.tolerance = tolerance;
+  const planner::Plan plan = as_value_error([&] { return planner::make_plan(pack, options); });
+  return {encode_plan(plan), encode_loads(plan.loads)};
+}
+
+std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
+                                          int64_t rank, int64_t step,
+                                          c10::string_view device_type) {
+  const auto words = int64_words(plan, "plan");
+  TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
+  const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
+  const planner::Plan decoded = decode_plan(plan, pack);
+  const planner::Layout made =
+      as_value_error([&] { return planner::make_layout(pack, decoded, rank); });
+  return encode_layout(made, decoded, {step, moves_rows(pack, decoded), std::string(device_type)});
+}
+
+}  // namespace distca::ops

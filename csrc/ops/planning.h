@@ -1,0 +1,19 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <tuple>
+
+namespace distca::ops {
+
+// Operators of schemas.cpp.
+std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ranks,
+                                        int64_t window_left, int64_t window_right,
+                                        const at::Tensor& cost, at::IntArrayRef row_bytes,
+                                        double link_bytes_per_second, double tolerance);
+
+std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
+                                          int64_t rank, int64_t step, c10::string_view device_type);
+
+}  // namespace distca::ops

@@ -1,0 +1,110 @@
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include "core_attention.h"
+#include "planning.h"
+#include "session.h"
+#include "steps.h"
+#include "version.h"
+
+// Every operator of distca. `layout` (int64, CPU) and `rows` (int32, the attention's device) are
+// one rank's share of a plan, made by distca::layout; `group_name` names a c10d process group
+// opened by distca::open_session, or is empty for a layout of one rank.
+//
+// q [tokens, heads_q, head_dim], k, v [tokens, heads_kv, head_dim], out like q, lse [tokens,
+// heads_q].
+TORCH_LIBRARY(distca, m) {
+  // The whole of core attention, forward and backward.
+  m.def(
+      "core_attention(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, "
+      "float softmax_scale, str group_name) -> (Tensor out, Tensor lse)");
+  m.def(
+      "core_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
+      "Tensor lse, Tensor layout, Tensor rows, float softmax_scale, str group_name) "
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+
+  // The same in steps, each differentiable.
+  m.def(
+      "dispatch(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) "
+      "-> (Tensor visiting_q, Tensor visiting_k, Tensor visiting_v)");
+  m.def(
+      "dispatch_backward(Tensor visiting_grad_q, Tensor visiting_grad_k, Tensor visiting_grad_v, "
+      "Tensor layout, Tensor rows, str group_name) "
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+  m.def(
+      "attend(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, float softmax_scale, "
+      "str tasks) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attend_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "Tensor layout, Tensor rows, float softmax_scale, str tasks) "
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+  m.def(
+      "combine(Tensor out, Tensor lse, Tensor visiting_out, Tensor visiting_lse, Tensor layout, "
+      "Tensor rows, str group_name) -> (Tensor all_out, Tensor all_lse)");
+  m.def(
+      "combine_backward(Tensor grad_out, Tensor layout, Tensor rows, str group_name) "
+      "-> (Tensor home_grad_out, Tensor visiting_grad_out)");
+
+  // Planning: pieces int64 [num_pieces, 4] (rank, document, start, length) of all ranks, in row
+  // order within each rank; loads float64 [num_ranks, 4] (seconds_home, seconds, bytes_out,
+  // bytes_in).
+  m.def(
+      "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
+      "int[] row_bytes, float link_bytes_per_second, float tolerance) "
+      "-> (Tensor plan, Tensor loads)");
+  m.def(
+      "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type) "
+      "-> (Tensor layout, Tensor rows)");
+
+  // Sessions: see session.h.
+  m.def("open_session(str group_name, str control_group_name) -> ()",
+        [](const std::string& group_name, const std::string& control_group_name) {
+          distca::ops::open_session(group_name, control_group_name);
+        });
+  m.def("close_session(str group_name) -> ()",
+        [](const std::string& group_name) { distca::ops::close_session(group_name); });
+  m.def("attention_shape(str group_name) -> int[]", [](const std::string& group_name) {
+    const auto shape = distca::ops::find_session(group_name)->attention_shape();
+    return std::vector<int64_t>(shape.begin(), shape.end());
+  });
+  m.def("announce_failure(str group_name, str message) -> ()",
+        [](const std::string& group_name, const std::string& message) {
+          distca::ops::find_session(group_name)->failures().announce(message);
+        });
+  m.def("diagnose_failure(str group_name, str own_error) -> str",
+        [](const std::string& group_name, const std::string& own_error) {
+          return distca::ops::find_session(group_name)->failures().diagnose(own_error);
+        });
+  m.def("version() -> int", [] { return distca::ops::kVersion; });
+}
+
+namespace {
+
+void bind_attention(torch::Library& m) {
+  m.impl("core_attention", distca::ops::core_attention);
+  m.impl("core_attention_backward", distca::ops::core_attention_backward);
+  m.impl("dispatch", distca::ops::dispatch);
+  m.impl("dispatch_backward", distca::ops::dispatch_backward);
+  m.impl("attend", distca::ops::attend);
+  m.impl("attend_backward", distca::ops::attend_backward);
+  m.impl("combine", distca::ops::combine);
+  m.impl("combine_backward", distca::ops::combine_backward);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(distca, CPU, m) {
+  bind_attention(m);
+  m.impl("plan", distca::ops::plan);
+  m.impl("layout", distca::ops::layout);
+}
+
+// Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
+// dispatcher's.
+TORCH_LIBRARY_IMPL(distca, CUDA, m) {
+  bind_attention(m);
+}
+
+// Read from the file before it is loaded: a library built for another torch must not be.
+extern "C" __attribute__((visibility("default"))) const char distca_built_for[] =
+    "distca-built-for-torch:" TORCH_VERSION ":end";

@@ -1,0 +1,198 @@
+#include "session.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <sstream>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "transport/process_group/process_group.h"
+
+namespace distca::ops {
+namespace {
+
+std::string field_text(Signature::Field field, int64_t value) {
+  std::ostringstream text;
+  switch (field) {
+    case Signature::kVersion:
+      text << value / 10000 << "." << value / 100 % 100 << "." << value % 100;
+      break;
+    case Signature::kDtype:
+      text << c10::toString(static_cast<c10::ScalarType>(value));
+      break;
+    case Signature::kSoftmaxScale:
+      text << std::bit_cast<double>(value);
+      break;
+    case Signature::kPlanDigest:
+      text << std::hex << static_cast<uint64_t>(value);
+      break;
+    default:
+      text << value;
+  }
+  return text.str();
+}
+
+const char* field_name(Signature::Field field) {
+  constexpr std::array<const char*, Signature::kNumFields> kNames{
+      "refused arguments", "distca version", "step",  "plan digest",  "heads_q",
+      "heads_kv",          "head_dim",       "dtype", "softmax_scale"};
+  return kNames[field];
+}
+
+// "heads_q: 8 on ranks 0 2, 4 on rank 1"
+std::string field_by_rank(Signature::Field field, const std::vector<Signature>& all) {
+  std::map<int64_t, std::vector<int64_t>> ranks_by_value;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    ranks_by_value[all[rank].values[field]].push_back(static_cast<int64_t>(rank));
+  }
+  if (ranks_by_value.size() == 1) return "";
+  std::ostringstream text;
+  text << field_name(field) << ": ";
+  bool first = true;
+  for (const auto& [value, ranks] : ranks_by_value) {
+    text << (first ? "" : ", ") << field_text(field, value)
+         << (ranks.size() > 1 ? " on ranks" : " on rank");
+    for (const int64_t rank : ranks) text << " " << rank;
+    first = false;
+  }
+  return text.str();
+}
+
+std::string differences(const std::vector<Signature>& all) {
+  std::string text;
+  for (int field = Signature::kVersion; field < Signature::kNumFields; ++field) {
+    const std::string line = field_by_rank(static_cast<Signature::Field>(field), all);
+    if (!line.empty()) text += (text.empty() ? "" : "; ") + line;
+  }
+  return text;
+}
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Session>> sessions;
+};
+
+Registry& registry() {
+  // Never destroyed: process groups must not be torn down by static destructors.
+  static Registry* instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+Session::Session(const std::string& group_name, const std::string& control_group_name)
+    : control_(c10d::resolve_process_group(control_group_name)) {
+  const auto group = c10d::resolve_process_group(group_name);
+  rank_ = group->getRank();
+  num_ranks_ = group->getSize();
+  failures_ = std::make_shared<transport::FailureBoard>(control_->getStore(), rank_, num_ranks_);
+  transport_ = transport::make_process_group_transport(group, failures_);
+  failures_->introduce();
+}
+
+std::vector<Signature> Session::gather(const Signature& mine) {
+  constexpr int64_t num_fields = Signature::kNumFields;
+  at::Tensor sent = at::empty({1, num_fields}, at::kLong);
+  at::Tensor received = at::empty({num_ranks_, num_fields}, at::kLong);
+  std::memcpy(sent.mutable_data_ptr<int64_t>(), mine.values.data(), sizeof(mine.values));
+  control_->_allgather_base(received, sent)->wait();
+  std::vector<Signature> all(num_ranks_);
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    std::memcpy(all[rank].values.data(), received.const_data_ptr<int64_t>() + rank * num_fields,
+                sizeof(mine.values));
+  }
+  return all;
+}
+
+void Session::agree(const Signature& mine) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (std::find(agreed_.begin(), agreed_.end(), mine) != agreed_.end()) return;
+  const bool new_plan =
+      agreed_.empty() || agreed_.front().values[Signature::kStep] != mine.values[Signature::kStep];
+  std::vector<Signature> all;
+  try {
+    all = gather(mine);
+  } catch (const std::exception& error) {
+    const transport::Where where{"agree", "", -1, mine.values[Signature::kStep]};
+    const std::string cause = failures_->diagnose(transport::message_of(error));
+    TORCH_CHECK_WITH(DistBackendError, false, "distca: ", transport::describe(where), ": ", cause);
+  }
+  std::string refused;
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    if (all[rank].values[Signature::kRefused] != 0) refused += " " + std::to_string(rank);
+  }
+  // The refusing rank throws its own, more precise error after this call.
+  if (mine.values[Signature::kRefused] != 0) return;
+  TORCH_CHECK_VALUE(refused.empty(), "distca: step ", mine.values[Signature::kStep],
+                    ": the arguments of core attention were refused on rank(s)", refused,
+                    "; nothing was sent. See the error on that rank.");
+  const std::string difference = differences(all);
+  TORCH_CHECK_VALUE(difference.empty(),
+                    "distca: ranks disagree on core attention, nothing was sent: ", difference,
+                    ". All ranks of a group must run the same model on the same plan.");
+  if (new_plan) {
+    agreed_.clear();
+    num_forward_ = 0;
+    num_backward_ = 0;
+  }
+  agreed_.push_back(mine);
+}
+
+std::array<int64_t, 4> Session::attention_shape() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (agreed_.empty()) return {};
+  const auto& values = agreed_.back().values;
+  const auto dtype = static_cast<c10::ScalarType>(values[Signature::kDtype]);
+  return {values[Signature::kHeadsQ], values[Signature::kHeadsKv], values[Signature::kHeadDim],
+          static_cast<int64_t>(c10::elementSize(dtype))};
+}
+
+transport::Where Session::enter(Pass pass) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t step = agreed_.empty() ? -1 : agreed_.front().values[Signature::kStep];
+  transport::Where where{"", "forward", 0, step};
+  if (pass == Pass::kBackward) {
+    where.pass = "backward";
+    where.layer = num_forward_ - ++num_backward_;
+  } else if (torch::autograd::get_current_graph_task_id() != -1) {
+    // A forward call inside the backward pass is activation checkpointing computing a layer again.
+    where.pass = "recomputed forward";
+    where.layer = num_forward_ - num_backward_ - 1;
+  } else {
+    where.layer = num_forward_++;
+  }
+  current_[static_cast<size_t>(pass)] = where;
+  return where;
+}
+
+transport::Where Session::current(Pass pass) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return current_[static_cast<size_t>(pass)];
+}
+
+void open_session(const std::string& group_name, const std::string& control_group_name) {
+  auto session = std::make_shared<Session>(group_name, control_group_name);
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().sessions[group_name] = std::move(session);
+}
+
+void close_session(const std::string& group_name) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().sessions.erase(group_name);
+}
+
+std::shared_ptr<Session> find_session(const std::string& group_name) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto found = registry().sessions.find(group_name);
+  TORCH_CHECK_VALUE(found != registry().sessions.end(), "distca: no session for process group '",
+                    group_name, "'; call distca.init(group) on every rank of the group first");
+  return found->second;
+}
+
+}  // namespace distca::ops

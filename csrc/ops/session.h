@@ -1,0 +1,81 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "transport/failures.h"
+#include "transport/transport.h"
+
+namespace distca::ops {
+
+// What every rank must have in common before rows travel; compared field by field.
+struct Signature {
+  enum Field {
+    kRefused,  // 1 where this rank's own arguments were refused; its error is on the board
+    kVersion,
+    kStep,
+    kPlanDigest,
+    kHeadsQ,
+    kHeadsKv,
+    kHeadDim,
+    kDtype,
+    kSoftmaxScale,  // bits of the double
+    kNumFields
+  };
+  std::array<int64_t, kNumFields> values{};
+
+  bool operator==(const Signature&) const = default;
+};
+
+enum class Pass { kForward, kBackward };
+
+// One process group that shares attention: its data plane, its control plane and what its ranks
+// have agreed on. The control group is used by nothing else, so that its calls stay in order.
+class Session {
+ public:
+  Session(const std::string& group_name, const std::string& control_group_name);
+
+  int64_t rank() const { return rank_; }
+  int64_t num_ranks() const { return num_ranks_; }
+  transport::Transport& transport() { return *transport_; }
+  transport::FailureBoard& failures() { return *failures_; }
+
+  // Collective on the first call with a new signature under a plan; free afterwards. Throws on
+  // every rank, naming ranks and difference, unless all ranks have the same signature.
+  void agree(const Signature& mine);
+
+  // heads_q, heads_kv, head_dim and bytes per element last agreed on; zeros before that.
+  std::array<int64_t, 4> attention_shape() const;
+
+  // Counts one attention call of a pass, and says where that is in the step.
+  transport::Where enter(Pass pass);
+
+  // Where the last enter() of this pass was.
+  transport::Where current(Pass pass) const;
+
+ private:
+  std::vector<Signature> gather(const Signature& mine);
+
+  mutable std::mutex mutex_;
+  c10::intrusive_ptr<c10d::ProcessGroup> control_;
+  std::shared_ptr<transport::FailureBoard> failures_;
+  std::unique_ptr<transport::Transport> transport_;
+  int64_t rank_;
+  int64_t num_ranks_;
+  std::vector<Signature> agreed_;  // under the current plan
+  int64_t num_forward_ = 0;        // attention calls under the current plan
+  int64_t num_backward_ = 0;
+  std::array<transport::Where, 2> current_{};  // by Pass
+};
+
+// Sessions by group name. `find` throws when there is none, naming the call that opens one.
+void open_session(const std::string& group_name, const std::string& control_group_name);
+void close_session(const std::string& group_name);
+std::shared_ptr<Session> find_session(const std::string& group_name);
+
+}  // namespace distca::ops

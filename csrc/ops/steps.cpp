@@ -1,0 +1,139 @@
+#include "steps.h"
+
+#include <ATen/ops/zeros.h>
+
+#include "checks.h"
+#include "movement.h"
+
+namespace distca::ops {
+namespace {
+
+const attention::TaskList& task_list(const Layout& layout, c10::string_view tasks) {
+  TORCH_CHECK_VALUE(tasks == "home" || tasks == "visiting", "tasks is '", tasks,
+                    "'; expected 'home' or 'visiting'");
+  return tasks == "home" ? layout.home : layout.visiting;
+}
+
+// Home rows that a server computes have no home task, so no kernel wrote them.
+void zero_sent_rows(const at::Tensor& home, const Layout& layout) {
+  home.index_fill_(0, layout.queries.home_row.to(at::kLong), 0);
+}
+
+at::Tensor home_zeros(const at::Tensor& visiting, const Layout& layout) {
+  return at::zeros({layout.num_home_rows, visiting.size(1), visiting.size(2)}, visiting.options());
+}
+
+at::Tensor no_rows(const at::Tensor& home) {
+  return home.narrow(0, 0, 0).clone();
+}
+
+// The session of a call whose ranks agreed when its dispatch began.
+std::shared_ptr<Session> session_of(const Layout& layout, c10::string_view group_name) {
+  return layout.moves_rows ? find_session(std::string(group_name)) : nullptr;
+}
+
+}  // namespace
+
+Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
+  const double no_scale = 0;
+  const Call call = begin_call(q, k, v, layout, rows, no_scale, std::string(group_name));
+  const auto& [home_q, home_k, home_v] = call.inputs;
+  if (!call.session) return {no_rows(q), no_rows(k), no_rows(v)};
+  Session& session = *call.session;
+  return announcing(session, [&]() -> Triple {
+    const transport::Where where = session.enter(Pass::kForward).in("dispatch");
+    Shipment queries = send_to_servers(session, where, {home_q}, call.layout.queries);
+    Shipment keys = send_to_servers(session, where, {home_k, home_v}, call.layout.keys);
+    const auto visiting_q = visiting_rows(std::move(queries), call.layout.queries);
+    const auto visiting_kv = visiting_rows(std::move(keys), call.layout.keys);
+    return {visiting_q[0].contiguous(), visiting_kv[0].contiguous(), visiting_kv[1].contiguous()};
+  });
+}
+
+Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& visiting_grad_k,
+                         const at::Tensor& visiting_grad_v, const at::Tensor& layout,
+                         const at::Tensor& rows, c10::string_view group_name) {
+  const Layout plan = decode_layout(layout, rows);
+  const at::Tensor dq = home_zeros(visiting_grad_q, plan);
+  const at::Tensor dk = home_zeros(visiting_grad_k, plan);
+  const at::Tensor dv = home_zeros(visiting_grad_v, plan);
+  const auto session = session_of(plan, group_name);
+  if (!session) return {dq, dk, dv};
+  return announcing(*session, [&]() -> Triple {
+    const transport::Where where = session->current(Pass::kBackward).in("combine");
+    Shipment queries =
+        send_home(*session, where, {with_contiguous_rows(visiting_grad_q)}, plan.queries);
+    Shipment keys = send_home(
+        *session, where,
+        {with_contiguous_rows(visiting_grad_k), with_contiguous_rows(visiting_grad_v)}, plan.keys);
+    transport::scatter_rows(queries.arrive()[0], plan.queries.home_row, dq);
+    const auto key_gradients = keys.arrive();
+    transport::reduce_rows(key_gradients[0], plan.key_gradients, dk);
+    transport::reduce_rows(key_gradients[1], plan.key_gradients, dv);
+    return {dq, dk, dv};
+  });
+}
+
+Pair attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
+            const at::Tensor& rows, double softmax_scale, c10::string_view tasks) {
+  const Layout plan = decode_layout(layout, rows);
+  auto [out, lse] =
+      attention::forward(with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v),
+                         task_list(plan, tasks), {plan.mask, softmax_scale});
+  if (tasks == "home") {
+    zero_sent_rows(out, plan);
+    zero_sent_rows(lse, plan);
+  }
+  return {out, lse};
+}
+
+Triple attend_backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k,
+                       const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                       const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
+                       c10::string_view tasks) {
+  const Layout plan = decode_layout(layout, rows);
+  auto [dq, dk, dv] =
+      attention::backward(grad_out.contiguous(), with_contiguous_rows(q), with_contiguous_rows(k),
+                          with_contiguous_rows(v), {lse, at::Tensor(), out}, task_list(plan, tasks),
+                          {plan.mask, softmax_scale});
+  if (tasks == "home") zero_sent_rows(dq, plan);
+  return {dq, dk, dv};
+}
+
+Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& visiting_out,
+             const at::Tensor& visiting_lse, const at::Tensor& layout, const at::Tensor& rows,
+             c10::string_view group_name) {
+  const Layout plan = decode_layout(layout, rows);
+  at::Tensor all_out = out.clone();
+  at::Tensor all_lse = lse.clone();
+  const auto session = session_of(plan, group_name);
+  if (!session) return {all_out, all_lse};
+  return announcing(*session, [&]() -> Pair {
+    const transport::Where where = session->current(Pass::kForward).in("combine");
+    const auto results =
+        send_home(*session, where, {with_contiguous_rows(visiting_out), visiting_lse.contiguous()},
+                  plan.queries)
+            .arrive();
+    transport::scatter_rows(results[0], plan.queries.home_row, all_out);
+    transport::scatter_rows(results[1], plan.queries.home_row, all_lse);
+    return {all_out, all_lse};
+  });
+}
+
+Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, const at::Tensor& rows,
+                      c10::string_view group_name) {
+  const Layout plan = decode_layout(layout, rows);
+  const at::Tensor grad = grad_out.contiguous();
+  at::Tensor home_grad = grad.clone();
+  zero_sent_rows(home_grad, plan);
+  const auto session = session_of(plan, group_name);
+  if (!session) return {home_grad, no_rows(grad)};
+  return announcing(*session, [&]() -> Pair {
+    const transport::Where where = session->enter(Pass::kBackward).in("dispatch");
+    Shipment shipment = send_to_servers(*session, where, {grad}, plan.queries);
+    return {home_grad, visiting_rows(std::move(shipment), plan.queries)[0].contiguous()};
+  });
+}
+
+}  // namespace distca::ops

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace distca::planner {
+
+// A query at position p sees keys [p - window_left, p + window_right] of its document; -1 is no
+// limit. Causal is {-1, 0}, full {-1, -1}, a sliding window of W {W, 0}.
+struct Mask {
+  int64_t window_left = -1;
+  int64_t window_right = 0;
+};
+
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+// Keys that queries [q.begin, q.end) of a document of `length` tokens may see together.
+Range keys_of(const Mask& mask, Range q, int64_t length);
+
+// (query, key) pairs that queries [q.begin, q.end) score, in closed form.
+int64_t num_pairs(const Mask& mask, Range q, int64_t length);
+
+// Seconds of kernel time (forward + backward of one layer) for one task.
+//
+// Without a table: kernel tiles of tile_q x tile_k that hold any visible pair, times
+// seconds_per_tile, plus seconds_per_task. With a table: `table_seconds[i][j]` is the time of
+// table_rows[i] queries over table_keys[j] keys (full rectangle), interpolated linearly in both
+// directions and scaled by the share of the rectangle's pairs that the mask leaves.
+struct CostModel {
+  int64_t tile_q = 128;
+  int64_t tile_k = 128;
+  double seconds_per_tile = 1e-6;
+  double seconds_per_task = 0.0;
+  std::vector<int64_t> table_rows;    // increasing
+  std::vector<int64_t> table_keys;    // increasing
+  std::vector<double> table_seconds;  // [table_rows][table_keys], row-major
+
+  double seconds(const Mask& mask, Range q, int64_t length) const;
+};
+
+// Throw std::invalid_argument naming the field.
+void validate(const Mask& mask);
+void validate(const CostModel& cost);
+
+}  // namespace distca::planner

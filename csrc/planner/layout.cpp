@@ -1,0 +1,195 @@
+#include "layout.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "ranges.h"
+
+namespace distca::planner {
+namespace {
+
+// The visiting tasks of one document on one server.
+struct Visit {
+  int64_t document;
+  std::vector<Range> queries;  // of its tasks, in order
+  RangeSet keys;               // the union of its tasks' keys
+};
+
+// Positions of a document's rows that one rank is home to.
+struct HomeRun {
+  Range positions;
+  int64_t row;
+};
+
+// Visits of one server, given its tasks in plan order.
+std::vector<Visit> visits_of(const Pack& pack, const Mask& mask, std::span<const Task> tasks) {
+  std::vector<Visit> visits;
+  for (const Task& task : tasks) {
+    if (is_home(pack, mask, task)) continue;
+    if (visits.empty() || visits.back().document != task.document) {
+      visits.push_back({task.document, {}, {}});
+    }
+    const int64_t length = pack.documents[task.document].length;
+    visits.back().queries.push_back(queries(task));
+    visits.back().keys.insert(keys_of(mask, queries(task), length));
+  }
+  return visits;
+}
+
+std::span<const Task> tasks_of(const Plan& plan, int64_t server) {
+  const auto [first, last] =
+      std::equal_range(plan.tasks.begin(), plan.tasks.end(), Task{0, 0, 0, server},
+                       [](const Task& a, const Task& b) { return a.server < b.server; });
+  return {first, last};
+}
+
+// For every document the rows that `rank` is home to, by position.
+std::vector<std::vector<HomeRun>> home_runs(const Pack& pack, int64_t rank) {
+  std::vector<std::vector<HomeRun>> runs(pack.documents.size());
+  for (size_t i = 0; i < runs.size(); ++i) {
+    for (const Segment& segment : pack.documents[i].segments) {
+      if (segment.rank == rank) runs[i].push_back({positions(segment), segment.row});
+    }
+  }
+  return runs;
+}
+
+// Appends the home rows of `range` to `index`; returns how many there are.
+int64_t append_home_rows(const std::vector<HomeRun>& runs, Range range,
+                         std::vector<int64_t>& index) {
+  const size_t before = index.size();
+  auto run = std::partition_point(runs.begin(), runs.end(), [range](const HomeRun& run) {
+    return run.positions.end <= range.begin;
+  });
+  for (; run != runs.end() && run->positions.begin < range.end; ++run) {
+    const Range part = intersect(run->positions, range);
+    const size_t first = index.size();
+    index.resize(first + static_cast<size_t>(num_rows(part)));
+    std::iota(index.begin() + static_cast<std::ptrdiff_t>(first), index.end(),
+              run->row + part.begin - run->positions.begin);
+  }
+  return static_cast<int64_t>(index.size() - before);
+}
+
+void fill_sends(const Pack& pack, const Plan& plan, Layout& layout) {
+  const std::vector<std::vector<HomeRun>> runs = home_runs(pack, layout.rank);
+  for (int64_t peer = 0; peer < plan.num_ranks; ++peer) {
+    for (const Visit& visit : visits_of(pack, plan.mask, tasks_of(plan, peer))) {
+      const std::vector<HomeRun>& own = runs[visit.document];
+      if (own.empty()) continue;
+      for (Range rows : visit.queries) {
+        layout.send_q_rows[peer] += append_home_rows(own, rows, layout.send_q_index);
+      }
+      for (Range keys : visit.keys.ranges()) {
+        layout.send_k_rows[peer] += append_home_rows(own, keys, layout.send_k_index);
+      }
+    }
+  }
+}
+
+// Consecutive visiting rows with one home.
+struct Arrival {
+  int64_t home;
+  int64_t num_rows;
+};
+
+void append_arrivals(const Document& document, Range range, std::vector<Arrival>& arrivals) {
+  for_each_segment(document, range, [&](const Segment& segment, Range part) {
+    arrivals.push_back({segment.rank, num_rows(part)});
+  });
+}
+
+// Counts rows by peer and gives every visiting row its received slot: by peer, then in order.
+void fill_receives(const std::vector<Arrival>& arrivals, std::vector<int64_t>& recv_rows,
+                   std::vector<int64_t>& slots) {
+  bool in_order = true;
+  for (size_t i = 0; i < arrivals.size(); ++i) {
+    recv_rows[arrivals[i].home] += arrivals[i].num_rows;
+    in_order = in_order && (i == 0 || arrivals[i - 1].home <= arrivals[i].home);
+  }
+  if (in_order) return;
+  std::vector<int64_t> next(recv_rows.size());
+  std::exclusive_scan(recv_rows.begin(), recv_rows.end(), next.begin(), int64_t{0});
+  for (const Arrival& arrival : arrivals) {
+    const size_t first = slots.size();
+    slots.resize(first + static_cast<size_t>(arrival.num_rows));
+    std::iota(slots.begin() + static_cast<std::ptrdiff_t>(first), slots.end(), next[arrival.home]);
+    next[arrival.home] += arrival.num_rows;
+  }
+}
+
+void fill_home_tasks(const Pack& pack, const Plan& plan, Layout& layout) {
+  for (const Task& task : tasks_of(plan, layout.rank)) {
+    if (!is_home(pack, plan.mask, task)) continue;
+    const Document& document = pack.documents[task.document];
+    const Segment& segment = *segment_at(document, task.q_begin);
+    const Range keys = keys_of(plan.mask, queries(task), document.length);
+    const int64_t row_of_first = segment.row - segment.start;
+    layout.home_tasks.push_back({row_of_first + task.q_begin, num_rows(queries(task)),
+                                 row_of_first + keys.begin, num_rows(keys),
+                                 task.q_begin - keys.begin});
+  }
+  std::sort(layout.home_tasks.begin(), layout.home_tasks.end(),
+            [](const PlacedTask& a, const PlacedTask& b) { return a.q_row < b.q_row; });
+}
+
+// Visiting row of `position` among the ranges, of which the first stands at row `row`.
+int64_t visiting_row(const std::vector<Range>& ranges, int64_t position, int64_t row) {
+  for (Range range : ranges) {
+    if (position < range.end) return row + position - range.begin;
+    row += num_rows(range);
+  }
+  return row;
+}
+
+void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<Visit>& visits,
+                         Layout& layout) {
+  int64_t q_row = 0;
+  int64_t k_row = 0;
+  for (const Visit& visit : visits) {
+    const int64_t length = pack.documents[visit.document].length;
+    for (Range rows : visit.queries) {
+      const Range keys = keys_of(plan.mask, rows, length);
+      layout.visiting_tasks.push_back({q_row, num_rows(rows),
+                                       visiting_row(visit.keys.ranges(), keys.begin, k_row),
+                                       num_rows(keys), rows.begin - keys.begin});
+      q_row += num_rows(rows);
+    }
+    for (Range keys : visit.keys.ranges()) k_row += num_rows(keys);
+  }
+}
+
+}  // namespace
+
+Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank) {
+  if (rank < 0 || rank >= plan.num_ranks) {
+    throw std::invalid_argument("rank is " + std::to_string(rank) + "; expected 0 <= rank < " +
+                                std::to_string(plan.num_ranks));
+  }
+  Layout layout;
+  layout.rank = rank;
+  layout.num_ranks = plan.num_ranks;
+  layout.num_home_rows = pack.num_rows[rank];
+  for (std::vector<int64_t>* rows :
+       {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
+    rows->assign(plan.num_ranks, 0);
+  }
+  fill_sends(pack, plan, layout);
+
+  const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan, rank));
+  std::vector<Arrival> q_arrivals, k_arrivals;
+  for (const Visit& visit : visits) {
+    const Document& document = pack.documents[visit.document];
+    for (Range rows : visit.queries) append_arrivals(document, rows, q_arrivals);
+    for (Range keys : visit.keys.ranges()) append_arrivals(document, keys, k_arrivals);
+  }
+  fill_receives(q_arrivals, layout.recv_q_rows, layout.q_slot);
+  fill_receives(k_arrivals, layout.recv_k_rows, layout.k_slot);
+  fill_home_tasks(pack, plan, layout);
+  fill_visiting_tasks(pack, plan, visits, layout);
+  return layout;
+}
+
+}  // namespace distca::planner

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan.h"
+
+namespace distca::planner {
+
+// A task in rows of the tensors its server holds. Query row i of the task stands at key index
+// q_offset + i of the task's keys, so the mask needs no document position.
+struct PlacedTask {
+  int64_t q_row;
+  int64_t num_q_rows;
+  int64_t k_row;
+  int64_t num_k_rows;
+  int64_t q_offset;
+};
+
+// One rank's share of a plan.
+//
+// A home task has its query rows and all their keys in this rank's own rows, contiguous and in
+// document order; it is read in place. Every other task of this server is visiting: all its rows
+// arrive by dispatch, rows that this rank itself is home to included (it sends them to itself).
+//
+// Rows travel in slots. Sent slots are ordered by peer, then by the order in which the peer's
+// visiting tasks list them; received slots by peer, then by this server's order, so the tables of
+// any two ranks transpose. A document's keys reach a server once, however many tasks read them.
+// Visiting rows are ordered by (document, position): for queries over all visiting tasks, for keys
+// over the union of their key ranges.
+struct Layout {
+  int64_t rank = 0;
+  int64_t num_ranks = 0;
+  int64_t num_home_rows = 0;
+
+  std::vector<int64_t> send_q_rows, recv_q_rows;  // [num_ranks] rows to and from each peer
+  std::vector<int64_t> send_k_rows, recv_k_rows;  // [num_ranks]
+
+  std::vector<int64_t> send_q_index, send_k_index;  // home row of each sent slot
+
+  // Received slot of each visiting row; empty when slot i is visiting row i.
+  std::vector<int64_t> q_slot, k_slot;
+
+  std::vector<PlacedTask> home_tasks;      // by q_row; rows of this rank
+  std::vector<PlacedTask> visiting_tasks;  // by q_row; visiting rows
+};
+
+// `plan` must be valid for `pack` (see validate). Throws std::invalid_argument for a bad rank.
+Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank);
+
+}  // namespace distca::planner

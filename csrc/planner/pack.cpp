@@ -1,0 +1,100 @@
+#include "pack.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+namespace distca::planner {
+namespace {
+
+struct PlacedPiece {
+  int64_t document;
+  Segment segment;
+};
+
+std::string to_string(const Segment& segment) {
+  return "positions [" + std::to_string(segment.start) + ", " +
+         std::to_string(segment.start + segment.length) + ") of rank " +
+         std::to_string(segment.rank);
+}
+
+[[noreturn]] void reject(int64_t document, const std::string& what) {
+  throw std::invalid_argument("pieces: document " + std::to_string(document) + ": " + what);
+}
+
+void check(const Piece& piece, int64_t num_ranks) {
+  if (piece.rank < 0 || piece.rank >= num_ranks) {
+    reject(piece.document, "rank is " + std::to_string(piece.rank) + "; expected 0 <= rank < " +
+                               std::to_string(num_ranks));
+  }
+  if (piece.start < 0 || piece.length < 0 ||
+      piece.start > std::numeric_limits<int64_t>::max() - piece.length) {
+    reject(piece.document, "rank " + std::to_string(piece.rank) + " holds start " +
+                               std::to_string(piece.start) + ", length " +
+                               std::to_string(piece.length) +
+                               "; expected neither negative and a sum below 2^63");
+  }
+}
+
+// Places pieces on their ranks' rows, in order of (document, start).
+std::vector<PlacedPiece> place(std::span<const Piece> pieces, std::vector<int64_t>& num_rows) {
+  std::vector<PlacedPiece> placed;
+  placed.reserve(pieces.size());
+  for (const Piece& piece : pieces) {
+    check(piece, static_cast<int64_t>(num_rows.size()));
+    if (piece.length == 0) continue;
+    int64_t& row = num_rows[piece.rank];
+    placed.push_back({piece.document, {piece.start, piece.length, piece.rank, row}});
+    row += piece.length;
+  }
+  std::stable_sort(placed.begin(), placed.end(), [](const PlacedPiece& a, const PlacedPiece& b) {
+    return std::tie(a.document, a.segment.start) < std::tie(b.document, b.segment.start);
+  });
+  return placed;
+}
+
+// Adds the segment after those before it, which it has to continue without overlap or gap.
+void append(Document& document, const Segment& segment) {
+  if (segment.start > document.length) {
+    reject(document.id, "no rank holds positions [" + std::to_string(document.length) + ", " +
+                            std::to_string(segment.start) + ") before " + to_string(segment));
+  }
+  if (segment.start < document.length) {
+    reject(document.id, to_string(segment) + " overlap " + to_string(document.segments.back()));
+  }
+  document.length += segment.length;
+  if (!document.segments.empty()) {
+    Segment& last = document.segments.back();
+    if (last.rank == segment.rank && last.row + last.length == segment.row) {
+      last.length += segment.length;
+      return;
+    }
+  }
+  document.segments.push_back(segment);
+}
+
+}  // namespace
+
+Pack make_pack(std::span<const Piece> pieces, int64_t num_ranks) {
+  if (num_ranks < 1) {
+    throw std::invalid_argument("num_ranks is " + std::to_string(num_ranks) +
+                                "; expected at least 1");
+  }
+  Pack pack{num_ranks, std::vector<int64_t>(num_ranks, 0), {}};
+  for (const PlacedPiece& piece : place(pieces, pack.num_rows)) {
+    if (pack.documents.empty() || pack.documents.back().id != piece.document) {
+      pack.documents.push_back({piece.document, 0, {}});
+    }
+    append(pack.documents.back(), piece.segment);
+  }
+  std::sort(pack.documents.begin(), pack.documents.end(), [](const Document& a, const Document& b) {
+    const Segment& first = a.segments.front();
+    const Segment& other = b.segments.front();
+    return std::tie(first.rank, first.row) < std::tie(other.rank, other.row);
+  });
+  return pack;
+}
+
+}  // namespace distca::planner

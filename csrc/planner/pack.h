@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace distca::planner {
+
+// A contiguous part of a document that a rank holds. A rank's pieces, in order, are its packed
+// rows.
+struct Piece {
+  int64_t rank;      // home rank, 0 <= rank < num_ranks
+  int64_t document;  // any id that is the same on every rank; ids need not be dense
+  int64_t start;     // position of the piece's first token in its document
+  int64_t length;    // tokens; 0 is allowed and ignored
+};
+
+// A piece placed on its home rank's rows.
+struct Segment {
+  int64_t start;   // position in the document
+  int64_t length;  // tokens
+  int64_t rank;    // home rank
+  int64_t row;     // first of its rows on the home rank
+};
+
+struct Document {
+  int64_t id;
+  int64_t length;                 // tokens
+  std::vector<Segment> segments;  // by start; they tile [0, length) exactly
+};
+
+// Every token of a step: all documents and where their rows live.
+struct Pack {
+  int64_t num_ranks;
+  std::vector<int64_t> num_rows;    // [num_ranks]
+  std::vector<Document> documents;  // in order of (rank, row) of their first segment; none empty
+};
+
+// Throws std::invalid_argument naming document, rank and positions when pieces are negative, out of
+// range, overlap or leave a gap. `pieces` are in row order within each rank; ranks may interleave.
+Pack make_pack(std::span<const Piece> pieces, int64_t num_ranks);
+
+}  // namespace distca::planner

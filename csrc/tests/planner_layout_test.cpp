@@ -1,0 +1,247 @@
+#include <gtest/gtest.h>
+
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "planner/layout.h"
+#include "random_steps.h"
+
+namespace distca::planner {
+namespace {
+
+using Token = std::pair<int64_t, int64_t>;           // document, position
+using Pair = std::tuple<int64_t, int64_t, int64_t>;  // document, query, key
+using Rows = std::vector<Token>;
+
+std::vector<Layout> make_layouts(const Pack& pack, const Plan& plan) {
+  std::vector<Layout> layouts;
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    layouts.push_back(make_layout(pack, plan, rank));
+  }
+  return layouts;
+}
+
+// Each rank's rows, filled with the tokens that live there.
+std::vector<Rows> home_rows(const Pack& pack) {
+  std::vector<Rows> rows(pack.num_ranks);
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) rows[rank].resize(pack.num_rows[rank]);
+  for (size_t i = 0; i < pack.documents.size(); ++i) {
+    for (const Segment& segment : pack.documents[i].segments) {
+      for (int64_t at = 0; at < segment.length; ++at) {
+        rows[segment.rank][segment.row + at] = {static_cast<int64_t>(i), segment.start + at};
+      }
+    }
+  }
+  return rows;
+}
+
+struct Tables {
+  std::vector<int64_t> Layout::*send_rows;
+  std::vector<int64_t> Layout::*recv_rows;
+  std::vector<int64_t> Layout::*index;
+  std::vector<int64_t> Layout::*slot;
+};
+
+const Tables kQueryTables = {&Layout::send_q_rows, &Layout::recv_q_rows, &Layout::send_q_index,
+                             &Layout::q_slot};
+const Tables kKeyTables = {&Layout::send_k_rows, &Layout::recv_k_rows, &Layout::send_k_index,
+                           &Layout::k_slot};
+
+// Sends rows as the tables say; returns every rank's visiting rows.
+std::vector<Rows> exchange(const std::vector<Layout>& layouts, const std::vector<Rows>& home,
+                           const Tables& tables) {
+  std::vector<Rows> slots(layouts.size());
+  std::vector<size_t> sent(layouts.size(), 0);
+  for (size_t server = 0; server < layouts.size(); ++server) {
+    for (size_t peer = 0; peer < layouts.size(); ++peer) {
+      const std::vector<int64_t>& index = layouts[peer].*tables.index;
+      const int64_t count = (layouts[peer].*tables.send_rows)[server];
+      EXPECT_EQ(count, (layouts[server].*tables.recv_rows)[peer]);
+      for (int64_t i = 0; i < count; ++i) {
+        slots[server].push_back(home[peer].at(index.at(sent[peer]++)));
+      }
+    }
+  }
+  std::vector<Rows> visiting(layouts.size());
+  for (size_t rank = 0; rank < layouts.size(); ++rank) {
+    EXPECT_EQ(sent[rank], (layouts[rank].*tables.index).size());
+    const std::vector<int64_t>& slot = layouts[rank].*tables.slot;
+    visiting[rank] = slots[rank];
+    if (slot.empty()) continue;
+    EXPECT_EQ(slot.size(), slots[rank].size());
+    bool identity = true;
+    for (size_t i = 0; i < slot.size(); ++i) {
+      visiting[rank][i] = slots[rank].at(slot[i]);
+      identity = identity && slot[i] == static_cast<int64_t>(i);
+    }
+    EXPECT_FALSE(identity) << "an identity is left empty";
+  }
+  return visiting;
+}
+
+// Adds the pairs that a kernel scores for the task, which knows rows and key indices only.
+void compute(const PlacedTask& task, const Mask& mask, const Rows& q_rows, const Rows& k_rows,
+             std::map<Pair, int64_t>& computed) {
+  for (int64_t i = 0; i < task.num_q_rows; ++i) {
+    const auto [document, query] = q_rows.at(task.q_row + i);
+    for (int64_t j = 0; j < task.num_k_rows; ++j) {
+      if (!sees(mask, task.q_offset + i, j)) continue;
+      const auto [key_document, key] = k_rows.at(task.k_row + j);
+      EXPECT_EQ(key_document, document);
+      ++computed[{document, query, key}];
+    }
+  }
+}
+
+std::map<Pair, int64_t> execute(const Pack& pack, const Plan& plan,
+                                const std::vector<Layout>& layouts) {
+  const std::vector<Rows> home = home_rows(pack);
+  const std::vector<Rows> queries = exchange(layouts, home, kQueryTables);
+  const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
+  std::map<Pair, int64_t> computed;
+  for (size_t rank = 0; rank < layouts.size(); ++rank) {
+    for (const PlacedTask& task : layouts[rank].home_tasks) {
+      compute(task, plan.mask, home[rank], home[rank], computed);
+    }
+    for (const PlacedTask& task : layouts[rank].visiting_tasks) {
+      compute(task, plan.mask, queries[rank], keys[rank], computed);
+    }
+  }
+  return computed;
+}
+
+std::map<Pair, int64_t> expected_pairs(const Pack& pack, const Mask& mask) {
+  std::map<Pair, int64_t> pairs;
+  for (size_t i = 0; i < pack.documents.size(); ++i) {
+    for (int64_t query = 0; query < pack.documents[i].length; ++query) {
+      for (int64_t key = 0; key < pack.documents[i].length; ++key) {
+        if (sees(mask, query, key)) pairs[{static_cast<int64_t>(i), query, key}] = 1;
+      }
+    }
+  }
+  return pairs;
+}
+
+// Every row once, by (document, position): each document's keys reach a server once.
+void expect_ordered(const Rows& rows) {
+  for (size_t i = 1; i < rows.size(); ++i) ASSERT_LT(rows[i - 1], rows[i]);
+}
+
+TEST(Layout, ComputesEveryPairOnce) {
+  int64_t num_visiting = 0, num_home = 0, num_permuted = 0;
+  for (uint32_t seed = 0; seed < 400; ++seed) {
+    SCOPED_TRACE(seed);
+    Random random(seed);
+    const int64_t num_ranks = draw(random, 1, 6);
+    const Pack pack = make_pack(draw_pieces(random, num_ranks, 60), num_ranks);
+    const Plan plan = make_plan(pack, draw_options(random));
+    validate(plan, pack);
+    const std::vector<Layout> layouts = make_layouts(pack, plan);
+    ASSERT_EQ(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
+    for (const Layout& layout : layouts) {
+      num_home += static_cast<int64_t>(layout.home_tasks.size());
+      num_visiting += static_cast<int64_t>(layout.visiting_tasks.size());
+      num_permuted += !layout.q_slot.empty() + !layout.k_slot.empty();
+    }
+  }
+  EXPECT_GT(num_home, 500);  // the steps drawn reach all branches
+  EXPECT_GT(num_visiting, 500);
+  EXPECT_GT(num_permuted, 100);
+}
+
+TEST(Layout, AWrongRowIsNoticed) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 40}, {1, 0, 40, 40}};
+  const Pack pack = make_pack(pieces, 2);
+  const Plan plan = make_plan(pack, PlanOptions{});
+  std::vector<Layout> layouts = make_layouts(pack, plan);
+  ASSERT_EQ(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
+  const std::vector<Layout> good = layouts;
+  layouts[0].send_k_index[3] = 4;
+  EXPECT_NE(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
+  layouts = good;
+  std::swap(layouts[1].send_q_index[3], layouts[1].send_q_index[4]);
+  EXPECT_NE(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
+  layouts = good;
+  layouts[1].visiting_tasks[0].q_offset -= 1;
+  EXPECT_NE(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
+}
+
+TEST(Layout, VisitingRowsAreOrderedAndUnique) {
+  for (uint32_t seed = 0; seed < 100; ++seed) {
+    SCOPED_TRACE(seed);
+    Random random(seed);
+    const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
+    const Plan plan = make_plan(pack, draw_options(random));
+    const std::vector<Layout> layouts = make_layouts(pack, plan);
+    const std::vector<Rows> home = home_rows(pack);
+    for (const Rows& rows : exchange(layouts, home, kQueryTables)) expect_ordered(rows);
+    for (const Rows& rows : exchange(layouts, home, kKeyTables)) expect_ordered(rows);
+  }
+}
+
+TEST(Layout, LoadsAreTheRowsThatTravel) {
+  for (uint32_t seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE(seed);
+    Random random(seed);
+    const Pack pack = make_pack(draw_pieces(random, 5, 60), 5);
+    const PlanOptions options = draw_options(random);
+    const Plan plan = make_plan(pack, options);
+    for (const Layout& layout : make_layouts(pack, plan)) {
+      int64_t bytes_in = 0, bytes_out = 0;
+      for (int64_t peer = 0; peer < 5; ++peer) {
+        if (peer == layout.rank) continue;
+        bytes_in += layout.recv_q_rows[peer] * options.row_bytes.query +
+                    layout.recv_k_rows[peer] * options.row_bytes.key;
+        bytes_out += layout.send_q_rows[peer] * options.row_bytes.query +
+                     layout.send_k_rows[peer] * options.row_bytes.key;
+      }
+      EXPECT_EQ(plan.loads[layout.rank].bytes_in, bytes_in);
+      EXPECT_EQ(plan.loads[layout.rank].bytes_out, bytes_out);
+    }
+  }
+}
+
+TEST(Layout, WholeDocumentsInBalanceAreReadInPlace) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 300}, {0, 1, 0, 70}, {1, 2, 0, 70}, {1, 3, 0, 300}};
+  const Pack pack = make_pack(pieces, 2);
+  const Plan plan = make_plan(pack, PlanOptions{});
+  const Layout layout = make_layout(pack, plan, 1);
+  EXPECT_EQ(layout.num_home_rows, 370);
+  ASSERT_EQ(layout.home_tasks.size(), 2u);
+  EXPECT_EQ(layout.home_tasks[1].q_row, 70);
+  EXPECT_EQ(layout.home_tasks[1].num_q_rows, 300);
+  EXPECT_EQ(layout.home_tasks[1].k_row, 70);
+  EXPECT_EQ(layout.home_tasks[1].num_k_rows, 300);
+  EXPECT_EQ(layout.home_tasks[1].q_offset, 0);
+  EXPECT_TRUE(layout.visiting_tasks.empty());
+  EXPECT_TRUE(layout.send_q_index.empty());
+  EXPECT_TRUE(layout.send_k_index.empty());
+}
+
+TEST(Layout, WindowedTaskStartsAtItsFirstKey) {
+  PlanOptions options;
+  options.mask = {10, 0};
+  const std::vector<Piece> pieces = {{0, 0, 0, 100}, {1, 0, 100, 100}};
+  const Pack pack = make_pack(pieces, 2);
+  const Plan plan = make_plan(pack, options);
+  const Layout layout = make_layout(pack, plan, 1);
+  ASSERT_EQ(layout.visiting_tasks.size(), 1u);
+  EXPECT_EQ(layout.visiting_tasks[0].num_q_rows, 100);
+  EXPECT_EQ(layout.visiting_tasks[0].num_k_rows, 110);
+  EXPECT_EQ(layout.visiting_tasks[0].q_offset, 10);
+  EXPECT_EQ(layout.recv_k_rows, (std::vector<int64_t>{10, 100}));
+  EXPECT_EQ(layout.recv_q_rows, (std::vector<int64_t>{0, 100}));
+  EXPECT_TRUE(layout.k_slot.empty());
+}
+
+TEST(Layout, RejectsABadRank) {
+  const Pack pack = make_pack({}, 2);
+  const Plan plan = make_plan(pack, PlanOptions{});
+  EXPECT_REJECTED(make_layout(pack, plan, 2), "rank is 2");
+  EXPECT_REJECTED(make_layout(pack, plan, -1), "rank is -1");
+}
+
+}  // namespace
+}  // namespace distca::planner

@@ -1,0 +1,308 @@
+#include "planner/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "random_steps.h"
+
+namespace distca::planner {
+namespace {
+
+// Llama-8B: 32 query heads and 8 key heads of 128, bf16, forward and backward.
+PlanOptions llama_options() {
+  PlanOptions options;
+  options.cost.seconds_per_tile = 1.2e-6;
+  options.row_bytes = {41216, 16384};
+  return options;
+}
+
+bool same_task(const Task& a, const Task& b) {
+  return std::tie(a.document, a.q_begin, a.q_end, a.server) ==
+         std::tie(b.document, b.q_begin, b.q_end, b.server);
+}
+
+double makespan(const std::vector<Load>& loads, double bytes_per_second) {
+  double most = 0;
+  for (const Load& load : loads) {
+    most = std::max({most, load.seconds, static_cast<double>(load.bytes_in) / bytes_per_second,
+                     static_cast<double>(load.bytes_out) / bytes_per_second});
+  }
+  return most;
+}
+
+// A plan that never moves anything.
+Plan home_plan(const Pack& pack, PlanOptions options) {
+  options.tolerance = 1e9;
+  return make_plan(pack, options);
+}
+
+TEST(Plan, BalancesHeavyTailedLengths) {
+  for (int64_t num_ranks : {4, 8, 16, 64}) {
+    double worst_home = 0;
+    for (uint32_t seed = 0; seed < 10; ++seed) {
+      Random random(seed);
+      const Pack pack = make_pack(heavy_tailed_step(random, num_ranks, 65536), num_ranks);
+      const Plan plan = make_plan(pack, llama_options());
+      validate(plan, pack);
+      worst_home = std::max(worst_home, imbalance(home_plan(pack, llama_options())));
+      EXPECT_LE(imbalance(plan), 1.0205) << num_ranks << " ranks, seed " << seed;
+    }
+    EXPECT_GT(worst_home, 1.5);  // there was something to balance
+  }
+}
+
+TEST(Plan, BalancesDocumentsThatCrossRanks) {
+  for (uint32_t seed = 0; seed < 10; ++seed) {
+    Random random(seed);
+    std::vector<int64_t> lengths = {150000};
+    for (const Piece& piece : heavy_tailed_step(random, 6, 65536)) lengths.push_back(piece.length);
+    const Pack pack = make_pack(crossing_documents(lengths, 8), 8);
+    const Plan plan = make_plan(pack, llama_options());
+    validate(plan, pack);
+    EXPECT_LE(imbalance(plan), 1.05) << "seed " << seed;
+  }
+}
+
+TEST(Plan, SpreadsOneDocumentOverAllRanks) {
+  for (int64_t num_ranks : {2, 3, 4, 7}) {
+    const std::vector<Piece> pieces = {{1, 0, 0, 65536}};
+    const Pack pack = make_pack(pieces, num_ranks);
+    const Plan plan = make_plan(pack, llama_options());
+    validate(plan, pack);
+    EXPECT_LE(imbalance(plan), 1.0205);
+    EXPECT_EQ(plan.loads[0].seconds_home, 0);
+    EXPECT_EQ(plan.loads[0].bytes_out, 0);
+    EXPECT_GT(plan.loads[0].bytes_in, 0);
+  }
+}
+
+TEST(Plan, MovesNothingWhenBalanced) {
+  std::vector<Piece> pieces;
+  for (int64_t i = 0; i < 40; ++i) pieces.push_back({i % 4, i, 0, 500 + i / 4});
+  const Pack pack = make_pack(pieces, 4);
+  const Plan plan = make_plan(pack, llama_options());
+  EXPECT_EQ(plan.tasks.size(), 40u);
+  for (const Task& task : plan.tasks) {
+    EXPECT_EQ(task.server, pack.documents[task.document].segments[0].rank);
+    EXPECT_EQ(task.q_end, pack.documents[task.document].length);
+  }
+  for (const Load& load : plan.loads) {
+    EXPECT_EQ(load.bytes_in, 0);
+    EXPECT_EQ(load.bytes_out, 0);
+    EXPECT_DOUBLE_EQ(load.seconds, load.seconds_home);
+  }
+}
+
+TEST(Plan, CrossingDocumentsInBalanceFetchOnlyKeys) {
+  PlanOptions options = llama_options();
+  options.mask = {-1, -1};
+  const std::vector<Piece> pieces = {{0, 0, 0, 4096}, {1, 0, 4096, 4096}};
+  const Plan plan = make_plan(make_pack(pieces, 2), options);
+  EXPECT_EQ(plan.tasks.size(), 2u);
+  for (const Load& load : plan.loads) {
+    EXPECT_EQ(load.bytes_in, 4096 * options.row_bytes.key);
+    EXPECT_EQ(load.bytes_out, 4096 * options.row_bytes.key);
+  }
+}
+
+TEST(Plan, CutsAtTiles) {
+  Random random(3);
+  const Pack pack = make_pack(heavy_tailed_step(random, 16, 65536), 16);
+  const Plan plan = make_plan(pack, llama_options());
+  int64_t num_cuts = 0;
+  for (const Task& task : plan.tasks) {
+    EXPECT_EQ(task.q_begin % 128, 0);
+    num_cuts += task.q_begin > 0;
+  }
+  EXPECT_GT(num_cuts, 0);
+}
+
+TEST(Plan, CutsAtRowsWhereTilesAreTooCoarse) {
+  PlanOptions options = llama_options();
+  options.cost.table_rows = {1000};
+  options.cost.table_keys = {1000};
+  options.cost.table_seconds = {1.0};
+  const std::vector<Piece> pieces = {{0, 0, 0, 120}};
+  const Pack pack = make_pack(pieces, 3);
+  const Plan plan = make_plan(pack, options);
+  validate(plan, pack);
+  EXPECT_LE(imbalance(plan), 1.03);  // a row is up to 2.5 % of the mean
+}
+
+TEST(Plan, LeavesShortDocumentsWhole) {
+  std::vector<Piece> pieces;
+  for (int64_t i = 0; i < 40; ++i) pieces.push_back({0, i, 0, 100});
+  PlanOptions options = llama_options();
+  options.link_bytes_per_second = 1e15;
+  const Plan plan = make_plan(make_pack(pieces, 4), options);
+  EXPECT_EQ(plan.tasks.size(), 40u);
+  EXPECT_DOUBLE_EQ(imbalance(plan), 1.0);
+}
+
+TEST(Plan, LeavesWorkThatIsFasterDoneThanSent) {
+  std::vector<Piece> pieces;
+  for (int64_t i = 0; i < 40; ++i) pieces.push_back({0, i, 0, 100});
+  const Pack pack = make_pack(pieces, 4);
+  const Plan plan = make_plan(pack, llama_options());  // 29 us to send what takes 1.2 us
+  EXPECT_LE(makespan(plan.loads, 200e9), 40 * 1.2e-6 * (1 + 1e-9));
+}
+
+TEST(Plan, JoinsAdjacentQueriesOfAServer) {
+  for (uint32_t seed = 0; seed < 10; ++seed) {
+    Random random(seed);
+    const Pack pack = make_pack(heavy_tailed_step(random, 8, 65536), 8);
+    const Plan plan = make_plan(pack, llama_options());
+    for (size_t i = 1; i < plan.tasks.size(); ++i) {
+      const Task& before = plan.tasks[i - 1];
+      const Task& task = plan.tasks[i];
+      EXPECT_FALSE(before.server == task.server && before.document == task.document &&
+                   before.q_end == task.q_begin);
+    }
+  }
+}
+
+TEST(Plan, IsTheSameEachTimeAndOnEachRank) {
+  for (uint32_t seed = 0; seed < 100; ++seed) {
+    Random random(seed);
+    std::vector<Piece> pieces = draw_pieces(random, 5, 80);
+    const PlanOptions options = draw_options(random);
+    const Plan plan = make_plan(make_pack(pieces, 5), options);
+    std::stable_sort(pieces.begin(), pieces.end(),
+                     [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+    const Plan other = make_plan(make_pack(pieces, 5), options);
+    EXPECT_EQ(plan.digest, other.digest);
+    ASSERT_EQ(plan.tasks.size(), other.tasks.size());
+    EXPECT_TRUE(std::equal(plan.tasks.begin(), plan.tasks.end(), other.tasks.begin(), same_task));
+  }
+}
+
+TEST(Plan, DigestCoversPackMaskAndTasks) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 50}, {0, 1, 0, 30}, {1, 2, 0, 50}, {1, 3, 0, 30}};
+  const Pack pack = make_pack(pieces, 2);
+  const Plan plan = make_plan(pack, PlanOptions{});
+  std::set<uint64_t> digests = {plan.digest};
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    std::vector<Piece> changed = pieces;
+    changed[i].length += 1;
+    digests.insert(digest_of(make_pack(changed, 2), plan.mask, plan.tasks));
+    changed = pieces;
+    changed[i].document += 10;
+    digests.insert(digest_of(make_pack(changed, 2), plan.mask, plan.tasks));
+    changed = pieces;
+    changed[i].rank = 1 - changed[i].rank;
+    digests.insert(digest_of(make_pack(changed, 2), plan.mask, plan.tasks));
+    std::vector<Task> tasks = plan.tasks;
+    tasks[i].server = 1 - tasks[i].server;
+    digests.insert(digest_of(pack, plan.mask, tasks));
+  }
+  digests.insert(digest_of(make_pack(pieces, 3), plan.mask, plan.tasks));
+  digests.insert(digest_of(pack, {-1, -1}, plan.tasks));
+  digests.insert(digest_of(pack, {5, 0}, plan.tasks));
+  EXPECT_EQ(digests.size(), 1u + 4 * 4 + 3);
+}
+
+TEST(Plan, LoadsAddUpTheTasks) {
+  for (uint32_t seed = 0; seed < 50; ++seed) {
+    Random random(seed);
+    const Pack pack = make_pack(draw_pieces(random, 4, 80), 4);
+    const PlanOptions options = draw_options(random);
+    const Plan plan = make_plan(pack, options);
+    std::vector<double> seconds(4, 0.0);
+    for (const Task& task : plan.tasks) {
+      seconds[task.server] += options.cost.seconds(options.mask, {task.q_begin, task.q_end},
+                                                   pack.documents[task.document].length);
+    }
+    for (size_t rank = 0; rank < 4; ++rank) {
+      EXPECT_NEAR(plan.loads[rank].seconds, seconds[rank], 1e-12);
+    }
+  }
+}
+
+TEST(Plan, IsNeverSlowerThanMovingNothing) {
+  for (uint32_t seed = 0; seed < 300; ++seed) {
+    Random random(seed);
+    const Pack pack = make_pack(draw_pieces(random, 4, 200), 4);
+    PlanOptions options = draw_options(random);
+    for (double speed : {1e6, 1e8, 1e10}) {
+      options.link_bytes_per_second = speed;
+      const Plan plan = make_plan(pack, options);
+      EXPECT_LE(makespan(plan.loads, speed),
+                makespan(home_plan(pack, options).loads, speed) * (1 + 1e-9))
+          << "seed " << seed << ", " << speed << " bytes per second";
+    }
+  }
+}
+
+TEST(Plan, WeighsSlowLinksAgainstComputeWhenAsked) {
+  Random random(2);
+  const Pack pack = make_pack(heavy_tailed_step(random, 8, 65536), 8);
+  PlanOptions options = llama_options();
+  options.link_bytes_per_second = 20e9;
+  const double home = makespan(home_plan(pack, options).loads, 20e9);
+  const double balance_first = makespan(make_plan(pack, options).loads, 20e9);
+  options.max_link_ratio = 1;
+  const double weighed = makespan(make_plan(pack, options).loads, 20e9);
+  EXPECT_LT(weighed, 0.9 * home);
+  EXPECT_LE(weighed, balance_first);
+}
+
+TEST(Plan, HandlesNoTokens) {
+  const Pack pack = make_pack({}, 3);
+  const Plan plan = make_plan(pack, PlanOptions{});
+  validate(plan, pack);
+  EXPECT_TRUE(plan.tasks.empty());
+  EXPECT_EQ(plan.loads.size(), 3u);
+}
+
+TEST(Plan, ValidateRejectsBadPlans) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 4096}, {1, 1, 0, 64}, {1, 2, 0, 64}};
+  const Pack pack = make_pack(pieces, 2);
+  const Plan good = make_plan(pack, PlanOptions{});
+  ASSERT_NO_THROW(validate(good, pack));
+  const auto with = [&](auto change) {
+    Plan plan = good;
+    change(plan);
+    plan.digest = digest_of(pack, plan.mask, plan.tasks);
+    validate(plan, pack);
+  };
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks[0].q_begin += 1; }), "computed");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks.back().q_end -= 1; }), "computed");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks.pop_back(); }), "computed up to");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks.push_back(plan.tasks.back()); }), "computed");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks.back().q_end += 9000; }), "must be a part of");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks[0].q_begin = -1; }), "must be a part of");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks[0].q_end = 0; }), "must be a part of");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks.back().server = 2; }), "2 ranks");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.tasks.back().document = 3; }), "3 documents");
+  EXPECT_REJECTED(with([](Plan& plan) { std::swap(plan.tasks[0], plan.tasks.back()); }), "order");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.loads.pop_back(); }), "loads");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.num_ranks = 3; }), "num_ranks is 3");
+  EXPECT_REJECTED(with([](Plan& plan) { plan.mask.window_left = -7; }), "mask.window_left");
+  Plan stale = good;
+  stale.mask = {-1, -1};
+  EXPECT_REJECTED(validate(stale, pack), "digest");
+}
+
+TEST(Plan, RejectsBadOptions) {
+  const Pack pack = make_pack({}, 2);
+  const auto with = [&](auto change) {
+    PlanOptions options;
+    change(options);
+    make_plan(pack, options);
+  };
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.tolerance = -0.1; }), "tolerance");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.link_bytes_per_second = 0; }), "link_bytes");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.max_link_ratio = 0; }), "max_link_ratio");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.row_bytes.query = -1; }), "row_bytes.query");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.row_bytes.key = -1; }), "row_bytes.key");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.cost.tile_q = 0; }), "cost.tile_q");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.mask.window_right = -2; }), "mask.window_right");
+}
+
+}  // namespace
+}  // namespace distca::planner

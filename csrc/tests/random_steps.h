@@ -1,0 +1,164 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "planner/pack.h"
+#include "planner/plan.h"
+
+namespace distca::planner {
+
+using Random = std::mt19937;
+
+// std::uniform_int_distribution differs between standard libraries; this does not.
+inline int64_t draw(Random& random, int64_t first, int64_t last) {
+  return first + static_cast<int64_t>(random() % static_cast<uint64_t>(last - first + 1));
+}
+
+// Lengths 0, 1 and odd ones among them.
+inline std::vector<int64_t> draw_lengths(Random& random, int64_t count, int64_t longest) {
+  std::vector<int64_t> lengths;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t kind = draw(random, 0, 7);
+    lengths.push_back(kind < 2 ? kind : draw(random, 1, longest));
+  }
+  return lengths;
+}
+
+// Every document whole, on a random rank; some ranks may stay empty.
+inline std::vector<Piece> whole_documents(Random& random, const std::vector<int64_t>& lengths,
+                                          int64_t num_ranks) {
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    pieces.push_back({draw(random, 0, num_ranks - 1), static_cast<int64_t>(i), 0, lengths[i]});
+  }
+  return pieces;
+}
+
+// One global pack cut into equal token runs, so that documents cross ranks.
+inline std::vector<Piece> crossing_documents(const std::vector<int64_t>& lengths,
+                                             int64_t num_ranks) {
+  const int64_t total = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+  const int64_t budget = std::max<int64_t>(1, (total + num_ranks - 1) / num_ranks);
+  std::vector<Piece> pieces;
+  int64_t token = 0;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    for (int64_t start = 0; start < lengths[i];) {
+      const int64_t room = budget - token % budget;
+      const int64_t length = std::min(room, lengths[i] - start);
+      pieces.push_back({token / budget, static_cast<int64_t>(i), start, length});
+      start += length;
+      token += length;
+    }
+  }
+  return pieces;
+}
+
+// Documents cut anywhere, pieces on random ranks in random order, with ids that are not dense.
+inline std::vector<Piece> shuffled_pieces(Random& random, const std::vector<int64_t>& lengths,
+                                          int64_t num_ranks) {
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const int64_t id = 1000 - 7 * static_cast<int64_t>(i);
+    for (int64_t start = 0; start < lengths[i];) {
+      const int64_t length = draw(random, 0, lengths[i] - start);
+      pieces.push_back({draw(random, 0, num_ranks - 1), id, start, length});
+      start += length;
+    }
+  }
+  for (size_t i = pieces.size(); i > 1; --i) std::swap(pieces[i - 1], pieces[random() % i]);
+  return pieces;
+}
+
+// A step of one of the three kinds.
+inline std::vector<Piece> draw_pieces(Random& random, int64_t num_ranks, int64_t longest) {
+  std::vector<int64_t> lengths = draw_lengths(random, draw(random, 0, 9), longest);
+  if (draw(random, 0, 4) == 0) lengths = {draw(random, 1, 3 * longest)};
+  switch (draw(random, 0, 2)) {
+    case 0:
+      return whole_documents(random, lengths, num_ranks);
+    case 1:
+      return crossing_documents(lengths, num_ranks);
+    default:
+      return shuffled_pieces(random, lengths, num_ranks);
+  }
+}
+
+inline Mask draw_mask(Random& random) {
+  switch (draw(random, 0, 3)) {
+    case 0:
+      return {-1, 0};
+    case 1:
+      return {-1, -1};
+    case 2:
+      return {draw(random, 0, 20), 0};
+    default:
+      return {draw(random, -1, 20), draw(random, -1, 20)};
+  }
+}
+
+// Options under which small steps move a lot of work.
+inline PlanOptions draw_options(Random& random) {
+  PlanOptions options;
+  options.mask = draw_mask(random);
+  options.cost.tile_q = draw(random, 1, 8);
+  options.cost.tile_k = draw(random, 1, 8);
+  options.row_bytes = {draw(random, 0, 500), draw(random, 0, 200)};
+  options.link_bytes_per_second = draw(random, 0, 2) == 0 ? 1e8 : 1e12;
+  options.tolerance = 0.01 * static_cast<double>(draw(random, 0, 5));
+  return options;
+}
+
+// Lognormal lengths with a Pareto tail, packed into equal token budgets; a document longer than
+// what a rank has left is cut into independent ones.
+inline std::vector<Piece> heavy_tailed_step(Random& random, int64_t num_ranks, int64_t budget) {
+  const auto uniform = [&random] { return (static_cast<double>(random()) + 0.5) / 4294967296.0; };
+  std::vector<Piece> pieces;
+  int64_t left = 0;
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    for (int64_t row = 0; row < budget;) {
+      if (left == 0) {
+        const double normal =
+            std::sqrt(-2 * std::log(uniform())) * std::cos(6.283185307179586 * uniform());
+        const bool in_tail = uniform() < 0.05;
+        const double length =
+            in_tail ? 8192 * std::pow(uniform(), -1 / 1.1) : std::exp(7.0 + 1.0 * normal);
+        left = 1 + static_cast<int64_t>(std::min(length, 2.0 * static_cast<double>(budget)));
+      }
+      const int64_t length = std::min(left, budget - row);
+      pieces.push_back({rank, static_cast<int64_t>(pieces.size()), 0, length});
+      row += length;
+      left -= length;
+    }
+  }
+  return pieces;
+}
+
+inline bool sees(const Mask& mask, int64_t query, int64_t key) {
+  return (mask.window_left < 0 || key >= query - mask.window_left) &&
+         (mask.window_right < 0 || key <= query + mask.window_right);
+}
+
+inline double imbalance(const Plan& plan) {
+  double most = 0, total = 0;
+  for (const Load& load : plan.loads) {
+    most = std::max(most, load.seconds);
+    total += load.seconds;
+  }
+  return total == 0 ? 1.0 : most * static_cast<double>(plan.num_ranks) / total;
+}
+
+// Expects `statement` to throw std::invalid_argument whose message has `part` in it.
+#define EXPECT_REJECTED(statement, part)                                                \
+  try {                                                                                 \
+    statement;                                                                          \
+    ADD_FAILURE() << #statement << " was accepted";                                     \
+  } catch (const std::invalid_argument& error) {                                        \
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what(); \
+  }
+
+}  // namespace distca::planner

@@ -1,0 +1,156 @@
+#include "failures.h"
+
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+namespace distca::transport {
+namespace {
+
+constexpr std::chrono::milliseconds kPatience{3000};  // how long diagnose() waits for silent ranks
+constexpr std::chrono::milliseconds kPoll{20};
+constexpr int64_t kSilent = INT64_MAX;  // order of ranks that did not report an error themselves
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  gethostname(name.data(), name.size() - 1);
+  return name.data();
+}
+
+// State letter of a process of this host (proc(5)): 'Z' dead but not reaped, 'T' stopped; 0 if
+// gone.
+char process_state(int64_t pid) {
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+  std::string text;
+  if (!std::getline(stat, text)) return 0;
+  const size_t name_end = text.rfind(')');
+  return name_end != std::string::npos && name_end + 2 < text.size() ? text[name_end + 2] : 0;
+}
+
+}  // namespace
+
+std::string describe(const Where& where) {
+  std::ostringstream text;
+  text << where.phase;
+  if (where.layer >= 0) {
+    text << " of attention layer " << where.layer << ", " << where.pass << " pass";
+  }
+  if (where.step >= 0) text << ", step " << where.step;
+  return text.str();
+}
+
+std::string message_of(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+}
+
+FailureBoard::FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks)
+    : store_(std::move(store)), rank_(rank), num_ranks_(num_ranks), self_{host_name(), getpid()} {}
+
+std::string FailureBoard::key(const char* kind, int64_t rank) const {
+  return std::string("distca/") + kind + "/" + std::to_string(rank);
+}
+
+void FailureBoard::introduce() {
+  store_->set(key("process", rank_), self_.host + " " + std::to_string(self_.pid));
+  processes_.resize(num_ranks_);
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    std::istringstream text(store_->get_to_str(key("process", rank)));
+    text >> processes_[rank].host >> processes_[rank].pid;
+  }
+}
+
+void FailureBoard::announce(const std::string& message) noexcept {
+  if (reported_) return;
+  reported_ = true;
+  try {
+    const int64_t order = store_->add("distca/num_errors", 1);
+    store_->set(key("error", rank_), std::to_string(order) + " " + message);
+  } catch (const std::exception&) {
+    // The store went with its host; the others see that for themselves.
+  }
+}
+
+bool FailureBoard::posted(const char* kind, int64_t rank, std::string& value) noexcept {
+  try {
+    if (!store_->check({key(kind, rank)})) return false;
+    value = store_->get_to_str(key(kind, rank));
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
+  const std::string name = "rank " + std::to_string(rank);
+  std::string value;
+  if (posted("error", rank, value)) {
+    const size_t space = value.find(' ');
+    return {Verdict::kAtFault, std::stoll(value.substr(0, space)),
+            name + " failed: " + value.substr(space + 1)};
+  }
+  if (posted("lost", rank, value)) return {Verdict::kInnocent, 0, ""};
+  if (static_cast<int64_t>(processes_.size()) != num_ranks_) return {};
+  const Process& process = processes_[rank];
+  if (process.host != self_.host) return {};
+  const char state = process_state(process.pid);
+  if (state == 0 || state == 'Z' || state == 'X') {
+    return {Verdict::kAtFault, kSilent,
+            name + " is dead (process " + std::to_string(process.pid) + " exited or was killed)"};
+  }
+  if (state == 'T' || state == 't') {
+    return {
+        Verdict::kAtFault, kSilent,
+        name + " is stopped (process " + std::to_string(process.pid) + ", SIGSTOP or a debugger)"};
+  }
+  return {};
+}
+
+std::string FailureBoard::diagnose(const std::string& own_error) noexcept {
+  reported_ = true;
+  try {
+    store_->set(key("lost", rank_), "1");
+  } catch (const std::exception&) {
+    // Without the store only processes of this host can be examined.
+  }
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  std::vector<Finding> findings;
+  bool decided = false;
+  while (!decided && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kPoll);
+    findings.clear();
+    decided = true;
+    for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+      if (rank == rank_) continue;
+      Finding finding = examine(rank);
+      if (finding.verdict == Verdict::kUnknown) {
+        decided = false;
+        finding.text = "rank " + std::to_string(rank) + " has not answered for " +
+                       std::to_string(kPatience.count() / 1000) + " s";
+        finding.order = kSilent;
+      }
+      if (finding.verdict != Verdict::kInnocent) findings.push_back(std::move(finding));
+    }
+  }
+  const bool any_at_fault = std::any_of(findings.begin(), findings.end(), [](const Finding& f) {
+    return f.verdict == Verdict::kAtFault;
+  });
+  std::stable_sort(findings.begin(), findings.end(),
+                   [](const Finding& a, const Finding& b) { return a.order < b.order; });
+  std::string text;
+  for (const Finding& finding : findings) {
+    // A silent rank is a suspect only if nobody is known to be at fault: it may be busy.
+    if (any_at_fault && finding.verdict != Verdict::kAtFault) continue;
+    text += (text.empty() ? "" : "; ") + finding.text;
+  }
+  if (text.empty()) text = "the connection broke, and every rank noticed it";
+  return text + ". Restart the job from its last checkpoint. The transport said: " + own_error;
+}
+
+}  // namespace distca::transport

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace distca::transport {
+
+// Where in a step a rank communicates, for the error that names it.
+struct Where {
+  const char* phase;  // "plan", "agree", "dispatch", "combine"
+  const char* pass;   // "forward", "backward"; "" outside the layers
+  int64_t layer;      // attention calls of this pass under the current plan, from 0; -1 outside
+  int64_t step;       // plans this group has used before; -1 before the first
+
+  Where in(const char* another_phase) const { return {another_phase, pass, layer, step}; }
+};
+
+std::string describe(const Where& where);
+
+// What an exception says, without the C++ stack that torch's errors carry.
+std::string message_of(const std::exception& error);
+
+// What the ranks of a group tell each other, through the group's store, when something breaks.
+// Nothing here waits for a rank that is gone for longer than a few seconds.
+class FailureBoard {
+ public:
+  FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks);
+
+  // Publishes this rank's host and process, then reads all others'. Collective: every rank calls it
+  // once, and waits for the others no longer than the store's timeout.
+  void introduce();
+
+  // Publishes this rank's error; only the first is kept, and none after diagnose(). Never throws.
+  void announce(const std::string& message) noexcept;
+
+  // After communication failed here: waits shortly until the others have reported, noticed it too
+  // or are seen to be gone, and returns a sentence that names the ranks at fault, first error
+  // first.
+  std::string diagnose(const std::string& own_error) noexcept;
+
+ private:
+  struct Process {
+    std::string host;
+    int64_t pid = 0;
+  };
+  enum class Verdict { kUnknown, kInnocent, kAtFault };
+  struct Finding {
+    Verdict verdict = Verdict::kUnknown;
+    int64_t order = 0;  // of announced errors; silent ranks come after all of them
+    std::string text;
+  };
+
+  std::string key(const char* kind, int64_t rank) const;
+  bool posted(const char* kind, int64_t rank, std::string& value) noexcept;
+  Finding examine(int64_t rank) noexcept;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  int64_t rank_;
+  int64_t num_ranks_;
+  Process self_;
+  std::vector<Process> processes_;  // [num_ranks_], empty before introduce()
+  bool reported_ = false;
+};
+
+}  // namespace distca::transport

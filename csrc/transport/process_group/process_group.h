@@ -1,0 +1,14 @@
+#pragma once
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "../transport.h"
+
+namespace distca::transport {
+
+// Rows by all_to_all of a c10d process group: gloo for CPU tensors, NCCL for CUDA tensors.
+std::unique_ptr<Transport> make_process_group_transport(
+    c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<FailureBoard> failures);
+
+}  // namespace distca::transport

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+
+namespace distca::transport {
+
+// A tensor's rows as plain memory, what the copy loops and kernels see.
+struct RowView {
+  char* data;
+  int64_t num_rows;
+  int64_t stride_bytes;
+  int64_t row_bytes;
+};
+
+inline RowView row_view(const at::Tensor& tensor) {
+  int64_t expected = 1;
+  for (int64_t dim = tensor.dim() - 1; dim > 0; --dim) {
+    TORCH_INTERNAL_ASSERT(tensor.size(dim) == 1 || tensor.stride(dim) == expected,
+                          "rows are not contiguous: sizes ", tensor.sizes(), ", strides ",
+                          tensor.strides());
+    expected *= tensor.size(dim);
+  }
+  const int64_t element = tensor.element_size();
+  const int64_t stride = tensor.size(0) > 1 ? tensor.stride(0) : expected;
+  return {static_cast<char*>(tensor.data_ptr()), tensor.size(0), stride * element,
+          expected * element};
+}
+
+// Source and destination rows of a copy, and the index on one side of it (nullptr: none).
+struct RowCopy {
+  RowView src;
+  RowView dst;
+  const int32_t* index;
+};
+
+// Reduction of rows.h as plain memory.
+struct RowReduction {
+  RowView src;
+  RowView dst;
+  int64_t num_rows;
+  const int32_t* row;
+  const int32_t* begin;
+  const int32_t* slot;
+};
+
+inline const int32_t* index_or_null(const at::Tensor& index) {
+  return index.defined() && index.numel() > 0 ? index.const_data_ptr<int32_t>() : nullptr;
+}
+
+#ifdef DISTCA_WITH_CUDA
+void gather_rows_cuda(const RowCopy& copy);
+void scatter_rows_cuda(const RowCopy& copy);
+void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype);
+#endif
+
+}  // namespace distca::transport

@@ -1,0 +1,96 @@
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+
+#include "row_view.h"
+
+namespace distca::transport {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMaxBlocks = 4096;  // rows are strided over blocks beyond this
+
+// One block copies whole rows; the index is on the source (gather) or the destination (scatter).
+template <typename Word, bool kIndexSource>
+__global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row) {
+  for (int64_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
+    const int64_t indexed = copy.index ? copy.index[i] : i;
+    const auto* src = reinterpret_cast<const Word*>(copy.src.data + (kIndexSource ? indexed : i) *
+                                                                        copy.src.stride_bytes);
+    auto* dst = reinterpret_cast<Word*>(copy.dst.data +
+                                        (kIndexSource ? i : indexed) * copy.dst.stride_bytes);
+    for (int64_t w = threadIdx.x; w < words_per_row; w += blockDim.x) dst[w] = src[w];
+  }
+}
+
+template <typename scalar_t>
+__global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns) {
+  using acc_t = at::opmath_type<scalar_t>;
+  for (int64_t i = blockIdx.x; i < reduction.num_rows; i += gridDim.x) {
+    auto* dst = reinterpret_cast<scalar_t*>(reduction.dst.data +
+                                            reduction.row[i] * reduction.dst.stride_bytes);
+    const int32_t first = reduction.begin[i];
+    const int32_t last = reduction.begin[i + 1];
+    for (int64_t c = threadIdx.x; c < num_columns; c += blockDim.x) {
+      acc_t sum = static_cast<acc_t>(dst[c]);
+      for (int32_t j = first; j < last; ++j) {
+        const auto* src = reinterpret_cast<const scalar_t*>(
+            reduction.src.data + reduction.slot[j] * reduction.src.stride_bytes);
+        sum += static_cast<acc_t>(src[c]);
+      }
+      dst[c] = static_cast<scalar_t>(sum);
+    }
+  }
+}
+
+bool is_aligned(const RowCopy& copy, int64_t bytes) {
+  const auto misaligned = reinterpret_cast<uintptr_t>(copy.src.data) |
+                          reinterpret_cast<uintptr_t>(copy.dst.data) | copy.src.stride_bytes |
+                          copy.dst.stride_bytes | copy.src.row_bytes;
+  return misaligned % bytes == 0;
+}
+
+int num_blocks(int64_t num_rows) {
+  return static_cast<int>(std::min(num_rows, kMaxBlocks));
+}
+
+template <typename Word, bool kIndexSource>
+void launch_copy(const RowCopy& copy) {
+  const int64_t num_rows = kIndexSource ? copy.dst.num_rows : copy.src.num_rows;
+  const int64_t words = copy.src.row_bytes / static_cast<int64_t>(sizeof(Word));
+  const int threads = words >= kThreads ? kThreads : static_cast<int>((words + 31) / 32 * 32);
+  copy_rows_kernel<Word, kIndexSource>
+      <<<num_blocks(num_rows), threads, 0, at::cuda::getCurrentCUDAStream()>>>(copy, num_rows,
+                                                                               words);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <bool kIndexSource>
+void copy_rows(const RowCopy& copy) {
+  if (is_aligned(copy, 16)) return launch_copy<uint4, kIndexSource>(copy);
+  if (is_aligned(copy, 4)) return launch_copy<uint32_t, kIndexSource>(copy);
+  launch_copy<uint8_t, kIndexSource>(copy);
+}
+
+}  // namespace
+
+void gather_rows_cuda(const RowCopy& copy) {
+  copy_rows<true>(copy);
+}
+
+void scatter_rows_cuda(const RowCopy& copy) {
+  copy_rows<false>(copy);
+}
+
+void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dtype, "reduce_rows", [&] {
+    const int64_t num_columns = reduction.dst.row_bytes / static_cast<int64_t>(sizeof(scalar_t));
+    reduce_rows_kernel<scalar_t>
+        <<<num_blocks(reduction.num_rows), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
+            reduction, num_columns);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+}  // namespace distca::transport

@@ -1,0 +1,32 @@
+"""distca: balanced core attention for packed documents."""
+
+from distca import (
+    _fake,  # noqa: F401
+    _library,  # noqa: F401  registers the operators before anything uses them
+)
+from distca.attention import (
+    core_attention,
+    documents,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
+from distca.documents import Documents
+from distca.options import Options
+from distca.planning import Plan, PlanReport, plan
+from distca.session import close, configure, init
+
+__all__ = [
+    "Documents",
+    "Options",
+    "Plan",
+    "PlanReport",
+    "close",
+    "configure",
+    "core_attention",
+    "documents",
+    "init",
+    "plan",
+    "scaled_dot_product_attention",
+    "varlen_attention",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,215 @@
+"""Core attention as users call it: packed rows, torch's varlen signature, torch's SDPA signature."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.attention.varlen import varlen_attn as _torch_varlen_attn
+
+from distca import session as sessions
+from distca.documents import Documents
+from distca.planning import CAUSAL, Plan, local_plan, plan
+
+_torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it
+FULL = (-1, -1)
+
+
+class _Scope:
+    """Documents that `distca.documents` put in force; None outside."""
+
+    documents: Documents | None = None
+
+
+_scope = _Scope()
+
+
+@contextlib.contextmanager
+def documents(
+    packed: Documents,
+    *,
+    window_size: tuple[int, int] = CAUSAL,
+    group: ProcessGroup | None = None,
+) -> Iterator[Documents]:
+    """Within this scope scaled_dot_product_attention and varlen_attention work on `packed`.
+
+    While gradients are enabled and torch.distributed runs, the step is planned over `group` unless it
+    was already (collective). Otherwise attention stays on this rank. With activation checkpointing
+    keep the backward pass inside the scope. Scopes nest; they hold for the process, all threads.
+    """
+    if torch.is_grad_enabled() and tuple(window_size) not in packed._plans:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and sessions.init(group).options.enabled:
+            plan(packed, window_size=window_size, group=group)
+    for made in packed._plans.values():
+        made.wait()
+    previous, _scope.documents = _scope.documents, packed
+    try:
+        yield packed
+    finally:
+        _scope.documents = previous
+
+
+def _plan_for(packed: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
+    found = packed._plans.get(window_size)
+    if found is not None:
+        return found if found.layout is not None else found.wait()
+    if not packed._plans:
+        return local_plan(packed, window_size, device)
+    # Planned for another window: the layers of this model differ, and every rank gets here.
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"distca: the documents have no plan for window_size {window_size}; call "
+            "distca.plan(documents, window_size=...) before compiled code"
+        )
+    return plan(packed, window_size=window_size, group=packed._group, device=device)
+
+
+def core_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = CAUSAL,
+) -> Tensor:
+    """softmax(q k^T * softmax_scale) v within each document, balanced over ranks by its plan.
+
+    q [tokens, heads_q, head_dim], k, v [tokens, heads_kv, head_dim] with heads_q a multiple of
+    heads_kv; float64, float32 or bfloat16 on CPU, bfloat16 or float16 on CUDA. `window_size` (left,
+    right): position p of a document sees [p - left, p + right]; -1 is no limit. softmax_scale
+    defaults to head_dim ** -0.5. Returns out, like q.
+
+    Documents without a plan for this window are computed on this rank. Differentiable once. Raises
+    ValueError for bad arguments, on every rank of a planned group, before any row is sent;
+    torch.distributed.DistBackendError when a rank of the group is lost.
+    """
+    made = _plan_for(documents, tuple(window_size), q.device)
+    scale = softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5
+    out, _ = torch.ops.distca.core_attention(
+        q, k, v, made.layout, made.rows, scale, made.group_name
+    )
+    return out
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, and under `with distca.documents(...)` the
+    same within each document, balanced.
+
+    query [batch, heads_q, tokens, head_dim]; batch * tokens rows are the documents' rows in order.
+    is_causal False is full attention within each document. Raises ValueError under documents for
+    attn_mask, dropout_p, or another number of rows: boundaries are never dropped silently.
+    """
+    packed = _scope.documents
+    if packed is None:
+        return _torch_sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    _check_sdpa_arguments(query, key, attn_mask, dropout_p, enable_gqa)
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    out = core_attention(
+        q, k, v, packed, softmax_scale=scale, window_size=CAUSAL if is_causal else FULL
+    )
+    return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+
+
+def _check_sdpa_arguments(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> None:
+    if attn_mask is not None:
+        raise ValueError(
+            f"attn_mask of shape {list(attn_mask.shape)} under distca.documents; expected None: the "
+            "documents are the mask (is_causal=True for causal)"
+        )
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p is {dropout_p} under distca.documents; expected 0.0")
+    if query.dim() != 4:
+        raise ValueError(
+            f"query has shape {list(query.shape)} under distca.documents; expected "
+            "[batch, heads, tokens, head_dim]"
+        )
+    if query.shape[2] != key.shape[-2]:
+        raise ValueError(
+            f"query has {query.shape[2]} tokens, key {key.shape[-2]}, under distca.documents; "
+            "expected equal numbers (self-attention over packed rows)"
+        )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"query has {query.shape[1]} heads, key {key.shape[1]}; pass enable_gqa=True"
+        )
+
+
+_known_boundaries: "weakref.WeakKeyDictionary[Documents, weakref.ref]" = weakref.WeakKeyDictionary()
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux=None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = FULL,
+) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn, balanced under `with distca.documents(...)`.
+
+    query [tokens, heads_q, head_dim]. Without documents in force it is torch's own function. Raises
+    ValueError under documents for boundaries that are not theirs and for return_aux.
+    """
+    packed = _scope.documents
+    if packed is None:
+        return _torch_varlen_attn(
+            query,
+            key,
+            value,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            return_aux=return_aux,
+            scale=scale,
+            window_size=window_size,
+        )
+    if return_aux is not None:
+        raise ValueError("return_aux under distca.documents; expected None")
+    _check_boundaries(packed, cu_seq_q, "cu_seq_q")
+    if cu_seq_k is not cu_seq_q:
+        _check_boundaries(packed, cu_seq_k, "cu_seq_k")
+    return core_attention(
+        query, key, value, packed, softmax_scale=scale, window_size=tuple(window_size)
+    )
+
+
+def _check_boundaries(packed: Documents, cu_seqlens: Tensor, name: str) -> None:
+    """Compares once per tensor: the comparison waits for the device."""
+    if torch.compiler.is_compiling():
+        return
+    known = _known_boundaries.get(packed)
+    if known is not None and known() is cu_seqlens:
+        return
+    expected = packed.cu_seqlens
+    given = cu_seqlens.detach().to("cpu", expected.dtype)
+    if not torch.equal(given, expected):
+        raise ValueError(
+            f"{name} has {given.numel()} boundaries up to {given[-1:].tolist()}, but the documents in "
+            f"force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
+            "distca.documents with the same packing"
+        )
+    _known_boundaries[packed] = weakref.ref(cu_seqlens)

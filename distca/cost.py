@@ -1,0 +1,87 @@
+"""What the planner is told about kernels and rows: seconds per tile, bytes per row."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distca.options import Options
+
+TILE_ROWS = 128
+TILE_KEYS = 128
+DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}
+DEFAULT_LINK_GB_PER_S = {"cuda": 200.0, "cpu": 2.0}
+MAX_TABLE_POINTS = 4096
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of a model's attention on one rank."""
+
+    heads_q: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    element_bytes: int = 2
+
+    @classmethod
+    def from_agreed(cls, words: list[int]) -> "AttentionShape":
+        """From (heads_q, heads_kv, head_dim, element_bytes); zeros mean that no layer ran yet."""
+        return cls(*words) if all(words) else cls()
+
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes that a query row and a key row travel, forward and backward of one layer.
+
+        Query: q out, (out, lse) back; (q, grad_out, lse, delta) out, dq back. Key: (k, v) out twice,
+        (dk, dv) back.
+        """
+        q = self.heads_q * self.head_dim * self.element_bytes
+        kv = 2 * self.heads_kv * self.head_dim * self.element_bytes
+        lse = 4 * self.heads_q
+        return 5 * q + 3 * lse, 3 * kv
+
+    def tile_flops(self) -> float:
+        """FLOPs of one full tile: 4 * rows * keys * head_dim per head, and 2.5 times that backward."""
+        return 3.5 * 4 * TILE_ROWS * TILE_KEYS * self.heads_q * self.head_dim
+
+
+def link_bytes_per_second(options: Options, device_type: str) -> float:
+    return 1e9 * (options.link_gb_per_s or DEFAULT_LINK_GB_PER_S[device_type])
+
+
+def cost_tensor(options: Options, shape: AttentionShape, device_type: str) -> Tensor:
+    """float64, as torch.ops.distca.plan takes it: tiles, or the measured table of the options."""
+    tflops = options.attention_tflops or DEFAULT_TFLOPS[device_type]
+    values = [TILE_ROWS, TILE_KEYS, shape.tile_flops() / (tflops * 1e12), 0.0]
+    if options.cost_table is None:
+        return torch.tensor([*values, 0, 0], dtype=torch.float64)
+    rows, keys, seconds = read_table(Path(options.cost_table))
+    flat = [value for line in seconds for value in line]
+    return torch.tensor([*values, len(rows), len(keys), *rows, *keys, *flat], dtype=torch.float64)
+
+
+def read_table(path: Path) -> tuple[list[int], list[int], list[list[float]]]:
+    """(rows, keys, seconds[row][key]) of a measured cost table.
+
+    Raises ValueError naming the file and what is wrong with it.
+    """
+    try:
+        table = json.loads(path.read_text())
+        rows, keys, seconds = table["rows"], table["keys"], table["seconds"]
+        points = [*rows, *keys]
+        times = [value for line in seconds for value in line]
+        shaped = len(seconds) == len(rows) and all(len(line) == len(keys) for line in seconds)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cost_table {path}: not a readable cost table: {error!r}") from error
+    if not shaped or not rows or not keys or len(points) > MAX_TABLE_POINTS:
+        raise ValueError(
+            f"cost_table {path}: expected seconds of shape [{len(rows)}, {len(keys)}], at least one "
+            f"row and key and at most {MAX_TABLE_POINTS} in all"
+        )
+    if not all(isinstance(p, int) and p > 0 for p in points):
+        raise ValueError(f"cost_table {path}: rows and keys must be positive integers")
+    if not all(isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times):
+        raise ValueError(f"cost_table {path}: seconds must be positive numbers")
+    return rows, keys, seconds

@@ -1,0 +1,94 @@
+"""Which tokens belong together: the documents in a rank's packed rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MAX_DOCUMENTS_PER_RANK = 2**31  # ids of whole documents are (rank + 1) * 2**32 + index
+
+
+class Documents:
+    """The documents of one rank's packed rows, in row order.
+
+    `Documents(cu_seqlens)` are whole documents: document i is rows
+    [cu_seqlens[i], cu_seqlens[i + 1]). `Documents.sharded` is one rank's part of a pack that is
+    shared by all ranks, where documents may cross ranks.
+    """
+
+    def __init__(self, cu_seqlens: Tensor | Sequence[int]) -> None:
+        """`cu_seqlens`: [num_documents + 1] integers from 0 to the number of tokens, not decreasing.
+
+        Raises ValueError when they are not.
+        """
+        offsets = torch.as_tensor(cu_seqlens).detach().to("cpu", torch.int64)
+        if offsets.dim() != 1 or offsets.numel() == 0 or offsets[0] != 0:
+            raise ValueError(
+                f"cu_seqlens is {_abridged(offsets)}; expected a one-dimensional list from 0 to "
+                "the number of tokens"
+            )
+        lengths = offsets.diff()
+        if (lengths < 0).any():
+            raise ValueError(f"cu_seqlens is {_abridged(offsets)}; expected it never to decrease")
+        index = torch.arange(lengths.numel())
+        self._set_pieces(index, torch.zeros_like(lengths), lengths, crosses_ranks=False)
+
+    @classmethod
+    def sharded(cls, lengths: Tensor | Sequence[int], rank: int, world_size: int) -> "Documents":
+        """Rank `rank`'s run of a global pack of documents of these `lengths`, cut into
+        `world_size` runs of equal numbers of tokens (the last ones one longer if need be).
+
+        Raises ValueError for negative lengths or a rank outside [0, world_size).
+        """
+        lengths = torch.as_tensor(lengths).detach().to("cpu", torch.int64)
+        if lengths.dim() != 1 or (lengths < 0).any():
+            raise ValueError(f"lengths is {_abridged(lengths)}; expected a list of numbers >= 0")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; expected 0 <= rank < world_size = {world_size}")
+        ends = lengths.cumsum(0)
+        total = int(ends[-1]) if ends.numel() else 0
+        first, last = total * rank // world_size, total * (rank + 1) // world_size
+        begins = (ends - lengths).clamp(first, last)
+        held = ends.clamp(first, last) - begins
+        index = held.nonzero()[:, 0]
+        documents = cls.__new__(cls)
+        starts = begins - (ends - lengths)
+        documents._set_pieces(index, starts[index], held[index], crosses_ranks=True)
+        return documents
+
+    def _set_pieces(self, index: Tensor, start: Tensor, length: Tensor, crosses_ranks: bool):
+        self._pieces = torch.stack([index, start, length], dim=1)  # document, start, length
+        self.crosses_ranks = crosses_ranks
+        self.num_tokens = int(length.sum())
+        self._plans: dict = {}  # by window_size; see planning.py
+        self._group = None  # that the plans are for
+        self._local_plans: dict = {}  # by (window_size, device)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [num_pieces + 1], CPU: where each piece of a document begins in these rows."""
+        return torch.nn.functional.pad(self._pieces[:, 2].cumsum(0), (1, 0)).to(torch.int32)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [num_tokens], CPU: position of each row in its document, for RoPE."""
+        _, start, length = self._pieces.unbind(1)
+        shift = start - (length.cumsum(0) - length)
+        return torch.arange(self.num_tokens) + shift.repeat_interleave(length)
+
+    def pieces(self, rank: int) -> Tensor:
+        """int64 [num_pieces, 4]: (rank, document, start, length), ids equal on all ranks."""
+        pieces = self._pieces.clone()
+        if not self.crosses_ranks:
+            pieces[:, 0] += (rank + 1) * 2 * MAX_DOCUMENTS_PER_RANK
+        return torch.nn.functional.pad(pieces, (1, 0), value=rank)
+
+    def __repr__(self) -> str:
+        kind = "sharded" if self.crosses_ranks else "whole"
+        return f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens)"
+
+
+def _abridged(tensor: Tensor) -> str:
+    values = tensor.flatten()
+    shown = ", ".join(str(value) for value in values[:8].tolist())
+    return f"[{shown}{', ...' if values.numel() > 8 else ''}] of shape {list(tensor.shape)}"

@@ -1,0 +1,253 @@
+"""One plan per step: ranks exchange their pieces, each computes the same plan and its own layout."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distca.cost import AttentionShape, cost_tensor, link_bytes_per_second
+from distca.documents import Documents
+from distca.options import Options
+from distca.session import Session, init
+
+CAUSAL = (-1, 0)
+
+HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
+HEADER_WORDS = len(HEADER_NAMES)
+SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a plan balances and what that costs: predictions for one layer, forward and backward."""
+
+    seconds_before: list[float]
+    """Attention time by rank if every rank computes its own documents."""
+    seconds_after: list[float]
+    """Attention time by rank under the plan."""
+    bytes_out: list[int]
+    """Bytes that each rank sends."""
+    bytes_in: list[int]
+    """Bytes that each rank receives."""
+    plan_ms: float
+    """Exchange of pieces, plan and this rank's layout, milliseconds."""
+    waited_ms: float
+    """Part of plan_ms that the training thread stood still for."""
+
+    @property
+    def imbalance_before(self) -> float:
+        """max / mean of seconds_before; 1 is perfect balance."""
+        return _max_over_mean(self.seconds_before)
+
+    @property
+    def imbalance_after(self) -> float:
+        """max / mean of seconds_after."""
+        return _max_over_mean(self.seconds_after)
+
+
+def _max_over_mean(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return max(values) / mean if mean > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What the planner thread hands over: host tensors and figures."""
+
+    layout: Tensor
+    rows: Tensor
+    loads: list[list[float]]
+    plan_ms: float
+
+
+class Plan:
+    """One rank's share of a plan, ready for the operators once `wait` has returned."""
+
+    def __init__(self, pending: Future, device: torch.device, group_name: str) -> None:
+        self._pending = pending
+        self._device = device
+        self._report: PlanReport | None = None
+        self.group_name = group_name
+        self.layout: Tensor | None = None  # int64, CPU
+        self.rows: Tensor | None = None  # int32, on the device
+
+    def wait(self) -> "Plan":
+        """Waits for the planner thread; raises what went wrong there, on every use."""
+        if self.layout is not None:
+            return self
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "distca: the plan is not ready; call plan.wait() before compiled code"
+            )
+        start = time.perf_counter()
+        made = self._pending.result()
+        waited_ms = 1e3 * (time.perf_counter() - start)
+        self.rows = made.rows.to(self._device, non_blocking=True)
+        self.layout = made.layout
+        columns = list(zip(*made.loads, strict=True))
+        self._report = PlanReport(
+            list(columns[0]),
+            list(columns[1]),
+            [int(value) for value in columns[2]],
+            [int(value) for value in columns[3]],
+            made.plan_ms,
+            waited_ms,
+        )
+        return self
+
+    def report(self) -> PlanReport:
+        """The plan's figures; waits for it."""
+        self.wait()
+        return self._report
+
+
+def plan(
+    documents: Documents,
+    *,
+    window_size: tuple[int, int] = CAUSAL,
+    group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    ahead: bool = False,
+) -> Plan:
+    """Plans one step's attention over `group` (default: all ranks) and attaches it to `documents`.
+
+    Collective: every rank calls it once per step, in the same order. `window_size` (left, right) as
+    in torch's varlen attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. With `ahead`
+    it returns at once and a background thread plans; the first use waits for it.
+
+    Raises ValueError on every rank when ranks disagree on version, options, step or window, or when
+    documents that cross ranks do not fit together, before any row is sent.
+    """
+    session = init(group)
+    device = torch.device(device if device is not None else session.device_type)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    step = session.num_plans
+    session.num_plans += 1
+    problem = _Problem(session.rank, session.num_ranks, tuple(window_size), device.type, step)
+    pending = session.planner.submit(_make, session, documents, problem, _agreed_shape(session))
+    made = Plan(pending, device, session.group_name)
+    documents._plans[tuple(window_size)] = made
+    documents._group = group
+    return made if ahead else made.wait()
+
+
+def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
+    """A plan of one rank: its own documents, no communication. Cached on `documents`.
+
+    Raises ValueError for documents that cross ranks, whose keys are elsewhere.
+    """
+    key = (tuple(window_size), device)
+    found = documents._local_plans.get(key)
+    if found is not None:
+        return found
+    if documents.crosses_ranks:
+        raise ValueError(
+            f"{documents} cross ranks and have no plan for window_size {window_size}; call "
+            "distca.plan(documents) on every rank first"
+        )
+    pending: Future = Future()
+    problem = _Problem(0, 1, tuple(window_size), device.type, step=-1)
+    pending.set_result(_solve(problem, documents.pieces(0), Options(), AttentionShape()))
+    made = documents._local_plans[key] = Plan(pending, device, "")
+    return made.wait()
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What a plan is for, apart from the pieces."""
+
+    rank: int
+    num_ranks: int
+    window_size: tuple[int, int]
+    device_type: str
+    step: int
+
+
+def _agreed_shape(session: Session) -> list[int]:
+    if session.num_ranks == 1:
+        return [0] * SHAPE_WORDS
+    return torch.ops.distca.attention_shape(session.group_name)
+
+
+def _make(
+    session: Session, documents: Documents, problem: _Problem, shape_words: list[int]
+) -> _Made:
+    """On the planner thread: exchange, plan, layout."""
+    start = time.perf_counter()
+    options = session.options
+    pieces, shape = documents.pieces(session.rank), AttentionShape()
+    if session.num_ranks > 1:
+        header = [torch.ops.distca.version(), problem.step, options.digest(), *problem.window_size]
+        pieces, shape = _exchange(session, pieces, [*header, *shape_words])
+    made = _solve(problem, pieces, options, shape)
+    return replace(made, plan_ms=1e3 * (time.perf_counter() - start))
+
+
+def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> _Made:
+    start = time.perf_counter()
+    encoded, loads = torch.ops.distca.plan(
+        pieces,
+        problem.num_ranks,
+        *problem.window_size,
+        cost_tensor(options, shape, problem.device_type),
+        shape.row_bytes(),
+        link_bytes_per_second(options, problem.device_type),
+        options.tolerance if options.enabled else float("inf"),
+    )
+    layout, rows = torch.ops.distca.layout(
+        pieces, encoded, problem.rank, problem.step, problem.device_type
+    )
+    if problem.device_type == "cuda":
+        rows = rows.pin_memory()
+    return _Made(layout, rows, loads.tolist(), 1e3 * (time.perf_counter() - start))
+
+
+def _exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tensor, AttentionShape]:
+    """Pieces of all ranks in rank order, and the attention shape that all of them know."""
+    try:
+        headers = _all_gather(session, torch.tensor([*words, pieces.shape[0]]))
+        most = max(1, int(headers[:, -1].max()))
+        padded = torch.zeros(most, pieces.shape[1], dtype=torch.int64)
+        padded[: pieces.shape[0]] = pieces
+        gathered = _all_gather(session, padded)
+    except RuntimeError as error:
+        step = words[HEADER_NAMES.index("step")]
+        cause = session.diagnose(error)
+        raise RuntimeError(f"distca: plan of step {step}: {cause}") from error
+    _check_headers(headers)
+    shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
+    agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
+    held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]
+    return torch.cat(held).contiguous(), AttentionShape.from_agreed(agreed.to(torch.int64).tolist())
+
+
+def _all_gather(session: Session, tensor: Tensor) -> Tensor:
+    gathered = torch.empty(session.num_ranks, *tensor.shape, dtype=tensor.dtype)
+    dist.all_gather_into_tensor(gathered, tensor.unsqueeze(0), group=session.planning)
+    return gathered
+
+
+def _check_headers(headers: Tensor) -> None:
+    differences = []
+    for idx, name in enumerate(HEADER_NAMES):
+        values = headers[:, idx].tolist()
+        if len(set(values)) == 1:
+            continue
+        by_value = {
+            value: [rank for rank, other in enumerate(values) if other == value]
+            for value in dict.fromkeys(values)
+        }
+        differences.append(
+            f"{name}: "
+            + ", ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+        )
+    if differences:
+        raise ValueError(
+            "distca: ranks disagree on the plan, nothing was sent: " + "; ".join(differences) + ". "
+            "All ranks of a group must run the same version with the same options and windows."
+        )

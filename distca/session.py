@@ -1,0 +1,138 @@
+"""Process groups that share attention: opened once, found again by group."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from distca.options import Options
+
+
+@dataclass
+class Session:
+    """This rank's part in a group. Groups of its own keep its traffic apart from the model's."""
+
+    options: Options
+    rank: int
+    num_ranks: int
+    data: ProcessGroup | None = None
+    """Rows travel here. None with one rank."""
+    planning: ProcessGroup | None = None
+    """Pieces are exchanged here (gloo), by the planner thread alone."""
+    num_plans: int = 0
+    planner: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="distca-planner")
+    )
+
+    @property
+    def group_name(self) -> str:
+        """Name of the data plane's group, as operators take it; empty with one rank."""
+        return self.data.group_name if self.data is not None else ""
+
+    @property
+    def device_type(self) -> str:
+        """Where this group's attention runs by default."""
+        if not torch.cuda.is_available():
+            return "cpu"
+        backends = dist.get_backend_config(self.data) if self.data is not None else "nccl"
+        return "cuda" if "nccl" in str(backends) else "cpu"
+
+    def diagnose(self, error: Exception) -> str:
+        """One sentence that names the ranks at fault for a broken communication."""
+        return torch.ops.distca.diagnose_failure(self.group_name, str(error))
+
+    def announce(self, error: BaseException) -> None:
+        """Tells the other ranks what went wrong on this one."""
+        if self.data is not None:
+            message = f"{type(error).__name__}: {error}"
+            torch.ops.distca.announce_failure(self.group_name, message)
+
+
+_sessions: dict[str, Session] = {}  # by name of the group that init was given
+_defaults: list[Options] = [Options()]
+
+
+def configure(options: Options) -> None:
+    """Sets the options that `init` uses when it is given none (what the launcher does)."""
+    _defaults[0] = options
+
+
+def init(group: ProcessGroup | None = None, options: Options | None = None) -> Session:
+    """Opens `group` (default: all ranks) for balanced attention. Collective over the group; a second
+    call for an open group returns the session that is there.
+
+    Raises RuntimeError when torch.distributed is not initialised, ValueError when the group is open
+    with other options.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "distca.init: torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() first (under torchrun)"
+        )
+    group = group if group is not None else dist.group.WORLD
+    wanted = options if options is not None else _defaults[0]
+    found = _sessions.get(group.group_name)
+    if found is not None:
+        if options is not None and found.options != options:
+            raise ValueError(
+                f"options are {options}, but this group was opened with {found.options}; "
+                "call distca.close(group) first"
+            )
+        return found
+    session = Session(wanted, dist.get_rank(group), dist.get_world_size(group))
+    if session.num_ranks > 1:
+        _open_groups(session, group)
+    _sessions[group.group_name] = session
+    _announce_uncaught_exceptions()
+    return session
+
+
+def _open_groups(session: Session, group: ProcessGroup) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    common = {
+        "timeout": timedelta(seconds=session.options.timeout_s),
+        "use_local_synchronization": True,
+    }
+    session.data = dist.new_group(ranks, backend=str(dist.get_backend_config(group)), **common)
+    session.planning = dist.new_group(ranks, backend="gloo", **common)
+    control = dist.new_group(ranks, backend="gloo", **common)
+    torch.ops.distca.open_session(session.group_name, control.group_name)
+
+
+def find(group: ProcessGroup | None = None) -> Session | None:
+    """The open session of `group` (default: all ranks), or None."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = group if group is not None else dist.group.WORLD
+    return _sessions.get(group.group_name)
+
+
+def close(group: ProcessGroup | None = None) -> None:
+    """Ends the session of `group`. A group that is not open is left alone."""
+    session = find(group)
+    if session is None:
+        return
+    group = group if group is not None else dist.group.WORLD
+    del _sessions[group.group_name]
+    session.planner.shutdown(wait=True, cancel_futures=True)
+    if session.data is not None:
+        torch.ops.distca.close_session(session.group_name)
+
+
+def _announce_uncaught_exceptions() -> None:
+    """The others are waiting for this rank: an uncaught exception tells them before it exits."""
+    previous = sys.excepthook
+    if getattr(previous, "announces_to_distca", False):
+        return
+
+    def hook(kind, error, traceback):
+        for session in list(_sessions.values()):
+            session.announce(error)
+        previous(kind, error, traceback)
+
+    hook.announces_to_distca = True
+    sys.excepthook = hook

@@ -1,0 +1,90 @@
+"""Real documents found on any machine: the sources of Python's own standard library.
+
+A document is one top-level part of a module: a class, a function, or the lines before them. There
+are more than ten thousand; most are a few hundred bytes, the longest hundreds of thousands.
+A token is a byte.
+"""
+
+import functools
+import random
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCAB_SIZE = 256
+IGNORE_INDEX = -100  # cross_entropy's default
+
+_TOP_LEVEL_PART = re.compile(rb"\n\n+(?=class |def |async def |@)")
+
+
+def source_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in root.rglob("*.py") if "site-packages" not in path.parts]
+    return sorted(path for path in files if "dist-packages" not in path.parts)
+
+
+@functools.cache
+def all_documents() -> list[bytes]:
+    parts = [part for path in source_files() for part in _TOP_LEVEL_PART.split(path.read_bytes())]
+    documents = [part for part in parts if part]
+    if not documents:
+        root = sysconfig.get_path("stdlib")
+        raise FileNotFoundError(
+            f"no *.py under {root}; use a Python that ships its library's sources"
+        )
+    return documents
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents one after the other, an exact number of tokens, no padding."""
+
+    tokens: Tensor  # uint8 [tokens]
+    lengths: list[int]
+
+    @property
+    def num_predicted(self) -> int:
+        """The last token of a document predicts nothing."""
+        return len(self.tokens) - len(self.lengths)
+
+    def labels(self) -> Tensor:
+        """int64 [tokens]: the next token of the same document, or IGNORE_INDEX at its end."""
+        labels = self.tokens.roll(-1).long()
+        labels[torch.tensor(self.lengths).cumsum(0) - 1] = IGNORE_INDEX
+        return labels
+
+
+class Corpus:
+    """An endless stream of documents in an order fixed by the seed, cut into packs.
+
+    A document longer than `context` tokens is truncated to them, so that no document fills step
+    after step.
+    """
+
+    def __init__(self, seed: int, context: int) -> None:
+        self._context = context
+        self._documents = self._stream(random.Random(seed))
+        self._rest = b""
+
+    def next_pack(self, num_tokens: int) -> Pack:
+        """A document that does not fit is cut; the rest is a document of the next pack."""
+        parts: list[bytes] = []
+        room = num_tokens
+        while room > 0:
+            document = self._rest or next(self._documents)[: self._context]
+            parts.append(document[:room])
+            self._rest = document[room:]
+            room -= len(parts[-1])
+        tokens = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        return Pack(tokens, [len(part) for part in parts])
+
+    @staticmethod
+    def _stream(generator: random.Random) -> Iterator[bytes]:
+        documents = all_documents()
+        while True:
+            yield from generator.sample(documents, len(documents))

@@ -1,0 +1,266 @@
+"""Trains a small Llama on packed documents with FSDP2 and attention balanced by distca.
+
+    torchrun --nproc-per-node 4 examples/train.py --compare --steps 50 --out runs/train
+
+Runs on CPU (gloo, float32) and on CUDA devices (NCCL, bfloat16). With --compare it trains twice
+from one seed, first with torch's own attention, and reports the largest loss difference.
+"""
+
+import argparse
+import gc
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from llama import Llama, LlamaConfig, WholeDocuments, torch_attention
+from stdlib_corpus import VOCAB_SIZE, Corpus
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import distca
+from distca import report
+
+SIZES = {
+    "cpu": {"tokens_per_rank": 4096, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2},
+    "cuda": {"tokens_per_rank": 32768, "hidden": 2048, "layers": 4, "heads": 16, "kv_heads": 4},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LARGEST_FLOAT32_DIFFERENCE = 1e-4  # of two losses that differ in summation order alone
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compare", action="store_true", help="train without distca as well")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--tokens-per-rank", type=int, help="4096 on CPU, 32768 on CUDA")
+    parser.add_argument("--layers", type=int, help="2 on CPU, 4 on CUDA")
+    parser.add_argument("--hidden", type=int, help="64 on CPU, 2048 on CUDA")
+    parser.add_argument("--heads", type=int, help="4 on CPU, 16 on CUDA")
+    parser.add_argument("--kv-heads", type=int, help="2 on CPU, 4 on CUDA")
+    parser.add_argument("--dtype", choices=DTYPES, help="float32 on CPU, bfloat16 on CUDA")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for balance.png and summary.json")
+    parser.add_argument(
+        "--sharded", action="store_true", help="one global pack; documents may cross ranks"
+    )
+    parser.add_argument("--compile", action="store_true", help="torch.compile every block")
+    parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 4 examples/train.py ...")
+    args.device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, size in SIZES[args.device_type].items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
+    args.dtype = DTYPES[args.dtype or ("float32" if args.device_type == "cpu" else "bfloat16")]
+    return args
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's rows of a step."""
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    documents: distca.Documents | WholeDocuments
+    loss_scale: float  # times the sum over this rank's rows: averaged over ranks it is the loss
+
+
+def batches(args: argparse.Namespace, device: torch.device, with_distca: bool) -> Iterator[Batch]:
+    """Every rank reads the whole step: the loss is a mean over the tokens of all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    num_packs = 1 if args.sharded else world_size
+    num_tokens = args.tokens_per_rank * world_size // num_packs
+    corpus = Corpus(args.seed, context=num_tokens)
+    while True:
+        packs = [corpus.next_pack(num_tokens) for _ in range(num_packs)]
+        pack, rows = packs[rank % num_packs], slice(None)
+        terms = world_size
+        if with_distca and args.sharded:
+            documents = distca.Documents.sharded(pack.lengths, rank, world_size)
+            rows = slice(rank * args.tokens_per_rank, (rank + 1) * args.tokens_per_rank)
+        elif with_distca:
+            documents = distca.Documents([0, *itertools.accumulate(pack.lengths)])
+        else:
+            documents = WholeDocuments.of(pack.lengths, device)
+            terms = num_packs  # 1 with --sharded: there every rank trains on the entire pack
+        yield Batch(
+            tokens=pack.tokens[rows].long().to(device),
+            labels=pack.labels()[rows].to(device),
+            position_ids=documents.position_ids.to(device),
+            documents=documents,
+            loss_scale=terms / sum(each.num_predicted for each in packs),
+        )
+
+
+def planned(
+    unplanned: Iterator[Batch], device: torch.device
+) -> Iterator[tuple[Batch, distca.Plan]]:
+    """One batch ahead: the next step's plan is made in the background while this step computes."""
+    ready: list[tuple[Batch, distca.Plan]] = []
+    for batch in unplanned:
+        ready.append((batch, distca.plan(batch.documents, device=device, ahead=True)))
+        if len(ready) == 2:
+            yield ready.pop(0)
+    yield from ready
+
+
+def build_model(args: argparse.Namespace, device: torch.device, with_distca: bool) -> Llama:
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden=args.hidden,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.hidden // args.heads,
+        ffn=args.hidden * 7 // 2,
+        recompute=args.checkpoint,
+    )
+    with device:
+        model = Llama(config, distca.core_attention if with_distca else torch_attention)
+    precision = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        if args.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    return fully_shard(model, mesh=mesh, mp_policy=precision)
+
+
+@dataclass
+class History:
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    plan_reports: list[distca.PlanReport] = field(default_factory=list)
+
+
+def train(args: argparse.Namespace, device: torch.device, with_distca: bool) -> History:
+    model = build_model(args, device, with_distca)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    steps = itertools.islice(batches(args, device, with_distca), args.steps)
+    steps = planned(steps, device) if with_distca else ((batch, None) for batch in steps)
+    history, progress = History(), Progress(args, "distca" if with_distca else "torch")
+    for step, (batch, plan) in enumerate(steps):
+        start = time.perf_counter()
+        if plan is not None:
+            plan.wait()  # compiled code cannot
+        logits = model(batch.tokens, batch.position_ids, batch.documents)
+        loss_sum = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
+        loss = loss_sum * batch.loss_scale
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean_loss = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean_loss)
+        history.losses.append(mean_loss.item())  # waits for the device
+        history.step_seconds.append(time.perf_counter() - start)
+        if plan is not None:
+            history.plan_reports.append(plan.report())
+        progress.show(step, history)
+    progress.end()
+    return history
+
+
+class Progress:
+    """One line a step from rank 0; on a terminal it stays in place."""
+
+    def __init__(self, args: argparse.Namespace, name: str) -> None:
+        self.tokens_per_step = args.tokens_per_rank * dist.get_world_size()
+        self.layers, self.num_steps, self.name = args.layers, args.steps, name
+        self.shows = dist.get_rank() == 0
+        self.in_place = sys.stdout.isatty()
+
+    def show(self, step: int, history: History) -> None:
+        if not self.shows:
+            return
+        line = (
+            f"{self.name:6}  step {step + 1:3}/{self.num_steps}  loss {history.losses[-1]:.4f}  "
+            f"{self.tokens_per_step / history.step_seconds[-1]:8,.0f} tokens/s"
+        )
+        if history.plan_reports:
+            last = history.plan_reports[-1]
+            line += (
+                f"  imbalance {last.imbalance_before:.2f} -> {last.imbalance_after:.2f}"
+                f"  {sum(last.bytes_out) * self.layers / 1e6:6.1f} MB moved"
+                f"  plan {last.plan_ms:.1f} ms"
+            )
+        print(f"\r\x1b[K{line}" if self.in_place else line, end="" if self.in_place else "\n")
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        if self.shows and self.in_place:
+            print()
+
+
+def summarize(args: argparse.Namespace, history: History, reference: History | None) -> dict:
+    difference = None
+    if reference is not None:
+        pairs = zip(history.losses, reference.losses, strict=True)
+        difference = max(abs(a - b) for a, b in pairs)
+    tokens_per_step = args.tokens_per_rank * dist.get_world_size()
+    return report.summary(
+        [each.seconds_before for each in history.plan_reports],
+        [each.seconds_after for each in history.plan_reports],
+        bytes_per_step=[sum(each.bytes_out) * args.layers for each in history.plan_reports],
+        plan_ms=[each.plan_ms for each in history.plan_reports],
+        tokens_per_second=tokens_per_step / statistics.median(history.step_seconds),
+        max_loss_difference=difference,
+    )
+
+
+def finish(args: argparse.Namespace, history: History, reference: History | None) -> None:
+    """Rank 0: files and the closing lines."""
+    summary = summarize(args, history, reference)
+    print(
+        f"imbalance {summary['imbalance_before']:.3f} -> {summary['imbalance_after']:.3f} "
+        f"(predicted max/mean attention time of {summary['ranks']} ranks, mean of steps)"
+    )
+    if args.out is not None:
+        report.write_summary(args.out / "summary.json", summary)
+        report.draw_balance(
+            args.out / "balance.png",
+            [each.seconds_before for each in history.plan_reports],
+            [each.seconds_after for each in history.plan_reports],
+        )
+        print(f"wrote {args.out / 'balance.png'} and {args.out / 'summary.json'}")
+    if reference is not None:
+        difference = summary["max_loss_difference"]
+        print(f"largest loss difference {difference:.2e}")
+        if args.dtype == torch.float32 and not difference <= LARGEST_FLOAT32_DIFFERENCE:
+            sys.exit(f"expected at most {LARGEST_FLOAT32_DIFFERENCE:.0e} in float32")
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device(args.device_type, int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        reference = train(args, device, with_distca=False) if args.compare else None
+        distca.init()
+        history = train(args, device, with_distca=True)
+        distca.close()
+        if dist.get_rank() == 0:
+            finish(args, history, reference)
+    finally:
+        gc.collect()  # FSDP's cycles keep the group, and with it gloo's threads, alive into exit
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
