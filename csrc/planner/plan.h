@@ -41,8 +41,8 @@ struct PlanOptions {
 struct Load {
   double seconds_home = 0;  // attention of its own tokens, nothing moved
   double seconds = 0;       // attention of the tasks it serves
-  int64_t bytes_out = 0;    // sent by this rank, whole step of one layer, self excluded
-  int64_t bytes_in = 0;
+  int64_t bytes_out = 0;    // RowBytes of its rows on other servers, whichever way they travel
+  int64_t bytes_in = 0;     // RowBytes of other homes' rows here
 };
 
 // Tasks of a step for all ranks: pure data, equal on every rank.

@@ -68,6 +68,24 @@ TEST(Plan, BalancesDocumentsThatCrossRanks) {
   }
 }
 
+TEST(Plan, BalancesSmallSteps) {
+  PlanOptions options;
+  options.cost.tile_q = options.cost.tile_k = 32;
+  options.row_bytes = {5120, 4096};
+  options.link_bytes_per_second = 1e15;
+  for (uint32_t seed = 0; seed < 50; ++seed) {
+    Random random(seed);
+    std::vector<int64_t> lengths;
+    for (int64_t left = 4 * 2048; left > 0; left -= lengths.back()) {
+      lengths.push_back(std::min(left, draw(random, 1, draw(random, 1, 3000))));
+    }
+    const Pack pack = make_pack(crossing_documents(lengths, 4), 4);
+    const Plan plan = make_plan(pack, options);
+    validate(plan, pack);
+    EXPECT_LE(imbalance(plan), 1.05) << "seed " << seed;
+  }
+}
+
 TEST(Plan, SpreadsOneDocumentOverAllRanks) {
   for (int64_t num_ranks : {2, 3, 4, 7}) {
     const std::vector<Piece> pieces = {{1, 0, 0, 65536}};

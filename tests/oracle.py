@@ -1,0 +1,99 @@
+"""The truth: naive attention in float64 on one process, and how far a result may be from it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Case:
+    """A global pack: documents in token order, and how it is dealt to ranks."""
+
+    lengths: list[list[int]]
+    """Document lengths by rank; a rank may have none. With `sharded` they are one global pack."""
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 24
+    window_size: tuple[int, int] = (-1, 0)
+    sharded: bool = False
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+    @property
+    def all_lengths(self) -> list[int]:
+        return [length for held in self.lengths for length in held]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.all_lengths)
+
+    def rows_of(self, rank: int) -> slice:
+        """The rank's rows of the global pack."""
+        world_size = len(self.lengths)
+        if self.sharded:
+            total = self.num_tokens
+            return slice(total * rank // world_size, total * (rank + 1) // world_size)
+        first = sum(sum(held) for held in self.lengths[:rank])
+        return slice(first, first + sum(self.lengths[rank]))
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v, grad_out of the whole pack, equal on every rank."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = (self.heads_q, self.heads_kv, self.heads_kv, self.heads_q)
+        return [
+            torch.randn(
+                self.num_tokens, h, self.head_dim, dtype=torch.float64, generator=generator
+            ).to(self.dtype)
+            for h in heads
+        ]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int, int]) -> Tensor:
+    """One document: q, k, v [tokens, heads, head_dim], any float dtype, whole score matrix."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    position = torch.arange(q.shape[0])
+    behind = position[:, None] - position[None, :]
+    left, right = window_size
+    visible = torch.ones_like(behind, dtype=torch.bool)
+    if left >= 0:
+        visible &= behind <= left
+    if right >= 0:
+        visible &= -behind <= right
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def forward_backward(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """out, dq, dk, dv of the whole pack, document by document, computed in `dtype`."""
+    q, k, v, grad_out = (tensor.to(dtype) for tensor in case.inputs())
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    parts = [tensor.split(case.all_lengths) for tensor in leaves]
+    out = torch.cat([attention(*document, case.window_size) for document in zip(*parts, strict=True)])
+    out.backward(grad_out)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def relative_error(result: Tensor, truth: Tensor) -> float:
+    """||result - truth|| / ||truth||; 0 for empty tensors, NaN stays NaN. Inputs are of size 1, so
+    where the truth is nearly 0 everywhere (dq of one key) the error is relative to 1e-3 each."""
+    if truth.numel() == 0:
+        return 0.0
+    difference = (result.double() - truth.double()).norm()
+    return (difference / truth.double().norm().clamp_min(1e-3 * truth.numel() ** 0.5)).item()
+
+
+def max_error(result: Tensor, truth: Tensor) -> float:
+    return (result.double() - truth.double()).abs().max().item() if truth.numel() else 0.0
+
+
+def assert_close(results: list[Tensor], truths: list[Tensor], limits: list[float]) -> None:
+    """Every relative error at most its limit; NaN fails."""
+    for name, result, truth, limit in zip(
+        ("out", "dq", "dk", "dv"), results, truths, limits, strict=True
+    ):
+        assert result.shape == truth.shape, f"{name} has shape {result.shape}, not {truth.shape}"
+        error = relative_error(result, truth)
+        assert error <= limit, f"{name}: relative error {error:.3e}, limit {limit:.1e}"

@@ -1,0 +1,127 @@
+"""Processes of one torch.distributed group on this machine, gloo on the CPU, for tests."""
+
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 120
+
+
+class RankError(AssertionError):
+    """Carries the tracebacks of the ranks that raised."""
+
+
+@dataclass
+class Outcome:
+    """What one rank's call came to: a result, an error, or neither if the process died."""
+
+    rank: int
+    result: object = None
+    error_type: str | None = None
+    error: str | None = None
+    traceback: str | None = None
+    seconds: float = 0.0
+
+
+def _join_group(rank: int, world_size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+
+
+def _call(function: Callable, rank: int, world_size: int, args: tuple) -> Outcome:
+    start = time.perf_counter()
+    try:
+        outcome = Outcome(rank, result=function(rank, world_size, *args))
+    except Exception as error:  # handed to the test as it is
+        outcome = Outcome(
+            rank,
+            error_type=type(error).__name__,
+            error=str(error),
+            traceback=traceback.format_exc(),
+        )
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def _serve(rank: int, world_size: int, port: int, calls: mp.Queue, outcomes: mp.Queue) -> None:
+    _join_group(rank, world_size, port)
+    while (call := calls.get()) is not None:
+        outcomes.put(_call(*call[:1], rank, world_size, call[1]))
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """`world_size` processes that wait for calls. `run` raises if any rank raised."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self.world_size = world_size
+        self._outcomes = context.Queue()
+        self._calls = [context.Queue() for _ in range(world_size)]
+        port = _free_port()
+        self.processes = [
+            context.Process(
+                target=_serve,
+                args=(rank, world_size, port, self._calls[rank], self._outcomes),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def outcomes(self, function: Callable, *args, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+        """function(rank, world_size, *args) on every rank: what each came to, by rank. A rank whose
+        process died has neither result nor error."""
+        for calls in self._calls:
+            calls.put((function, args))
+        found = {rank: Outcome(rank) for rank in range(self.world_size)}
+        waiting = set(found)
+        deadline = time.monotonic() + timeout_s
+        while waiting and time.monotonic() < deadline:
+            try:
+                outcome = self._outcomes.get(timeout=0.1)
+                found[outcome.rank] = outcome
+                waiting.discard(outcome.rank)
+            except queue.Empty:
+                dead = {r for r in waiting if not self.processes[r].is_alive()}
+                waiting -= dead
+        if waiting:
+            self.stop()
+            raise RankError(f"ranks {sorted(waiting)} did not return within {timeout_s} s")
+        return [found[rank] for rank in range(self.world_size)]
+
+    def run(self, function: Callable, *args, timeout_s: float = TIMEOUT_S) -> list:
+        """Results by rank; raises RankError with every traceback if any rank raised or died."""
+        outcomes = self.outcomes(function, *args, timeout_s=timeout_s)
+        failed = [o for o in outcomes if o.traceback]
+        dead = [r for r, process in enumerate(self.processes) if not process.is_alive()]
+        if failed or dead:
+            self.stop()
+            text = "\n".join(f"rank {o.rank}: {o.traceback}" for o in failed)
+            raise RankError(f"ranks {dead} died; errors:\n{text}")
+        return [outcome.result for outcome in outcomes]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
