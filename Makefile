@@ -28,7 +28,8 @@ export PYTHONUNBUFFERED := 1
 .DELETE_ON_ERROR:
 
 train: $(LIBRARY)
-	@num_processes=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 4)") && \
+	@num_processes=4; if command -v nvidia-smi >/dev/null; then num_processes=$$($(BIN)/python -c \
+		"import torch; print(torch.cuda.device_count() or 4)"); fi; \
 	$(BIN)/torchrun --standalone --nproc-per-node $$num_processes examples/train.py $(TRAIN_FLAGS)
 
 test: test-cpp test-python
@@ -66,6 +67,7 @@ $(ENVIRONMENT):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) and the tools into $(VENV); a few minutes and about 5 GB the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(TOOLS)
+	@rm -f $(VENV)/.installed-*
 	touch $@
 
 $(LIBRARY): $(ENVIRONMENT) $(LIBRARY_SOURCES)

@@ -35,6 +35,14 @@ def _(q, k, v, layout, rows, group_name):
     return _rows_like(q, num_q_rows), _rows_like(k, num_k_rows), _rows_like(v, num_k_rows)
 
 
+@register_fake("distca::dispatch_backward")
+def _(visiting_grad_q, visiting_grad_k, visiting_grad_v, layout, rows, group_name):
+    num_rows = get_ctx().new_dynamic_size()
+    return tuple(
+        _rows_like(grad, num_rows) for grad in (visiting_grad_q, visiting_grad_k, visiting_grad_v)
+    )
+
+
 @register_fake("distca::attend")
 def _(q, k, v, layout, rows, softmax_scale, tasks):
     return _rows_like(q), _lse_of(q)
@@ -48,3 +56,8 @@ def _(grad_out, q, k, v, out, lse, layout, rows, softmax_scale, tasks):
 @register_fake("distca::combine")
 def _(out, lse, visiting_out, visiting_lse, layout, rows, group_name):
     return _rows_like(out), _rows_like(lse)
+
+
+@register_fake("distca::combine_backward")
+def _(grad_out, layout, rows, group_name):
+    return _rows_like(grad_out), _rows_like(grad_out, get_ctx().new_dynamic_size())

@@ -44,6 +44,8 @@ def documents(
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and sessions.init(group).options.enabled:
             plan(packed, window_size=window_size, group=group)
+    if not packed._plans and not packed.crosses_ranks:
+        local_plan(packed, tuple(window_size), _default_device())  # compiled code cannot make it
     for made in packed._plans.values():
         made.wait()
     previous, _scope.documents = _scope.documents, packed
@@ -53,18 +55,28 @@ def documents(
         _scope.documents = previous
 
 
+def _default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _plan_for(packed: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
     found = packed._plans.get(window_size)
     if found is not None:
         return found if found.layout is not None else found.wait()
-    if not packed._plans:
-        return local_plan(packed, window_size, device)
-    # Planned for another window: the layers of this model differ, and every rank gets here.
+    local = packed._local_plans.get((window_size, device)) if not packed._plans else None
+    if local is not None:
+        return local
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"distca: the documents have no plan for window_size {window_size}; call "
-            "distca.plan(documents, window_size=...) before compiled code"
+            "distca.plan(documents, window_size=...) or enter distca.documents(documents, "
+            "window_size=...) before compiled code"
         )
+    if not packed._plans:
+        return local_plan(packed, window_size, device)
+    # Planned for another window: the layers of this model differ, and every rank gets here.
     return plan(packed, window_size=window_size, group=packed._group, device=device)
 
 

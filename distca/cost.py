@@ -10,8 +10,7 @@ from torch import Tensor
 
 from distca.options import Options
 
-TILE_ROWS = 128
-TILE_KEYS = 128
+TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
 DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}
 DEFAULT_LINK_GB_PER_S = {"cuda": 200.0, "cpu": 2.0}
 MAX_TABLE_POINTS = 4096
@@ -32,7 +31,7 @@ class AttentionShape:
         return cls(*words) if all(words) else cls()
 
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes that a query row and a key row travel, forward and backward of one layer.
+        """Bytes that a query row and a key row travel in one layer, forward and backward.
 
         Query: q out, (out, lse) back; (q, grad_out, lse, delta) out, dq back. Key: (k, v) out twice,
         (dk, dv) back.
@@ -42,9 +41,9 @@ class AttentionShape:
         lse = 4 * self.heads_q
         return 5 * q + 3 * lse, 3 * kv
 
-    def tile_flops(self) -> float:
-        """FLOPs of one full tile: 4 * rows * keys * head_dim per head, and 2.5 times that backward."""
-        return 3.5 * 4 * TILE_ROWS * TILE_KEYS * self.heads_q * self.head_dim
+    def tile_flops(self, tile: int) -> float:
+        """FLOPs of one full tile: 4 * rows * keys * head_dim a head, and 2.5 times that backward."""
+        return 3.5 * 4 * tile * tile * self.heads_q * self.head_dim
 
 
 def link_bytes_per_second(options: Options, device_type: str) -> float:
@@ -54,7 +53,8 @@ def link_bytes_per_second(options: Options, device_type: str) -> float:
 def cost_tensor(options: Options, shape: AttentionShape, device_type: str) -> Tensor:
     """float64, as torch.ops.distca.plan takes it: tiles, or the measured table of the options."""
     tflops = options.attention_tflops or DEFAULT_TFLOPS[device_type]
-    values = [TILE_ROWS, TILE_KEYS, shape.tile_flops() / (tflops * 1e12), 0.0]
+    tile = TILE[device_type]
+    values = [tile, tile, shape.tile_flops(tile) / (tflops * 1e12), 0.0]
     if options.cost_table is None:
         return torch.tensor([*values, 0, 0], dtype=torch.float64)
     rows, keys, seconds = read_table(Path(options.cost_table))

@@ -15,6 +15,7 @@ from distca.options import Options
 from distca.session import Session, init
 
 CAUSAL = (-1, 0)
+ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
 
 HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
 HEADER_WORDS = len(HEADER_NAMES)
@@ -88,6 +89,8 @@ class Plan:
         waited_ms = 1e3 * (time.perf_counter() - start)
         self.rows = made.rows.to(self._device, non_blocking=True)
         self.layout = made.layout
+        for tensor in (self.layout, self.rows):  # lengths differ from plan to plan: compile once
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         columns = list(zip(*made.loads, strict=True))
         self._report = PlanReport(
             list(columns[0]),
@@ -197,7 +200,7 @@ def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: Attention
         cost_tensor(options, shape, problem.device_type),
         shape.row_bytes(),
         link_bytes_per_second(options, problem.device_type),
-        options.tolerance if options.enabled else float("inf"),
+        options.tolerance if options.enabled else ANY_IMBALANCE,
     )
     layout, rows = torch.ops.distca.layout(
         pieces, encoded, problem.rank, problem.step, problem.device_type

@@ -30,7 +30,7 @@ def summary(
     tokens_per_second: float,
     max_loss_difference: float | None = None,
 ) -> dict[str, float | int | None]:
-    """Imbalances are max/mean, averaged over steps; bytes_per_step and plan_ms are medians of steps.
+    """Imbalances (max/mean of ranks) and bytes_per_step are means over steps, plan_ms a median.
 
     Bytes count all ranks and layers, forward and backward.
     """
@@ -43,7 +43,7 @@ def summary(
         "imbalance_after": statistics.fmean(after),
         "imbalance_after_max": max(after),
         "tokens_per_second": tokens_per_second,
-        "bytes_per_step": statistics.median(bytes_per_step),
+        "bytes_per_step": statistics.fmean(bytes_per_step),
         "plan_ms": statistics.median(plan_ms),
         "ranks": len(seconds_before[0]),
         "steps": len(seconds_before),
@@ -124,7 +124,7 @@ def _draw_stack(axes, seconds: StepsOfRanks, colors: list, name: str) -> None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     total = sum(map(sum, seconds)) + sum(waiting)
     share = sum(waiting) / total if total > 0 else 0.0
-    axes.set_title(f"{name}: {share:.1%} of the time is spent waiting", fontsize=14)
+    axes.set_title(f"{name}: {share:.1%} of the time waiting", fontsize=14)
     _tidy(axes, len(seconds))
 
 

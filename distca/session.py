@@ -93,14 +93,27 @@ def init(group: ProcessGroup | None = None, options: Options | None = None) -> S
 
 def _open_groups(session: Session, group: ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
-    common = {
-        "timeout": timedelta(seconds=session.options.timeout_s),
-        "use_local_synchronization": True,
-    }
-    session.data = dist.new_group(ranks, backend=str(dist.get_backend_config(group)), **common)
-    session.planning = dist.new_group(ranks, backend="gloo", **common)
-    control = dist.new_group(ranks, backend="gloo", **common)
+    timeout = timedelta(seconds=session.options.timeout_s)
+
+    def new_group(backend: str, options=None) -> ProcessGroup:
+        return dist.new_group(
+            ranks, timeout, backend, pg_options=options, use_local_synchronization=True
+        )
+
+    backend = str(dist.get_backend_config(group))
+    session.data = new_group(backend, _urgent(backend, timeout))
+    session.planning = new_group("gloo")
+    control = new_group("gloo")
     torch.ops.distca.open_session(session.group_name, control.group_name)
+
+
+def _urgent(backend: str, timeout: timedelta):
+    """Options that run NCCL's kernels before attention's where both are ready."""
+    if "nccl" not in backend:
+        return None
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    made._timeout = timeout
+    return made
 
 
 def find(group: ProcessGroup | None = None) -> Session | None:

@@ -71,7 +71,9 @@ def forward_backward(case: Case, dtype: torch.dtype = torch.float64) -> list[Ten
     q, k, v, grad_out = (tensor.to(dtype) for tensor in case.inputs())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     parts = [tensor.split(case.all_lengths) for tensor in leaves]
-    out = torch.cat([attention(*document, case.window_size) for document in zip(*parts, strict=True)])
+    out = torch.cat(
+        [attention(*document, case.window_size) for document in zip(*parts, strict=True)]
+    )
     out.backward(grad_out)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 

@@ -56,7 +56,9 @@ def test_equals_the_oracle_in_float64(ranks, world_size, mask, documents):
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
 
 
-@pytest.mark.parametrize("heads_q, heads_kv, head_dim", [(6, 6, 8), (6, 2, 33), (5, 1, 64), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "heads_q, heads_kv, head_dim", [(6, 6, 8), (6, 2, 33), (5, 1, 64), (1, 1, 1)]
+)
 def test_heads_in_float64(ranks, heads_q, heads_kv, head_dim):
     case = Case(WHOLE["skewed"], heads_q, heads_kv, head_dim)
     results = gathered(ranks(4).run(attend, case))
@@ -87,8 +89,10 @@ def test_a_planted_wrong_value_is_rejected(ranks):
 
 
 def attend_twice(rank, world_size, case):
-    return [torch.equal(a, b) for a, b in zip(attend(rank, world_size, case),
-                                              attend(rank, world_size, case), strict=True)]
+    return [
+        torch.equal(a, b)
+        for a, b in zip(attend(rank, world_size, case), attend(rank, world_size, case), strict=True)
+    ]
 
 
 def test_same_inputs_same_bits(ranks):
@@ -114,7 +118,9 @@ def attend_with_nan(rank, world_size, case, poisoned_rank, poisoned_rows):
 def test_nan_in_one_document_leaves_all_others_bit_identical(ranks):
     case = Case(WHOLE["skewed"], dtype=torch.float32)
     clean = ranks(4).run(attend, case)
-    poisoned_rows = slice(0, 300)  # the first document of rank 0, part of which is computed elsewhere
+    poisoned_rows = slice(
+        0, 300
+    )  # the first document of rank 0, part of which is computed elsewhere
     poisoned = ranks(4).run(attend_with_nan, case, 0, poisoned_rows)
     for tensor, truth in zip(poisoned[0], clean[0], strict=True):
         assert tensor[poisoned_rows].isnan().all()

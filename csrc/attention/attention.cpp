@@ -82,7 +82,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   const at::Tensor grad = grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous();
   check_rows("grad_out", grad, q);
   if (q.is_cpu()) {
-    const at::Tensor delta = saved.delta.defined() ? saved.delta : row_dots(saved.out, grad);
+    const at::Tensor delta =
+        saved.delta.defined() ? saved.delta : row_dots(saved.out.contiguous(), grad.contiguous());
     return cpu::backward(grad, q, k, v, {saved.lse, delta, saved.out}, tasks, params);
   }
 #ifdef DISTCA_WITH_CUDA

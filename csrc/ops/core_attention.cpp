@@ -15,20 +15,19 @@ Forward balanced_forward(const Call& call, const attention::Params& params) {
   const Layout& plan = call.layout;
   const auto& [q, k, v] = call.inputs;
   const transport::Where where = session.enter(Pass::kForward);
-  Shipment queries = send_to_servers(session, where.in("dispatch"), {q}, plan.queries);
-  Shipment keys = send_to_servers(session, where.in("dispatch"), {k, v}, plan.keys);
+  Shipment inputs =
+      send_to_servers(session, where.in("dispatch"), {{{q}, plan.queries}, {{k, v}, plan.keys}});
   // Home tasks are computed while visiting rows travel.
   auto [out, lse] = attention::forward(q, k, v, plan.home, params);
 
-  const auto visiting_q = visiting_rows(std::move(queries), plan.queries);
-  const auto visiting_kv = visiting_rows(std::move(keys), plan.keys);
+  const auto visiting = inputs.arrive_visiting();
   const auto [visiting_out, visiting_lse] =
-      attention::forward(visiting_q[0], visiting_kv[0], visiting_kv[1], plan.visiting, params);
-  Shipment results =
-      send_home(session, where.in("combine"), {visiting_out, visiting_lse}, plan.queries);
-  const auto home_results = results.arrive();
-  transport::scatter_rows(home_results[0], plan.queries.home_row, out);
-  transport::scatter_rows(home_results[1], plan.queries.home_row, lse);
+      attention::forward(visiting[0][0], visiting[1][0], visiting[1][1], plan.visiting, params);
+  const auto results =
+      send_home(session, where.in("combine"), {{{visiting_out, visiting_lse}, plan.queries}})
+          .arrive();
+  transport::scatter_rows(results[0][0], plan.queries.home_row, out);
+  transport::scatter_rows(results[0][1], plan.queries.home_row, lse);
   return {out, lse};
 }
 
@@ -40,24 +39,23 @@ Backward balanced_backward(const Call& call, const at::Tensor& grad_out, const a
   const transport::Where where = session.enter(Pass::kBackward);
   // Formed at home, so that `out` never travels.
   const at::Tensor delta = attention::row_dots(out, grad_out);
-  Shipment queries =
-      send_to_servers(session, where.in("dispatch"), {q, grad_out, lse, delta}, plan.queries);
-  Shipment keys = send_to_servers(session, where.in("dispatch"), {k, v}, plan.keys);
+  Shipment inputs =
+      send_to_servers(session, where.in("dispatch"),
+                      {{{q, grad_out, lse, delta}, plan.queries}, {{k, v}, plan.keys}});
   auto [dq, dk, dv] = attention::backward(grad_out, q, k, v, {lse, delta, out}, plan.home, params);
 
-  const auto visiting_q = visiting_rows(std::move(queries), plan.queries);
-  const auto visiting_kv = visiting_rows(std::move(keys), plan.keys);
-  const attention::Saved visiting_saved{visiting_q[2], visiting_q[3], at::Tensor()};
+  const auto visiting = inputs.arrive_visiting();
+  const auto& visiting_q = visiting[0];
   const auto [visiting_dq, visiting_dk, visiting_dv] =
-      attention::backward(visiting_q[1], visiting_q[0], visiting_kv[0], visiting_kv[1],
-                          visiting_saved, plan.visiting, params);
-  Shipment home_queries = send_home(session, where.in("combine"), {visiting_dq}, plan.queries);
-  Shipment home_keys =
-      send_home(session, where.in("combine"), {visiting_dk, visiting_dv}, plan.keys);
-  transport::scatter_rows(home_queries.arrive()[0], plan.queries.home_row, dq);
-  const auto key_gradients = home_keys.arrive();
-  transport::reduce_rows(key_gradients[0], plan.key_gradients, dk);
-  transport::reduce_rows(key_gradients[1], plan.key_gradients, dv);
+      attention::backward(visiting_q[1], visiting_q[0], visiting[1][0], visiting[1][1],
+                          {visiting_q[2], visiting_q[3], at::Tensor()}, plan.visiting, params);
+  const auto grads =
+      send_home(session, where.in("combine"),
+                {{{visiting_dq}, plan.queries}, {{visiting_dk, visiting_dv}, plan.keys}})
+          .arrive();
+  transport::scatter_rows(grads[0][0], plan.queries.home_row, dq);
+  transport::reduce_rows(grads[1][0], plan.key_gradients, dk);
+  transport::reduce_rows(grads[1][1], plan.key_gradients, dv);
   return {dq, dk, dv};
 }
 

@@ -11,29 +11,37 @@
 
 namespace distca::ops {
 
-// Rows of several tensors of equal length on their way, side by side in one record per row.
+// Tensors whose rows travel a route together, side by side in one record per row.
+struct Cargo {
+  std::vector<at::Tensor> tensors;
+  const Route& route;
+};
+
+// Rows on their way: for each cargo, the tensors that arrive.
 class Shipment {
  public:
-  Shipment(transport::Record record, std::unique_ptr<transport::Exchange> exchange)
-      : record_(std::move(record)), exchange_(std::move(exchange)) {}
+  Shipment(std::vector<transport::Record> records, std::vector<const Route*> routes,
+           std::unique_ptr<transport::Exchange> exchange)
+      : records_(std::move(records)), routes_(std::move(routes)), exchange_(std::move(exchange)) {}
 
-  // Received rows of each tensor, by slot: strided views of one buffer.
-  std::vector<at::Tensor> arrive();
+  // Received rows by slot: strided views of one buffer per cargo.
+  std::vector<std::vector<at::Tensor>> arrive();
+
+  // The same in visiting order, a copy only where slots are not in that order.
+  std::vector<std::vector<at::Tensor>> arrive_visiting();
 
  private:
-  transport::Record record_;
+  std::vector<transport::Record> records_;
+  std::vector<const Route*> routes_;
   std::unique_ptr<transport::Exchange> exchange_;
 };
 
 // Home rows to the servers that visit them.
 Shipment send_to_servers(Session& session, const transport::Where& where,
-                         const std::vector<at::Tensor>& home, const Route& route);
-
-// The arrived rows of a route in visiting order (a copy only where slots are not in that order).
-std::vector<at::Tensor> visiting_rows(Shipment shipment, const Route& route);
+                         const std::vector<Cargo>& home);
 
 // Visiting rows back to their homes; they arrive in the slots that the home sent.
 Shipment send_home(Session& session, const transport::Where& where,
-                   const std::vector<at::Tensor>& visiting, const Route& route);
+                   const std::vector<Cargo>& visiting);
 
 }  // namespace distca::ops

@@ -43,11 +43,10 @@ Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   Session& session = *call.session;
   return announcing(session, [&]() -> Triple {
     const transport::Where where = session.enter(Pass::kForward).in("dispatch");
-    Shipment queries = send_to_servers(session, where, {home_q}, call.layout.queries);
-    Shipment keys = send_to_servers(session, where, {home_k, home_v}, call.layout.keys);
-    const auto visiting_q = visiting_rows(std::move(queries), call.layout.queries);
-    const auto visiting_kv = visiting_rows(std::move(keys), call.layout.keys);
-    return {visiting_q[0].contiguous(), visiting_kv[0].contiguous(), visiting_kv[1].contiguous()};
+    Shipment inputs = send_to_servers(
+        session, where, {{{home_q}, call.layout.queries}, {{home_k, home_v}, call.layout.keys}});
+    const auto visiting = inputs.arrive_visiting();
+    return {visiting[0][0].contiguous(), visiting[1][0].contiguous(), visiting[1][1].contiguous()};
   });
 }
 
@@ -62,15 +61,15 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
   if (!session) return {dq, dk, dv};
   return announcing(*session, [&]() -> Triple {
     const transport::Where where = session->current(Pass::kBackward).in("combine");
-    Shipment queries =
-        send_home(*session, where, {with_contiguous_rows(visiting_grad_q)}, plan.queries);
-    Shipment keys = send_home(
-        *session, where,
-        {with_contiguous_rows(visiting_grad_k), with_contiguous_rows(visiting_grad_v)}, plan.keys);
-    transport::scatter_rows(queries.arrive()[0], plan.queries.home_row, dq);
-    const auto key_gradients = keys.arrive();
-    transport::reduce_rows(key_gradients[0], plan.key_gradients, dk);
-    transport::reduce_rows(key_gradients[1], plan.key_gradients, dv);
+    const auto grads =
+        send_home(*session, where,
+                  {{{with_contiguous_rows(visiting_grad_q)}, plan.queries},
+                   {{with_contiguous_rows(visiting_grad_k), with_contiguous_rows(visiting_grad_v)},
+                    plan.keys}})
+            .arrive();
+    transport::scatter_rows(grads[0][0], plan.queries.home_row, dq);
+    transport::reduce_rows(grads[1][0], plan.key_gradients, dk);
+    transport::reduce_rows(grads[1][1], plan.key_gradients, dv);
     return {dq, dk, dv};
   });
 }
@@ -112,11 +111,11 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
   return announcing(*session, [&]() -> Pair {
     const transport::Where where = session->current(Pass::kForward).in("combine");
     const auto results =
-        send_home(*session, where, {with_contiguous_rows(visiting_out), visiting_lse.contiguous()},
-                  plan.queries)
+        send_home(*session, where,
+                  {{{with_contiguous_rows(visiting_out), visiting_lse.contiguous()}, plan.queries}})
             .arrive();
-    transport::scatter_rows(results[0], plan.queries.home_row, all_out);
-    transport::scatter_rows(results[1], plan.queries.home_row, all_lse);
+    transport::scatter_rows(results[0][0], plan.queries.home_row, all_out);
+    transport::scatter_rows(results[0][1], plan.queries.home_row, all_lse);
     return {all_out, all_lse};
   });
 }
@@ -131,8 +130,8 @@ Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, cons
   if (!session) return {home_grad, no_rows(grad)};
   return announcing(*session, [&]() -> Pair {
     const transport::Where where = session->enter(Pass::kBackward).in("dispatch");
-    Shipment shipment = send_to_servers(*session, where, {grad}, plan.queries);
-    return {home_grad, visiting_rows(std::move(shipment), plan.queries)[0].contiguous()};
+    Shipment grads = send_to_servers(*session, where, {{{grad}, plan.queries}});
+    return {home_grad, grads.arrive_visiting()[0][0].contiguous()};
   });
 }
 

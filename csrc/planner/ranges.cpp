@@ -39,8 +39,8 @@ bool is_home(const Pack& pack, const Mask& mask, const Task& task) {
   const Segment& segment = *segment_at(document, task.q_begin);
   if (segment.rank != task.server) return false;
   const Range rows = positions(segment);
-  const Range keys = keys_of(mask, queries(task), document.length);
-  return task.q_end <= rows.end && keys.begin >= rows.begin && keys.end <= rows.end;
+  const Range keys = keys_of(mask, queries(task), document.length);  // the queries' own included
+  return keys.begin >= rows.begin && keys.end <= rows.end;
 }
 
 }  // namespace distca::planner

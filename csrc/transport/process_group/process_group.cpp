@@ -5,30 +5,53 @@
 
 #include <numeric>
 
+#include "head_start.h"
+
 namespace distca::transport {
 namespace {
 
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
 class ProcessGroupExchange : public Exchange {
  public:
-  ProcessGroupExchange(at::Tensor sent, at::Tensor received, std::shared_ptr<FailureBoard> failures,
+  ProcessGroupExchange(std::vector<RowBatch> batches, std::shared_ptr<FailureBoard> failures,
                        const Where& where)
-      : sent_(std::move(sent)),
-        received_(std::move(received)),
-        failures_(std::move(failures)),
-        where_(where) {}
-
-  void start(c10d::ProcessGroup& group, const RowCounts& counts) {
-    std::vector<int64_t> send = counts.send;
-    std::vector<int64_t> recv = counts.recv;
-    guarded([&] { work_ = group.alltoall_base(received_, sent_, recv, send); });
+      : batches_(std::move(batches)), failures_(std::move(failures)), where_(where) {
+    for (const RowBatch& batch : batches_) {
+      const auto& recv = batch.counts.recv;
+      const int64_t num_rows = std::accumulate(recv.begin(), recv.end(), int64_t{0});
+      received_.push_back(at::empty({num_rows, batch.rows.size(1)}, batch.rows.options()));
+    }
   }
 
-  at::Tensor wait() override {
-    guarded([&] { work_->wait(); });
+  void start(c10d::ProcessGroup& group) {
+    guarded([&] {
+      const c10::DeviceType device = batches_[0].rows.device().type();
+      if (!group.getBackend(device)->supportsCoalescing()) {
+        for (size_t idx = 0; idx < batches_.size(); ++idx) works_.push_back(launch(group, idx));
+        return;
+      }
+      // One launch for all batches: a second one would queue behind the attention kernels.
+      group.startCoalescing(device);
+      for (size_t idx = 0; idx < batches_.size(); ++idx) launch(group, idx);
+      works_.push_back(group.endCoalescing(device));
+    });
+  }
+
+  std::vector<at::Tensor> wait() override {
+    guarded([&] {
+      for (const WorkPtr& work : works_) work->wait();
+    });
     return received_;
   }
 
  private:
+  WorkPtr launch(c10d::ProcessGroup& group, size_t idx) {
+    std::vector<int64_t> send = batches_[idx].counts.send;
+    std::vector<int64_t> recv = batches_[idx].counts.recv;
+    return group.alltoall_base(received_[idx], batches_[idx].rows, recv, send);
+  }
+
   template <typename F>
   void guarded(F&& communicate) {
     try {
@@ -39,11 +62,11 @@ class ProcessGroupExchange : public Exchange {
     }
   }
 
-  at::Tensor sent_;
-  at::Tensor received_;
+  std::vector<RowBatch> batches_;
+  std::vector<at::Tensor> received_;
   std::shared_ptr<FailureBoard> failures_;
   Where where_;
-  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<WorkPtr> works_;
 };
 
 class ProcessGroupTransport : public Transport {
@@ -52,14 +75,11 @@ class ProcessGroupTransport : public Transport {
                         std::shared_ptr<FailureBoard> failures)
       : group_(std::move(group)), failures_(std::move(failures)) {}
 
-  std::unique_ptr<Exchange> start(const at::Tensor& rows, const RowCounts& counts,
+  std::unique_ptr<Exchange> start(const std::vector<RowBatch>& batches,
                                   const Where& where) override {
-    const int64_t num_received =
-        std::accumulate(counts.recv.begin(), counts.recv.end(), int64_t{0});
-    at::Tensor received = at::empty({num_received, rows.size(1)}, rows.options());
-    auto exchange =
-        std::make_unique<ProcessGroupExchange>(rows, std::move(received), failures_, where);
-    exchange->start(*group_, counts);
+    auto exchange = std::make_unique<ProcessGroupExchange>(batches, failures_, where);
+    exchange->start(*group_);
+    give_head_start(batches[0].rows.device());
     return exchange;
   }
 

@@ -1,0 +1,166 @@
+"""Where a rank may die in a step, hit exactly: each scenario is run by all ranks of a group of three.
+
+Rank VICTIM kills itself; the others go on until they get an error. Layers 0 and 1 went well before.
+"""
+
+import os
+import signal
+import threading
+import time
+
+import torch
+from small_step import SHARDED, Step, small_step
+
+import distca
+
+VICTIM, SLOW = 1, 2
+KILL_AFTER_S, DELAY_S = 0.4, 1.2  # the victim is then blocked, because SLOW has not come yet
+LAYER = 2
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_soon() -> None:
+    threading.Timer(KILL_AFTER_S, die).start()
+
+
+def _in_steps(rank: int, step: Step, group_name: str, between=None) -> torch.Tensor:
+    """A layer by the step operators; `between` is called after dispatch."""
+    ops, made = torch.ops.distca, step.documents._plans[(-1, 0)]
+    plan = (made.layout, made.rows)
+    q, k, v = step.q, step.k, step.v
+    scale = q.shape[-1] ** -0.5
+    visiting = ops.dispatch(q, k, v, *plan, group_name)
+    if between is not None:
+        between(visiting)
+    out, lse = ops.attend(q, k, v, *plan, scale, "home")
+    visiting_out, visiting_lse = ops.attend(*visiting, *plan, scale, "visiting")
+    return ops.combine(out, lse, visiting_out, visiting_lse, *plan, group_name)[0]
+
+
+def _wait_then_die(_=None) -> None:
+    time.sleep(KILL_AFTER_S)  # what was sent arrives
+    die()
+
+
+def _delay(_=None) -> None:
+    time.sleep(DELAY_S)
+
+
+def before_dispatch(rank, step, group_name):
+    if rank == VICTIM:
+        die()
+    step.attend()
+
+
+def inside_dispatch(rank, step, group_name):
+    if rank == VICTIM:
+        _die_soon()
+    if rank == SLOW:
+        _delay()
+    step.attend()
+
+
+def inside_attend(rank, step, group_name):
+    if rank == VICTIM:
+        _in_steps(rank, step, group_name, between=_wait_then_die)
+    step.attend()
+
+
+def inside_combine(rank, step, group_name):
+    if rank == VICTIM:
+        _die_soon()
+    if rank == SLOW:
+        _in_steps(rank, step, group_name, between=_delay)
+    step.attend()
+
+
+def before_backward_dispatch(rank, step, group_name):
+    out = step.attend()
+    if rank == VICTIM:
+        _wait_then_die()
+    out.sum().backward()
+
+
+def inside_backward_dispatch(rank, step, group_name):
+    out = step.attend()
+    if rank == VICTIM:
+        _die_soon()
+    if rank == SLOW:
+        _delay()
+    out.sum().backward()
+
+
+def _hook_visiting(rank, actions):
+    """Runs this rank's action in the backward pass, between attend and the way home."""
+
+    def between(visiting):
+        if rank in actions:
+            visiting[0].register_hook(actions[rank])
+
+    return between
+
+
+def inside_backward_attend(rank, step, group_name):
+    between = _hook_visiting(rank, {VICTIM: _wait_then_die})
+    _in_steps(rank, step, group_name, between).sum().backward()
+
+
+def inside_backward_combine(rank, step, group_name):
+    between = _hook_visiting(rank, {VICTIM: lambda _: _die_soon(), SLOW: _delay})
+    _in_steps(rank, step, group_name, between).sum().backward()
+
+
+def before_plan(rank, step, group_name):
+    if rank == VICTIM:
+        die()
+    distca.plan(step.documents)
+
+
+def before_plan_ahead(rank, step, group_name):
+    if rank == VICTIM:
+        die()
+    distca.plan(step.documents, ahead=True)
+    step.attend()
+
+
+def inside_plan_ahead(rank, step, group_name):
+    """The victim's planner thread waits in the exchange while its main thread dies."""
+    if rank == SLOW:
+        _delay()
+    distca.plan(step.documents, ahead=True)
+    if rank == VICTIM:
+        _wait_then_die()
+    step.attend()
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (
+        before_dispatch,
+        inside_dispatch,
+        inside_attend,
+        inside_combine,
+        before_backward_dispatch,
+        inside_backward_dispatch,
+        inside_backward_attend,
+        inside_backward_combine,
+        before_plan,
+        before_plan_ahead,
+        inside_plan_ahead,
+    )
+}
+
+
+def run(rank: int, world_size: int, scenario: str, victim: int = VICTIM) -> None:
+    """With another victim, ranks change roles in order: the slow one is always the next."""
+    step = small_step(rank, world_size, SHARDED)
+    group_name = distca.plan(step.documents).group_name
+    step.attend()
+    _in_steps(rank, step, group_name)
+    role = (rank + VICTIM - victim) % world_size
+    SCENARIOS[scenario](role, step, group_name)
+    step.attend()
+    raise AssertionError("no error")

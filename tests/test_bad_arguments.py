@@ -1,0 +1,261 @@
+"""Promise 5: bad input raises ValueError naming the argument, its value and what is allowed. One
+process, no group."""
+
+import json
+import re
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import AuxRequest
+
+import distca
+from distca import _library
+from distca.cost import read_table
+from distca.planning import CAUSAL, local_plan
+
+DOCUMENTS = distca.Documents([0, 3, 8])
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(*shape).to(dtype)
+
+
+THD, BHSD = rows(8, 2, 4), rows(1, 2, 8, 4)
+
+CORE_ATTENTION = {  # q, k, v and what the message says
+    "2-D": (THD[0], THD[0], THD[0], "q has shape [2, 4]; expected [tokens, heads, head_dim]"),
+    "int": (*[THD.int()] * 3, "q is Int; core attention on CPU takes float64, float32 or bfloat16"),
+    "float16": (*[THD.half()] * 3, "q is Half; core attention on CPU takes float64"),
+    "k of another dtype": (THD, THD.double(), THD, "k is Double, q is Float; expected one dtype"),
+    "v of another dtype": (THD, THD, THD.double(), "v is Double, q is Float; expected one dtype"),
+    "v has fewer heads": (THD, THD, THD[:, :1], "k has shape [8, 2, 4], v [8, 1, 4]; expected"),
+    "heads": (rows(8, 3, 4), THD, THD, "q has 3 heads, k 2; expected a multiple"),
+    "head_dim": (THD, *[rows(8, 2, 6)] * 2, "q has head_dim 4, k 6; expected one head_dim"),
+    "no heads": (*[rows(8, 0, 4)] * 3, "q has shape [8, 0, 4]; expected at least one head"),
+    "no head_dim": (*[rows(8, 2, 0)] * 3, "q has shape [8, 2, 0]; expected at least one head"),
+    "tokens": (*[THD[1:]] * 3, "q has 7 tokens, but the documents of this rank have 8; pass"),
+    "key tokens": (THD, THD[1:], THD[1:], "q has 8 tokens, k 7; expected equal numbers"),
+    "meta device": (*[THD.to("meta")] * 3, "q is on meta; expected cpu or cuda"),
+}
+
+
+@pytest.mark.parametrize("case", CORE_ATTENTION)
+def test_core_attention_refuses(case):
+    q, k, v, message = CORE_ATTENTION[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        distca.core_attention(q, k, v, DOCUMENTS)
+
+
+@pytest.mark.parametrize("window_size", [(-2, 0), (0, -7), (1, 2, 3)])
+def test_core_attention_refuses_windows(window_size):
+    with pytest.raises(ValueError, match="window"):
+        distca.core_attention(THD, THD, THD, DOCUMENTS, window_size=window_size)
+
+
+def test_sharded_documents_need_a_plan():
+    documents = distca.Documents.sharded([16], 0, 2)
+    with pytest.raises(
+        ValueError, match=r"cross ranks and have no plan.*distca\.plan\(documents\)"
+    ):
+        distca.core_attention(THD, THD, THD, documents)
+
+
+SDPA = {
+    "attn_mask": ((BHSD, BHSD, BHSD), {"attn_mask": rows(8, 8)}, "attn_mask of shape [8, 8]"),
+    "dropout_p": ((BHSD, BHSD, BHSD), {"dropout_p": 0.1}, "dropout_p is 0.1"),
+    "3-D": ((BHSD[0],) * 3, {}, "query has shape [2, 8, 4]"),
+    "3-D key": ((BHSD, BHSD[0], BHSD[0]), {}, "key has shape [2, 8, 4]"),
+    "1-D value": ((BHSD, BHSD, BHSD[0, 0, 0]), {}, "value has shape [4]"),
+    "cross attention": ((BHSD, *[rows(1, 2, 9, 4)] * 2), {}, "query has 8 tokens, key 9"),
+    "GQA": ((BHSD, *[rows(1, 1, 8, 4)] * 2), {}, "query has 2 heads, key 1; pass enable_gqa=True"),
+    "tokens": ((rows(1, 2, 9, 4),) * 3, {}, "9 tokens, but the documents of this rank have 8"),
+    "batch": ((rows(2, 2, 8, 4),) * 3, {}, "16 tokens, but the documents of this rank have 8"),
+}
+
+
+@pytest.mark.parametrize("case", SDPA)
+def test_sdpa_under_documents_refuses(case):
+    inputs, arguments, message = SDPA[case]
+    with distca.documents(DOCUMENTS), pytest.raises(ValueError, match=re.escape(message)):
+        distca.scaled_dot_product_attention(*inputs, **arguments)
+
+
+def test_sdpa_without_documents_takes_what_torch_takes():
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    distca.scaled_dot_product_attention(BHSD, BHSD, BHSD, attn_mask=mask)
+    distca.scaled_dot_product_attention(BHSD[0], BHSD[0], BHSD[0])
+
+
+CU_SEQLENS = torch.tensor([0, 3, 8], dtype=torch.int32)
+OTHER_CU_SEQLENS = torch.tensor([0, 4, 8], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "cu_seq_q, cu_seq_k, arguments, message",
+    [
+        (OTHER_CU_SEQLENS, OTHER_CU_SEQLENS, {}, "cu_seq_q .*same packing"),
+        (CU_SEQLENS, OTHER_CU_SEQLENS, {}, "cu_seq_k .*same packing"),
+        (CU_SEQLENS[:2], CU_SEQLENS[:2], {}, "cu_seq_q has 2 boundaries"),
+        (CU_SEQLENS, CU_SEQLENS, {"return_aux": AuxRequest(lse=True)}, "return_aux.*expected None"),
+        (CU_SEQLENS, CU_SEQLENS, {"window_size": (-3, 0)}, "window"),
+    ],
+)
+def test_varlen_under_documents_refuses(cu_seq_q, cu_seq_k, arguments, message):
+    with distca.documents(DOCUMENTS), pytest.raises(ValueError, match=message):
+        distca.varlen_attention(THD, THD, THD, cu_seq_q, cu_seq_k, 5, 5, **arguments)
+
+
+def test_varlen_sees_boundaries_that_changed_in_place():
+    cu_seqlens = CU_SEQLENS.clone()
+    with distca.documents(DOCUMENTS):
+        distca.varlen_attention(THD, THD, THD, cu_seqlens, cu_seqlens, 5, 5)
+        cu_seqlens[1] = 4
+        with pytest.raises(ValueError, match="cu_seq_q"):
+            distca.varlen_attention(THD, THD, THD, cu_seqlens, cu_seqlens, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens", [[], [1, 2], [0, 2, 1], [[0, 1]], [0, -1], 5, [0, 1.5], ["a"], None]
+)
+def test_documents_refuse_cu_seqlens(cu_seqlens):
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        distca.Documents(cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    "lengths, rank, world_size, name",
+    [
+        ([-1], 0, 1, "lengths"),
+        ([[3]], 0, 1, "lengths"),
+        ([2.5], 0, 1, "lengths"),
+        ([2**62, 2**62], 0, 1, "lengths"),
+        ([3], 1, 1, "rank is 1"),
+        ([3], -1, 2, "rank is -1"),
+        ([3], 0, 0, "world_size"),
+    ],
+)
+def test_sharded_documents_refuse(lengths, rank, world_size, name):
+    with pytest.raises(ValueError, match=name):
+        distca.Documents.sharded(lengths, rank, world_size)
+
+
+NOT_A_NUMBER, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *[("tolerance", value) for value in (-0.1, 1, NOT_A_NUMBER)],
+        *[("timeout_s", value) for value in (0, -1, INFINITE)],
+        *[("attention_tflops", value) for value in (0, NOT_A_NUMBER)],
+        *[("link_gb_per_s", value) for value in (-200, INFINITE)],
+    ],
+)
+def test_options_refuse(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
+        distca.Options(**{name: value})
+
+
+def table(**changes) -> str:
+    return json.dumps({"rows": [128, 256], "keys": [128], "seconds": [[1.0], [2.0]], **changes})
+
+
+TABLES = {
+    "not JSON": "rows: 128",
+    "truncated": table()[:-3],
+    "binary": "\xff\x00",
+    "a list": "[]",
+    "a number": "3",
+    "no seconds": '{"rows": [1], "keys": [1]}',
+    "fewer seconds": table(seconds=[[1.0]]),
+    "no rows": table(rows=[], seconds=[]),
+    "negative seconds": table(seconds=[[1.0], [-2.0]]),
+    "NaN seconds": table(seconds=[[1.0], [NOT_A_NUMBER]]),
+    "infinite seconds": table(seconds=[[1.0], [INFINITE]]),
+    "huge seconds": table(seconds=[[1.0], [10**400]]),
+    "text as seconds": table(seconds=[["1"], ["2"]]),
+    "negative rows": table(rows=[-1, 256]),
+    "text as rows": table(rows="ab"),
+    "huge rows": table(rows=[1, 10**400]),
+    "rows beyond int64": table(rows=[1, 2**63]),
+    "oversized": table(rows=list(range(1, 5001)), seconds=[[1.0]] * 5000),
+    "deep": "[" * 100000,
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_cost_tables_are_refused(tmp_path, case):
+    path = tmp_path / "table.json"
+    path.write_bytes(TABLES[case].encode("latin1"))
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        read_table(path)
+
+
+def test_a_missing_cost_table_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a readable cost table"):
+        read_table(tmp_path / "missing.json")
+
+
+def test_torch_distributed_has_to_be_initialised():
+    for call in (distca.init, lambda: distca.plan(DOCUMENTS)):
+        with pytest.raises(RuntimeError, match=r"not initialised; call .*init_process_group\(\)"):
+            call()
+    distca.close()
+
+
+def test_an_unknown_group_is_refused():
+    made = local_plan(DOCUMENTS, CAUSAL, torch.device("cpu"))
+    for call in (
+        lambda: torch.ops.distca.core_attention(
+            THD, THD, THD, made.layout, made.rows, 1.0, "unknown"
+        ),
+        lambda: torch.ops.distca.dispatch(THD, THD, THD, made.layout, made.rows, "unknown"),
+        lambda: torch.ops.distca.attention_shape("unknown"),
+        lambda: torch.ops.distca.open_session("unknown", "unknown"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match="unknown"):
+            call()
+
+
+@pytest.mark.skipif(b"libcudart" in _library.LIBRARY.read_bytes(), reason="this library has CUDA")
+def test_a_library_without_cuda_refuses_cuda_tensors():
+    """The CUDA binding itself is called, with tensors that only say that they are on a device."""
+    made = local_plan(DOCUMENTS, CAUSAL, torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q = torch.empty(8, 2, 4, device="cuda")
+        on_device = torch.empty(made.rows.shape, dtype=torch.int32, device="cuda")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(
+        ValueError, match="q is on cuda:0, but distca was built without CUDA.*FORCE_CUDA=1"
+    ):
+        torch.ops.distca.core_attention.default.redispatch(
+            keys, q, q, q, made.layout, on_device, 1.0, ""
+        )
+
+
+def test_a_library_for_another_torch_is_refused(tmp_path):
+    running = torch.__version__.split("+")[0]
+    assert _library.built_for(_library.LIBRARY).split("+")[0] == running
+    other = "9" + running[1:]
+    content = _library.LIBRARY.read_bytes()
+    marker = b"distca-built-for-torch:"
+    assert content.count(marker + running.encode()) == 1
+    path = tmp_path / "_C.so"
+    path.write_bytes(content.replace(marker + running.encode(), marker + other.encode()))
+    with pytest.raises(ImportError) as raised:
+        _library.load(path)
+    for part in (f"torch {other}", f"torch {running}", "pip install --no-build-isolation"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x7fELF" + bytes(4096)])
+def test_what_is_not_the_library_is_refused(tmp_path, content):
+    path = tmp_path / "_C.so"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ImportError, match=r"_C\.so is .*pip install --no-build-isolation"):
+        _library.load(path)

@@ -1,0 +1,279 @@
+"""Promise 4: ranks that disagree get an error naming ranks and difference, before anything is sent,
+on every rank within 5 s; afterwards the group works on."""
+
+import oracle
+import pytest
+import torch
+from oracle import Case
+from ranks import Outcome, Ranks
+from small_step import SHARDED, WHOLE, small_step
+
+import distca
+from distca import session as sessions
+
+LIMIT_S = 5.0
+HANG_S = 30  # a test waits no longer than this for ranks that should have failed
+
+
+def errors_of(outcomes: list[Outcome], error_type: str) -> list[str]:
+    """Every rank's message, once all of them raised `error_type` in time."""
+    for outcome in outcomes:
+        assert outcome.error_type == error_type, f"rank {outcome.rank}: {outcome}"
+        assert outcome.seconds < LIMIT_S, f"rank {outcome.rank} took {outcome.seconds:.1f} s"
+    return [outcome.error for outcome in outcomes]
+
+
+def attend(rank: int, world_size: int, case: Case) -> torch.Tensor:
+    step = small_step(rank, world_size, case)
+    distca.plan(step.documents)
+    return step.attend().detach()
+
+
+def assert_group_works(ranks: Ranks) -> None:
+    results = torch.cat(ranks.run(attend, WHOLE, timeout_s=HANG_S))
+    truth = oracle.forward_backward(WHOLE)[0]
+    assert oracle.relative_error(results, truth) < 1e-5
+
+
+# Each changes rank 1 only, and returns what core_attention is called with there.
+def _fewer_heads(step):
+    step.q = step.q[:, :2]
+
+
+def _other_head_dim(step):
+    step.q, step.k, step.v = (tensor[..., :8] for tensor in (step.q, step.k, step.v))
+
+
+def _other_dtype(step):
+    step.q, step.k, step.v = (tensor.double() for tensor in (step.q, step.k, step.v))
+
+
+ATTENTION_DIFFERENCES = {
+    "heads_q: 2 on rank 1, 4 on ranks 0 2": _fewer_heads,
+    "head_dim: 8 on rank 1, 24 on ranks 0 2": _other_head_dim,
+    "dtype: Float on ranks 0 2, Double on rank 1": _other_dtype,
+    "softmax_scale: ": None,
+}
+
+
+def attend_differently(rank: int, world_size: int, difference: str, num_good_layers: int):
+    """With num_good_layers > 0 the ranks have agreed under this plan before."""
+    step = small_step(rank, world_size)
+    distca.plan(step.documents)
+    for _ in range(num_good_layers):
+        step.attend(softmax_scale=0.25)
+    change = ATTENTION_DIFFERENCES[difference]
+    if rank == 1 and change is not None:
+        change(step)
+    step.attend(softmax_scale=0.5 if rank == 1 and change is None else 0.25)
+
+
+@pytest.mark.parametrize("difference", ATTENTION_DIFFERENCES)
+def test_ranks_disagree_on_core_attention(ranks, difference):
+    outcomes = ranks(3).outcomes(attend_differently, difference, 0, timeout_s=HANG_S)
+    for message in errors_of(outcomes, "ValueError"):
+        assert "ranks disagree on core attention, nothing was sent" in message
+        assert difference in message
+        assert "same model" in message
+    assert_group_works(ranks(3))
+
+
+@pytest.fixture
+def fresh_ranks():
+    """A group of three that the test may break."""
+    started = Ranks(3, start_method="forkserver")
+    yield started
+    started.stop()
+
+
+def test_ranks_disagree_in_a_later_layer(fresh_ranks):
+    outcomes = fresh_ranks.outcomes(
+        attend_differently, "heads_q: 2 on rank 1, 4 on ranks 0 2", 2, timeout_s=HANG_S
+    )
+    assert all(outcome.error for outcome in outcomes), outcomes
+    assert all(outcome.seconds < LIMIT_S for outcome in outcomes), outcomes
+    assert any("heads" in outcome.error for outcome in outcomes), outcomes
+    assert all("rank 1" in outcomes[rank].error for rank in (0, 2)), outcomes
+
+
+def plan_differently(rank: int, world_size: int, what: str):
+    step = small_step(rank, world_size)
+    session = distca.init()
+    real_version = torch.ops.distca.version
+    window_size = (-1, 0)
+    try:
+        if rank == 1 and what == "options":
+            session.options = distca.Options(tolerance=0.5)
+        elif rank == 1 and what == "step":
+            session.num_plans += 1
+        elif rank == 1 and what == "distca version":
+            torch.ops.distca.version = lambda: 99
+        elif rank == 1:
+            window_size = (7, 0) if what == "window_left" else (-1, -1)
+        distca.plan(step.documents, window_size=window_size)
+    finally:
+        if rank == 1:
+            session.options = distca.Options()
+            torch.ops.distca.version = real_version
+            session.num_plans -= what == "step"
+
+
+@pytest.mark.parametrize(
+    "what", ["options", "step", "distca version", "window_left", "window_right"]
+)
+def test_ranks_disagree_on_the_plan(ranks, what):
+    outcomes = ranks(3).outcomes(plan_differently, what, timeout_s=HANG_S)
+    for message in errors_of(outcomes, "ValueError"):
+        assert "ranks disagree on the plan, nothing was sent" in message
+        assert f"{what}: " in message
+        assert "on ranks [0, 2]" in message and "on ranks [1]" in message
+        assert "same version" in message
+    assert_group_works(ranks(3))
+
+
+def use_plans_of_two_steps(rank: int, world_size: int):
+    first, second = small_step(rank, world_size), small_step(rank, world_size)
+    distca.plan(first.documents)
+    distca.plan(second.documents)
+    (first if rank == 1 else second).attend()
+
+
+def test_ranks_use_plans_of_different_steps(ranks):
+    outcomes = ranks(3).outcomes(use_plans_of_two_steps, timeout_s=HANG_S)
+    for message in errors_of(outcomes, "ValueError"):
+        assert "step: " in message and "on rank 1" in message and "on ranks 0 2" in message
+    assert_group_works(ranks(3))
+
+
+PIECES = {  # what rank 1 claims of a pack of [100, 800]: three runs of 300 tokens
+    "overlap": ([100, 800], 0, "overlap positions"),
+    "gap": ([100, 800], 2, "no rank holds positions [200, 500)"),
+    "other lengths": ([100, 1100], 1, "no rank holds positions [200, 300)"),
+}
+
+
+def plan_other_pieces(rank: int, world_size: int, claim: str):
+    lengths, as_rank, _ = PIECES[claim]
+    documents = (
+        distca.Documents.sharded(lengths, as_rank, world_size)
+        if rank == 1
+        else distca.Documents.sharded([100, 800], rank, world_size)
+    )
+    distca.plan(documents)
+
+
+@pytest.mark.parametrize("claim", PIECES)
+def test_ranks_disagree_on_pieces(ranks, claim):
+    outcomes = ranks(3).outcomes(plan_other_pieces, claim, timeout_s=HANG_S)
+    for message in errors_of(outcomes, "ValueError"):
+        assert "pieces: document " in message and "rank" in message and "positions" in message
+        assert PIECES[claim][2] in message
+    assert_group_works(ranks(3))
+
+
+def attend_with_refused_arguments(rank: int, world_size: int, refused_rank, num_good_layers: int):
+    step = small_step(rank, world_size)
+    distca.plan(step.documents)
+    for _ in range(num_good_layers):
+        step.attend()
+    if refused_rank in (rank, "all"):
+        step.q = step.q[1:]
+    step.attend()
+
+
+def test_tokens_and_documents_disagree_on_one_rank(ranks):
+    outcomes = ranks(3).outcomes(attend_with_refused_arguments, 1, 0, timeout_s=HANG_S)
+    messages = errors_of(outcomes, "ValueError")
+    assert "q has 4 tokens, but the documents of this rank have 5" in messages[1]
+    assert "cu_seqlens" in messages[1]
+    for rank in (0, 2):
+        assert "refused on rank(s) 1; nothing was sent" in messages[rank]
+    assert_group_works(ranks(3))
+
+
+def test_tokens_and_documents_disagree_on_all_ranks(ranks):
+    outcomes = ranks(3).outcomes(attend_with_refused_arguments, "all", 0, timeout_s=HANG_S)
+    for message in errors_of(outcomes, "ValueError"):
+        assert "tokens, but the documents of this rank have" in message
+    assert_group_works(ranks(3))
+
+
+def test_tokens_and_documents_disagree_in_a_later_layer(fresh_ranks):
+    outcomes = fresh_ranks.outcomes(attend_with_refused_arguments, 1, 1, timeout_s=HANG_S)
+    assert all(outcome.error for outcome in outcomes), outcomes
+    assert all(outcome.seconds < LIMIT_S for outcome in outcomes), outcomes
+    assert outcomes[1].error_type == "ValueError"
+    assert "q has 4 tokens, but the documents of this rank have 5" in outcomes[1].error
+    assert all("rank 1" in outcomes[rank].error for rank in (0, 2)), outcomes
+
+
+def fail_after_refusal(rank: int, world_size: int):
+    """A refused call that the group outlives, and then another rank's failure."""
+    try:
+        attend_with_refused_arguments(rank, world_size, 1, 0)
+    except ValueError:
+        pass
+    attend(rank, world_size, WHOLE)
+    if rank == 2:
+        torch.ops.distca.announce_failure(distca.init().group_name, "this is the failure")
+    return torch.ops.distca.diagnose_failure(distca.init().group_name, "broken")
+
+
+def test_an_outlived_error_is_not_reported_again(fresh_ranks):
+    outcomes = fresh_ranks.outcomes(fail_after_refusal, timeout_s=HANG_S)
+    for rank in (0, 1):
+        assert "rank 2 failed: this is the failure" in outcomes[rank].result, outcomes
+        assert "tokens" not in outcomes[rank].result, outcomes
+    assert "rank 1 failed" not in outcomes[2].result, outcomes
+
+
+def enter_with_balance_disabled_on_one_rank(rank: int, world_size: int):
+    distca.init(options=distca.Options(enabled=rank != 1, timeout_s=20))
+    step = small_step(rank, world_size)
+    with distca.documents(step.documents):
+        distca.varlen_attention(
+            step.q, step.k, step.v, step.documents.cu_seqlens, step.documents.cu_seqlens, 0, 0
+        )
+
+
+def test_ranks_disagree_on_whether_to_balance(fresh_ranks):
+    outcomes = fresh_ranks.outcomes(enter_with_balance_disabled_on_one_rank, timeout_s=HANG_S)
+    for message in errors_of(outcomes, "ValueError"):
+        assert "options" in message and "1" in message
+
+
+def open_and_close(rank: int, world_size: int) -> torch.Tensor:
+    options = distca.Options(tolerance=0.1)
+    first = distca.init(options=options)
+    assert distca.init() is first and distca.init(options=options) is first
+    with pytest.raises(ValueError, match=r"opened with .*distca.close\(group\)"):
+        distca.init(options=distca.Options(tolerance=0.2))
+    step = small_step(rank, world_size, SHARDED)
+    distca.plan(step.documents)
+    distca.close()
+    distca.close()
+    assert sessions.find() is None
+    with pytest.raises(ValueError, match=r"no session for process group .*distca\.init\(group\)"):
+        step.attend()
+    distca.init(options=distca.Options(tolerance=0.2))
+    return attend(rank, world_size, SHARDED)
+
+
+def test_init_twice_close_twice_and_open_again(fresh_ranks):
+    results = torch.cat(fresh_ranks.run(open_and_close, timeout_s=HANG_S))
+    truth = oracle.forward_backward(SHARDED)[0]
+    assert oracle.relative_error(results, truth) < 1e-5
+
+
+def plan_disabled(rank: int, world_size: int) -> tuple[torch.Tensor, list[int]]:
+    distca.init(options=distca.Options(enabled=False))
+    step = small_step(rank, world_size)
+    made = distca.plan(step.documents)
+    return step.attend().detach(), made.report().bytes_out
+
+
+def test_a_disabled_group_computes_at_home(fresh_ranks):
+    results = fresh_ranks.run(plan_disabled, timeout_s=HANG_S)
+    assert all(bytes_out == [0, 0, 0] for _, bytes_out in results)
+    truth = oracle.forward_backward(WHOLE)[0]
+    assert oracle.relative_error(torch.cat([out for out, _ in results]), truth) < 1e-5

@@ -1,0 +1,109 @@
+"""A rank of a real training script dies or raises: all others end with an error that names it and
+carries its message, exit codes are not 0, and no process is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from kill_at import VICTIM
+from ranks import _free_port
+
+import distca
+
+SCRIPT = Path(__file__).parent / "fault_script.py"
+MARK = "DISTCA_TEST_RUN"
+HANG_S = 60  # start-up of three processes included
+LIMIT_S = 8.0  # from the first exit to the last
+
+
+def marked(run: str) -> list[int]:
+    """Processes that were started for this run and still live."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={run}".encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # gone, or another user's
+            continue
+    return found
+
+
+@pytest.fixture
+def environment():
+    """A run's environment; whatever is left of the run is killed."""
+    run = uuid.uuid4().hex
+    package = str(Path(distca.__file__).parents[1])
+    yield {**os.environ, MARK: run, "PYTHONPATH": package, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    for process in marked(run):
+        os.kill(process, signal.SIGKILL)
+
+
+def run_ranks(fault: str, environment: dict[str, str], folder: Path) -> list[tuple[int, str]]:
+    """(exit code, standard error) of three ranks started by hand."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "3"}
+    processes = []
+    for rank in range(3):
+        with (folder / f"{rank}").open("w") as stderr:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(SCRIPT), fault],
+                    env={**environment, **shared, "RANK": str(rank)},
+                    stderr=stderr,
+                )
+            )
+    deadline, first_exit = time.monotonic() + HANG_S, None
+    while (running := [p for p in processes if p.poll() is None]) and time.monotonic() < deadline:
+        if first_exit is None and len(running) < len(processes):
+            first_exit = time.monotonic()
+        time.sleep(0.05)
+    errors = [(folder / f"{rank}").read_text() for rank in range(3)]
+    hanging = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    assert not hanging, f"ranks {hanging} hang:\n" + "\n".join(errors)
+    assert first_exit is None or time.monotonic() - first_exit < LIMIT_S, errors
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+
+
+SAYS = {  # what the victim's own error and the others' say
+    "raise_in_the_model": ("KeyError: 'layers.417.weight'",) * 2,
+    "raise_while_planning_ahead": ("KeyError: 'layers.417.weight'",) * 2,
+    "run_out_of_memory": ("can't allocate memory",) * 2,
+    "pass_wrong_rows_in_a_later_layer": ("documents of this rank have 460",) * 2,
+    "exit_early": ("", "is dead"),
+    "die_inside_combine": ("", "is dead"),
+}
+
+
+@pytest.mark.parametrize("fault", SAYS)
+def test_every_rank_of_a_script_ends_with_the_error(environment, tmp_path, fault):
+    ended = run_ranks(fault, environment, tmp_path)
+    own, others = SAYS[fault]
+    for rank, (code, error) in enumerate(ended):
+        assert code != 0, error
+        if rank == VICTIM:
+            assert own in error
+            continue
+        last = error.strip().splitlines()[-1]
+        assert last.startswith("torch.distributed.DistBackendError: distca: "), error
+        assert f"rank {VICTIM} " in last and others in last, error
+        assert "rank 0 failed" not in last and "rank 2 failed" not in last, error
+    assert marked(environment[MARK]) == []
+
+
+@pytest.mark.parametrize("fault", ["raise_in_the_model", "die_inside_combine"])
+def test_torchrun_ends_with_the_error(environment, fault):
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3",
+         "--master-port", str(_free_port()), str(SCRIPT), fault],
+        env=environment, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert SAYS[fault][0] in result.stderr
+    assert f"rank      : {VICTIM} " in result.stderr, result.stderr
+    assert marked(environment[MARK]) == []
+    assert time.monotonic() - started < HANG_S / 2

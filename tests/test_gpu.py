@@ -1,0 +1,141 @@
+"""Core attention on CUDA devices: NCCL with a device a rank, else all ranks on one device by gloo."""
+
+import oracle
+import pytest
+import torch
+from oracle import Case
+from ranks import Ranks
+
+import distca
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [[1500, 1, 0, 333], [129, 127], [4096], [64, 7, 1000]]
+MASKS = {"causal": (-1, 0), "full": (-1, -1), "window": (200, 0)}
+
+
+@pytest.fixture(scope="module")
+def gpu_ranks():
+    started: dict[int, Ranks] = {}
+
+    def get(world_size: int) -> Ranks:
+        if world_size not in started:
+            backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
+            started[world_size] = Ranks(world_size, backend)
+        return started[world_size]
+
+    yield get
+    for processes in started.values():
+        processes.stop()
+
+
+def place(case: Case, rank: int, world_size: int):
+    """This rank's documents, q, k, v (leaves) and grad_out on its device."""
+    rows = case.rows_of(rank)
+    device = torch.device("cuda", torch.cuda.current_device())
+    q, k, v, grad_out = (tensor[rows].to(device) for tensor in case.inputs())
+    documents = (
+        distca.Documents.sharded(case.all_lengths, rank, world_size)
+        if case.sharded
+        else distca.Documents([0, *torch.tensor(case.lengths[rank]).cumsum(0).tolist()])
+    )
+    return documents, [tensor.clone().requires_grad_() for tensor in (q, k, v)], grad_out
+
+
+def attend(rank, world_size, case):
+    documents, leaves, grad_out = place(case, rank, world_size)
+    distca.plan(documents, window_size=case.window_size, device="cuda")
+    out = distca.core_attention(*leaves, documents, window_size=case.window_size)
+    out.backward(grad_out)
+    return [tensor.cpu() for tensor in (out.detach(), *(leaf.grad for leaf in leaves))]
+
+
+def attend_in_steps(rank, world_size, case):
+    documents, leaves, grad_out = place(case, rank, world_size)
+    made = distca.plan(documents, window_size=case.window_size, device="cuda")
+    ops, share, scale = torch.ops.distca, (made.layout, made.rows), case.head_dim**-0.5
+    visiting = ops.dispatch(*leaves, *share, made.group_name)
+    home_out, home_lse = ops.attend(*leaves, *share, scale, "home")
+    visiting_out, visiting_lse = ops.attend(*visiting, *share, scale, "visiting")
+    out, _ = ops.combine(home_out, home_lse, visiting_out, visiting_lse, *share, made.group_name)
+    out.backward(grad_out)
+    return [tensor.cpu() for tensor in (out.detach(), *(leaf.grad for leaf in leaves))]
+
+
+def assert_as_good_as_the_reference(per_rank, case):
+    """Errors at most twice those of plain attention in the case's own dtype."""
+    results = [torch.cat(parts) for parts in zip(*per_rank, strict=True)]
+    truths = oracle.forward_backward(case)
+    reference = oracle.forward_backward(case, case.dtype)
+    limits = [2 * oracle.relative_error(r, t) for r, t in zip(reference, truths, strict=True)]
+    oracle.assert_close(results, truths, limits)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_equals_the_oracle(gpu_ranks, world_size, mask, sharded):
+    lengths = [sum(LENGTHS, []), *[[]] * (world_size - 1)] if sharded else LENGTHS[:world_size]
+    case = Case(lengths, 8, 2, 128, MASKS[mask], sharded, torch.bfloat16)
+    assert_as_good_as_the_reference(gpu_ranks(world_size).run(attend, case), case)
+
+
+@pytest.mark.parametrize("heads_q, heads_kv, head_dim", [(4, 4, 64), (6, 1, 40), (2, 2, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads(gpu_ranks, heads_q, heads_kv, head_dim, dtype):
+    case = Case(LENGTHS, heads_q, heads_kv, head_dim, dtype=dtype)
+    assert_as_good_as_the_reference(gpu_ranks(4).run(attend, case), case)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_steps_equal_the_oracle(gpu_ranks, sharded):
+    case = Case(LENGTHS, 8, 2, 128, sharded=sharded, dtype=torch.bfloat16)
+    assert_as_good_as_the_reference(gpu_ranks(4).run(attend_in_steps, case), case)
+
+
+def forward_bits(rank, world_size, case):
+    documents, leaves, _ = place(case, rank, world_size)
+    distca.plan(documents, device="cuda")
+    first, second = (distca.core_attention(*leaves, documents) for _ in range(2))
+    return torch.equal(first, second)
+
+
+def test_forward_gives_the_same_bits_twice(gpu_ranks):
+    assert all(gpu_ranks(4).run(forward_bits, Case(LENGTHS, 8, 2, 128, dtype=torch.bfloat16)))
+
+
+def attend_beside_nan(rank, world_size, case):
+    """Rank 2's only document, part of which other ranks compute, is NaN."""
+    documents, leaves, grad_out = place(case, rank, world_size)
+    if rank == 2:
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.fill_(float("nan"))
+    distca.plan(documents, device="cuda")
+    out = distca.core_attention(*leaves, documents)
+    out.backward(grad_out)
+    tensors = (out.detach(), *(leaf.grad for leaf in leaves))
+    return [bool(tensor.isfinite().all()) for tensor in tensors]
+
+
+def test_nan_stays_in_its_document(gpu_ranks):
+    finite = gpu_ranks(4).run(attend_beside_nan, Case(LENGTHS, 8, 2, 128, dtype=torch.bfloat16))
+    assert not any(finite[2])
+    assert all(all(finite[rank]) for rank in (0, 1, 3))
+
+
+def refusals(rank, world_size):
+    messages = []
+    documents = distca.Documents([0, 16])
+    for dtype, head_dim in ((torch.float32, 64), (torch.bfloat16, 60), (torch.bfloat16, 264)):
+        q = torch.zeros(16, 2, head_dim, dtype=dtype, device="cuda")
+        try:
+            distca.core_attention(q, q, q, documents)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_the_device_cannot_do_is_refused(gpu_ranks):
+    messages = gpu_ranks(1).run(refusals)[0]
+    assert [message.split(" is ")[0] for message in messages] == ["q", "head_dim", "head_dim"]

@@ -1,0 +1,222 @@
+"""Promises 5 and 8: layouts, plans, pieces and costs that were tampered with are refused with
+ValueError by the raw operators. Never a crash, a hang or another error."""
+
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from small_step import SHARDED, small_step
+from torch import Tensor
+
+import distca
+from distca.cost import AttentionShape, cost_tensor
+
+LIMIT_S = 5.0
+HANG_S = 30
+ROOM_BYTES = 2 * 2**30  # for a small step; a huge count must not be allocated before it is refused
+OVERFLOWING = (2**64 + 4) // 5  # times 5 words of a task it wraps around to 4
+HUGE = (-(2**63), -1, 2**31, 2**40, OVERFLOWING, 2**62, 2**63 - 1)
+
+PIECES = torch.tensor([[0, 1, 0, 900], [1, 2, 0, 8]])  # rank, document, start, length
+LINK, TOLERANCE = 1e9, 0.02
+
+
+def _cost() -> Tensor:
+    return cost_tensor(distca.Options(), AttentionShape(), "cpu")
+
+
+def _plan(
+    pieces=PIECES,
+    num_ranks=2,
+    window=(-1, 0),
+    cost=None,
+    row_bytes=(1, 1),
+    link=LINK,
+    tolerance=TOLERANCE,
+) -> Tensor:
+    cost = _cost() if cost is None else cost
+    return torch.ops.distca.plan(pieces, num_ranks, *window, cost, row_bytes, link, tolerance)[0]
+
+
+def _layout(plan: Tensor, rank: int = 0, pieces: Tensor = PIECES, device: str = "cpu"):
+    return torch.ops.distca.layout(pieces, plan, rank, 0, device)
+
+
+def _alone() -> tuple[Tensor, Tensor]:
+    pieces = torch.tensor([[0, 1, 0, 100]])
+    return _layout(_plan(pieces, 1), pieces=pieces)
+
+
+def _attend(layout: Tensor, rows: Tensor, **_) -> None:
+    q = torch.ones(100, 2, 4)
+    torch.ops.distca.core_attention(q, q, q, layout, rows, 1.0, "")
+
+
+def _with(tensor: Tensor, index, value) -> Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[index] = value
+    return tensor
+
+
+def _plans():
+    yield "num_ranks 2^62", lambda: _plan(num_ranks=2**62)
+    yield "num_ranks 2^33", lambda: _plan(num_ranks=2**33)
+    yield "num_ranks -1", lambda: _plan(num_ranks=-1)
+    yield "num_ranks below the pieces'", lambda: _plan(num_ranks=1)
+    yield "window", lambda: _plan(window=(-5, 0))
+    yield "row_bytes", lambda: _plan(row_bytes=(-1, 1))
+    yield "one row_bytes", lambda: _plan(row_bytes=(1,))
+    for value in (0.0, -1.0, float("nan")):
+        yield f"link {value}", lambda value=value: _plan(link=value)
+    for value in (-1.0, float("nan"), float("inf")):
+        yield f"tolerance {value}", lambda value=value: _plan(tolerance=value)
+    yield "pieces int32", lambda: _plan(PIECES.int())
+    yield "pieces of 3 words", lambda: _plan(PIECES[:, :3].contiguous())
+    yield "pieces 1-D", lambda: _plan(PIECES.flatten())
+    for word, value in ((0, -1), (0, 2), (0, 2**62), (2, -1), (2, 5), (3, -1), (3, 2**63 - 1)):
+        yield f"piece word {word} = {value}", lambda w=word, v=value: _plan(_with(PIECES, w, v))
+    yield "piece wraps around", lambda: _plan(_with(PIECES, [2, 3], 2**62))
+    yield "cost float32", lambda: _plan(cost=_cost().float())
+    yield "cost truncated", lambda: _plan(cost=_cost()[:5])
+    for word in range(6):
+        for value in (-1.0, float("nan"), float("inf")):
+            yield (
+                f"cost word {word} = {value}",
+                lambda w=word, v=value: _plan(cost=_with(_cost(), w, v)),
+            )
+    for value in (1.0, 1e300, 2.0**32):
+        yield (
+            f"cost table of {value} squared",
+            lambda v=value: _plan(cost=_with(_cost(), [4, 5], v)),
+        )
+
+
+def _encoded_plans():
+    plan = _plan()
+    yield "truncated", lambda: _layout(plan[:-1])
+    yield "empty", lambda: _layout(plan[:0])
+    yield "int32", lambda: _layout(plan.int())
+    yield "of other pieces", lambda: _layout(plan, pieces=_with(PIECES, 3, 901))
+    yield "rank 2", lambda: _layout(plan, rank=2)
+    yield "rank -1", lambda: _layout(plan, rank=-1)
+    for word in range(plan.numel()):
+        for value in HUGE:
+            if plan[word] != value:
+                yield (
+                    f"word {word} = {value}",
+                    lambda w=word, v=value: _layout(_with(plan, w, v)),
+                )
+
+
+FIRST_COUNT = 11  # words before it are the header
+
+
+def _layouts():
+    layout, rows = _alone()
+    yield "wrong magic", lambda: _attend(_with(layout, 0, 1), rows)
+    yield "truncated", lambda: _attend(layout[:12], rows)
+    yield "empty", lambda: _attend(layout[:0], rows)
+    yield "int32", lambda: _attend(layout.int(), rows)
+    yield "2-D", lambda: _attend(layout[None], rows)
+    yield "rows int64", lambda: _attend(layout, rows.long())
+    yield "rows 2-D", lambda: _attend(layout, rows[None])
+    for word in range(FIRST_COUNT, int(layout[1])):  # counts, sections, tasks
+        for value in HUGE:
+            if layout[word] != value:
+                yield (
+                    f"word {word} = {value}",
+                    lambda w=word, v=value: _attend(_with(layout, w, v), rows),
+                )
+
+
+def _layouts_of_two_ranks():
+    layout, rows = _layout(_plan())
+    q = torch.ones(900, 2, 4)
+    attention = torch.ops.distca.core_attention
+    yield "no group", lambda: attention(q, q, q, layout, rows, 1.0, "")
+    yield "unknown group", lambda: attention(q, q, q, layout, rows, 1.0, "unknown")
+    yield "unknown tasks", lambda: torch.ops.distca.attend(q, q, q, layout, rows, 1.0, "away")
+    for name, tensor in {"short": q[:7], "int": q.int(), "2-D": q[0]}.items():
+        for tasks in ("home", "visiting"):
+            yield (
+                f"{name} q, {tasks} tasks",
+                lambda t=tensor, tasks=tasks: torch.ops.distca.attend(
+                    t, t, t, *_layout(_plan(), 0 if tasks == "home" else 1), 1.0, tasks
+                ),
+            )
+
+
+def _gradients():
+    layout, rows = _alone()
+    q, lse = torch.ones(100, 2, 4), torch.ones(100, 2)
+
+    def backward(grad_out=q, out=q, lse=lse):
+        torch.ops.distca.core_attention_backward(grad_out, q, q, q, out, lse, layout, rows, 1.0, "")
+
+    yield "grad_out too short", lambda: backward(grad_out=q[:3])
+    yield "grad_out of another dtype", lambda: backward(grad_out=q.double())
+    yield "out too short", lambda: backward(out=q[:3])
+    yield "lse too short", lambda: backward(lse=lse[:3])
+    yield "lse of another dtype", lambda: backward(lse=lse.double())
+
+
+GROUPS = {
+    function.__name__[1:]: function
+    for function in (_plans, _encoded_plans, _layouts, _layouts_of_two_ranks, _gradients)
+}
+
+
+def refusals(rank: int, world_size: int, group: str, last: Path) -> list[str]:
+    """Cases that were not refused with ValueError. `last` holds the name of the one that runs."""
+    accepted = []
+    size_bytes = 1024 * int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    limit_bytes = size_bytes + ROOM_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    for name, call in GROUPS[group]():
+        last.write_text(name)
+        try:
+            call()
+            accepted.append(f"{name}: accepted")
+        except ValueError:
+            pass
+        except Exception as error:  # any other type is what the test is about
+            accepted.append(f"{name}: {error!r:.200}")
+    return accepted
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_raw_operators_refuse(tmp_path, group):
+    alone = Ranks(1, start_method="forkserver")
+    last = tmp_path / "last"
+    try:
+        outcome = alone.outcomes(refusals, group, last, timeout_s=60)[0]
+    finally:
+        alone.stop()
+    assert outcome.result is not None, f"case '{last.read_text()}': {outcome.error or 'it crashed'}"
+    assert outcome.result == []
+
+
+def attend_tampered(rank: int, world_size: int, word: int, value: int):
+    """Rank 1's row indices are tampered with; all ranks agree on the plan itself."""
+    step = small_step(rank, world_size, SHARDED)
+    made = distca.plan(step.documents)
+    if rank == 1:
+        made.rows = _with(made.rows, word, value)
+    step.attend()
+
+
+@pytest.mark.parametrize("value", [-1, 2**31 - 1])
+def test_row_indices_out_of_range_are_refused_on_all_ranks(value):
+    group = Ranks(3, start_method="forkserver")
+    try:
+        outcomes = group.outcomes(attend_tampered, 0, value, timeout_s=HANG_S)
+    finally:
+        group.stop()
+    for outcome in outcomes:
+        assert outcome.error_type == "ValueError", outcome
+        assert outcome.seconds < LIMIT_S
+    assert "rows" in outcomes[1].error
+    assert all("rank(s) 1" in outcomes[rank].error for rank in (0, 2))

@@ -1,0 +1,197 @@
+"""The operators as torch sees them: schemas, fakes, autograd, and steps that make the whole."""
+
+import oracle
+import pytest
+import torch
+from oracle import Case
+from torch.autograd.gradcheck import GradcheckError
+from torch.autograd.graph import saved_tensors_hooks
+from torch.library import opcheck
+
+import distca
+from distca.planning import local_plan
+
+ops = torch.ops.distca
+SKEWED = [[150, 1, 0, 55], [37]]  # rank 1 serves rows of rank 0
+MASKS = [(-1, 0), (-1, -1), (20, 11)]
+SCALE = 0.3
+
+
+def case_for(world_size: int, **kwargs) -> Case:
+    return Case(SKEWED[:world_size], heads_q=4, heads_kv=2, head_dim=8, **kwargs)
+
+
+def plan_of(case: Case, rank: int, world_size: int) -> distca.Plan:
+    """The rank's plan of a case; with one rank the layout that needs no group."""
+    documents = (
+        distca.Documents.sharded(case.all_lengths, rank, world_size)
+        if case.sharded
+        else distca.Documents([0, *torch.tensor(case.lengths[rank]).cumsum(0).tolist()])
+    )
+    if world_size == 1:
+        return local_plan(documents, case.window_size, torch.device("cpu"))
+    return distca.plan(documents, window_size=case.window_size)
+
+
+def compose(q, k, v, plan: distca.Plan, softmax_scale: float):
+    """core_attention from its steps."""
+    layout, rows, group_name = plan.layout, plan.rows, plan.group_name
+    visiting = ops.dispatch(q, k, v, layout, rows, group_name)
+    home = ops.attend(q, k, v, layout, rows, softmax_scale, "home")
+    served = ops.attend(*visiting, layout, rows, softmax_scale, "visiting")
+    return ops.combine(*home, *served, layout, rows, group_name)
+
+
+def check_operators(rank: int, world_size: int) -> int:
+    """opcheck of every operator that computes; the number of rows that this rank serves."""
+    case = case_for(world_size)
+    plan = plan_of(case, rank, world_size)
+    share = plan.layout, plan.rows
+    q, k, v, grad = (tensor[case.rows_of(rank)] for tensor in case.inputs())
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    out, lse = ops.core_attention(q, k, v, *share, SCALE, plan.group_name)
+    visiting = ops.dispatch(q, k, v, *share, plan.group_name)
+    home_out, home_lse = ops.attend(q, k, v, *share, SCALE, "home")
+    served_out, served_lse = ops.attend(*visiting, *share, SCALE, "visiting")
+    served_leaves = [tensor.clone().requires_grad_() for tensor in visiting]
+    served_grad = torch.ones_like(served_out)
+
+    opcheck(ops.core_attention, (*leaves, *share, SCALE, plan.group_name))
+    opcheck(ops.core_attention_backward, (grad, q, k, v, out, lse, *share, SCALE, plan.group_name))
+    opcheck(ops.dispatch, (*leaves, *share, plan.group_name))
+    opcheck(ops.dispatch_backward, (*visiting, *share, plan.group_name))
+    opcheck(ops.attend, (*leaves, *share, SCALE, "home"))
+    opcheck(ops.attend, (*served_leaves, *share, SCALE, "visiting"))
+    opcheck(ops.attend_backward, (grad, q, k, v, home_out, home_lse, *share, SCALE, "home"))
+    opcheck(
+        ops.attend_backward,
+        (served_grad, *visiting, served_out, served_lse, *share, SCALE, "visiting"),
+    )
+    home_leaf, served_leaf = (t.clone().requires_grad_() for t in (home_out, served_out))
+    opcheck(ops.combine, (home_leaf, home_lse, served_leaf, served_lse, *share, plan.group_name))
+    opcheck(ops.combine_backward, (grad, *share, plan.group_name))
+    return visiting[0].shape[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_opcheck(ranks, world_size):
+    served_rows = ranks(world_size).run(check_operators)
+    assert any(served_rows) == (world_size > 1), "with two ranks, some rows must be visiting"
+
+
+def compare_steps(rank: int, world_size: int, case: Case) -> list[list[torch.Tensor]]:
+    """out, dq, dk, dv of core_attention and of its steps."""
+    plan = plan_of(case, rank, world_size)
+    results = []
+    for attend in (
+        lambda *qkv: ops.core_attention(*qkv, plan.layout, plan.rows, SCALE, plan.group_name),
+        lambda *qkv: compose(*qkv, plan, SCALE),
+    ):
+        q, k, v, grad = (tensor[case.rows_of(rank)] for tensor in case.inputs())
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        out, lse = attend(*leaves)
+        assert out.requires_grad and not lse.requires_grad
+        out.backward(grad)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves), lse.detach()])
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("window_size", MASKS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_steps_compose_to_core_attention(ranks, world_size, window_size, sharded):
+    if sharded and world_size == 1:
+        pytest.skip("documents cannot cross a single rank")
+    case = case_for(world_size, window_size=window_size, sharded=sharded)
+    for whole, steps in ranks(world_size).run(compare_steps, case):
+        oracle.assert_close(steps[:4], whole[:4], [1e-12] * 4)
+        assert oracle.max_error(steps[4], whole[4]) <= 1e-12
+
+
+@pytest.mark.parametrize("window_size", MASKS)
+def test_gradcheck(window_size):
+    case = Case([[5, 0, 1, 3]], heads_q=4, heads_kv=2, head_dim=3, window_size=window_size)
+    plan = plan_of(case, 0, 1)
+    leaves = [tensor.requires_grad_() for tensor in case.inputs()[:3]]
+
+    def whole(q, k, v):
+        return ops.core_attention(q, k, v, plan.layout, plan.rows, SCALE, "")[0]
+
+    def steps(q, k, v):
+        return compose(q, k, v, plan, SCALE)[0]
+
+    assert torch.autograd.gradcheck(whole, leaves)
+    assert torch.autograd.gradcheck(steps, leaves)
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity with a gradient that is 1 % too large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.01 * grad
+
+
+def test_gradcheck_rejects_a_planted_wrong_gradient():
+    case = Case([[5, 3]], heads_q=2, heads_kv=1, head_dim=3)
+    plan = plan_of(case, 0, 1)
+    leaves = [tensor.requires_grad_() for tensor in case.inputs()[:3]]
+
+    def whole(q, k, v):
+        q = WrongGradient.apply(q)
+        return ops.core_attention(q, k, v, plan.layout, plan.rows, SCALE, "")[0]
+
+    with pytest.raises(GradcheckError):
+        torch.autograd.gradcheck(whole, leaves)
+
+
+@pytest.mark.parametrize("attend", ["whole", "steps"])
+def test_double_backward_raises(attend):
+    case = Case([[5, 3]], heads_q=2, heads_kv=1, head_dim=4)
+    plan = plan_of(case, 0, 1)
+    q, k, v = (tensor.requires_grad_() for tensor in case.inputs()[:3])
+    if attend == "whole":
+        out = ops.core_attention(q, k, v, plan.layout, plan.rows, SCALE, "")[0]
+    else:
+        out = compose(q, k, v, plan, SCALE)[0]
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"distca::\w+_backward.*derivative|not implemented"):
+        torch.autograd.grad(dq.sum(), q)
+
+
+def storages(tensors) -> dict[int, int]:
+    """Bytes by storage: views of one storage count once."""
+    held = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+    return held
+
+
+def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
+    """Bytes that core_attention keeps, and those of q, k, v, out, lse and the layout."""
+    case = case_for(world_size)
+    plan = plan_of(case, rank, world_size)
+    q, k, v, grad = (tensor[case.rows_of(rank)].clone() for tensor in case.inputs())
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        out, lse = ops.core_attention(*leaves, plan.layout, plan.rows, SCALE, plan.group_name)
+        out.backward(grad)
+    allowed = storages([*leaves, out, lse, plan.layout, plan.rows])
+    return sum(storages(saved).values()), sum(allowed.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saves_no_more_than_inputs_and_results(ranks, world_size):
+    for saved, allowed in ranks(world_size).run(saved_bytes):
+        assert 0 < saved <= allowed

@@ -1,0 +1,280 @@
+"""Documents, plans and their reports, from a few tokens to 64 ranks."""
+
+import json
+import random
+
+import pytest
+import torch
+
+import distca
+from distca.cost import AttentionShape, cost_tensor, link_bytes_per_second, read_table
+
+ops = torch.ops.distca
+CAUSAL = (-1, 0)
+TOKENS_PER_RANK = 65536
+MAX_IMBALANCE = 1.05
+
+
+def random_lengths(generator: random.Random) -> list[int]:
+    return [generator.choice([0, 0, 1, 2, 7, 30, 111]) for _ in range(generator.randint(0, 12))]
+
+
+def brute_force(lengths: list[int], rank: int, world_size: int):
+    """(document, position) of each of the rank's tokens, counted one by one."""
+    tokens = [(d, position) for d, length in enumerate(lengths) for position in range(length)]
+    return tokens[len(tokens) * rank // world_size : len(tokens) * (rank + 1) // world_size]
+
+
+def runs_of(tokens) -> list[tuple[int, int, int]]:
+    """(document, start, length) of the runs of one document."""
+    runs: list[list[int]] = []
+    for document, position in tokens:
+        if runs and runs[-1][0] == document:
+            runs[-1][2] += 1
+        else:
+            runs.append([document, position, 1])
+    return [tuple(run) for run in runs]
+
+
+@pytest.mark.parametrize("world_size", range(1, 8))
+def test_sharded_documents_against_counting(world_size):
+    generator = random.Random(world_size)
+    for _ in range(30):
+        lengths = random_lengths(generator)
+        held = 0
+        for rank in range(world_size):
+            tokens = brute_force(lengths, rank, world_size)
+            runs = runs_of(tokens)
+            documents = distca.Documents.sharded(lengths, rank, world_size)
+            assert documents.num_tokens == len(tokens)
+            assert documents.position_ids.tolist() == [position for _, position in tokens]
+            assert documents.pieces(rank).tolist() == [[rank, *run] for run in runs]
+            ends = torch.tensor([0, *(length for *_, length in runs)]).cumsum(0)
+            assert documents.cu_seqlens.tolist() == ends.tolist()
+            held += documents.num_tokens
+        assert held == sum(lengths)
+
+
+def test_whole_documents_against_counting():
+    generator = random.Random(0)
+    for _ in range(30):
+        lengths = random_lengths(generator)
+        documents = distca.Documents([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0)])
+        assert documents.num_tokens == sum(lengths)
+        positions = [position for length in lengths for position in range(length)]
+        assert documents.position_ids.tolist() == positions
+        assert documents.cu_seqlens.dtype == torch.int32
+        assert documents.cu_seqlens.diff().tolist() == lengths
+        assert documents.pieces(3)[:, 2:].tolist() == [[0, length] for length in lengths]
+
+
+def test_ids_of_whole_documents_differ_between_ranks():
+    documents = distca.Documents([0, 4, 9, 9])
+    ids = torch.cat([documents.pieces(rank)[:, 1] for rank in range(5)])
+    assert ids.unique().numel() == ids.numel()
+
+
+def plans_of(rank: int, world_size: int, lengths_by_case: dict, options: dict) -> dict:
+    """Report, layout and rows of each case, planned twice in a group of its own options."""
+    distca.close()
+    distca.init(options=distca.Options(**options))
+    try:
+        found = {}
+        for name, lengths in lengths_by_case.items():
+            offsets = torch.tensor([0, *lengths[rank]]).cumsum(0)
+            first, second = (distca.plan(distca.Documents(offsets)) for _ in range(2))
+            # Plans name their step; the rest of two layouts of the same pieces is the same.
+            differing = (first.layout != second.layout).sum().item()
+            found[name] = (first.report(), differing, torch.equal(first.rows, second.rows))
+        return found
+    finally:
+        distca.close()
+
+
+PLANNED = {
+    "skewed": [[4096], [1024] * 4, [256] * 16, [64] * 64],
+    "balanced": [[1024, 512]] * 4,
+    "empty_rank": [[3000], [], [200, 1], []],
+    "nothing": [[], [], [], []],
+}
+
+
+def planned(world_size: int) -> dict:
+    return {name: lengths[:world_size] for name, lengths in PLANNED.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_plan_reports(ranks, world_size):
+    results = ranks(world_size).run(plans_of, planned(world_size), {})
+    for name in PLANNED:
+        reports = [result[name][0] for result in results]
+        for report in reports:
+            assert report.seconds_before == reports[0].seconds_before
+            assert report.seconds_after == reports[0].seconds_after
+            assert report.bytes_out == reports[0].bytes_out
+            assert sum(report.bytes_out) == sum(report.bytes_in)
+            assert len(report.seconds_after) == world_size
+            assert report.imbalance_after <= report.imbalance_before
+            assert 0 < report.plan_ms < 2000 and 0 <= report.waited_ms < 2000
+    skewed, empty = results[0]["skewed"][0], results[0]["empty_rank"][0]
+    assert skewed.imbalance_before > 1.5 and skewed.imbalance_after <= 1.1
+    assert empty.imbalance_before > 1.5 and empty.imbalance_after <= 1.2
+    assert sum(skewed.bytes_out) > 0
+
+
+@pytest.mark.parametrize(
+    "options, names",
+    [
+        ({}, ["balanced", "nothing"]),
+        ({"enabled": False}, list(PLANNED)),
+        ({"tolerance": 0.99}, ["balanced"]),
+    ],
+)
+def test_nothing_moves(ranks, options, names):
+    for result in ranks(4).run(plans_of, planned(4), options):
+        for name in names:
+            report = result[name][0]
+            assert sum(report.bytes_out) == sum(report.bytes_in) == 0
+            assert report.seconds_after == report.seconds_before
+
+
+def test_equal_pieces_give_equal_layouts(ranks):
+    for result in ranks(4).run(plans_of, planned(4), {}):
+        for _, num_differing_words, same_rows in result.values():
+            assert same_rows
+            assert num_differing_words <= 1, "only the step of the plan may differ"
+
+
+def pieces_of(lengths_by_rank: list[list[int]]) -> torch.Tensor:
+    return torch.cat(
+        [
+            distca.Documents(torch.tensor([0, *lengths]).cumsum(0)).pieces(rank)
+            for rank, lengths in enumerate(lengths_by_rank)
+        ]
+    )
+
+
+def heavy_tailed(num_ranks: int, seed: int) -> list[list[int]]:
+    """Packs of TOKENS_PER_RANK tokens: log-normal document lengths, the last one cut to fit."""
+    generator = random.Random(seed)
+    packs = []
+    for _ in range(num_ranks):
+        pack, left = [], TOKENS_PER_RANK
+        while left > 0:
+            length = min(left, max(1, int(generator.lognormvariate(7.0, 1.6))))
+            pack.append(length)
+            left -= length
+        packs.append(pack)
+    return packs
+
+
+def solve(pieces: torch.Tensor, num_ranks: int, options: distca.Options, device: str = "cuda"):
+    """(plan, loads) as distca.plan makes them for a model of the default shape."""
+    shape = AttentionShape()
+    return ops.plan(
+        pieces,
+        num_ranks,
+        *CAUSAL,
+        cost_tensor(options, shape, device),
+        shape.row_bytes(),
+        link_bytes_per_second(options, device),
+        options.tolerance,
+    )
+
+
+def max_over_mean(seconds: torch.Tensor) -> float:
+    return (seconds.max() / seconds.mean()).item()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_heavy_tailed_packs_are_balanced(num_ranks, seed):
+    pieces = pieces_of(heavy_tailed(num_ranks, seed))
+    _, loads = solve(pieces, num_ranks, distca.Options())
+    before, after, bytes_out, bytes_in = loads.unbind(1)
+    assert max_over_mean(before) > 1.2, "the packs must need balancing"
+    assert max_over_mean(after) <= MAX_IMBALANCE
+    assert bytes_out.sum() == bytes_in.sum() > 0
+
+
+def test_one_document_over_all_ranks_is_balanced():
+    num_ranks = 16
+    lengths = [num_ranks * TOKENS_PER_RANK]
+    pieces = torch.cat(
+        [distca.Documents.sharded(lengths, r, num_ranks).pieces(r) for r in range(num_ranks)]
+    )
+    _, loads = solve(pieces, num_ranks, distca.Options())
+    assert max_over_mean(loads[:, 0]) > 1.5
+    assert max_over_mean(loads[:, 1]) <= MAX_IMBALANCE
+
+
+def heavy_tailed_report(rank: int, world_size: int) -> distca.PlanReport:
+    offsets = torch.tensor([0, *heavy_tailed(world_size, seed=5)[rank]]).cumsum(0)
+    # A second plan: the first one of a group also starts its thread.
+    distca.plan(distca.Documents(offsets))
+    return distca.plan(distca.Documents(offsets)).report()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_heavy_tailed_packs_in_a_group(ranks, world_size):
+    for report in ranks(world_size).run(heavy_tailed_report):
+        assert report.imbalance_after <= MAX_IMBALANCE < report.imbalance_before
+        assert report.plan_ms < 1000
+
+
+def test_equal_inputs_give_equal_plans_and_layouts():
+    pieces = pieces_of(heavy_tailed(8, 3))
+    (first, loads), (second, _) = (solve(pieces, 8, distca.Options()) for _ in range(2))
+    assert torch.equal(first, second)
+    for rank in range(8):
+        layouts = [ops.layout(pieces, first, rank, 7, "cpu") for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*layouts, strict=True))
+    other, _ = solve(pieces_of(heavy_tailed(8, 4)), 8, distca.Options())
+    digests = first[3], other[3]
+    assert digests[0] != digests[1], "other pieces must have another digest"
+
+
+def write_table(path, seconds_of) -> str:
+    rows, keys = [128, 1024, 8192, 65536], [128, 1024, 8192, 65536]
+    seconds = [[seconds_of(r, k) for k in keys] for r in rows]
+    path.write_text(json.dumps({"rows": rows, "keys": keys, "seconds": seconds}))
+    return str(path)
+
+
+def test_cost_table_is_used(tmp_path):
+    """Under a table where time is rows alone, packs of equal tokens are balanced already."""
+    pieces = pieces_of([[8192], [2048] * 4])
+    by_rows = write_table(tmp_path / "rows.json", lambda rows, keys: 1e-6 * rows)
+    by_area = write_table(tmp_path / "area.json", lambda rows, keys: 1e-9 * rows * keys)
+    before_rows = solve(pieces, 2, distca.Options(cost_table=by_rows))[1][:, 0]
+    before_area = solve(pieces, 2, distca.Options(cost_table=by_area))[1][:, 0]
+    assert max_over_mean(before_rows) == pytest.approx(1.0, abs=0.02)
+    assert max_over_mean(before_area) > 1.4
+    # A table is of full rectangles; causal attention of a document is half of its square.
+    assert before_rows[0].item() == pytest.approx(0.5 * 8192e-6, rel=0.05)
+
+
+def test_cost_table_is_read_as_written(tmp_path):
+    path = tmp_path / "table.json"
+    write_table(path, lambda rows, keys: rows + 1 / keys)
+    rows, keys, seconds = read_table(path)
+    assert seconds[2][1] == rows[2] + 1 / keys[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        '{"rows": [1], "keys": [1], "seconds": [[0]]}',
+        '{"rows": [1], "keys": [1], "seconds": [[1, 2]]}',
+        '{"rows": [0], "keys": [1], "seconds": [[1]]}',
+        '{"rows": [1], "keys": [1], "seconds": [["a"]]}',
+        '{"rows": [1], "keys": [1], "seconds": [[NaN]]}',
+    ],
+)
+def test_bad_cost_tables_are_refused_by_name(tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="table.json"):
+        read_table(path)

@@ -1,0 +1,154 @@
+"""The launcher: flags for distca, everything else for the script."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import distca
+from distca import options, run
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+REPORT = """
+import json, os, sys
+import torch.nn.functional as F
+import neighbour
+import distca
+from distca import session
+found = {
+    "argv": sys.argv,
+    "name": __name__,
+    "path": sys.path[0],
+    "neighbour": neighbour.VALUE,
+    "patched": F.scaled_dot_product_attention is distca.scaled_dot_product_attention,
+    "default": repr(session._defaults[0]),
+}
+"""
+WRITE = "json.dump(found, open(os.environ['REPORT'] + os.environ.get('RANK', ''), 'w'))\n"
+IN_A_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+opened = distca.init()
+found["options"] = repr(opened.options)
+found["ranks"] = opened.num_ranks
+plan = distca.plan(distca.Documents([0, 5] if opened.rank else [0, 2000]))
+found["bytes"] = sum(plan.report().bytes_out)
+distca.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """script(text): its path; it sits beside a module and not in the working directory."""
+
+    def write(text: str) -> Path:
+        folder = tmp_path / "scripts"
+        folder.mkdir(exist_ok=True)
+        (folder / "neighbour.py").write_text("VALUE = 42\n")
+        path = folder / "train.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def launch(arguments: list, tmp_path: Path, num_ranks: int = 1) -> subprocess.CompletedProcess:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", "distca.run"]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "REPORT": str(tmp_path / "report")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help_lists_every_option(tmp_path):
+    result = launch(["--help"], tmp_path)
+    assert result.returncode == 0
+    text = " ".join(result.stdout.split())
+    for field in fields(distca.Options):
+        assert "--" + field.name.replace("_", "-") in text
+        assert f"(default: {field.default})" in text
+    words = re.sub(r"\W+", "", result.stdout)  # argparse breaks lines, also at hyphens
+    for name, documented in options.field_help().items():
+        assert re.sub(r"\W+", "", documented) in words, f"the help of {name} is missing"
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_every_option_is_documented():
+    assert set(options.field_help()) == {field.name for field in fields(distca.Options)}
+
+
+def test_the_script_sees_what_it_would_see_alone(script, tmp_path):
+    path = script(REPORT + WRITE)
+    arguments = ["--tolerance", "0.07", path, "--tolerance", "9", "data", "--help"]
+    result = launch(arguments, tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "report").read_text())
+    assert found["argv"] == [str(path), "--tolerance", "9", "data", "--help"]
+    assert found["name"] == "__main__"
+    assert Path(found["path"]) == path.parent
+    assert found["neighbour"] == 42
+    assert found["default"] == repr(distca.Options(tolerance=0.07))
+    assert not found["patched"]
+
+
+def test_under_torchrun_options_reach_the_group(script, tmp_path):
+    path = script(REPORT + IN_A_GROUP + WRITE)
+    flags = ["--patch-sdpa", "--no-enabled", "--link-gb-per-s", "12.5", "--timeout-s", "60"]
+    result = launch([*flags, path, "x"], tmp_path, num_ranks=2)
+    assert result.returncode == 0, result.stderr
+    wanted = distca.Options(patch_sdpa=True, enabled=False, link_gb_per_s=12.5, timeout_s=60.0)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"report{rank}").read_text())
+        assert found["options"] == repr(wanted)
+        assert found["patched"] and found["ranks"] == 2
+        assert found["argv"] == [str(path), "x"]
+        assert found["bytes"] == 0, "disabled, yet the plan moves rows"
+
+
+def test_an_exception_of_the_script_fails_the_launch(script, tmp_path):
+    result = launch([script("raise RuntimeError('planted failure')\n")], tmp_path)
+    assert result.returncode not in (0, 2)
+    assert "planted failure" in result.stderr
+
+
+def test_an_exit_code_of_the_script_is_the_launch_s(script, tmp_path):
+    assert launch([script("import sys; sys.exit(7)\n")], tmp_path).returncode == 7
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--tolerance", "much", "SCRIPT"], "--tolerance"),
+        (["--tolerance", "1.5", "SCRIPT"], "tolerance is 1.5"),
+        (["--timeout-s", "-1", "SCRIPT"], "timeout_s is -1"),
+        (["--attention-tflops", "nan", "SCRIPT"], "attention_tflops is nan"),
+        (["--no-such-flag", "SCRIPT"], "--no-such-flag"),
+        (["--tolerance", "0.1"], "script"),
+        (["no_such_script.py"], "no_such_script.py"),
+    ],
+)
+def test_bad_flags_exit_with_2_and_are_named(script, capfd, arguments, named):
+    path = str(script("raise AssertionError('must not run')\n"))
+    with pytest.raises(SystemExit) as stopped:
+        run.main([path if argument == "SCRIPT" else argument for argument in arguments])
+    assert stopped.value.code == 2
+    assert named in capfd.readouterr().err
+
+
+def test_flags_make_options():
+    assert options.parse([]) == distca.Options()
+    parsed = options.parse(["--cost-table", "t.json", "--attention-tflops", "2", "--no-enabled"])
+    assert parsed == distca.Options(cost_table="t.json", attention_tflops=2.0, enabled=False)

@@ -1,0 +1,266 @@
+"""The rooms and their one-way dependencies, asserted from the sources."""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+CXX_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
+ROOMS = ("planner", "attention", "transport", "ops", "tests")
+
+# Room (the longest prefix counts): other rooms it may include, and libraries it must not.
+CXX_RULES = {
+    "planner": (set(), r"torch/|ATen/|c10/|cuda"),
+    "attention": (set(), r"torch/csrc/distributed/|nccl"),
+    "attention/sm90": (set(), r"torch/|ATen/|c10/"),
+    "transport": (set(), r"$^"),
+    "ops": ({"planner", "attention", "transport"}, r"$^"),
+    "tests": ({"planner", "attention", "transport"}, r"torch/|ATen/|c10/"),
+}
+STANDARD_HEADER = re.compile(r"[a-z_0-9]+")
+
+# Module of distca: the modules of distca it may import. Anything not named may import any.
+PYTHON_RULES = {
+    "_library": set(),
+    "_fake": {"_library"},
+    "options": set(),
+    "documents": set(),
+    "report": {"planning", "documents", "options"},
+    "cost": {"options", "documents"},
+    "session": {"options"},
+    "planning": {"cost", "documents", "options", "session"},
+    "simulate": {"planning", "cost", "documents", "options"},
+    "attention": {"planning", "cost", "documents", "options", "session"},
+    "pingpong": {"attention", "planning", "cost", "documents", "options", "session"},
+}
+PYTHON_MODULES = {*PYTHON_RULES, "integrations", "run"}  # also those still to come
+# Where alone a library may be imported.
+LIBRARY_HOMES = {
+    "matplotlib": ("report.py",),
+    "transformers": ("integrations/transformers.py", "integrations/huggingface.py"),
+    "torchtitan": ("integrations/torchtitan.py",),
+}
+MAY_PRINT = ("report.py", "run.py")
+
+
+def includes_of(text: str) -> list[tuple[str, str]]:
+    """(opening bracket or quote, header) of every include."""
+    return re.findall(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", text, re.MULTILINE)
+
+
+def resolve(header: str, path: str) -> str | None:
+    """Path under csrc/ of a header that `path` includes in quotes; None if there is none."""
+    for folder in (posixpath.dirname(path), ""):
+        found = posixpath.normpath(posixpath.join(folder, header))
+        if (CSRC / found).is_file():
+            return found
+    return None
+
+
+def libraries_reached(path: str, text: str, seen: set[str]) -> set[str]:
+    """Headers in angle brackets that a file includes, itself or through files of csrc/."""
+    reached = set()
+    for bracket, header in includes_of(text):
+        target = resolve(header, path)
+        if bracket == "<":
+            reached.add(header)
+        elif target is not None and target not in seen:
+            seen.add(target)
+            reached |= libraries_reached(target, (CSRC / target).read_text(), seen)
+    return reached
+
+
+def cxx_violations(path: str, text: str) -> list[str]:
+    """What the file `path` (under csrc/) includes although its room forbids it."""
+    rooms = [room for room in CXX_RULES if path.startswith(room + "/")]
+    if not rooms:
+        return [f"{path} is in no room"]
+    allowed, forbidden = CXX_RULES[max(rooms, key=len)]
+    own = path.split("/")[0]
+    found = []
+    for bracket, header in includes_of(text):
+        target = resolve(header, path)
+        if bracket == '"' and (target is None or target.split("/")[0] not in allowed | {own}):
+            found.append(f"{path} includes {header}")
+        if bracket == "<" and own == "planner" and not STANDARD_HEADER.fullmatch(header):
+            found.append(f"{path} includes <{header}>, not the standard library")
+    for header in sorted(libraries_reached(path, text, {path})):
+        if re.search(forbidden, header):
+            found.append(f"{path} reaches <{header}>")
+    return found
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """Full names of everything imported, also inside functions; `from a import b` is a and a.b."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def calls_of(tree: ast.AST) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def attributes_of(tree: ast.AST) -> set[str]:
+    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def import_violations(path: str, text: str) -> list[str]:
+    """Imports of `path` (under distca/) that point the wrong way or belong to another file."""
+    imported = imports_of(ast.parse(text))
+    found = [f"{path} imports relatively" for name in imported if name.startswith(".")]
+    for library, homes in LIBRARY_HOMES.items():
+        if path not in homes and any(name.split(".")[0] == library for name in imported):
+            found.append(f"{path} imports {library}")
+    ours = {name.split(".")[1] for name in imported if name.startswith("distca.")}
+    modules = ours & ({file.stem for file in (ROOT / "distca").iterdir()} | PYTHON_MODULES)
+    allowed = PYTHON_RULES.get(path.removesuffix(".py"))
+    if allowed is not None:
+        found += [f"{path} imports distca.{name}" for name in sorted(modules - allowed)]
+    return found
+
+
+def habit_violations(path: str, text: str) -> list[str]:
+    """Unpickling, printing and reading the environment in `path` (under distca/)."""
+    tree = ast.parse(text)
+    imported, calls, attributes = imports_of(tree), calls_of(tree), attributes_of(tree)
+    found = []
+    if any(name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle") for name in imported):
+        found.append(f"{path} imports a pickler")
+    if "torch.load" in calls or any("_object" in call.split(".")[-1] for call in calls):
+        found.append(f"{path} unpickles")
+    if "print" in calls and path not in MAY_PRINT:
+        found.append(f"{path} prints")
+    names = imported | calls | attributes
+    if names & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
+        found.append(f"{path} reads the environment")
+    return found
+
+
+def cxx_files() -> list[Path]:
+    return sorted(p for p in CSRC.rglob("*") if p.suffix in CXX_SUFFIXES)
+
+
+def python_files() -> list[Path]:
+    return sorted((ROOT / "distca").rglob("*.py"))
+
+
+def test_rooms_of_cxx_depend_one_way():
+    files = cxx_files()
+    assert len(files) > 40
+    for file in files:
+        path = file.relative_to(CSRC).as_posix()
+        assert cxx_violations(path, file.read_text()) == []
+
+
+def test_every_room_was_seen():
+    seen = {file.relative_to(CSRC).parts[0] for file in cxx_files()}
+    assert seen == set(ROOMS)
+
+
+def test_cxx_reads_no_environment():
+    for file in cxx_files():
+        assert not re.search(r"\bgetenv\s*\(|\bexit\s*\(", file.read_text()), file
+
+
+def test_python_depends_one_way():
+    files = python_files()
+    assert len(files) >= 10
+    for file in files:
+        path = file.relative_to(ROOT / "distca").as_posix()
+        assert import_violations(path, file.read_text()) == []
+
+
+def test_python_habits():
+    for file in python_files():
+        path = file.relative_to(ROOT / "distca").as_posix()
+        assert habit_violations(path, file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "path, header",
+    [
+        ("planner/cost.cpp", "<torch/library.h>"),
+        ("planner/cost.cpp", "<ATen/core/Tensor.h>"),
+        ("planner/cost.cpp", "<gtest/gtest.h>"),
+        ("planner/cost.cpp", '"attention/task.h"'),
+        ("planner/cost.cpp", '"../ops/steps.h"'),
+        ("attention/cpu/forward.cpp", '"planner/plan.h"'),
+        ("attention/cpu/forward.cpp", '"../../transport/rows.h"'),
+        ("attention/attention.h", "<torch/csrc/distributed/c10d/ProcessGroup.hpp>"),
+        ("attention/attention.h", '"ops/steps.h"'),
+        ("attention/sm90/forward.cu", "<ATen/core/Tensor.h>"),
+        ("attention/sm90/forward.cu", '"../attention.h"'),
+        ("transport/rows.cpp", '"attention/attention.h"'),
+        ("transport/process_group/process_group.cpp", '"planner/plan.h"'),
+        ("transport/rows.cpp", '"ops/session.h"'),
+        ("tests/planner_cost_test.cpp", "<torch/torch.h>"),
+        ("elsewhere/file.cpp", "<vector>"),
+    ],
+)
+def test_planted_includes_are_found(path, header):
+    assert cxx_violations(path, f"#pragma once\n\n#include {header}\n")
+
+
+@pytest.mark.parametrize(
+    "path, header",
+    [
+        ("planner/cost.cpp", "<vector>"),
+        ("planner/cost.cpp", '"plan.h"'),
+        ("attention/cpu/forward.cpp", '"../attention.h"'),
+        ("attention/sm90/forward.cu", "<cuda_runtime.h>"),
+        ("attention/sm90/forward.cu", '"../task.h"'),
+        ("transport/rows.cpp", '"transport/row_view.h"'),
+        ("ops/steps.cpp", '"attention/attention.h"'),
+    ],
+)
+def test_allowed_includes_pass(path, header):
+    assert cxx_violations(path, f"#include {header}\n") == []
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        ("documents.py", "from distca.planning import plan"),
+        ("planning.py", "def f():\n    import distca.attention"),
+        ("planning.py", "from distca import attention"),
+        ("attention.py", "from distca.integrations import transformers"),
+        ("attention.py", "from .planning import plan"),
+        ("report.py", "from distca.attention import core_attention"),
+        ("planning.py", "import matplotlib.pyplot as plt"),
+        ("attention.py", "def f():\n    from transformers import AutoModel"),
+        ("integrations/transformers.py", "import torchtitan"),
+    ],
+)
+def test_planted_imports_are_found(path, text):
+    assert import_violations(path, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import torch.distributed as dist\ndist.all_gather_object(a, b)",
+        "print('here')",
+        "import os\nvalue = os.environ['X']",
+        "import os\nvalue = os.getenv('X')",
+        "from os import environ",
+    ],
+)
+def test_planted_habits_are_found(text):
+    assert habit_violations("planning.py", text)
+
+
+def test_the_launcher_may_print():
+    assert habit_violations("run.py", "print('usage')") == []
