@@ -1,21 +1,32 @@
-"""Builds distca/_C.so: one library of operators, loaded by torch.ops.load_library, no Python ABI."""
+"""Builds distca/_C.so: one library of operators, loaded by torch.ops.load_library, no Python ABI.
+
+Environment: DISTCA_SKIP_CUDA_BUILD=1 leaves CUDA out, FORCE_CUDA=1 demands it; without either it is
+built where nvcc is found. TORCH_CUDA_ARCH_LIST and MAX_JOBS as everywhere in torch.
+"""
 
 import os
 from pathlib import Path
 
+import torch
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0+PTX"
+CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-fopenmp", "-Wall", "-g0"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr"]
 
 
 def wants_cuda() -> bool:
     if os.environ.get("DISTCA_SKIP_CUDA_BUILD") == "1":
         return False
-    if os.environ.get("FORCE_CUDA") == "1" and CUDA_HOME is None:
-        raise RuntimeError("FORCE_CUDA=1 but no CUDA toolkit was found; set CUDA_HOME or unset FORCE_CUDA")
-    return CUDA_HOME is not None
+    can = CUDA_HOME is not None and torch.version.cuda is not None
+    if os.environ.get("FORCE_CUDA") == "1" and not can:
+        raise RuntimeError(
+            f"FORCE_CUDA=1, but the CUDA toolkit is {CUDA_HOME or 'not found'} and torch's CUDA is "
+            f"{torch.version.cuda or 'none'}; set CUDA_HOME and install a CUDA build of torch"
+        )
+    return can
 
 
 def sources(with_cuda: bool) -> list[str]:
@@ -29,15 +40,19 @@ def sources(with_cuda: bool) -> list[str]:
 
 
 def extension(with_cuda: bool):
-    cxx = ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-g0"]
-    arguments = {"name": "distca._C", "sources": sources(with_cuda), "include_dirs": [str(ROOT / "csrc")]}
+    arguments = {
+        "name": "distca._C",
+        "sources": sources(with_cuda),
+        "include_dirs": [str(ROOT / "csrc")],
+        "extra_link_args": ["-fopenmp"],
+    }
     if not with_cuda:
-        return CppExtension(**arguments, extra_compile_args={"cxx": cxx})
+        return CppExtension(**arguments, extra_compile_args={"cxx": CXX_FLAGS})
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
     return CUDAExtension(
         **arguments,
         define_macros=[("DISTCA_WITH_CUDA", None)],
-        extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-std=c++20", "--expt-relaxed-constexpr"]},
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
     )
 
 

@@ -1,4 +1,4 @@
-"""Core attention as users call it: packed rows, torch's varlen signature, torch's SDPA signature."""
+"""Core attention as users call it: on packed rows, or with torch's varlen or SDPA signature."""
 
 import contextlib
 import weakref
@@ -34,11 +34,11 @@ def documents(
     window_size: tuple[int, int] = CAUSAL,
     group: ProcessGroup | None = None,
 ) -> Iterator[Documents]:
-    """Within this scope scaled_dot_product_attention and varlen_attention work on `packed`.
+    """A scope in which scaled_dot_product_attention and varlen_attention work on `packed`.
 
-    While gradients are enabled and torch.distributed runs, the step is planned over `group` unless it
-    was already (collective). Otherwise attention stays on this rank. With activation checkpointing
-    keep the backward pass inside the scope. Scopes nest; they hold for the process, all threads.
+    While gradients are enabled and torch.distributed runs, the step is planned over `group` unless
+    it was already (collective). Otherwise attention stays on this rank. With activation
+    checkpointing keep the backward pass inside the scope. Scopes nest; they hold for all threads.
     """
     if torch.is_grad_enabled() and tuple(window_size) not in packed._plans:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -143,8 +143,8 @@ def _check_sdpa_arguments(
 ) -> None:
     if attn_mask is not None:
         raise ValueError(
-            f"attn_mask of shape {list(attn_mask.shape)} under distca.documents; expected None: the "
-            "documents are the mask (is_causal=True for causal)"
+            f"attn_mask of shape {list(attn_mask.shape)} under distca.documents; expected None: "
+            "the documents are the mask (is_causal=True for causal)"
         )
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p is {dropout_p} under distca.documents; expected 0.0")
@@ -220,8 +220,8 @@ def _check_boundaries(packed: Documents, cu_seqlens: Tensor, name: str) -> None:
     given = cu_seqlens.detach().to("cpu", expected.dtype)
     if not torch.equal(given, expected):
         raise ValueError(
-            f"{name} has {given.numel()} boundaries up to {given[-1:].tolist()}, but the documents in "
-            f"force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
+            f"{name} has {given.numel()} boundaries up to {given[-1:].tolist()}, but the documents "
+            f"in force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
             "distca.documents with the same packing"
         )
     _known_boundaries[packed] = weakref.ref(cu_seqlens)

@@ -33,8 +33,8 @@ class AttentionShape:
     def row_bytes(self) -> tuple[int, int]:
         """Bytes that a query row and a key row travel in one layer, forward and backward.
 
-        Query: q out, (out, lse) back; (q, grad_out, lse, delta) out, dq back. Key: (k, v) out twice,
-        (dk, dv) back.
+        Query: q out, (out, lse) back; (q, grad_out, lse, delta) out, dq back. Key: (k, v) out
+        twice, (dk, dv) back.
         """
         q = self.heads_q * self.head_dim * self.element_bytes
         kv = 2 * self.heads_kv * self.head_dim * self.element_bytes
@@ -42,7 +42,7 @@ class AttentionShape:
         return 5 * q + 3 * lse, 3 * kv
 
     def tile_flops(self, tile: int) -> float:
-        """FLOPs of one full tile: 4 * rows * keys * head_dim a head, and 2.5 times that backward."""
+        """FLOPs of a full tile: 4 * rows * keys * head_dim a head, and 2.5 times that backward."""
         return 3.5 * 4 * tile * tile * self.heads_q * self.head_dim
 
 
@@ -77,8 +77,8 @@ def read_table(path: Path) -> tuple[list[int], list[int], list[list[float]]]:
         raise ValueError(f"cost_table {path}: not a readable cost table: {error!r}") from error
     if not shaped or not rows or not keys or len(points) > MAX_TABLE_POINTS:
         raise ValueError(
-            f"cost_table {path}: expected seconds of shape [{len(rows)}, {len(keys)}], at least one "
-            f"row and key and at most {MAX_TABLE_POINTS} in all"
+            f"cost_table {path}: expected seconds of shape [{len(rows)}, {len(keys)}], at least "
+            f"one row and key and at most {MAX_TABLE_POINTS} in all"
         )
     if not all(isinstance(p, int) and p > 0 for p in points):
         raise ValueError(f"cost_table {path}: rows and keys must be positive integers")

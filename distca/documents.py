@@ -17,9 +17,8 @@ class Documents:
     """
 
     def __init__(self, cu_seqlens: Tensor | Sequence[int]) -> None:
-        """`cu_seqlens`: [num_documents + 1] integers from 0 to the number of tokens, not decreasing.
-
-        Raises ValueError when they are not.
+        """`cu_seqlens`: [num_documents + 1] integers from 0 to the number of tokens, none smaller
+        than the one before. Raises ValueError when they are not.
         """
         offsets = torch.as_tensor(cu_seqlens).detach().to("cpu", torch.int64)
         if offsets.dim() != 1 or offsets.numel() == 0 or offsets[0] != 0:

@@ -1,4 +1,4 @@
-"""The one configuration of distca: fields, their meaning and the command-line flags made of them."""
+"""The one configuration of distca: its fields, and the command-line flags made of them."""
 
 import argparse
 import ast

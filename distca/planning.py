@@ -1,4 +1,4 @@
-"""One plan per step: ranks exchange their pieces, each computes the same plan and its own layout."""
+"""One plan per step: ranks exchange pieces, each computes the same plan and its own layout."""
 
 import time
 from concurrent.futures import Future

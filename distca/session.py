@@ -62,8 +62,8 @@ def configure(options: Options) -> None:
 
 
 def init(group: ProcessGroup | None = None, options: Options | None = None) -> Session:
-    """Opens `group` (default: all ranks) for balanced attention. Collective over the group; a second
-    call for an open group returns the session that is there.
+    """Opens `group` (default: all ranks) for balanced attention. Collective over the group; a
+    second call for an open group returns the session that is there.
 
     Raises RuntimeError when torch.distributed is not initialised, ValueError when the group is open
     with other options.

@@ -4,6 +4,7 @@ environment. It catches nothing, as users' scripts do not."""
 import resource
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import kill_at
 import torch
@@ -46,7 +47,7 @@ def run_out_of_memory(rank: int, world_size: int) -> None:
     distca.plan(documents, window_size=(2, 0))
     q, k, v = (torch.ones(rows, 8, 64) for _ in range(3))
     if rank == kill_at.VICTIM:
-        pages = int(open("/proc/self/statm").read().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit_bytes = pages * resource.getpagesize() + ROOM_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     distca.core_attention(q, k, v, documents, window_size=(2, 0))

@@ -1,4 +1,4 @@
-"""Where a rank may die in a step, hit exactly: each scenario is run by all ranks of a group of three.
+"""Where a rank may die in a step, hit exactly. All ranks of a group of three run one scenario.
 
 Rank VICTIM kills itself; the others go on until they get an error. Layers 0 and 1 went well before.
 """

@@ -17,7 +17,7 @@ import distca
 
 SCRIPT = Path(__file__).parent / "fault_script.py"
 MARK = "DISTCA_TEST_RUN"
-HANG_S = 60  # start-up of three processes included
+HANG_S = 40  # start-up of three processes included
 LIMIT_S = 8.0  # from the first exit to the last
 
 
@@ -88,7 +88,7 @@ def test_every_rank_of_a_script_ends_with_the_error(environment, tmp_path, fault
             assert own in error
             continue
         last = error.strip().splitlines()[-1]
-        assert last.startswith("torch.distributed.DistBackendError: distca: "), error
+        assert "torch.distributed.DistBackendError: distca: " in last, error
         assert f"rank {VICTIM} " in last and others in last, error
         assert "rank 0 failed" not in last and "rank 2 failed" not in last, error
     assert marked(environment[MARK]) == []

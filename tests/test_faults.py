@@ -4,7 +4,10 @@ phase, in seconds."""
 import re
 
 import kill_at
+import oracle
 import pytest
+import torch
+from oracle import Case
 from ranks import Outcome, Ranks
 from small_step import small_step
 
@@ -87,3 +90,31 @@ def test_after_a_death_every_use_raises(broken_ranks):
         assert outcomes[rank].error is None, outcomes[rank]
         for step, message in enumerate(outcomes[rank].result, start=1):
             assert re.search(rf"plan of step {step}: rank 1 is dead", message), message
+
+
+FEW_TOKENS = {
+    "none": Case([[], [], []]),
+    "empty documents": Case([[0], [0, 0], []]),
+    "an empty pack": Case([[0, 0], [], []], sharded=True),
+    "one token over three ranks": Case([[1], [], []], sharded=True),
+    "two documents on three ranks": Case([[1, 0, 3], [], []], sharded=True),
+}
+
+
+def forward_backward(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
+    step = small_step(rank, world_size, case)
+    distca.plan(step.documents)
+    out = step.attend()
+    out.backward(case.inputs()[3][case.rows_of(rank)])
+    return [out.detach(), step.q.grad, step.k.grad, step.v.grad]
+
+
+@pytest.mark.parametrize("documents", FEW_TOKENS)
+def test_ranks_with_next_to_nothing_are_right(ranks, documents):
+    case = FEW_TOKENS[documents]
+    per_rank = ranks(3).run(forward_backward, case, timeout_s=HANG_S)
+    results = [torch.cat(parts) for parts in zip(*per_rank, strict=True)]
+    if case.num_tokens == 0:
+        assert all(tensor.shape[0] == 0 for tensor in results)
+        return
+    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)

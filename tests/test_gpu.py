@@ -30,9 +30,12 @@ def gpu_ranks():
 
 
 def place(case: Case, rank: int, world_size: int):
-    """This rank's documents, q, k, v (leaves) and grad_out on its device."""
+    """This rank's documents, q, k, v (leaves) and grad_out on its device. Memory that operators are
+    given afterwards holds NaN, so that a row which nothing wrote shows."""
     rows = case.rows_of(rank)
     device = torch.device("cuda", torch.cuda.current_device())
+    for num_bytes in (2**20, 2**28):
+        torch.full((num_bytes // 4,), float("nan"), device=device)
     q, k, v, grad_out = (tensor[rows].to(device) for tensor in case.inputs())
     documents = (
         distca.Documents.sharded(case.all_lengths, rank, world_size)

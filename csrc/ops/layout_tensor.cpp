@@ -74,6 +74,7 @@ void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const std::st
     for (const attention::VarlenWave& w : waves.waves) {
       counts({w.num_sequences, w.max_q, w.max_k, w.first_task, w.last_task});
     }
+    host.push_back(static_cast<int64_t>(waves.order.size()));
     counts(waves.order);
     device_section(waves.cu_seqlens);
     return;
@@ -127,7 +128,7 @@ attention::TaskList Reader::tasks() {
     const std::vector<int64_t> w = counts(5);
     list.waves.push_back({w[0], w[1], w[2], w[3], w[4]});
   }
-  if (num_waves > 0) list.wave_order = counts(num_tasks);
+  if (num_waves > 0) list.wave_order = counts(word());
   list.cu_seqlens = device_section();
   return list;
 }
