@@ -10,12 +10,14 @@ from distca.attention import (
     scaled_dot_product_attention,
     varlen_attention,
 )
+from distca.cost import AttentionShape
 from distca.documents import Documents
 from distca.options import Options
 from distca.planning import Plan, PlanReport, plan
 from distca.session import close, configure, init
 
 __all__ = [
+    "AttentionShape",
     "Documents",
     "Options",
     "Plan",

@@ -18,7 +18,7 @@ MAX_TABLE_POINTS = 4096
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of a model's attention on one rank."""
+    """Heads of a model's attention on one rank, and the bytes of an element."""
 
     heads_q: int = 32
     heads_kv: int = 8
@@ -26,8 +26,8 @@ class AttentionShape:
     element_bytes: int = 2
 
     @classmethod
-    def from_agreed(cls, words: list[int]) -> "AttentionShape":
-        """From (heads_q, heads_kv, head_dim, element_bytes); zeros mean that no layer ran yet."""
+    def from_words(cls, words: list[int]) -> "AttentionShape":
+        """From its four fields in order; zeros mean that it is not known yet."""
         return cls(*words) if all(words) else cls()
 
     def row_bytes(self) -> tuple[int, int]:

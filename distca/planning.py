@@ -2,7 +2,7 @@
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -114,13 +114,16 @@ def plan(
     window_size: tuple[int, int] = CAUSAL,
     group: ProcessGroup | None = None,
     device: torch.device | str | None = None,
+    shape: AttentionShape | None = None,
     ahead: bool = False,
 ) -> Plan:
     """Plans one step's attention over `group` (default: all ranks) and attaches it to `documents`.
 
     Collective: every rank calls it once per step, in the same order. `window_size` (left, right) as
-    in torch's varlen attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. With `ahead`
-    it returns at once and a background thread plans; the first use waits for it.
+    in torch's varlen attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. `shape` is
+    what seconds and bytes are predicted for (default: the attention that ran last; before the first
+    that of an 8B Llama). With `ahead` it returns at once and a background thread plans; the first
+    use waits for it.
 
     Raises ValueError on every rank when ranks disagree on version, options, step or window, or when
     documents that cross ranks do not fit together, before any row is sent.
@@ -132,7 +135,9 @@ def plan(
     step = session.num_plans
     session.num_plans += 1
     problem = _Problem(session.rank, session.num_ranks, tuple(window_size), device.type, step)
-    pending = session.planner.submit(_make, session, documents, problem, _agreed_shape(session))
+    pending = session.planner.submit(
+        _make, session, documents, problem, _shape_words(session, shape)
+    )
     made = Plan(pending, device, session.group_name)
     documents._plans[tuple(window_size)] = made
     documents._group = group
@@ -171,7 +176,9 @@ class _Problem:
     step: int
 
 
-def _agreed_shape(session: Session) -> list[int]:
+def _shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
+    if shape is not None:
+        return list(astuple(shape))
     if session.num_ranks == 1:
         return [0] * SHAPE_WORDS
     return torch.ops.distca.attention_shape(session.group_name)
@@ -183,7 +190,7 @@ def _make(
     """On the planner thread: exchange, plan, layout."""
     start = time.perf_counter()
     options = session.options
-    pieces, shape = documents.pieces(session.rank), AttentionShape()
+    pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(shape_words)
     if session.num_ranks > 1:
         header = [torch.ops.distca.version(), problem.step, options.digest(), *problem.window_size]
         pieces, shape = _exchange(session, pieces, [*header, *shape_words])
@@ -226,7 +233,7 @@ def _exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tenso
     shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
     held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]
-    return torch.cat(held).contiguous(), AttentionShape.from_agreed(agreed.to(torch.int64).tolist())
+    return torch.cat(held).contiguous(), AttentionShape.from_words(agreed.to(torch.int64).tolist())
 
 
 def _all_gather(session: Session, tensor: Tensor) -> Tensor:

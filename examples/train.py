@@ -105,12 +105,16 @@ def batches(args: argparse.Namespace, device: torch.device, with_distca: bool) -
 
 
 def planned(
-    unplanned: Iterator[Batch], device: torch.device
+    args: argparse.Namespace, unplanned: Iterator[Batch], device: torch.device
 ) -> Iterator[tuple[Batch, distca.Plan]]:
     """One batch ahead: the next step's plan is made in the background while this step computes."""
+    shape = distca.AttentionShape(
+        args.heads, args.kv_heads, args.hidden // args.heads, args.dtype.itemsize
+    )
     ready: list[tuple[Batch, distca.Plan]] = []
     for batch in unplanned:
-        ready.append((batch, distca.plan(batch.documents, device=device, ahead=True)))
+        plan = distca.plan(batch.documents, device=device, shape=shape, ahead=True)
+        ready.append((batch, plan))
         if len(ready) == 2:
             yield ready.pop(0)
     yield from ready
@@ -139,15 +143,6 @@ def build_model(args: argparse.Namespace, device: torch.device, with_distca: boo
     return fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
-def warm_up(args: argparse.Namespace, device: torch.device) -> None:
-    """Attention of one token: predictions take heads and dtype from the attention that ran last."""
-    documents = distca.Documents([0, 1])
-    distca.plan(documents, device=device)
-    shapes = [(1, heads, args.hidden // args.heads) for heads in (args.heads, args.kv_heads)]
-    q, k = (torch.zeros(shape, dtype=args.dtype, device=device) for shape in shapes)
-    distca.core_attention(q, k, k, documents)
-
-
 @dataclass
 class History:
     losses: list[float] = field(default_factory=list)
@@ -159,7 +154,7 @@ def train(args: argparse.Namespace, device: torch.device, with_distca: bool) -> 
     model = build_model(args, device, with_distca)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     steps = itertools.islice(batches(args, device, with_distca), args.steps)
-    steps = planned(steps, device) if with_distca else ((batch, None) for batch in steps)
+    steps = planned(args, steps, device) if with_distca else ((batch, None) for batch in steps)
     history, progress = History(), Progress(args, "distca" if with_distca else "torch")
     for step, (batch, plan) in enumerate(steps):
         start = time.perf_counter()
@@ -262,7 +257,6 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     reference = train(args, device, with_distca=False) if args.compare else None
     distca.init()
-    warm_up(args, device)
     history = train(args, device, with_distca=True)
     failure = finish(args, history, reference) if dist.get_rank() == 0 else None
     distca.close()

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -142,6 +143,8 @@ class Backend:
 def train_compiled(rank: int, world_size: int, form: str, backend_name: str) -> dict:
     """NUM_STEPS compiled steps against eager ones."""
     torch._dynamo.reset()
+    if backend_name == "inductor":  # scalar kernels: probing for vector units takes half a minute
+        torch._inductor.config.cpp.vec_isa_ok = False
     backend = Backend(backend_name)
     eager = make_model(form)
     compiled = torch.compile(make_model(form), backend=backend, fullgraph=True)

@@ -75,7 +75,7 @@ def check_operators(rank: int, world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_opcheck(ranks, world_size):
-    served_rows = ranks(world_size).run(check_operators)
+    served_rows = ranks(world_size).run(check_operators, timeout_s=60)
     assert any(served_rows) == (world_size > 1), "with two ranks, some rows must be visiting"
 
 
