@@ -17,12 +17,14 @@ def built_for(library: Path) -> str:
     """
     if not library.exists():
         raise ImportError(f"distca: {library} is missing; build it with `{REBUILD}`")
-    with (
-        library.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        match = re.search(rb"distca-built-for-torch:([^:\0]+):end", content)
-        found = match[1].decode() if match else None
+    found = None
+    if library.stat().st_size > 0:  # an empty file cannot be mapped
+        with (
+            library.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            match = re.search(rb"distca-built-for-torch:([^:\0]+):end", content)
+            found = match[1].decode() if match else None
     if found is None:
         raise ImportError(f"distca: {library} is not distca's library; rebuild it with `{REBUILD}`")
     return found

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn as _torch_varlen_attn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca import session as sessions
-from distca.documents import Documents
+from distca.cost import check_device
+from distca.documents import Documents, check_window
 from distca.planning import CAUSAL, Plan, local_plan, plan
 
 _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it
@@ -40,12 +42,13 @@ def documents(
     it was already (collective). Otherwise attention stays on this rank. With activation
     checkpointing keep the backward pass inside the scope. Scopes nest; they hold for all threads.
     """
-    if torch.is_grad_enabled() and tuple(window_size) not in packed._plans:
+    window_size = check_window(window_size)
+    if torch.is_grad_enabled() and window_size not in packed._plans:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and sessions.init(group).options.enabled:
             plan(packed, window_size=window_size, group=group)
     if not packed._plans and not packed.crosses_ranks:
-        local_plan(packed, tuple(window_size), _default_device())  # compiled code cannot make it
+        local_plan(packed, window_size, _default_device())  # compiled code cannot make it
     for made in packed._plans.values():
         made.wait()
     previous, _scope.documents = _scope.documents, packed
@@ -100,8 +103,11 @@ def core_attention(
     ValueError for bad arguments, on every rank of a planned group, before any row is sent;
     torch.distributed.DistBackendError when a rank of the group is lost.
     """
-    made = _plan_for(documents, tuple(window_size), q.device)
-    scale = softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
+    made = _plan_for(documents, check_window(window_size), q.device)
+    # The operator refuses q without a head_dim, so that every rank of the group hears of it.
+    scale = softmax_scale if softmax_scale is not None else max(1, *q.shape[-1:]) ** -0.5
     out, _ = torch.ops.distca.core_attention(
         q, k, v, made.layout, made.rows, scale, made.group_name
     )
@@ -130,7 +136,8 @@ def scaled_dot_product_attention(
         return _torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    _check_sdpa_arguments(query, key, attn_mask, dropout_p, enable_gqa)
+    _check_sdpa_arguments(attn_mask, dropout_p)
+    _check_sdpa_shapes(query, key, value, enable_gqa)
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     out = core_attention(
         q, k, v, packed, softmax_scale=scale, window_size=CAUSAL if is_causal else FULL
@@ -138,9 +145,7 @@ def scaled_dot_product_attention(
     return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
-def _check_sdpa_arguments(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
-) -> None:
+def _check_sdpa_arguments(attn_mask: Tensor | None, dropout_p: float) -> None:
     if attn_mask is not None:
         raise ValueError(
             f"attn_mask of shape {list(attn_mask.shape)} under distca.documents; expected None: "
@@ -148,14 +153,18 @@ def _check_sdpa_arguments(
         )
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p is {dropout_p} under distca.documents; expected 0.0")
-    if query.dim() != 4:
+
+
+def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} under distca.documents; expected "
+                "[batch, heads, tokens, head_dim]"
+            )
+    if query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"query has shape {list(query.shape)} under distca.documents; expected "
-            "[batch, heads, tokens, head_dim]"
-        )
-    if query.shape[2] != key.shape[-2]:
-        raise ValueError(
-            f"query has {query.shape[2]} tokens, key {key.shape[-2]}, under distca.documents; "
+            f"query has {query.shape[2]} tokens, key {key.shape[2]}, under distca.documents; "
             "expected equal numbers (self-attention over packed rows)"
         )
     if query.shape[1] != key.shape[1] and not enable_gqa:
@@ -164,7 +173,7 @@ def _check_sdpa_arguments(
         )
 
 
-_known_boundaries: "weakref.WeakKeyDictionary[Documents, weakref.ref]" = weakref.WeakKeyDictionary()
+_compared = WeakTensorKeyDictionary()  # boundaries: their version, and the documents they match
 
 
 def varlen_attention(
@@ -204,24 +213,24 @@ def varlen_attention(
     _check_boundaries(packed, cu_seq_q, "cu_seq_q")
     if cu_seq_k is not cu_seq_q:
         _check_boundaries(packed, cu_seq_k, "cu_seq_k")
-    return core_attention(
-        query, key, value, packed, softmax_scale=scale, window_size=tuple(window_size)
-    )
+    return core_attention(query, key, value, packed, softmax_scale=scale, window_size=window_size)
 
 
 def _check_boundaries(packed: Documents, cu_seqlens: Tensor, name: str) -> None:
-    """Compares once per tensor: the comparison waits for the device."""
+    """Compares once until the tensor changes in place: the comparison waits for the device."""
     if torch.compiler.is_compiling():
         return
-    known = _known_boundaries.get(packed)
-    if known is not None and known() is cu_seqlens:
+    # Inference tensors do not count their changes, so they are compared at every call.
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    known_version, known_documents = _compared.get(cu_seqlens, (None, None))
+    if version is not None and known_version == version and known_documents() is packed:
         return
     expected = packed.cu_seqlens
-    given = cu_seqlens.detach().to("cpu", expected.dtype)
-    if not torch.equal(given, expected):
+    given = cu_seqlens.detach().cpu()
+    if given.shape != expected.shape or not (given == expected).all():
         raise ValueError(
             f"{name} has {given.numel()} boundaries up to {given[-1:].tolist()}, but the documents "
             f"in force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
             "distca.documents with the same packing"
         )
-    _known_boundaries[packed] = weakref.ref(cu_seqlens)
+    _compared[cu_seqlens] = (version, weakref.ref(packed))

@@ -1,7 +1,8 @@
 """What the planner is told about kernels and rows: seconds per tile, bytes per row."""
 
+import itertools
 import json
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
 DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}
 DEFAULT_LINK_GB_PER_S = {"cuda": 200.0, "cpu": 2.0}
 MAX_TABLE_POINTS = 4096
+MAX_TABLE_POINT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,12 @@ class AttentionShape:
         return 3.5 * 4 * tile * tile * self.heads_q * self.head_dim
 
 
+def check_device(device: torch.device, name: str) -> None:
+    """Raises ValueError when there is no core attention for tensors on `device`."""
+    if device.type not in TILE:
+        raise ValueError(f"{name} is on {device}; expected {' or '.join(sorted(TILE))}")
+
+
 def link_bytes_per_second(options: Options, device_type: str) -> float:
     return 1e9 * (options.link_gb_per_s or DEFAULT_LINK_GB_PER_S[device_type])
 
@@ -63,7 +71,7 @@ def cost_tensor(options: Options, shape: AttentionShape, device_type: str) -> Te
 
 
 def read_table(path: Path) -> tuple[list[int], list[int], list[list[float]]]:
-    """(rows, keys, seconds[row][key]) of a measured cost table.
+    """(rows, keys, seconds[row][key]) of a measured cost table; rows and keys increase.
 
     Raises ValueError naming the file and what is wrong with it.
     """
@@ -73,15 +81,19 @@ def read_table(path: Path) -> tuple[list[int], list[int], list[list[float]]]:
         points = [*rows, *keys]
         times = [value for line in seconds for value in line]
         shaped = len(seconds) == len(rows) and all(len(line) == len(keys) for line in seconds)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"cost_table {path}: not a readable cost table: {error!r}") from error
     if not shaped or not rows or not keys or len(points) > MAX_TABLE_POINTS:
         raise ValueError(
             f"cost_table {path}: expected seconds of shape [{len(rows)}, {len(keys)}], at least "
             f"one row and key and at most {MAX_TABLE_POINTS} in all"
         )
-    if not all(isinstance(p, int) and p > 0 for p in points):
-        raise ValueError(f"cost_table {path}: rows and keys must be positive integers")
-    if not all(isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times):
+    if not all(type(p) is int and 0 < p <= MAX_TABLE_POINT for p in points):
+        raise ValueError(
+            f"cost_table {path}: rows and keys must be integers from 1 to {MAX_TABLE_POINT}"
+        )
+    if not all(p < after for axis in (rows, keys) for p, after in itertools.pairwise(axis)):
+        raise ValueError(f"cost_table {path}: rows and keys must increase")
+    if not all(type(t) in (int, float) and 0 < t <= sys.float_info.max for t in times):
         raise ValueError(f"cost_table {path}: seconds must be positive numbers")
     return rows, keys, seconds

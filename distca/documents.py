@@ -1,11 +1,13 @@
 """Which tokens belong together: the documents in a rank's packed rows."""
 
+import numbers
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 MAX_DOCUMENTS_PER_RANK = 2**31  # ids of whole documents are (rank + 1) * 2**32 + index
+INT32_MAX = 2**31 - 1  # row indices and the kernels' windows are int32
 
 
 class Documents:
@@ -20,15 +22,20 @@ class Documents:
         """`cu_seqlens`: [num_documents + 1] integers from 0 to the number of tokens, none smaller
         than the one before. Raises ValueError when they are not.
         """
-        offsets = torch.as_tensor(cu_seqlens).detach().to("cpu", torch.int64)
-        if offsets.dim() != 1 or offsets.numel() == 0 or offsets[0] != 0:
+        offsets = _integers(cu_seqlens, "cu_seqlens")
+        if offsets.numel() == 0 or offsets[0] != 0:
             raise ValueError(
-                f"cu_seqlens is {_abridged(offsets)}; expected a one-dimensional list from 0 to "
-                "the number of tokens"
+                f"cu_seqlens is {_abridged(offsets)}; expected a list from 0 to the number of "
+                "tokens"
+            )
+        if (offsets[1:] < offsets[:-1]).any():
+            raise ValueError(f"cu_seqlens is {_abridged(offsets)}; expected it never to decrease")
+        if offsets[-1] > INT32_MAX:
+            raise ValueError(
+                f"cu_seqlens is {_abridged(offsets)}, up to {int(offsets[-1])}; a rank holds at "
+                f"most {INT32_MAX} tokens"
             )
         lengths = offsets.diff()
-        if (lengths < 0).any():
-            raise ValueError(f"cu_seqlens is {_abridged(offsets)}; expected it never to decrease")
         index = torch.arange(lengths.numel())
         self._set_pieces(index, torch.zeros_like(lengths), lengths, crosses_ranks=False)
 
@@ -37,13 +44,20 @@ class Documents:
         """Rank `rank`'s run of a global pack of documents of these `lengths`, cut into
         `world_size` runs of equal numbers of tokens (the last ones one longer if need be).
 
-        Raises ValueError for negative lengths or a rank outside [0, world_size).
+        Raises ValueError for lengths that are not integers >= 0, for more tokens than the ranks
+        hold or a rank outside [0, world_size).
         """
-        lengths = torch.as_tensor(lengths).detach().to("cpu", torch.int64)
-        if lengths.dim() != 1 or (lengths < 0).any():
-            raise ValueError(f"lengths is {_abridged(lengths)}; expected a list of numbers >= 0")
+        lengths = _integers(lengths, "lengths")
+        if (lengths < 0).any():
+            raise ValueError(f"lengths is {_abridged(lengths)}; expected integers >= 0")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; expected 0 <= rank < world_size = {world_size}")
+        rounded = lengths.sum(dtype=torch.float64).item()  # cannot overflow; exact up to 2**53
+        if rounded > world_size * INT32_MAX:
+            raise ValueError(
+                f"lengths is {_abridged(lengths)}, {rounded:.17g} tokens; {world_size} rank(s) "
+                f"hold at most {INT32_MAX} each"
+            )
         ends = lengths.cumsum(0)
         total = int(ends[-1]) if ends.numel() else 0
         first, last = total * rank // world_size, total * (rank + 1) // world_size
@@ -85,6 +99,34 @@ class Documents:
     def __repr__(self) -> str:
         kind = "sharded" if self.crosses_ranks else "whole"
         return f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens)"
+
+
+def check_window(window_size: Sequence[int]) -> tuple[int, int]:
+    """`window_size` as (left, right). Raises ValueError for what is not a window."""
+    sides = tuple(window_size) if isinstance(window_size, Sequence) else ()
+    if len(sides) != 2 or not all(
+        isinstance(side, numbers.Integral) and -1 <= side <= INT32_MAX for side in sides
+    ):
+        raise ValueError(
+            f"window_size is {window_size!r}; expected (left, right), two integers from -1, which "
+            f"is no limit, to {INT32_MAX}"
+        )
+    return sides
+
+
+def _integers(values: Tensor | Sequence[int], name: str) -> Tensor:
+    """`values` as a one-dimensional int64 tensor on the CPU; a fraction is never cut off."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is {values!r:.80}; expected a list of integers") from error
+    fractional = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    if tensor.dim() != 1 or (fractional and tensor.numel() > 0):  # [] is a float tensor
+        raise ValueError(
+            f"{name} is {_abridged(tensor)}, {tensor.dtype}; expected a one-dimensional list of "
+            "integers"
+        )
+    return tensor.detach().to("cpu", torch.int64)
 
 
 def _abridged(tensor: Tensor) -> str:

@@ -5,7 +5,6 @@ from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -219,27 +218,18 @@ def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: Attention
 
 def _exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tensor, AttentionShape]:
     """Pieces of all ranks in rank order, and the attention shape that all of them know."""
-    try:
-        headers = _all_gather(session, torch.tensor([*words, pieces.shape[0]]))
-        most = max(1, int(headers[:, -1].max()))
-        padded = torch.zeros(most, pieces.shape[1], dtype=torch.int64)
-        padded[: pieces.shape[0]] = pieces
-        gathered = _all_gather(session, padded)
-    except RuntimeError as error:
-        step = words[HEADER_NAMES.index("step")]
-        cause = session.diagnose(error)
-        raise RuntimeError(f"distca: plan of step {step}: {cause}") from error
+    step = words[HEADER_NAMES.index("step")]
+    all_gather = torch.ops.distca.all_gather
+    headers = all_gather(torch.tensor([*words, pieces.shape[0]]), session.group_name, step)
+    most = max(1, int(headers[:, -1].max()))
+    padded = torch.zeros(most, pieces.shape[1], dtype=torch.int64)
+    padded[: pieces.shape[0]] = pieces
+    gathered = all_gather(padded, session.group_name, step)
     _check_headers(headers)
     shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
     held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]
     return torch.cat(held).contiguous(), AttentionShape.from_words(agreed.to(torch.int64).tolist())
-
-
-def _all_gather(session: Session, tensor: Tensor) -> Tensor:
-    gathered = torch.empty(session.num_ranks, *tensor.shape, dtype=tensor.dtype)
-    dist.all_gather_into_tensor(gathered, tensor.unsqueeze(0), group=session.planning)
-    return gathered
 
 
 def _check_headers(headers: Tensor) -> None:

@@ -1,7 +1,10 @@
 """Process groups that share attention: opened once, found again by group."""
 
+import queue
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -10,6 +13,35 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distca.options import Options
+
+
+class PlannerThread:
+    """Runs calls one after the other in the background. A daemon: it may be waiting for other
+    ranks when the process ends."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="distca-planner", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable, *args) -> Future:
+        """A future of function(*args)."""
+        future: Future = Future()
+        self._calls.put((future, function, args))
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after the calls that were submitted before."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, args = call
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # raised again where the result is used
+                future.set_exception(error)
 
 
 @dataclass
@@ -24,9 +56,7 @@ class Session:
     planning: ProcessGroup | None = None
     """Pieces are exchanged here (gloo), by the planner thread alone."""
     num_plans: int = 0
-    planner: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="distca-planner")
-    )
+    planner: PlannerThread = field(default_factory=PlannerThread)
 
     @property
     def group_name(self) -> str:
@@ -40,10 +70,6 @@ class Session:
             return "cpu"
         backends = dist.get_backend_config(self.data) if self.data is not None else "nccl"
         return "cuda" if "nccl" in str(backends) else "cpu"
-
-    def diagnose(self, error: Exception) -> str:
-        """One sentence that names the ranks at fault for a broken communication."""
-        return torch.ops.distca.diagnose_failure(self.group_name, str(error))
 
     def announce(self, error: BaseException) -> None:
         """Tells the other ranks what went wrong on this one."""
@@ -104,7 +130,10 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     session.data = new_group(backend, _urgent(backend, timeout))
     session.planning = new_group("gloo")
     control = new_group("gloo")
-    torch.ops.distca.open_session(session.group_name, control.group_name)
+    configuration = f"version {torch.ops.distca.version()} {session.options}"
+    torch.ops.distca.open_session(
+        session.group_name, control.group_name, session.planning.group_name, configuration
+    )
 
 
 def _urgent(backend: str, timeout: timedelta):
@@ -131,7 +160,7 @@ def close(group: ProcessGroup | None = None) -> None:
         return
     group = group if group is not None else dist.group.WORLD
     del _sessions[group.group_name]
-    session.planner.shutdown(wait=True, cancel_futures=True)
+    session.planner.close()
     if session.data is not None:
         torch.ops.distca.close_session(session.group_name)
 

@@ -14,13 +14,18 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """ranks(world_size): processes that are started once and used by all tests of the session."""
+    """ranks(world_size): processes that all tests of the session share. They are started once, and
+    again when a test has left some of them dead."""
     started: dict[int, Ranks] = {}
 
     def get(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
+        found = started.get(world_size)
+        if found is not None and not all(process.is_alive() for process in found.processes):
+            found.stop()
+            found = None
+        if found is None:
+            found = started[world_size] = Ranks(world_size)
+        return found
 
     yield get
     for processes in started.values():

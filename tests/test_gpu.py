@@ -1,4 +1,4 @@
-"""Core attention on CUDA devices: NCCL with a device a rank, else all ranks on one device by gloo."""
+"""Core attention on CUDA devices: a device a rank by NCCL, else all on one device by gloo."""
 
 import oracle
 import pytest

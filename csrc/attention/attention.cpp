@@ -16,8 +16,9 @@ void check_rows(const char* name, const at::Tensor& x, const at::Tensor& like) {
                     "; expected [rows, heads, head_dim]");
   TORCH_CHECK_VALUE(x.size(2) == like.size(2), name, " has head_dim ", x.size(2), ", q has ",
                     like.size(2), "; they must be equal");
-  TORCH_CHECK_VALUE(x.stride(2) == 1 || x.size(2) == 1, name, " has strides ", x.strides(),
-                    "; its last dimension must be contiguous, call ", name, ".contiguous()");
+  TORCH_CHECK_VALUE(x.stride(2) == 1 || x.size(2) == 1 || x.numel() == 0, name, " has strides ",
+                    x.strides(), "; its last dimension must be contiguous, call ", name,
+                    ".contiguous()");
   TORCH_CHECK_VALUE(x.scalar_type() == like.scalar_type() && x.device() == like.device(), name,
                     " is ", x.scalar_type(), " on ", x.device(), ", q is ", like.scalar_type(),
                     " on ", like.device(), "; they must be equal");
@@ -54,6 +55,24 @@ void check_tasks(const std::vector<Task>& tasks, int64_t rows_q, int64_t rows_k)
   TORCH_CHECK_NOT_IMPLEMENTED(false, "q is on ", device, "; attention runs on cpu and cuda");
 }
 
+// Results of the forward pass that the backward pass is given: `out` or `delta`, and `lse`.
+void check_saved(const Saved& saved, const at::Tensor& q) {
+  const auto dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto check_by_head = [&](const char* name, const at::Tensor& x) {
+    TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == q.size(0) && x.size(1) == q.size(1), name,
+                      " has shape ", x.sizes(), "; expected [", q.size(0), ", ", q.size(1), "]");
+    TORCH_CHECK_VALUE(x.scalar_type() == dtype && x.device() == q.device(), name, " is ",
+                      x.scalar_type(), " on ", x.device(), "; expected ", dtype, " on ",
+                      q.device());
+  };
+  check_by_head("lse", saved.lse);
+  if (saved.delta.defined()) check_by_head("delta", saved.delta);
+  if (!saved.out.defined()) return;
+  check_rows("out", saved.out, q);
+  TORCH_CHECK_VALUE(saved.out.sizes() == q.sizes(), "out has shape ", saved.out.sizes(), ", q has ",
+                    q.sizes(), "; they must be equal");
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
@@ -78,6 +97,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   check_tasks(tasks.tasks, q.size(0), k.size(0));
   TORCH_CHECK_VALUE(grad_out.sizes() == q.sizes(), "grad_out has shape ", grad_out.sizes(),
                     ", q has ", q.sizes(), "; they must be equal");
+  check_saved(saved, q);
   // Autograd hands down expanded gradients, whose last dimension has stride 0.
   const at::Tensor grad = grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous();
   check_rows("grad_out", grad, q);

@@ -106,6 +106,8 @@ Call begin_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const std::string& group_name) {
   if (group_name.empty()) {
     Call call{decode_layout(layout, rows), {}, nullptr};
+    TORCH_CHECK_VALUE(call.layout.num_ranks == 1, "group_name is empty, but the layout is one of ",
+                      call.layout.num_ranks, " ranks; pass the plan's group_name");
     call.inputs = check_inputs(q, k, v, call.layout);
     return call;
   }
@@ -113,13 +115,12 @@ Call begin_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   call.session = find_session(group_name);
   try {
     call.layout = decode_layout(layout, rows);
+    TORCH_CHECK_VALUE(call.layout.num_ranks == call.session->num_ranks(), "the layout is one of ",
+                      call.layout.num_ranks, " ranks, but group '", group_name, "' has ",
+                      call.session->num_ranks(), "; plan over this group");
     call.inputs = check_inputs(q, k, v, call.layout);
   } catch (const std::exception& error) {
-    call.session->failures().announce(transport::message_of(error));
-    Signature refused;
-    refused.values[Signature::kRefused] = 1;
-    refused.values[Signature::kStep] = call.layout.step;
-    call.session->agree(refused);
+    call.session->refuse(call.layout.step, transport::message_of(error));
     throw;
   }
   call.session->agree(signature_of(call.layout, q, k, softmax_scale));

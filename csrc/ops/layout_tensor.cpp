@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <span>
 #include <vector>
@@ -16,6 +17,7 @@ namespace distca::ops {
 namespace {
 
 constexpr int64_t kMagic = 0x6469737463610002;  // "distca", format 2
+constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;  // torch.compile specialises tensors of length 0 and 1
 
 // Header of the host tensor; counts per peer, tasks and waves follow in the order of encode_layout.
@@ -96,12 +98,38 @@ struct Reader {
                       num_host);
     return host[next_host++];
   }
+  std::vector<int64_t> row_counts(int64_t num_ranks) {
+    std::vector<int64_t> values = counts(num_ranks);
+    for (const int64_t value : values) {
+      TORCH_CHECK_VALUE(0 <= value && value <= kMaxRows, "layout: ", value,
+                        " rows for one peer; expected 0 to ", kMaxRows);
+    }
+    return values;
+  }
+  // Values below `limit`. Checked on the CPU; on a device they are as the host wrote them.
+  at::Tensor indices(int64_t num_expected, int64_t limit) {
+    at::Tensor section = device_section();
+    TORCH_CHECK_VALUE(section.size(0) == num_expected, "layout: a section of ", section.size(0),
+                      " rows does not match the counts, which say ", num_expected);
+    if (!section.is_cpu()) return section;
+    const auto* values = section.const_data_ptr<int32_t>();
+    const bool inside = std::all_of(values, values + section.size(0),
+                                    [limit](int32_t value) { return 0 <= value && value < limit; });
+    TORCH_CHECK_VALUE(inside, "rows: an index is outside [0, ", limit, ")");
+    return section;
+  }
   std::vector<int64_t> counts(int64_t num) {
     TORCH_CHECK_VALUE(num >= 0 && num <= num_host - next_host, "layout: section of ", num,
                       " words does not fit in the ", num_host - next_host, " that are left");
     std::vector<int64_t> values(host + next_host, host + next_host + num);
     next_host += num;
     return values;
+  }
+  int64_t small_word(const char* name) {
+    const int64_t value = word();
+    TORCH_CHECK_VALUE(0 <= value && value <= num_host, "layout: ", value, " ", name,
+                      " do not fit in ", num_host, " words");
+    return value;
   }
   at::Tensor device_section() {
     const int64_t length = word();
@@ -111,19 +139,26 @@ struct Reader {
     next_row += length;
     return section;
   }
+  // A slot table may be left out: identity.
+  at::Tensor slots(int64_t num_visiting) {
+    const bool is_identity = next_host < num_host && host[next_host] == 0;
+    return indices(is_identity ? 0 : num_visiting, num_visiting);
+  }
   attention::TaskList tasks();
+  transport::Reduction reduction(int64_t num_rows, int64_t num_slots);
 };
 
 attention::TaskList Reader::tasks() {
   attention::TaskList list;
-  const int64_t num_tasks = word();
+  const int64_t num_tasks = small_word("tasks");
   const std::vector<int64_t> words = counts(5 * num_tasks);
   list.tasks.reserve(num_tasks);
   for (int64_t i = 0; i < num_tasks; ++i) {
     const int64_t* t = words.data() + 5 * i;
     list.tasks.push_back({t[0], t[1], t[2], t[3], t[4]});
+    TORCH_CHECK_VALUE(0 <= t[4] && t[4] <= kMaxRows, "layout: task ", i, " has q_offset ", t[4]);
   }
-  const int64_t num_waves = word();
+  const int64_t num_waves = small_word("waves");
   for (int64_t i = 0; i < num_waves; ++i) {
     const std::vector<int64_t> w = counts(5);
     list.waves.push_back({w[0], w[1], w[2], w[3], w[4]});
@@ -131,6 +166,15 @@ attention::TaskList Reader::tasks() {
   if (num_waves > 0) list.wave_order = counts(word());
   list.cu_seqlens = device_section();
   return list;
+}
+
+transport::Reduction Reader::reduction(int64_t num_rows, int64_t num_slots) {
+  const int64_t num_reduced = next_host < num_host ? host[next_host] : -1;
+  transport::Reduction result;
+  result.row = indices(num_reduced, num_rows);
+  result.begin = indices(num_reduced + 1, num_slots + 1);
+  result.slot = indices(num_slots, num_slots);
+  return result;
 }
 
 // Home rows whose sent keys come back as gradients, each with its slots in order.
@@ -208,25 +252,31 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
                     "rows: expected a contiguous one-dimensional int32 tensor, got ",
                     rows.toString());
   Reader reader{words.data(), words[kLength], rows, kHeaderLength};
+  for (const Header field : {kNumHomeRows, kNumVisitingQ, kNumVisitingK}) {
+    TORCH_CHECK_VALUE(0 <= words[field] && words[field] <= kMaxRows, "layout: ", words[field],
+                      " rows; expected 0 to ", kMaxRows);
+  }
   Layout decoded;
   decoded.step = words[kStep];
   decoded.plan_digest = static_cast<uint64_t>(words[kPlanDigest]);
+  decoded.num_ranks = words[kNumRanks];
   decoded.num_home_rows = words[kNumHomeRows];
   decoded.moves_rows = words[kMovesRows] != 0;
   decoded.mask = {words[kWindowLeft], words[kWindowRight]};
   decoded.queries.num_visiting = words[kNumVisitingQ];
   decoded.keys.num_visiting = words[kNumVisitingK];
   for (Route* route : {&decoded.queries, &decoded.keys}) {
-    route->counts.send = reader.counts(words[kNumRanks]);
-    route->counts.recv = reader.counts(words[kNumRanks]);
+    route->counts.send = reader.row_counts(words[kNumRanks]);
+    route->counts.recv = reader.row_counts(words[kNumRanks]);
+    TORCH_CHECK_VALUE(sum(route->counts.recv) == route->num_visiting,
+                      "layout: ", sum(route->counts.recv), " rows arrive, but ",
+                      route->num_visiting, " are visiting");
   }
   for (Route* route : {&decoded.queries, &decoded.keys}) {
-    route->home_row = reader.device_section();
-    route->slot = reader.device_section();
+    route->home_row = reader.indices(sum(route->counts.send), decoded.num_home_rows);
+    route->slot = reader.slots(route->num_visiting);
   }
-  decoded.key_gradients.row = reader.device_section();
-  decoded.key_gradients.begin = reader.device_section();
-  decoded.key_gradients.slot = reader.device_section();
+  decoded.key_gradients = reader.reduction(decoded.num_home_rows, sum(decoded.keys.counts.send));
   decoded.home = reader.tasks();
   decoded.visiting = reader.tasks();
   return decoded;

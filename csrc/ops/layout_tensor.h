@@ -26,6 +26,7 @@ struct Route {
 struct Layout {
   int64_t step = -1;  // plans made by the group before this one; -1: no group
   uint64_t plan_digest = 0;
+  int64_t num_ranks = 1;
   int64_t num_home_rows = 0;
   bool moves_rows = false;  // whether any rank sends any row under this plan
   attention::Mask mask;

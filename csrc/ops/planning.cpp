@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <limits>
 #include <span>
 #include <stdexcept>
 #include <vector>
@@ -12,10 +13,14 @@
 #include "planner/layout.h"
 #include "planner/pack.h"
 #include "planner/plan.h"
+#include "session.h"
 
 namespace distca::ops {
 namespace {
 
+constexpr int64_t kMaxRanks = 65536;
+constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxPosition = int64_t{1} << 48;
 constexpr int64_t kPieceWords = 4;   // rank, document, start, length
 constexpr int64_t kTaskWords = 4;    // document, q_begin, q_end, server
 constexpr int64_t kLoadColumns = 4;  // seconds_home, seconds, bytes_out, bytes_in
@@ -44,8 +49,18 @@ planner::Pack decode_pack(const at::Tensor& pieces, int64_t num_ranks) {
                     pieces.sizes());
   const auto words = int64_words(pieces, "pieces");
   std::vector<planner::Piece> decoded;
+  TORCH_CHECK_VALUE(0 < num_ranks && num_ranks <= kMaxRanks, "num_ranks is ", num_ranks,
+                    "; expected 1 to ", kMaxRanks);
+  std::vector<int64_t> num_rows(num_ranks, 0);
   for (int64_t i = 0; i < pieces.size(0); ++i) {
     const int64_t* w = words.data() + kPieceWords * i;
+    TORCH_CHECK_VALUE(0 <= w[0] && w[0] < num_ranks, "pieces: piece ", i, " is on rank ", w[0],
+                      "; expected 0 to ", num_ranks - 1);
+    TORCH_CHECK_VALUE(0 <= w[3] && w[3] <= kMaxRows - num_rows[w[0]], "pieces: piece ", i, " has ",
+                      w[3], " tokens; a rank holds at most ", kMaxRows);
+    TORCH_CHECK_VALUE(0 <= w[2] && w[2] <= kMaxPosition, "pieces: piece ", i, " starts at ", w[2],
+                      "; expected 0 to ", kMaxPosition);
+    num_rows[w[0]] += w[3];
     decoded.push_back({w[0], w[1], w[2], w[3]});
   }
   return as_value_error([&] { return planner::make_pack(decoded, num_ranks); });
@@ -142,6 +157,11 @@ bool moves_rows(const planner::Pack& pack, const planner::Plan& plan) {
 }
 
 }  // namespace
+
+at::Tensor all_gather(const at::Tensor& tensor, c10::string_view group_name, int64_t step) {
+  const auto session = find_session(std::string(group_name));
+  return session->planning().all_gather(tensor, {"plan", "", -1, step}, "the plan of a step");
+}
 
 std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ranks,
                                         int64_t window_left, int64_t window_right,

@@ -8,6 +8,8 @@
 namespace distca::ops {
 
 // Operators of schemas.cpp.
+at::Tensor all_gather(const at::Tensor& tensor, c10::string_view group_name, int64_t step);
+
 std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ranks,
                                         int64_t window_left, int64_t window_right,
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,

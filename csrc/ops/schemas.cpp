@@ -45,6 +45,9 @@ TORCH_LIBRARY(distca, m) {
       "combine_backward(Tensor grad_out, Tensor layout, Tensor rows, str group_name) "
       "-> (Tensor home_grad_out, Tensor visiting_grad_out)");
 
+  // Every rank's tensor on the planning group, [num_ranks, ...]. Collective; all of one shape.
+  m.def("all_gather(Tensor tensor, str group_name, int step) -> Tensor");
+
   // Planning: pieces int64 [num_pieces, 4] (rank, document, start, length) of all ranks, in row
   // order within each rank; loads float64 [num_ranks, 4] (seconds_home, seconds, bytes_out,
   // bytes_in).
@@ -57,10 +60,13 @@ TORCH_LIBRARY(distca, m) {
       "-> (Tensor layout, Tensor rows)");
 
   // Sessions: see session.h.
-  m.def("open_session(str group_name, str control_group_name) -> ()",
-        [](const std::string& group_name, const std::string& control_group_name) {
-          distca::ops::open_session(group_name, control_group_name);
-        });
+  m.def(
+      "open_session(str data_group, str control_group, str planning_group, str configuration) "
+      "-> ()",
+      [](const std::string& data, const std::string& control, const std::string& planning,
+         const std::string& configuration) {
+        distca::ops::open_session({data, control, planning}, configuration);
+      });
   m.def("close_session(str group_name) -> ()",
         [](const std::string& group_name) { distca::ops::close_session(group_name); });
   m.def("attention_shape(str group_name) -> int[]", [](const std::string& group_name) {
@@ -70,10 +76,6 @@ TORCH_LIBRARY(distca, m) {
   m.def("announce_failure(str group_name, str message) -> ()",
         [](const std::string& group_name, const std::string& message) {
           distca::ops::find_session(group_name)->failures().announce(message);
-        });
-  m.def("diagnose_failure(str group_name, str own_error) -> str",
-        [](const std::string& group_name, const std::string& own_error) {
-          return distca::ops::find_session(group_name)->failures().diagnose(own_error);
         });
   m.def("version() -> int", [] { return distca::ops::kVersion; });
 }
@@ -95,6 +97,7 @@ void bind_attention(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
   bind_attention(m);
+  m.impl("all_gather", distca::ops::all_gather);
   m.impl("plan", distca::ops::plan);
   m.impl("layout", distca::ops::layout);
 }

@@ -73,6 +73,16 @@ std::string differences(const std::vector<Signature>& all) {
   return text;
 }
 
+std::string description_of(const Signature& signature) {
+  std::string text;
+  for (int i = Signature::kHeadsQ; i < Signature::kNumFields; ++i) {
+    const auto field = static_cast<Signature::Field>(i);
+    text += (text.empty() ? "" : ", ") + std::string(field_name(field)) + " " +
+            field_text(field, signature.values[field]);
+  }
+  return text;
+}
+
 struct Registry {
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<Session>> sessions;
@@ -86,22 +96,32 @@ Registry& registry() {
 
 }  // namespace
 
-Session::Session(const std::string& group_name, const std::string& control_group_name)
-    : control_(c10d::resolve_process_group(control_group_name)) {
-  const auto group = c10d::resolve_process_group(group_name);
-  rank_ = group->getRank();
-  num_ranks_ = group->getSize();
-  failures_ = std::make_shared<transport::FailureBoard>(control_->getStore(), rank_, num_ranks_);
-  transport_ = transport::make_process_group_transport(group, failures_);
-  failures_->introduce();
+Session::Session(const GroupNames& names, const std::string& configuration) {
+  const auto data = c10d::resolve_process_group(names.data);
+  const auto control = c10d::resolve_process_group(names.control);
+  const auto planning = c10d::resolve_process_group(names.planning);
+  rank_ = data->getRank();
+  num_ranks_ = data->getSize();
+  failures_ = std::make_shared<transport::FailureBoard>(control->getStore(), rank_, num_ranks_);
+  failures_->introduce(configuration);
+  // Agreement and rows take turns on one thread: one channel tells when ranks differ in the turn.
+  const auto layers = std::make_shared<transport::Patience>(failures_, "layers");
+  const auto plans = std::make_shared<transport::Patience>(failures_, "plans");
+  control_ = std::make_unique<transport::ControlPlane>(control, layers);
+  planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
+  transport_ = transport::make_process_group_transport(data, layers);
 }
 
-std::vector<Signature> Session::gather(const Signature& mine) {
+bool Session::has_agreed_on(int64_t step) const {
+  return !agreed_.empty() && agreed_.front().values[Signature::kStep] == step;
+}
+
+std::vector<Signature> Session::gather(const Signature& mine, const std::string& activity) {
   constexpr int64_t num_fields = Signature::kNumFields;
-  at::Tensor sent = at::empty({1, num_fields}, at::kLong);
-  at::Tensor received = at::empty({num_ranks_, num_fields}, at::kLong);
+  at::Tensor sent = at::empty({num_fields}, at::kLong);
   std::memcpy(sent.mutable_data_ptr<int64_t>(), mine.values.data(), sizeof(mine.values));
-  control_->_allgather_base(received, sent)->wait();
+  const transport::Where where{"agreement", "", -1, mine.values[Signature::kStep]};
+  const at::Tensor received = control_->all_gather(sent, where, activity);
   std::vector<Signature> all(num_ranks_);
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     std::memcpy(all[rank].values.data(), received.const_data_ptr<int64_t>() + rank * num_fields,
@@ -113,16 +133,10 @@ std::vector<Signature> Session::gather(const Signature& mine) {
 void Session::agree(const Signature& mine) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (std::find(agreed_.begin(), agreed_.end(), mine) != agreed_.end()) return;
-  const bool new_plan =
-      agreed_.empty() || agreed_.front().values[Signature::kStep] != mine.values[Signature::kStep];
-  std::vector<Signature> all;
-  try {
-    all = gather(mine);
-  } catch (const std::exception& error) {
-    const transport::Where where{"agree", "", -1, mine.values[Signature::kStep]};
-    const std::string cause = failures_->diagnose(transport::message_of(error));
-    TORCH_CHECK_WITH(DistBackendError, false, "distca: ", transport::describe(where), ": ", cause);
-  }
+  const bool new_plan = !has_agreed_on(mine.values[Signature::kStep]);
+  // Later in a step the others may not be agreeing at all: the text must say on what.
+  const auto all = gather(mine, new_plan ? "the agreement before the first layer"
+                                         : "an agreement on " + description_of(mine));
   std::string refused;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     if (all[rank].values[Signature::kRefused] != 0) refused += " " + std::to_string(rank);
@@ -142,6 +156,17 @@ void Session::agree(const Signature& mine) {
     num_backward_ = 0;
   }
   agreed_.push_back(mine);
+}
+
+void Session::refuse(int64_t step, const std::string& error) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (has_agreed_on(step)) return failures_->announce(error);
+  }
+  Signature refused;
+  refused.values[Signature::kRefused] = 1;
+  refused.values[Signature::kStep] = step;
+  agree(refused);
 }
 
 std::array<int64_t, 4> Session::attention_shape() const {
@@ -176,10 +201,10 @@ transport::Where Session::current(Pass pass) const {
   return current_[static_cast<size_t>(pass)];
 }
 
-void open_session(const std::string& group_name, const std::string& control_group_name) {
-  auto session = std::make_shared<Session>(group_name, control_group_name);
+void open_session(const GroupNames& names, const std::string& configuration) {
+  auto session = std::make_shared<Session>(names, configuration);
   std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().sessions[group_name] = std::move(session);
+  registry().sessions[names.data] = std::move(session);
 }
 
 void close_session(const std::string& group_name) {

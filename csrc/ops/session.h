@@ -5,10 +5,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "transport/failures.h"
+#include "transport/process_group/control.h"
 #include "transport/transport.h"
 
 namespace distca::ops {
@@ -34,20 +34,33 @@ struct Signature {
 
 enum class Pass { kForward, kBackward };
 
-// One process group that shares attention: its data plane, its control plane and what its ranks
-// have agreed on. The control group is used by nothing else, so that its calls stay in order.
+// Names of a session's process groups: rows, agreement before a step's first layer, planning. Each
+// is used by nothing else and by one thread at a time, so that its calls stay in order.
+struct GroupNames {
+  std::string data;
+  std::string control;
+  std::string planning;
+};
+
+// One group of ranks that shares attention: its transport, its control planes and what the ranks
+// have agreed on.
 class Session {
  public:
-  Session(const std::string& group_name, const std::string& control_group_name);
+  Session(const GroupNames& names, const std::string& configuration);
 
   int64_t rank() const { return rank_; }
   int64_t num_ranks() const { return num_ranks_; }
   transport::Transport& transport() { return *transport_; }
   transport::FailureBoard& failures() { return *failures_; }
+  transport::ControlPlane& planning() { return *planning_; }
 
   // Collective on the first call with a new signature under a plan; free afterwards. Throws on
   // every rank, naming ranks and difference, unless all ranks have the same signature.
   void agree(const Signature& mine);
+
+  // This rank refuses its arguments with `error`. Before the first agreement of a step the others
+  // learn it in agree(), and the group lives on; later they wait for rows, and the group is lost.
+  void refuse(int64_t step, const std::string& error);
 
   // heads_q, heads_kv, head_dim and bytes per element last agreed on; zeros before that.
   std::array<int64_t, 4> attention_shape() const;
@@ -59,11 +72,13 @@ class Session {
   transport::Where current(Pass pass) const;
 
  private:
-  std::vector<Signature> gather(const Signature& mine);
+  bool has_agreed_on(int64_t step) const;
+  std::vector<Signature> gather(const Signature& mine, const std::string& activity);
 
   mutable std::mutex mutex_;
-  c10::intrusive_ptr<c10d::ProcessGroup> control_;
   std::shared_ptr<transport::FailureBoard> failures_;
+  std::unique_ptr<transport::ControlPlane> control_;
+  std::unique_ptr<transport::ControlPlane> planning_;
   std::unique_ptr<transport::Transport> transport_;
   int64_t rank_;
   int64_t num_ranks_;
@@ -74,7 +89,8 @@ class Session {
 };
 
 // Sessions by group name. `find` throws when there is none, naming the call that opens one.
-void open_session(const std::string& group_name, const std::string& control_group_name);
+// `configuration` is what all ranks must have set alike, as text.
+void open_session(const GroupNames& names, const std::string& configuration);
 void close_session(const std::string& group_name);
 std::shared_ptr<Session> find_session(const std::string& group_name);
 

@@ -46,7 +46,11 @@ Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     Shipment inputs = send_to_servers(
         session, where, {{{home_q}, call.layout.queries}, {{home_k, home_v}, call.layout.keys}});
     const auto visiting = inputs.arrive_visiting();
-    return {visiting[0][0].contiguous(), visiting[1][0].contiguous(), visiting[1][1].contiguous()};
+    // Parts of one record; with at most one row contiguous() would leave them sharing memory.
+    const auto own = [](const at::Tensor& part) {
+      return part.clone(at::MemoryFormat::Contiguous);
+    };
+    return {own(visiting[0][0]), own(visiting[1][0]), own(visiting[1][1])};
   });
 }
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <chrono>
 #include <fstream>
+#include <map>
 #include <sstream>
 #include <thread>
 
@@ -15,6 +16,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kPatience{3000};  // how long diagnose() waits for silent ranks
 constexpr std::chrono::milliseconds kPoll{20};
+constexpr const char* kAlarm = "distca/alarm";
 constexpr int64_t kSilent = INT64_MAX;  // order of ranks that did not report an error themselves
 
 std::string host_name() {
@@ -53,17 +55,29 @@ std::string message_of(const std::exception& error) {
 FailureBoard::FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks)
     : store_(std::move(store)), rank_(rank), num_ranks_(num_ranks), self_{host_name(), getpid()} {}
 
-std::string FailureBoard::key(const char* kind, int64_t rank) const {
-  return std::string("distca/") + kind + "/" + std::to_string(rank);
+std::string FailureBoard::key(const std::string& kind, int64_t rank) const {
+  return "distca/" + kind + "/" + std::to_string(rank);
 }
 
-void FailureBoard::introduce() {
-  store_->set(key("process", rank_), self_.host + " " + std::to_string(self_.pid));
+void FailureBoard::introduce(const std::string& configuration) {
+  store_->set(key("process", rank_),
+              self_.host + " " + std::to_string(self_.pid) + " " + configuration);
   processes_.resize(num_ranks_);
+  std::map<std::string, std::string> ranks_by_configuration;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     std::istringstream text(store_->get_to_str(key("process", rank)));
     text >> processes_[rank].host >> processes_[rank].pid;
+    std::string theirs;
+    std::getline(text >> std::ws, theirs);
+    ranks_by_configuration[theirs] += " " + std::to_string(rank);
   }
+  if (ranks_by_configuration.size() == 1) return;
+  std::string text;
+  for (const auto& [theirs, ranks] : ranks_by_configuration) {
+    text += (text.empty() ? "rank(s)" : "; rank(s)") + ranks + ": " + theirs;
+  }
+  TORCH_CHECK_VALUE(false, "distca: ranks disagree on the options: ", text,
+                    ". All ranks of a group need the same version and options.");
 }
 
 void FailureBoard::announce(const std::string& message) noexcept {
@@ -75,9 +89,45 @@ void FailureBoard::announce(const std::string& message) noexcept {
   } catch (const std::exception&) {
     // The store went with its host; the others see that for themselves.
   }
+  alarm();
 }
 
-bool FailureBoard::posted(const char* kind, int64_t rank, std::string& value) noexcept {
+void FailureBoard::alarm() noexcept {
+  try {
+    store_->set(kAlarm, "1");
+  } catch (const std::exception&) {
+    // As above.
+  }
+}
+
+bool FailureBoard::alarmed() noexcept {
+  try {
+    return store_->check({kAlarm});
+  } catch (const std::exception&) {
+    return true;  // the store's host is gone
+  }
+}
+
+std::string FailureBoard::find_deadlock(const Waiting& waiting) noexcept {
+  const std::string kind = "waiting/" + waiting.channel;
+  const std::string point = std::to_string(waiting.num_completed) + " ";
+  try {
+    store_->set(key(kind, rank_), point + waiting.activity);
+  } catch (const std::exception&) {
+    return "";
+  }
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    std::string theirs;
+    if (rank == rank_ || !posted(kind, rank, theirs)) continue;
+    if (theirs.starts_with(point) && theirs != point + waiting.activity) {
+      return "rank " + std::to_string(rank_) + " waits in " + waiting.activity + ", while rank " +
+             std::to_string(rank) + " waits in " + theirs.substr(point.size());
+    }
+  }
+  return "";
+}
+
+bool FailureBoard::posted(const std::string& kind, int64_t rank, std::string& value) noexcept {
   try {
     if (!store_->check({key(kind, rank)})) return false;
     value = store_->get_to_str(key(kind, rank));
@@ -119,6 +169,7 @@ std::string FailureBoard::diagnose(const std::string& own_error) noexcept {
   } catch (const std::exception&) {
     // Without the store only processes of this host can be examined.
   }
+  alarm();
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   std::vector<Finding> findings;
   bool decided = false;

@@ -24,17 +24,33 @@ std::string describe(const Where& where);
 std::string message_of(const std::exception& error);
 
 // What the ranks of a group tell each other, through the group's store, when something breaks.
-// Nothing here waits for a rank that is gone for longer than a few seconds.
+// Nothing here waits for a rank that is gone for longer than a few seconds. A group on whose board
+// a failure stands is lost: its ranks may be anywhere in the step.
 class FailureBoard {
  public:
   FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks);
 
-  // Publishes this rank's host and process, then reads all others'. Collective: every rank calls it
-  // once, and waits for the others no longer than the store's timeout.
-  void introduce();
+  // Publishes this rank's host, process and configuration, then reads all others'. Collective:
+  // every rank calls it once, and waits for the others no longer than the store's timeout. Throws
+  // ValueError on every rank unless all have the same configuration.
+  void introduce(const std::string& configuration);
 
   // Publishes this rank's error; only the first is kept, and none after diagnose(). Never throws.
   void announce(const std::string& message) noexcept;
+
+  // Whether any rank has announced an error or noticed a lost peer.
+  bool alarmed() noexcept;
+
+  // A rank that waits for long says in what, after how many exchanges of a channel.
+  struct Waiting {
+    std::string channel;
+    int64_t num_completed;
+    std::string activity;
+  };
+
+  // Returns a sentence when another rank waits in something else at the same point of the channel:
+  // neither can go on. Empty while there is hope.
+  std::string find_deadlock(const Waiting& waiting) noexcept;
 
   // After communication failed here: waits shortly until the others have reported, noticed it too
   // or are seen to be gone, and returns a sentence that names the ranks at fault, first error
@@ -53,8 +69,9 @@ class FailureBoard {
     std::string text;
   };
 
-  std::string key(const char* kind, int64_t rank) const;
-  bool posted(const char* kind, int64_t rank, std::string& value) noexcept;
+  std::string key(const std::string& kind, int64_t rank) const;
+  void alarm() noexcept;
+  bool posted(const std::string& kind, int64_t rank, std::string& value) noexcept;
   Finding examine(int64_t rank) noexcept;
 
   c10::intrusive_ptr<c10d::Store> store_;

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "../failures.h"
+
+namespace distca::transport {
+
+// Waits for the exchanges of one process group, and gives up as soon as a peer is known to be gone,
+// or to wait for something else: a rank that never sends would hold us until the group's timeout.
+class Patience {
+ public:
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+  Patience(std::shared_ptr<FailureBoard> failures, std::string channel)
+      : failures_(std::move(failures)), channel_(std::move(channel)) {}
+
+  // Runs `communicate`; its failure becomes a DistBackendError with `where` and the ranks at fault.
+  template <typename F>
+  void guard(const Where& where, F&& communicate) {
+    try {
+      communicate();
+    } catch (const std::exception& error) {
+      fail(where, message_of(error));
+    }
+  }
+
+  // One exchange on the CPU; the host waits. `activity` is what all ranks do at this point.
+  void wait_on_host(const Works& works, const Where& where, const std::string& activity);
+
+  // One exchange on a device; its current stream waits.
+  void wait_on_stream(const Works& works, const Where& where);
+
+ private:
+  [[noreturn]] void fail(const Where& where, const std::string& error);
+  void wait_in_slices(c10d::Work& work, const std::string& activity);
+
+  std::shared_ptr<FailureBoard> failures_;
+  std::string channel_;
+  std::mutex mutex_;  // forward and backward passes run on different threads
+  int64_t num_completed_ = 0;
+};
+
+}  // namespace distca::transport
