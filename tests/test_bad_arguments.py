@@ -39,6 +39,8 @@ CORE_ATTENTION = {  # q, k, v and what the message says
     "tokens": (*[THD[1:]] * 3, "q has 7 tokens, but the documents of this rank have 8; pass"),
     "key tokens": (THD, THD[1:], THD[1:], "q has 8 tokens, k 7; expected equal numbers"),
     "meta device": (*[THD.to("meta")] * 3, "q is on meta; expected cpu or cuda"),
+    "k on meta device": (THD, THD.to("meta"), THD, "k is on meta; expected cpu or cuda"),
+    "0-D": (*[THD[0, 0, 0]] * 3, "q has shape []; expected [tokens, heads, head_dim]"),
 }
 
 
@@ -49,10 +51,18 @@ def test_core_attention_refuses(case):
         distca.core_attention(q, k, v, DOCUMENTS)
 
 
-@pytest.mark.parametrize("window_size", [(-2, 0), (0, -7), (1, 2, 3)])
-def test_core_attention_refuses_windows(window_size):
-    with pytest.raises(ValueError, match="window"):
+@pytest.mark.parametrize(
+    "window_size", [(-2, 0), (0, -7), (1, 2, 3), (1.5, 0), "ab", None, 3, (2**31, 0)]
+)
+def test_windows_are_refused(window_size):
+    message = re.escape(f"window_size is {window_size!r}; expected (left, right)")
+    with pytest.raises(ValueError, match=message):
         distca.core_attention(THD, THD, THD, DOCUMENTS, window_size=window_size)
+    with (
+        pytest.raises(ValueError, match=message),
+        distca.documents(DOCUMENTS, window_size=window_size),
+    ):
+        pass
 
 
 def test_sharded_documents_need_a_plan():
@@ -99,6 +109,9 @@ OTHER_CU_SEQLENS = torch.tensor([0, 4, 8], dtype=torch.int32)
         (OTHER_CU_SEQLENS, OTHER_CU_SEQLENS, {}, "cu_seq_q .*same packing"),
         (CU_SEQLENS, OTHER_CU_SEQLENS, {}, "cu_seq_k .*same packing"),
         (CU_SEQLENS[:2], CU_SEQLENS[:2], {}, "cu_seq_q has 2 boundaries"),
+        (CU_SEQLENS[2], CU_SEQLENS, {}, r"cu_seq_q has 1 boundaries up to \[8\]"),
+        (CU_SEQLENS + 0.5 * CU_SEQLENS.clamp(max=1), CU_SEQLENS, {}, "cu_seq_q .*same packing"),
+        (CU_SEQLENS.long() + 2**32, CU_SEQLENS, {}, "cu_seq_q .*same packing"),
         (CU_SEQLENS, CU_SEQLENS, {"return_aux": AuxRequest(lse=True)}, "return_aux.*expected None"),
         (CU_SEQLENS, CU_SEQLENS, {"window_size": (-3, 0)}, "window"),
     ],
@@ -117,8 +130,24 @@ def test_varlen_sees_boundaries_that_changed_in_place():
             distca.varlen_attention(THD, THD, THD, cu_seqlens, cu_seqlens, 5, 5)
 
 
+def test_varlen_compares_boundaries_once(monkeypatch):
+    cu_seq_q, cu_seq_k = CU_SEQLENS.clone(), CU_SEQLENS.clone()
+    documents, read = distca.Documents(CU_SEQLENS), []
+    monkeypatch.setattr(
+        distca.Documents, "cu_seqlens", property(lambda _: read.append(1) or CU_SEQLENS)
+    )
+    with distca.documents(documents):
+        for _ in range(3):
+            distca.varlen_attention(THD, THD, THD, cu_seq_q, cu_seq_k, 5, 5)
+    assert len(read) == 2, "once for cu_seq_q and once for cu_seq_k"
+
+
 @pytest.mark.parametrize(
-    "cu_seqlens", [[], [1, 2], [0, 2, 1], [[0, 1]], [0, -1], 5, [0, 1.5], ["a"], None]
+    "cu_seqlens",
+    [
+        *([], [1, 2], [0, 2, 1], [[0, 1]], [0, -1], 5, [0, 1.5], ["a"], None),
+        *([0, 2**31], [0, 2**70], [0, 2**63 - 1, -2]),
+    ],
 )
 def test_documents_refuse_cu_seqlens(cu_seqlens):
     with pytest.raises(ValueError, match="cu_seqlens"):
@@ -132,6 +161,8 @@ def test_documents_refuse_cu_seqlens(cu_seqlens):
         ([[3]], 0, 1, "lengths"),
         ([2.5], 0, 1, "lengths"),
         ([2**62, 2**62], 0, 1, "lengths"),
+        ([2**32 - 1], 0, 2, "lengths"),
+        (None, 0, 1, "lengths"),
         ([3], 1, 1, "rank is 1"),
         ([3], -1, 2, "rank is -1"),
         ([3], 0, 0, "world_size"),
@@ -181,6 +212,8 @@ TABLES = {
     "text as rows": table(rows="ab"),
     "huge rows": table(rows=[1, 10**400]),
     "rows beyond int64": table(rows=[1, 2**63]),
+    "equal rows": table(rows=[128, 128]),
+    "falling keys": table(keys=[256, 128], seconds=[[1.0, 1.0]] * 2),
     "oversized": table(rows=list(range(1, 5001)), seconds=[[1.0]] * 5000),
     "deep": "[" * 100000,
 }
@@ -214,7 +247,7 @@ def test_an_unknown_group_is_refused():
         ),
         lambda: torch.ops.distca.dispatch(THD, THD, THD, made.layout, made.rows, "unknown"),
         lambda: torch.ops.distca.attention_shape("unknown"),
-        lambda: torch.ops.distca.open_session("unknown", "unknown"),
+        lambda: torch.ops.distca.open_session("unknown", "unknown", "unknown", ""),
     ):
         with pytest.raises((ValueError, RuntimeError), match="unknown"):
             call()

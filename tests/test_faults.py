@@ -68,7 +68,7 @@ def test_the_rank_that_holds_the_store_is_killed(broken_ranks):
 @pytest.mark.parametrize("scenario", ["before_plan", "before_plan_ahead", "inside_plan_ahead"])
 def test_a_rank_killed_while_planning_is_named(broken_ranks, scenario):
     for outcome in survivors_of(broken_ranks, scenario):
-        assert "distca: plan of step 1: " in outcome.error, outcome
+        assert "distca: plan, step 1: " in outcome.error, outcome
 
 
 def use_a_failed_plan_again(rank: int, world_size: int) -> tuple[str, str]:
@@ -89,7 +89,7 @@ def test_after_a_death_every_use_raises(broken_ranks):
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank]
         for step, message in enumerate(outcomes[rank].result, start=1):
-            assert re.search(rf"plan of step {step}: rank 1 is dead", message), message
+            assert re.search(rf"plan, step {step}: rank 1 is dead", message), message
 
 
 FEW_TOKENS = {

@@ -15,6 +15,7 @@ namespace distca::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kPatience{3000};  // how long diagnose() waits for silent ranks
+constexpr std::chrono::milliseconds kGrace{500};      // ... after one at fault is known
 constexpr std::chrono::milliseconds kPoll{20};
 constexpr const char* kAlarm = "distca/alarm";
 constexpr int64_t kSilent = INT64_MAX;  // order of ranks that did not report an error themselves
@@ -80,42 +81,37 @@ void FailureBoard::introduce(const std::string& configuration) {
                     ". All ranks of a group need the same version and options.");
 }
 
-void FailureBoard::announce(const std::string& message) noexcept {
-  if (reported_) return;
-  reported_ = true;
+template <typename F>
+bool FailureBoard::with_store(F&& use) noexcept {
+  if (store_is_lost_) return false;
   try {
-    const int64_t order = store_->add("distca/num_errors", 1);
-    store_->set(key("error", rank_), std::to_string(order) + " " + message);
+    use();
+    return true;
   } catch (const std::exception&) {
-    // The store went with its host; the others see that for themselves.
+    // It went with its host, and every further call would wait for it. Processes can be seen still.
+    store_is_lost_ = true;
+    return false;
   }
-  alarm();
 }
 
-void FailureBoard::alarm() noexcept {
-  try {
+void FailureBoard::announce(const std::string& message) noexcept {
+  if (reported_.exchange(true)) return;
+  with_store([&] {
+    const int64_t order = store_->add("distca/num_errors", 1);
+    store_->set(key("error", rank_), std::to_string(order) + " " + message);
     store_->set(kAlarm, "1");
-  } catch (const std::exception&) {
-    // As above.
-  }
+  });
 }
 
 bool FailureBoard::alarmed() noexcept {
-  try {
-    return store_->check({kAlarm});
-  } catch (const std::exception&) {
-    return true;  // the store's host is gone
-  }
+  bool is_set = false;
+  return !with_store([&] { is_set = store_->check({kAlarm}); }) || is_set;
 }
 
 std::string FailureBoard::find_deadlock(const Waiting& waiting) noexcept {
   const std::string kind = "waiting/" + waiting.channel;
   const std::string point = std::to_string(waiting.num_completed) + " ";
-  try {
-    store_->set(key(kind, rank_), point + waiting.activity);
-  } catch (const std::exception&) {
-    return "";
-  }
+  with_store([&] { store_->set(key(kind, rank_), point + waiting.activity); });
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     std::string theirs;
     if (rank == rank_ || !posted(kind, rank, theirs)) continue;
@@ -128,13 +124,12 @@ std::string FailureBoard::find_deadlock(const Waiting& waiting) noexcept {
 }
 
 bool FailureBoard::posted(const std::string& kind, int64_t rank, std::string& value) noexcept {
-  try {
-    if (!store_->check({key(kind, rank)})) return false;
-    value = store_->get_to_str(key(kind, rank));
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
+  bool is_there = false;
+  with_store([&] {
+    is_there = store_->check({key(kind, rank)});
+    if (is_there) value = store_->get_to_str(key(kind, rank));
+  });
+  return is_there;
 }
 
 FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
@@ -146,9 +141,12 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
             name + " failed: " + value.substr(space + 1)};
   }
   if (posted("lost", rank, value)) return {Verdict::kInnocent, 0, ""};
-  if (static_cast<int64_t>(processes_.size()) != num_ranks_) return {};
+  const Finding unknown{
+      Verdict::kUnknown, kSilent,
+      name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
+  if (static_cast<int64_t>(processes_.size()) != num_ranks_) return unknown;
   const Process& process = processes_[rank];
-  if (process.host != self_.host) return {};
+  if (process.host != self_.host) return unknown;
   const char state = process_state(process.pid);
   if (state == 0 || state == 'Z' || state == 'X') {
     return {Verdict::kAtFault, kSilent,
@@ -159,46 +157,43 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
         Verdict::kAtFault, kSilent,
         name + " is stopped (process " + std::to_string(process.pid) + ", SIGSTOP or a debugger)"};
   }
-  return {};
+  return unknown;
+}
+
+std::vector<FailureBoard::Finding> FailureBoard::examine_all() noexcept {
+  std::vector<Finding> findings;
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    if (rank != rank_) findings.push_back(examine(rank));
+  }
+  return findings;
 }
 
 std::string FailureBoard::diagnose(const std::string& own_error) noexcept {
   reported_ = true;
-  try {
+  with_store([&] {
     store_->set(key("lost", rank_), "1");
-  } catch (const std::exception&) {
-    // Without the store only processes of this host can be examined.
-  }
-  alarm();
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  std::vector<Finding> findings;
-  bool decided = false;
-  while (!decided && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(kPoll);
-    findings.clear();
-    decided = true;
-    for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-      if (rank == rank_) continue;
-      Finding finding = examine(rank);
-      if (finding.verdict == Verdict::kUnknown) {
-        decided = false;
-        finding.text = "rank " + std::to_string(rank) + " has not answered for " +
-                       std::to_string(kPatience.count() / 1000) + " s";
-        finding.order = kSilent;
-      }
-      if (finding.verdict != Verdict::kInnocent) findings.push_back(std::move(finding));
-    }
-  }
-  const bool any_at_fault = std::any_of(findings.begin(), findings.end(), [](const Finding& f) {
-    return f.verdict == Verdict::kAtFault;
+    store_->set(kAlarm, "1");
   });
+  const auto has = [](const std::vector<Finding>& findings, Verdict verdict) {
+    return std::any_of(findings.begin(), findings.end(),
+                       [verdict](const Finding& finding) { return finding.verdict == verdict; });
+  };
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<Finding> findings;
+  auto patience = kPatience;
+  do {
+    std::this_thread::sleep_for(kPoll);
+    findings = examine_all();
+    // Others may be busy for long; once somebody is known to be at fault, they matter little.
+    if (has(findings, Verdict::kAtFault)) patience = std::min(patience, kGrace);
+  } while (has(findings, Verdict::kUnknown) && std::chrono::steady_clock::now() < start + patience);
+
+  const Verdict blamed = has(findings, Verdict::kAtFault) ? Verdict::kAtFault : Verdict::kUnknown;
   std::stable_sort(findings.begin(), findings.end(),
                    [](const Finding& a, const Finding& b) { return a.order < b.order; });
   std::string text;
   for (const Finding& finding : findings) {
-    // A silent rank is a suspect only if nobody is known to be at fault: it may be busy.
-    if (any_at_fault && finding.verdict != Verdict::kAtFault) continue;
-    text += (text.empty() ? "" : "; ") + finding.text;
+    if (finding.verdict == blamed) text += (text.empty() ? "" : "; ") + finding.text;
   }
   if (text.empty()) text = "the connection broke, and every rank noticed it";
   return text + ". Restart the job from its last checkpoint. The transport said: " + own_error;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <string>
@@ -70,16 +71,19 @@ class FailureBoard {
   };
 
   std::string key(const std::string& kind, int64_t rank) const;
-  void alarm() noexcept;
+  template <typename F>
+  bool with_store(F&& use) noexcept;
   bool posted(const std::string& kind, int64_t rank, std::string& value) noexcept;
   Finding examine(int64_t rank) noexcept;
+  std::vector<Finding> examine_all() noexcept;
 
   c10::intrusive_ptr<c10d::Store> store_;
   int64_t rank_;
   int64_t num_ranks_;
   Process self_;
   std::vector<Process> processes_;  // [num_ranks_], empty before introduce()
-  bool reported_ = false;
+  std::atomic<bool> reported_ = false;
+  std::atomic<bool> store_is_lost_ = false;
 };
 
 }  // namespace distca::transport
