@@ -229,8 +229,8 @@ def _check_boundaries(packed: Documents, cu_seqlens: Tensor, name: str) -> None:
     given = cu_seqlens.detach().cpu()
     if given.shape != expected.shape or not (given == expected).all():
         raise ValueError(
-            f"{name} has {given.numel()} boundaries up to {given.flatten()[-1:].tolist()}, but the documents "
-            f"in force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
+            f"{name} has {given.numel()} boundaries up to {given.flatten()[-1:].tolist()}, but "
+            f"the documents in force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
             "distca.documents with the same packing"
         )
     _compared[cu_seqlens] = (version, weakref.ref(packed))
