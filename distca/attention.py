@@ -99,15 +99,15 @@ def core_attention(
     right): position p of a document sees [p - left, p + right]; -1 is no limit. softmax_scale
     defaults to head_dim ** -0.5. Returns out, like q.
 
-    Documents without a plan for this window are computed on this rank. Differentiable once. Raises
-    ValueError for bad arguments, on every rank of a planned group, before any row is sent;
+    Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
+    bad arguments before any row is sent, in a step's first layer on every rank of a planned group;
     torch.distributed.DistBackendError when a rank of the group is lost.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
     made = _plan_for(documents, check_window(window_size), q.device)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
-    scale = softmax_scale if softmax_scale is not None else max(1, *q.shape[-1:]) ** -0.5
+    scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
     out, _ = torch.ops.distca.core_attention(
         q, k, v, made.layout, made.rows, scale, made.group_name
     )

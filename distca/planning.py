@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distca.cost import AttentionShape, cost_tensor, link_bytes_per_second
-from distca.documents import Documents
+from distca.cost import AttentionShape, check_device, cost_tensor, link_bytes_per_second
+from distca.documents import Documents, check_window
 from distca.options import Options
 from distca.session import Session, init
 
@@ -127,18 +127,20 @@ def plan(
     Raises ValueError on every rank when ranks disagree on version, options, step or window, or when
     documents that cross ranks do not fit together, before any row is sent.
     """
+    window_size = check_window(window_size)
     session = init(group)
     device = torch.device(device if device is not None else session.device_type)
+    check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     step = session.num_plans
     session.num_plans += 1
-    problem = _Problem(session.rank, session.num_ranks, tuple(window_size), device.type, step)
+    problem = _Problem(session.rank, session.num_ranks, window_size, device.type, step)
     pending = session.planner.submit(
         _make, session, documents, problem, _shape_words(session, shape)
     )
     made = Plan(pending, device, session.group_name)
-    documents._plans[tuple(window_size)] = made
+    documents._plans[window_size] = made
     documents._group = group
     return made if ahead else made.wait()
 

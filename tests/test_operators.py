@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.library import opcheck
 
 import distca
+from distca.cost import cost_tensor
 from distca.planning import local_plan
 
 ops = torch.ops.distca
@@ -40,6 +41,35 @@ def compose(q, k, v, plan: distca.Plan, softmax_scale: float):
     home = ops.attend(q, k, v, layout, rows, softmax_scale, "home")
     served = ops.attend(*visiting, layout, rows, softmax_scale, "visiting")
     return ops.combine(*home, *served, layout, rows, group_name)
+
+
+def made_for(device_type: str, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layout of one of `num_ranks` ranks, all of which hold parts of a global pack."""
+    lengths = [90, 3, 200, 1, 40]
+    pieces = torch.cat(
+        [distca.Documents.sharded(lengths, r, num_ranks).pieces(r) for r in range(num_ranks)]
+    )
+    options = distca.Options()
+    shape = distca.AttentionShape(4, 2, 8, 8)
+    plan, _ = ops.plan(
+        pieces, num_ranks, -1, 0, cost_tensor(options, shape, "cpu"), shape.row_bytes(), 1e9, 0.02
+    )
+    return ops.layout(pieces, plan, rank, 0, device_type)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_layouts_of_all_devices_hold_the_same_tasks(rank):
+    on_cpu, for_cuda = made_for("cpu", rank, 4), made_for("cuda", rank, 4)
+    num_home_rows, (num_q, num_k) = on_cpu[0][5].item(), on_cpu[0][9:11].tolist()
+    for tasks, num_q_rows, num_k_rows in (
+        ("home", num_home_rows, num_home_rows),
+        ("visiting", num_q, num_k),
+    ):
+        q = torch.randn(num_q_rows, 4, 8, dtype=torch.float64)
+        k = torch.randn(num_k_rows, 2, 8, dtype=torch.float64)
+        expected = ops.attend(q, k, k, *on_cpu, SCALE, tasks)
+        results = ops.attend(q, k, k, *for_cuda, SCALE, tasks)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def check_operators(rank: int, world_size: int) -> int:

@@ -82,7 +82,7 @@ void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const std::st
     return;
   }
 #endif
-  host.push_back(0);  // no waves
+  host.insert(host.end(), {0, 0});  // no waves, no order
   device_section(std::vector<int32_t>{});
 }
 
@@ -163,7 +163,7 @@ attention::TaskList Reader::tasks() {
     const std::vector<int64_t> w = counts(5);
     list.waves.push_back({w[0], w[1], w[2], w[3], w[4]});
   }
-  if (num_waves > 0) list.wave_order = counts(word());
+  list.wave_order = counts(word());
   list.cu_seqlens = device_section();
   return list;
 }
