@@ -31,40 +31,48 @@ std::vector<std::vector<at::Tensor>> Shipment::arrive_visiting() {
   return cargos;
 }
 
-Shipment send_to_servers(Session& session, const transport::Where& where,
-                         const std::vector<Cargo>& home) {
+namespace {
+
+// Starts one exchange; `pack(cargo, record)` gives each cargo's rows and counts.
+template <typename Pack>
+Shipment ship(Session& session, const transport::Where& where, const std::vector<Cargo>& cargos,
+              Pack&& pack) {
   std::vector<transport::Record> records;
   std::vector<const Route*> routes;
   std::vector<transport::RowBatch> batches;
-  for (const Cargo& cargo : home) {
+  for (const Cargo& cargo : cargos) {
     const transport::Record& record = records.emplace_back(cargo.tensors);
-    const at::Tensor rows = record.allocate(cargo.route.home_row.size(0));
-    for (size_t idx = 0; idx < cargo.tensors.size(); ++idx) {
-      transport::gather_rows(cargo.tensors[idx], cargo.route.home_row, record.part(rows, idx));
-    }
     routes.push_back(&cargo.route);
-    batches.push_back({rows, cargo.route.counts});
+    batches.push_back(pack(cargo, record));
   }
   auto exchange = session.transport().start(batches, where);
   return {std::move(records), std::move(routes), std::move(exchange)};
 }
 
+}  // namespace
+
+Shipment send_to_servers(Session& session, const transport::Where& where,
+                         const std::vector<Cargo>& home) {
+  return ship(session, where, home, [](const Cargo& cargo, const transport::Record& record) {
+    const auto& [tensors, route] = cargo;
+    const at::Tensor rows = record.allocate(route.home_row.size(0));
+    for (size_t idx = 0; idx < tensors.size(); ++idx) {
+      transport::gather_rows(tensors[idx], route.home_row, record.part(rows, idx));
+    }
+    return transport::RowBatch{rows, route.counts};
+  });
+}
+
 Shipment send_home(Session& session, const transport::Where& where,
                    const std::vector<Cargo>& visiting) {
-  std::vector<transport::Record> records;
-  std::vector<const Route*> routes;
-  std::vector<transport::RowBatch> batches;
-  for (const Cargo& cargo : visiting) {
-    const transport::Record& record = records.emplace_back(cargo.tensors);
-    const at::Tensor rows = record.allocate(cargo.route.num_visiting);
-    for (size_t idx = 0; idx < cargo.tensors.size(); ++idx) {
-      transport::scatter_rows(cargo.tensors[idx], cargo.route.slot, record.part(rows, idx));
+  return ship(session, where, visiting, [](const Cargo& cargo, const transport::Record& record) {
+    const auto& [tensors, route] = cargo;
+    const at::Tensor rows = record.allocate(route.num_visiting);
+    for (size_t idx = 0; idx < tensors.size(); ++idx) {
+      transport::scatter_rows(tensors[idx], route.slot, record.part(rows, idx));
     }
-    routes.push_back(&cargo.route);
-    batches.push_back({rows, {cargo.route.counts.recv, cargo.route.counts.send}});
-  }
-  auto exchange = session.transport().start(batches, where);
-  return {std::move(records), std::move(routes), std::move(exchange)};
+    return transport::RowBatch{rows, {route.counts.recv, route.counts.send}};
+  });
 }
 
 }  // namespace distca::ops
