@@ -17,13 +17,18 @@ namespace {
 constexpr std::chrono::milliseconds kPatience{3000};  // how long diagnose() waits for silent ranks
 constexpr std::chrono::milliseconds kGrace{500};      // ... after one at fault is known
 constexpr std::chrono::milliseconds kPoll{20};
+constexpr const char* kUnknown = "unknown";
 constexpr const char* kAlarm = "distca/alarm";
 constexpr int64_t kSilent = INT64_MAX;  // order of ranks that did not report an error themselves
 
-std::string host_name() {
-  std::array<char, 256> name{};
-  gethostname(name.data(), name.size() - 1);
-  return name.data();
+// Equal for processes that can see each other in /proc: one boot of one machine, one PID namespace
+// (containers may share a host's name). No spaces.
+std::string process_space() {
+  std::string boot = kUnknown;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::array<char, 64> pids{};
+  const ssize_t length = readlink("/proc/self/ns/pid", pids.data(), pids.size() - 1);
+  return boot + "/" + (length > 0 ? pids.data() : kUnknown);
 }
 
 // State letter of a process of this host (proc(5)): 'Z' dead but not reaped, 'T' stopped; 0 if
@@ -54,7 +59,10 @@ std::string message_of(const std::exception& error) {
 }
 
 FailureBoard::FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks)
-    : store_(std::move(store)), rank_(rank), num_ranks_(num_ranks), self_{host_name(), getpid()} {}
+    : store_(std::move(store)),
+      rank_(rank),
+      num_ranks_(num_ranks),
+      self_{process_space(), getpid()} {}
 
 std::string FailureBoard::key(const std::string& kind, int64_t rank) const {
   return "distca/" + kind + "/" + std::to_string(rank);
@@ -62,12 +70,12 @@ std::string FailureBoard::key(const std::string& kind, int64_t rank) const {
 
 void FailureBoard::introduce(const std::string& configuration) {
   store_->set(key("process", rank_),
-              self_.host + " " + std::to_string(self_.pid) + " " + configuration);
+              self_.space + " " + std::to_string(self_.pid) + " " + configuration);
   processes_.resize(num_ranks_);
   std::map<std::string, std::string> ranks_by_configuration;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     std::istringstream text(store_->get_to_str(key("process", rank)));
-    text >> processes_[rank].host >> processes_[rank].pid;
+    text >> processes_[rank].space >> processes_[rank].pid;
     std::string theirs;
     std::getline(text >> std::ws, theirs);
     ranks_by_configuration[theirs] += " " + std::to_string(rank);
@@ -146,7 +154,8 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
       name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
   if (static_cast<int64_t>(processes_.size()) != num_ranks_) return unknown;
   const Process& process = processes_[rank];
-  if (process.host != self_.host) return unknown;
+  if (process.space != self_.space || self_.space.find(kUnknown) != std::string::npos)
+    return unknown;
   const char state = process_state(process.pid);
   if (state == 0 || state == 'Z' || state == 'X') {
     return {Verdict::kAtFault, kSilent,

@@ -31,7 +31,7 @@ class FailureBoard {
  public:
   FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks);
 
-  // Publishes this rank's host, process and configuration, then reads all others'. Collective:
+  // Publishes this rank's process and configuration, then reads all others'. Collective:
   // every rank calls it once, and waits for the others no longer than the store's timeout. Throws
   // ValueError on every rank unless all have the same configuration.
   void introduce(const std::string& configuration);
@@ -60,7 +60,7 @@ class FailureBoard {
 
  private:
   struct Process {
-    std::string host;
+    std::string space;  // within which process ids mean something
     int64_t pid = 0;
   };
   enum class Verdict { kUnknown, kInnocent, kAtFault };
