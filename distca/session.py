@@ -49,12 +49,16 @@ class Session:
     """This rank's part in a group. Groups of its own keep its traffic apart from the model's."""
 
     options: Options
+    group: ProcessGroup
+    """The group that init was given."""
     rank: int
     num_ranks: int
     data: ProcessGroup | None = None
     """Rows travel here. None with one rank."""
     planning: ProcessGroup | None = None
     """Pieces are exchanged here (gloo), by the planner thread alone."""
+    control: ProcessGroup | None = None
+    """Ranks agree here (gloo) before a step's first layer."""
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
 
@@ -68,8 +72,7 @@ class Session:
         """Where this group's attention runs by default."""
         if not torch.cuda.is_available():
             return "cpu"
-        backends = dist.get_backend_config(self.data) if self.data is not None else "nccl"
-        return "cuda" if "nccl" in str(backends) else "cpu"
+        return "cuda" if "nccl" in str(dist.get_backend_config(self.group)) else "cpu"
 
     def announce(self, error: BaseException) -> None:
         """Tells the other ranks what went wrong on this one."""
@@ -101,7 +104,7 @@ def init(group: ProcessGroup | None = None, options: Options | None = None) -> S
         )
     group = group if group is not None else dist.group.WORLD
     wanted = options if options is not None else _defaults[0]
-    found = _sessions.get(group.group_name)
+    found = find(group)
     if found is not None:
         if options is not None and found.options != options:
             raise ValueError(
@@ -109,7 +112,7 @@ def init(group: ProcessGroup | None = None, options: Options | None = None) -> S
                 "call distca.close(group) first"
             )
         return found
-    session = Session(wanted, dist.get_rank(group), dist.get_world_size(group))
+    session = Session(wanted, group, dist.get_rank(group), dist.get_world_size(group))
     if session.num_ranks > 1:
         _open_groups(session, group)
     _sessions[group.group_name] = session
@@ -120,20 +123,38 @@ def init(group: ProcessGroup | None = None, options: Options | None = None) -> S
 def _open_groups(session: Session, group: ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
     timeout = timedelta(seconds=session.options.timeout_s)
+    # Ranks outside a subgroup do not take part; then names are made of what each rank has counted.
+    is_subgroup = len(ranks) < dist.get_world_size()
+    if is_subgroup:
+        _check_equal_group_counts(group)
 
     def new_group(backend: str, options=None) -> ProcessGroup:
         return dist.new_group(
-            ranks, timeout, backend, pg_options=options, use_local_synchronization=True
+            ranks, timeout, backend, pg_options=options, use_local_synchronization=is_subgroup
         )
 
     backend = str(dist.get_backend_config(group))
     session.data = new_group(backend, _urgent(backend, timeout))
     session.planning = new_group("gloo")
-    control = new_group("gloo")
+    session.control = new_group("gloo")
     configuration = f"version {torch.ops.distca.version()} {session.options}"
     torch.ops.distca.open_session(
-        session.group_name, control.group_name, session.planning.group_name, configuration
+        session.group_name, session.control.group_name, session.planning.group_name, configuration
     )
+
+
+def _check_equal_group_counts(group: ProcessGroup) -> None:
+    """Torch names a group of some ranks by how many groups each of them is in; where that differs
+    they would wait for each other under different names."""
+    device = "cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"
+    own = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=device)
+    counts = own.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(counts, own, group=group)
+    if (counts != own).any():
+        raise ValueError(
+            f"distca.init: the ranks of this group are in {counts.tolist()} process groups; create "
+            "groups that only some ranks are in after distca.init, or give every rank as many"
+        )
 
 
 def _urgent(backend: str, timeout: timedelta):
@@ -150,7 +171,9 @@ def find(group: ProcessGroup | None = None) -> Session | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = group if group is not None else dist.group.WORLD
-    return _sessions.get(group.group_name)
+    found = _sessions.get(group.group_name)
+    # After torch.distributed was ended and initialised again, a new group has the old one's name.
+    return found if found is not None and found.group is group else None
 
 
 def close(group: ProcessGroup | None = None) -> None:
@@ -163,6 +186,8 @@ def close(group: ProcessGroup | None = None) -> None:
     session.planner.close()
     if session.data is not None:
         torch.ops.distca.close_session(session.group_name)
+        for own in (session.data, session.planning, session.control):
+            dist.destroy_process_group(own)
 
 
 def _announce_uncaught_exceptions() -> None:
@@ -172,9 +197,11 @@ def _announce_uncaught_exceptions() -> None:
         return
 
     def hook(kind, error, traceback):
-        for session in list(_sessions.values()):
-            session.announce(error)
-        previous(kind, error, traceback)
+        try:
+            for session in list(_sessions.values()):
+                session.announce(error)
+        finally:
+            previous(kind, error, traceback)
 
     hook.announces_to_distca = True
     sys.excepthook = hook

@@ -66,7 +66,7 @@ def _serve(
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -85,7 +85,7 @@ class Ranks:
         self.world_size = world_size
         self._outcomes = context.Queue()
         self._calls = [context.Queue() for _ in range(world_size)]
-        port = _free_port()
+        port = free_port()
         self.processes = [
             context.Process(
                 target=_serve,

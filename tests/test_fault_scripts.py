@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kill_at import VICTIM
-from ranks import _free_port
+from ranks import free_port
 
 import distca
 
@@ -45,7 +45,7 @@ def environment():
 
 def run_ranks(fault: str, environment: dict[str, str], folder: Path) -> list[tuple[int, str]]:
     """(exit code, standard error) of three ranks started by hand."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "3"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     processes = []
     for rank in range(3):
         with (folder / f"{rank}").open("w") as stderr:
@@ -99,7 +99,7 @@ def test_torchrun_ends_with_the_error(environment, fault):
     started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3",
-         "--master-port", str(_free_port()), str(SCRIPT), fault],
+         "--master-port", str(free_port()), str(SCRIPT), fault],
         env=environment, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert result.returncode != 0

@@ -91,6 +91,17 @@ Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
   return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
 }
 
+void check_saved_rows(const at::Tensor& tensor, const char* name, const at::Tensor& q) {
+  TORCH_CHECK_VALUE(tensor.sizes() == q.sizes().slice(0, tensor.dim()) && tensor.dim() >= 2, name,
+                    " has shape ", tensor.sizes(), ", q ", q.sizes(),
+                    "; expected what the forward pass gave for this q");
+}
+
+void check_num_rows(const at::Tensor& tensor, const char* name, int64_t expected) {
+  TORCH_CHECK_VALUE(tensor.dim() >= 2 && tensor.size(0) == expected, name, " has shape ",
+                    tensor.sizes(), "; expected ", expected, " rows, as the layout says");
+}
+
 at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
   int64_t expected = 1;
   for (int64_t dim = tensor.dim() - 1; dim > 0; --dim) {
@@ -120,7 +131,11 @@ Call begin_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       call.session->num_ranks(), "; plan over this group");
     call.inputs = check_inputs(q, k, v, call.layout);
   } catch (const std::exception& error) {
-    call.session->refuse(call.layout.step, transport::message_of(error));
+    try {
+      call.session->refuse(call.layout.step, transport::message_of(error));
+    } catch (const std::exception&) {
+      // Telling the others failed; this rank's own error is the one to report.
+    }
     throw;
   }
   call.session->agree(signature_of(call.layout, q, k, softmax_scale));

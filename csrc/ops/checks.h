@@ -22,6 +22,12 @@ struct Inputs {
 Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     const Layout& layout);
 
+// `tensor` [tokens, heads(, head_dim)] is of q's rows and heads.
+void check_saved_rows(const at::Tensor& tensor, const char* name, const at::Tensor& q);
+
+// `tensor` has `expected` rows, those of the layout.
+void check_num_rows(const at::Tensor& tensor, const char* name, int64_t expected);
+
 // A tensor whose rows are contiguous: itself, or a copy.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 

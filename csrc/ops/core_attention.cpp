@@ -1,5 +1,7 @@
 #include "core_attention.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include "attention/delta.h"
 #include "checks.h"
 #include "movement.h"
@@ -64,6 +66,7 @@ Backward balanced_backward(const Call& call, const at::Tensor& grad_out, const a
 Forward core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                        c10::string_view group_name) {
+  const c10::DeviceGuard guard(q.device());
   const Call call = begin_call(q, k, v, layout, rows, softmax_scale, std::string(group_name));
   const attention::Params params{call.layout.mask, softmax_scale};
   if (!call.session) {
@@ -78,6 +81,7 @@ Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q
                                  const at::Tensor& lse, const at::Tensor& layout,
                                  const at::Tensor& rows, double softmax_scale,
                                  c10::string_view group_name) {
+  const c10::DeviceGuard guard(q.device());
   const Call call = begin_call(q, k, v, layout, rows, softmax_scale, std::string(group_name));
   const attention::Params params{call.layout.mask, softmax_scale};
   const at::Tensor grad = grad_out.contiguous();
@@ -85,7 +89,12 @@ Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q
     return attention::backward(grad, call.inputs.q, call.inputs.k, call.inputs.v,
                                {lse, at::Tensor(), out}, call.layout.home, params);
   }
-  return announcing(*call.session, [&] { return balanced_backward(call, grad, out, lse, params); });
+  return announcing(*call.session, [&] {
+    check_saved_rows(grad, "grad_out", q);
+    check_saved_rows(out, "out", q);
+    check_saved_rows(lse, "lse", q);
+    return balanced_backward(call, grad, out.contiguous(), lse.contiguous(), params);
+  });
 }
 
 }  // namespace distca::ops

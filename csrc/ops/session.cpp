@@ -161,7 +161,8 @@ void Session::agree(const Signature& mine) {
 void Session::refuse(int64_t step, const std::string& error) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (has_agreed_on(step)) return failures_->announce(error);
+    // Without a readable layout (step -1) the others are taken to be further on already.
+    if (has_agreed_on(step) || (step < 0 && !agreed_.empty())) return failures_->announce(error);
   }
   Signature refused;
   refused.values[Signature::kRefused] = 1;

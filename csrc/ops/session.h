@@ -48,7 +48,6 @@ class Session {
  public:
   Session(const GroupNames& names, const std::string& configuration);
 
-  int64_t rank() const { return rank_; }
   int64_t num_ranks() const { return num_ranks_; }
   transport::Transport& transport() { return *transport_; }
   transport::FailureBoard& failures() { return *failures_; }

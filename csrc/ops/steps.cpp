@@ -1,6 +1,7 @@
 #include "steps.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 
 #include "checks.h"
 #include "movement.h"
@@ -27,6 +28,16 @@ at::Tensor no_rows(const at::Tensor& home) {
   return home.narrow(0, 0, 0).clone();
 }
 
+// Runs `check`; the other ranks of a session are told if it throws.
+template <typename F>
+void check_first(const std::shared_ptr<Session>& session, F&& check) {
+  if (session) {
+    announcing(*session, check);
+  } else {
+    check();
+  }
+}
+
 // The session of a call whose ranks agreed when its dispatch began.
 std::shared_ptr<Session> session_of(const Layout& layout, c10::string_view group_name) {
   return layout.moves_rows ? find_session(std::string(group_name)) : nullptr;
@@ -36,6 +47,7 @@ std::shared_ptr<Session> session_of(const Layout& layout, c10::string_view group
 
 Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
+  const c10::DeviceGuard guard(q.device());
   const double no_scale = 0;
   const Call call = begin_call(q, k, v, layout, rows, no_scale, std::string(group_name));
   const auto& [home_q, home_k, home_v] = call.inputs;
@@ -57,11 +69,17 @@ Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& visiting_grad_k,
                          const at::Tensor& visiting_grad_v, const at::Tensor& layout,
                          const at::Tensor& rows, c10::string_view group_name) {
+  const c10::DeviceGuard guard(visiting_grad_q.device());
   const Layout plan = decode_layout(layout, rows);
+  const auto session = session_of(plan, group_name);
+  check_first(session, [&] {
+    check_num_rows(visiting_grad_q, "visiting_grad_q", plan.queries.num_visiting);
+    check_num_rows(visiting_grad_k, "visiting_grad_k", plan.keys.num_visiting);
+    check_num_rows(visiting_grad_v, "visiting_grad_v", plan.keys.num_visiting);
+  });
   const at::Tensor dq = home_zeros(visiting_grad_q, plan);
   const at::Tensor dk = home_zeros(visiting_grad_k, plan);
   const at::Tensor dv = home_zeros(visiting_grad_v, plan);
-  const auto session = session_of(plan, group_name);
   if (!session) return {dq, dk, dv};
   return announcing(*session, [&]() -> Triple {
     const transport::Where where = session->current(Pass::kBackward).in("combine");
@@ -80,6 +98,7 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
 
 Pair attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
             const at::Tensor& rows, double softmax_scale, c10::string_view tasks) {
+  const c10::DeviceGuard guard(q.device());
   const Layout plan = decode_layout(layout, rows);
   auto [out, lse] =
       attention::forward(with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v),
@@ -95,6 +114,7 @@ Triple attend_backward(const at::Tensor& grad_out, const at::Tensor& q, const at
                        const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
                        const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                        c10::string_view tasks) {
+  const c10::DeviceGuard guard(grad_out.device());
   const Layout plan = decode_layout(layout, rows);
   auto [dq, dk, dv] =
       attention::backward(grad_out.contiguous(), with_contiguous_rows(q), with_contiguous_rows(k),
@@ -107,10 +127,17 @@ Triple attend_backward(const at::Tensor& grad_out, const at::Tensor& q, const at
 Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& visiting_out,
              const at::Tensor& visiting_lse, const at::Tensor& layout, const at::Tensor& rows,
              c10::string_view group_name) {
+  const c10::DeviceGuard guard(out.device());
   const Layout plan = decode_layout(layout, rows);
-  at::Tensor all_out = out.clone();
-  at::Tensor all_lse = lse.clone();
   const auto session = session_of(plan, group_name);
+  check_first(session, [&] {
+    check_num_rows(out, "out", plan.num_home_rows);
+    check_num_rows(lse, "lse", plan.num_home_rows);
+    check_num_rows(visiting_out, "visiting_out", plan.queries.num_visiting);
+    check_num_rows(visiting_lse, "visiting_lse", plan.queries.num_visiting);
+  });
+  at::Tensor all_out = out.clone(at::MemoryFormat::Contiguous);
+  at::Tensor all_lse = lse.clone(at::MemoryFormat::Contiguous);
   if (!session) return {all_out, all_lse};
   return announcing(*session, [&]() -> Pair {
     const transport::Where where = session->current(Pass::kForward).in("combine");
@@ -126,11 +153,13 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
 
 Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, const at::Tensor& rows,
                       c10::string_view group_name) {
+  const c10::DeviceGuard guard(grad_out.device());
   const Layout plan = decode_layout(layout, rows);
+  const auto session = session_of(plan, group_name);
+  check_first(session, [&] { check_num_rows(grad_out, "grad_out", plan.num_home_rows); });
   const at::Tensor grad = grad_out.contiguous();
   at::Tensor home_grad = grad.clone();
   zero_sent_rows(home_grad, plan);
-  const auto session = session_of(plan, group_name);
   if (!session) return {home_grad, no_rows(grad)};
   return announcing(*session, [&]() -> Pair {
     const transport::Where where = session->enter(Pass::kBackward).in("dispatch");

@@ -11,7 +11,7 @@ namespace distca::transport {
 
 // Where in a step a rank communicates, for the error that names it.
 struct Where {
-  const char* phase;  // "plan", "agree", "dispatch", "combine"
+  const char* phase;  // "plan", "agreement", "dispatch", "combine"
   const char* pass;   // "forward", "backward"; "" outside the layers
   int64_t layer;      // attention calls of this pass under the current plan, from 0; -1 outside
   int64_t step;       // plans this group has used before; -1 before the first

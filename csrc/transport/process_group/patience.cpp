@@ -22,7 +22,11 @@ void Patience::wait_in_slices(c10d::Work& work, const std::string& activity) {
       work.wait(kSlice);
       return;
     } catch (const std::exception&) {
-      if (work.isCompleted()) throw;  // not the slice but the operation has ended
+      // The slice is over, or the operation has failed; or it ended just now.
+    }
+    if (work.isCompleted()) {
+      work.wait();
+      return;
     }
     TORCH_CHECK(!failures_->alarmed(), "given up, because a rank of the group has failed");
     const std::string deadlock = failures_->find_deadlock({channel_, num_completed_, activity});

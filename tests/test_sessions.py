@@ -1,0 +1,112 @@
+"""Opening and closing groups beside what else a program does with torch.distributed."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Case
+from ranks import Ranks, free_port
+from small_step import SHARDED, small_step
+
+import distca
+
+
+@pytest.fixture
+def fresh_ranks():
+    started = Ranks(3)
+    yield started
+    started.stop()
+
+
+def train(rank: int, world_size: int, group=None) -> list[float]:
+    step = small_step(rank, world_size, SHARDED)
+    distca.plan(step.documents, group=group)
+    out = step.attend()
+    out.sum().backward()
+    return [out.detach().sum().item(), step.q.grad.sum().item()]
+
+
+def train_beside_a_group_of_one_rank(rank: int, world_size: int) -> list[float]:
+    dist.new_group([0])
+    return train(rank, world_size)
+
+
+def test_other_groups_may_have_fewer_ranks(fresh_ranks):
+    assert len(fresh_ranks.run(train_beside_a_group_of_one_rank, timeout_s=40)) == 3
+
+
+PAIR = Case([[300, 11], [5]], dtype=torch.float32)
+
+
+def train_in_a_subgroup(rank: int, world_size: int, uneven: bool) -> str:
+    group = dist.new_group([0, 1])
+    if uneven:
+        dist.new_group([0])
+    if rank == 2:
+        return ""
+    try:
+        step = small_step(rank, 2, PAIR)
+        distca.plan(step.documents, group=group)
+        step.attend().sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_subgroup_trains_or_says_why_not(fresh_ranks, uneven):
+    said = fresh_ranks.run(train_in_a_subgroup, uneven, timeout_s=40)
+    if uneven:
+        assert all("process groups; create groups that only some" in each for each in said[:2])
+    else:
+        assert said == ["trained", "trained", ""]
+
+
+def open_close_and_start_again(rank: int, world_size: int, port: int) -> bool:
+    first = distca.init()
+    before = train(rank, world_size)
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    distca.close()
+    assert len(dist.distributed_c10d._world.pg_names) == num_groups - 3
+    assert distca.init() is not first
+    assert train(rank, world_size) == before
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=40),
+    )
+    assert distca.init().group is dist.group.WORLD
+    return train(rank, world_size) == before
+
+
+def test_a_group_can_be_closed_and_torch_distributed_started_again(fresh_ranks):
+    assert all(fresh_ranks.run(open_close_and_start_again, free_port(), timeout_s=60))
+
+
+def wrong_rows_in_steps(rank: int, world_size: int) -> list[str]:
+    step = small_step(rank, world_size, SHARDED)
+    made = distca.plan(step.documents)
+    ops, share, name = torch.ops.distca, (made.layout, made.rows), made.group_name
+    visiting = ops.dispatch(step.q, step.k, step.v, *share, name)
+    home = ops.attend(step.q, step.k, step.v, *share, 1.0, "home")
+    served = ops.attend(*visiting, *share, 1.0, "visiting")
+    messages = []
+    for call in (
+        lambda: ops.combine(home[0][:4], home[1][:4], *served, *share, name),
+        lambda: ops.combine(*home, served[0].repeat(2, 1, 1), served[1], *share, name),
+        lambda: ops.combine_backward(home[0][1:], *share, name),
+        lambda: ops.dispatch_backward(*(rows[1:] for rows in visiting), *share, name),
+    ):
+        with pytest.raises(ValueError) as refused:
+            call()
+        messages.append(str(refused.value).split(" ")[0])
+    return messages
+
+
+def test_step_operators_refuse_rows_that_the_layout_does_not_have(fresh_ranks):
+    expected = ["out", "visiting_out", "grad_out", "visiting_grad_q"]
+    assert fresh_ranks.run(wrong_rows_in_steps, timeout_s=40) == [expected] * 3
