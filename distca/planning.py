@@ -1,6 +1,8 @@
 """One plan per step: ranks exchange pieces, each computes the same plan and its own layout."""
 
+import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
 
@@ -41,17 +43,18 @@ class PlanReport:
     @property
     def imbalance_before(self) -> float:
         """max / mean of seconds_before; 1 is perfect balance."""
-        return _max_over_mean(self.seconds_before)
+        return max_over_mean(self.seconds_before)
 
     @property
     def imbalance_after(self) -> float:
         """max / mean of seconds_after."""
-        return _max_over_mean(self.seconds_after)
+        return max_over_mean(self.seconds_after)
 
 
-def _max_over_mean(values: list[float]) -> float:
-    mean = sum(values) / len(values)
-    return max(values) / mean if mean > 0 else 1.0
+def max_over_mean(seconds: Sequence[float]) -> float:
+    """Imbalance of one step's ranks; 1 is perfect, also when no rank has work."""
+    mean = statistics.fmean(seconds)
+    return max(seconds) / mean if mean > 0 else 1.0
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,12 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from distca.planning import max_over_mean
+
 StepsOfRanks = Sequence[Sequence[float]]
 
 BEFORE_COLOR, AFTER_COLOR, IDEAL_COLOR, WAITING_COLOR = "#c44e52", "#2a7f8e", "#555555", "#e3e3e3"
 MAX_RANKS_IN_LEGEND = 16
-
-
-def imbalance(seconds: Sequence[float]) -> float:
-    """Max over mean of one step's ranks; 1 is perfect, also when no rank has work."""
-    mean = statistics.fmean(seconds)
-    return max(seconds) / mean if mean > 0 else 1.0
 
 
 def summary(
@@ -35,8 +31,8 @@ def summary(
     Bytes count all ranks and layers, forward and backward.
     """
     _check(seconds_before, seconds_after)
-    before = [imbalance(step) for step in seconds_before]
-    after = [imbalance(step) for step in seconds_after]
+    before = [max_over_mean(step) for step in seconds_before]
+    after = [max_over_mean(step) for step in seconds_after]
     return {
         "max_loss_difference": max_loss_difference,
         "imbalance_before": statistics.fmean(before),
@@ -134,7 +130,7 @@ def _draw_ratios(axes, seconds_before: StepsOfRanks, seconds_after: StepsOfRanks
         (seconds_before, BEFORE_COLOR, "before"),
         (seconds_after, AFTER_COLOR, "after"),
     ):
-        ratios = [imbalance(step) for step in seconds]
+        ratios = [max_over_mean(step) for step in seconds]
         label = f"{name}: mean {statistics.fmean(ratios):.3f}"
         axes.plot(steps, ratios, color=color, marker="o", markersize=4, linewidth=2, label=label)
     axes.axhline(1.0, color=IDEAL_COLOR, linestyle="--", linewidth=1, label="perfect balance")
