@@ -1,10 +1,12 @@
 """Builds distca/_C.so: one library of operators, loaded by torch.ops.load_library, no Python ABI.
 
 Environment: DISTCA_SKIP_CUDA_BUILD=1 leaves CUDA out, FORCE_CUDA=1 demands it; without either it is
-built where nvcc is found. TORCH_CUDA_ARCH_LIST and MAX_JOBS as everywhere in torch.
+built where nvcc is found. TORCH_CUDA_ARCH_LIST and MAX_JOBS as everywhere in torch, except that 9.0
+is built as 9.0a: the kernels for Hopper need it, and are left out where the list has neither.
 """
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
-DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0+PTX"
+DEFAULT_CUDA_ARCHITECTURES = "8.0+PTX;9.0a"
 CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-fopenmp", "-Wall", "-g0"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr"]
 
@@ -29,29 +31,58 @@ def wants_cuda() -> bool:
     return can
 
 
-def sources(with_cuda: bool) -> list[str]:
+def cuda_architectures(listed: str) -> str:
+    """`listed` as in TORCH_CUDA_ARCH_LIST, with 9.0 made 9.0a. PTX of 9.0a runs nowhere else, so
+    that a +PTX goes to the lowest other architecture (8.0 where there is none), which gives PTX for
+    every later card."""
+    names = listed.replace("Hopper", "9.0+PTX").replace(" ", ";").split(";")
+    names = [name for name in names if name]
+    if names == ["native"]:
+        devices = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        if (9, 0) not in devices:
+            return listed
+        names = [f"{major}.{minor}" for major, minor in sorted(set(devices))]
+    hopper = [name for name in names if name in ("9.0", "9.0a", "9.0+PTX", "9.0a+PTX")]
+    others = [name for name in names if name not in hopper]
+    if not hopper:
+        return listed
+    wants_ptx = any(name.endswith("+PTX") for name in hopper)
+    if wants_ptx and not any(name.endswith("+PTX") for name in others):
+        plain = [name for name in others if re.fullmatch(r"\d+\.\d", name)]
+        lowest = min(plain, key=float, default="8.0")
+        others = [*(name for name in others if name != lowest), lowest + "+PTX"]
+    return ";".join([*others, "9.0a"])
+
+
+def sources(with_cuda: bool, with_sm90: bool) -> list[str]:
     patterns = ["planner/*.cpp", "attention/**/*.cpp", "transport/**/*.cpp", "ops/*.cpp"]
     if with_cuda:
         patterns.append("**/*.cu")
     found = [path for pattern in patterns for path in (ROOT / "csrc").glob(pattern)]
     if not with_cuda:
         found = [path for path in found if path.parent.name != "aten"]
+    if not with_sm90:  # layouts carry the tile lists all the same
+        found = [path for path in found if path.parent.name != "sm90" or path.name == "tiles.cpp"]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
 def extension(with_cuda: bool):
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHITECTURES
+    architectures = cuda_architectures(architectures) if with_cuda else ""
+    with_sm90 = "9.0a" in architectures.split(";")
     arguments = {
         "name": "distca._C",
-        "sources": sources(with_cuda),
+        "sources": sources(with_cuda, with_sm90),
         "include_dirs": [str(ROOT / "csrc")],
         "extra_link_args": ["-fopenmp"],
     }
     if not with_cuda:
         return CppExtension(**arguments, extra_compile_args={"cxx": CXX_FLAGS})
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = architectures
+    macros = ["DISTCA_WITH_CUDA", *(["DISTCA_WITH_SM90"] if with_sm90 else [])]
     return CUDAExtension(
         **arguments,
-        define_macros=[("DISTCA_WITH_CUDA", None)],
+        define_macros=[(name, None) for name in macros],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
     )
 

@@ -7,6 +7,9 @@
 #ifdef DISTCA_WITH_CUDA
 #include "aten/aten.h"
 #endif
+#ifdef DISTCA_WITH_SM90
+#include "sm90/sm90.h"
+#endif
 
 namespace distca::attention {
 namespace {
@@ -47,6 +50,16 @@ void check_tasks(const std::vector<Task>& tasks, int64_t rows_q, int64_t rows_k)
   }
 }
 
+// A scale that is not positive turns the order of scores around, which the kernels' running maximum
+// cannot follow.
+bool runs_on_sm90([[maybe_unused]] const at::Tensor& q, [[maybe_unused]] double softmax_scale) {
+#ifdef DISTCA_WITH_SM90
+  return softmax_scale > 0 && sm90::supports(q);
+#else
+  return false;
+#endif
+}
+
 [[noreturn]] void throw_unsupported(const at::Device& device) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !device.is_cuda(), "q is on ", device,
@@ -75,14 +88,23 @@ void check_saved(const Saved& saved, const at::Tensor& q) {
 
 }  // namespace
 
+bool takes_any_mask(const at::Tensor& q) {
+#ifdef DISTCA_WITH_SM90
+  if (sm90::supports(q)) return true;
+#endif
+  return q.is_cpu();
+}
+
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params) {
   check_inputs(q, k, v);
   check_tasks(tasks.tasks, q.size(0), k.size(0));
   if (q.is_cpu()) return cpu::forward(q, k, v, tasks, params);
+#ifdef DISTCA_WITH_SM90
+  if (runs_on_sm90(q, params.softmax_scale)) return sm90::forward(q, k, v, tasks, params);
+#endif
 #ifdef DISTCA_WITH_CUDA
-  // Kernels for one compute capability are chosen here, before ATen's for all.
   if (q.is_cuda()) return aten::forward(q, k, v, tasks, params);
 #endif
   throw_unsupported(q.device());
@@ -106,6 +128,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
         saved.delta.defined() ? saved.delta : row_dots(saved.out.contiguous(), grad.contiguous());
     return cpu::backward(grad, q, k, v, {saved.lse, delta, saved.out}, tasks, params);
   }
+#ifdef DISTCA_WITH_SM90
+  if (runs_on_sm90(q, params.softmax_scale)) {
+    return sm90::backward(grad, q, k, v, saved, tasks, params);
+  }
+#endif
 #ifdef DISTCA_WITH_CUDA
   if (q.is_cuda()) return aten::backward(grad, q, k, v, saved, tasks, params);
 #endif

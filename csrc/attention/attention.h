@@ -10,18 +10,32 @@
 
 namespace distca::attention {
 
+// Tile lists of the sm90 kernels (sm90/tiles.h) for query tiles of one height.
+struct TileTable {
+  int64_t tile_rows;
+  int64_t num_tiles;
+  int64_t num_blocks;
+  int64_t num_runs;
+  int64_t num_key_rows;
+  at::Tensor words;  // int32, device: num_tiles QueryTiles, then num_blocks KeyBlocks, 8 words each
+};
+
 // Tasks on the host and what the device needs of them, built once per plan and used by all layers.
 struct TaskList {
   std::vector<Task> tasks;
   std::vector<VarlenWave> waves;    // empty on CPU
   std::vector<int64_t> wave_order;  // task indices by wave
   at::Tensor cu_seqlens;            // int32, device: per wave cu_seqlens_q, then cu_seqlens_k
+  std::vector<TileTable> tiles;     // one for each of sm90::kTileRows; empty on CPU
 };
 
 struct Params {
   Mask mask;
   double softmax_scale;
 };
+
+// Whether attention over such tensors takes every mask and task; else only what aten.h says.
+bool takes_any_mask(const at::Tensor& q);
 
 // q [rows_q, heads_q, head_dim], k, v [rows_k, heads_kv, head_dim]; last dimension contiguous, any
 // row and head strides. Returns out like q, contiguous, and lse [rows_q, heads_q] fp32 (fp64 for

@@ -43,10 +43,11 @@ void check_device_support(const at::Tensor& q, const attention::Mask& mask) {
                     "; core attention on CUDA takes bfloat16 or float16 (cast, or use autocast)");
   TORCH_CHECK_VALUE(q.size(2) % 8 == 0 && q.size(2) <= kMaxHeadDimCuda, "head_dim is ", q.size(2),
                     "; core attention on CUDA takes multiples of 8 up to ", kMaxHeadDimCuda);
-  TORCH_CHECK_VALUE(
-      mask.window_right == 0 || (mask.window_left < 0 && mask.window_right < 0), "window_size is (",
-      mask.window_left, ", ", mask.window_right,
-      "); core attention on CUDA takes (-1, 0) causal, (W, 0) sliding or (-1, -1) full");
+  if (attention::takes_any_mask(q)) return;
+  TORCH_CHECK_VALUE(mask.window_right == 0 || (mask.window_left < 0 && mask.window_right < 0),
+                    "window_size is (", mask.window_left, ", ", mask.window_right,
+                    "); core attention of head_dim ", q.size(2),
+                    " on this device takes (-1, 0) causal, (W, 0) sliding or (-1, -1) full");
 }
 
 Signature signature_of(const Layout& layout, const at::Tensor& q, const at::Tensor& k,

@@ -4,11 +4,14 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <limits>
 #include <numeric>
 #include <span>
 #include <vector>
 
+#include "attention/sm90/tiles.h"
 #ifdef DISTCA_WITH_CUDA
 #include "attention/aten/waves.h"
 #endif
@@ -16,11 +19,20 @@
 namespace distca::ops {
 namespace {
 
-constexpr int64_t kMagic = 0x6469737463610002;  // "distca", format 2
+constexpr int64_t kMagic = 0x6469737463610003;  // "distca", format 3
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
-constexpr int64_t kMinLength = 16;  // torch.compile specialises tensors of length 0 and 1
+constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
+constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
+constexpr int64_t kItemWords = 8;    // of a QueryTile, of a KeyBlock
+static_assert(sizeof(attention::sm90::QueryTile) == kItemWords * sizeof(int32_t));
+static_assert(sizeof(attention::sm90::KeyBlock) == kItemWords * sizeof(int32_t));
 
-// Header of the host tensor; counts per peer, tasks and waves follow in the order of encode_layout.
+int64_t aligned(int64_t word) {
+  return (word + kVectorWords - 1) / kVectorWords * kVectorWords;
+}
+
+// Header of the host tensor; counts per peer, tasks, waves and tile tables follow in the order of
+// encode_layout.
 enum Header : int64_t {
   kMagicWord,
   kLength,
@@ -59,10 +71,15 @@ struct Writer {
     host.push_back(static_cast<int64_t>(values.size()));
     for (const T value : values) device.push_back(static_cast<int32_t>(value));
   }
-  void tasks(const std::vector<planner::PlacedTask>& placed, const std::string& device_type);
+  void tasks(const std::vector<planner::PlacedTask>& placed, const attention::Mask& mask,
+             const std::string& device_type);
+#ifdef DISTCA_WITH_CUDA
+  void tiles(const attention::sm90::TileLists& lists);
+#endif
 };
 
-void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const std::string& device_type) {
+void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const attention::Mask& mask,
+                   const std::string& device_type) {
   std::vector<attention::Task> tasks;
   host.push_back(static_cast<int64_t>(placed.size()));
   for (const planner::PlacedTask& t : placed) {
@@ -79,12 +96,33 @@ void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const std::st
     host.push_back(static_cast<int64_t>(waves.order.size()));
     counts(waves.order);
     device_section(waves.cu_seqlens);
+    host.push_back(static_cast<int64_t>(std::size(attention::sm90::kTileRows)));
+    for (const int32_t tile_rows : attention::sm90::kTileRows) {
+      tiles(attention::sm90::make_tile_lists(tasks, mask, tile_rows));
+    }
     return;
   }
 #endif
   host.insert(host.end(), {0, 0});  // no waves, no order
   device_section(std::vector<int32_t>{});
+  host.push_back(0);  // no tile tables
 }
+
+#ifdef DISTCA_WITH_CUDA
+void Writer::tiles(const attention::sm90::TileLists& lists) {
+  counts({lists.tile_rows, static_cast<int64_t>(lists.tiles.size()),
+          static_cast<int64_t>(lists.blocks.size()), lists.num_runs, lists.num_key_rows});
+  std::vector<int32_t> words;
+  const auto append = [&words](const auto& item) {
+    const auto item_words = std::bit_cast<std::array<int32_t, kItemWords>>(item);
+    words.insert(words.end(), item_words.begin(), item_words.end());
+  };
+  for (const attention::sm90::QueryTile& tile : lists.tiles) append(tile);
+  for (const attention::sm90::KeyBlock& block : lists.blocks) append(block);
+  device.resize(aligned(static_cast<int64_t>(device.size())));
+  device_section(words);
+}
+#endif
 
 struct Reader {
   const int64_t* host;
@@ -145,6 +183,7 @@ struct Reader {
     return indices(is_identity ? 0 : num_visiting, num_visiting);
   }
   attention::TaskList tasks();
+  attention::TileTable tiles(int64_t tile_rows);
   transport::Reduction reduction(int64_t num_rows, int64_t num_slots);
 };
 
@@ -165,7 +204,38 @@ attention::TaskList Reader::tasks() {
   }
   list.wave_order = counts(word());
   list.cu_seqlens = device_section();
+  const int64_t num_tables = word();
+  if (num_tables == 0) return list;
+  const std::span heights = attention::sm90::kTileRows;
+  TORCH_CHECK_VALUE(num_tables == static_cast<int64_t>(heights.size()), "layout: ", num_tables,
+                    " tile tables; expected 0 or ", heights.size());
+  for (const int32_t tile_rows : heights) list.tiles.push_back(tiles(tile_rows));
   return list;
+}
+
+attention::TileTable Reader::tiles(int64_t tile_rows) {
+  const std::vector<int64_t> w = counts(5);
+  attention::TileTable table{w[0], w[1], w[2], w[3], w[4], {}};
+  TORCH_CHECK_VALUE(table.tile_rows == tile_rows, "layout: tiles of ", table.tile_rows,
+                    " rows; expected ", tile_rows);
+  const auto check = [](const char* name, int64_t value, int64_t limit) {
+    TORCH_CHECK_VALUE(0 <= value && value <= limit, "layout: ", value, " ", name,
+                      " in a tile table; expected 0 to ", limit);
+  };
+  check("tiles", table.num_tiles, kMaxRows);
+  check("key blocks", table.num_blocks, kMaxRows);
+  check("runs", table.num_runs, table.num_tiles + table.num_blocks);
+  check("key rows", table.num_key_rows, table.num_blocks * attention::sm90::kKeyBlockRows);
+  next_row = aligned(next_row);
+  table.words = device_section();
+  const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks);
+  TORCH_CHECK_VALUE(table.words.size(0) == num_words, "layout: a tile table of ",
+                    table.words.size(0), " words does not match its counts, which say ", num_words);
+  const auto address = reinterpret_cast<uintptr_t>(table.words.const_data_ptr<int32_t>());
+  TORCH_CHECK_VALUE(num_words == 0 || address % (kVectorWords * sizeof(int32_t)) == 0,
+                    "rows: not aligned to ", kVectorWords * sizeof(int32_t),
+                    " bytes, as the kernels read it; pass a tensor of its own, call rows.clone()");
+  return table;
 }
 
 transport::Reduction Reader::reduction(int64_t num_rows, int64_t num_slots) {
@@ -240,8 +310,9 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
     writer.device_section(*index);
   }
   write_reduction(layout.send_k_index, layout.num_home_rows, writer);
-  writer.tasks(layout.home_tasks, origin.device_type);
-  writer.tasks(layout.visiting_tasks, origin.device_type);
+  const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
+  writer.tasks(layout.home_tasks, mask, origin.device_type);
+  writer.tasks(layout.visiting_tasks, mask, origin.device_type);
   writer.host[kLength] = static_cast<int64_t>(writer.host.size());
   return {padded_tensor(writer.host, at::kLong), padded_tensor(writer.device, at::kInt)};
 }

@@ -22,7 +22,7 @@ struct Route {
 };
 
 // A rank's layout as operators use it. `layout` int64 on the host holds counts and tasks, `rows`
-// int32 on the attention's device holds row indices and sequence offsets.
+// int32 on the attention's device holds row indices, sequence offsets and tile lists.
 struct Layout {
   int64_t step = -1;  // plans made by the group before this one; -1: no group
   uint64_t plan_digest = 0;

@@ -1,0 +1,285 @@
+"""Core attention's kernels against other libraries': correctness, then one table from one run.
+
+    python benchmarks/attention.py --lengths lengths.json --out runs/attention
+
+Cases, causal, bfloat16, N(0, 1) inputs that do not fit in L2, d128 with 32 query and 8 key heads,
+d64 with 32 and 32:
+
+  dense       equal documents, 32k tokens in all
+  shards      R query rows over documents of K tokens, computed for another rank: all shards of the
+              documents ("every"), every second ("half"), or the last of each document ("last",
+              where no two tasks share keys, as in other libraries' figures for "R rows x K keys").
+              The planner joins neighbouring shards, so "every" is not met in training; "half" is.
+              Other libraries get a copy of the keys for each task.
+  documents   lengths drawn from each file of --lengths
+
+distca's operators are called on one rank, without a process group. Before a case is timed, out, dq,
+dk and dv of some documents are compared with float32 matrix products; an error above twice that of
+bfloat16 matrix products, plus rounding, ends the run.
+
+TFLOP/s by the usual count: 4 * head_dim * heads * (query, key) pairs forward, the diagonal counted
+half, and 2.5 times that backward. Times are medians over rounds in which each library runs once.
+"deterministic" is the backward pass in deterministic mode, without torch's filling of new memory,
+which no kernel needs.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from attention_cases import (
+    HEADS,
+    SHARINGS,
+    Case,
+    Shards,
+    dense_case,
+    documents_case,
+    shards_case,
+)
+from attention_check import Checker, relative_difference
+from attention_peers import (
+    PASSES,
+    Inputs,
+    Runner,
+    Unavailable,
+    distca_runner,
+    first_line,
+    importable_peers,
+)
+from attention_report import Timing, kernel_table, left_out_table, ratio_table, ratios, save, table
+
+from distca._library import LIBRARY
+
+KINDS = ("dense", "shards", "documents")
+DENSE_LENGTHS = (2048, 8192, 32768, 65536)
+SHARD_ROWS = (64, 128, 256, 512, 2048)
+SHARD_KEYS = (8192, 65536)
+QUICK_REPEATS = 5
+NUM_WARM_UP_CALLS = 2
+MATMUL_SIZE = 8192
+# Relative; libraries that are right differ by 0.005 or so.
+MAX_PEER_DIFFERENCE = 0.03
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def listed(kind: type, allowed: tuple = ()) -> Callable[[str], list]:
+        def parse(text: str) -> list:
+            values = [kind(part) for part in text.split(",")]
+            if allowed and not set(values) <= set(allowed):
+                raise argparse.ArgumentTypeError(f"{text!r}; expected some of {allowed}")
+            return values
+
+        return parse
+
+    parser.add_argument(
+        "--cases", type=listed(str, KINDS), default=list(KINDS), help="shards' ratios need dense"
+    )
+    parser.add_argument("--head-dims", type=listed(int, tuple(HEADS)), default=list(HEADS))
+    parser.add_argument("--lengths", type=Path, action="append", default=[], help="JSON list")
+    parser.add_argument("--tokens", type=listed(int), default=[32768, 131072], help="of documents")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds of a case")
+    parser.add_argument("--quick", action="store_true", help="few rounds, few shards and tokens")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, compiled")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for attention.csv, .json and .png")
+    args = parser.parse_args()
+    if args.repeats < 1 or min(args.tokens) < 1:
+        parser.error("--repeats and --tokens must be positive")
+    if args.quick:
+        args.repeats, args.tokens = min(args.repeats, QUICK_REPEATS), args.tokens[:1]
+    return args
+
+
+def cases_of(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    """Made one by one. Shards and documents take the first of --head-dims."""
+    heads = HEADS[args.head_dims[0]]
+    if "dense" in args.cases:
+        for head_dim in args.head_dims:
+            for length in DENSE_LENGTHS:
+                yield dense_case(HEADS[head_dim], length, device)
+    if "shards" in args.cases:
+        for keys in SHARD_KEYS[:1] if args.quick else SHARD_KEYS:
+            for sharing in SHARINGS:
+                for rows in (128,) if args.quick else SHARD_ROWS:
+                    yield shards_case(heads, Shards(rows, keys, sharing), device)
+    if "documents" in args.cases:
+        for path in args.lengths:
+            for tokens in args.tokens:
+                yield documents_case(heads, path, tokens, args.seed, device)
+
+
+def milliseconds(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Device time by call, a round after the other, so that all share clocks and heat."""
+    for call in calls.values():
+        for _ in range(NUM_WARM_UP_CALLS):
+            call()
+    events = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            pair[0].record()
+            call()
+            pair[1].record()
+            events[name].append(pair)
+    torch.cuda.synchronize()
+    return {
+        name: [begin.elapsed_time(end) for begin, end in pairs] for name, pairs in events.items()
+    }
+
+
+def matmul_tflops(device: torch.device, repeats: int) -> list[float]:
+    """Of the square bfloat16 product that kernels are measured against."""
+    a, b = (
+        torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
+    times = milliseconds({"matmul": lambda: a @ b}, repeats)["matmul"]
+    return [2 * MATMUL_SIZE**3 / (1e9 * ms) for ms in times]
+
+
+def check_ours(case: Case, inputs: Inputs, runner: Runner) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ends the run unless distca's results are right; returns its out and dq."""
+    q, k, v, _ = inputs
+    checker = Checker(case, inputs)
+    share = case.layout, case.rows, case.heads.softmax_scale, case.task_list
+    out, lse = torch.ops.distca.attend(q, k, v, *share)
+    errors = [f"forward: {line}" for line in checker.errors(out=out) + checker.lse_errors(lse)]
+    for pass_name in PASSES[1:]:
+        dq, dk, dv = runner.calls[pass_name]()
+        errors += [f"{pass_name}: {line}" for line in checker.errors(dq=dq, dk=dk, dv=dv)]
+    if errors:
+        sys.exit(f"{case.name}: distca's results are wrong\n  " + "\n  ".join(errors))
+    return out, dq
+
+
+def usable(
+    runner: Runner, ours: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[Runner, dict[str, str]]:
+    """The runner with those passes that run and agree with our out and dq; what was wrong, by
+    pass."""
+    calls, reasons = {}, {}
+    for pass_name, call in runner.calls.items():
+        try:
+            result = call()
+            tensor = result if pass_name == "forward" else result[0]
+            difference = relative_difference(
+                runner.rows_of(tensor), ours[0 if pass_name == "forward" else 1]
+            )
+            if not difference <= MAX_PEER_DIFFERENCE:
+                raise ValueError(f"its result differs from ours by {difference:.1%}")
+            calls[pass_name] = call
+        except Exception as error:  # another library's: it may raise anything
+            reasons[pass_name] = first_line(error)
+    return Runner(runner.name, calls, runner.rows_of), reasons
+
+
+@dataclass
+class Benchmark:
+    args: argparse.Namespace
+    device: torch.device
+    makers: dict[str, Callable]
+    left_out: dict[str, list[str]]  # cases by library and reason; none: the whole run
+    raw: list[tuple[Case, str, str, list[float]]] = field(default_factory=list)
+
+    def runners(self, case: Case, inputs: Inputs) -> list[Runner]:
+        """Checked: ours first, then every other library that can run the case."""
+        ours = distca_runner(case, inputs)
+        results = check_ours(case, inputs, ours)
+        runners = [ours]
+        for name, make in self.makers.items():
+            try:
+                runner, reasons = usable(make(case, inputs), results)
+            except Unavailable as reason:
+                self.leave_out(case, f"{name}: {reason}")
+                continue
+            except Exception as error:  # another library's: it may raise anything
+                self.leave_out(case, f"{name}: {first_line(error)}")
+                continue
+            for pass_name, reason in reasons.items():
+                self.leave_out(case, f"{name}, {pass_name}: {reason}")
+            runners.append(runner)
+        return runners
+
+    def leave_out(self, case: Case, reason: str) -> None:
+        self.left_out.setdefault(reason, []).append(case.name)
+
+    def run(self, case: Case) -> None:
+        start = time.perf_counter()
+        runners = self.runners(case, case.inputs(self.args.seed, torch.bfloat16))
+        shown = []
+        for pass_name in PASSES:
+            calls = {r.name: r.calls[pass_name] for r in runners if pass_name in r.calls}
+            for name, times in milliseconds(calls, self.args.repeats).items():
+                self.raw.append((case, name, pass_name, times))
+                if name == runners[0].name:
+                    rate = tflops(case, pass_name, statistics.median(times))
+                    shown.append(f"{pass_name} {rate:.0f}")
+        seconds = time.perf_counter() - start
+        print(f"{case.name}: right; TFLOP/s {', '.join(shown)} [{seconds:.1f} s]", flush=True)
+
+    def timings(self, matmul: float) -> list[Timing]:
+        found = []
+        for case, name, pass_name, times in self.raw:
+            ms = statistics.median(times)
+            rate = tflops(case, pass_name, ms)
+            found.append(
+                Timing(case.name, case.kind, case.key, name, pass_name, ms, rate, rate / matmul)
+            )
+        return found
+
+
+def tflops(case: Case, pass_name: str, ms: float) -> float:
+    return case.forward_flops * (1 if pass_name == "forward" else 2.5) / (1e9 * ms)
+
+
+def main() -> None:
+    args = arguments()
+    if not torch.cuda.is_available():
+        sys.exit("attention.py times kernels on a CUDA device, and torch finds none")
+    # In deterministic mode torch would fill every new tensor with NaN.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    device = torch.device("cuda", torch.cuda.current_device())
+    benchmark = Benchmark(args, device, *importable_peers(args.flex))
+    if "documents" in args.cases and not args.lengths:
+        benchmark.left_out["documents: they need --lengths"] = []
+    versions = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    print(f"{torch.cuda.get_device_name(device)}, {versions}, {args.repeats} rounds", flush=True)
+    matmul_rates = matmul_tflops(device, args.repeats)
+    for case in cases_of(args, device):
+        benchmark.run(case)
+        gc.collect()  # graphs that peers keep
+        torch.cuda.empty_cache()
+    matmul_rates += matmul_tflops(device, args.repeats)
+    matmul = statistics.median(matmul_rates)
+    timings = benchmark.timings(matmul)
+    found, (kernels_text, kernels) = ratios(timings), kernel_table(LIBRARY)
+    print("\nLeft out\n" + left_out_table(benchmark.left_out))
+    print("\nKernels\n" + kernels_text)
+    print(f"\nTFLOP/s (share of the {matmul:.0f} of a {MATMUL_SIZE}^3 matrix product)")
+    print(table(timings))
+    print("\nRatios of TFLOP/s (wanted; ! below)\n" + ratio_table(found))
+    if args.out is not None:
+        record = {
+            "device": torch.cuda.get_device_name(device),
+            "versions": versions,
+            "repeats": args.repeats,
+            "seed": args.seed,
+            "matmul_tflops": matmul,
+            "left_out": benchmark.left_out,
+            "kernels": [asdict(kernel) for kernel in kernels],
+            "ratios": [asdict(ratio) for ratio in found],
+        }
+        save(args.out, record, timings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The task lists that benchmarks/attention.py times, and the work in them."""
+
+import itertools
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import distca
+from distca.planning import CAUSAL, local_plan
+
+TOKENS = 32768  # of a dense case, in as many equal documents as that makes, at least one
+NUM_LAST_ROWS = 8192  # of a case of lone shards
+# Keys of lone shards: with a library's gradients, expanded to all heads, they stay under 60 GB.
+MAX_KEY_ROWS = 3 << 19
+NUM_LENGTH_BUCKETS = 16
+SHARINGS = {
+    "every": "all shards of the documents",
+    "half": "every second shard",
+    "last": "the last shard of each document alone",
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    q: int
+    kv: int
+    dim: int
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.dim**-0.5
+
+
+HEADS = {128: Heads(32, 8, 128), 64: Heads(32, 32, 64)}  # by head_dim
+
+
+@dataclass(frozen=True)
+class Task:
+    """Query rows over the keys before them and their own: the last query stands at the last key."""
+
+    q_row: int
+    num_rows: int
+    k_row: int
+    num_keys: int
+
+    @property
+    def num_pairs(self) -> float:
+        """Visible (query, key) pairs, the diagonal counted half as is usual: S * S / 2 if dense."""
+        return self.num_rows * (self.num_keys - self.num_rows / 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kind: str  # "dense", "shards" or "documents"
+    heads: Heads
+    tasks: tuple[Task, ...]  # by q_row; tasks of one document are neighbours
+    task_list: str  # "home" or "visiting"
+    layout: Tensor
+    rows: Tensor
+    key: tuple = ()  # what the ratios look it up by
+
+    @property
+    def num_q_rows(self) -> int:
+        return sum(task.num_rows for task in self.tasks)
+
+    @property
+    def num_k_rows(self) -> int:
+        return sum(document[-1].num_keys for document in self.documents)
+
+    @property
+    def num_copied_k_rows(self) -> int:
+        """Key rows when each task has its own copy."""
+        return sum(task.num_keys for task in self.tasks)
+
+    @property
+    def shares_keys(self) -> bool:
+        return self.num_copied_k_rows > self.num_k_rows
+
+    @property
+    def documents(self) -> list[list[Task]]:
+        """Tasks by the document whose keys they read."""
+        groups = itertools.groupby(self.tasks, key=lambda task: task.k_row)
+        return [list(tasks) for _, tasks in groups]
+
+    @property
+    def forward_flops(self) -> float:
+        pairs = sum(task.num_pairs for task in self.tasks)
+        return 4 * self.heads.dim * self.heads.q * pairs
+
+    @property
+    def dense_shape(self) -> tuple[int, int] | None:
+        """(documents, tokens of each) of whole documents of one length."""
+        lengths = {(task.num_rows, task.num_keys) for task in self.tasks}
+        if len(lengths) > 1 or self.tasks[0].num_rows != self.tasks[0].num_keys:
+            return None
+        return len(self.tasks), self.tasks[0].num_rows
+
+    def inputs(self, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, grad_out from N(0, 1), on the layout's device."""
+        device = self.rows.device
+        generator = torch.Generator(device).manual_seed(seed)
+        shapes = [
+            (num_rows, heads, self.heads.dim)
+            for num_rows, heads in (
+                (self.num_q_rows, self.heads.q),
+                (self.num_k_rows, self.heads.kv),
+                (self.num_k_rows, self.heads.kv),
+                (self.num_q_rows, self.heads.q),
+            )
+        ]
+        return tuple(
+            torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes
+        )
+
+
+def home_case(
+    name: str, kind: str, heads: Heads, lengths: list[int], device: torch.device, key: tuple
+) -> Case:
+    """Whole documents, each at home: one task a document, nothing arrives."""
+    cu_seqlens = [0, *itertools.accumulate(lengths)]
+    plan = local_plan(distca.Documents(cu_seqlens), CAUSAL, device)
+    tasks = tuple(
+        Task(row, length, row, length) for row, length in zip(cu_seqlens, lengths, strict=False)
+    )
+    return Case(name, kind, heads, tasks, "home", plan.layout, plan.rows, key)
+
+
+def dense_case(heads: Heads, length: int, device: torch.device, tokens: int = TOKENS) -> Case:
+    num_documents = max(1, tokens // length)
+    name = f"d{heads.dim} {thousands(length)} x{num_documents}"
+    key = ("dense", heads.dim, length)
+    return home_case(name, "dense", heads, [length] * num_documents, device, key)
+
+
+def documents_case(heads: Heads, path: Path, tokens: int, seed: int, device: torch.device) -> Case:
+    lengths = draw_documents(json.loads(path.read_text()), tokens, seed)
+    name = f"d{heads.dim} {path.stem} {thousands(tokens)} ({len(lengths)} documents)"
+    key = ("documents", heads.dim, path.stem, tokens)
+    return home_case(name, "documents", heads, lengths, device, key)
+
+
+def draw_documents(lengths: list[int], tokens: int, seed: int) -> list[int]:
+    """Lengths that sum to `tokens`, the last one cut to fit.
+
+    The sorted list is cut into buckets of equal counts, and every round draws one document from
+    each bucket, in shuffled order: a short draw then has long documents about as often as the list.
+    """
+    generator = random.Random(seed)
+    ordered = sorted(length for length in lengths if length > 0)
+    if not ordered:
+        raise ValueError("the list of lengths has no positive entry")
+    num_buckets = min(NUM_LENGTH_BUCKETS, len(ordered))
+    edges = [len(ordered) * bucket // num_buckets for bucket in range(num_buckets + 1)]
+    buckets = [ordered[begin:end] for begin, end in itertools.pairwise(edges)]
+    drawn, room = [], tokens
+    while room > 0:
+        generator.shuffle(buckets)
+        for bucket in buckets:
+            length = min(generator.choice(bucket), room)
+            if length > 0:
+                drawn.append(length)
+                room -= length
+    return drawn
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Shards of `rows` query rows of documents of `keys` tokens; `sharing` is one of SHARINGS."""
+
+    rows: int
+    keys: int
+    sharing: str
+
+    def of_document(self) -> list[tuple[int, int]]:
+        """Query ranges [begin, end) that the server computes of each document."""
+        begins = range(0, self.keys, self.rows)
+        chosen = {"every": begins, "half": begins[1::2], "last": begins[-1:]}[self.sharing]
+        return [(begin, begin + self.rows) for begin in chosen]
+
+    def num_documents(self) -> int:
+        """As a dense case's, or as many as lone shards need."""
+        if self.sharing != "last":
+            return max(1, TOKENS // self.keys)
+        return min(NUM_LAST_ROWS // self.rows, MAX_KEY_ROWS // self.keys)
+
+
+def shards_case(
+    heads: Heads, shards: Shards, device: torch.device, num_documents: int | None = None
+) -> Case:
+    """Rank 0 computes shards of rank 1's documents: each task's rows and the keys, once a document,
+    are rows that arrived."""
+    num_documents = num_documents or shards.num_documents()
+    ranges = shards.of_document()
+    lengths = [shards.keys] * num_documents
+    served = [(document, *range_) for document in range(num_documents) for range_ in ranges]
+    layout, rows = layout_of_server(lengths, served, device.type)
+    # Keys arrive up to the last query, which for all sharings is the document's last row.
+    tasks = tuple(
+        Task(idx * shards.rows, shards.rows, document * shards.keys, end)
+        for idx, (document, _, end) in enumerate(served)
+    )
+    name = (
+        f"d{heads.dim} {shards.rows} x {thousands(shards.keys)} {shards.sharing} "
+        f"({num_documents} documents)"
+    )
+    key = ("shards", heads.dim, shards.rows, shards.keys, shards.sharing)
+    return Case(name, "shards", heads, tasks, "visiting", layout, rows.to(device), key)
+
+
+def layout_of_server(
+    lengths: list[int], served: list[tuple[int, int, int]], device_type: str
+) -> tuple[Tensor, Tensor]:
+    """Rank 0's layout when rank 1 is home to documents of these `lengths` and rank 0 computes the
+    queries (document, begin, end) `served`, in that order; rank 1 computes the rest.
+
+    The planner would join neighbours of one server, so this writes a plan itself. The layout
+    operator checks it, digest included, and keeps its tasks apart.
+    """
+    pieces = [(1, document, 0, length) for document, length in enumerate(lengths)]
+    tasks = [(*queries, 0) for queries in served]
+    for document, length in enumerate(lengths):
+        begin = 0
+        for _, q_begin, q_end in [*(s for s in served if s[0] == document), (0, length, length)]:
+            if begin < q_begin:
+                tasks.append((document, begin, q_begin, 1))
+            begin = q_end
+    row_of = itertools.accumulate(lengths, initial=0)
+    documents = [
+        (document, length, 1, 0, length, 1, row)  # id, length, one segment: start, length, rank
+        for document, (length, row) in enumerate(zip(lengths, row_of, strict=False))
+    ]
+    pack = [2, 0, sum(lengths), len(lengths), *itertools.chain.from_iterable(documents)]
+    task_words = [len(tasks), *itertools.chain.from_iterable(tasks)]
+    plan = [2, *CAUSAL, plan_digest([*pack, *CAUSAL, *task_words]), *task_words]
+    return torch.ops.distca.layout(torch.tensor(pieces), torch.tensor(plan), 0, 0, device_type)
+
+
+def plan_digest(words: list[int]) -> int:
+    """The planner's 64-bit digest, as the signed word that a plan holds."""
+    mask = (1 << 64) - 1
+    digest = 0xCBF29CE484222325
+    for word in words:
+        digest = ((digest ^ (word & mask)) * 0x9E3779B97F4A7C15) & mask
+        digest ^= digest >> 32
+    return digest - (1 << 64) if digest >> 63 else digest
+
+
+def thousands(count: int) -> str:
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)

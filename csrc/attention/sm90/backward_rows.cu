@@ -1,0 +1,282 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <type_traits>
+
+#include "backward_rows.cuh"
+#include "launch.cuh"
+
+namespace distca::attention::sm90 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanes = 8;  // threads that share a row
+constexpr int kRowsAtOnce = kThreads / kLanes;
+
+template <typename T>
+struct Rows {
+  const T* data;
+  int64_t row_stride;  // in elements
+  int64_t head_stride;
+  int head_dim;
+
+  explicit Rows(const RowTensor& tensor)
+      : data(static_cast<const T*>(tensor.data)),
+        row_stride(tensor.row_stride / static_cast<int64_t>(sizeof(T))),
+        head_stride(tensor.head_stride / static_cast<int64_t>(sizeof(T))),
+        head_dim(static_cast<int>(tensor.head_dim)) {}
+  __device__ const T* at(int64_t row, int64_t head) const {
+    return data + row * row_stride + head * head_stride;
+  }
+};
+
+__device__ float to_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__device__ float to_float(__half x) {
+  return __half2float(x);
+}
+template <typename T>
+__device__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half(x);
+  } else {
+    return __float2bfloat16(x);
+  }
+}
+
+// Eight elements as floats.
+template <typename T>
+__device__ void load(const T* from, float (&values)[8]) {
+  alignas(16) T elements[8];
+  *reinterpret_cast<uint4*>(elements) = *reinterpret_cast<const uint4*>(from);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = to_float(elements[i]);
+}
+
+__device__ float sum_of_row(float partial) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    partial += __shfl_xor_sync(0xffffffffu, partial, offset);
+  }
+  return partial;
+}
+
+template <typename T>
+struct BoundArguments {
+  Rows<T> k, v;
+  const KeyBlock* blocks;
+  int32_t heads_kv;
+  float* bounds;  // by run and kv head: the largest |V_j| squared, the largest |K| of one element
+};
+
+// One block per key block and kv head. Numbers that are not negative order like their bits, NaN
+// above all.
+template <typename T, int kHeadDim>
+__global__ void bound_kernel(const BoundArguments<T> arguments) {
+  const KeyBlock block = arguments.blocks[blockIdx.x / arguments.heads_kv];
+  const int32_t head = blockIdx.x % arguments.heads_kv;
+  const int lane = threadIdx.x % kLanes;
+  int largest_square = 0, largest_key = 0;
+  for (int row = threadIdx.x / kLanes; row < kKeyBlockRows; row += kRowsAtOnce) {
+    float square = 0.f;
+    if (row < block.num_rows) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / (8 * kLanes); ++i) {
+        const int column = 8 * (lane + kLanes * i);
+        if (column >= arguments.k.head_dim) break;
+        float k[8], v[8];
+        load(arguments.k.at(block.k_row + row, head) + column, k);
+        load(arguments.v.at(block.k_row + row, head) + column, v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          square += v[j] * v[j];
+          largest_key = max(largest_key, __float_as_int(fabsf(k[j])));
+        }
+      }
+    }
+    largest_square = max(largest_square, __float_as_int(sum_of_row(square)));
+  }
+  largest_square = __reduce_max_sync(0xffffffffu, largest_square);
+  largest_key = __reduce_max_sync(0xffffffffu, largest_key);
+  if (threadIdx.x % 32 != 0) return;
+  int* to = reinterpret_cast<int*>(arguments.bounds) + 2 * (block.run * arguments.heads_kv + head);
+  atomicMax(to, largest_square);
+  atomicMax(to + 1, largest_key);
+}
+
+template <typename T>
+struct StatsArguments {
+  Rows<T> out, grad_out;
+  const QueryTile* tiles;
+  int32_t heads_q;
+  int32_t heads_per_key;
+  const float* lse;
+  const float* delta;   // or null: from out
+  const float* bounds;  // or null: sums are in float32
+  float* row_stats;
+};
+
+// One over the smallest power of two that is at least bound / 2^30. NaN stays.
+__device__ float inverse_quantum(float bound) {
+  if (bound == 0.f) return 1.f;
+  if (!isfinite(bound)) return NAN;
+  int exponent;
+  frexpf(bound, &exponent);
+  return ldexpf(1.f, max(-126, min(126, 30 - exponent)));
+}
+
+// One block per (tile, head).
+template <typename T, int kHeadDim, int kRows>
+__global__ void stats_kernel(const StatsArguments<T> arguments) {
+  const QueryTile tile = arguments.tiles[blockIdx.x / arguments.heads_q];
+  const int32_t head = blockIdx.x % arguments.heads_q;
+  const int lane = threadIdx.x % kLanes;
+  constexpr int kPitch = stats_pitch(kRows);
+  float* to = arguments.row_stats + static_cast<int64_t>(blockIdx.x) * 3 * kPitch;
+  for (int row = threadIdx.x / kLanes; row < kRows; row += kRowsAtOnce) {
+    const bool inside = row < tile.num_rows;
+    const int64_t at = static_cast<int64_t>(tile.q_row + row) * arguments.heads_q + head;
+    float dot = 0.f, square = 0.f;
+    if (inside) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / (8 * kLanes); ++i) {
+        const int column = 8 * (lane + kLanes * i);
+        if (column >= arguments.grad_out.head_dim) break;
+        float grad[8], out[8];
+        load(arguments.grad_out.at(tile.q_row + row, head) + column, grad);
+        if (!arguments.delta) load(arguments.out.at(tile.q_row + row, head) + column, out);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          square += grad[j] * grad[j];
+          if (!arguments.delta) dot += out[j] * grad[j];
+        }
+      }
+    }
+    dot = sum_of_row(dot);
+    square = sum_of_row(square);
+    if (lane != 0) continue;
+    constexpr float kLog2E = 1.4426950408889634f;
+    const float lse = inside ? arguments.lse[at] : INFINITY;
+    const int place = stats_index<kRows>(row);
+    to[place] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+    to[kPitch + place] = -(inside && arguments.delta ? arguments.delta[at] : dot);
+    if (!arguments.bounds) continue;
+    const float* bound =
+        arguments.bounds + 2 * (tile.run * (arguments.heads_q / arguments.heads_per_key) +
+                                head / arguments.heads_per_key);
+    to[2 * kPitch + place] = inverse_quantum(sqrtf(square) * sqrtf(bound[0]) * bound[1]);
+  }
+}
+
+template <typename T>
+struct FinishArguments {
+  T* dq;
+  int64_t row_stride;
+  int64_t head_stride;
+  int head_dim;
+  const QueryTile* tiles;
+  int32_t heads_q;
+  const void* dq_sums;
+  const float* row_stats;
+  float softmax_scale;
+};
+
+// One block per (tile, head) takes sums in the order of the products' registers (see
+// BackwardConsumer::add_dq) to rows, by way of shared memory.
+template <typename T, int kHeadDim, int kRows, bool kDeterministic>
+__global__ void finish_kernel(const FinishArguments<T> arguments) {
+  constexpr int kPitch = kHeadDim + 8;
+  __shared__ alignas(16) T rows[kRows * kPitch];
+  const QueryTile tile = arguments.tiles[blockIdx.x / arguments.heads_q];
+  const int32_t head = blockIdx.x % arguments.heads_q;
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows * kHeadDim;
+  const float* inverse_quanta =
+      arguments.row_stats + (static_cast<int64_t>(blockIdx.x) * 3 + 2) * stats_pitch(kRows);
+  for (int word = threadIdx.x; word < kRows * kHeadDim; word += kThreads) {
+    const int warpgroup = word / 4096, inside = word % 4096;
+    const int index = inside / 128, warp = inside / 32 % 4, lane = inside % 32;
+    const int column =
+        (kHeadDim == 128 ? 64 * warpgroup : 0) + 16 * warp + lane / 4 + 8 * (index >> 1 & 1);
+    const int row =
+        (kHeadDim == 128 ? 0 : 64 * warpgroup) + 8 * (index >> 2) + 2 * (lane % 4) + (index & 1);
+    float value;
+    if constexpr (kDeterministic) {
+      value = static_cast<float>(static_cast<const int32_t*>(arguments.dq_sums)[base + word]) /
+              inverse_quanta[stats_index<kRows>(row)];
+    } else {
+      value = static_cast<const float*>(arguments.dq_sums)[base + word];
+    }
+    rows[row * kPitch + column] = from_float<T>(value * arguments.softmax_scale);
+  }
+  __syncthreads();
+  constexpr int kChunks = kHeadDim / 8;
+  for (int i = threadIdx.x; i < tile.num_rows * kChunks; i += kThreads) {
+    const int row = i / kChunks, column = 8 * (i % kChunks);
+    if (column >= arguments.head_dim) continue;
+    T* to = arguments.dq + (tile.q_row + row) * arguments.row_stride +
+            head * arguments.head_stride + column;
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(rows + row * kPitch + column);
+  }
+}
+
+template <typename T, int kHeadDim>
+void prepare(const BackwardCall& call, cudaStream_t stream) {
+  const auto heads_q = static_cast<int32_t>(call.q.heads);
+  const auto heads_kv = static_cast<int32_t>(call.k.heads);
+  const int num_bounds = call.tiles.num_blocks * heads_kv;
+  if (call.deterministic && num_bounds > 0) {
+    launch_kernel(bound_kernel<T, kHeadDim>, {num_bounds, kThreads, 0}, stream,
+                  BoundArguments<T>{Rows<T>(call.k), Rows<T>(call.v), call.tiles.blocks, heads_kv,
+                                    call.bounds});
+  }
+  launch_kernel(stats_kernel<T, kHeadDim, backward_tile_rows(kHeadDim)>,
+                {call.tiles.num_tiles * heads_q, kThreads, 0}, stream,
+                StatsArguments<T>{Rows<T>(call.out), Rows<T>(call.grad_out), call.tiles.tiles,
+                                  heads_q, heads_q / heads_kv, call.lse, call.delta,
+                                  call.deterministic ? call.bounds : nullptr, call.row_stats});
+}
+
+template <typename T, int kHeadDim>
+void finish(const BackwardCall& call, cudaStream_t stream) {
+  constexpr int32_t kRows = backward_tile_rows(kHeadDim);
+  const auto heads_q = static_cast<int32_t>(call.q.heads);
+  const FinishArguments<T> arguments{static_cast<T*>(call.dq.data),
+                                     call.dq.row_stride / 2,
+                                     call.dq.head_stride / 2,
+                                     static_cast<int>(call.dq.head_dim),
+                                     call.tiles.tiles,
+                                     heads_q,
+                                     call.dq_sums,
+                                     call.row_stats,
+                                     call.softmax_scale};
+  launch_kernel(call.deterministic ? finish_kernel<T, kHeadDim, kRows, true>
+                                   : finish_kernel<T, kHeadDim, kRows, false>,
+                {call.tiles.num_tiles * heads_q, kThreads, 0}, stream, arguments);
+}
+
+}  // namespace
+
+void prepare_rows(const BackwardCall& call, cudaStream_t stream) {
+  if (call.tiles.num_tiles == 0) return;
+  const bool is_bf16 = call.q.element == Element::kBfloat16, is_64 = call.q.head_dim <= 64;
+  if (is_bf16) {
+    (is_64 ? prepare<__nv_bfloat16, 64> : prepare<__nv_bfloat16, 128>)(call, stream);
+  } else {
+    (is_64 ? prepare<__half, 64> : prepare<__half, 128>)(call, stream);
+  }
+}
+
+void finish_dq(const BackwardCall& call, cudaStream_t stream) {
+  if (call.tiles.num_tiles == 0) return;
+  const bool is_bf16 = call.q.element == Element::kBfloat16, is_64 = call.q.head_dim <= 64;
+  if (is_bf16) {
+    (is_64 ? finish<__nv_bfloat16, 64> : finish<__nv_bfloat16, 128>)(call, stream);
+  } else {
+    (is_64 ? finish<__half, 64> : finish<__half, 128>)(call, stream);
+  }
+}
+
+}  // namespace distca::attention::sm90

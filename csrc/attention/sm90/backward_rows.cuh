@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels.h"
+
+// What surrounds the backward kernel, row by row.
+//
+// Deterministic dQ is added up in fixed point, in which order does not matter. Rows of
+// dQ / softmax_scale are sums of dS_j K_j with dS_j = P_j (dP_j - delta), sum P = 1 and delta the
+// mean of dP under P. The mean distance of dP from its mean is at most half its range, and |dP_j|
+// <= |dO| |V_j|, so |sum_j dS_j K_j| <= |dO| max_j |V_j| max |K|. The quantum of a row and head is
+// this bound over 2^30, rounded up to a power of two: sums fit in int32 with a factor of 2 to spare
+// for rounding, and wrapping of partial sums cancels.
+namespace distca::attention::sm90 {
+
+// Fills call.row_stats: by (tile, head) three vectors of stats_pitch floats, the log2 of the
+// softmax's denominator (+inf for rows past the tile's end and rows that see no key, so that their
+// probabilities are 0), -delta, and one over the quantum of dQ.
+void prepare_rows(const BackwardCall& call, cudaStream_t stream);
+
+// Row r of a tile stands at stats_index(r) of such a vector: the columns that one thread of a
+// product holds, 8 j + 2 t + {0, 1} for all j, stand side by side, four threads' apart by 16 bytes
+// more so that they lie in different banks of shared memory.
+constexpr int stats_group(int tile_rows) {
+  return tile_rows / 4 + 4;
+}
+constexpr int stats_pitch(int tile_rows) {
+  return 4 * stats_group(tile_rows);
+}
+template <int kRows>
+__host__ __device__ constexpr int stats_index(int row) {
+  return row / 2 % 4 * (kRows / 4 + 4) + row / 8 * 2 + row % 2;
+}
+
+// dq = softmax_scale * call.dq_sums, tile by tile.
+void finish_dq(const BackwardCall& call, cudaStream_t stream);
+
+}  // namespace distca::attention::sm90

@@ -1,0 +1,486 @@
+#include <cuda_runtime.h>
+
+#include <limits>
+
+#include "kernels.h"
+#include "launch.cuh"
+#include "order.cuh"
+#include "ptx.cuh"
+
+// One block per multiprocessor takes tickets, a (tile, head) each, longest first. A producer thread
+// copies queries, keys and values to shared memory; warpgroups of 64 query rows each compute
+// softmax(Q K^T) V block by block of keys, the softmax of one block under the product of the block
+// before it, and in turns, so that one warpgroup's softmax also lies under another's products.
+namespace distca::attention::sm90 {
+namespace {
+
+struct ForwardArguments {
+  CUtensorMap q, k, v, out;
+  const QueryTile* tiles;
+  int32_t num_tickets;
+  int32_t heads_q;
+  int32_t heads_per_key;
+  int32_t* ticket;
+  float* lse;
+  Window window;
+  float softmax_scale;
+};
+
+// A tile and head to compute; head is -1 when there is no more.
+struct Job {
+  QueryTile tile;
+  int32_t head;
+};
+
+// Blocks of keys that a tile sees: [first, last), in rows from the tile's k_begin.
+struct BlockRange {
+  int32_t first;
+  int32_t last;
+};
+
+template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_>
+struct ForwardShape {
+  using Element = T;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kRegisters = kRegisters_;
+  static constexpr int kProducerRegisters = kProducerRegisters_;
+  static constexpr int kPanels = kHeadDim / 64;
+  static constexpr int kRows = 64 * kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kStages = 2;
+  static constexpr uint32_t kQueryPanel = kRows * 128;
+  static constexpr uint32_t kKeyPanel = kKeyBlockRows * 128;
+  static constexpr uint32_t kQueryBytes = kPanels * kQueryPanel;
+  static constexpr uint32_t kKeyBytes = kPanels * kKeyPanel;
+};
+
+// Offsets in shared memory.
+template <typename Shape>
+struct ForwardMemory {
+  static constexpr uint32_t kQuery = 0;
+  static constexpr uint32_t kOut = kQuery + Shape::kQueryBytes;
+  static constexpr uint32_t kKey = kOut + Shape::kQueryBytes;
+  static constexpr uint32_t kValue = kKey + Shape::kStages * Shape::kKeyBytes;
+  static constexpr uint32_t kJobs = kValue + Shape::kStages * Shape::kKeyBytes;
+  static constexpr uint32_t kBarriers = kJobs + 128;
+  static constexpr uint32_t kBytes = kBarriers + 128;
+};
+
+enum Barrier : uint32_t {
+  kQueryFull,
+  kQueryEmpty,
+  kKeyFull,
+  kKeyEmpty = kKeyFull + 2,
+  kValueFull = kKeyEmpty + 2,
+  kValueEmpty = kValueFull + 2,
+  kJobFull = kValueEmpty + 2,
+  kJobEmpty = kJobFull + 2,
+  kNumBarriers = kJobEmpty + 2
+};
+
+__device__ __forceinline__ uint32_t barrier_at(uint32_t barriers, uint32_t which) {
+  return barriers + 8 * which;
+}
+
+__device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Window& window) {
+  const int32_t first_position = tile.position - tile.k_begin;
+  const int32_t last_position = first_position + tile.num_rows - 1;
+  int32_t end = tile.k_end - tile.k_begin;
+  if (window.right >= 0) end = min(end, last_position + window.right + 1);
+  const int32_t begin = window.left >= 0 ? max(0, first_position - window.left) : 0;
+  if (end <= begin) return {0, 0};
+  return {begin / kKeyBlockRows, (end + kKeyBlockRows - 1) / kKeyBlockRows};
+}
+
+// Tickets run by run and in a run kv heads by groups, so that the keys in use stay in cache; in a
+// group from the last position to the first, which is longest first, query heads fastest.
+__device__ __forceinline__ Job job_of(int32_t ticket, const ForwardArguments& arguments) {
+  const QueryTile* any = arguments.tiles + ticket / arguments.heads_q;
+  const int32_t first = any->first_of_run, count = any->num_of_run;
+  const HeadGroup group = head_group(ticket - first * arguments.heads_q, count, arguments.heads_q,
+                                     arguments.heads_per_key);
+  const int32_t tile = first + count - 1 - group.in_group / group.num_heads;
+  return {arguments.tiles[tile], group.first_head + group.in_group % group.num_heads};
+}
+
+template <typename Shape>
+__device__ __forceinline__ void produce(const ForwardArguments& arguments, uint32_t shared,
+                                        Job* jobs) {
+  using Memory = ForwardMemory<Shape>;
+  const uint32_t barriers = shared + Memory::kBarriers;
+  uint32_t num_blocks = 0, num_queries = 0;
+  int32_t ticket = atomicAdd(arguments.ticket, 1);
+  for (uint32_t i = 0;; ++i) {
+    const uint32_t slot = i & 1;
+    barrier_wait(barrier_at(barriers, kJobEmpty + slot), ((i >> 1) & 1) ^ 1);
+    if (ticket >= arguments.num_tickets) {
+      jobs[slot].head = -1;
+      barrier_arrive(barrier_at(barriers, kJobFull + slot));
+      return;
+    }
+    const Job job = job_of(ticket, arguments);
+    jobs[slot] = job;
+    barrier_arrive(barrier_at(barriers, kJobFull + slot));
+    ticket = atomicAdd(arguments.ticket, 1);
+
+    const BlockRange blocks = blocks_of(job.tile, arguments.window);
+    if (blocks.first == blocks.last) continue;
+    const uint32_t query_full = barrier_at(barriers, kQueryFull);
+    barrier_wait(barrier_at(barriers, kQueryEmpty), (num_queries++ & 1) ^ 1);
+    barrier_arrive_expecting(query_full, Shape::kQueryBytes);
+    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      copy_to_shared(shared + Memory::kQuery + panel * Shape::kQueryPanel, &arguments.q,
+                     {64 * panel, job.head, job.tile.q_row, job.tile.num_rows}, query_full);
+    }
+    const int32_t key_head = job.head / arguments.heads_per_key;
+#pragma unroll 1
+    for (int32_t block = blocks.last - 1; block >= blocks.first; --block, ++num_blocks) {
+      const uint32_t stage = num_blocks & 1, phase = (num_blocks >> 1) & 1;
+      const int32_t row = job.tile.k_begin + block * kKeyBlockRows;
+      const auto copy = [&](const CUtensorMap* map, uint32_t full, uint32_t empty, uint32_t to) {
+        barrier_wait(barrier_at(barriers, empty + stage), phase ^ 1);
+        barrier_arrive_expecting(barrier_at(barriers, full + stage), Shape::kKeyBytes);
+        for (int panel = 0; panel < Shape::kPanels; ++panel) {
+          copy_to_shared(shared + to + stage * Shape::kKeyBytes + panel * Shape::kKeyPanel, map,
+                         {64 * panel, key_head, row, min(kKeyBlockRows, job.tile.k_end - row)},
+                         barrier_at(barriers, full + stage));
+        }
+      };
+      copy(&arguments.k, kKeyFull, kKeyEmpty, Memory::kKey);
+      copy(&arguments.v, kValueFull, kValueEmpty, Memory::kValue);
+    }
+  }
+}
+
+// Running softmax of the two query rows whose scores a thread holds: rows lane / 4 and lane / 4 + 8
+// of its warp's 16.
+struct RowSoftmax {
+  float maximum[2];
+  float sum[2];  // of this thread's columns
+
+  __device__ __forceinline__ void reset() {
+    maximum[0] = maximum[1] = -INFINITY;
+    sum[0] = sum[1] = 0.f;
+  }
+
+  // Turns scores into probabilities relative to the new maximum; returns by correction what earlier
+  // sums must be multiplied with.
+  __device__ __forceinline__ void step(float (&scores)[64], float scale_log2,
+                                       float (&correction)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float new_maximum = maximum[r];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        new_maximum = fmaxf(new_maximum, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      }
+      new_maximum = fmaxf(new_maximum, __shfl_xor_sync(0xffffffffu, new_maximum, 1));
+      new_maximum = fmaxf(new_maximum, __shfl_xor_sync(0xffffffffu, new_maximum, 2));
+      // A row that has seen no key yet keeps all its probabilities at 0.
+      const float shift = new_maximum == -INFINITY ? 0.f : new_maximum * scale_log2;
+      correction[r] = exp2_fast(maximum[r] * scale_log2 - shift);
+      maximum[r] = new_maximum;
+      float partial = 0.f;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores[4 * j + 2 * r + c];
+          score = exp2_fast(fmaf(score, scale_log2, -shift));
+          partial += score;
+        }
+      }
+      sum[r] = sum[r] * correction[r] + partial;
+    }
+  }
+};
+
+// Hides keys that the thread's rows may not see. `first_row` is the position of its first row from
+// the tile's k_begin, `first_key` of its first column.
+__device__ __forceinline__ void mask_scores(float (&scores)[64], int32_t first_row,
+                                            int32_t first_key, int32_t num_keys,
+                                            const Window& window) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int32_t position = first_row + 8 * r;
+    const int32_t end =
+        (window.right >= 0 ? min(num_keys, position + window.right + 1) : num_keys) - first_key;
+    const int32_t begin = (window.left >= 0 ? position - window.left : 0) - first_key;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int32_t column = 8 * j + c;
+        if (column >= end || column < begin) scores[4 * j + 2 * r + c] = -INFINITY;
+      }
+    }
+  }
+}
+
+// The part of a consumer warpgroup.
+template <typename Shape>
+struct ForwardConsumer {
+  using T = typename Shape::Element;
+  using Memory = ForwardMemory<Shape>;
+
+  const ForwardArguments& arguments;
+  uint32_t shared;
+  uint32_t barriers;
+  int warpgroup, warp, lane;
+  float scale_log2;
+  uint32_t num_keys_seen = 0, num_values_seen = 0, num_queries = 0;
+
+  float out[Shape::kHeadDim / 2];
+  float scores[kKeyBlockRows / 2];
+  uint32_t probabilities[kKeyBlockRows / 4];
+  float correction[2];
+  RowSoftmax softmax;
+
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier_at(barriers, barrier));
+  }
+
+  // scores = Q K^T of the next block of keys; asynchronous.
+  __device__ __forceinline__ void begin_scores() {
+    const uint32_t stage = num_keys_seen & 1;
+    barrier_wait(barrier_at(barriers, kKeyFull + stage), (num_keys_seen >> 1) & 1);
+    const Operand query = operand_at(shared + Memory::kQuery + warpgroup * 64 * 128, 0);
+    const Operand key = operand_at(shared + Memory::kKey + stage * Shape::kKeyBytes, 0);
+    pin(scores);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
+      const uint32_t inside = (k % 4) * 32;
+      product<T, false, false>(scores, descriptor(query, (k / 4) * Shape::kQueryPanel + inside),
+                               descriptor(key, (k / 4) * Shape::kKeyPanel + inside), k > 0);
+    }
+    products_commit();
+  }
+  __device__ __forceinline__ void end_scores() {
+    pin(scores);
+    release(kKeyEmpty + (num_keys_seen & 1));
+    ++num_keys_seen;
+  }
+
+  // out += P V of the next block of values; asynchronous.
+  __device__ __forceinline__ void begin_out() {
+    const uint32_t stage = num_values_seen & 1;
+    barrier_wait(barrier_at(barriers, kValueFull + stage), (num_values_seen >> 1) & 1);
+    const Operand value =
+        operand_at(shared + Memory::kValue + stage * Shape::kKeyBytes, Shape::kKeyPanel);
+    pin(out);
+    pin(probabilities);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < kKeyBlockRows / 16; ++k) {
+      product<T, true>(out, probabilities + 4 * k, descriptor(value, k * 16 * 128), 1);
+    }
+    products_commit();
+  }
+  __device__ __forceinline__ void end_out() {
+    pin(out);
+    release(kValueEmpty + (num_values_seen & 1));
+    ++num_values_seen;
+  }
+
+  __device__ __forceinline__ void soften(const QueryTile& tile, int32_t block) {
+    const int32_t first_row = tile.position - tile.k_begin + 64 * warpgroup;
+    const int32_t num_keys = tile.k_end - tile.k_begin;
+    const int32_t first_key = block * kKeyBlockRows;
+    const int32_t end = arguments.window.right >= 0
+                            ? min(num_keys, first_row + arguments.window.right + 1)
+                            : num_keys;
+    const bool cut_left =
+        arguments.window.left >= 0 && first_key < first_row + 63 - arguments.window.left;
+    if (first_key + kKeyBlockRows > end || cut_left) {
+      mask_scores(scores, first_row + 16 * warp + lane / 4, first_key + 2 * (lane % 4), num_keys,
+                  arguments.window);
+    }
+    softmax.step(scores, scale_log2, correction);
+  }
+
+  __device__ __forceinline__ void pack_probabilities() {
+#pragma unroll
+    for (int i = 0; i < kKeyBlockRows / 4; ++i) {
+      probabilities[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void rescale_out() {
+#pragma unroll
+    for (int i = 0; i < Shape::kHeadDim / 2; ++i) out[i] *= correction[(i >> 1) & 1];
+  }
+
+  __device__ __forceinline__ void attend(const Job& job, const BlockRange& blocks) {
+    softmax.reset();
+#pragma unroll
+    for (float& x : out) x = 0.f;
+    if (blocks.first == blocks.last) return;
+    barrier_wait(barrier_at(barriers, kQueryFull), num_queries++ & 1);
+    begin_scores();
+    products_wait<0>();
+    end_scores();
+    soften(job.tile, blocks.last - 1);
+    pack_probabilities();
+    const uint32_t turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % Shape::kWarpgroups;
+    for (int32_t block = blocks.last - 2; block >= blocks.first; --block) {
+      named_sync(turn, 256);
+      begin_scores();
+      begin_out();
+      named_arrive(next_turn, 256);
+      products_wait<1>();
+      end_scores();
+      soften(job.tile, block);
+      products_wait<0>();
+      end_out();
+      rescale_out();
+      pack_probabilities();
+    }
+    release(kQueryEmpty);
+    begin_out();
+    products_wait<0>();
+    end_out();
+  }
+
+  __device__ __forceinline__ void write(const Job& job) {
+    const uint32_t staging = shared + Memory::kOut + warpgroup * 64 * 128;
+    const int32_t row_in_tile = 64 * warpgroup + 16 * warp + lane / 4;
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = softmax.sum[r];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
+      const int32_t row = row_in_tile + 8 * r;
+      if (lane % 4 == 0 && row < job.tile.num_rows) {
+        const float lse =
+            sum == 0.f ? -INFINITY : softmax.maximum[r] * arguments.softmax_scale + __logf(sum);
+        arguments.lse[static_cast<int64_t>(job.tile.q_row + row) * arguments.heads_q + job.head] =
+            lse;
+      }
+    }
+    const bool leads = warp == 0 && lane == 0;
+    if (leads) copies_wait_read();
+    named_sync(4 + warpgroup, 128);
+    const uint32_t row = 16 * warp + (lane & 15);
+#pragma unroll
+    for (int i = 0; i < Shape::kHeadDim / 16; ++i) {
+      const uint32_t address =
+          staging + (i / 4) * Shape::kQueryPanel + swizzled(row, 2 * (i % 4) + (lane >> 4));
+      store_matrices(address, pack<T>(out[8 * i] * inverse[0], out[8 * i + 1] * inverse[0]),
+                     pack<T>(out[8 * i + 2] * inverse[1], out[8 * i + 3] * inverse[1]),
+                     pack<T>(out[8 * i + 4] * inverse[0], out[8 * i + 5] * inverse[0]),
+                     pack<T>(out[8 * i + 6] * inverse[1], out[8 * i + 7] * inverse[1]));
+    }
+    fence_shared_writes();
+    named_sync(4 + warpgroup, 128);
+    const int32_t num_rows = min(64, job.tile.num_rows - 64 * warpgroup);
+    if (!leads || num_rows <= 0) return;
+    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      copy_to_global(&arguments.out,
+                     {64 * panel, job.head, job.tile.q_row + 64 * warpgroup, num_rows},
+                     staging + panel * Shape::kQueryPanel);
+    }
+    copies_commit();
+  }
+
+  __device__ __forceinline__ void run(const Job* jobs) {
+    if (warpgroup == Shape::kWarpgroups - 1) named_arrive(1, 256);
+    for (uint32_t i = 0;; ++i) {
+      const uint32_t slot = i & 1;
+      barrier_wait(barrier_at(barriers, kJobFull + slot), (i >> 1) & 1);
+      const Job job = jobs[slot];
+      if (job.head < 0) break;
+      attend(job, blocks_of(job.tile, arguments.window));
+      write(job);
+      release(kJobEmpty + slot);
+    }
+    if (warp == 0 && lane == 0) copies_wait_read();
+  }
+};
+
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Memory = ForwardMemory<Shape>;
+  extern __shared__ uint8_t raw[];
+  uint8_t* aligned = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
+  const uint32_t shared = shared_address(aligned);
+  const uint32_t barriers = shared + Memory::kBarriers;
+  Job* jobs = reinterpret_cast<Job*>(aligned + Memory::kJobs);
+  if (threadIdx.x == 0) {
+    constexpr uint32_t kWarps = 4 * Shape::kWarpgroups;
+    for (uint32_t i = 0; i < kNumBarriers; ++i) {
+      const bool is_empty = i == kQueryEmpty || (i >= kKeyEmpty && i < kKeyEmpty + 2) ||
+                            (i >= kValueEmpty && i < kValueEmpty + 2) || i >= kJobEmpty;
+      barrier_init(barrier_at(barriers, i), is_empty ? kWarps : 1);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    give_registers<Shape::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<Shape>(arguments, shared, jobs);
+  } else {
+    take_registers<Shape::kRegisters>();
+    constexpr float kLog2E = 1.4426950408889634f;
+    ForwardConsumer<Shape> consumer{arguments,
+                                    shared,
+                                    barriers,
+                                    warpgroup - 1,
+                                    static_cast<int>(threadIdx.x % 128) / 32,
+                                    static_cast<int>(threadIdx.x % 32),
+                                    arguments.softmax_scale * kLog2E};
+    consumer.run(jobs);
+  }
+#endif
+}
+
+template <typename Shape>
+void launch(const ForwardCall& call, cudaStream_t stream) {
+  static_assert(Shape::kRows == forward_tile_rows(Shape::kHeadDim));
+  constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes + 1024;
+  if (call.tiles.num_tiles == 0) return;
+  ForwardArguments arguments{
+      .q = make_ragged_map(call.q, Shape::kRows),
+      .k = make_ragged_map(call.k, kKeyBlockRows),
+      .v = make_ragged_map(call.v, kKeyBlockRows),
+      .out = make_ragged_map(call.out, 64),
+      .tiles = call.tiles.tiles,
+      .num_tickets = call.tiles.num_tiles * static_cast<int32_t>(call.q.heads),
+      .heads_q = static_cast<int32_t>(call.q.heads),
+      .heads_per_key = static_cast<int32_t>(call.q.heads / call.k.heads),
+      .ticket = call.ticket,
+      .lse = call.lse,
+      .window = call.window,
+      .softmax_scale = call.softmax_scale};
+  const int num_blocks = std::min(arguments.num_tickets, num_multiprocessors());
+  launch_kernel(forward_kernel<Shape>, {num_blocks, Shape::kThreads, kSharedBytes}, stream,
+                arguments);
+}
+
+template <typename T>
+void launch_by_head_dim(const ForwardCall& call, cudaStream_t stream) {
+  if (call.q.head_dim <= 64) {
+    launch<ForwardShape<T, 64, 3, 160, 32>>(call, stream);
+  } else {
+    launch<ForwardShape<T, 128, 2, 240, 24>>(call, stream);
+  }
+}
+
+}  // namespace
+
+void forward(const ForwardCall& call, cudaStream_t stream) {
+  if (call.q.element == Element::kBfloat16) {
+    launch_by_head_dim<__nv_bfloat16>(call, stream);
+  } else {
+    launch_by_head_dim<__half>(call, stream);
+  }
+}
+
+}  // namespace distca::attention::sm90

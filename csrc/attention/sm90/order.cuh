@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+
+namespace distca::attention::sm90 {
+
+// A run's items, num_heads of them for each of its blocks or tiles, are ordered by groups of heads,
+// in a group by block, heads fastest.
+struct HeadGroup {
+  int32_t first_head;
+  int32_t num_heads;
+  int32_t in_group;  // index among the group's items
+};
+
+// `index` counts the run's items. Groups are as small as gives every multiprocessor several items,
+// so that the last group ends evenly and the others share what they read.
+__device__ __forceinline__ HeadGroup head_group(int32_t index, int32_t num_blocks,
+                                                int32_t num_heads, int32_t heads_at_least) {
+  constexpr int32_t kItems = 1024;
+  const int32_t wanted = (kItems + num_blocks - 1) / num_blocks;
+  const int32_t rounded = (wanted + heads_at_least - 1) / heads_at_least * heads_at_least;
+  const int32_t in_full = min(rounded, num_heads);
+  const int32_t group = index / (in_full * num_blocks);
+  const int32_t first_head = group * in_full;
+  return {first_head, min(in_full, num_heads - first_head), index - first_head * num_blocks};
+}
+
+}  // namespace distca::attention::sm90

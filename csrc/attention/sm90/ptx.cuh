@@ -1,0 +1,309 @@
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+// The PTX instructions of Hopper that the kernels of this folder are made of: mbarrier, bulk tensor
+// copies, warpgroup matrix products, register reallocation. Shared memory is addressed by 32-bit
+// shared-space addresses.
+namespace distca::attention::sm90 {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_arrivals));
+}
+
+// Makes initialised barriers visible to the copy engine; __syncthreads must follow.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+
+// Hardware barrier `id` (1 to 15) among `num_threads` threads of the block.
+__device__ __forceinline__ void named_sync(uint32_t id, uint32_t num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(uint32_t id, uint32_t num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Where rows of a ragged tensor map lie (see tensor_map.h): row r of the box is row `row` + r of
+// the tensor if r < num_rows, else it reads as zero and is not written.
+struct RaggedBox {
+  int32_t column;
+  int32_t head;
+  int32_t row;
+  int32_t num_rows;
+};
+
+constexpr int32_t kRaggedOrigin = 1 << 30;
+
+__device__ __forceinline__ void copy_to_shared(uint32_t destination, const CUtensorMap* map,
+                                               const RaggedBox& box, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(box.column), "r"(box.head), "r"(kRaggedOrigin - box.num_rows),
+      "r"(box.row + box.num_rows), "r"(kRaggedOrigin)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_to_global(const CUtensorMap* map, const RaggedBox& box,
+                                               uint32_t source) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5, %6}], [%0];" ::
+          "r"(source),
+      "l"(map), "r"(box.column), "r"(box.head), "r"(kRaggedOrigin - box.num_rows),
+      "r"(box.row + box.num_rows), "r"(kRaggedOrigin)
+      : "memory");
+}
+
+// A contiguous piece; addresses and num_bytes are multiples of 16.
+__device__ __forceinline__ void copy_bytes_to_shared(uint32_t destination, const void* source,
+                                                     uint32_t num_bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(source), "r"(num_bytes), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// This thread's copies to global memory: closes a group, then waits until its sources may be
+// overwritten.
+__device__ __forceinline__ void copies_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void copies_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Ordinary writes to shared memory before this become visible to copies and matrix products.
+__device__ __forceinline__ void fence_shared_writes() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                               uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// Additions in global memory whose old value nobody needs.
+__device__ __forceinline__ void add_to_global(float* to, float a) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(a) : "memory");
+}
+__device__ __forceinline__ void add_to_global(int32_t* to, int32_t a) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(a) : "memory");
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+// A product's operand in shared memory: panels of 64 columns, one after the other, with rows of 128
+// bytes in the 128-byte swizzle. Holds the lower half of the instruction's matrix descriptor; the
+// upper half is the same for all.
+struct Operand {
+  uint32_t low;
+};
+
+// `panel_bytes` is the stride between panels; it matters where rows run along the product's inner
+// dimension (a transposed operand) and the other dimension spans several panels.
+__device__ __forceinline__ Operand operand_at(uint32_t address, uint32_t panel_bytes) {
+  return {((address & 0x3ffff) >> 4) | ((panel_bytes >> 4) << 16)};
+}
+
+// Descriptor of what begins num_bytes further.
+__device__ __forceinline__ uint64_t descriptor(Operand operand, uint32_t num_bytes) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62;
+  constexpr uint64_t kEightRows = static_cast<uint64_t>(1024 >> 4) << 32;
+  return kSwizzle128 | kEightRows | (operand.low + (num_bytes >> 4));
+}
+
+// Byte offset of the 16-byte chunk `chunk` of row `row` inside such a panel.
+__device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
+  return row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
+__device__ __forceinline__ void products_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kInFlight>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+}
+
+// Keeps the compiler from moving uses of registers that products write across this point.
+template <int kSize>
+__device__ __forceinline__ void pin(float (&registers)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+template <int kSize>
+__device__ __forceinline__ void pin(uint32_t (&registers)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+#define DISTCA_ACCUMULATORS_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define DISTCA_ACCUMULATORS_64                             \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define DISTCA_ACCUMULATORS_128                                      \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"           \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define DISTCA_OPERANDS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define DISTCA_OPERANDS_16(d, i)                                                     \
+  DISTCA_OPERANDS_4(d, i), DISTCA_OPERANDS_4(d, i + 4), DISTCA_OPERANDS_4(d, i + 8), \
+      DISTCA_OPERANDS_4(d, i + 12)
+#define DISTCA_OPERANDS_32(d) DISTCA_OPERANDS_16(d, 0)
+#define DISTCA_OPERANDS_64(d) DISTCA_OPERANDS_32(d), DISTCA_OPERANDS_16(d, 16)
+#define DISTCA_OPERANDS_128(d) \
+  DISTCA_OPERANDS_64(d), DISTCA_OPERANDS_16(d, 32), DISTCA_OPERANDS_16(d, 48)
+
+// The operands after the accumulators are numbered from N / 2.
+#define DISTCA_PRODUCT_SHARED(N, type, a, b, scale, ta, tb)                                        \
+  asm volatile(                                                                                    \
+      "{\n"                                                                                        \
+      ".reg .pred accumulate;\n"                                                                   \
+      "setp.ne.b32 accumulate, %" scale                                                            \
+      ", 0;\n"                                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" DISTCA_ACCUMULATORS_##N \
+      "}, %" a ", %" b ", accumulate, 1, 1, %" ta ", %" tb                                         \
+      ";\n"                                                                                        \
+      "}\n"                                                                                        \
+      : DISTCA_OPERANDS_##N(d)                                                                     \
+      : "l"(a_matrix), "l"(b_matrix), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+
+#define DISTCA_PRODUCT_REGISTERS(N, type, a0, a1, a2, a3, b, scale, tb)                            \
+  asm volatile(                                                                                    \
+      "{\n"                                                                                        \
+      ".reg .pred accumulate;\n"                                                                   \
+      "setp.ne.b32 accumulate, %" scale                                                            \
+      ", 0;\n"                                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" DISTCA_ACCUMULATORS_##N \
+      "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b ", accumulate, 1, 1, %" tb                    \
+      ";\n"                                                                                        \
+      "}\n"                                                                                        \
+      : DISTCA_OPERANDS_##N(d)                                                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_matrix), "r"(accumulate),                \
+        "n"(kTransposedB))
+
+// d[64 x N] (+)= A[64 x 16] B[16 x N], asynchronous. A and B are given by descriptors; an operand
+// is transposed when its rows in shared memory run along the inner dimension.
+template <typename T, bool kTransposedA, bool kTransposedB, int kSize>
+__device__ __forceinline__ void product(float (&d)[kSize], uint64_t a_matrix, uint64_t b_matrix,
+                                        int accumulate) {
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  if constexpr (kSize == 16 && kBf16) {
+    DISTCA_PRODUCT_SHARED(32, "bf16", "16", "17", "18", "19", "20");
+  }
+  if constexpr (kSize == 16 && !kBf16) {
+    DISTCA_PRODUCT_SHARED(32, "f16", "16", "17", "18", "19", "20");
+  }
+  if constexpr (kSize == 32 && kBf16) {
+    DISTCA_PRODUCT_SHARED(64, "bf16", "32", "33", "34", "35", "36");
+  }
+  if constexpr (kSize == 32 && !kBf16) {
+    DISTCA_PRODUCT_SHARED(64, "f16", "32", "33", "34", "35", "36");
+  }
+  if constexpr (kSize == 64 && kBf16) {
+    DISTCA_PRODUCT_SHARED(128, "bf16", "64", "65", "66", "67", "68");
+  }
+  if constexpr (kSize == 64 && !kBf16) {
+    DISTCA_PRODUCT_SHARED(128, "f16", "64", "65", "66", "67", "68");
+  }
+  static_assert(kSize == 16 || kSize == 32 || kSize == 64);
+}
+
+// The same with A in registers: a[0..1] hold columns 2 (lane % 4) + {0, 1} of rows lane / 4 and
+// lane / 4 + 8, a[2..3] the columns 8 further.
+template <typename T, bool kTransposedB, int kSize>
+__device__ __forceinline__ void product(float (&d)[kSize], const uint32_t* a, uint64_t b_matrix,
+                                        int accumulate) {
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  if constexpr (kSize == 16 && kBf16) {
+    DISTCA_PRODUCT_REGISTERS(32, "bf16", "16", "17", "18", "19", "20", "21", "22");
+  }
+  if constexpr (kSize == 16 && !kBf16) {
+    DISTCA_PRODUCT_REGISTERS(32, "f16", "16", "17", "18", "19", "20", "21", "22");
+  }
+  if constexpr (kSize == 32 && kBf16) {
+    DISTCA_PRODUCT_REGISTERS(64, "bf16", "32", "33", "34", "35", "36", "37", "38");
+  }
+  if constexpr (kSize == 32 && !kBf16) {
+    DISTCA_PRODUCT_REGISTERS(64, "f16", "32", "33", "34", "35", "36", "37", "38");
+  }
+  if constexpr (kSize == 64 && kBf16) {
+    DISTCA_PRODUCT_REGISTERS(128, "bf16", "64", "65", "66", "67", "68", "69", "70");
+  }
+  if constexpr (kSize == 64 && !kBf16) {
+    DISTCA_PRODUCT_REGISTERS(128, "f16", "64", "65", "66", "67", "68", "69", "70");
+  }
+  static_assert(kSize == 16 || kSize == 32 || kSize == 64);
+}
+
+#undef DISTCA_PRODUCT_SHARED
+#undef DISTCA_PRODUCT_REGISTERS
+
+}  // namespace distca::attention::sm90

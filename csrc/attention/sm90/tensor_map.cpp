@@ -1,0 +1,57 @@
+#include "tensor_map.h"
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace distca::attention::sm90 {
+namespace {
+
+// Through the runtime, so that the library needs no libcuda where there is no driver.
+decltype(&cuTensorMapEncodeTiled) encode_function() {
+  static const auto function = [] {
+    void* pointer = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer,
+                                                               12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error(
+          "cuTensorMapEncodeTiled is missing from the CUDA driver; install one of CUDA 12 or "
+          "newer");
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(pointer);
+  }();
+  return function;
+}
+
+}  // namespace
+
+CUtensorMap make_ragged_map(const RowTensor& tensor, int32_t box_rows) {
+  constexpr cuuint64_t kManyRows = 0x7fff0000;
+  const auto row_stride = static_cast<cuuint64_t>(tensor.row_stride);
+  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(tensor.head_dim),
+                               static_cast<cuuint64_t>(tensor.heads), cuuint64_t{1} << 30,
+                               kManyRows, kManyRows};
+  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(tensor.head_stride), row_stride,
+                                 row_stride, (cuuint64_t{1} << 35) - row_stride};
+  const cuuint32_t box[5] = {64, 1, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode_function()(&map,
+                        tensor.element == Element::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                        5, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("cuTensorMapEncodeTiled failed with CUDA error " +
+                             std::to_string(static_cast<int>(result)) + " for row stride " +
+                             std::to_string(tensor.row_stride) + " and head stride " +
+                             std::to_string(tensor.head_stride) + " bytes");
+  }
+  return map;
+}
+
+}  // namespace distca::attention::sm90

@@ -1,0 +1,211 @@
+"""Task lists of one rank, made by the planning operators from documents and their cuts.
+
+Two ranks: rank 0 serves the shards that a document names, rank 1 the rest. "home" lists are rank
+0's when it holds every document, "visiting" lists are rank 0's when rank 1 does.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from distca.planning import CAUSAL
+
+Range = tuple[int, int]
+NUM_RANKS = 2
+BLOCK_ROWS = 64  # rows whose errors are judged together; up to twice as many at a document's end
+MASK_64 = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Document:
+    length: int
+    shards: tuple[Range, ...]
+    """Query positions that the list's rank serves, each range a task; in order, disjoint."""
+
+
+def whole(length: int) -> Document:
+    return Document(length, ((0, length),) if length else ())
+
+
+def cut(length: int, sizes: Sequence[int]) -> Document:
+    """A document of which every query is served, in shards of these sizes over and over."""
+    shards, begin = [], 0
+    for size in itertools.cycle(sizes):
+        if begin == length:
+            return Document(length, tuple(shards))
+        shards.append((begin, min(begin + size, length)))
+        begin = shards[-1][1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one document's served queries, and the keys that any of them sees, lie."""
+
+    q_rows: Tensor  # int64 [queries]
+    q_positions: Tensor
+    k_rows: Tensor  # int64 [keys]
+    k_positions: Tensor
+
+    def to(self, device: torch.device) -> "Part":
+        return Part(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class TaskList:
+    name: str  # home or visiting
+    layout: Tensor
+    rows: Tensor
+    window_size: tuple[int, int]
+    num_q_rows: int
+    num_k_rows: int
+    parts: list[Part | None]
+    """By document; None where no query is served."""
+    q_block: Tensor  # int64 [num_q_rows]: blocks of BLOCK_ROWS rows of one document, -1 for no task
+    k_block: Tensor  # int64 [num_k_rows]: the same, -1 for keys that no task reads
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def served(self) -> list[Part]:
+        return [part for part in self.parts if part is not None]
+
+
+def task_list(
+    documents: Sequence[Document],
+    window_size: tuple[int, int] = CAUSAL,
+    name: str = "home",
+    device: torch.device | str = "cpu",
+) -> TaskList:
+    """Rank 0's list `name` over packed documents, those of no tokens included."""
+    device = torch.device(device)
+    holder = {"home": 0, "visiting": 1}[name]
+    held = [document for document in documents if document.length > 0]
+    pieces = torch.tensor(
+        [(holder, i, 0, document.length) for i, document in enumerate(held)], dtype=torch.int64
+    ).reshape(-1, 4)
+    plan = _plan(held, window_size, holder)
+    layout, rows = torch.ops.distca.layout(pieces, plan, 0, 0, device.type)
+
+    parts = _parts(documents, window_size, name)
+    q_rows = [part.q_rows for part in parts if part is not None]
+    k_rows = [part.k_rows for part in parts if part is not None]
+    num_tokens = sum(document.length for document in documents)
+    num_q_rows = num_tokens if name == "home" else sum(map(len, q_rows))
+    num_k_rows = num_tokens if name == "home" else sum(map(len, k_rows))
+    return TaskList(
+        name,
+        layout,
+        rows.to(device),
+        window_size,
+        num_q_rows,
+        num_k_rows,
+        [None if part is None else part.to(device) for part in parts],
+        _blocks(q_rows, num_q_rows).to(device),
+        _blocks(k_rows, num_k_rows).to(device),
+    )
+
+
+def _keys_of(window_size: tuple[int, int], queries: Range, length: int) -> Range:
+    """Key positions that any of the queries sees."""
+    left, right = window_size
+    begin = 0 if left < 0 else max(0, queries[0] - left)
+    end = length if right < 0 else min(length, queries[1] + right)
+    return begin, end
+
+
+def _union(ranges: Iterable[Range]) -> list[Range]:
+    merged: list[Range] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _positions(ranges: Iterable[Range]) -> Tensor:
+    return torch.cat([torch.arange(*positions) for positions in ranges])
+
+
+def _parts(
+    documents: Sequence[Document], window_size: tuple[int, int], name: str
+) -> list[Part | None]:
+    """Home rows are all positions of all documents; visiting rows those that are served or read."""
+    parts: list[Part | None] = []
+    first_row = next_q_row = next_k_row = 0
+    for document in documents:
+        if not document.shards:
+            parts.append(None)
+            first_row += document.length
+            continue
+        queries = _positions(document.shards)
+        keys = _positions(
+            _union(_keys_of(window_size, shard, document.length) for shard in document.shards)
+        )
+        if name == "home":
+            parts.append(Part(first_row + queries, queries, first_row + keys, keys))
+        else:
+            q_rows = next_q_row + torch.arange(queries.numel())
+            k_rows = next_k_row + torch.arange(keys.numel())
+            parts.append(Part(q_rows, queries, k_rows, keys))
+        first_row += document.length
+        next_q_row += queries.numel()
+        next_k_row += keys.numel()
+    return parts
+
+
+def _blocks(rows_by_part: Sequence[Tensor], num_rows: int) -> Tensor:
+    block = torch.full((num_rows,), -1, dtype=torch.int64)
+    num_blocks = 0
+    for rows in rows_by_part:
+        num_in_part = max(1, rows.numel() // BLOCK_ROWS)
+        index = (torch.arange(rows.numel()) // BLOCK_ROWS).clamp_max(num_in_part - 1)
+        block[rows] = num_blocks + index
+        num_blocks += num_in_part
+    return block
+
+
+def _plan(documents: Sequence[Document], window_size: tuple[int, int], holder: int) -> Tensor:
+    """The tensor of a plan (see ops/planning.cpp): header, then (document, begin, end, server)."""
+    tasks = [
+        (server, index, *queries)
+        for index, document in enumerate(documents)
+        for server, ranges in ((0, document.shards), (1, _gaps(document)))
+        for queries in ranges
+    ]
+    words = [(index, begin, end, server) for server, index, begin, end in sorted(tasks)]
+    digest = _digest(documents, window_size, holder, words)
+    header = [NUM_RANKS, *window_size, digest, len(words)]
+    return torch.tensor([*header, *itertools.chain(*words)])
+
+
+def _gaps(document: Document) -> list[Range]:
+    ends = [0, *(end for _, end in document.shards)]
+    begins = [*(begin for begin, _ in document.shards), document.length]
+    return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+
+
+def _digest(
+    documents: Sequence[Document],
+    window_size: tuple[int, int],
+    holder: int,
+    tasks: Sequence[tuple[int, ...]],
+) -> int:
+    """planner::digest_of: a plan whose digest is another is refused."""
+    num_rows = [0] * NUM_RANKS
+    described: list[int] = []
+    for index, document in enumerate(documents):
+        one_segment = (0, document.length, holder, num_rows[holder])
+        described += [index, document.length, 1, *one_segment]
+        num_rows[holder] += document.length
+    words = [NUM_RANKS, *num_rows, len(documents), *described, *window_size, len(tasks)]
+    value = 0xCBF29CE484222325
+    for word in itertools.chain(words, *tasks):
+        value = ((value ^ (word & MASK_64)) * 0x9E3779B97F4A7C15) & MASK_64
+        value ^= value >> 32
+    return value - 2**64 if value >= 2**63 else value

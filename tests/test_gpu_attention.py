@@ -1,0 +1,342 @@
+"""The attention kernels of a CUDA device over one rank's task lists, in no process group."""
+
+import pytest
+import torch
+from plain_attention import (
+    Heads,
+    Inputs,
+    Outside,
+    Results,
+    attend,
+    deterministic_mode,
+    ops,
+    random_inputs,
+    reference,
+)
+from task_lists import Document, TaskList, cut, task_list, whole
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float16]
+MODES = [False, True]  # deterministic
+MASKS = {"causal": (-1, 0), "full": (-1, -1), "window": (200, 0), "self": (0, 0), "five": (5, 0)}
+TWO_SIDED = [(64, 32), (0, 130), (-1, 5), (130, -1)]
+
+# Around the sizes of tiles; the odd ones keep what follows from starting on a multiple of anything.
+LENGTHS = [3, 63, 64, 65, 1, 127, 128, 129, 191, 192, 193, 255, 256, 257, 5, 1000]
+SHARDS = [300, 1, 128, 64, 100]
+GQA = Heads(8, 2, 128)
+
+
+def has_hopper_kernels(head_dim: int) -> bool:
+    if DEVICE.type != "cuda":
+        return True
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return is_hopper and head_dim in (64, 128)
+
+
+def make(documents, window_size=MASKS["causal"], name="home") -> TaskList:
+    return task_list(documents, window_size, name, DEVICE)
+
+
+def check_all_modes(tasks: TaskList, inputs: Inputs, scale: float, truth=None) -> None:
+    truth = truth or reference(tasks, inputs, scale)
+    for deterministic in MODES:
+        truth.check(attend(tasks, inputs, scale, deterministic))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_lengths(mask, head_dim, dtype):
+    heads = GQA._replace(head_dim=head_dim)
+    tasks = make([whole(length) for length in (*LENGTHS, 4097, 2)], MASKS[mask])
+    check_all_modes(tasks, random_inputs(tasks, heads, dtype), heads.scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads_q, heads_kv", [(1, 1), (4, 4), (8, 2), (8, 1), (6, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 256, 40])
+def test_heads(heads_q, heads_kv, head_dim, dtype):
+    heads = Heads(heads_q, heads_kv, head_dim)
+    for mask in ("causal", "full"):
+        tasks = make([whole(length) for length in LENGTHS], MASKS[mask])
+        check_all_modes(tasks, random_inputs(tasks, heads, dtype), heads.scale)
+
+
+@pytest.mark.parametrize("window_size", TWO_SIDED)
+@pytest.mark.parametrize("name", ["home", "visiting"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_sided_windows(head_dim, name, window_size):
+    if not has_hopper_kernels(head_dim):
+        pytest.skip("windows to both sides need compute capability 9.0 and head_dim 64 or 128")
+    heads = GQA._replace(head_dim=head_dim)
+    documents = [*map(whole, LENGTHS), cut(1700, SHARDS), Document(999, ((70, 71), (500, 700)))]
+    tasks = make(documents, window_size, name)
+    check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), heads.scale)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 96])
+@pytest.mark.parametrize("mask", MASKS)
+def test_any_sharding_equals_the_whole(mask, head_dim):
+    heads = GQA._replace(head_dim=head_dim)
+    lengths = [3, 1700, 65, 641, 1]
+    tasks = make([whole(length) for length in lengths], MASKS[mask])
+    inputs = random_inputs(tasks, heads, torch.bfloat16)
+    truth = reference(tasks, inputs, heads.scale)
+    for sizes in (SHARDS, SHARDS[::-1], [64], [1000], [7, 250]):
+        documents = [cut(length, sizes) for length in lengths]
+        for name in ("home", "visiting"):
+            check_all_modes(make(documents, MASKS[mask], name), inputs, heads.scale, truth)
+
+
+def some_shards() -> list[Document]:
+    """Documents of which the rank serves all, some or no queries."""
+    return [
+        whole(129),
+        Document(300, ((7, 8), (100, 200))),
+        Document(77, ()),
+        Document(1500, ((0, 1), (64, 128), (300, 400), (401, 529), (1200, 1500))),
+        whole(0),
+        Document(257, ((256, 257),)),
+        Document(200, ((0, 64),)),
+        whole(65),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["home", "visiting"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_rows_of_other_servers_are_left_alone(mask, name, dtype):
+    tasks = make(some_shards(), MASKS[mask], name)
+    check_all_modes(tasks, random_inputs(tasks, GQA, dtype), GQA.scale)
+
+
+@pytest.mark.parametrize("heads", [Heads(8, 1, 128), Heads(8, 2, 64), Heads(2, 2, 128)], ids=str)
+def test_few_rows_over_a_long_prefix(heads):
+    documents = [whole(3), Document(65537, ((65536, 65537),)), Document(65536, ((65400, 65500),))]
+    for name in ("home", "visiting"):
+        tasks = make(documents, name=name)
+        check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), heads.scale)
+
+
+@pytest.mark.parametrize("name", ["home", "visiting"])
+@pytest.mark.parametrize(
+    "documents", [[], [whole(0)], [Document(70, ())], [whole(0), whole(1), whole(0)]]
+)
+def test_little_or_nothing_to_do(documents, name):
+    tasks = make(documents, name=name)
+    check_all_modes(tasks, random_inputs(tasks, GQA, torch.bfloat16), GQA.scale)
+
+
+def test_softmax_scales():
+    tasks = make([whole(length) for length in LENGTHS])
+    inputs = random_inputs(tasks, GQA, torch.bfloat16)
+    for scale in (1e-3, 0.05, 1.0):
+        check_all_modes(tasks, inputs, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_extreme_logits(head_dim, dtype):
+    """Scores up to thousands: a softmax that is nearly an argmax."""
+    heads = GQA._replace(head_dim=head_dim)
+    for name in ("home", "visiting"):
+        tasks = make([*map(whole, LENGTHS), cut(1000, SHARDS)], name=name)
+        inputs = random_inputs(tasks, heads, dtype)
+        inputs = inputs._replace(q=20 * inputs.q, k=20 * inputs.k)
+        truth = reference(tasks, inputs, heads.scale, softmax_dtype=torch.float32)
+        check_all_modes(tasks, inputs, heads.scale, truth)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_of_large_values(head_dim):
+    heads = GQA._replace(head_dim=head_dim)
+    tasks = make([whole(129), cut(1000, SHARDS), whole(1000)], name="visiting")
+    inputs = random_inputs(tasks, heads, torch.bfloat16)
+    inputs.v[700] *= 100
+    inputs.grad_out[900] *= 1000
+    check_all_modes(tasks, inputs, heads.scale)
+
+
+def views(inputs: Inputs) -> dict[str, Inputs]:
+    """The same values in other memory: slices of one fused projection, and head-major."""
+    q, k, v, grad_out = inputs
+    counts = [q.shape[1], k.shape[1], v.shape[1]]
+    fused = Inputs(*torch.cat([q, k, v], dim=1).split(counts, dim=1), grad_out)
+    heads_first = Inputs(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs))
+    assert not any(tensor.is_contiguous() for tensor in (*fused[:3], *heads_first))
+    return {"fused": fused, "heads first": heads_first}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 96])
+def test_strided_views(head_dim):
+    heads = GQA._replace(head_dim=head_dim)
+    tasks = make([whole(3), cut(700, SHARDS), whole(65)])
+    inputs = random_inputs(tasks, heads, torch.bfloat16)
+    packed = attend(tasks, inputs, heads.scale, deterministic=True)
+    for layout, strided in views(inputs).items():
+        found = attend(tasks, strided, heads.scale, deterministic=True)
+        assert same_bits(found, packed) == [True] * 5, layout
+        reference(tasks, inputs, heads.scale).check(attend(tasks, strided, heads.scale))
+
+
+def test_expanded_gradients():
+    tasks = make([whole(3), cut(700, SHARDS), whole(65)])
+    inputs = random_inputs(tasks, GQA, torch.bfloat16)
+    grad_out = inputs.grad_out
+    for some in (grad_out[:1, :1, :1], grad_out[:1], grad_out[:, :1], grad_out[:, :, :1]):
+        expanded = inputs._replace(grad_out=some.expand_as(grad_out))
+        check_all_modes(tasks, expanded, GQA.scale)
+
+
+def same_bits(found: Results, expected: Results) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("head_dim", [64, 128, 96])
+@pytest.mark.parametrize("name", ["home", "visiting"])
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+def test_what_a_neighbour_holds_stays_there(mask, name, head_dim, value):
+    heads = GQA._replace(head_dim=head_dim)
+    documents = [whole(n) if n % 2 else cut(n, SHARDS) for n in (70, 129, 300, 77, 800, 63, 64)]
+    tasks = make([*documents, Document(40, ()), whole(130)], MASKS[mask], name)
+    clean = random_inputs(tasks, heads, torch.bfloat16)
+    spoilt = Inputs(*(tensor.clone() for tensor in clean))
+    untouched_q, untouched_k = untouched_rows(tasks)
+    for tensor, untouched in zip(
+        spoilt, (untouched_q, untouched_k, untouched_k, untouched_q), strict=True
+    ):
+        tensor[~untouched] = value
+
+    truth = reference(tasks, clean, heads.scale)
+    for deterministic in MODES:
+        expected = attend(tasks, clean, heads.scale, deterministic)
+        found = attend(tasks, spoilt, heads.scale, deterministic)
+        assert not found.out.isfinite().all(), "the neighbours' rows are not spoilt"
+        kept = (untouched_q,) * 3 + (untouched_k,) * 2
+        exact = 5 if deterministic else 2  # out and lse always
+        for result, wanted, rows in list(zip(found, expected, kept, strict=True))[:exact]:
+            assert torch.equal(result[rows], wanted[rows])
+        for result, wanted, rows in zip(found, expected, kept, strict=True):
+            result[~rows] = wanted[~rows]
+        truth.check(found)
+
+
+def untouched_rows(tasks: TaskList) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of every other document, of queries and of keys. Rows of no task are neighbours."""
+    rows = []
+    for num_rows, of in (
+        (tasks.num_q_rows, lambda part: part.q_rows),
+        (tasks.num_k_rows, lambda part: part.k_rows),
+    ):
+        untouched = torch.zeros(num_rows, dtype=torch.bool, device=tasks.device)
+        for part in tasks.served[1::2]:
+            untouched[of(part)] = True
+        rows.append(untouched)
+    return rows[0], rows[1]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("sizes", [[10**6], SHARDS, SHARDS[::-1], [128]], ids=str)
+def test_200_repeats_give_the_same_bits(sizes, head_dim):
+    heads = GQA._replace(head_dim=head_dim)
+    tasks = make([cut(length, sizes) for length in (3, 1000, 700, 129)], name="visiting")
+    inputs = random_inputs(tasks, heads, torch.bfloat16)
+    share = (tasks.layout, tasks.rows, heads.scale, tasks.name)
+    first = attend(tasks, inputs, heads.scale, deterministic=True)
+    q, k, v, grad_out = inputs
+    differing = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    with deterministic_mode(True):
+        for _ in range(200):
+            out, lse = ops.attend(q, k, v, *share)
+            grads = ops.attend_backward(grad_out, q, k, v, out, lse, *share)
+            found = zip((out, lse, *grads), first, strict=True)
+            differing += torch.stack([(result != wanted).sum() for result, wanted in found])
+    assert differing.tolist() == [0] * 5
+
+
+def test_forward_gives_the_same_bits_in_both_modes():
+    tasks = make([cut(length, SHARDS) for length in LENGTHS], name="visiting")
+    inputs = random_inputs(tasks, GQA, torch.bfloat16)
+    fast, exact = (attend(tasks, inputs, GQA.scale, mode) for mode in MODES)
+    assert same_bits(fast, exact)[:2] == [True, True]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+def test_order_of_documents_changes_no_bits(mask, head_dim):
+    if not has_hopper_kernels(head_dim):
+        pytest.skip("ATen's order of summation depends on what else is in its call")
+    heads = GQA._replace(head_dim=head_dim)
+    documents = [cut(length, SHARDS) for length in (1000, 3, 700, 129, 64)]
+    order = [3, 0, 4, 2, 1]
+    tasks = make(documents, MASKS[mask], "visiting")
+    permuted = make([documents[i] for i in order], MASKS[mask], "visiting")
+    inputs = random_inputs(tasks, heads, torch.bfloat16)
+    rows = torch.cat([tasks.parts[i].q_rows for i in order])  # of queries and of keys alike
+    moved = Inputs(*(tensor[rows] for tensor in inputs))
+    expected = attend(tasks, inputs, heads.scale, deterministic=True)
+    found = attend(permuted, moved, heads.scale, deterministic=True)
+    assert same_bits(found, Results(*(tensor[rows] for tensor in expected))) == [True] * 5
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="streams are CUDA's")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_streams_at_once(head_dim):
+    heads = GQA._replace(head_dim=head_dim)
+    lists = [make([cut(1500, SHARDS), whole(65)], name="visiting"), make([whole(900), whole(701)])]
+    inputs = [random_inputs(tasks, heads, torch.bfloat16, seed) for seed, tasks in enumerate(lists)]
+    expected = [
+        attend(tasks, held, heads.scale, deterministic=True)
+        for tasks, held in zip(lists, inputs, strict=True)
+    ]
+    streams = [torch.cuda.Stream() for _ in lists]
+    torch.cuda.synchronize()
+    found = []
+    with deterministic_mode(True):
+        for _ in range(10):
+            for i, (tasks, (q, k, v, grad_out)) in enumerate(zip(lists, inputs, strict=True)):
+                share = (tasks.layout, tasks.rows, heads.scale, tasks.name)
+                with torch.cuda.stream(streams[i]):
+                    out, lse = ops.attend(q, k, v, *share)
+                    grads = ops.attend_backward(grad_out, q, k, v, out, lse, *share)
+                found.append((i, Results(out, lse, *grads)))
+    torch.cuda.synchronize()
+    assert all(same_bits(results, expected[i]) == [True] * 5 for i, results in found)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs tens of GB")
+def test_rows_past_the_2_to_the_31st_element():
+    """524288 rows of 32 x 128: only the last document has tasks here, the rest is NaN."""
+    heads = Heads(32, 8, 128)
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free device memory")
+    num_rows, length = 2**31 // (32 * 128), 1000
+    large = make([Document(num_rows - 3, ()), cut(length, SHARDS)])
+    small = make([cut(length, SHARDS)])
+    inputs = random_inputs(small, heads, torch.bfloat16)
+    padded = Inputs(*(pad_before(tensor, num_rows - 3) for tensor in inputs))
+    truth = reference(small, inputs, heads.scale)
+    for deterministic in MODES:
+        results = attend(large, padded, heads.scale, deterministic)
+        assert not any(tensor[: num_rows - 3].any() for tensor in results[3:])
+        truth.check(Results(*(tensor[num_rows - 3 :] for tensor in results)))
+
+
+def pad_before(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    padded = tensor.new_full((num_rows + tensor.shape[0], *tensor.shape[1:]), float("nan"))
+    padded[num_rows:] = tensor
+    return padded
+
+
+def test_a_key_too_many_is_found():
+    """The comparison's other planted errors are in test_task_lists.py, on the CPU."""
+    documents = [whole(65), cut(1000, SHARDS)]
+    right, wrong = make(documents, (200, 0)), make(documents, (201, 0))
+    inputs = random_inputs(right, GQA, torch.bfloat16)
+    with pytest.raises(Outside):
+        reference(right, inputs, GQA.scale).check(attend(wrong, inputs, GQA.scale))
