@@ -214,7 +214,9 @@ def reference(
         num_blocks = int(block.max()) + 1 if block.numel() else 0
         exact, rounded = getattr(truth, name), getattr(in_dtype, name)
         error = _by_block((rounded.double() - exact).abs(), block, num_blocks)
-        rounding = _by_block((exact.to(rounded.dtype).double() - exact).abs(), block, num_blocks)
+        # A result a little beside a tie is rounded the other way: half a unit of the largest one.
+        unit = torch.finfo(rounded.dtype).eps
+        rounding = unit * _by_block(exact.abs(), block, num_blocks) / 2
         limits[name] = 2 * error + rounding + floor
     # An error of lse scales the probabilities of its row: by a tenth of bfloat16's rounding at
     # most, and by the fp32 rounding of large scores.

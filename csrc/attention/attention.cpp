@@ -8,7 +8,7 @@
 #include "aten/aten.h"
 #endif
 #ifdef DISTCA_WITH_SM90
-#include "sm90/sm90.h"
+#include "sm90.h"
 #endif
 
 namespace distca::attention {

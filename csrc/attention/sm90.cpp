@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "kernels.h"
+#include "sm90/kernels.h"
 
 namespace distca::attention::sm90 {
 namespace {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../attention.h"
+#include "attention.h"
 
 // Core attention for bfloat16 and float16 on compute capability 9.0, any mask and head_dim up to
 // 128: tasks read shared keys where they lie, and a key's gradient is written once.
