@@ -25,6 +25,7 @@ which no kernel needs.
 
 import argparse
 import gc
+import random
 import statistics
 import sys
 import time
@@ -119,13 +120,15 @@ def cases_of(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
 
 
 def milliseconds(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Device time by call, a round after the other, so that all share clocks and heat."""
+    """Device time by call, a round after the other, so that all share clocks and heat, and every
+    round in another order: who runs after a call that leaves the chip cool finds higher clocks."""
     for call in calls.values():
         for _ in range(NUM_WARM_UP_CALLS):
             call()
     events = {name: [] for name in calls}
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, call in calls.items():
+        for name, call in order.sample(list(calls.items()), len(calls)):
             pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
             pair[0].record()
             call()

@@ -130,7 +130,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   const at::Tensor delta = takes_delta ? saved.delta.contiguous() : at::Tensor();
   const DeviceTiles tiles = device_tiles(table);
   const BackwardSizes sizes = backward_sizes(tiles, q.size(1), k.size(1), q.size(2));
-  const c10::DataPtr dq_sums = zeros(sizes.dq_sums, stream);
+  const c10::DataPtr dq_sums = workspace(sizes.dq_sums);
   const c10::DataPtr row_stats = workspace(sizes.row_stats);
   const c10::DataPtr bounds = zeros(sizes.bounds, stream);
   backward(BackwardCall{.q = row_tensor(queries, dk),

@@ -299,7 +299,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void add_dq(const float (&dq)[32], uint32_t i, int32_t index) {
     constexpr int kWords = Shape::kRows * Shape::kHeadDim;
     const int64_t base = static_cast<int64_t>(index) * kWords + warpgroup * 4096;
-    const int64_t first = base + 32 * warp + lane;
+    const int thread = 32 * warp + lane;
     if constexpr (Shape::kDeterministic) {
       const uint32_t quanta = Memory::kQuanta + (i & 3) * Memory::kVectorBytes;
       const int first_column = Shape::kPanels == 2 ? 0 : 4 * warpgroup;
@@ -309,14 +309,15 @@ struct BackwardConsumer {
         spread(stats(quanta, first_column + j), inverse);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          add_to_global(static_cast<int32_t*>(arguments.dq_sums) + first + 128 * (8 * j + e),
+          add_to_global(static_cast<int32_t*>(arguments.dq_sums) + base + 128 * (8 * j + e) + thread,
                         __float2int_rn(dq[8 * j + e] * inverse[e]));
         }
       }
     } else {
 #pragma unroll
-      for (int e = 0; e < 32; ++e) {
-        add_to_global(static_cast<float*>(arguments.dq_sums) + first + 128 * e, dq[e]);
+      for (int e = 0; e < 32; e += 4) {
+        add_to_global(static_cast<float*>(arguments.dq_sums) + base + 128 * e + 4 * thread, dq[e],
+                      dq[e + 1], dq[e + 2], dq[e + 3]);
       }
     }
   }

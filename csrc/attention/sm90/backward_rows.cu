@@ -11,6 +11,7 @@
 namespace distca::attention::sm90 {
 namespace {
 
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // threads that share a row
 constexpr int kRowsAtOnce = kThreads / kLanes;
@@ -117,6 +118,7 @@ struct StatsArguments {
   const float* delta;   // or null: from out
   const float* bounds;  // or null: sums are in float32
   float* row_stats;
+  void* dq_sums;
 };
 
 // One over the smallest power of two that is at least bound / 2^30. NaN stays.
@@ -136,9 +138,17 @@ __global__ void stats_kernel(const StatsArguments<T> arguments) {
   const int lane = threadIdx.x % kLanes;
   constexpr int kPitch = stats_pitch(kRows);
   float* to = arguments.row_stats + static_cast<int64_t>(blockIdx.x) * 3 * kPitch;
-  for (int row = threadIdx.x / kLanes; row < kRows; row += kRowsAtOnce) {
+  constexpr int kSumChunks = kRows * kHeadDim / 4;
+  uint4* sums = static_cast<uint4*>(arguments.dq_sums) + blockIdx.x * int64_t{kSumChunks};
+#pragma unroll
+  for (int i = 0; i < kSumChunks; i += kThreads) sums[i + threadIdx.x] = {};
+#pragma unroll
+  for (int first = 0; first < kRows; first += kRowsAtOnce) {
+    const int row = first + threadIdx.x / kLanes;
     const bool inside = row < tile.num_rows;
     const int64_t at = static_cast<int64_t>(tile.q_row + row) * arguments.heads_q + head;
+    const float lse = inside ? arguments.lse[at] : INFINITY;
+    const float delta = inside && arguments.delta ? arguments.delta[at] : 0.f;
     float dot = 0.f, square = 0.f;
     if (inside) {
 #pragma unroll
@@ -158,11 +168,9 @@ __global__ void stats_kernel(const StatsArguments<T> arguments) {
     dot = sum_of_row(dot);
     square = sum_of_row(square);
     if (lane != 0) continue;
-    constexpr float kLog2E = 1.4426950408889634f;
-    const float lse = inside ? arguments.lse[at] : INFINITY;
     const int place = stats_index<kRows>(row);
     to[place] = lse == -INFINITY ? INFINITY : lse * kLog2E;
-    to[kPitch + place] = -(inside && arguments.delta ? arguments.delta[at] : dot);
+    to[kPitch + place] = -(arguments.delta ? delta : dot);
     if (!arguments.bounds) continue;
     const float* bound =
         arguments.bounds + 2 * (tile.run * (arguments.heads_q / arguments.heads_per_key) +
@@ -184,37 +192,62 @@ struct FinishArguments {
   float softmax_scale;
 };
 
-// One block per (tile, head) takes sums in the order of the products' registers (see
-// BackwardConsumer::add_dq) to rows, by way of shared memory.
+// Where BackwardConsumer::add_dq left word `word` of a tile's sums: in the order of the products'
+// registers, kAtOnce of a thread's side by side.
+struct SumPlace {
+  int row;
+  int column;
+};
+template <int kHeadDim, int kAtOnce>
+__device__ SumPlace sum_place(int word) {
+  const int warpgroup = word / 4096, thread = word / kAtOnce % 128;
+  const int e = word % 4096 / (128 * kAtOnce) * kAtOnce + word % kAtOnce;
+  const int warp = thread / 32, lane = thread % 32;
+  const int row = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
+  const int column = 16 * warp + lane / 4 + 8 * (e >> 1 & 1);
+  if constexpr (kHeadDim == 128) return {row, column + 64 * warpgroup};
+  return {row + 64 * warpgroup, column};
+}
+
+// One block per (tile, head) takes sums to rows, by way of shared memory.
 template <typename T, int kHeadDim, int kRows, bool kDeterministic>
 __global__ void finish_kernel(const FinishArguments<T> arguments) {
   constexpr int kPitch = kHeadDim + 8;
   __shared__ alignas(16) T rows[kRows * kPitch];
+  __shared__ float scales[kRows];
   const QueryTile tile = arguments.tiles[blockIdx.x / arguments.heads_q];
   const int32_t head = blockIdx.x % arguments.heads_q;
-  const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows * kHeadDim;
-  const float* inverse_quanta =
-      arguments.row_stats + (static_cast<int64_t>(blockIdx.x) * 3 + 2) * stats_pitch(kRows);
-  for (int word = threadIdx.x; word < kRows * kHeadDim; word += kThreads) {
-    const int warpgroup = word / 4096, inside = word % 4096;
-    const int index = inside / 128, warp = inside / 32 % 4, lane = inside % 32;
-    const int column =
-        (kHeadDim == 128 ? 64 * warpgroup : 0) + 16 * warp + lane / 4 + 8 * (index >> 1 & 1);
-    const int row =
-        (kHeadDim == 128 ? 0 : 64 * warpgroup) + 8 * (index >> 2) + 2 * (lane % 4) + (index & 1);
-    float value;
+  using Sum = std::conditional_t<kDeterministic, int32_t, float>;
+  constexpr int kAtOnce = kDeterministic ? 1 : 4;
+  constexpr int kChunks = kRows * kHeadDim / 4;
+  const uint4* chunks = static_cast<const uint4*>(arguments.dq_sums) + blockIdx.x * int64_t{kChunks};
+  alignas(16) Sum sums[kChunks / kThreads][4];
+#pragma unroll
+  for (int i = 0; i < kChunks / kThreads; ++i) {
+    *reinterpret_cast<uint4*>(sums[i]) = chunks[i * kThreads + threadIdx.x];
+  }
+  if (threadIdx.x < kRows) {
+    float scale = arguments.softmax_scale;
     if constexpr (kDeterministic) {
-      value = static_cast<float>(static_cast<const int32_t*>(arguments.dq_sums)[base + word]) /
-              inverse_quanta[stats_index<kRows>(row)];
-    } else {
-      value = static_cast<const float*>(arguments.dq_sums)[base + word];
+      scale /= arguments.row_stats[(static_cast<int64_t>(blockIdx.x) * 3 + 2) * stats_pitch(kRows) +
+                                   stats_index<kRows>(threadIdx.x)];
     }
-    rows[row * kPitch + column] = from_float<T>(value * arguments.softmax_scale);
+    scales[threadIdx.x] = scale;
   }
   __syncthreads();
-  constexpr int kChunks = kHeadDim / 8;
-  for (int i = threadIdx.x; i < tile.num_rows * kChunks; i += kThreads) {
-    const int row = i / kChunks, column = 8 * (i % kChunks);
+#pragma unroll
+  for (int i = 0; i < kChunks / kThreads; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const SumPlace place = sum_place<kHeadDim, kAtOnce>(4 * (i * kThreads + threadIdx.x) + j);
+      rows[place.row * kPitch + place.column] =
+          from_float<T>(static_cast<float>(sums[i][j]) * scales[place.row]);
+    }
+  }
+  __syncthreads();
+  constexpr int kRowChunks = kHeadDim / 8;
+  for (int i = threadIdx.x; i < tile.num_rows * kRowChunks; i += kThreads) {
+    const int row = i / kRowChunks, column = 8 * (i % kRowChunks);
     if (column >= arguments.head_dim) continue;
     T* to = arguments.dq + (tile.q_row + row) * arguments.row_stride +
             head * arguments.head_stride + column;
@@ -236,7 +269,8 @@ void prepare(const BackwardCall& call, cudaStream_t stream) {
                 {call.tiles.num_tiles * heads_q, kThreads, 0}, stream,
                 StatsArguments<T>{Rows<T>(call.out), Rows<T>(call.grad_out), call.tiles.tiles,
                                   heads_q, heads_q / heads_kv, call.lse, call.delta,
-                                  call.deterministic ? call.bounds : nullptr, call.row_stats});
+                                  call.deterministic ? call.bounds : nullptr, call.row_stats,
+                                  call.dq_sums});
 }
 
 template <typename T, int kHeadDim>

@@ -47,7 +47,7 @@ void forward(const ForwardCall& call, cudaStream_t stream);
 
 // Workspace of the backward pass, in bytes.
 struct BackwardSizes {
-  int64_t dq_sums;    // fp32 (int32 when deterministic), tile by tile; must be zero
+  int64_t dq_sums;    // fp32 (int32 when deterministic), tile by tile
   int64_t row_stats;  // lse, delta and the quantum of dq by tile
   int64_t bounds;     // by run and kv head; must be zero
 };

@@ -105,10 +105,6 @@ __device__ __forceinline__ void copy_bytes_to_shared(uint32_t destination, const
       : "memory");
 }
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // This thread's copies to global memory: closes a group, then waits until its sources may be
 // overwritten.
 __device__ __forceinline__ void copies_commit() {
@@ -130,9 +126,11 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uin
                : "memory");
 }
 
-// Additions in global memory whose old value nobody needs.
-__device__ __forceinline__ void add_to_global(float* to, float a) {
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(a) : "memory");
+// Additions in global memory whose old value nobody needs; `to` is a multiple of 16 bytes for four.
+__device__ __forceinline__ void add_to_global(float* to, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
 }
 __device__ __forceinline__ void add_to_global(int32_t* to, int32_t a) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(a) : "memory");
