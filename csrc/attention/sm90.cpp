@@ -132,7 +132,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   const BackwardSizes sizes = backward_sizes(tiles, q.size(1), k.size(1), q.size(2));
   const c10::DataPtr dq_sums = workspace(sizes.dq_sums);
   const c10::DataPtr row_stats = workspace(sizes.row_stats);
-  const c10::DataPtr bounds = zeros(sizes.bounds, stream);
+  const c10::DataPtr bounds = workspace(sizes.bounds);
+  const c10::DataPtr ticket = zeros(sizeof(int32_t), stream);
   backward(BackwardCall{.q = row_tensor(queries, dk),
                         .k = row_tensor(keys, dq),
                         .v = row_tensor(values, dq),
@@ -143,6 +144,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                         .dq = row_tensor(dq, dk),
                         .dk = row_tensor(dk, dq),
                         .dv = row_tensor(dv, dq),
+                        .ticket = static_cast<int32_t*>(ticket.get()),
                         .dq_sums = dq_sums.get(),
                         .row_stats = static_cast<float*>(row_stats.get()),
                         .bounds = static_cast<float*>(bounds.get()),

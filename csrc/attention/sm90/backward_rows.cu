@@ -7,28 +7,28 @@
 
 #include "backward_rows.cuh"
 #include "launch.cuh"
+#include "tile_io.cuh"
 
 namespace distca::attention::sm90 {
 namespace {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // threads that share a row
 constexpr int kRowsAtOnce = kThreads / kLanes;
 
 template <typename T>
 struct Rows {
-  const T* data;
+  T* data;
   int64_t row_stride;  // in elements
   int64_t head_stride;
   int head_dim;
 
   explicit Rows(const RowTensor& tensor)
-      : data(static_cast<const T*>(tensor.data)),
+      : data(static_cast<T*>(tensor.data)),
         row_stride(tensor.row_stride / static_cast<int64_t>(sizeof(T))),
         head_stride(tensor.head_stride / static_cast<int64_t>(sizeof(T))),
         head_dim(static_cast<int>(tensor.head_dim)) {}
-  __device__ const T* at(int64_t row, int64_t head) const {
+  __device__ T* at(int64_t row, int64_t head) const {
     return data + row * row_stride + head * head_stride;
   }
 };
@@ -181,10 +181,7 @@ __global__ void stats_kernel(const StatsArguments<T> arguments) {
 
 template <typename T>
 struct FinishArguments {
-  T* dq;
-  int64_t row_stride;
-  int64_t head_stride;
-  int head_dim;
+  Rows<T> dq;
   const QueryTile* tiles;
   int32_t heads_q;
   const void* dq_sums;
@@ -220,7 +217,8 @@ __global__ void finish_kernel(const FinishArguments<T> arguments) {
   using Sum = std::conditional_t<kDeterministic, int32_t, float>;
   constexpr int kAtOnce = kDeterministic ? 1 : 4;
   constexpr int kChunks = kRows * kHeadDim / 4;
-  const uint4* chunks = static_cast<const uint4*>(arguments.dq_sums) + blockIdx.x * int64_t{kChunks};
+  const uint4* chunks =
+      static_cast<const uint4*>(arguments.dq_sums) + blockIdx.x * int64_t{kChunks};
   alignas(16) Sum sums[kChunks / kThreads][4];
 #pragma unroll
   for (int i = 0; i < kChunks / kThreads; ++i) {
@@ -248,9 +246,8 @@ __global__ void finish_kernel(const FinishArguments<T> arguments) {
   constexpr int kRowChunks = kHeadDim / 8;
   for (int i = threadIdx.x; i < tile.num_rows * kRowChunks; i += kThreads) {
     const int row = i / kRowChunks, column = 8 * (i % kRowChunks);
-    if (column >= arguments.head_dim) continue;
-    T* to = arguments.dq + (tile.q_row + row) * arguments.row_stride +
-            head * arguments.head_stride + column;
+    if (column >= arguments.dq.head_dim) continue;
+    T* to = arguments.dq.at(tile.q_row + row, head) + column;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(rows + row * kPitch + column);
   }
 }
@@ -260,32 +257,27 @@ void prepare(const BackwardCall& call, cudaStream_t stream) {
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const auto heads_kv = static_cast<int32_t>(call.k.heads);
   const int num_bounds = call.tiles.num_blocks * heads_kv;
-  if (call.deterministic && num_bounds > 0) {
+  if (call.deterministic) {
+    const size_t num_bytes = call.tiles.num_runs * heads_kv * 2 * sizeof(float);
+    check(cudaMemsetAsync(call.bounds, 0, num_bytes, stream), "cudaMemsetAsync");
     launch_kernel(bound_kernel<T, kHeadDim>, {num_bounds, kThreads, 0}, stream,
                   BoundArguments<T>{Rows<T>(call.k), Rows<T>(call.v), call.tiles.blocks, heads_kv,
                                     call.bounds});
   }
-  launch_kernel(stats_kernel<T, kHeadDim, backward_tile_rows(kHeadDim)>,
-                {call.tiles.num_tiles * heads_q, kThreads, 0}, stream,
-                StatsArguments<T>{Rows<T>(call.out), Rows<T>(call.grad_out), call.tiles.tiles,
-                                  heads_q, heads_q / heads_kv, call.lse, call.delta,
-                                  call.deterministic ? call.bounds : nullptr, call.row_stats,
-                                  call.dq_sums});
+  launch_kernel(
+      stats_kernel<T, kHeadDim, backward_tile_rows(kHeadDim)>,
+      {call.tiles.num_tiles * heads_q, kThreads, 0}, stream,
+      StatsArguments<T>{Rows<T>(call.out), Rows<T>(call.grad_out), call.tiles.tiles, heads_q,
+                        heads_q / heads_kv, call.lse, call.delta,
+                        call.deterministic ? call.bounds : nullptr, call.row_stats, call.dq_sums});
 }
 
 template <typename T, int kHeadDim>
 void finish(const BackwardCall& call, cudaStream_t stream) {
   constexpr int32_t kRows = backward_tile_rows(kHeadDim);
   const auto heads_q = static_cast<int32_t>(call.q.heads);
-  const FinishArguments<T> arguments{static_cast<T*>(call.dq.data),
-                                     call.dq.row_stride / 2,
-                                     call.dq.head_stride / 2,
-                                     static_cast<int>(call.dq.head_dim),
-                                     call.tiles.tiles,
-                                     heads_q,
-                                     call.dq_sums,
-                                     call.row_stats,
-                                     call.softmax_scale};
+  const FinishArguments<T> arguments{Rows<T>(call.dq), call.tiles.tiles, heads_q,
+                                     call.dq_sums,     call.row_stats,   call.softmax_scale};
   launch_kernel(call.deterministic ? finish_kernel<T, kHeadDim, kRows, true>
                                    : finish_kernel<T, kHeadDim, kRows, false>,
                 {call.tiles.num_tiles * heads_q, kThreads, 0}, stream, arguments);
@@ -295,22 +287,14 @@ void finish(const BackwardCall& call, cudaStream_t stream) {
 
 void prepare_rows(const BackwardCall& call, cudaStream_t stream) {
   if (call.tiles.num_tiles == 0) return;
-  const bool is_bf16 = call.q.element == Element::kBfloat16, is_64 = call.q.head_dim <= 64;
-  if (is_bf16) {
-    (is_64 ? prepare<__nv_bfloat16, 64> : prepare<__nv_bfloat16, 128>)(call, stream);
-  } else {
-    (is_64 ? prepare<__half, 64> : prepare<__half, 128>)(call, stream);
-  }
+  by_element_and_head_dim(call.q,
+                          [&]<typename T, int kHeadDim>() { prepare<T, kHeadDim>(call, stream); });
 }
 
 void finish_dq(const BackwardCall& call, cudaStream_t stream) {
   if (call.tiles.num_tiles == 0) return;
-  const bool is_bf16 = call.q.element == Element::kBfloat16, is_64 = call.q.head_dim <= 64;
-  if (is_bf16) {
-    (is_64 ? finish<__nv_bfloat16, 64> : finish<__nv_bfloat16, 128>)(call, stream);
-  } else {
-    (is_64 ? finish<__half, 64> : finish<__half, 128>)(call, stream);
-  }
+  by_element_and_head_dim(call.q,
+                          [&]<typename T, int kHeadDim>() { finish<T, kHeadDim>(call, stream); });
 }
 
 }  // namespace distca::attention::sm90

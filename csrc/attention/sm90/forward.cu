@@ -1,11 +1,9 @@
-#include <cuda_runtime.h>
-
-#include <limits>
+#include <algorithm>
 
 #include "kernels.h"
 #include "launch.cuh"
 #include "order.cuh"
-#include "ptx.cuh"
+#include "tile_io.cuh"
 
 // One block per multiprocessor takes tickets, a (tile, head) each, longest first. A producer thread
 // copies queries, keys and values to shared memory; warpgroups of 64 query rows each compute
@@ -45,24 +43,20 @@ struct ForwardShape {
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kRegisters = kRegisters_;
   static constexpr int kProducerRegisters = kProducerRegisters_;
-  static constexpr int kPanels = kHeadDim / 64;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  static constexpr int kStages = 2;
-  static constexpr uint32_t kQueryPanel = kRows * 128;
-  static constexpr uint32_t kKeyPanel = kKeyBlockRows * 128;
-  static constexpr uint32_t kQueryBytes = kPanels * kQueryPanel;
-  static constexpr uint32_t kKeyBytes = kPanels * kKeyPanel;
+  using Queries = SharedTile<kRows, kHeadDim>;
+  using Keys = SharedTile<kKeyBlockRows, kHeadDim>;
 };
 
-// Offsets in shared memory.
+// Offsets in shared memory: two stages of keys and values.
 template <typename Shape>
 struct ForwardMemory {
   static constexpr uint32_t kQuery = 0;
-  static constexpr uint32_t kOut = kQuery + Shape::kQueryBytes;
-  static constexpr uint32_t kKey = kOut + Shape::kQueryBytes;
-  static constexpr uint32_t kValue = kKey + Shape::kStages * Shape::kKeyBytes;
-  static constexpr uint32_t kJobs = kValue + Shape::kStages * Shape::kKeyBytes;
+  static constexpr uint32_t kOut = kQuery + Shape::Queries::kBytes;
+  static constexpr uint32_t kKey = kOut + Shape::Queries::kBytes;
+  static constexpr uint32_t kValue = kKey + 2 * Shape::Keys::kBytes;
+  static constexpr uint32_t kJobs = kValue + 2 * Shape::Keys::kBytes;
   static constexpr uint32_t kBarriers = kJobs + 128;
   static constexpr uint32_t kBytes = kBarriers + 128;
 };
@@ -78,10 +72,6 @@ enum Barrier : uint32_t {
   kJobEmpty = kJobFull + 2,
   kNumBarriers = kJobEmpty + 2
 };
-
-__device__ __forceinline__ uint32_t barrier_at(uint32_t barriers, uint32_t which) {
-  return barriers + 8 * which;
-}
 
 __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Window& window) {
   const int32_t first_position = tile.position - tile.k_begin;
@@ -105,9 +95,11 @@ __device__ __forceinline__ Job job_of(int32_t ticket, const ForwardArguments& ar
 }
 
 template <typename Shape>
-__device__ __forceinline__ void produce(const ForwardArguments& arguments, uint32_t shared,
-                                        Job* jobs) {
+__device__ __forceinline__ void produce(const ForwardArguments& arguments, uint32_t shared) {
   using Memory = ForwardMemory<Shape>;
+  using Keys = typename Shape::Keys;
+  using Queries = typename Shape::Queries;
+  Job* jobs = in_block<Job>(Memory::kJobs);
   const uint32_t barriers = shared + Memory::kBarriers;
   uint32_t num_blocks = 0, num_queries = 0;
   int32_t ticket = atomicAdd(arguments.ticket, 1);
@@ -128,24 +120,20 @@ __device__ __forceinline__ void produce(const ForwardArguments& arguments, uint3
     if (blocks.first == blocks.last) continue;
     const uint32_t query_full = barrier_at(barriers, kQueryFull);
     barrier_wait(barrier_at(barriers, kQueryEmpty), (num_queries++ & 1) ^ 1);
-    barrier_arrive_expecting(query_full, Shape::kQueryBytes);
-    for (int panel = 0; panel < Shape::kPanels; ++panel) {
-      copy_to_shared(shared + Memory::kQuery + panel * Shape::kQueryPanel, &arguments.q,
-                     {64 * panel, job.head, job.tile.q_row, job.tile.num_rows}, query_full);
-    }
+    barrier_arrive_expecting(query_full, Queries::kBytes);
+    load_tile<Queries>(shared + Memory::kQuery, &arguments.q,
+                       {job.head, job.tile.q_row, job.tile.num_rows}, query_full);
     const int32_t key_head = job.head / arguments.heads_per_key;
 #pragma unroll 1
     for (int32_t block = blocks.last - 1; block >= blocks.first; --block, ++num_blocks) {
       const uint32_t stage = num_blocks & 1, phase = (num_blocks >> 1) & 1;
       const int32_t row = job.tile.k_begin + block * kKeyBlockRows;
+      const RowRange rows{key_head, row, min(kKeyBlockRows, job.tile.k_end - row)};
       const auto copy = [&](const CUtensorMap* map, uint32_t full, uint32_t empty, uint32_t to) {
         barrier_wait(barrier_at(barriers, empty + stage), phase ^ 1);
-        barrier_arrive_expecting(barrier_at(barriers, full + stage), Shape::kKeyBytes);
-        for (int panel = 0; panel < Shape::kPanels; ++panel) {
-          copy_to_shared(shared + to + stage * Shape::kKeyBytes + panel * Shape::kKeyPanel, map,
-                         {64 * panel, key_head, row, min(kKeyBlockRows, job.tile.k_end - row)},
-                         barrier_at(barriers, full + stage));
-        }
+        barrier_arrive_expecting(barrier_at(barriers, full + stage), Keys::kBytes);
+        load_tile<Keys>(shared + to + stage * Keys::kBytes, map, rows,
+                        barrier_at(barriers, full + stage));
       };
       copy(&arguments.k, kKeyFull, kKeyEmpty, Memory::kKey);
       copy(&arguments.v, kValueFull, kValueEmpty, Memory::kValue);
@@ -223,6 +211,8 @@ template <typename Shape>
 struct ForwardConsumer {
   using T = typename Shape::Element;
   using Memory = ForwardMemory<Shape>;
+  using Keys = typename Shape::Keys;
+  using Queries = typename Shape::Queries;
 
   const ForwardArguments& arguments;
   uint32_t shared;
@@ -238,8 +228,7 @@ struct ForwardConsumer {
   RowSoftmax softmax;
 
   __device__ __forceinline__ void release(uint32_t barrier) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier_at(barriers, barrier));
+    arrive_as_warp(barrier_at(barriers, barrier));
   }
 
   // scores = Q K^T of the next block of keys; asynchronous.
@@ -247,14 +236,14 @@ struct ForwardConsumer {
     const uint32_t stage = num_keys_seen & 1;
     barrier_wait(barrier_at(barriers, kKeyFull + stage), (num_keys_seen >> 1) & 1);
     const Operand query = operand_at(shared + Memory::kQuery + warpgroup * 64 * 128, 0);
-    const Operand key = operand_at(shared + Memory::kKey + stage * Shape::kKeyBytes, 0);
+    const Operand key = operand_at(shared + Memory::kKey + stage * Keys::kBytes, 0);
     pin(scores);
     products_begin();
 #pragma unroll
     for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
       const uint32_t inside = (k % 4) * 32;
-      product<T, false, false>(scores, descriptor(query, (k / 4) * Shape::kQueryPanel + inside),
-                               descriptor(key, (k / 4) * Shape::kKeyPanel + inside), k > 0);
+      product<T, false, false>(scores, descriptor(query, (k / 4) * Queries::kPanelBytes + inside),
+                               descriptor(key, (k / 4) * Keys::kPanelBytes + inside), k > 0);
     }
     products_commit();
   }
@@ -269,7 +258,7 @@ struct ForwardConsumer {
     const uint32_t stage = num_values_seen & 1;
     barrier_wait(barrier_at(barriers, kValueFull + stage), (num_values_seen >> 1) & 1);
     const Operand value =
-        operand_at(shared + Memory::kValue + stage * Shape::kKeyBytes, Shape::kKeyPanel);
+        operand_at(shared + Memory::kValue + stage * Keys::kBytes, Keys::kPanelBytes);
     pin(out);
     pin(probabilities);
     products_begin();
@@ -345,7 +334,6 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void write(const Job& job) {
-    const uint32_t staging = shared + Memory::kOut + warpgroup * 64 * 128;
     const int32_t row_in_tile = 64 * warpgroup + 16 * warp + lane / 4;
     float inverse[2];
 #pragma unroll
@@ -365,29 +353,18 @@ struct ForwardConsumer {
     const bool leads = warp == 0 && lane == 0;
     if (leads) copies_wait_read();
     named_sync(4 + warpgroup, 128);
-    const uint32_t row = 16 * warp + (lane & 15);
-#pragma unroll
-    for (int i = 0; i < Shape::kHeadDim / 16; ++i) {
-      const uint32_t address =
-          staging + (i / 4) * Shape::kQueryPanel + swizzled(row, 2 * (i % 4) + (lane >> 4));
-      store_matrices(address, pack<T>(out[8 * i] * inverse[0], out[8 * i + 1] * inverse[0]),
-                     pack<T>(out[8 * i + 2] * inverse[1], out[8 * i + 3] * inverse[1]),
-                     pack<T>(out[8 * i + 4] * inverse[0], out[8 * i + 5] * inverse[0]),
-                     pack<T>(out[8 * i + 6] * inverse[1], out[8 * i + 7] * inverse[1]));
-    }
-    fence_shared_writes();
+    const uint32_t tile = shared + Memory::kOut, first_row = 64 * warpgroup;
+    stage_rows<T, Queries>(tile, first_row, out, inverse);
     named_sync(4 + warpgroup, 128);
     const int32_t num_rows = min(64, job.tile.num_rows - 64 * warpgroup);
     if (!leads || num_rows <= 0) return;
-    for (int panel = 0; panel < Shape::kPanels; ++panel) {
-      copy_to_global(&arguments.out,
-                     {64 * panel, job.head, job.tile.q_row + 64 * warpgroup, num_rows},
-                     staging + panel * Shape::kQueryPanel);
-    }
+    store_tile<Queries>(&arguments.out, {job.head, job.tile.q_row + 64 * warpgroup, num_rows},
+                        tile + first_row * 128);
     copies_commit();
   }
 
-  __device__ __forceinline__ void run(const Job* jobs) {
+  __device__ __forceinline__ void run() {
+    const Job* jobs = in_block<Job>(Memory::kJobs);
     if (warpgroup == Shape::kWarpgroups - 1) named_arrive(1, 256);
     for (uint32_t i = 0;; ++i) {
       const uint32_t slot = i & 1;
@@ -407,11 +384,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Memory = ForwardMemory<Shape>;
-  extern __shared__ uint8_t raw[];
-  uint8_t* aligned = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
-  const uint32_t shared = shared_address(aligned);
+  const uint32_t shared = shared_address(in_block(0));
   const uint32_t barriers = shared + Memory::kBarriers;
-  Job* jobs = reinterpret_cast<Job*>(aligned + Memory::kJobs);
+  if ((shared & 1023) != 0) __trap();
   if (threadIdx.x == 0) {
     constexpr uint32_t kWarps = 4 * Shape::kWarpgroups;
     for (uint32_t i = 0; i < kNumBarriers; ++i) {
@@ -425,10 +400,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     give_registers<Shape::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Shape>(arguments, shared, jobs);
+    if (threadIdx.x == 0) produce<Shape>(arguments, shared);
   } else {
     take_registers<Shape::kRegisters>();
-    constexpr float kLog2E = 1.4426950408889634f;
     ForwardConsumer<Shape> consumer{arguments,
                                     shared,
                                     barriers,
@@ -436,7 +410,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                                     static_cast<int>(threadIdx.x % 128) / 32,
                                     static_cast<int>(threadIdx.x % 32),
                                     arguments.softmax_scale * kLog2E};
-    consumer.run(jobs);
+    consumer.run();
   }
 #endif
 }
@@ -444,7 +418,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 template <typename Shape>
 void launch(const ForwardCall& call, cudaStream_t stream) {
   static_assert(Shape::kRows == forward_tile_rows(Shape::kHeadDim));
-  constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes + 1024;
+  constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes;
   if (call.tiles.num_tiles == 0) return;
   ForwardArguments arguments{
       .q = make_ragged_map(call.q, Shape::kRows),
@@ -464,23 +438,15 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
                 arguments);
 }
 
-template <typename T>
-void launch_by_head_dim(const ForwardCall& call, cudaStream_t stream) {
-  if (call.q.head_dim <= 64) {
-    launch<ForwardShape<T, 64, 3, 160, 32>>(call, stream);
-  } else {
-    launch<ForwardShape<T, 128, 2, 240, 24>>(call, stream);
-  }
-}
+template <typename T, int kHeadDim>
+using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32>,
+                                   ForwardShape<T, 128, 2, 240, 24>>;
 
 }  // namespace
 
 void forward(const ForwardCall& call, cudaStream_t stream) {
-  if (call.q.element == Element::kBfloat16) {
-    launch_by_head_dim<__nv_bfloat16>(call, stream);
-  } else {
-    launch_by_head_dim<__half>(call, stream);
-  }
+  by_element_and_head_dim(
+      call.q, [&]<typename T, int kHeadDim>() { launch<ShapeOf<T, kHeadDim>>(call, stream); });
 }
 
 }  // namespace distca::attention::sm90

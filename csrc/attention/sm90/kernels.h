@@ -12,12 +12,16 @@
 // Every function only enqueues work on `stream` and throws std::runtime_error for a CUDA error.
 namespace distca::attention::sm90 {
 
+constexpr int32_t computed_head_dim(int64_t head_dim) {
+  return head_dim <= 64 ? 64 : 128;
+}
+
 // Query rows that one forward or backward tile holds.
 constexpr int32_t forward_tile_rows(int64_t head_dim) {
-  return head_dim <= 64 ? 192 : 128;
+  return computed_head_dim(head_dim) == 64 ? 192 : 128;
 }
 constexpr int32_t backward_tile_rows(int64_t head_dim) {
-  return head_dim <= 64 ? 128 : 64;
+  return computed_head_dim(head_dim) == 64 ? 128 : 64;
 }
 
 // Device copies of TileLists for the kernel's tile height.
@@ -49,7 +53,7 @@ void forward(const ForwardCall& call, cudaStream_t stream);
 struct BackwardSizes {
   int64_t dq_sums;    // fp32 (int32 when deterministic), tile by tile
   int64_t row_stats;  // lse, delta and the quantum of dq by tile
-  int64_t bounds;     // by run and kv head; must be zero
+  int64_t bounds;     // of |V| and |K| by run and kv head
 };
 BackwardSizes backward_sizes(const DeviceTiles& tiles, int64_t heads_q, int64_t heads_kv,
                              int64_t head_dim);
@@ -60,6 +64,7 @@ struct BackwardCall {
   const float* lse;    // [rows, heads_q]
   const float* delta;  // [rows, heads_q], or null
   RowTensor dq, dk, dv;
+  int32_t* ticket;  // one word, zero
   void* dq_sums;
   float* row_stats;
   float* bounds;

@@ -47,6 +47,24 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
       : "memory");
 }
 
+// For long waits that nobody is in a hurry to see end: polling takes slots of the load/store pipe.
+__device__ __forceinline__ void barrier_wait_idle(uint32_t barrier, uint32_t phase) {
+  uint32_t done = 0;
+  while (true) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(phase)
+        : "memory");
+    if (done) return;
+    __nanosleep(200);
+  }
+}
+
 // Hardware barrier `id` (1 to 15) among `num_threads` threads of the block.
 __device__ __forceinline__ void named_sync(uint32_t id, uint32_t num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
@@ -201,7 +219,6 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kSize]) {
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-#define DISTCA_ACCUMULATORS_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define DISTCA_ACCUMULATORS_64                             \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -214,8 +231,7 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kSize]) {
 #define DISTCA_OPERANDS_16(d, i)                                                     \
   DISTCA_OPERANDS_4(d, i), DISTCA_OPERANDS_4(d, i + 4), DISTCA_OPERANDS_4(d, i + 8), \
       DISTCA_OPERANDS_4(d, i + 12)
-#define DISTCA_OPERANDS_32(d) DISTCA_OPERANDS_16(d, 0)
-#define DISTCA_OPERANDS_64(d) DISTCA_OPERANDS_32(d), DISTCA_OPERANDS_16(d, 16)
+#define DISTCA_OPERANDS_64(d) DISTCA_OPERANDS_16(d, 0), DISTCA_OPERANDS_16(d, 16)
 #define DISTCA_OPERANDS_128(d) \
   DISTCA_OPERANDS_64(d), DISTCA_OPERANDS_16(d, 32), DISTCA_OPERANDS_16(d, 48)
 
@@ -253,12 +269,6 @@ template <typename T, bool kTransposedA, bool kTransposedB, int kSize>
 __device__ __forceinline__ void product(float (&d)[kSize], uint64_t a_matrix, uint64_t b_matrix,
                                         int accumulate) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  if constexpr (kSize == 16 && kBf16) {
-    DISTCA_PRODUCT_SHARED(32, "bf16", "16", "17", "18", "19", "20");
-  }
-  if constexpr (kSize == 16 && !kBf16) {
-    DISTCA_PRODUCT_SHARED(32, "f16", "16", "17", "18", "19", "20");
-  }
   if constexpr (kSize == 32 && kBf16) {
     DISTCA_PRODUCT_SHARED(64, "bf16", "32", "33", "34", "35", "36");
   }
@@ -271,7 +281,7 @@ __device__ __forceinline__ void product(float (&d)[kSize], uint64_t a_matrix, ui
   if constexpr (kSize == 64 && !kBf16) {
     DISTCA_PRODUCT_SHARED(128, "f16", "64", "65", "66", "67", "68");
   }
-  static_assert(kSize == 16 || kSize == 32 || kSize == 64);
+  static_assert(kSize == 32 || kSize == 64);
 }
 
 // The same with A in registers: a[0..1] hold columns 2 (lane % 4) + {0, 1} of rows lane / 4 and
@@ -280,12 +290,6 @@ template <typename T, bool kTransposedB, int kSize>
 __device__ __forceinline__ void product(float (&d)[kSize], const uint32_t* a, uint64_t b_matrix,
                                         int accumulate) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  if constexpr (kSize == 16 && kBf16) {
-    DISTCA_PRODUCT_REGISTERS(32, "bf16", "16", "17", "18", "19", "20", "21", "22");
-  }
-  if constexpr (kSize == 16 && !kBf16) {
-    DISTCA_PRODUCT_REGISTERS(32, "f16", "16", "17", "18", "19", "20", "21", "22");
-  }
   if constexpr (kSize == 32 && kBf16) {
     DISTCA_PRODUCT_REGISTERS(64, "bf16", "32", "33", "34", "35", "36", "37", "38");
   }
@@ -298,7 +302,7 @@ __device__ __forceinline__ void product(float (&d)[kSize], const uint32_t* a, ui
   if constexpr (kSize == 64 && !kBf16) {
     DISTCA_PRODUCT_REGISTERS(128, "f16", "64", "65", "66", "67", "68", "69", "70");
   }
-  static_assert(kSize == 16 || kSize == 32 || kSize == 64);
+  static_assert(kSize == 32 || kSize == 64);
 }
 
 #undef DISTCA_PRODUCT_SHARED

@@ -1,0 +1,102 @@
+#pragma once
+
+#include "backward_rows.cuh"
+#include "kernels.h"
+#include "order.cuh"
+#include "tile_io.cuh"
+
+// What the warps of the backward kernel agree on: sizes, places in shared memory, barriers, and
+// what they tell each other.
+namespace distca::attention::sm90 {
+
+struct BackwardArguments {
+  CUtensorMap q, k, v, grad_out, dk, dv;
+  const QueryTile* tiles;
+  const KeyBlock* blocks;
+  int32_t num_items;
+  int32_t heads_q;
+  int32_t heads_kv;
+  int32_t heads_per_key;
+  int32_t* ticket;
+  const float* row_stats;
+  void* dq_sums;
+  Window window;
+  float softmax_scale;
+};
+
+template <typename T, int kHeadDim_, bool kDeterministic_>
+struct BackwardShape {
+  using Element = T;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kDeterministic = kDeterministic_;
+  static constexpr int kRows = backward_tile_rows(kHeadDim);
+  static constexpr int kThreads = 3 * 128;
+  using Queries = SharedTile<kRows, kHeadDim>;
+  using Keys = SharedTile<kKeyBlockRows, kHeadDim>;
+  using GradScores = SharedTile<kKeyBlockRows, kRows>;
+};
+
+// Each with one barrier for either slot, stage or buffer.
+enum BackwardBarrier : uint32_t {
+  kItemFull = 0,
+  kKeyFull = 2,
+  kValueFull = 4,
+  kQueryFull = 6,
+  kGradOutFull = 8,
+  kItemCopied = 10,
+  kSlotEmpty = 12,
+  kByWarps = 14,  // from here on every warp of the key warpgroups arrives
+  kSlotStaged = 14,
+  kQueryEmpty = 16,
+  kGradOutEmpty = 18,
+  kGradScoreFull = 20,
+  kGradScoreEmpty = 22,
+  kNumBarriers = 24
+};
+
+// Offsets in shared memory. Two slots of keys and values, so that the next item's come while this
+// one's are in use; two stages of queries and dO, two buffers of dS.
+template <typename Shape>
+struct BackwardMemory {
+  static constexpr uint32_t kKey = 0;
+  static constexpr uint32_t kValue = kKey + Shape::Keys::kBytes;
+  static constexpr uint32_t kSlotBytes = 2 * Shape::Keys::kBytes;
+  static constexpr uint32_t kQuery = 2 * kSlotBytes;
+  static constexpr uint32_t kGradOut = kQuery + 2 * Shape::Queries::kBytes;
+  static constexpr uint32_t kGradScore = kGradOut + 2 * Shape::Queries::kBytes;
+  static constexpr uint32_t kStats = kGradScore + 2 * Shape::GradScores::kBytes;
+  static constexpr uint32_t kVectorBytes = 4 * stats_pitch(Shape::kRows);
+  // One over the quanta of dQ live until dQ is added, one tile later than the rest of a stage.
+  static constexpr uint32_t kQuanta = kStats + 4 * kVectorBytes;
+  static constexpr uint32_t kTiles = kQuanta + (Shape::kDeterministic ? 4 * kVectorBytes : 0);
+  static constexpr uint32_t kItems = kTiles + 2 * 16;
+  static constexpr uint32_t kBarriers = kItems + 2 * 32;
+  static constexpr uint32_t kBytes = kBarriers + 8 * kNumBarriers;
+};
+
+__device__ __forceinline__ void init_barriers(uint32_t barriers) {
+  for (uint32_t i = 0; i < kNumBarriers; ++i) {
+    barrier_init(barrier_at(barriers, i), i < kByWarps ? 1 : 8);
+  }
+  barrier_init_fence();
+}
+
+// A key block and head; num_rows is -1 when there is no more.
+struct alignas(16) BackwardItem {
+  int32_t k_row;
+  int32_t num_rows;
+  int32_t key_head;
+  int32_t num_tiles;  // of all query heads together
+  int32_t first_tile;
+  int32_t last_tile;
+};
+
+// What key warpgroups need of a staged query tile.
+struct alignas(16) StagedTile {
+  int32_t position;
+  int32_t k_begin;
+  int32_t k_end;
+  int32_t index;  // tile * heads_q + head
+};
+
+}  // namespace distca::attention::sm90

@@ -1,0 +1,288 @@
+#pragma once
+
+#include "backward_shape.cuh"
+
+namespace distca::attention::sm90 {
+
+// A warpgroup of the backward kernel: it owns 64 keys of each item and sums up their dK and dV;
+// together the two add up dQ.
+template <typename Shape>
+struct KeyWarpgroup {
+  using T = typename Shape::Element;
+  using Memory = BackwardMemory<Shape>;
+  using Keys = typename Shape::Keys;
+  using Queries = typename Shape::Queries;
+  using GradScores = typename Shape::GradScores;
+  static constexpr int kScores = Shape::kRows / 2;  // registers of 64 keys by kRows queries
+  static constexpr uint32_t kKeysRead = 1;          // a barrier among warps
+
+  const BackwardArguments& arguments;
+  uint32_t shared;
+  int warpgroup, warp, lane;
+  float scale_log2;
+
+  float dk[Shape::kHeadDim / 2];
+  float dv[Shape::kHeadDim / 2];
+
+  __device__ __forceinline__ uint32_t barrier(uint32_t which) const {
+    return barrier_at(shared + Memory::kBarriers, which);
+  }
+
+  // Values of this thread's query columns 8 j + 2 (lane % 4) and the next, j from 2 i to 2 i + 1,
+  // of a vector of row statistics in shared memory.
+  __device__ __forceinline__ float4 stats(uint32_t vector, int i) const {
+    return *in_block<float4>(vector + 4 * ((lane % 4) * stats_group(Shape::kRows) + 4 * i));
+  }
+
+  // scores (+)= this warpgroup's rows of keys (or values) times all query rows, transposed.
+  __device__ __forceinline__ void begin_scores(float (&scores)[kScores], uint32_t keys,
+                                               uint32_t queries, bool accumulate) {
+    const Operand left = operand_at(shared + keys + warpgroup * 64 * 128, 0);
+    const Operand right = operand_at(shared + queries, 0);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
+      const uint32_t inside = (k % 4) * 32;
+      product<T, false, false>(scores, descriptor(left, (k / 4) * Keys::kPanelBytes + inside),
+                               descriptor(right, (k / 4) * Queries::kPanelBytes + inside),
+                               accumulate || k > 0);
+    }
+    products_commit();
+  }
+
+  // sums += left (64 keys by kRows queries, registers) times rows of queries.
+  __device__ __forceinline__ void begin_sums(float (&sums)[Shape::kHeadDim / 2],
+                                             uint32_t (&left)[kScores / 2], uint32_t queries) {
+    const Operand right = operand_at(shared + queries, Queries::kPanelBytes);
+    pin(sums);
+    pin(left);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < Shape::kRows / 16; ++k) {
+      product<T, true>(sums, left + 4 * k, descriptor(right, k * 16 * 128), 1);
+    }
+    products_commit();
+  }
+
+  // Of dQ^T, kHeadDim by kRows, this warpgroup computes 64 by 64.
+  __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t keys, uint32_t buffer) {
+    const uint32_t key_panel = Keys::kPanels == 2 ? warpgroup : 0;
+    const uint32_t query_panel = Keys::kPanels == 2 ? 0 : warpgroup;
+    const Operand left = operand_at(shared + keys + key_panel * Keys::kPanelBytes, 0);
+    const Operand right = operand_at(shared + Memory::kGradScore + buffer * GradScores::kBytes +
+                                         query_panel * GradScores::kPanelBytes,
+                                     0);
+    pin(dq);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < kKeyBlockRows / 16; ++k) {
+      product<T, true, true>(dq, descriptor(left, k * 16 * 128), descriptor(right, k * 16 * 128),
+                             k > 0);
+    }
+    products_commit();
+  }
+
+  __device__ __forceinline__ void mask(float (&scores)[kScores], const StagedTile& tile,
+                                       int32_t first_key) {
+    const Window& window = arguments.window;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t key = first_key + 64 * warpgroup + 16 * warp + lane / 4 + 8 * r;
+      const bool outside = key < tile.k_begin || key >= tile.k_end;
+      // Queries at [begin, end) of the tile see the key.
+      const int32_t begin = window.right >= 0 ? key - window.right - tile.position : 0;
+      const int32_t end = outside            ? 0
+                          : window.left >= 0 ? key + window.left + 1 - tile.position
+                                             : Shape::kRows;
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int32_t query = 8 * j + 2 * (lane % 4) + c;
+          if (query < begin || query >= end) scores[4 * j + 2 * r + c] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool needs_mask(const StagedTile& tile, int32_t first_key) const {
+    const Window& window = arguments.window;
+    return first_key < tile.k_begin || first_key + kKeyBlockRows > tile.k_end ||
+           (window.right >= 0 && first_key + kKeyBlockRows - 1 > tile.position + window.right) ||
+           (window.left >= 0 && first_key < tile.position + Shape::kRows - 1 - window.left);
+  }
+
+  // Per-query values, two of column group 2 i and two of 2 i + 1, as accumulators hold them.
+  static __device__ __forceinline__ void spread(const float4& values, float* accumulators) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      accumulators[2 * r] = values.x;
+      accumulators[2 * r + 1] = values.y;
+      accumulators[4 + 2 * r] = values.z;
+      accumulators[4 + 2 * r + 1] = values.w;
+    }
+  }
+
+  __device__ __forceinline__ void pack_all(const float (&values)[kScores],
+                                           uint32_t (&packed)[kScores / 2]) {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) packed[i] = pack<T>(values[2 * i], values[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void store_grad_scores(const uint32_t (&grads)[kScores / 2],
+                                                    uint32_t buffer) {
+    const uint32_t to = shared + Memory::kGradScore + buffer * GradScores::kBytes;
+    const uint32_t row = 64 * warpgroup + 16 * warp + (lane & 15);
+#pragma unroll
+    for (int i = 0; i < Shape::kRows / 16; ++i) {
+      store_matrices(
+          to + (i / 4) * GradScores::kPanelBytes + swizzled(row, 2 * (i % 4) + (lane >> 4)),
+          grads[4 * i], grads[4 * i + 1], grads[4 * i + 2], grads[4 * i + 3]);
+    }
+    fence_shared_writes();
+  }
+
+  // Adds dQ of tile i of those staged so far, whose place in the sums is `index`.
+  __device__ __forceinline__ void add_dq(const float (&dq)[32], uint32_t i, int32_t index) {
+    constexpr int kWords = Shape::kRows * Shape::kHeadDim;
+    const int64_t base = static_cast<int64_t>(index) * kWords + warpgroup * 4096;
+    const int thread = 32 * warp + lane;
+    if constexpr (Shape::kDeterministic) {
+      const uint32_t quanta = Memory::kQuanta + (i & 3) * Memory::kVectorBytes;
+      const int first_column = Keys::kPanels == 2 ? 0 : 4 * warpgroup;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float inverse[8];
+        spread(stats(quanta, first_column + j), inverse);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          add_to_global(
+              static_cast<int32_t*>(arguments.dq_sums) + base + 128 * (8 * j + e) + thread,
+              __float2int_rn(dq[8 * j + e] * inverse[e]));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < 32; e += 4) {
+        add_to_global(static_cast<float*>(arguments.dq_sums) + base + 128 * e + 4 * thread, dq[e],
+                      dq[e + 1], dq[e + 2], dq[e + 3]);
+      }
+    }
+  }
+
+  // Scores to probabilities.
+  __device__ __forceinline__ void exponentiate(float (&scores)[kScores], uint32_t log_sums) {
+#pragma unroll
+    for (int j = 0; j < kScores / 8; ++j) {
+      float log_sum[8];
+      spread(stats(log_sums, j), log_sum);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& score = scores[8 * j + e];
+        score = exp2_fast(fmaf(score, scale_log2, -log_sum[e]));
+      }
+    }
+  }
+
+  // All tiles of the item, those from `first` on of all that were staged.
+  __device__ __forceinline__ void sum_up(const BackwardItem& item, uint32_t n, uint32_t first) {
+    const uint32_t slot = (n & 1) * Memory::kSlotBytes;
+    const uint32_t end = first + item.num_tiles;
+    int32_t previous_index = 0;
+#pragma unroll 1
+    for (uint32_t i = first; i < end; ++i) {
+      const uint32_t stage = i & 1, phase = (i >> 1) & 1;
+      float scores[kScores], grads[kScores];
+      uint32_t probabilities[kScores / 2], packed_grads[kScores / 2];
+      float dq[32];
+      barrier_wait(barrier(kQueryFull + stage), phase);
+      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[stage];
+      const uint32_t queries = Memory::kQuery + stage * Queries::kBytes;
+      const uint32_t grad_out = Memory::kGradOut + stage * Queries::kBytes;
+      const uint32_t log_sums = Memory::kStats + stage * 2 * Memory::kVectorBytes;
+      const uint32_t minus_delta = log_sums + Memory::kVectorBytes;
+      // dP - delta, by starting from -delta.
+#pragma unroll
+      for (int j = 0; j < kScores / 8; ++j) spread(stats(minus_delta, j), grads + 8 * j);
+      pin(scores);
+      pin(grads);
+      begin_scores(scores, slot + Memory::kKey, queries, false);
+      if (i == first) barrier_wait(barrier(kValueFull + (n & 1)), (n >> 1) & 1);
+      barrier_wait(barrier(kGradOutFull + stage), phase);
+      begin_scores(grads, slot + Memory::kValue, grad_out, true);
+
+      products_wait<1>();
+      pin(scores);
+      if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
+      exponentiate(scores, log_sums);
+      products_wait<0>();
+      pin(grads);
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) grads[e] *= scores[e];
+      pack_all(grads, packed_grads);
+      pack_all(scores, probabilities);
+      barrier_wait(barrier(kGradScoreEmpty + stage), phase ^ 1);
+      store_grad_scores(packed_grads, stage);
+      arrive_as_warp(barrier(kGradScoreFull + stage));
+      // dQ of the tile before; at first there is none, and this product's result is not used.
+      barrier_wait(barrier(kGradScoreFull + (stage ^ 1)), ((i - 1) >> 1) & 1);
+      begin_dq(dq, slot + Memory::kKey, stage ^ 1);
+      begin_sums(dv, probabilities, grad_out);
+      begin_sums(dk, packed_grads, queries);
+      products_wait<2>();
+      pin(dq);
+      if (i > first) {
+        arrive_as_warp(barrier(kGradScoreEmpty + (stage ^ 1)));
+        add_dq(dq, i - 1, previous_index);
+      }
+      products_wait<0>();
+      pin(dk);
+      pin(dv);
+      previous_index = tile.index;
+      arrive_as_warp(barrier(kQueryEmpty + stage));
+      arrive_as_warp(barrier(kGradOutEmpty + stage));
+    }
+    finish_sums(slot, end - 1, previous_index);
+  }
+
+  // dQ of the item's last tile, under which dV is staged.
+  __device__ __forceinline__ void finish_sums(uint32_t slot, uint32_t last, int32_t index) {
+    const uint32_t stage = last & 1;
+    float dq[32];
+    barrier_wait(barrier(kGradScoreFull + stage), (last >> 1) & 1);
+    begin_dq(dq, slot + Memory::kKey, stage);
+    stage_rows<T, Keys>(shared + slot + Memory::kValue, 64 * warpgroup, dv, {1.f, 1.f});
+    products_wait<0>();
+    pin(dq);
+    arrive_as_warp(barrier(kGradScoreEmpty + stage));
+    add_dq(dq, last, index);
+  }
+
+  __device__ __forceinline__ void run() {
+    const float scale = arguments.softmax_scale;
+    uint32_t num_tiles = 0;
+#pragma unroll 1
+    for (uint32_t n = 0;; ++n) {
+      const uint32_t phase = (n >> 1) & 1;
+      barrier_wait(barrier(kItemFull + (n & 1)), phase);
+      const BackwardItem item = in_block<BackwardItem>(Memory::kItems)[n & 1];
+      if (item.num_rows < 0) return;
+      const uint32_t slot = (n & 1) * Memory::kSlotBytes;
+#pragma unroll
+      for (int i = 0; i < Shape::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+      barrier_wait(barrier(kKeyFull + (n & 1)), phase);
+      if (item.num_tiles > 0) {
+        sum_up(item, n, num_tiles);
+      } else {
+        barrier_wait(barrier(kValueFull + (n & 1)), phase);
+        stage_rows<T, Keys>(shared + slot + Memory::kValue, 64 * warpgroup, dv, {1.f, 1.f});
+      }
+      num_tiles += item.num_tiles;
+      named_sync(kKeysRead, 256);  // for dQ both warpgroups read all keys
+      stage_rows<T, Keys>(shared + slot + Memory::kKey, 64 * warpgroup, dk, {scale, scale});
+      arrive_as_warp(barrier(kSlotStaged + (n & 1)));
+    }
+  }
+};
+
+}  // namespace distca::attention::sm90

@@ -1,0 +1,82 @@
+#pragma once
+
+#include "ptx.cuh"
+
+// Tiles in shared memory: rows of 64 columns to a panel, panels side by side, in the 128-byte
+// swizzle that copies and products share.
+namespace distca::attention::sm90 {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+template <int kRows, int kHeadDim>
+struct SharedTile {
+  static constexpr int kPanels = kHeadDim / 64;
+  static constexpr uint32_t kPanelBytes = kRows * 128;
+  static constexpr uint32_t kBytes = kPanels * kPanelBytes;
+};
+
+// The block's dynamic shared memory, which swizzled panels need on a multiple of 1024 bytes. What
+// lies at byte `offset`:
+template <typename T = uint8_t>
+__device__ __forceinline__ T* in_block(uint32_t offset) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  return reinterpret_cast<T*>(memory + offset);
+}
+
+__device__ __forceinline__ uint32_t barrier_at(uint32_t barriers, uint32_t which) {
+  return barriers + 8 * which;
+}
+
+// One arrival for the calling warp, when all of its threads are here.
+__device__ __forceinline__ void arrive_as_warp(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// Rows of a tensor and head: `row` and num_rows on.
+struct RowRange {
+  int32_t head;
+  int32_t row;
+  int32_t num_rows;
+};
+
+// By one thread, which has told `barrier` to expect Tile::kBytes.
+template <typename Tile>
+__device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, const RowRange& rows,
+                                          uint32_t barrier) {
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    copy_to_shared(to + panel * Tile::kPanelBytes, map,
+                   {64 * panel, rows.head, rows.row, rows.num_rows}, barrier);
+  }
+}
+
+// By one thread; closes no group of copies.
+template <typename Tile>
+__device__ __forceinline__ void store_tile(const CUtensorMap* map, const RowRange& rows,
+                                           uint32_t from) {
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    copy_to_global(map, {64 * panel, rows.head, rows.row, rows.num_rows},
+                   from + panel * Tile::kPanelBytes);
+  }
+}
+
+// A warpgroup's accumulators, 64 rows, to such a tile from row `first_row` on, as T: rows
+// lane / 4 of each warp's 16 times scale[0], those 8 further times scale[1].
+template <typename T, typename Tile, int kSize>
+__device__ __forceinline__ void stage_rows(uint32_t tile, uint32_t first_row,
+                                           const float (&sums)[kSize], const float (&scale)[2]) {
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const uint32_t row = first_row + 16 * warp + (lane & 15);
+#pragma unroll
+  for (int i = 0; i < kSize / 8; ++i) {
+    const float* part = sums + 8 * i;
+    store_matrices(tile + (i / 4) * Tile::kPanelBytes + swizzled(row, 2 * (i % 4) + (lane >> 4)),
+                   pack<T>(part[0] * scale[0], part[1] * scale[0]),
+                   pack<T>(part[2] * scale[1], part[3] * scale[1]),
+                   pack<T>(part[4] * scale[0], part[5] * scale[0]),
+                   pack<T>(part[6] * scale[1], part[7] * scale[1]));
+  }
+  fence_shared_writes();
+}
+
+}  // namespace distca::attention::sm90
