@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import distca
+from distca._chosen_tasks import layout_of_server
 from distca.planning import CAUSAL, local_plan
 
 TOKENS = 32768  # of a dense case, in as many equal documents as that makes, at least one
@@ -198,7 +199,7 @@ def shards_case(
     ranges = shards.of_document()
     lengths = [shards.keys] * num_documents
     served = [(document, *range_) for document in range(num_documents) for range_ in ranges]
-    layout, rows = layout_of_server(lengths, served, device.type)
+    layout, rows = layout_of_server(lengths, served, 1, CAUSAL, device.type)
     # Keys arrive up to the last query, which for all sharings is the document's last row.
     tasks = tuple(
         Task(idx * shards.rows, shards.rows, document * shards.keys, end)
@@ -210,44 +211,6 @@ def shards_case(
     )
     key = ("shards", heads.dim, shards.rows, shards.keys, shards.sharing)
     return Case(name, "shards", heads, tasks, "visiting", layout, rows.to(device), key)
-
-
-def layout_of_server(
-    lengths: list[int], served: list[tuple[int, int, int]], device_type: str
-) -> tuple[Tensor, Tensor]:
-    """Rank 0's layout when rank 1 is home to documents of these `lengths` and rank 0 computes the
-    queries (document, begin, end) `served`, in that order; rank 1 computes the rest.
-
-    The planner would join neighbours of one server, so this writes a plan itself. The layout
-    operator checks it, digest included, and keeps its tasks apart.
-    """
-    pieces = [(1, document, 0, length) for document, length in enumerate(lengths)]
-    tasks = [(*queries, 0) for queries in served]
-    for document, length in enumerate(lengths):
-        begin = 0
-        for _, q_begin, q_end in [*(s for s in served if s[0] == document), (0, length, length)]:
-            if begin < q_begin:
-                tasks.append((document, begin, q_begin, 1))
-            begin = q_end
-    row_of = itertools.accumulate(lengths, initial=0)
-    documents = [
-        (document, length, 1, 0, length, 1, row)  # id, length, one segment: start, length, rank
-        for document, (length, row) in enumerate(zip(lengths, row_of, strict=False))
-    ]
-    pack = [2, 0, sum(lengths), len(lengths), *itertools.chain.from_iterable(documents)]
-    task_words = [len(tasks), *itertools.chain.from_iterable(tasks)]
-    plan = [2, *CAUSAL, plan_digest([*pack, *CAUSAL, *task_words]), *task_words]
-    return torch.ops.distca.layout(torch.tensor(pieces), torch.tensor(plan), 0, 0, device_type)
-
-
-def plan_digest(words: list[int]) -> int:
-    """The planner's 64-bit digest, as the signed word that a plan holds."""
-    mask = (1 << 64) - 1
-    digest = 0xCBF29CE484222325
-    for word in words:
-        digest = ((digest ^ (word & mask)) * 0x9E3779B97F4A7C15) & mask
-        digest ^= digest >> 32
-    return digest - (1 << 64) if digest >> 63 else digest
 
 
 def thousands(count: int) -> str:

@@ -30,6 +30,10 @@ class Options:
     """JSON file with measured attention times, used instead of attention_tflops:
     {"rows": [...], "keys": [...], "seconds": [[...]]}, forward + backward of full rectangles."""
 
+    deterministic: bool = False
+    """Gradients equal bit by bit in every run of the same plan; the backward pass is up to a tenth
+    slower on Hopper. Off: as torch.use_deterministic_algorithms says."""
+
     timeout_s: float = 600.0
     """Seconds that a rank waits for another before it raises."""
 

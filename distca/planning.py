@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from distca.cost import AttentionShape, check_device, cost_tensor, link_bytes_per_second
 from distca.documents import Documents, check_window
 from distca.options import Options
-from distca.session import Session, init
+from distca.session import Session, configured, init
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -164,7 +164,7 @@ def local_plan(documents: Documents, window_size: tuple[int, int], device: torch
         )
     pending: Future = Future()
     problem = _Problem(0, 1, tuple(window_size), device.type, step=-1)
-    pending.set_result(_solve(problem, documents.pieces(0), Options(), AttentionShape()))
+    pending.set_result(_solve(problem, documents.pieces(0), configured(), AttentionShape()))
     made = documents._local_plans[key] = Plan(pending, device, "")
     return made.wait()
 
@@ -214,7 +214,12 @@ def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: Attention
         options.tolerance if options.enabled else ANY_IMBALANCE,
     )
     layout, rows = torch.ops.distca.layout(
-        pieces, encoded, problem.rank, problem.step, problem.device_type
+        pieces,
+        encoded,
+        problem.rank,
+        problem.step,
+        problem.device_type,
+        options.deterministic,
     )
     if problem.device_type == "cuda":
         rows = rows.pin_memory()

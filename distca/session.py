@@ -90,6 +90,11 @@ def configure(options: Options) -> None:
     _defaults[0] = options
 
 
+def configured() -> Options:
+    """The options last given to `configure`."""
+    return _defaults[0]
+
+
 def init(group: ProcessGroup | None = None, options: Options | None = None) -> Session:
     """Opens `group` (default: all ranks) for balanced attention. Collective over the group; a
     second call for an open group returns the session that is there.
@@ -103,7 +108,7 @@ def init(group: ProcessGroup | None = None, options: Options | None = None) -> S
             "torch.distributed.init_process_group() first (under torchrun)"
         )
     group = group if group is not None else dist.group.WORLD
-    wanted = options if options is not None else _defaults[0]
+    wanted = options if options is not None else configured()
     found = find(group)
     if found is not None:
         if options is not None and found.options != options:

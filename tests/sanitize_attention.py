@@ -24,6 +24,11 @@ def documents() -> list[Document]:
     return [whole(1), cut(300, [129, 1, 64]), Document(70, ()), Document(259, ((130, 259),))]
 
 
+def many_documents() -> list[Document]:
+    """More key blocks than fit on a device at once, so that blocks of threads take several."""
+    return [*map(whole, (1, 130, 64)), cut(500, [129, 1, 64])] * 50
+
+
 def run(tasks: TaskList, heads: Heads, dtype: torch.dtype) -> None:
     q, k, v, grad_out = random_inputs(tasks, heads, dtype)
     share = (tasks.layout, tasks.rows, heads.scale, tasks.name)
@@ -45,6 +50,9 @@ def main() -> None:
         if window_size == TWO_SIDED and not (is_hopper and heads.head_dim in (64, 128)):
             continue
         run(task_list(documents(), window_size, name, device), heads, dtype)
+        num_lists += 1
+    for heads in HEADS:
+        run(task_list(many_documents(), (-1, 0), "visiting", device), heads, torch.bfloat16)
         num_lists += 1
     print(f"{num_lists} task lists: forward and backward, fast and deterministic")
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from distca._chosen_tasks import layout_of_server
 from distca.planning import CAUSAL
 
 Range = tuple[int, int]
-NUM_RANKS = 2
 BLOCK_ROWS = 64  # rows whose errors are judged together; up to twice as many at a document's end
-MASK_64 = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,11 @@ def task_list(
 ) -> TaskList:
     """Rank 0's list `name` over packed documents, those of no tokens included."""
     device = torch.device(device)
-    holder = {"home": 0, "visiting": 1}[name]
+    home = {"home": 0, "visiting": 1}[name]
     held = [document for document in documents if document.length > 0]
-    pieces = torch.tensor(
-        [(holder, i, 0, document.length) for i, document in enumerate(held)], dtype=torch.int64
-    ).reshape(-1, 4)
-    plan = _plan(held, window_size, holder)
-    layout, rows = torch.ops.distca.layout(pieces, plan, 0, 0, device.type)
+    lengths = [document.length for document in held]
+    served = [(i, *shard) for i, document in enumerate(held) for shard in document.shards]
+    layout, rows = layout_of_server(lengths, served, home, window_size, device.type)
 
     parts = _parts(documents, window_size, name)
     q_rows = [part.q_rows for part in parts if part is not None]
@@ -168,44 +165,3 @@ def _blocks(rows_by_part: Sequence[Tensor], num_rows: int) -> Tensor:
         block[rows] = num_blocks + index
         num_blocks += num_in_part
     return block
-
-
-def _plan(documents: Sequence[Document], window_size: tuple[int, int], holder: int) -> Tensor:
-    """The tensor of a plan (see ops/planning.cpp): header, then (document, begin, end, server)."""
-    tasks = [
-        (server, index, *queries)
-        for index, document in enumerate(documents)
-        for server, ranges in ((0, document.shards), (1, _gaps(document)))
-        for queries in ranges
-    ]
-    words = [(index, begin, end, server) for server, index, begin, end in sorted(tasks)]
-    digest = _digest(documents, window_size, holder, words)
-    header = [NUM_RANKS, *window_size, digest, len(words)]
-    return torch.tensor([*header, *itertools.chain(*words)])
-
-
-def _gaps(document: Document) -> list[Range]:
-    ends = [0, *(end for _, end in document.shards)]
-    begins = [*(begin for begin, _ in document.shards), document.length]
-    return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
-
-
-def _digest(
-    documents: Sequence[Document],
-    window_size: tuple[int, int],
-    holder: int,
-    tasks: Sequence[tuple[int, ...]],
-) -> int:
-    """planner::digest_of: a plan whose digest is another is refused."""
-    num_rows = [0] * NUM_RANKS
-    described: list[int] = []
-    for index, document in enumerate(documents):
-        one_segment = (0, document.length, holder, num_rows[holder])
-        described += [index, document.length, 1, *one_segment]
-        num_rows[holder] += document.length
-    words = [NUM_RANKS, *num_rows, len(documents), *described, *window_size, len(tasks)]
-    value = 0xCBF29CE484222325
-    for word in itertools.chain(words, *tasks):
-        value = ((value ^ (word & MASK_64)) * 0x9E3779B97F4A7C15) & MASK_64
-        value ^= value >> 32
-    return value - 2**64 if value >= 2**63 else value

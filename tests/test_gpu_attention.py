@@ -15,6 +15,8 @@ from plain_attention import (
 )
 from task_lists import Document, TaskList, cut, task_list, whole
 
+import distca
+
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
@@ -33,7 +35,7 @@ def has_hopper_kernels(head_dim: int) -> bool:
     if DEVICE.type != "cuda":
         return True
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return is_hopper and head_dim in (64, 128)
+    return is_hopper and head_dim % 8 == 0 and head_dim <= 128
 
 
 def make(documents, window_size=MASKS["causal"], name="home") -> TaskList:
@@ -55,6 +57,16 @@ def test_lengths(mask, head_dim, dtype):
     check_all_modes(tasks, random_inputs(tasks, heads, dtype), heads.scale)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+def test_many_more_key_blocks_than_multiprocessors(mask, head_dim):
+    """Persistent blocks take many items each, of many and of few tiles, and reuse all they hold."""
+    heads = Heads(8, 4, head_dim)
+    documents = [cut(length, SHARDS) for length in LENGTHS] * 10
+    tasks = make(documents, MASKS[mask], "visiting")
+    check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), heads.scale)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads_q, heads_kv", [(1, 1), (4, 4), (8, 2), (8, 1), (6, 2)])
 @pytest.mark.parametrize("head_dim", [64, 128, 96, 256, 40])
@@ -70,7 +82,7 @@ def test_heads(heads_q, heads_kv, head_dim, dtype):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_two_sided_windows(head_dim, name, window_size):
     if not has_hopper_kernels(head_dim):
-        pytest.skip("windows to both sides need compute capability 9.0 and head_dim 64 or 128")
+        pytest.skip("windows to both sides need compute capability 9.0 and head_dim up to 128")
     heads = GQA._replace(head_dim=head_dim)
     documents = [*map(whole, LENGTHS), cut(1700, SHARDS), Document(999, ((70, 71), (500, 700)))]
     tasks = make(documents, window_size, name)
@@ -256,6 +268,28 @@ def test_200_repeats_give_the_same_bits(sizes, head_dim):
             found = zip((out, lse, *grads), first, strict=True)
             differing += torch.stack([(result != wanted).sum() for result, wanted in found])
     assert differing.tolist() == [0] * 5
+
+
+def test_the_option_is_the_switch_of_torch():
+    torch.manual_seed(0)
+    lengths = torch.tensor([0, 3, 1003, 1703, 1832])
+    q, k, v = (
+        torch.randn(1832, heads, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    )
+
+    def gradients(option: bool, switch: bool) -> tuple[torch.Tensor, ...]:
+        distca.configure(distca.Options(deterministic=option))
+        with deterministic_mode(switch):
+            out = distca.core_attention(q, k, v, distca.Documents(lengths))
+            return torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+    try:
+        expected = gradients(option=False, switch=True)
+        found = [gradients(option=True, switch=False) for _ in range(5)]
+    finally:
+        distca.configure(distca.Options())
+    assert all(same_bits(result, expected) == [True] * 3 for result in found)
 
 
 def test_forward_gives_the_same_bits_in_both_modes():

@@ -111,7 +111,7 @@ def _encoded_plans():
                 )
 
 
-FIRST_COUNT = 11  # words before it are the header
+FIRST_COUNT = 12  # words before it are the header
 
 
 def _layouts():
@@ -130,6 +130,47 @@ def _layouts():
                     f"word {word} = {value}",
                     lambda w=word, v=value: _attend(_with(layout, w, v), rows),
                 )
+
+
+TILE_ROWS = 64  # of a layout's first tile table: its first word
+TABLE_WORDS = 6  # tile_rows, tiles, blocks, runs, key rows, words in `rows`
+
+
+def _tiled() -> tuple[Tensor, Tensor]:
+    """For CUDA: two documents, whose keys are two runs."""
+    pieces = torch.tensor([[0, 1, 0, 70], [0, 2, 0, 30]])
+    return _layout(_plan(pieces, 1), pieces=pieces, device="cuda")
+
+
+def _tile_tables():
+    layout, rows = _tiled()
+    first = layout.tolist().index(TILE_ROWS)
+    for word in range(first, first + 3 * TABLE_WORDS):
+        right = int(layout[word])
+        for value in {*HUGE, right - 1, right + 1} - {right}:
+            yield (
+                f"word {word - first} = {value}",
+                lambda w=word, v=value: _attend(_with(layout, w, v), rows),
+            )
+    for tiles in range(first + 1, first + 3 * TABLE_WORDS, TABLE_WORDS):
+        both = layout[tiles : tiles + 2]
+        for moved in (-1, 1):  # from blocks to tiles: as many words as before
+            lie = both + torch.tensor([moved, -moved])
+            yield (
+                f"{lie.tolist()} tiles and blocks for {both.tolist()}",
+                lambda w=tiles, v=lie: _attend(_with(layout, slice(w, w + 2), v), rows),
+            )
+    num_words = int(layout[first + TABLE_WORDS - 1 : first + 3 * TABLE_WORDS : TABLE_WORDS].sum())
+    for word in range(rows.numel() - num_words, rows.numel()):
+        right = int(rows[word])
+        for value in {-(2**31), -1, 0, right - 1, right + 1, 2**31 - 1} - {right}:
+            yield (
+                f"rows word {word} = {value}",
+                lambda w=word, v=value: _attend(layout, _with(rows, w, v)),
+            )
+    yield "rows cut short", lambda: _attend(layout, rows[:-8].clone())
+    yield "rows too long", lambda: _attend(layout, torch.cat([rows, rows]))
+    yield "rows not aligned", lambda: _attend(layout, torch.cat([rows[:1], rows])[1:])
 
 
 def _layouts_of_two_ranks():
@@ -165,7 +206,14 @@ def _gradients():
 
 GROUPS = {
     function.__name__[1:]: function
-    for function in (_plans, _encoded_plans, _layouts, _layouts_of_two_ranks, _gradients)
+    for function in (
+        _plans,
+        _encoded_plans,
+        _layouts,
+        _tile_tables,
+        _layouts_of_two_ranks,
+        _gradients,
+    )
 }
 
 
@@ -189,6 +237,8 @@ def refusals(rank: int, world_size: int, group: str, last: Path) -> list[str]:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_raw_operators_refuse(tmp_path, group):
+    if group == "tile_tables" and TILE_ROWS not in _tiled()[0]:
+        pytest.skip("a library without CUDA makes no tile tables")
     alone = Ranks(1, start_method="forkserver")
     last = tmp_path / "last"
     try:

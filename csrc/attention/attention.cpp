@@ -88,7 +88,7 @@ void check_saved(const Saved& saved, const at::Tensor& q) {
 
 }  // namespace
 
-bool takes_any_mask(const at::Tensor& q) {
+bool runs_own_kernels(const at::Tensor& q) {
 #ifdef DISTCA_WITH_SM90
   if (sm90::supports(q)) return true;
 #endif

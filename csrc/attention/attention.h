@@ -32,10 +32,13 @@ struct TaskList {
 struct Params {
   Mask mask;
   double softmax_scale;
+  // Gradients equal bit by bit in every run, as under torch.use_deterministic_algorithms.
+  bool deterministic = false;
 };
 
-// Whether attention over such tensors takes every mask and task; else only what aten.h says.
-bool takes_any_mask(const at::Tensor& q);
+// Whether attention over such tensors takes every mask and task, deterministic or not; else it
+// takes only what aten.h says.
+bool runs_own_kernels(const at::Tensor& q);
 
 // q [rows_q, heads_q, head_dim], k, v [rows_k, heads_kv, head_dim]; last dimension contiguous, any
 // row and head strides. Returns out like q, contiguous, and lse [rows_q, heads_q] fp32 (fp64 for

@@ -151,7 +151,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                         .tiles = tiles,
                         .window = window_of(params.mask),
                         .softmax_scale = static_cast<float>(params.softmax_scale),
-                        .deterministic = at::globalContext().deterministicAlgorithms()},
+                        .deterministic =
+                            params.deterministic || at::globalContext().deterministicAlgorithms()},
            stream);
   return {dq, dk, dv};
 }

@@ -1,5 +1,6 @@
 #include "checks.h"
 
+#include <ATen/Context.h>
 #include <c10/util/Exception.h>
 
 #include <bit>
@@ -26,7 +27,7 @@ void check_same(const at::Tensor& tensor, const char* name, const at::Tensor& q)
                     q.device(), "; expected one device");
 }
 
-void check_device_support(const at::Tensor& q, const attention::Mask& mask) {
+void check_device_support(const at::Tensor& q, const Layout& layout) {
   const auto dtype = q.scalar_type();
   if (!q.is_cuda()) {
     TORCH_CHECK_VALUE(q.device().is_cpu(), "q is on ", q.device(), "; expected cpu or cuda");
@@ -43,11 +44,16 @@ void check_device_support(const at::Tensor& q, const attention::Mask& mask) {
                     "; core attention on CUDA takes bfloat16 or float16 (cast, or use autocast)");
   TORCH_CHECK_VALUE(q.size(2) % 8 == 0 && q.size(2) <= kMaxHeadDimCuda, "head_dim is ", q.size(2),
                     "; core attention on CUDA takes multiples of 8 up to ", kMaxHeadDimCuda);
-  if (attention::takes_any_mask(q)) return;
+  if (attention::runs_own_kernels(q)) return;
+  const attention::Mask& mask = layout.mask;
   TORCH_CHECK_VALUE(mask.window_right == 0 || (mask.window_left < 0 && mask.window_right < 0),
                     "window_size is (", mask.window_left, ", ", mask.window_right,
                     "); core attention of head_dim ", q.size(2),
                     " on this device takes (-1, 0) causal, (W, 0) sliding or (-1, -1) full");
+  TORCH_CHECK_VALUE(!layout.deterministic || at::globalContext().deterministicAlgorithms(),
+                    "deterministic is set, but core attention of head_dim ", q.size(2),
+                    " on this device is PyTorch's, which follows another switch: call "
+                    "torch.use_deterministic_algorithms(True) too");
 }
 
 Signature signature_of(const Layout& layout, const at::Tensor& q, const at::Tensor& k,
@@ -88,7 +94,7 @@ Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
   TORCH_CHECK_VALUE(layout.home.cu_seqlens.device() == q.device(), "q is on ", q.device(),
                     ", but the plan was made for ", layout.home.cu_seqlens.device(),
                     "; pass device= to distca.plan");
-  check_device_support(q, layout.mask);
+  check_device_support(q, layout);
   return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
 }
 

@@ -68,7 +68,7 @@ Forward core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tenso
                        c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
   const Call call = begin_call(q, k, v, layout, rows, softmax_scale, std::string(group_name));
-  const attention::Params params{call.layout.mask, softmax_scale};
+  const attention::Params params = attention_params(call.layout, softmax_scale);
   if (!call.session) {
     return attention::forward(call.inputs.q, call.inputs.k, call.inputs.v, call.layout.home,
                               params);
@@ -83,7 +83,7 @@ Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q
                                  c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
   const Call call = begin_call(q, k, v, layout, rows, softmax_scale, std::string(group_name));
-  const attention::Params params{call.layout.mask, softmax_scale};
+  const attention::Params params = attention_params(call.layout, softmax_scale);
   const at::Tensor grad = grad_out.contiguous();
   if (!call.session) {
     return attention::backward(grad, call.inputs.q, call.inputs.k, call.inputs.v,

@@ -19,7 +19,7 @@
 namespace distca::ops {
 namespace {
 
-constexpr int64_t kMagic = 0x6469737463610003;  // "distca", format 3
+constexpr int64_t kMagic = 0x6469737463610004;  // "distca", format 4
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
@@ -45,6 +45,7 @@ enum Header : int64_t {
   kWindowRight,
   kNumVisitingQ,
   kNumVisitingK,
+  kDeterministic,
   kHeaderLength
 };
 
@@ -56,6 +57,17 @@ at::Tensor padded_tensor(const std::vector<T>& values, at::ScalarType dtype) {
   std::copy(values.begin(), values.end(), data);
   std::fill(data + values.size(), data + length, T{0});
   return tensor;
+}
+
+std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
+  std::vector<int32_t> words;
+  const auto append = [&words](const auto& item) {
+    const auto item_words = std::bit_cast<std::array<int32_t, kItemWords>>(item);
+    words.insert(words.end(), item_words.begin(), item_words.end());
+  };
+  for (const attention::sm90::QueryTile& tile : lists.tiles) append(tile);
+  for (const attention::sm90::KeyBlock& block : lists.blocks) append(block);
+  return words;
 }
 
 // Appends sections, each preceded by its length on the host side.
@@ -112,15 +124,8 @@ void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const attenti
 void Writer::tiles(const attention::sm90::TileLists& lists) {
   counts({lists.tile_rows, static_cast<int64_t>(lists.tiles.size()),
           static_cast<int64_t>(lists.blocks.size()), lists.num_runs, lists.num_key_rows});
-  std::vector<int32_t> words;
-  const auto append = [&words](const auto& item) {
-    const auto item_words = std::bit_cast<std::array<int32_t, kItemWords>>(item);
-    words.insert(words.end(), item_words.begin(), item_words.end());
-  };
-  for (const attention::sm90::QueryTile& tile : lists.tiles) append(tile);
-  for (const attention::sm90::KeyBlock& block : lists.blocks) append(block);
   device.resize(aligned(static_cast<int64_t>(device.size())));
-  device_section(words);
+  device_section(words_of(lists));
 }
 #endif
 
@@ -128,6 +133,7 @@ struct Reader {
   const int64_t* host;
   int64_t num_host;
   at::Tensor rows;
+  attention::Mask mask;
   int64_t next_host = 0;
   int64_t next_row = 0;
 
@@ -183,7 +189,8 @@ struct Reader {
     return indices(is_identity ? 0 : num_visiting, num_visiting);
   }
   attention::TaskList tasks();
-  attention::TileTable tiles(int64_t tile_rows);
+  attention::TileTable tiles(const std::vector<attention::Task>& tasks, int32_t tile_rows);
+  void check_consumed() const;
   transport::Reduction reduction(int64_t num_rows, int64_t num_slots);
 };
 
@@ -195,37 +202,44 @@ attention::TaskList Reader::tasks() {
   for (int64_t i = 0; i < num_tasks; ++i) {
     const int64_t* t = words.data() + 5 * i;
     list.tasks.push_back({t[0], t[1], t[2], t[3], t[4]});
-    TORCH_CHECK_VALUE(0 <= t[4] && t[4] <= kMaxRows, "layout: task ", i, " has q_offset ", t[4]);
+    TORCH_CHECK_VALUE(
+        std::all_of(t, t + 5, [](int64_t word) { return 0 <= word && word <= kMaxRows; }),
+        "layout: task ", i, " is ", at::IntArrayRef(t, 5), "; expected 0 to ", kMaxRows);
   }
   const int64_t num_waves = small_word("waves");
+  int64_t num_cu_seqlens = 0;
   for (int64_t i = 0; i < num_waves; ++i) {
     const std::vector<int64_t> w = counts(5);
+    TORCH_CHECK_VALUE(0 <= w[0] && w[0] <= kMaxRows, "layout: ", w[0], " sequences in a wave");
+    num_cu_seqlens += 2 * (w[0] + 1);
     list.waves.push_back({w[0], w[1], w[2], w[3], w[4]});
   }
   list.wave_order = counts(word());
   list.cu_seqlens = device_section();
+  TORCH_CHECK_VALUE(list.cu_seqlens.size(0) == num_cu_seqlens, "layout: ", list.cu_seqlens.size(0),
+                    " cu_seqlens do not match the waves, which have ", num_cu_seqlens);
   const int64_t num_tables = word();
   if (num_tables == 0) return list;
   const std::span heights = attention::sm90::kTileRows;
   TORCH_CHECK_VALUE(num_tables == static_cast<int64_t>(heights.size()), "layout: ", num_tables,
                     " tile tables; expected 0 or ", heights.size());
-  for (const int32_t tile_rows : heights) list.tiles.push_back(tiles(tile_rows));
+  for (const int32_t tile_rows : heights) list.tiles.push_back(tiles(list.tasks, tile_rows));
   return list;
 }
 
-attention::TileTable Reader::tiles(int64_t tile_rows) {
+// Words are checked on the CPU; on a device they are as the host wrote them.
+attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks, int32_t tile_rows) {
   const std::vector<int64_t> w = counts(5);
   attention::TileTable table{w[0], w[1], w[2], w[3], w[4], {}};
   TORCH_CHECK_VALUE(table.tile_rows == tile_rows, "layout: tiles of ", table.tile_rows,
                     " rows; expected ", tile_rows);
-  const auto check = [](const char* name, int64_t value, int64_t limit) {
-    TORCH_CHECK_VALUE(0 <= value && value <= limit, "layout: ", value, " ", name,
-                      " in a tile table; expected 0 to ", limit);
-  };
-  check("tiles", table.num_tiles, kMaxRows);
-  check("key blocks", table.num_blocks, kMaxRows);
-  check("runs", table.num_runs, table.num_tiles + table.num_blocks);
-  check("key rows", table.num_key_rows, table.num_blocks * attention::sm90::kKeyBlockRows);
+  const attention::sm90::TileCounts expected = attention::sm90::count_tiles(tasks, tile_rows);
+  TORCH_CHECK_VALUE((attention::sm90::TileCounts{table.num_tiles, table.num_blocks, table.num_runs,
+                                                 table.num_key_rows} == expected),
+                    "layout: a tile table of ", table.num_tiles, " tiles, ", table.num_blocks,
+                    " key blocks, ", table.num_runs, " runs and ", table.num_key_rows,
+                    " key rows does not match its tasks, ", "which have ", expected.tiles, ", ",
+                    expected.blocks, ", ", expected.runs, " and ", expected.key_rows);
   next_row = aligned(next_row);
   table.words = device_section();
   const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks);
@@ -235,7 +249,18 @@ attention::TileTable Reader::tiles(int64_t tile_rows) {
   TORCH_CHECK_VALUE(num_words == 0 || address % (kVectorWords * sizeof(int32_t)) == 0,
                     "rows: not aligned to ", kVectorWords * sizeof(int32_t),
                     " bytes, as the kernels read it; pass a tensor of its own, call rows.clone()");
+  if (!table.words.is_cpu()) return table;
+  const auto made = words_of(attention::sm90::make_tile_lists(tasks, mask, tile_rows));
+  TORCH_CHECK_VALUE(std::equal(made.begin(), made.end(), table.words.const_data_ptr<int32_t>()),
+                    "rows: the tiles of ", tile_rows,
+                    " rows are not those of the layout's tasks; make both with distca.plan");
   return table;
+}
+
+void Reader::check_consumed() const {
+  TORCH_CHECK_VALUE(next_host == num_host && std::max(next_row, kMinLength) == rows.size(0),
+                    "layout: ", num_host - next_host, " of its words and ", rows.size(0) - next_row,
+                    " of rows are left over");
 }
 
 transport::Reduction Reader::reduction(int64_t num_rows, int64_t num_slots) {
@@ -300,7 +325,8 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
                  plan.mask.window_left,
                  plan.mask.window_right,
                  sum(layout.recv_q_rows),
-                 sum(layout.recv_k_rows)};
+                 sum(layout.recv_k_rows),
+                 origin.deterministic};
   for (const auto* counts :
        {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
     writer.counts(*counts);
@@ -322,7 +348,8 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   TORCH_CHECK_VALUE(rows.scalar_type() == at::kInt && rows.dim() == 1 && rows.is_contiguous(),
                     "rows: expected a contiguous one-dimensional int32 tensor, got ",
                     rows.toString());
-  Reader reader{words.data(), words[kLength], rows, kHeaderLength};
+  Reader reader{
+      words.data(), words[kLength], rows, {words[kWindowLeft], words[kWindowRight]}, kHeaderLength};
   for (const Header field : {kNumHomeRows, kNumVisitingQ, kNumVisitingK}) {
     TORCH_CHECK_VALUE(0 <= words[field] && words[field] <= kMaxRows, "layout: ", words[field],
                       " rows; expected 0 to ", kMaxRows);
@@ -333,7 +360,8 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   decoded.num_ranks = words[kNumRanks];
   decoded.num_home_rows = words[kNumHomeRows];
   decoded.moves_rows = words[kMovesRows] != 0;
-  decoded.mask = {words[kWindowLeft], words[kWindowRight]};
+  decoded.mask = reader.mask;
+  decoded.deterministic = words[kDeterministic] != 0;
   decoded.queries.num_visiting = words[kNumVisitingQ];
   decoded.keys.num_visiting = words[kNumVisitingK];
   for (Route* route : {&decoded.queries, &decoded.keys}) {
@@ -350,6 +378,7 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   decoded.key_gradients = reader.reduction(decoded.num_home_rows, sum(decoded.keys.counts.send));
   decoded.home = reader.tasks();
   decoded.visiting = reader.tasks();
+  reader.check_consumed();
   return decoded;
 }
 

@@ -30,6 +30,7 @@ struct Layout {
   int64_t num_home_rows = 0;
   bool moves_rows = false;  // whether any rank sends any row under this plan
   attention::Mask mask;
+  bool deterministic = false;
   Route queries;
   Route keys;
   transport::Reduction key_gradients;  // returned key slots that add up to each home row
@@ -40,8 +41,13 @@ struct Layout {
 struct LayoutOrigin {
   int64_t step;
   bool moves_rows;
+  bool deterministic;
   std::string device_type;  // "cpu" or "cuda": what the attention implementation needs
 };
+
+inline attention::Params attention_params(const Layout& layout, double softmax_scale) {
+  return {layout.mask, softmax_scale, layout.deterministic};
+}
 
 // Returns (layout, rows), both on the host.
 std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,

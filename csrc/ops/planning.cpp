@@ -184,15 +184,16 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
 }
 
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
-                                          int64_t rank, int64_t step,
-                                          c10::string_view device_type) {
+                                          int64_t rank, int64_t step, c10::string_view device_type,
+                                          bool deterministic) {
   const auto words = int64_words(plan, "plan");
   TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
   const planner::Plan decoded = decode_plan(plan, pack);
   const planner::Layout made =
       as_value_error([&] { return planner::make_layout(pack, decoded, rank); });
-  return encode_layout(made, decoded, {step, moves_rows(pack, decoded), std::string(device_type)});
+  return encode_layout(made, decoded,
+                       {step, moves_rows(pack, decoded), deterministic, std::string(device_type)});
 }
 
 }  // namespace distca::ops

@@ -16,6 +16,7 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
                                         double link_bytes_per_second, double tolerance);
 
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
-                                          int64_t rank, int64_t step, c10::string_view device_type);
+                                          int64_t rank, int64_t step, c10::string_view device_type,
+                                          bool deterministic);
 
 }  // namespace distca::ops

@@ -56,8 +56,8 @@ TORCH_LIBRARY(distca, m) {
       "int[] row_bytes, float link_bytes_per_second, float tolerance) "
       "-> (Tensor plan, Tensor loads)");
   m.def(
-      "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type) "
-      "-> (Tensor layout, Tensor rows)");
+      "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
+      "bool deterministic=False) -> (Tensor layout, Tensor rows)");
 
   // Sessions: see session.h.
   m.def(

@@ -102,7 +102,7 @@ Pair attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   const Layout plan = decode_layout(layout, rows);
   auto [out, lse] =
       attention::forward(with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v),
-                         task_list(plan, tasks), {plan.mask, softmax_scale});
+                         task_list(plan, tasks), attention_params(plan, softmax_scale));
   if (tasks == "home") {
     zero_sent_rows(out, plan);
     zero_sent_rows(lse, plan);
@@ -119,7 +119,7 @@ Triple attend_backward(const at::Tensor& grad_out, const at::Tensor& q, const at
   auto [dq, dk, dv] =
       attention::backward(grad_out.contiguous(), with_contiguous_rows(q), with_contiguous_rows(k),
                           with_contiguous_rows(v), {lse, at::Tensor(), out}, task_list(plan, tasks),
-                          {plan.mask, softmax_scale});
+                          attention_params(plan, softmax_scale));
   if (tasks == "home") zero_sent_rows(dq, plan);
   return {dq, dk, dv};
 }

@@ -7,7 +7,6 @@
 
 #include "backward_rows.cuh"
 #include "launch.cuh"
-#include "tile_io.cuh"
 
 namespace distca::attention::sm90 {
 namespace {
@@ -113,7 +112,7 @@ struct StatsArguments {
   Rows<T> out, grad_out;
   const QueryTile* tiles;
   int32_t heads_q;
-  int32_t heads_per_key;
+  int32_t heads_kv;
   const float* lse;
   const float* delta;   // or null: from out
   const float* bounds;  // or null: sums are in float32
@@ -130,6 +129,14 @@ __device__ float inverse_quantum(float bound) {
   return ldexpf(1.f, max(-126, min(126, 30 - exponent)));
 }
 
+// The block's share, of that many 16 bytes.
+template <int kChunks>
+__device__ void clear_sums(void* sums) {
+  uint4* chunks = static_cast<uint4*>(sums) + blockIdx.x * int64_t{kChunks};
+#pragma unroll
+  for (int i = 0; i < kChunks; i += kThreads) chunks[i + threadIdx.x] = {};
+}
+
 // One block per (tile, head).
 template <typename T, int kHeadDim, int kRows>
 __global__ void stats_kernel(const StatsArguments<T> arguments) {
@@ -138,10 +145,7 @@ __global__ void stats_kernel(const StatsArguments<T> arguments) {
   const int lane = threadIdx.x % kLanes;
   constexpr int kPitch = stats_pitch(kRows);
   float* to = arguments.row_stats + static_cast<int64_t>(blockIdx.x) * 3 * kPitch;
-  constexpr int kSumChunks = kRows * kHeadDim / 4;
-  uint4* sums = static_cast<uint4*>(arguments.dq_sums) + blockIdx.x * int64_t{kSumChunks};
-#pragma unroll
-  for (int i = 0; i < kSumChunks; i += kThreads) sums[i + threadIdx.x] = {};
+  clear_sums<kRows * kHeadDim / 4>(arguments.dq_sums);
 #pragma unroll
   for (int first = 0; first < kRows; first += kRowsAtOnce) {
     const int row = first + threadIdx.x / kLanes;
@@ -172,9 +176,8 @@ __global__ void stats_kernel(const StatsArguments<T> arguments) {
     to[place] = lse == -INFINITY ? INFINITY : lse * kLog2E;
     to[kPitch + place] = -(arguments.delta ? delta : dot);
     if (!arguments.bounds) continue;
-    const float* bound =
-        arguments.bounds + 2 * (tile.run * (arguments.heads_q / arguments.heads_per_key) +
-                                head / arguments.heads_per_key);
+    const int32_t key_head = head / (arguments.heads_q / arguments.heads_kv);
+    const float* bound = arguments.bounds + 2 * (tile.run * arguments.heads_kv + key_head);
     to[2 * kPitch + place] = inverse_quantum(sqrtf(square) * sqrtf(bound[0]) * bound[1]);
   }
 }
@@ -189,7 +192,7 @@ struct FinishArguments {
   float softmax_scale;
 };
 
-// Where BackwardConsumer::add_dq left word `word` of a tile's sums: in the order of the products'
+// Where KeyWarpgroup::add_dq left word `word` of a tile's sums: in the order of the products'
 // registers, kAtOnce of a thread's side by side.
 struct SumPlace {
   int row;
@@ -268,8 +271,8 @@ void prepare(const BackwardCall& call, cudaStream_t stream) {
       stats_kernel<T, kHeadDim, backward_tile_rows(kHeadDim)>,
       {call.tiles.num_tiles * heads_q, kThreads, 0}, stream,
       StatsArguments<T>{Rows<T>(call.out), Rows<T>(call.grad_out), call.tiles.tiles, heads_q,
-                        heads_q / heads_kv, call.lse, call.delta,
-                        call.deterministic ? call.bounds : nullptr, call.row_stats, call.dq_sums});
+                        heads_kv, call.lse, call.delta, call.deterministic ? call.bounds : nullptr,
+                        call.row_stats, call.dq_sums});
 }
 
 template <typename T, int kHeadDim>

@@ -2,7 +2,6 @@
 
 #include "backward_rows.cuh"
 #include "kernels.h"
-#include "order.cuh"
 #include "tile_io.cuh"
 
 // What the warps of the backward kernel agree on: sizes, places in shared memory, barriers, and
@@ -36,51 +35,6 @@ struct BackwardShape {
   using GradScores = SharedTile<kKeyBlockRows, kRows>;
 };
 
-// Each with one barrier for either slot, stage or buffer.
-enum BackwardBarrier : uint32_t {
-  kItemFull = 0,
-  kKeyFull = 2,
-  kValueFull = 4,
-  kQueryFull = 6,
-  kGradOutFull = 8,
-  kItemCopied = 10,
-  kSlotEmpty = 12,
-  kByWarps = 14,  // from here on every warp of the key warpgroups arrives
-  kSlotStaged = 14,
-  kQueryEmpty = 16,
-  kGradOutEmpty = 18,
-  kGradScoreFull = 20,
-  kGradScoreEmpty = 22,
-  kNumBarriers = 24
-};
-
-// Offsets in shared memory. Two slots of keys and values, so that the next item's come while this
-// one's are in use; two stages of queries and dO, two buffers of dS.
-template <typename Shape>
-struct BackwardMemory {
-  static constexpr uint32_t kKey = 0;
-  static constexpr uint32_t kValue = kKey + Shape::Keys::kBytes;
-  static constexpr uint32_t kSlotBytes = 2 * Shape::Keys::kBytes;
-  static constexpr uint32_t kQuery = 2 * kSlotBytes;
-  static constexpr uint32_t kGradOut = kQuery + 2 * Shape::Queries::kBytes;
-  static constexpr uint32_t kGradScore = kGradOut + 2 * Shape::Queries::kBytes;
-  static constexpr uint32_t kStats = kGradScore + 2 * Shape::GradScores::kBytes;
-  static constexpr uint32_t kVectorBytes = 4 * stats_pitch(Shape::kRows);
-  // One over the quanta of dQ live until dQ is added, one tile later than the rest of a stage.
-  static constexpr uint32_t kQuanta = kStats + 4 * kVectorBytes;
-  static constexpr uint32_t kTiles = kQuanta + (Shape::kDeterministic ? 4 * kVectorBytes : 0);
-  static constexpr uint32_t kItems = kTiles + 2 * 16;
-  static constexpr uint32_t kBarriers = kItems + 2 * 32;
-  static constexpr uint32_t kBytes = kBarriers + 8 * kNumBarriers;
-};
-
-__device__ __forceinline__ void init_barriers(uint32_t barriers) {
-  for (uint32_t i = 0; i < kNumBarriers; ++i) {
-    barrier_init(barrier_at(barriers, i), i < kByWarps ? 1 : 8);
-  }
-  barrier_init_fence();
-}
-
 // A key block and head; num_rows is -1 when there is no more.
 struct alignas(16) BackwardItem {
   int32_t k_row;
@@ -98,5 +52,70 @@ struct alignas(16) StagedTile {
   int32_t k_end;
   int32_t index;  // tile * heads_q + head
 };
+
+// Each with one barrier for either slot, stage or buffer.
+enum BackwardBarrier : uint32_t {
+  kItemFull = 0,
+  kKeyFull = 2,
+  kValueFull = 4,
+  kQueryFull = 6,
+  kGradOutFull = 8,
+  kItemAsked = 10,
+  kSlotEmpty = 12,
+  kSlotStaged = 14,
+  kQueryEmpty = 16,
+  kGradOutEmpty = 18,
+  kGradScoreFull = 20,
+  kGradScoreEmpty = 22,
+  kNumBarriers = 24
+};
+constexpr uint32_t kFirstByWarps = kSlotStaged;  // from there on all key warps arrive
+
+// Offsets in shared memory. Two slots of keys and values, so that the next item's come while this
+// one's are in use; two stages of queries and dO, two buffers of dS.
+template <typename Shape>
+struct BackwardMemory {
+  static constexpr uint32_t kSlotBytes = 2 * Shape::Keys::kBytes;
+  static constexpr uint32_t kQuery = 2 * kSlotBytes;
+  static constexpr uint32_t kGradOut = kQuery + 2 * Shape::Queries::kBytes;
+  static constexpr uint32_t kGradScore = kGradOut + 2 * Shape::Queries::kBytes;
+  static constexpr uint32_t kStats = kGradScore + 2 * Shape::GradScores::kBytes;
+  static constexpr uint32_t kVectorBytes = 4 * stats_pitch(Shape::kRows);
+  static constexpr uint32_t kQuanta = kStats + 4 * kVectorBytes;
+  static constexpr uint32_t kTiles = kQuanta + (Shape::kDeterministic ? 4 * kVectorBytes : 0);
+  static constexpr uint32_t kItems = kTiles + 2 * sizeof(StagedTile);
+  static constexpr uint32_t kBarriers = kItems + 2 * sizeof(BackwardItem);
+  static constexpr uint32_t kBytes = kBarriers + 8 * kNumBarriers;
+  static_assert(kBytes <= 232448, "a block of sm_90 has 227 KiB of shared memory");
+
+  // Of item n, and of tile i, both counted over all items of the block.
+  static __device__ uint32_t key(uint32_t n) { return (n & 1) * kSlotBytes; }
+  static __device__ uint32_t value(uint32_t n) { return key(n) + Shape::Keys::kBytes; }
+  static __device__ uint32_t query(uint32_t i) { return kQuery + (i & 1) * Shape::Queries::kBytes; }
+  static __device__ uint32_t grad_out(uint32_t i) {
+    return kGradOut + (i & 1) * Shape::Queries::kBytes;
+  }
+  static __device__ uint32_t grad_score(uint32_t i) {
+    return kGradScore + (i & 1) * Shape::GradScores::kBytes;
+  }
+  static __device__ uint32_t stats(uint32_t i) { return kStats + (i & 1) * 2 * kVectorBytes; }
+  // One over the quanta of dQ live until dQ is added, one tile later than the rest of a stage.
+  static __device__ uint32_t quanta(uint32_t i) { return kQuanta + (i & 3) * kVectorBytes; }
+  static __device__ uint32_t barrier(uint32_t which, uint32_t i) {
+    return barrier_at(kBarriers, which + (i & 1));
+  }
+};
+
+// Of uses of a pair of barriers, the phase of the i-th.
+__device__ __forceinline__ uint32_t phase_of(uint32_t i) {
+  return (i >> 1) & 1;
+}
+
+__device__ __forceinline__ void init_barriers(uint32_t barriers) {
+  for (uint32_t i = 0; i < kNumBarriers; ++i) {
+    barrier_init(barrier_at(barriers, i), i < kFirstByWarps ? 1 : 8);
+  }
+  barrier_init_fence();
+}
 
 }  // namespace distca::attention::sm90

@@ -14,7 +14,7 @@ struct KeyWarpgroup {
   using Queries = typename Shape::Queries;
   using GradScores = typename Shape::GradScores;
   static constexpr int kScores = Shape::kRows / 2;  // registers of 64 keys by kRows queries
-  static constexpr uint32_t kKeysRead = 1;          // a barrier among warps
+  static constexpr uint32_t kKeysReadId = 1;        // of a hardware barrier
 
   const BackwardArguments& arguments;
   uint32_t shared;
@@ -24,8 +24,8 @@ struct KeyWarpgroup {
   float dk[Shape::kHeadDim / 2];
   float dv[Shape::kHeadDim / 2];
 
-  __device__ __forceinline__ uint32_t barrier(uint32_t which) const {
-    return barrier_at(shared + Memory::kBarriers, which);
+  __device__ __forceinline__ uint32_t barrier(uint32_t which, uint32_t i) const {
+    return shared + Memory::barrier(which, i);
   }
 
   // Values of this thread's query columns 8 j + 2 (lane % 4) and the next, j from 2 i to 2 i + 1,
@@ -65,13 +65,12 @@ struct KeyWarpgroup {
   }
 
   // Of dQ^T, kHeadDim by kRows, this warpgroup computes 64 by 64.
-  __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t keys, uint32_t buffer) {
+  __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t keys, uint32_t i) {
     const uint32_t key_panel = Keys::kPanels == 2 ? warpgroup : 0;
     const uint32_t query_panel = Keys::kPanels == 2 ? 0 : warpgroup;
     const Operand left = operand_at(shared + keys + key_panel * Keys::kPanelBytes, 0);
-    const Operand right = operand_at(shared + Memory::kGradScore + buffer * GradScores::kBytes +
-                                         query_panel * GradScores::kPanelBytes,
-                                     0);
+    const Operand right =
+        operand_at(shared + Memory::grad_score(i) + query_panel * GradScores::kPanelBytes, 0);
     pin(dq);
     products_begin();
 #pragma unroll
@@ -130,14 +129,14 @@ struct KeyWarpgroup {
   }
 
   __device__ __forceinline__ void store_grad_scores(const uint32_t (&grads)[kScores / 2],
-                                                    uint32_t buffer) {
-    const uint32_t to = shared + Memory::kGradScore + buffer * GradScores::kBytes;
+                                                    uint32_t i) {
+    const uint32_t to = shared + Memory::grad_score(i);
     const uint32_t row = 64 * warpgroup + 16 * warp + (lane & 15);
 #pragma unroll
-    for (int i = 0; i < Shape::kRows / 16; ++i) {
+    for (int j = 0; j < Shape::kRows / 16; ++j) {
       store_matrices(
-          to + (i / 4) * GradScores::kPanelBytes + swizzled(row, 2 * (i % 4) + (lane >> 4)),
-          grads[4 * i], grads[4 * i + 1], grads[4 * i + 2], grads[4 * i + 3]);
+          to + (j / 4) * GradScores::kPanelBytes + swizzled(row, 2 * (j % 4) + (lane >> 4)),
+          grads[4 * j], grads[4 * j + 1], grads[4 * j + 2], grads[4 * j + 3]);
     }
     fence_shared_writes();
   }
@@ -148,7 +147,7 @@ struct KeyWarpgroup {
     const int64_t base = static_cast<int64_t>(index) * kWords + warpgroup * 4096;
     const int thread = 32 * warp + lane;
     if constexpr (Shape::kDeterministic) {
-      const uint32_t quanta = Memory::kQuanta + (i & 3) * Memory::kVectorBytes;
+      const uint32_t quanta = Memory::quanta(i);
       const int first_column = Keys::kPanels == 2 ? 0 : 4 * warpgroup;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -184,78 +183,76 @@ struct KeyWarpgroup {
     }
   }
 
-  // All tiles of the item, those from `first` on of all that were staged.
-  __device__ __forceinline__ void sum_up(const BackwardItem& item, uint32_t n, uint32_t first) {
-    const uint32_t slot = (n & 1) * Memory::kSlotBytes;
-    const uint32_t end = first + item.num_tiles;
-    int32_t previous_index = 0;
+  // dS and P from dP and P.
+  __device__ __forceinline__ void pack_factors(float (&grads)[kScores],
+                                               const float (&scores)[kScores],
+                                               uint32_t (&packed_grads)[kScores / 2],
+                                               uint32_t (&probabilities)[kScores / 2]) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) grads[e] *= scores[e];
+    pack_all(grads, packed_grads);
+    pack_all(scores, probabilities);
+  }
+
+  // Every tile of item n, those from `first` on of all tiles, but for the last one's dQ. Returns
+  // the place of that in the sums.
+  __device__ __forceinline__ int32_t sum_up(const BackwardItem& item, uint32_t n, uint32_t first) {
+    int32_t index = 0;
 #pragma unroll 1
-    for (uint32_t i = first; i < end; ++i) {
-      const uint32_t stage = i & 1, phase = (i >> 1) & 1;
+    for (uint32_t i = first; i < first + item.num_tiles; ++i) {
       float scores[kScores], grads[kScores];
       uint32_t probabilities[kScores / 2], packed_grads[kScores / 2];
       float dq[32];
-      barrier_wait(barrier(kQueryFull + stage), phase);
-      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[stage];
-      const uint32_t queries = Memory::kQuery + stage * Queries::kBytes;
-      const uint32_t grad_out = Memory::kGradOut + stage * Queries::kBytes;
-      const uint32_t log_sums = Memory::kStats + stage * 2 * Memory::kVectorBytes;
-      const uint32_t minus_delta = log_sums + Memory::kVectorBytes;
+      barrier_wait(barrier(kQueryFull, i), phase_of(i));
+      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[i & 1];
+      const uint32_t log_sums = Memory::stats(i), minus_delta = log_sums + Memory::kVectorBytes;
       // dP - delta, by starting from -delta.
 #pragma unroll
       for (int j = 0; j < kScores / 8; ++j) spread(stats(minus_delta, j), grads + 8 * j);
       pin(scores);
       pin(grads);
-      begin_scores(scores, slot + Memory::kKey, queries, false);
-      if (i == first) barrier_wait(barrier(kValueFull + (n & 1)), (n >> 1) & 1);
-      barrier_wait(barrier(kGradOutFull + stage), phase);
-      begin_scores(grads, slot + Memory::kValue, grad_out, true);
-
+      begin_scores(scores, Memory::key(n), Memory::query(i), false);
+      barrier_wait(barrier(kGradOutFull, i), phase_of(i));
+      begin_scores(grads, Memory::value(n), Memory::grad_out(i), true);
       products_wait<1>();
       pin(scores);
       if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
       exponentiate(scores, log_sums);
       products_wait<0>();
       pin(grads);
-#pragma unroll
-      for (int e = 0; e < kScores; ++e) grads[e] *= scores[e];
-      pack_all(grads, packed_grads);
-      pack_all(scores, probabilities);
-      barrier_wait(barrier(kGradScoreEmpty + stage), phase ^ 1);
-      store_grad_scores(packed_grads, stage);
-      arrive_as_warp(barrier(kGradScoreFull + stage));
+      pack_factors(grads, scores, packed_grads, probabilities);
+      barrier_wait(barrier(kGradScoreEmpty, i), phase_of(i) ^ 1);
+      store_grad_scores(packed_grads, i);
+      arrive_as_warp(barrier(kGradScoreFull, i));
       // dQ of the tile before; at first there is none, and this product's result is not used.
-      barrier_wait(barrier(kGradScoreFull + (stage ^ 1)), ((i - 1) >> 1) & 1);
-      begin_dq(dq, slot + Memory::kKey, stage ^ 1);
-      begin_sums(dv, probabilities, grad_out);
-      begin_sums(dk, packed_grads, queries);
+      barrier_wait(barrier(kGradScoreFull, i - 1), phase_of(i - 1));
+      begin_dq(dq, Memory::key(n), i - 1);
+      begin_sums(dv, probabilities, Memory::grad_out(i));
+      begin_sums(dk, packed_grads, Memory::query(i));
       products_wait<2>();
       pin(dq);
       if (i > first) {
-        arrive_as_warp(barrier(kGradScoreEmpty + (stage ^ 1)));
-        add_dq(dq, i - 1, previous_index);
+        arrive_as_warp(barrier(kGradScoreEmpty, i - 1));
+        add_dq(dq, i - 1, index);
       }
       products_wait<0>();
       pin(dk);
       pin(dv);
-      previous_index = tile.index;
-      arrive_as_warp(barrier(kQueryEmpty + stage));
-      arrive_as_warp(barrier(kGradOutEmpty + stage));
+      index = tile.index;
+      arrive_as_warp(barrier(kQueryEmpty, i));
+      arrive_as_warp(barrier(kGradOutEmpty, i));
     }
-    finish_sums(slot, end - 1, previous_index);
+    return index;
   }
 
-  // dQ of the item's last tile, under which dV is staged.
-  __device__ __forceinline__ void finish_sums(uint32_t slot, uint32_t last, int32_t index) {
-    const uint32_t stage = last & 1;
+  __device__ __forceinline__ void add_last_dq(uint32_t n, uint32_t i, int32_t index) {
     float dq[32];
-    barrier_wait(barrier(kGradScoreFull + stage), (last >> 1) & 1);
-    begin_dq(dq, slot + Memory::kKey, stage);
-    stage_rows<T, Keys>(shared + slot + Memory::kValue, 64 * warpgroup, dv, {1.f, 1.f});
+    barrier_wait(barrier(kGradScoreFull, i), phase_of(i));
+    begin_dq(dq, Memory::key(n), i);
     products_wait<0>();
     pin(dq);
-    arrive_as_warp(barrier(kGradScoreEmpty + stage));
-    add_dq(dq, last, index);
+    arrive_as_warp(barrier(kGradScoreEmpty, i));
+    add_dq(dq, i, index);
   }
 
   __device__ __forceinline__ void run() {
@@ -263,24 +260,20 @@ struct KeyWarpgroup {
     uint32_t num_tiles = 0;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      const uint32_t phase = (n >> 1) & 1;
-      barrier_wait(barrier(kItemFull + (n & 1)), phase);
+      barrier_wait(barrier(kItemFull, n), phase_of(n));
       const BackwardItem item = in_block<BackwardItem>(Memory::kItems)[n & 1];
       if (item.num_rows < 0) return;
-      const uint32_t slot = (n & 1) * Memory::kSlotBytes;
 #pragma unroll
       for (int i = 0; i < Shape::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
-      barrier_wait(barrier(kKeyFull + (n & 1)), phase);
-      if (item.num_tiles > 0) {
-        sum_up(item, n, num_tiles);
-      } else {
-        barrier_wait(barrier(kValueFull + (n & 1)), phase);
-        stage_rows<T, Keys>(shared + slot + Memory::kValue, 64 * warpgroup, dv, {1.f, 1.f});
-      }
+      barrier_wait(barrier(kKeyFull, n), phase_of(n));
+      barrier_wait(barrier(kValueFull, n), phase_of(n));
+      const int32_t last_index = sum_up(item, n, num_tiles);
       num_tiles += item.num_tiles;
-      named_sync(kKeysRead, 256);  // for dQ both warpgroups read all keys
-      stage_rows<T, Keys>(shared + slot + Memory::kKey, 64 * warpgroup, dk, {scale, scale});
-      arrive_as_warp(barrier(kSlotStaged + (n & 1)));
+      if (item.num_tiles > 0) add_last_dq(n, num_tiles - 1, last_index);
+      stage_rows<T, Keys>(shared + Memory::value(n), 64 * warpgroup, dv, {1.f, 1.f});
+      named_sync(kKeysReadId, 256);  // for dQ both warpgroups read all keys
+      stage_rows<T, Keys>(shared + Memory::key(n), 64 * warpgroup, dk, {scale, scale});
+      arrive_as_warp(barrier(kSlotStaged, n));
     }
   }
 };

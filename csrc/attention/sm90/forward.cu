@@ -419,7 +419,6 @@ template <typename Shape>
 void launch(const ForwardCall& call, cudaStream_t stream) {
   static_assert(Shape::kRows == forward_tile_rows(Shape::kHeadDim));
   constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes;
-  if (call.tiles.num_tiles == 0) return;
   ForwardArguments arguments{
       .q = make_ragged_map(call.q, Shape::kRows),
       .k = make_ragged_map(call.k, kKeyBlockRows),

@@ -12,6 +12,8 @@
 // Every function only enqueues work on `stream` and throws std::runtime_error for a CUDA error.
 namespace distca::attention::sm90 {
 
+constexpr float kLog2E = 1.4426950408889634f;
+
 constexpr int32_t computed_head_dim(int64_t head_dim) {
   return head_dim <= 64 ? 64 : 128;
 }

@@ -6,11 +6,9 @@
 // swizzle that copies and products share.
 namespace distca::attention::sm90 {
 
-constexpr float kLog2E = 1.4426950408889634f;
-
-template <int kRows, int kHeadDim>
+template <int kRows, int kColumns>
 struct SharedTile {
-  static constexpr int kPanels = kHeadDim / 64;
+  static constexpr int kPanels = kColumns / 64;
   static constexpr uint32_t kPanelBytes = kRows * 128;
   static constexpr uint32_t kBytes = kPanels * kPanelBytes;
 };

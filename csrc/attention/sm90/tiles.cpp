@@ -171,6 +171,32 @@ void append_run(Run& run, const Mask& mask, TileLists& lists) {
 
 }  // namespace
 
+TileCounts count_tiles(const std::vector<Task>& tasks, int32_t tile_rows) {
+  TileCounts counts;
+  std::vector<Interval> keys;
+  for (const Task& task : tasks) {
+    counts.tiles += (task.num_q_rows + tile_rows - 1) / tile_rows;
+    if (task.num_k_rows > 0) {
+      keys.push_back({task.k_row, task.k_row + task.num_k_rows});
+    } else if (task.num_q_rows > 0) {
+      ++counts.runs;
+    }
+  }
+  const auto by_begin = [](const Interval& a, const Interval& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(keys.begin(), keys.end(), by_begin)) {
+    std::sort(keys.begin(), keys.end(), by_begin);
+  }
+  for (size_t i = 0; i < keys.size();) {
+    Interval run = keys[i++];
+    for (; i < keys.size() && keys[i].begin < run.end; ++i)
+      run.end = std::max(run.end, keys[i].end);
+    ++counts.runs;
+    counts.key_rows += run.end - run.begin;
+    counts.blocks += (run.end - run.begin + kKeyBlockRows - 1) / kKeyBlockRows;
+  }
+  return counts;
+}
+
 TileLists make_tile_lists(const std::vector<Task>& tasks, const Mask& mask, int32_t tile_rows) {
   check_rows(tasks);
   TileLists lists;

@@ -50,6 +50,16 @@ struct TileLists {
   std::vector<KeyBlock> blocks;
 };
 
+// How many of each the lists have, whatever the mask.
+struct TileCounts {
+  int64_t tiles = 0;
+  int64_t blocks = 0;
+  int64_t runs = 0;
+  int64_t key_rows = 0;
+  bool operator==(const TileCounts&) const = default;
+};
+TileCounts count_tiles(const std::vector<Task>& tasks, int32_t tile_rows);
+
 // Every query row of every task is in one tile (a tile may see no key: its rows are written as
 // such), every key row of every task in one block (no tile may see it: its gradients are written
 // as zeros). Key rows of no task get no block. The order of `tasks` does not matter. Throws
