@@ -1,14 +1,11 @@
 """Layouts of tasks that a test or a benchmark chose: the planner would move and join them."""
 
-import itertools
-import re
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 Shard = tuple[int, int, int]  # queries of a document: index of the document, begin, end
-DIGEST_WORD = 3  # of a plan
 
 
 def layout_of_server(
@@ -24,8 +21,9 @@ def layout_of_server(
     held = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 4)
     tasks = [(*shard, 0) for shard in sorted(served)]
     tasks += [(*shard, 1) for shard in _rest(lengths, served)]
-    plan = torch.tensor([2, *window_size, 0, len(tasks), *itertools.chain(*tasks)])
-    return torch.ops.distca.layout(held, _signed(plan, held), 0, 0, device_type)
+    chosen = torch.tensor(tasks, dtype=torch.int64).reshape(-1, 4)
+    plan = torch.ops.distca.plan_of_tasks(held, chosen, 2, *window_size)
+    return torch.ops.distca.layout(held, plan, 0, 0, device_type)
 
 
 def _rest(lengths: Sequence[int], served: Sequence[Shard]) -> Iterator[Shard]:
@@ -38,15 +36,3 @@ def _rest(lengths: Sequence[int], served: Sequence[Shard]) -> Iterator[Shard]:
         if served_to < begin:
             yield document, served_to, begin
         served_to = end
-
-
-def _signed(plan: Tensor, pieces: Tensor) -> Tensor:
-    """`plan` with its digest, which the layout operator names when it refuses another."""
-    try:
-        torch.ops.distca.layout(pieces, plan, 0, 0, "cpu")
-    except ValueError as refusal:
-        named = re.search(r"tasks give (\d+)", str(refusal))
-        if named is None:
-            raise
-        plan[DIGEST_WORD] = torch.tensor(int(named[1]), dtype=torch.uint64).view(torch.int64)
-    return plan

@@ -111,6 +111,25 @@ def _encoded_plans():
                 )
 
 
+def _tasks():
+    chosen = _plan()[5:].reshape(-1, 4)
+
+    def plan_of(tasks=chosen, num_ranks=2, window=(-1, 0)):
+        return torch.ops.distca.plan_of_tasks(PIECES, tasks, num_ranks, *window)
+
+    assert torch.equal(plan_of(), _plan())
+    yield "flat", lambda: plan_of(chosen.flatten())
+    yield "int32", lambda: plan_of(chosen.int())
+    yield "one left out", lambda: plan_of(chosen[1:])
+    yield "one twice", lambda: plan_of(torch.cat([chosen[:1], chosen]))
+    yield "too few ranks", lambda: plan_of(num_ranks=1)
+    yield "window", lambda: plan_of(window=(-2, 0))
+    for word in range(chosen.numel()):
+        for value in HUGE:
+            if chosen.view(-1)[word] != value:
+                yield f"word {word} = {value}", lambda w=word, v=value: plan_of(_with(chosen, w, v))
+
+
 FIRST_COUNT = 12  # words before it are the header
 
 
@@ -209,6 +228,7 @@ GROUPS = {
     for function in (
         _plans,
         _encoded_plans,
+        _tasks,
         _layouts,
         _tile_tables,
         _layouts_of_two_ranks,

@@ -110,6 +110,12 @@ at::Tensor encode_plan(const planner::Plan& plan) {
   return encoded;
 }
 
+void append_tasks(std::span<const int64_t> words, planner::Plan& plan) {
+  for (size_t i = 0; i < words.size(); i += kTaskWords) {
+    plan.tasks.push_back({words[i], words[i + 1], words[i + 2], words[i + 3]});
+  }
+}
+
 planner::Plan decode_plan(const at::Tensor& encoded, const planner::Pack& pack) {
   const auto words = int64_words(encoded, "plan");
   TORCH_CHECK_VALUE(
@@ -121,10 +127,7 @@ planner::Plan decode_plan(const at::Tensor& encoded, const planner::Pack& pack) 
   plan.mask = {words[kWindowLeft], words[kWindowRight]};
   plan.digest = static_cast<uint64_t>(words[kDigest]);
   plan.loads.resize(pack.num_ranks);  // figures that a layout does not need
-  for (int64_t i = 0; i < words[kNumTasks]; ++i) {
-    const int64_t* w = words.data() + kPlanHeader + kTaskWords * i;
-    plan.tasks.push_back({w[0], w[1], w[2], w[3]});
-  }
+  append_tasks(words.subspan(kPlanHeader, kTaskWords * words[kNumTasks]), plan);
   as_value_error([&] { planner::validate(plan, pack); });
   return plan;
 }
@@ -181,6 +184,23 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
   options.tolerance = tolerance;
   const planner::Plan plan = as_value_error([&] { return planner::make_plan(pack, options); });
   return {encode_plan(plan), encode_loads(plan.loads)};
+}
+
+at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,
+                         int64_t window_left, int64_t window_right) {
+  const auto words = int64_words(tasks, "tasks");
+  TORCH_CHECK_VALUE(tasks.dim() == 2 && tasks.size(1) == kTaskWords, "tasks has shape ",
+                    tasks.sizes(), "; expected [num_tasks, ", kTaskWords,
+                    "]: document, q_begin, q_end, server");
+  const planner::Pack pack = decode_pack(pieces, num_ranks);
+  planner::Plan plan;
+  plan.num_ranks = num_ranks;
+  plan.mask = {window_left, window_right};
+  plan.loads.resize(num_ranks);  // figures that a layout does not need
+  append_tasks(words, plan);
+  plan.digest = planner::digest_of(pack, plan.mask, plan.tasks);
+  as_value_error([&] { planner::validate(plan, pack); });
+  return encode_plan(plan);
 }
 
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,

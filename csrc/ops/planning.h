@@ -15,6 +15,9 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,
                                         double link_bytes_per_second, double tolerance);
 
+at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,
+                         int64_t window_left, int64_t window_right);
+
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
                                           int64_t rank, int64_t step, c10::string_view device_type,
                                           bool deterministic);

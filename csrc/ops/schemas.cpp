@@ -55,6 +55,10 @@ TORCH_LIBRARY(distca, m) {
       "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
       "int[] row_bytes, float link_bytes_per_second, float tolerance) "
       "-> (Tensor plan, Tensor loads)");
+  // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server).
+  m.def(
+      "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
+      "int window_right) -> Tensor plan");
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
       "bool deterministic=False) -> (Tensor layout, Tensor rows)");
@@ -99,6 +103,7 @@ TORCH_LIBRARY_IMPL(distca, CPU, m) {
   bind_attention(m);
   m.impl("all_gather", distca::ops::all_gather);
   m.impl("plan", distca::ops::plan);
+  m.impl("plan_of_tasks", distca::ops::plan_of_tasks);
   m.impl("layout", distca::ops::layout);
 }
 
