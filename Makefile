@@ -12,6 +12,9 @@ TOOLS := numpy "setuptools>=77,<82" wheel ninja matplotlib cmake==3.31.10 pytest
 	ruff==0.17.5 clang-format==14.0.6
 BIN := $(VENV)/bin
 PLANNER_BUILD := build/planner
+FUZZ_BUILD := build/fuzz
+FUZZ_SECONDS ?= 300
+FUZZ_CXX ?= $(shell command -v clang++ || echo c++)
 
 # One stamp per torch, so that another TORCH installs it and rebuilds.
 ENVIRONMENT := $(VENV)/.installed-$(subst =,-,$(TORCH))
@@ -24,7 +27,7 @@ PYTHON_FILES := setup.py distca tests benchmarks examples
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: train test test-cpp test-python install format check-format clean googletest
+.PHONY: train test test-cpp test-python fuzz install format check-format clean googletest
 .DELETE_ON_ERROR:
 
 train: $(LIBRARY)
@@ -39,6 +42,13 @@ test-cpp: $(ENVIRONMENT)
 	$(BIN)/cmake -S csrc -B $(PLANNER_BUILD) -DCMAKE_BUILD_TYPE=Release
 	$(BIN)/cmake --build $(PLANNER_BUILD) --parallel 2
 	$(BIN)/ctest --test-dir $(PLANNER_BUILD) --output-on-failure
+
+# Under sanitizers, with libFuzzer where clang++ is installed.
+fuzz: $(ENVIRONMENT)
+	@$(MAKE) --no-print-directory googletest
+	$(BIN)/cmake -S csrc -B $(FUZZ_BUILD) -DCMAKE_CXX_COMPILER=$(FUZZ_CXX)
+	$(BIN)/cmake --build $(FUZZ_BUILD) --parallel 2 --target planner_fuzz
+	cd $(FUZZ_BUILD) && ./planner_fuzz -max_total_time=$(FUZZ_SECONDS)
 
 test-python: $(LIBRARY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -87,6 +87,9 @@ def _plans():
                 f"cost word {word} = {value}",
                 lambda w=word, v=value: _plan(cost=_with(_cost(), w, v)),
             )
+    wrapping = torch.ones(1030, dtype=torch.float64)
+    wrapping[4], wrapping[5] = 2.0**53, 2.0**63 - 2.0**53 + 1024
+    yield "cost table wraps around", lambda: _plan(cost=wrapping)
     for value in (1.0, 1e300, 2.0**32):
         yield (
             f"cost table of {value} squared",

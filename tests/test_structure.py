@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 CXX_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
-ROOMS = ("planner", "attention", "transport", "ops", "tests")
+ROOMS = ("planner", "attention", "transport", "ops", "tests", "fuzz")
 
 # Room (the longest prefix counts): other rooms it may include, and libraries it must not.
 CXX_RULES = {
@@ -20,6 +20,7 @@ CXX_RULES = {
     "transport": (set(), r"$^"),
     "ops": ({"planner", "attention", "transport"}, r"$^"),
     "tests": ({"planner", "attention", "transport"}, r"torch/|ATen/|c10/"),
+    "fuzz": ({"planner", "tests"}, r"torch/|ATen/|c10/"),
 }
 STANDARD_HEADER = re.compile(r"[a-z_0-9]+")
 

@@ -304,7 +304,7 @@ std::span<const int64_t> checked_words(const at::Tensor& layout) {
                     layout.toString(), " with ", layout.dim(), " dimensions");
   const int64_t* words = layout.const_data_ptr<int64_t>();
   TORCH_CHECK_VALUE(layout.size(0) >= kHeaderLength && words[kMagicWord] == kMagic &&
-                        words[kLength] <= layout.size(0),
+                        kHeaderLength <= words[kLength] && words[kLength] <= layout.size(0),
                     "layout: not a layout of this version of distca; make it with distca.plan");
   return {words, static_cast<size_t>(layout.size(0))};
 }

@@ -73,17 +73,21 @@ planner::CostModel decode_cost(const at::Tensor& cost) {
                         cost.is_contiguous() && cost.numel() >= 6,
                     "cost: expected a contiguous float64 CPU tensor of at least 6 values");
   const double* values = cost.const_data_ptr<double>();
-  const auto num_rows = static_cast<int64_t>(values[4]);
-  const auto num_keys = static_cast<int64_t>(values[5]);
-  TORCH_CHECK_VALUE(num_rows >= 0 && num_keys >= 0 &&
-                        cost.numel() == 6 + num_rows + num_keys + num_rows * num_keys,
+  const auto whole = [&](int64_t word, int64_t limit) {
+    TORCH_CHECK_VALUE(0 <= values[word] && values[word] <= static_cast<double>(limit),
+                      "cost: value ", word, " is ", values[word], "; expected 0 to ", limit);
+    return static_cast<int64_t>(values[word]);
+  };
+  const int64_t num_rows = whole(4, cost.numel()), num_keys = whole(5, cost.numel());
+  TORCH_CHECK_VALUE(cost.numel() == 6 + num_rows + num_keys + num_rows * num_keys,
                     "cost: a table of ", num_rows, " x ", num_keys, " does not match ",
                     cost.numel(), " values");
   planner::CostModel model;
-  model.tile_q = static_cast<int64_t>(values[0]);
-  model.tile_k = static_cast<int64_t>(values[1]);
+  model.tile_q = whole(0, kMaxRows);
+  model.tile_k = whole(1, kMaxRows);
   model.seconds_per_tile = values[2];
   model.seconds_per_task = values[3];
+  for (int64_t i = 6; i < 6 + num_rows + num_keys; ++i) whole(i, kMaxRows);
   const double* next = values + 6;
   model.table_rows.assign(next, next + num_rows);
   model.table_keys.assign(next + num_rows, next + num_rows + num_keys);

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "planner/pack.h"
@@ -136,6 +138,78 @@ inline std::vector<Piece> heavy_tailed_step(Random& random, int64_t num_ranks, i
     }
   }
   return pieces;
+}
+
+// Document i whole on rank_of(i).
+template <typename RankOf>
+std::vector<Piece> placed_whole(const std::vector<int64_t>& lengths, RankOf rank_of) {
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const auto id = static_cast<int64_t>(i);
+    pieces.push_back({rank_of(id), id, 0, lengths[i]});
+  }
+  return pieces;
+}
+
+// A document dealt out over ranks in runs of `run` tokens, one rank after the other. `backward`
+// lists the last run first, so that rows descend as positions ascend.
+inline std::vector<Piece> dealt_document(int64_t length, int64_t run, int64_t num_ranks,
+                                         bool backward) {
+  std::vector<Piece> pieces;
+  for (int64_t start = 0; start < length; start += run) {
+    pieces.push_back({start / run % num_ranks, 0, start, std::min(run, length - start)});
+  }
+  if (backward) std::reverse(pieces.begin(), pieces.end());
+  return pieces;
+}
+
+struct NamedStep {
+  std::string name;
+  std::vector<Piece> pieces;
+};
+
+// Steps at the edges of what a planner expects. `side` is the tile that lengths keep close to.
+inline std::vector<NamedStep> adversarial_steps(Random& random, int64_t num_ranks, int64_t side) {
+  const int64_t middle = num_ranks / 2;
+  const auto last = [num_ranks](int64_t) { return num_ranks - 1; };
+  const auto on_middle = [middle](int64_t) { return middle; };
+  const auto in_turn = [num_ranks](int64_t i) { return i % num_ranks; };
+  const auto on_even = [num_ranks](int64_t i) { return i % num_ranks / 2 * 2; };
+  const int64_t huge = (8 + num_ranks) * side + draw(random, -1, 1);
+  const std::vector<int64_t> ones(3 * num_ranks + 1, 1);
+  const std::vector<int64_t> equal(2 * num_ranks, 2 * side + 5);
+  const std::vector<int64_t> mixed = draw_lengths(random, 3 * num_ranks, 2 * side);
+  std::vector<int64_t> near_tiles, doubling, huge_among_ones = ones;
+  for (int64_t i = 0; i < 2 * num_ranks; ++i) {
+    near_tiles.push_back(draw(random, 1, 2) * side + draw(random, -1, 1));
+  }
+  for (int64_t length = 1; length <= huge; length *= 2) doubling.push_back(length);
+  huge_among_ones[draw(random, 0, 2)] = huge;
+
+  return {
+      {"no tokens", {}},
+      {"one token", placed_whole({1}, last)},
+      {"one huge document on one rank", placed_whole({huge}, last)},
+      {"one huge document over all ranks", crossing_documents({huge}, num_ranks)},
+      {"one rank holds everything", placed_whole(mixed, on_middle)},
+      {"every other rank empty", placed_whole(mixed, on_even)},
+      {"random lengths cut in equal tokens", crossing_documents(mixed, num_ranks)},
+      {"all of length 1", placed_whole(ones, in_turn)},
+      {"all of length 1 on one rank", placed_whole(ones, on_middle)},
+      {"lengths near tiles", placed_whole(near_tiles, in_turn)},
+      {"lengths near tiles cut in equal tokens", crossing_documents(near_tiles, num_ranks)},
+      {"equal loads", placed_whole(equal, in_turn)},
+      {"one huge document among ones", placed_whole(huge_among_ones, in_turn)},
+      {"doubling lengths", placed_whole(doubling, in_turn)},
+      {"a document dealt out by tokens", dealt_document(5 * num_ranks + 1, 1, num_ranks, false)},
+      {"a document dealt out backward", dealt_document(huge, side - 1, num_ranks, true)}};
+}
+
+// Causal, sliding, full and two-sided, with windows at both sides of a tile's.
+inline std::vector<Mask> adversarial_masks(int64_t side) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return {{-1, 0},      {-1, -1},      {0, 0},  {side - 1, 0}, {side, 0},     {side + 1, 0},
+          {side, side}, {1, 2 * side}, {0, -1}, {-1, 3},       {kMost, kMost}};
 }
 
 inline bool sees(const Mask& mask, int64_t query, int64_t key) {

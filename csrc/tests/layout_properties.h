@@ -1,0 +1,199 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "planner/layout.h"
+#include "planner_properties.h"
+
+// What the layouts of a plan have to be, told token by token where the planner knows ranges. Each
+// check returns what is wrong, or nothing.
+namespace distca::planner {
+
+struct Token {
+  int64_t document;
+  int64_t position;
+};
+
+// What one server's layout has to hold: tasks read in place, and visiting ones with their rows.
+struct ServerRows {
+  std::vector<Token> queries, keys;  // visiting rows
+  std::vector<PlacedTask> home_tasks, visiting_tasks;
+};
+
+// Whether the keys, among them the queries themselves, are consecutive rows of the server.
+inline bool in_place(const std::vector<Home>& rows, Range keys, int64_t server) {
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    if (rows[key].rank != server) return false;
+    if (rows[key].row != rows[keys.begin].row + key - keys.begin) return false;
+  }
+  return true;
+}
+
+inline std::vector<ServerRows> server_rows(const Pack& pack, const Plan& plan, const Homes& homes) {
+  std::vector<ServerRows> servers(plan.num_ranks);
+  for_each_visit(plan.tasks, [&](auto first, auto last) {
+    ServerRows& server = servers[first->server];
+    const std::vector<Home>& rows = homes[first->document];
+    std::vector<int64_t> key_row(rows.size(), -1);  // -1: not read, 0: read, then its visiting row
+    std::vector<std::pair<Task, Range>> visiting;
+    for (auto task = first; task != last; ++task) {
+      const Range keys = keys_seen(plan.mask, *task, pack.documents[task->document].length);
+      if (in_place(rows, keys, task->server)) {
+        server.home_tasks.push_back({rows[task->q_begin].row, task->q_end - task->q_begin,
+                                     rows[keys.begin].row, keys.end - keys.begin,
+                                     task->q_begin - keys.begin});
+        continue;
+      }
+      visiting.emplace_back(*task, keys);
+      std::fill(key_row.begin() + keys.begin, key_row.begin() + keys.end, 0);
+    }
+    for (size_t key = 0; key < rows.size(); ++key) {
+      if (key_row[key] < 0) continue;
+      key_row[key] = static_cast<int64_t>(server.keys.size());
+      server.keys.push_back({first->document, static_cast<int64_t>(key)});
+    }
+    for (const auto& [task, keys] : visiting) {
+      server.visiting_tasks.push_back({static_cast<int64_t>(server.queries.size()),
+                                       task.q_end - task.q_begin, key_row[keys.begin],
+                                       keys.end - keys.begin, task.q_begin - keys.begin});
+      for (int64_t q = task.q_begin; q < task.q_end; ++q) {
+        server.queries.push_back({task.document, q});
+      }
+    }
+  });
+  for (ServerRows& server : servers) {
+    std::sort(server.home_tasks.begin(), server.home_tasks.end(),
+              [](const PlacedTask& a, const PlacedTask& b) { return a.q_row < b.q_row; });
+  }
+  return servers;
+}
+
+// The tables that bring queries, or keys, to their servers and what becomes of them home.
+struct RouteTables {
+  std::vector<int64_t> Layout::*send_rows;
+  std::vector<int64_t> Layout::*recv_rows;
+  std::vector<int64_t> Layout::*index;
+  std::vector<int64_t> Layout::*slot;
+  std::vector<Token> ServerRows::*visiting;
+};
+
+inline const RouteTables kQueryRoute = {&Layout::send_q_rows, &Layout::recv_q_rows,
+                                        &Layout::send_q_index, &Layout::q_slot,
+                                        &ServerRows::queries};
+inline const RouteTables kKeyRoute = {&Layout::send_k_rows, &Layout::recv_k_rows,
+                                      &Layout::send_k_index, &Layout::k_slot, &ServerRows::keys};
+
+// First slot of each peer, and the number of all slots.
+inline std::vector<int64_t> slot_begins(const std::vector<int64_t>& rows) {
+  std::vector<int64_t> begins{0};
+  for (const int64_t count : rows) begins.push_back(begins.back() + count);
+  return begins;
+}
+
+// Counts transpose, and tables are as long as the counts say.
+inline std::string check_counts(const std::vector<Layout>& layouts,
+                                const std::vector<ServerRows>& servers, const RouteTables& route) {
+  for (size_t rank = 0; rank < layouts.size(); ++rank) {
+    const Layout& layout = layouts[rank];
+    const std::vector<int64_t>& send = layout.*route.send_rows;
+    const std::vector<int64_t>& recv = layout.*route.recv_rows;
+    if (send.size() != layouts.size() || recv.size() != layouts.size()) return "number of peers";
+    for (size_t peer = 0; peer < layouts.size(); ++peer) {
+      if (send[peer] < 0 || send[peer] != (layouts[peer].*route.recv_rows)[rank]) {
+        return "rows from " + std::to_string(rank) + " to " + std::to_string(peer);
+      }
+    }
+    const size_t num_visiting = (servers[rank].*route.visiting).size();
+    const size_t num_slots = (layout.*route.slot).size();
+    const auto is_total = [](const std::vector<int64_t>& counts, size_t total) {
+      return slot_begins(counts).back() == static_cast<int64_t>(total);
+    };
+    if (!is_total(recv, num_visiting)) return "rows received";
+    if (num_slots != 0 && num_slots != num_visiting) return "number of slots";
+    if (!is_total(send, (layout.*route.index).size())) return "rows sent";
+  }
+  return "";
+}
+
+// Every visiting row is the one that stands at its slot, and so comes back to where it left.
+inline std::string check_route(const std::vector<Layout>& layouts,
+                               const std::vector<ServerRows>& servers, const Homes& homes,
+                               const RouteTables& route) {
+  if (std::string wrong = check_counts(layouts, servers, route); !wrong.empty()) return wrong;
+  std::vector<std::vector<int64_t>> sent_begins;
+  for (const Layout& layout : layouts) sent_begins.push_back(slot_begins(layout.*route.send_rows));
+  for (size_t server = 0; server < layouts.size(); ++server) {
+    const std::vector<Token>& visiting = servers[server].*route.visiting;
+    const std::vector<int64_t>& slots = layouts[server].*route.slot;
+    const std::vector<int64_t> begins = slot_begins(layouts[server].*route.recv_rows);
+    std::vector<int64_t> next = begins;
+    bool in_order = true;
+    for (size_t row = 0; row < visiting.size(); ++row) {
+      const int64_t slot = slots.empty() ? static_cast<int64_t>(row) : slots[row];
+      const Home home = homes[visiting[row].document][visiting[row].position];
+      if (slot != next[home.rank]++ || slot >= begins[home.rank + 1]) return "slot of a row";
+      const int64_t sent = sent_begins[home.rank][server] + slot - begins[home.rank];
+      if ((layouts[home.rank].*route.index)[sent] != home.row) return "home row of a slot";
+      in_order = in_order && slot == static_cast<int64_t>(row);
+    }
+    if (!slots.empty() && in_order) return "slots that are an identity";
+  }
+  return "";
+}
+
+// Each row's result is written once: by a task that reads it in place, or by its way home.
+inline std::string check_results(const Layout& layout, int64_t num_rows) {
+  if (layout.num_home_rows != num_rows) return "num_home_rows";
+  std::vector<int64_t> written = layout.send_q_index;
+  for (const PlacedTask& task : layout.home_tasks) {
+    for (int64_t i = 0; i < task.num_q_rows; ++i) written.push_back(task.q_row + i);
+  }
+  std::sort(written.begin(), written.end());
+  if (static_cast<int64_t>(written.size()) != num_rows) return "number of results";
+  for (int64_t row = 0; row < num_rows; ++row) {
+    if (written[row] != row) return "result of a row";
+  }
+  return "";
+}
+
+inline bool same_tasks(const std::vector<PlacedTask>& a, const std::vector<PlacedTask>& b) {
+  const auto fields = [](const PlacedTask& task) {
+    return std::tie(task.q_row, task.num_q_rows, task.k_row, task.num_k_rows, task.q_offset);
+  };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [&](const auto& x, const auto& y) { return fields(x) == fields(y); });
+}
+
+// All ranks' layouts together. The plan covers the pack.
+inline std::string check_layouts(const Pack& pack, const Plan& plan,
+                                 const std::vector<Layout>& layouts) {
+  if (static_cast<int64_t>(layouts.size()) != pack.num_ranks) return "number of layouts";
+  const Homes homes = homes_of(pack);
+  const std::vector<ServerRows> servers = server_rows(pack, plan, homes);
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    const Layout& layout = layouts[rank];
+    if (layout.rank != rank || layout.num_ranks != pack.num_ranks) return "rank of a layout";
+    if (!same_tasks(layout.home_tasks, servers[rank].home_tasks)) return "home tasks";
+    if (!same_tasks(layout.visiting_tasks, servers[rank].visiting_tasks)) return "visiting tasks";
+    if (std::string wrong = check_results(layout, pack.num_rows[rank]); !wrong.empty()) {
+      return wrong;
+    }
+  }
+  const std::string wrong = check_route(layouts, servers, homes, kQueryRoute);
+  return wrong.empty() ? check_route(layouts, servers, homes, kKeyRoute) : wrong;
+}
+
+inline std::vector<Layout> make_layouts(const Pack& pack, const Plan& plan) {
+  std::vector<Layout> layouts;
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    layouts.push_back(make_layout(pack, plan, rank));
+  }
+  return layouts;
+}
+
+}  // namespace distca::planner

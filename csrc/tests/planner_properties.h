@@ -1,0 +1,147 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "planner/pack.h"
+#include "planner/plan.h"
+
+// What every plan has to be, told token by token where the planner knows ranges.
+// Each check returns what is wrong, or nothing.
+namespace distca::planner {
+
+struct Home {
+  int64_t rank;
+  int64_t row;
+};
+
+using Homes = std::vector<std::vector<Home>>;  // [documents][length]
+
+inline Homes homes_of(const Pack& pack) {
+  Homes homes;
+  for (const Document& document : pack.documents) {
+    homes.emplace_back(document.length, Home{-1, -1});
+    for (const Segment& segment : document.segments) {
+      for (int64_t i = 0; i < segment.length; ++i) {
+        homes.back()[segment.start + i] = {segment.rank, segment.row + i};
+      }
+    }
+  }
+  return homes;
+}
+
+// Keys that any query of the task sees, query by query.
+inline Range keys_seen(const Mask& mask, const Task& task, int64_t length) {
+  Range keys{length, 0};
+  for (int64_t q = task.q_begin; q < task.q_end; ++q) {
+    const bool all_before = mask.window_left < 0 || mask.window_left > q;
+    const bool all_after = mask.window_right < 0 || mask.window_right > length - 1 - q;
+    keys.begin = std::min(keys.begin, all_before ? 0 : q - mask.window_left);
+    keys.end = std::max(keys.end, all_after ? length : q + mask.window_right + 1);
+  }
+  return keys;
+}
+
+inline std::string describe(const Task& task) {
+  return "document " + std::to_string(task.document) + " [" + std::to_string(task.q_begin) + ", " +
+         std::to_string(task.q_end) + ") on server " + std::to_string(task.server);
+}
+
+// Calls visit(first, last) for each run of tasks of one document on one server, in plan order.
+template <typename Visit>
+void for_each_visit(const std::vector<Task>& tasks, Visit visit) {
+  for (auto first = tasks.begin(); first != tasks.end();) {
+    const auto last = std::find_if(first, tasks.end(), [&](const Task& task) {
+      return task.server != first->server || task.document != first->document;
+    });
+    visit(first, last);
+    first = last;
+  }
+}
+
+// Tasks are in range and in order, none is empty, and each query is computed once.
+inline std::string check_cover(const Pack& pack, const Plan& plan) {
+  if (plan.num_ranks != pack.num_ranks) return "num_ranks of the plan";
+  const auto key = [](const Task& task) {
+    return std::tie(task.server, task.document, task.q_begin);
+  };
+  std::vector<std::vector<bool>> computed;
+  for (const Document& document : pack.documents) computed.emplace_back(document.length, false);
+  for (size_t i = 0; i < plan.tasks.size(); ++i) {
+    const Task& task = plan.tasks[i];
+    if (task.server < 0 || task.server >= pack.num_ranks) return "server of " + describe(task);
+    if (task.document < 0 || task.document >= static_cast<int64_t>(pack.documents.size()) ||
+        task.q_begin < 0 || task.q_end > pack.documents[task.document].length) {
+      return "range of " + describe(task);
+    }
+    if (task.q_begin >= task.q_end) return "empty task: " + describe(task);
+    if (i > 0 && key(plan.tasks[i - 1]) >= key(task)) return "order of " + describe(task);
+    for (int64_t q = task.q_begin; q < task.q_end; ++q) {
+      if (computed[task.document][q]) return "computed twice: a query of " + describe(task);
+      computed[task.document][q] = true;
+    }
+  }
+  for (size_t i = 0; i < computed.size(); ++i) {
+    if (std::count(computed[i].begin(), computed[i].end(), false) > 0) {
+      return "not computed: a query of document " + std::to_string(i);
+    }
+  }
+  return plan.digest == digest_of(pack, plan.mask, plan.tasks) ? "" : "digest";
+}
+
+inline std::vector<Load> count_loads(const Pack& pack, const PlanOptions& options,
+                                     const std::vector<Task>& tasks) {
+  const Homes homes = homes_of(pack);
+  std::vector<Load> loads(pack.num_ranks);
+  const auto seconds = [&](int64_t document, Range q) {
+    return options.cost.seconds(options.mask, q, pack.documents[document].length);
+  };
+  for_each_visit(tasks, [&](auto first, auto last) {
+    Load& server = loads[first->server];
+    const std::vector<Home>& rows = homes[first->document];
+    const auto travel = [&](int64_t position, int64_t bytes) {
+      if (rows[position].rank == first->server) return;
+      server.bytes_in += bytes;
+      loads[rows[position].rank].bytes_out += bytes;
+    };
+    std::vector<bool> reads(rows.size(), false);
+    for (auto task = first; task != last; ++task) {
+      server.seconds += seconds(task->document, {task->q_begin, task->q_end});
+      for (int64_t q = task->q_begin; q < task->q_end; ++q) travel(q, options.row_bytes.query);
+      const Range keys = keys_seen(options.mask, *task, static_cast<int64_t>(rows.size()));
+      std::fill(reads.begin() + keys.begin, reads.begin() + keys.end, true);
+    }
+    for (size_t key = 0; key < rows.size(); ++key) {
+      if (reads[key]) travel(static_cast<int64_t>(key), options.row_bytes.key);
+    }
+  });
+  for (size_t i = 0; i < pack.documents.size(); ++i) {
+    for (const Segment& segment : pack.documents[i].segments) {
+      loads[segment.rank].seconds_home +=
+          seconds(static_cast<int64_t>(i), {segment.start, segment.start + segment.length});
+    }
+  }
+  return loads;
+}
+
+// Reported loads are those of the tasks, up to the order of summation.
+inline std::string check_loads(const Pack& pack, const PlanOptions& options, const Plan& plan) {
+  if (static_cast<int64_t>(plan.loads.size()) != pack.num_ranks) return "number of loads";
+  const std::vector<Load> counted = count_loads(pack, options, plan.tasks);
+  const auto close = [](double a, double b) { return std::abs(a - b) <= 1e-9 * std::max(a, b); };
+  for (size_t rank = 0; rank < counted.size(); ++rank) {
+    const Load &load = plan.loads[rank], &expected = counted[rank];
+    const std::string of_rank = " of rank " + std::to_string(rank);
+    if (!close(load.seconds, expected.seconds)) return "seconds" + of_rank;
+    if (!close(load.seconds_home, expected.seconds_home)) return "seconds_home" + of_rank;
+    if (load.bytes_in != expected.bytes_in) return "bytes_in" + of_rank;
+    if (load.bytes_out != expected.bytes_out) return "bytes_out" + of_rank;
+  }
+  return "";
+}
+
+}  // namespace distca::planner

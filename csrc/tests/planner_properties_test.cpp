@@ -1,0 +1,322 @@
+#include "planner_properties.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "layout_properties.h"
+#include "random_steps.h"
+
+namespace distca::planner {
+namespace {
+
+double slowest_seconds(const std::vector<Load>& loads) {
+  double most = 0;
+  for (const Load& load : loads) most = std::max(most, load.seconds);
+  return most;
+}
+
+double mean_seconds(const std::vector<Load>& loads) {
+  double total = 0;
+  for (const Load& load : loads) total += load.seconds;
+  return total / static_cast<double>(loads.size());
+}
+
+// Seconds until the slowest server, or link, is done.
+double makespan(const Plan& plan, const PlanOptions& options) {
+  int64_t bytes = 0;
+  for (const Load& load : plan.loads) bytes = std::max({bytes, load.bytes_in, load.bytes_out});
+  return std::max(slowest_seconds(plan.loads),
+                  static_cast<double>(bytes) / options.link_bytes_per_second);
+}
+
+Plan home_plan(const Pack& pack, PlanOptions options) {
+  options.tolerance = 1e9;
+  return make_plan(pack, options);
+}
+
+bool same_bits(double a, double b) {
+  return std::memcmp(&a, &b, sizeof(double)) == 0;
+}
+
+std::string check_same(const Plan& a, const Plan& b) {
+  const auto task_fields = [](const Task& task) {
+    return std::tie(task.document, task.q_begin, task.q_end, task.server);
+  };
+  const auto same_task = [&](const Task& x, const Task& y) {
+    return task_fields(x) == task_fields(y);
+  };
+  const auto same_load = [](const Load& x, const Load& y) {
+    return same_bits(x.seconds_home, y.seconds_home) && same_bits(x.seconds, y.seconds) &&
+           x.bytes_out == y.bytes_out && x.bytes_in == y.bytes_in;
+  };
+  if (a.digest != b.digest) return "digests of equal inputs";
+  if (!std::equal(a.tasks.begin(), a.tasks.end(), b.tasks.begin(), b.tasks.end(), same_task)) {
+    return "tasks of equal inputs";
+  }
+  if (!std::equal(a.loads.begin(), a.loads.end(), b.loads.begin(), b.loads.end(), same_load)) {
+    return "loads of equal inputs";
+  }
+  return "";
+}
+
+// A step that is balanced as it lies fetches keys alone, and keys only for crossing documents.
+std::string check_moves(const Pack& pack, const PlanOptions& options, const Plan& plan) {
+  const Plan home = home_plan(pack, options);
+  if (makespan(plan, options) > makespan(home, options) * (1 + 1e-9)) return "slower than home";
+  const double limit = mean_seconds(home.loads) * (1 + options.tolerance);
+  if (slowest_seconds(home.loads) > limit) return "";
+  const Homes homes = homes_of(pack);
+  for (const Task& task : plan.tasks) {
+    for (int64_t q = task.q_begin; q < task.q_end; ++q) {
+      if (homes[task.document][q].rank != task.server) return "moved in balance";
+    }
+  }
+  return "";
+}
+
+std::string check_step(const Pack& pack, const PlanOptions& options, const Plan& plan) {
+  validate(plan, pack);
+  for (const std::string& wrong :
+       {check_cover(pack, plan), check_loads(pack, options, plan), check_moves(pack, options, plan),
+        check_same(plan, make_plan(pack, options))}) {
+    if (!wrong.empty()) return wrong;
+  }
+  return check_layouts(pack, plan, make_layouts(pack, plan));
+}
+
+// A table where time is neither rows nor pairs.
+CostModel table_cost() {
+  CostModel cost;
+  cost.table_rows = {16, 256};
+  cost.table_keys = {32, 512};
+  cost.table_seconds = {1e-6, 9e-6, 8e-6, 1e-4};
+  return cost;
+}
+
+// Fast links, links that cannot carry what compute asks for, and a table behind links between.
+std::vector<PlanOptions> adversarial_options(const Mask& mask, int64_t side) {
+  PlanOptions fast;
+  fast.mask = mask;
+  fast.cost.tile_q = fast.cost.tile_k = side;
+  fast.row_bytes = {5120, 4096};
+  fast.link_bytes_per_second = 1e15;
+  PlanOptions slow = fast;
+  slow.cost.seconds_per_task = 5e-7;
+  slow.link_bytes_per_second = 1e9;
+  slow.max_link_ratio = 1;
+  PlanOptions table = fast;
+  table.cost = table_cost();
+  table.cost.tile_q = side;
+  table.row_bytes = {1, 0};
+  table.link_bytes_per_second = 1e9;
+  table.tolerance = 0;
+  return {fast, slow, table};
+}
+
+TEST(PlannerProperties, OfRandomSteps) {
+  int64_t num_sped_up = 0, num_at_home = 0;
+  for (uint32_t seed = 0; seed < 3000; ++seed) {
+    Random random(seed);
+    const int64_t num_ranks = draw(random, 1, draw(random, 1, 64));
+    const Pack pack = make_pack(draw_pieces(random, num_ranks, draw(random, 1, 300)), num_ranks);
+    const PlanOptions options = draw_options(random);
+    const Plan plan = make_plan(pack, options);
+    ASSERT_EQ(check_step(pack, options, plan), "") << "seed " << seed;
+    const Plan home = home_plan(pack, options);
+    num_sped_up += makespan(plan, options) < makespan(home, options);
+    num_at_home += num_ranks > 1 && plan.tasks.size() > 0 && plan.digest == home.digest;
+  }
+  EXPECT_GT(num_sped_up, 1000);  // the steps drawn reach both outcomes
+  EXPECT_GT(num_at_home, 100);
+}
+
+TEST(PlannerProperties, OfAdversarialSteps) {
+  constexpr std::pair<int64_t, int64_t> kRanksAndTiles[] = {{1, 128}, {2, 128}, {3, 16},
+                                                            {7, 128}, {16, 16}, {64, 16}};
+  Random random(1);
+  for (const auto& [num_ranks, side] : kRanksAndTiles) {
+    for (const Mask& mask : adversarial_masks(side)) {
+      for (const PlanOptions& options : adversarial_options(mask, side)) {
+        for (const NamedStep& step : adversarial_steps(random, num_ranks, side)) {
+          const Pack pack = make_pack(step.pieces, num_ranks);
+          const Plan plan = make_plan(pack, options);
+          ASSERT_EQ(check_step(pack, options, plan), "")
+              << step.name << ", " << num_ranks << " ranks, tiles of " << side << ", window "
+              << mask.window_left << " " << mask.window_right << ", link "
+              << options.link_bytes_per_second;
+        }
+      }
+    }
+  }
+}
+
+TEST(PlannerProperties, OfEveryNumberOfRanks) {
+  PlanOptions options = adversarial_options({-1, 0}, 128)[0];
+  options.link_bytes_per_second = 1e11;
+  for (int64_t num_ranks = 1; num_ranks <= 64; ++num_ranks) {
+    Random random(static_cast<uint32_t>(num_ranks));
+    std::vector<int64_t> lengths = {num_ranks * 300};
+    for (const Piece& piece : heavy_tailed_step(random, num_ranks, 700)) {
+      lengths.push_back(piece.length);
+    }
+    const Pack pack = make_pack(crossing_documents(lengths, num_ranks), num_ranks);
+    ASSERT_EQ(check_step(pack, options, make_plan(pack, options)), "") << num_ranks << " ranks";
+  }
+}
+
+std::vector<int64_t> draw_permutation(Random& random, int64_t count) {
+  std::vector<int64_t> permutation(count);
+  std::iota(permutation.begin(), permutation.end(), int64_t{0});
+  for (size_t i = permutation.size(); i > 1; --i) {
+    std::swap(permutation[i - 1], permutation[random() % i]);
+  }
+  return permutation;
+}
+
+std::vector<Piece> with_ranks(std::vector<Piece> pieces, const std::vector<int64_t>& rank_of) {
+  for (Piece& piece : pieces) piece.rank = rank_of[piece.rank];
+  return pieces;
+}
+
+TEST(PlannerProperties, HoldForAnyOrderOfRanks) {
+  for (uint32_t seed = 0; seed < 1000; ++seed) {
+    Random random(seed);
+    const int64_t num_ranks = draw(random, 2, 24);
+    const std::vector<Piece> pieces = draw_pieces(random, num_ranks, 200);
+    const PlanOptions options = draw_options(random);
+    const std::vector<int64_t> rank_of = draw_permutation(random, num_ranks);
+    const Plan plan = make_plan(make_pack(pieces, num_ranks), options);
+    const Pack permuted_pack = make_pack(with_ranks(pieces, rank_of), num_ranks);
+    const Plan permuted = make_plan(permuted_pack, options);
+    ASSERT_EQ(check_step(permuted_pack, options, permuted), "") << "seed " << seed;
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      ASSERT_NEAR(plan.loads[rank].seconds_home, permuted.loads[rank_of[rank]].seconds_home, 1e-12)
+          << "seed " << seed;
+    }
+  }
+}
+
+// Where work divides, ties between ranks may change who computes what but not how well.
+TEST(PlannerProperties, AreAsGoodForAnyOrderOfRanks) {
+  PlanOptions options;
+  options.cost.seconds_per_tile = 1.2e-6;
+  options.row_bytes = {41216, 16384};
+  const auto bytes = [](const Plan& plan) {
+    double total = 0;
+    for (const Load& load : plan.loads) total += static_cast<double>(load.bytes_in);
+    return total;
+  };
+  for (uint32_t seed = 0; seed < 40; ++seed) {
+    Random random(seed);
+    const int64_t num_ranks = draw(random, 2, 64);
+    const std::vector<Piece> pieces = heavy_tailed_step(random, num_ranks, 16384);
+    const Plan plan = make_plan(make_pack(pieces, num_ranks), options);
+    const std::vector<int64_t> rank_of = draw_permutation(random, num_ranks);
+    const Plan permuted = make_plan(make_pack(with_ranks(pieces, rank_of), num_ranks), options);
+    for (const Plan& either : {plan, permuted}) {
+      EXPECT_LE(imbalance(either), 1 + options.tolerance + 1e-9) << "seed " << seed;
+    }
+    EXPECT_NEAR(bytes(permuted), bytes(plan), 0.01 * bytes(plan)) << "seed " << seed;
+  }
+}
+
+TEST(PlannerProperties, EveryTamperedPlanIsFound) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 900}, {1, 1, 0, 100}, {2, 2, 0, 60}, {1, 2, 60, 60}};
+  const Pack pack = make_pack(pieces, 3);
+  const PlanOptions options = adversarial_options({-1, 0}, 16)[0];
+  const Plan plan = make_plan(pack, options);
+  ASSERT_EQ(check_step(pack, options, plan), "");
+  const auto is_found = [&](auto tamper) {
+    Plan wrong = plan;
+    tamper(wrong);
+    wrong.digest = digest_of(pack, wrong.mask, wrong.tasks);
+    return !check_cover(pack, wrong).empty() || !check_loads(pack, options, wrong).empty();
+  };
+  for (size_t i = 0; i < plan.tasks.size(); ++i) {
+    for (const auto field : {&Task::document, &Task::q_begin, &Task::q_end, &Task::server}) {
+      for (const int change : {-1, 1}) {
+        EXPECT_TRUE(is_found([&](Plan& wrong) { wrong.tasks[i].*field += change; })) << i;
+      }
+    }
+    EXPECT_TRUE(is_found([&](Plan& wrong) { wrong.tasks.erase(wrong.tasks.begin() + i); })) << i;
+    EXPECT_TRUE(is_found([&](Plan& wrong) { wrong.tasks.push_back(wrong.tasks[i]); })) << i;
+    EXPECT_TRUE(is_found([&](Plan& wrong) {
+      const Task& task = wrong.tasks[i];
+      wrong.tasks.insert(wrong.tasks.begin() + i,
+                         Task{task.document, task.q_begin, task.q_begin, task.server});
+    })) << i;
+  }
+  for (size_t rank = 0; rank < plan.loads.size(); ++rank) {
+    for (const auto field : {&Load::seconds, &Load::seconds_home}) {
+      EXPECT_TRUE(is_found([&](Plan& wrong) { wrong.loads[rank].*field += 1e-9; })) << rank;
+    }
+    for (const auto field : {&Load::bytes_in, &Load::bytes_out}) {
+      EXPECT_TRUE(is_found([&](Plan& wrong) { wrong.loads[rank].*field += 1; })) << rank;
+    }
+  }
+  Plan stale = plan;
+  stale.digest += 1;
+  EXPECT_EQ(check_cover(pack, stale), "digest");
+  EXPECT_EQ(check_same(plan, stale), "digests of equal inputs");
+}
+
+TEST(PlannerProperties, NeedlessMovesAreFound) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 64}, {0, 1, 0, 64}, {1, 2, 0, 64}, {1, 3, 0, 64}};
+  const Pack pack = make_pack(pieces, 2);
+  const PlanOptions options = adversarial_options({-1, 0}, 16)[0];
+  Plan plan = make_plan(pack, options);
+  ASSERT_EQ(check_moves(pack, options, plan), "");
+  plan.tasks = {{1, 0, 64, 0}, {2, 0, 64, 0}, {0, 0, 64, 1}, {3, 0, 64, 1}};
+  EXPECT_EQ(check_moves(pack, options, plan), "moved in balance");
+  plan.loads[0].seconds *= 2;
+  EXPECT_EQ(check_moves(pack, options, plan), "slower than home");
+}
+
+TEST(PlannerProperties, EveryTamperedLayoutIsFound) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 900}, {2, 1, 0, 60}, {1, 1, 60, 60}, {1, 2, 0, 50}};
+  const Pack pack = make_pack(pieces, 3);
+  const Plan plan = make_plan(pack, adversarial_options({-1, 0}, 16)[0]);
+  const std::vector<Layout> layouts = make_layouts(pack, plan);
+  ASSERT_EQ(check_layouts(pack, plan, layouts), "");
+  int64_t num_tampered = 0;
+  const auto is_found = [&](size_t rank, auto tamper) {
+    std::vector<Layout> wrong = layouts;
+    tamper(wrong[rank]);
+    ++num_tampered;
+    return !check_layouts(pack, plan, wrong).empty();
+  };
+  const auto tables = {&Layout::send_q_rows, &Layout::recv_q_rows,  &Layout::send_k_rows,
+                       &Layout::recv_k_rows, &Layout::send_q_index, &Layout::send_k_index,
+                       &Layout::q_slot,      &Layout::k_slot};
+  const auto task_fields = {&PlacedTask::q_row, &PlacedTask::num_q_rows, &PlacedTask::k_row,
+                            &PlacedTask::num_k_rows, &PlacedTask::q_offset};
+  for (size_t rank = 0; rank < layouts.size(); ++rank) {
+    for (const auto table : tables) {
+      EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*table).push_back(0); }));
+      for (size_t i = 0; i < (layouts[rank].*table).size(); i += 7) {
+        for (const int64_t change : {int64_t{-1}, int64_t{1}, int64_t{1} << 40}) {
+          EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*table)[i] += change; }));
+        }
+      }
+    }
+    for (const auto tasks : {&Layout::home_tasks, &Layout::visiting_tasks}) {
+      for (size_t i = 0; i < (layouts[rank].*tasks).size(); ++i) {
+        for (const auto field : task_fields) {
+          EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*tasks)[i].*field += 1; }));
+        }
+      }
+    }
+    EXPECT_TRUE(is_found(rank, [](Layout& wrong) { wrong.num_home_rows += 1; }));
+  }
+  EXPECT_GT(num_tampered, 200);
+}
+
+}  // namespace
+}  // namespace distca::planner
