@@ -189,7 +189,8 @@ struct Reader {
     return indices(is_identity ? 0 : num_visiting, num_visiting);
   }
   attention::TaskList tasks();
-  attention::TileTable tiles(const std::vector<attention::Task>& tasks, int32_t tile_rows);
+  attention::TileTable tiles(const std::vector<attention::Task>& tasks,
+                             const attention::sm90::KeyCounts& keys, int32_t tile_rows);
   void check_consumed() const;
   transport::Reduction reduction(int64_t num_rows, int64_t num_slots);
 };
@@ -223,23 +224,25 @@ attention::TaskList Reader::tasks() {
   const std::span heights = attention::sm90::kTileRows;
   TORCH_CHECK_VALUE(num_tables == static_cast<int64_t>(heights.size()), "layout: ", num_tables,
                     " tile tables; expected 0 or ", heights.size());
-  for (const int32_t tile_rows : heights) list.tiles.push_back(tiles(list.tasks, tile_rows));
+  const attention::sm90::KeyCounts keys = attention::sm90::count_keys(list.tasks);
+  for (const int32_t tile_rows : heights) list.tiles.push_back(tiles(list.tasks, keys, tile_rows));
   return list;
 }
 
 // Words are checked on the CPU; on a device they are as the host wrote them.
-attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks, int32_t tile_rows) {
+attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
+                                   const attention::sm90::KeyCounts& keys, int32_t tile_rows) {
   const std::vector<int64_t> w = counts(5);
   attention::TileTable table{w[0], w[1], w[2], w[3], w[4], {}};
   TORCH_CHECK_VALUE(table.tile_rows == tile_rows, "layout: tiles of ", table.tile_rows,
                     " rows; expected ", tile_rows);
-  const attention::sm90::TileCounts expected = attention::sm90::count_tiles(tasks, tile_rows);
-  TORCH_CHECK_VALUE((attention::sm90::TileCounts{table.num_tiles, table.num_blocks, table.num_runs,
-                                                 table.num_key_rows} == expected),
-                    "layout: a tile table of ", table.num_tiles, " tiles, ", table.num_blocks,
-                    " key blocks, ", table.num_runs, " runs and ", table.num_key_rows,
-                    " key rows does not match its tasks, ", "which have ", expected.tiles, ", ",
-                    expected.blocks, ", ", expected.runs, " and ", expected.key_rows);
+  const int64_t num_tiles = attention::sm90::count_tiles(tasks, tile_rows);
+  const attention::sm90::KeyCounts found{table.num_blocks, table.num_runs, table.num_key_rows};
+  TORCH_CHECK_VALUE(table.num_tiles == num_tiles && found == keys, "layout: a tile table of ",
+                    table.num_tiles, " tiles, ", table.num_blocks, " key blocks, ", table.num_runs,
+                    " runs and ", table.num_key_rows,
+                    " key rows does not match its tasks, which have ", num_tiles, ", ", keys.blocks,
+                    ", ", keys.runs, " and ", keys.key_rows);
   next_row = aligned(next_row);
   table.words = device_section();
   const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks);

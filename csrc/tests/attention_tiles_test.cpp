@@ -247,6 +247,10 @@ TEST(Tiles, RandomTasks) {
     for (const int32_t tile_rows : kTileRows) {
       const TileLists lists = make_tile_lists(tasks, mask, tile_rows);
       ASSERT_EQ(check(tasks, mask, lists), "") << "round " << round << ", rows " << tile_rows;
+      const KeyCounts keys{static_cast<int64_t>(lists.blocks.size()), lists.num_runs,
+                           lists.num_key_rows};
+      ASSERT_EQ(count_keys(tasks), keys) << "round " << round;
+      ASSERT_EQ(count_tiles(tasks, tile_rows), lists.tiles.size()) << "round " << round;
       std::shuffle(tasks.begin(), tasks.end(), random.engine);
       ASSERT_TRUE(same(make_tile_lists(tasks, mask, tile_rows), lists)) << "round " << round;
     }

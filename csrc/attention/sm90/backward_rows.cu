@@ -295,7 +295,6 @@ void prepare_rows(const BackwardCall& call, cudaStream_t stream) {
 }
 
 void finish_dq(const BackwardCall& call, cudaStream_t stream) {
-  if (call.tiles.num_tiles == 0) return;
   by_element_and_head_dim(call.q,
                           [&]<typename T, int kHeadDim>() { finish<T, kHeadDim>(call, stream); });
 }

@@ -30,7 +30,8 @@ constexpr int stats_pitch(int tile_rows) {
 }
 template <int kRows>
 __host__ __device__ constexpr int stats_index(int row) {
-  return row / 2 % 4 * (kRows / 4 + 4) + row / 8 * 2 + row % 2;
+  constexpr int kGroup = stats_group(kRows);
+  return row / 2 % 4 * kGroup + row / 8 * 2 + row % 2;
 }
 
 // dq = softmax_scale * call.dq_sums, tile by tile.

@@ -171,11 +171,16 @@ void append_run(Run& run, const Mask& mask, TileLists& lists) {
 
 }  // namespace
 
-TileCounts count_tiles(const std::vector<Task>& tasks, int32_t tile_rows) {
-  TileCounts counts;
+int64_t count_tiles(const std::vector<Task>& tasks, int32_t tile_rows) {
+  int64_t num_tiles = 0;
+  for (const Task& task : tasks) num_tiles += (task.num_q_rows + tile_rows - 1) / tile_rows;
+  return num_tiles;
+}
+
+KeyCounts count_keys(const std::vector<Task>& tasks) {
+  KeyCounts counts;
   std::vector<Interval> keys;
   for (const Task& task : tasks) {
-    counts.tiles += (task.num_q_rows + tile_rows - 1) / tile_rows;
     if (task.num_k_rows > 0) {
       keys.push_back({task.k_row, task.k_row + task.num_k_rows});
     } else if (task.num_q_rows > 0) {

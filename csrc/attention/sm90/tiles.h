@@ -50,15 +50,15 @@ struct TileLists {
   std::vector<KeyBlock> blocks;
 };
 
-// How many of each the lists have, whatever the mask.
-struct TileCounts {
-  int64_t tiles = 0;
+// How many of each the lists have, whatever the mask; of blocks and runs, whatever the tiles too.
+struct KeyCounts {
   int64_t blocks = 0;
   int64_t runs = 0;
   int64_t key_rows = 0;
-  bool operator==(const TileCounts&) const = default;
+  bool operator==(const KeyCounts&) const = default;
 };
-TileCounts count_tiles(const std::vector<Task>& tasks, int32_t tile_rows);
+KeyCounts count_keys(const std::vector<Task>& tasks);
+int64_t count_tiles(const std::vector<Task>& tasks, int32_t tile_rows);
 
 // Every query row of every task is in one tile (a tile may see no key: its rows are written as
 // such), every key row of every task in one block (no tile may see it: its gradients are written
