@@ -94,14 +94,14 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
   if (table.num_tiles == 0) return {out, lse};
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   const at::Tensor queries = aligned(q), keys = aligned(k), values = aligned(v);
-  const c10::DataPtr ticket = zeros(sizeof(int32_t), stream);
-  forward(ForwardCall{.q = row_tensor(queries, q),
-                      .k = row_tensor(keys, out),
-                      .v = row_tensor(values, out),
-                      .out = row_tensor(out, out),
-                      .lse = lse.mutable_data_ptr<float>(),
-                      .ticket = static_cast<int32_t*>(ticket.get()),
-                      .tiles = device_tiles(table),
+  const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
+  forward(ForwardCall{.home = {.q = row_tensor(queries, q),
+                               .k = row_tensor(keys, out),
+                               .v = row_tensor(values, out),
+                               .out = row_tensor(out, out),
+                               .lse = lse.mutable_data_ptr<float>(),
+                               .tiles = device_tiles(table)},
+                      .tickets = static_cast<int32_t*>(tickets.get()),
                       .window = window_of(params.mask),
                       .softmax_scale = static_cast<float>(params.softmax_scale)},
           stream);
@@ -128,32 +128,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   const at::Tensor out = takes_delta ? grads : aligned(saved.out);
   const at::Tensor lse = saved.lse.contiguous();
   const at::Tensor delta = takes_delta ? saved.delta.contiguous() : at::Tensor();
-  const DeviceTiles tiles = device_tiles(table);
-  const BackwardSizes sizes = backward_sizes(tiles, q.size(1), k.size(1), q.size(2));
+  BackwardCall call{
+      .home = {.q = row_tensor(queries, dk),
+               .k = row_tensor(keys, dq),
+               .v = row_tensor(values, dq),
+               .grad_out = row_tensor(grads, dk),
+               .out = row_tensor(out, dk),
+               .lse = lse.const_data_ptr<float>(),
+               .delta = takes_delta ? delta.const_data_ptr<float>() : nullptr,
+               .dq = row_tensor(dq, dk),
+               .dk = row_tensor(dk, dq),
+               .dv = row_tensor(dv, dq),
+               .tiles = device_tiles(table)},
+      .window = window_of(params.mask),
+      .softmax_scale = static_cast<float>(params.softmax_scale),
+      .deterministic = params.deterministic || at::globalContext().deterministicAlgorithms()};
+  const BackwardSizes sizes = backward_sizes(call);
   const c10::DataPtr dq_sums = workspace(sizes.dq_sums);
   const c10::DataPtr row_stats = workspace(sizes.row_stats);
   const c10::DataPtr bounds = workspace(sizes.bounds);
-  const c10::DataPtr ticket = zeros(sizeof(int32_t), stream);
-  backward(BackwardCall{.q = row_tensor(queries, dk),
-                        .k = row_tensor(keys, dq),
-                        .v = row_tensor(values, dq),
-                        .grad_out = row_tensor(grads, dk),
-                        .out = row_tensor(out, dk),
-                        .lse = lse.const_data_ptr<float>(),
-                        .delta = takes_delta ? delta.const_data_ptr<float>() : nullptr,
-                        .dq = row_tensor(dq, dk),
-                        .dk = row_tensor(dk, dq),
-                        .dv = row_tensor(dv, dq),
-                        .ticket = static_cast<int32_t*>(ticket.get()),
-                        .dq_sums = dq_sums.get(),
-                        .row_stats = static_cast<float*>(row_stats.get()),
-                        .bounds = static_cast<float*>(bounds.get()),
-                        .tiles = tiles,
-                        .window = window_of(params.mask),
-                        .softmax_scale = static_cast<float>(params.softmax_scale),
-                        .deterministic =
-                            params.deterministic || at::globalContext().deterministicAlgorithms()},
-           stream);
+  const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
+  call.tickets = static_cast<int32_t*>(tickets.get());
+  call.dq_sums = dq_sums.get();
+  call.row_stats = static_cast<float*>(row_stats.get());
+  call.bounds = static_cast<float*>(bounds.get());
+  backward(call, stream);
   return {dq, dk, dv};
 }
 

@@ -136,9 +136,11 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
       continue;
     }
     for (int64_t i = tasks.waves[w].first_task; i < tasks.waves[w].last_task; ++i) {
-      const auto [q_row, num_q_rows, k_row, num_k_rows, q_offset] = task_at(tasks, i);
-      out.narrow(0, q_row, num_q_rows).copy_(wave_out.narrow(0, q_row, num_q_rows));
-      lse.narrow(1, q_row, num_q_rows).copy_(wave_lse.narrow(1, q_row, num_q_rows));
+      const Task& task = task_at(tasks, i);
+      out.narrow(0, task.q_row, task.num_q_rows)
+          .copy_(wave_out.narrow(0, task.q_row, task.num_q_rows));
+      lse.narrow(1, task.q_row, task.num_q_rows)
+          .copy_(wave_lse.narrow(1, task.q_row, task.num_q_rows));
     }
   }
   if (calls.empty()) {
@@ -183,8 +185,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
       continue;
     }
     for (int64_t i = tasks.waves[w].first_task; i < tasks.waves[w].last_task; ++i) {
-      const auto [q_row, num_q_rows, k_row, num_k_rows, q_offset] = task_at(tasks, i);
-      dq.narrow(0, q_row, num_q_rows).copy_(wave_dq.narrow(0, q_row, num_q_rows));
+      const Task& task = task_at(tasks, i);
+      dq.narrow(0, task.q_row, task.num_q_rows)
+          .copy_(wave_dq.narrow(0, task.q_row, task.num_q_rows));
     }
   }
   return {dq, dk.result(k.scalar_type()), dv.result(v.scalar_type())};

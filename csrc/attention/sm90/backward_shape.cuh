@@ -2,34 +2,52 @@
 
 #include "backward_rows.cuh"
 #include "kernels.h"
+#include "tickets.cuh"
 #include "tile_io.cuh"
 
 // What the warps of the backward kernel agree on: sizes, places in shared memory, barriers, and
 // what they tell each other.
 namespace distca::attention::sm90 {
 
-struct BackwardArguments {
+struct BackwardItems {
   CUtensorMap q, k, v, grad_out, dk, dv;
   const QueryTile* tiles;
   const KeyBlock* blocks;
+  int32_t* ticket;
   int32_t num_items;
+  int32_t heads_kv;
+  int32_t first_sum;  // of dQ, in (tile, head)s
+  const float* lse;
+  const float* delta;
+  Arrivals arrivals;
+
+  __device__ __forceinline__ int32_t run_of(int32_t item) const {
+    return blocks[item / heads_kv].run;
+  }
+};
+
+struct BackwardArguments {
+  BackwardItems parts[kNumTickets];
   int32_t heads_q;
   int32_t heads_kv;
   int32_t heads_per_key;
-  int32_t* ticket;
   const float* row_stats;
   void* dq_sums;
   Window window;
   float softmax_scale;
 };
 
-template <typename T, int kHeadDim_, bool kDeterministic_>
+template <typename T, int kHeadDim_, bool kDeterministic_, bool kVisiting_>
 struct BackwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kDeterministic = kDeterministic_;
+  static constexpr bool kVisiting = kVisiting_;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   static constexpr int kThreads = 3 * 128;
+  // Of a thread of either kind; the three warpgroups have 504 of the kernel's 168 each to share.
+  static constexpr int kFeedRegisters = 24;
+  static constexpr int kKeyRegisters = 240;
   using Queries = SharedTile<kRows, kHeadDim>;
   using Keys = SharedTile<kKeyBlockRows, kHeadDim>;
   using GradScores = SharedTile<kKeyBlockRows, kRows>;
@@ -43,6 +61,8 @@ struct alignas(16) BackwardItem {
   int32_t num_tiles;  // of all query heads together
   int32_t first_tile;
   int32_t last_tile;
+  int32_t part;
+  int32_t run;
 };
 
 // What key warpgroups need of a staged query tile.
@@ -50,7 +70,7 @@ struct alignas(16) StagedTile {
   int32_t position;
   int32_t k_begin;
   int32_t k_end;
-  int32_t index;  // tile * heads_q + head
+  int32_t index;  // of its dQ among the sums
 };
 
 // Each with one barrier for either slot, stage or buffer.
@@ -111,9 +131,12 @@ __device__ __forceinline__ uint32_t phase_of(uint32_t i) {
   return (i >> 1) & 1;
 }
 
-__device__ __forceinline__ void init_barriers(uint32_t barriers) {
+// Statistics of a stage are announced apart from its queries; where a warp of its own forms them,
+// it also says when it has read an item.
+__device__ __forceinline__ void init_barriers(uint32_t barriers, bool forms_stats) {
   for (uint32_t i = 0; i < kNumBarriers; ++i) {
-    barrier_init(barrier_at(barriers, i), i < kFirstByWarps ? 1 : 8);
+    const bool by_two = i / 2 == kQueryFull / 2 || (forms_stats && i / 2 == kItemAsked / 2);
+    barrier_init(barrier_at(barriers, i), by_two ? 2 : i < kFirstByWarps ? 1 : 8);
   }
   barrier_init_fence();
 }

@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "launch.cuh"
 #include "order.cuh"
+#include "tickets.cuh"
 #include "tile_io.cuh"
 
 // One block per multiprocessor takes tickets, a (tile, head) each, longest first. A producer thread
@@ -12,14 +13,24 @@
 namespace distca::attention::sm90 {
 namespace {
 
-struct ForwardArguments {
+struct ForwardItems {
   CUtensorMap q, k, v, out;
   const QueryTile* tiles;
-  int32_t num_tickets;
+  int32_t* ticket;
+  int32_t num_items;
+  int32_t heads_q;
+  float* lse;
+  Arrivals arrivals;
+
+  __device__ __forceinline__ int32_t run_of(int32_t item) const {
+    return tiles[item / heads_q].run;
+  }
+};
+
+struct ForwardArguments {
+  ForwardItems parts[kNumTickets];
   int32_t heads_q;
   int32_t heads_per_key;
-  int32_t* ticket;
-  float* lse;
   Window window;
   float softmax_scale;
 };
@@ -28,6 +39,7 @@ struct ForwardArguments {
 struct Job {
   QueryTile tile;
   int32_t head;
+  int32_t part;
 };
 
 // Blocks of keys that a tile sees: [first, last), in rows from the tile's k_begin.
@@ -36,9 +48,11 @@ struct BlockRange {
   int32_t last;
 };
 
-template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_>
+template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_,
+          bool kVisiting_>
 struct ForwardShape {
   using Element = T;
+  static constexpr bool kVisiting = kVisiting_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kRegisters = kRegisters_;
@@ -83,63 +97,87 @@ __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Win
   return {begin / kKeyBlockRows, (end + kKeyBlockRows - 1) / kKeyBlockRows};
 }
 
-// Tickets run by run and in a run kv heads by groups, so that the keys in use stay in cache; in a
+// Items run by run and in a run kv heads by groups, so that the keys in use stay in cache; in a
 // group from the last position to the first, which is longest first, query heads fastest.
-__device__ __forceinline__ Job job_of(int32_t ticket, const ForwardArguments& arguments) {
-  const QueryTile* any = arguments.tiles + ticket / arguments.heads_q;
+template <bool kVisiting>
+__device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& arguments) {
+  const int32_t part = kVisiting && item >= arguments.parts[0].num_items;
+  if (part == 1) item -= arguments.parts[0].num_items;
+  const QueryTile* tiles = arguments.parts[part].tiles;
+  const QueryTile* any = tiles + item / arguments.heads_q;
   const int32_t first = any->first_of_run, count = any->num_of_run;
-  const HeadGroup group = head_group(ticket - first * arguments.heads_q, count, arguments.heads_q,
+  const HeadGroup group = head_group(item - first * arguments.heads_q, count, arguments.heads_q,
                                      arguments.heads_per_key);
   const int32_t tile = first + count - 1 - group.in_group / group.num_heads;
-  return {arguments.tiles[tile], group.first_head + group.in_group % group.num_heads};
+  return {tiles[tile], group.first_head + group.in_group % group.num_heads, part};
 }
 
+// The part of the producer thread.
 template <typename Shape>
-__device__ __forceinline__ void produce(const ForwardArguments& arguments, uint32_t shared) {
+struct ForwardProducer {
   using Memory = ForwardMemory<Shape>;
   using Keys = typename Shape::Keys;
   using Queries = typename Shape::Queries;
-  Job* jobs = in_block<Job>(Memory::kJobs);
-  const uint32_t barriers = shared + Memory::kBarriers;
-  uint32_t num_blocks = 0, num_queries = 0;
-  int32_t ticket = atomicAdd(arguments.ticket, 1);
-  for (uint32_t i = 0;; ++i) {
-    const uint32_t slot = i & 1;
-    barrier_wait(barrier_at(barriers, kJobEmpty + slot), ((i >> 1) & 1) ^ 1);
-    if (ticket >= arguments.num_tickets) {
-      jobs[slot].head = -1;
-      barrier_arrive(barrier_at(barriers, kJobFull + slot));
-      return;
-    }
-    const Job job = job_of(ticket, arguments);
-    jobs[slot] = job;
-    barrier_arrive(barrier_at(barriers, kJobFull + slot));
-    ticket = atomicAdd(arguments.ticket, 1);
 
+  const ForwardArguments& arguments;
+  uint32_t shared;
+  uint32_t barriers;
+  uint32_t num_blocks = 0, num_queries = 0;
+
+  __device__ __forceinline__ void bring(const Job& job, const ForwardItems& part) {
     const BlockRange blocks = blocks_of(job.tile, arguments.window);
-    if (blocks.first == blocks.last) continue;
+    if (blocks.first == blocks.last) return;
+    await(part.arrivals, job.tile.run);
     const uint32_t query_full = barrier_at(barriers, kQueryFull);
     barrier_wait(barrier_at(barriers, kQueryEmpty), (num_queries++ & 1) ^ 1);
     barrier_arrive_expecting(query_full, Queries::kBytes);
-    load_tile<Queries>(shared + Memory::kQuery, &arguments.q,
+    load_tile<Queries>(shared + Memory::kQuery, &part.q,
                        {job.head, job.tile.q_row, job.tile.num_rows}, query_full);
-    const int32_t key_head = job.head / arguments.heads_per_key;
+    // What this loop takes per block is not hidden: two stages are few.
+    RowRange rows{job.head / arguments.heads_per_key,
+                  job.tile.k_begin + (blocks.last - 1) * kKeyBlockRows, 0};
+    rows.num_rows = min(kKeyBlockRows, job.tile.k_end - rows.row);
+    const int32_t first_row = job.tile.k_begin + blocks.first * kKeyBlockRows;
 #pragma unroll 1
-    for (int32_t block = blocks.last - 1; block >= blocks.first; --block, ++num_blocks) {
+    for (; rows.row >= first_row; ++num_blocks) {
       const uint32_t stage = num_blocks & 1, phase = (num_blocks >> 1) & 1;
-      const int32_t row = job.tile.k_begin + block * kKeyBlockRows;
-      const RowRange rows{key_head, row, min(kKeyBlockRows, job.tile.k_end - row)};
       const auto copy = [&](const CUtensorMap* map, uint32_t full, uint32_t empty, uint32_t to) {
         barrier_wait(barrier_at(barriers, empty + stage), phase ^ 1);
         barrier_arrive_expecting(barrier_at(barriers, full + stage), Keys::kBytes);
         load_tile<Keys>(shared + to + stage * Keys::kBytes, map, rows,
                         barrier_at(barriers, full + stage));
       };
-      copy(&arguments.k, kKeyFull, kKeyEmpty, Memory::kKey);
-      copy(&arguments.v, kValueFull, kValueEmpty, Memory::kValue);
+      copy(&part.k, kKeyFull, kKeyEmpty, Memory::kKey);
+      copy(&part.v, kValueFull, kValueEmpty, Memory::kValue);
+      rows.row -= kKeyBlockRows;
+      rows.num_rows = kKeyBlockRows;
     }
   }
-}
+
+  __device__ __forceinline__ void run() {
+    Job* jobs = in_block<Job>(Memory::kJobs);
+    int32_t ticket = take_ticket<Shape::kVisiting>(arguments.parts);
+    for (uint32_t i = 0;; ++i) {
+      const uint32_t slot = i & 1;
+      barrier_wait(barrier_at(barriers, kJobEmpty + slot), ((i >> 1) & 1) ^ 1);
+      const int32_t item = settle_item<Shape::kVisiting>(ticket, arguments.parts);
+      if (item == kNoItem) {
+        jobs[slot].head = -1;
+        barrier_arrive(barrier_at(barriers, kJobFull + slot));
+        return;
+      }
+      jobs[slot] = job_of<Shape::kVisiting>(item, arguments);
+      barrier_arrive(barrier_at(barriers, kJobFull + slot));
+      ticket = take_ticket<Shape::kVisiting>(arguments.parts);
+      // Places of tensor maps that are known when compiled take no registers.
+      if (Shape::kVisiting && jobs[slot].part == 1) {
+        bring(jobs[slot], arguments.parts[1]);
+      } else {
+        bring(jobs[slot], arguments.parts[0]);
+      }
+    }
+  }
+};
 
 // Running softmax of the two query rows whose scores a thread holds: rows lane / 4 and lane / 4 + 8
 // of its warp's 16.
@@ -334,6 +372,7 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void write(const Job& job) {
+    const ForwardItems& part = arguments.parts[Shape::kVisiting ? job.part : 0];
     const int32_t row_in_tile = 64 * warpgroup + 16 * warp + lane / 4;
     float inverse[2];
 #pragma unroll
@@ -346,8 +385,7 @@ struct ForwardConsumer {
       if (lane % 4 == 0 && row < job.tile.num_rows) {
         const float lse =
             sum == 0.f ? -INFINITY : softmax.maximum[r] * arguments.softmax_scale + __logf(sum);
-        arguments.lse[static_cast<int64_t>(job.tile.q_row + row) * arguments.heads_q + job.head] =
-            lse;
+        part.lse[static_cast<int64_t>(job.tile.q_row + row) * arguments.heads_q + job.head] = lse;
       }
     }
     const bool leads = warp == 0 && lane == 0;
@@ -358,7 +396,7 @@ struct ForwardConsumer {
     named_sync(4 + warpgroup, 128);
     const int32_t num_rows = min(64, job.tile.num_rows - 64 * warpgroup);
     if (!leads || num_rows <= 0) return;
-    store_tile<Queries>(&arguments.out, {job.head, job.tile.q_row + 64 * warpgroup, num_rows},
+    store_tile<Queries>(&part.out, {job.head, job.tile.q_row + 64 * warpgroup, num_rows},
                         tile + first_row * 128);
     copies_commit();
   }
@@ -400,7 +438,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     give_registers<Shape::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Shape>(arguments, shared);
+    ForwardProducer<Shape> producer{arguments, shared, barriers};
+    if (threadIdx.x == 0) producer.run();
   } else {
     take_registers<Shape::kRegisters>();
     ForwardConsumer<Shape> consumer{arguments,
@@ -415,37 +454,55 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
+// A part without tiles leaves its maps empty: nothing reads them.
+template <typename Shape>
+ForwardItems items_of(const ForwardPart& part, int32_t* ticket) {
+  const auto heads_q = static_cast<int32_t>(part.q.heads);
+  ForwardItems items{.tiles = part.tiles.tiles,
+                     .ticket = ticket,
+                     .num_items = part.tiles.num_tiles * heads_q,
+                     .heads_q = heads_q,
+                     .lse = part.lse,
+                     .arrivals = part.arrivals};
+  if (items.num_items == 0) return items;
+  items.q = make_ragged_map(part.q, Shape::kRows);
+  items.k = make_ragged_map(part.k, kKeyBlockRows);
+  items.v = make_ragged_map(part.v, kKeyBlockRows);
+  items.out = make_ragged_map(part.out, 64);
+  return items;
+}
+
 template <typename Shape>
 void launch(const ForwardCall& call, cudaStream_t stream) {
   static_assert(Shape::kRows == forward_tile_rows(Shape::kHeadDim));
   constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes;
-  ForwardArguments arguments{
-      .q = make_ragged_map(call.q, Shape::kRows),
-      .k = make_ragged_map(call.k, kKeyBlockRows),
-      .v = make_ragged_map(call.v, kKeyBlockRows),
-      .out = make_ragged_map(call.out, 64),
-      .tiles = call.tiles.tiles,
-      .num_tickets = call.tiles.num_tiles * static_cast<int32_t>(call.q.heads),
-      .heads_q = static_cast<int32_t>(call.q.heads),
-      .heads_per_key = static_cast<int32_t>(call.q.heads / call.k.heads),
-      .ticket = call.ticket,
-      .lse = call.lse,
-      .window = call.window,
-      .softmax_scale = call.softmax_scale};
-  const int num_blocks = std::min(arguments.num_tickets, num_multiprocessors());
+  const RowTensor &q = call.home.q, &k = call.home.k;
+  const ForwardArguments arguments{.parts = {items_of<Shape>(call.home, call.tickets),
+                                             items_of<Shape>(call.visiting, call.tickets + 1)},
+                                   .heads_q = static_cast<int32_t>(q.heads),
+                                   .heads_per_key = static_cast<int32_t>(q.heads / k.heads),
+                                   .window = call.window,
+                                   .softmax_scale = call.softmax_scale};
+  const int num_blocks =
+      std::min(arguments.parts[0].num_items + arguments.parts[1].num_items, num_multiprocessors());
   launch_kernel(forward_kernel<Shape>, {num_blocks, Shape::kThreads, kSharedBytes}, stream,
                 arguments);
 }
 
-template <typename T, int kHeadDim>
-using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32>,
-                                   ForwardShape<T, 128, 2, 240, 24>>;
+template <typename T, int kHeadDim, bool kVisiting>
+using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32, kVisiting>,
+                                   ForwardShape<T, 128, 2, 240, 24, kVisiting>>;
 
 }  // namespace
 
 void forward(const ForwardCall& call, cudaStream_t stream) {
-  by_element_and_head_dim(
-      call.q, [&]<typename T, int kHeadDim>() { launch<ShapeOf<T, kHeadDim>>(call, stream); });
+  by_element_and_head_dim(call.home.q, [&]<typename T, int kHeadDim>() {
+    if (call.visiting.tiles.num_tiles > 0) {
+      launch<ShapeOf<T, kHeadDim, true>>(call, stream);
+    } else {
+      launch<ShapeOf<T, kHeadDim, false>>(call, stream);
+    }
+  });
 }
 
 }  // namespace distca::attention::sm90
