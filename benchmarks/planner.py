@@ -15,6 +15,11 @@ of calls that are short, the median of several. The plain planners' is the time 
                  that moves
   longest first  whole documents, longest first, to the rank with least work, wherever they lie
 
+--cluster plans for unequal servers or links as well: mixed (every other server at half speed),
+dedicated (every eighth rank computes for all) and nodes (of eight ranks, 50 GB/s a rank between
+them). There the plan's makespan, of servers and links, is compared with what no plan can be faster
+than; planner_optimum.py says how that is found.
+
 A plan's tasks are counted anew here, in numpy, from their rows: they have to cover every query
 once, and seconds and bytes of every rank have to be those that the planner reports.
 """
@@ -24,11 +29,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from planner_optimum import CLUSTERS, ONE_WAY, optimum
 from planner_reference import (
     BASELINES,
     Bounds,
@@ -41,10 +47,11 @@ from planner_reference import (
     loads_of,
     read_lengths,
 )
-from planner_report import OURS, Figures, Result, save, save_json, table
+from planner_report import ALIKE, OURS, Figures, Result, save, save_json, table
 from torch import Tensor
 
 import distca
+from distca.cluster import Cluster
 from distca.cost import AttentionShape, link_bytes_per_second
 from distca.planning import CAUSAL, max_over_mean
 
@@ -79,16 +86,17 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=counted(MAX_TOKENS), nargs="+", default=TOKENS, help="per rank"
     )
+    parser.add_argument("--cluster", choices=CLUSTERS, nargs="+", default=[ALIKE])
     parser.add_argument("--seeds", type=counted(10000), default=10, help="0 to this, exclusive")
     parser.add_argument("--tolerance", type=float, default=distca.Options.tolerance)
     parser.add_argument("--json", type=Path, help="file for the medians of one case")
     parser.add_argument("--out", type=Path, help="folder for planner.csv and .png")
     args = parser.parse_args(given)
-    args.cases = list(itertools.product(args.lengths, args.tokens, args.ranks))
+    args.cases = list(itertools.product(args.lengths, args.tokens, args.ranks, args.cluster))
     if args.json is not None and len(args.cases) != 1:
         parser.error(
-            f"--json describes one case, and these are {len(args.cases)}; give one --lengths, one "
-            "--ranks and one --tokens, or save them with --out"
+            f"--json describes one case, and these are {len(args.cases)}; give one --lengths, "
+            "--ranks, --tokens and --cluster, or save them with --out"
         )
     try:
         args.lists = {path: read_lengths(path) for path in args.lengths}
@@ -117,54 +125,120 @@ class Benchmark:
         self.shape = AttentionShape()
         self.prices = Prices.of(options, self.shape)
 
-    def figures_by_planner(self, pack: Pack) -> dict[str, Figures]:
+    def figures_by_planner(self, pack: Pack, cluster_name: str) -> dict[str, Figures]:
+        cluster = CLUSTERS[cluster_name](
+            pack.num_ranks, link_bytes_per_second(self.options, "cuda")
+        )
         home = loads_of(pack, pack.home_tasks(), self.prices)
-        found = {OURS: self.ours(pack, home)}
+        case = Case(pack, home, cluster, optimum(pack, home.seconds, cluster, self.prices))
+        found = {OURS: self.ours(case)}
+        if cluster_name != ALIKE:
+            return found
         for name, planner in BASELINES.items():
             tasks, ms = timed(lambda plan=planner: plan(pack, self.prices, self.options.tolerance))
             check_cover(pack, tasks)
-            found[name] = self.figures(home, loads_of(pack, tasks, self.prices), ms, None)
+            figures = self.figures(case, loads_of(pack, tasks, self.prices), ms, None)
+            found[name] = replace(figures, **self.over_bounds(case, tasks))
         return found
 
-    def ours(self, pack: Pack, home: Loads) -> Figures:
-        pieces = pack.pieces()
-        (encoded, reported), plan_ms = timed(lambda: self.plan(pieces, pack.num_ranks))
+    def ours(self, case: "Case") -> Figures:
+        pieces, pack = case.pack.pieces(), case.pack
+        (encoded, reported), plan_ms = timed(lambda: self.plan(pieces, case.cluster))
         tasks = encoded[PLAN_HEADER_WORDS:].reshape(-1, 4).numpy()
         check_cover(pack, tasks)
-        loads = loads_of(pack, tasks, self.prices)
-        check_report(reported, home, loads)
+        loads = loads_of(pack, tasks, self.prices, case.ranks_per_node)
+        check_report(reported, case.home, loads, case.speeds)
         busiest = int(loads.bytes_out.argmax())
         _, layout_ms = timed(lambda: torch.ops.distca.layout(pieces, encoded, busiest, 0, "cuda"))
-        return self.figures(home, loads, plan_ms + layout_ms, layout_ms)
+        figures = self.figures(case, loads, plan_ms + layout_ms, layout_ms)
+        if case.is_alike:
+            figures = replace(figures, **self.over_bounds(case, tasks))
+        return figures
 
-    def plan(self, pieces: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    def plan(self, pieces: Tensor, cluster: Cluster) -> tuple[Tensor, Tensor]:
         return torch.ops.distca.plan(
             pieces,
-            num_ranks,
+            cluster.num_ranks,
             *CAUSAL,
             self.prices.cost,
             self.shape.row_bytes(),
-            link_bytes_per_second(self.options, "cuda"),
+            cluster.servers(),
+            cluster.links(),
             self.options.tolerance,
         )
 
     def figures(
-        self, home: Loads, loads: Loads, plan_ms: float, layout_ms: float | None
+        self, case: "Case", loads: Loads, plan_ms: float, layout_ms: float | None
     ) -> Figures:
+        fair = loads.seconds.sum() / case.speeds.sum()
+        return Figures(
+            plan_ms,
+            layout_ms,
+            max_over_mean(case.home.seconds.tolist()),
+            float(case.slowest(loads) / fair),
+            None,
+            None,
+            None,
+            None,
+            case.makespan(loads) / case.optimum,
+        )
+
+    def over_bounds(self, case: "Case", tasks: np.ndarray) -> dict[str, float]:
+        """Figures of ranks that are alike."""
+        home, loads = case.home, loads_of(case.pack, tasks, self.prices)
         bounds = Bounds.of(home.seconds, self.prices)
         slowest = float(loads.seconds.max())
         sender, receiver = int(loads.bytes_out.argmax()), int(loads.bytes_in.argmax())
         num_bytes = int(loads.bytes_out.sum())
-        return Figures(
-            plan_ms,
-            layout_ms,
-            max_over_mean(home.seconds.tolist()),
-            max_over_mean(loads.seconds.tolist()),
-            over(num_bytes, bounds.total),
-            over(num_bytes, least_bytes_within(slowest, home.seconds, self.prices)),
-            over(int(loads.bytes_out[sender]), float(bounds.egress[sender])),
-            over(int(loads.bytes_in[receiver]), float(bounds.ingress[receiver])),
+        least = least_bytes_within(slowest, home.seconds, self.prices)
+        return {
+            "bytes_over_bound": over(num_bytes, bounds.total),
+            "bytes_over_least": over(num_bytes, least),
+            "egress_over_bound": over(int(loads.bytes_out[sender]), float(bounds.egress[sender])),
+            "ingress_over_bound": over(
+                int(loads.bytes_in[receiver]), float(bounds.ingress[receiver])
+            ),
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pack on a cluster."""
+
+    pack: Pack
+    home: Loads
+    cluster: Cluster
+    optimum: float  # seconds
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """[num_ranks]"""
+        given = self.cluster.speeds
+        return np.ones(self.pack.num_ranks) if given is None else np.array(given)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.cluster.ranks_per_node or self.cluster.num_ranks
+
+    @property
+    def is_alike(self) -> bool:
+        return self.cluster.speeds is None and self.cluster.ranks_per_node is None
+
+    def slowest(self, loads: Loads) -> float:
+        """Seconds of compute; a server without speed has no work."""
+        assert not loads.seconds[self.speeds == 0].any()
+        return float((loads.seconds / np.where(self.speeds > 0, self.speeds, 1)).max())
+
+    def makespan(self, loads: Loads) -> float:
+        """Seconds until the slowest server or link is done."""
+        _, inside, between = self.cluster.links().tolist()
+        most_between = max(loads.node_bytes_out.max(), loads.node_bytes_in.max())
+        most_inside = max(
+            (loads.bytes_out - loads.node_bytes_out).max(),
+            (loads.bytes_in - loads.node_bytes_in).max(),
         )
+        links = ONE_WAY * max(most_between / between, most_inside / inside)
+        return max(self.slowest(loads), float(links))
 
 
 def over(num_bytes: int, bound: float) -> float:
@@ -174,15 +248,19 @@ def over(num_bytes: int, bound: float) -> float:
     return 1.0 if num_bytes == 0 else float("inf")
 
 
-def check_report(reported: Tensor, home: Loads, counted: Loads) -> None:
+def check_report(reported: Tensor, home: Loads, counted: Loads, speeds: np.ndarray) -> None:
     """Raises RuntimeError unless the planner's loads are those counted from its tasks."""
+    speeds = np.where(speeds > 0, speeds, 1)
     columns = {
-        "seconds_home": home.seconds,
-        "seconds": counted.seconds,
+        "seconds_home": home.seconds / speeds,
+        "seconds": counted.seconds / speeds,
         "bytes_out": counted.bytes_out,
         "bytes_in": counted.bytes_in,
+        "node_bytes_out": counted.node_bytes_out,
+        "node_bytes_in": counted.node_bytes_in,
     }
-    for (name, expected), column in zip(columns.items(), reported.numpy().T, strict=True):
+    counted_columns = reported.numpy().T[: len(columns)]  # then what servers hold
+    for (name, expected), column in zip(columns.items(), counted_columns, strict=True):
         wrong = ~np.isclose(column, expected, rtol=MAX_DIFFERENCE, atol=0)
         if wrong.any():
             rank = int(wrong.argmax())
@@ -198,12 +276,14 @@ def medians(figures: list[Figures]) -> Figures:
 
 
 def run_case(
-    benchmark: Benchmark, lengths: list[int], ranks: int, tokens: int, seeds: int
+    benchmark: Benchmark, lengths: list[int], case: tuple[int, int, str], seeds: int
 ) -> dict[str, Figures]:
     """Medians over seeds by planner; a dot on the screen for every seed."""
+    tokens, ranks, cluster = case
     by_seed = []
     for seed in range(seeds):
-        by_seed.append(benchmark.figures_by_planner(draw_pack(lengths, ranks, tokens, seed)))
+        pack = draw_pack(lengths, ranks, tokens, seed)
+        by_seed.append(benchmark.figures_by_planner(pack, cluster))
         print(".", end="", flush=True)
     return {name: medians([figures[name] for figures in by_seed]) for name in by_seed[0]}
 
@@ -212,16 +292,18 @@ def main(given: list[str] | None = None) -> None:
     args = arguments(given)
     torch.set_num_threads(1)
     benchmark = Benchmark(args.options)
-    benchmark.figures_by_planner(draw_pack([1000, 3000], 4, 4096, 0))  # warm-up
+    benchmark.figures_by_planner(draw_pack([1000, 3000], 4, 4096, 0), ALIKE)  # warm-up
     results = []
-    for idx, (path, tokens, ranks) in enumerate(args.cases):
+    for idx, (path, *case) in enumerate(args.cases):
+        tokens, ranks, cluster = case
         progress = f"[{idx + 1}/{len(args.cases)}] {path.stem}, {tokens} tokens, {ranks} ranks "
+        progress += f"{cluster} "
         print(progress, end="", flush=True)
         start = time.perf_counter()
-        found = run_case(benchmark, args.lists[path], ranks, tokens, args.seeds)
+        found = run_case(benchmark, args.lists[path], case, args.seeds)
         print(f" {found[OURS].plan_ms:.1f} ms a plan [{time.perf_counter() - start:.1f} s]")
         results += [
-            Result(path.stem, ranks, tokens, name, args.seeds, args.tolerance, figures)
+            Result(path.stem, ranks, tokens, cluster, name, args.seeds, args.tolerance, figures)
             for name, figures in found.items()
         ]
     print(f"\nMedians over {args.seeds} seeds, tolerance {args.tolerance}; ! above what is wanted")

@@ -110,12 +110,14 @@ class Prices:
 
 @dataclass(frozen=True)
 class Loads:
-    seconds: np.ndarray  # [num_ranks] of attention
+    seconds: np.ndarray  # [num_ranks] of attention at speed 1
     bytes_out: np.ndarray  # [num_ranks]
     bytes_in: np.ndarray
+    node_bytes_out: np.ndarray  # [num_ranks] of these, between nodes
+    node_bytes_in: np.ndarray
 
 
-def loads_of(pack: Pack, tasks: np.ndarray, prices: Prices) -> Loads:
+def loads_of(pack: Pack, tasks: np.ndarray, prices: Prices, ranks_per_node: int = 2**31) -> Loads:
     """What `tasks` cost every rank, counted from their rows. A query row of another rank comes and
     its results go home, once a task; a document's keys, from its first token to the last query's,
     come once to each server, however many tasks read them, and their gradients go home."""
@@ -128,14 +130,17 @@ def loads_of(pack: Pack, tasks: np.ndarray, prices: Prices) -> Loads:
     num_keys = np.zeros(visits.size, dtype=np.int64)
     np.maximum.at(num_keys, visit_of_task, away[:, END])
 
-    by_rank = np.zeros((2, pack.num_ranks), dtype=np.int64)  # bytes out, in
+    by_rank = np.zeros((4, pack.num_ranks), dtype=np.int64)  # bytes out, in; between nodes
     query_bytes = (away[:, END] - away[:, BEGIN]) * prices.query_bytes
     ends_of_rows = (away[:, DOCUMENT], away[:, SERVER]), np.divmod(visits, pack.num_ranks)
     for (documents, servers), num_bytes in zip(
         ends_of_rows, (query_bytes, num_keys * prices.key_bytes), strict=True
     ):
-        np.add.at(by_rank[0], pack.home[documents], num_bytes)
-        np.add.at(by_rank[1], servers, num_bytes)
+        homes = pack.home[documents]
+        leaves = homes // ranks_per_node != servers // ranks_per_node
+        for way, ranks in enumerate((homes, servers)):
+            np.add.at(by_rank[way], ranks, num_bytes)
+            np.add.at(by_rank[2 + way], ranks, num_bytes * leaves)
     by_server = np.bincount(server, weights=seconds, minlength=pack.num_ranks)
     return Loads(by_server, *by_rank)
 

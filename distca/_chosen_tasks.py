@@ -23,7 +23,8 @@ def layout_of_server(
     tasks += [(*shard, 1) for shard in _rest(lengths, served)]
     chosen = torch.tensor(tasks, dtype=torch.int64).reshape(-1, 4)
     plan = torch.ops.distca.plan_of_tasks(held, chosen, 2, *window_size)
-    return torch.ops.distca.layout(held, plan, 0, 0, device_type)
+    layout, packed_rows = torch.ops.distca.layout(held, plan, 0, 0, device_type)
+    return layout, torch.ops.distca.unpack_rows(layout, packed_rows)
 
 
 def _rest(lengths: Sequence[int], served: Sequence[Shard]) -> Iterator[Shard]:

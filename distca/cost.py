@@ -1,11 +1,15 @@
-"""What the planner is told about kernels and rows: seconds per tile, bytes per row."""
+"""What the planner is told about kernels, rows and links: seconds, bytes per row, bandwidth."""
 
-import itertools
+import functools
 import json
 import sys
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +18,13 @@ from distca.options import Options
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
 DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}
 DEFAULT_LINK_GB_PER_S = {"cuda": 200.0, "cpu": 2.0}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+CALIBRATION_FORMAT = 1
 MAX_TABLE_POINTS = 4096
 MAX_TABLE_POINT = 2**31 - 1
+# Up to here a table for the planner has both ends of every tile; beyond, a tile of rows and one of
+# keys that are only begun are 5 % of a task.
+TILES_APART = 40
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,172 @@ class AttentionShape:
         lse = 4 * self.heads_q
         return 5 * q + 3 * lse, 3 * kv
 
+    def least_bytes(self, num_pairs: float) -> float:
+        """That bring any task of so many (query, key) pairs: n query rows and m key rows of A and B
+        bytes have n * m pairs at most, and A * n + B * m is least where both terms are equal."""
+        query_bytes, key_bytes = self.row_bytes()
+        return 2 * (query_bytes * key_bytes * num_pairs) ** 0.5
+
     def tile_flops(self, tile: int) -> float:
         """FLOPs of a full tile: 4 * rows * keys * head_dim a head, and 2.5 times that backward."""
         return 3.5 * 4 * tile * tile * self.heads_q * self.head_dim
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of a message of n bytes: latency_s + n / bytes_per_second."""
+
+    latency_s: float
+    bytes_per_second: float
+    """Out of one rank, while all ranks send."""
+
+    def __post_init__(self) -> None:
+        _check_number("latency_s", self.latency_s, zero=True)
+        _check_number("bytes_per_second", self.bytes_per_second)
+
+
+@dataclass(frozen=True)
+class Links:
+    """None: not measured."""
+
+    inside: Link | None = None
+    """Between ranks of one node."""
+    between: Link | None = None
+    """Between ranks of different nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What `python -m distca.calibrate` measured on a machine: the content of its file, whose
+    fields these are; distca.calibrate documents them. Raises ValueError naming a field that is
+    wrong."""
+
+    device_type: str
+    device_name: str
+    torch: str
+    date: str
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    dtype: str
+    rows: list[int]
+    keys: list[int]
+    forward_seconds: list[list[float]]
+    """[rows][keys] of one layer; tasks are full rectangles."""
+    backward_seconds: list[list[float]]
+    seconds_per_task: float
+    """Part of every entry, forward and backward, that a task costs whatever its size."""
+    links: Links = Links()
+
+    def __post_init__(self) -> None:
+        for name, known in (("device_type", TILE), ("dtype", DTYPE_BYTES)):
+            if getattr(self, name) not in list(known):
+                _refuse(name, getattr(self, name), "one of " + ", ".join(known))
+        for name in ("device_name", "torch", "date"):
+            if type(getattr(self, name)) is not str:
+                _refuse(name, getattr(self, name), "text")
+        for name in ("heads_q", "heads_kv", "head_dim"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MAX_TABLE_POINT:
+                _refuse(name, value, f"an integer from 1 to {MAX_TABLE_POINT}")
+        for name in ("rows", "keys"):
+            _check_axis(name, getattr(self, name))
+        for name in ("forward_seconds", "backward_seconds"):
+            _check_seconds(name, getattr(self, name), len(self.rows), len(self.keys))
+        _check_number("seconds_per_task", self.seconds_per_task, zero=True)
+        if type(self.links) is not Links:
+            _refuse("links", self.links, "inside and between")
+
+    @property
+    def shape(self) -> AttentionShape:
+        """What was measured."""
+        return AttentionShape(self.heads_q, self.heads_kv, self.head_dim, DTYPE_BYTES[self.dtype])
+
+    @property
+    def seconds(self) -> list[list[float]]:
+        """[rows][keys], forward and backward of one layer."""
+        both = np.array(self.forward_seconds) + np.array(self.backward_seconds)
+        return both.tolist()
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Calibration":
+        """Reads a file that `save` wrote. Raises ValueError naming the file, the field and value
+        that are wrong, and the remedy."""
+        remedy = f"measure again: python -m distca.calibrate --out {path}"
+        try:
+            return cls._of_content(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"cost_table {path}: {error}; {remedy}") from error
+
+    @classmethod
+    def _of_content(cls, content: object) -> "Calibration":
+        names = {"format"} | {field.name for field in fields(cls)}
+        _check_names("the file", content, names)
+        if content["format"] != CALIBRATION_FORMAT or type(content["format"]) is not int:
+            _refuse("format", content["format"], str(CALIBRATION_FORMAT))
+        links = content["links"]
+        _check_names("links", links, {"inside", "between"})
+        made = {}
+        for level, link in links.items():
+            if link is not None:
+                _check_names(f"links.{level}", link, {"latency_s", "bytes_per_second"})
+                try:
+                    link = Link(**link)
+                except ValueError as error:
+                    raise ValueError(f"links.{level}: {error}") from error
+            made[level] = link
+        measured = {name: content[name] for name in names - {"format", "links"}}
+        return cls(**measured, links=Links(**made))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file; folders on the way are made."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"format": CALIBRATION_FORMAT, **asdict(self)}) + "\n")
+
+
+def _refuse(name: str, value: object, expected: str) -> None:
+    raise ValueError(f"{name} is {value!r:.80}; expected {expected}")
+
+
+def _check_names(name: str, content: object, expected: set[str]) -> None:
+    if type(content) is not dict:
+        _refuse(name, content, "an object with " + ", ".join(sorted(expected)))
+    wrong = expected ^ content.keys()
+    if wrong:
+        field = min(wrong)
+        state = "is missing" if field in expected else "is not known"
+        raise ValueError(
+            f"{name}: field {field!r:.40} {state}; expected {', '.join(sorted(expected))}"
+        )
+
+
+def _check_number(name: str, value: object, zero: bool = False) -> None:
+    """Integers of any length are compared as they are: not all of them are floats."""
+    numeric = type(value) in (int, float)
+    if not numeric or not (0 < value <= sys.float_info.max or (zero and value == 0)):
+        _refuse(name, value, "zero or a positive number" if zero else "a positive number")
+
+
+def _check_axis(name: str, axis: object) -> None:
+    if type(axis) is not list or not 1 <= len(axis) <= MAX_TABLE_POINTS:
+        _refuse(name, axis, f"a list of 1 to {MAX_TABLE_POINTS} integers")
+    for idx, point in enumerate(axis):
+        if type(point) is not int or not 1 <= point <= MAX_TABLE_POINT:
+            _refuse(f"{name}[{idx}]", point, f"an integer from 1 to {MAX_TABLE_POINT}")
+    for idx, (before, point) in enumerate(pairwise(axis), start=1):
+        if point <= before:
+            _refuse(f"{name}[{idx}]", point, f"more than the {before} before it")
+
+
+def _check_seconds(name: str, seconds: object, num_rows: int, num_keys: int) -> None:
+    if type(seconds) is not list or len(seconds) != num_rows:
+        _refuse(name, seconds, f"a list of {num_rows} lists, one for each of rows")
+    for i, line in enumerate(seconds):
+        if type(line) is not list or len(line) != num_keys:
+            _refuse(f"{name}[{i}]", line, f"a list of {num_keys} numbers, one for each of keys")
+        for j, value in enumerate(line):
+            _check_number(f"{name}[{i}][{j}]", value)
 
 
 def check_device(device: torch.device, name: str) -> None:
@@ -54,46 +226,90 @@ def check_device(device: torch.device, name: str) -> None:
         raise ValueError(f"{name} is on {device}; expected {' or '.join(sorted(TILE))}")
 
 
+@functools.lru_cache(maxsize=8)
+def calibration_of(path: str) -> Calibration:
+    """Calibration.load, once a process."""
+    return Calibration.load(path)
+
+
+def measured_links(options: Options) -> Links:
+    """Of the cost table; none of them without it."""
+    return calibration_of(options.cost_table).links if options.cost_table is not None else Links()
+
+
 def link_bytes_per_second(options: Options, device_type: str) -> float:
-    return 1e9 * (options.link_gb_per_s or DEFAULT_LINK_GB_PER_S[device_type])
+    """Out of one rank to ranks of its node: the option, else what was measured, else a default. A
+    file of one rank a node has only the link between nodes, and that serves."""
+    if options.link_gb_per_s is not None:
+        return 1e9 * options.link_gb_per_s
+    links = measured_links(options)
+    measured = links.inside or links.between
+    return measured.bytes_per_second if measured else 1e9 * DEFAULT_LINK_GB_PER_S[device_type]
 
 
 def cost_tensor(options: Options, shape: AttentionShape, device_type: str) -> Tensor:
-    """float64, as torch.ops.distca.plan takes it: tiles, or the measured table of the options."""
+    """float64, as torch.ops.distca.plan takes it: tiles, or the measured table of the options,
+    forward + backward.
+
+    A table of other heads is scaled by FLOPs, with a warning. Raises ValueError for a file that
+    cannot be read or was measured on another type of device.
+    """
+    if options.cost_table is not None:
+        return _measured_cost(options.cost_table, shape, device_type)
     tflops = options.attention_tflops or DEFAULT_TFLOPS[device_type]
     tile = TILE[device_type]
-    values = [tile, tile, shape.tile_flops(tile) / (tflops * 1e12), 0.0]
-    if options.cost_table is None:
-        return torch.tensor([*values, 0, 0], dtype=torch.float64)
-    rows, keys, seconds = read_table(Path(options.cost_table))
-    flat = [value for line in seconds for value in line]
-    return torch.tensor([*values, len(rows), len(keys), *rows, *keys, *flat], dtype=torch.float64)
+    values = [tile, tile, shape.tile_flops(tile) / (tflops * 1e12), 0.0, 0, 0]
+    return torch.tensor(values, dtype=torch.float64)
 
 
-def read_table(path: Path) -> tuple[list[int], list[int], list[list[float]]]:
-    """(rows, keys, seconds[row][key]) of a measured cost table; rows and keys increase.
+@functools.lru_cache(maxsize=8)
+def _measured_cost(path: str, shape: AttentionShape, device_type: str) -> Tensor:
+    measured = calibration_of(path)
+    if measured.device_type != device_type:
+        raise ValueError(
+            f"cost_table {path}: device_type is {measured.device_type}, but this plan is for "
+            f"{device_type}; measure there: python -m distca.calibrate --out FILE"
+        )
+    tile = TILE[device_type]
+    scale = shape.tile_flops(tile) / measured.shape.tile_flops(tile)
+    if shape != measured.shape:
+        warnings.warn(
+            f"cost_table {path} is of {measured.shape}, this plan of {shape}: its seconds are "
+            f"multiplied by {scale:.3g}, the ratio of FLOPs; for this shape's own run python -m "
+            "distca.calibrate with its --heads-q --heads-kv --head-dim --dtype",
+            stacklevel=3,
+        )
+    rows, keys, seconds = whole_tiles(measured, tile)
+    seconds *= scale
+    per_task = measured.seconds_per_task * scale
+    head = [tile, tile, seconds[0, 0], per_task, len(rows), len(keys)]
+    parts = [np.array(head), rows, keys, seconds.ravel()]
+    return torch.from_numpy(np.concatenate(parts).astype(np.float64))
 
-    Raises ValueError naming the file and what is wrong with it.
+
+def whole_tiles(measured: Calibration, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rows, keys, seconds [rows, keys]) for the planner, which interpolates between entries.
+
+    Kernels work in whole tiles, so a task of one row more than a tile costs two. Where that counts,
+    up to TILES_APART tiles, the table has an entry at the first and at the last row (key) of each;
+    beyond are the file's own. Each entry is the file's at the end of its tile, interpolated.
     """
-    try:
-        table = json.loads(path.read_text())
-        rows, keys, seconds = table["rows"], table["keys"], table["seconds"]
-        points = [*rows, *keys]
-        times = [value for line in seconds for value in line]
-        shaped = len(seconds) == len(rows) and all(len(line) == len(keys) for line in seconds)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"cost_table {path}: not a readable cost table: {error!r}") from error
-    if not shaped or not rows or not keys or len(points) > MAX_TABLE_POINTS:
-        raise ValueError(
-            f"cost_table {path}: expected seconds of shape [{len(rows)}, {len(keys)}], at least "
-            f"one row and key and at most {MAX_TABLE_POINTS} in all"
-        )
-    if not all(type(p) is int and 0 < p <= MAX_TABLE_POINT for p in points):
-        raise ValueError(
-            f"cost_table {path}: rows and keys must be integers from 1 to {MAX_TABLE_POINT}"
-        )
-    if not all(p < after for axis in (rows, keys) for p, after in itertools.pairwise(axis)):
-        raise ValueError(f"cost_table {path}: rows and keys must increase")
-    if not all(type(t) in (int, float) and 0 < t <= sys.float_info.max for t in times):
-        raise ValueError(f"cost_table {path}: seconds must be positive numbers")
-    return rows, keys, seconds
+    rows, keys = (_ends_of_tiles(axis, tile) for axis in (measured.rows, measured.keys))
+    up_rows, up_keys = (-(-axis // tile) * tile for axis in (rows, keys))
+    by_keys = [_interpolated(up_keys, measured.keys, line) for line in measured.seconds]
+    columns = [_interpolated(up_rows, measured.rows, column) for column in np.transpose(by_keys)]
+    return rows, keys, np.transpose(columns)
+
+
+def _ends_of_tiles(axis: list[int], tile: int) -> np.ndarray:
+    ends = np.arange(1, TILES_APART + 1) * tile
+    near = np.concatenate([ends - tile + 1, ends])
+    points = np.concatenate([near[near <= axis[-1]], axis])
+    return np.unique(points)
+
+
+def _interpolated(points: np.ndarray, axis: list[int], values: Sequence[float]) -> np.ndarray:
+    """Linear between entries; before the first and beyond the last in proportion to them, as the
+    planner does."""
+    inside = np.interp(points, axis, values)
+    return inside * np.where(points < axis[0], points / axis[0], np.maximum(points / axis[-1], 1))

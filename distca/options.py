@@ -4,10 +4,13 @@ import argparse
 import ast
 import hashlib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
+
+MAX_SPEEDS = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,18 +20,36 @@ class Options:
     enabled: bool = True
     """Balance attention over ranks. Off: every rank computes its own documents."""
 
-    tolerance: float = 0.02
+    tolerance: float = 0.01
     """Excess of the slowest rank's predicted attention time over the mean that is left alone."""
+
+    server_speeds: str | None = None
+    """Relative attention speeds of the ranks as servers, comma-separated, SPEED*COUNT for several,
+    repeated over all ranks: "1,0.5" alternates, "0*7,1" lets every eighth rank compute for all. 0
+    computes nothing. None: all alike."""
+
+    memory_cap_gb: float | None = None
+    """Most that a rank may hold of other ranks' rows for one layer, 1e9 byte: queries with their
+    results, keys once. None: no limit."""
 
     attention_tflops: float | None = None
     """Attention speed of one rank, 1e12 FLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
 
     link_gb_per_s: float | None = None
-    """Bandwidth out of one rank, 1e9 byte/s. None: 200 on CUDA devices, 2 on the CPU."""
+    """Bandwidth out of one rank to ranks of its node, 1e9 byte/s. None: 200 on CUDA devices, 2 on
+    the CPU."""
+
+    node_link_gb_per_s: float | None = None
+    """Bandwidth out of one rank to ranks of other nodes, 1e9 byte/s. None: 50 on CUDA devices, 2 on
+    the CPU."""
+
+    ranks_per_node: int | None = None
+    """Consecutive ranks of a group that share a node. None: as the ranks' host names say."""
 
     cost_table: str | None = None
-    """JSON file with measured attention times, used instead of attention_tflops:
-    {"rows": [...], "keys": [...], "seconds": [[...]]}, forward + backward of full rectangles."""
+    """File that `python -m distca.calibrate` wrote: measured attention times, used instead of
+    attention_tflops, and the links' bandwidth where link_gb_per_s is None. Times of other heads
+    than the model's are scaled by FLOPs, with a warning."""
 
     deterministic: bool = False
     """Gradients equal bit by bit in every run of the same plan; the backward pass is up to a tenth
@@ -43,7 +64,17 @@ class Options:
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance}; expected 0 <= tolerance < 1")
-        for name in ("attention_tflops", "link_gb_per_s", "timeout_s"):
+        if self.server_speeds is not None:
+            parse_speeds(self.server_speeds)
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
+        for name in (
+            "attention_tflops",
+            "memory_cap_gb",
+            "link_gb_per_s",
+            "node_link_gb_per_s",
+            "timeout_s",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value}; expected a positive number")
@@ -51,6 +82,28 @@ class Options:
     def digest(self) -> int:
         """63 bits that differ when any option differs."""
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+
+
+def parse_speeds(text: str) -> tuple[float, ...]:
+    """The speeds that Options.server_speeds lists, before they are repeated over the ranks.
+
+    Raises ValueError for what is not a list of speeds, none negative and not all 0.
+    """
+    speeds: list[float] = []
+    try:
+        for entry in text.split(","):
+            speed, _, count = entry.partition("*")
+            if not 1 <= int(count or 1) <= MAX_SPEEDS:
+                raise ValueError
+            speeds += [float(speed)] * int(count or 1)
+        if not all(0 <= speed < math.inf for speed in speeds) or not any(speeds):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"server_speeds is {text!r}; expected SPEED or SPEED*COUNT, separated by commas, no "
+            f"speed negative, one above 0, counts of 1 to {MAX_SPEEDS}"
+        ) from None
+    return tuple(speeds)
 
 
 def field_help(options: type = Options) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """One plan per step: ranks exchange pieces, each computes the same plan and its own layout."""
 
+import hashlib
+import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distca.cost import AttentionShape, check_device, cost_tensor, link_bytes_per_second
+from distca.cluster import cluster_of, held_row_bytes, ranks_of_a_node
+from distca.cost import AttentionShape, check_device, cost_tensor
 from distca.documents import Documents, check_window
 from distca.options import Options
 from distca.session import Session, configured, init
@@ -21,6 +24,7 @@ ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most t
 HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
 HEADER_WORDS = len(HEADER_NAMES)
 SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
+NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # of what ranks exchange: the node, by its host name
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class _Made:
     """What the planner thread hands over: host tensors and figures."""
 
     layout: Tensor
-    rows: Tensor
+    packed_rows: Tensor
     loads: list[list[float]]
     plan_ms: float
 
@@ -89,7 +93,8 @@ class Plan:
         start = time.perf_counter()
         made = self._pending.result()
         waited_ms = 1e3 * (time.perf_counter() - start)
-        self.rows = made.rows.to(self._device, non_blocking=True)
+        packed_rows = made.packed_rows.to(self._device, non_blocking=True)
+        self.rows = torch.ops.distca.unpack_rows(made.layout, packed_rows)
         self.layout = made.layout
         for tensor in (self.layout, self.rows):  # lengths differ from plan to plan: compile once
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -178,6 +183,12 @@ class _Problem:
     window_size: tuple[int, int]
     device_type: str
     step: int
+    ranks_per_node: int | None = None  # as host names say
+
+
+def _node() -> int:
+    """63 bits that differ between hosts."""
+    return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
 
 
 def _shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
@@ -197,23 +208,26 @@ def _make(
     pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(shape_words)
     if session.num_ranks > 1:
         header = [torch.ops.distca.version(), problem.step, options.digest(), *problem.window_size]
-        pieces, shape = _exchange(session, pieces, [*header, *shape_words])
+        pieces, shape, nodes = _exchange(session, pieces, [*header, *shape_words, _node()])
+        problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes))
     made = _solve(problem, pieces, options, shape)
     return replace(made, plan_ms=1e3 * (time.perf_counter() - start))
 
 
 def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> _Made:
     start = time.perf_counter()
+    cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
     encoded, loads = torch.ops.distca.plan(
         pieces,
         problem.num_ranks,
         *problem.window_size,
         cost_tensor(options, shape, problem.device_type),
-        shape.row_bytes(),
-        link_bytes_per_second(options, problem.device_type),
+        [*shape.row_bytes(), *held_row_bytes(shape)],
+        cluster.servers(),
+        cluster.links(),
         options.tolerance if options.enabled else ANY_IMBALANCE,
     )
-    layout, rows = torch.ops.distca.layout(
+    layout, packed_rows = torch.ops.distca.layout(
         pieces,
         encoded,
         problem.rank,
@@ -222,12 +236,14 @@ def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: Attention
         options.deterministic,
     )
     if problem.device_type == "cuda":
-        rows = rows.pin_memory()
-    return _Made(layout, rows, loads.tolist(), 1e3 * (time.perf_counter() - start))
+        packed_rows = packed_rows.pin_memory()
+    return _Made(layout, packed_rows, loads.tolist(), 1e3 * (time.perf_counter() - start))
 
 
-def _exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tensor, AttentionShape]:
-    """Pieces of all ranks in rank order, and the attention shape that all of them know."""
+def _exchange(
+    session: Session, pieces: Tensor, words: list[int]
+) -> tuple[Tensor, AttentionShape, list[int]]:
+    """Pieces of all ranks in rank order, the attention shape that all of them know, their nodes."""
     step = words[HEADER_NAMES.index("step")]
     all_gather = torch.ops.distca.all_gather
     headers = all_gather(torch.tensor([*words, pieces.shape[0]]), session.group_name, step)
@@ -239,7 +255,8 @@ def _exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tenso
     shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
     held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]
-    return torch.cat(held).contiguous(), AttentionShape.from_words(agreed.to(torch.int64).tolist())
+    shape = AttentionShape.from_words(agreed.to(torch.int64).tolist())
+    return torch.cat(held).contiguous(), shape, headers[:, NODE_WORD].tolist()
 
 
 def _check_headers(headers: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Promise 5: bad input raises ValueError naming the argument, its value and what is allowed. One
 process, no group."""
 
-import json
 import re
 import warnings
 
@@ -13,7 +12,6 @@ from torch.nn.attention.varlen import AuxRequest
 
 import distca
 from distca import _library
-from distca.cost import read_table
 from distca.planning import CAUSAL, local_plan
 
 DOCUMENTS = distca.Documents([0, 3, 8])
@@ -188,48 +186,6 @@ NOT_A_NUMBER, INFINITE = float("nan"), float("inf")
 def test_options_refuse(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
         distca.Options(**{name: value})
-
-
-def table(**changes) -> str:
-    return json.dumps({"rows": [128, 256], "keys": [128], "seconds": [[1.0], [2.0]], **changes})
-
-
-TABLES = {
-    "not JSON": "rows: 128",
-    "truncated": table()[:-3],
-    "binary": "\xff\x00",
-    "a list": "[]",
-    "a number": "3",
-    "no seconds": '{"rows": [1], "keys": [1]}',
-    "fewer seconds": table(seconds=[[1.0]]),
-    "no rows": table(rows=[], seconds=[]),
-    "negative seconds": table(seconds=[[1.0], [-2.0]]),
-    "NaN seconds": table(seconds=[[1.0], [NOT_A_NUMBER]]),
-    "infinite seconds": table(seconds=[[1.0], [INFINITE]]),
-    "huge seconds": table(seconds=[[1.0], [10**400]]),
-    "text as seconds": table(seconds=[["1"], ["2"]]),
-    "negative rows": table(rows=[-1, 256]),
-    "text as rows": table(rows="ab"),
-    "huge rows": table(rows=[1, 10**400]),
-    "rows beyond int64": table(rows=[1, 2**63]),
-    "equal rows": table(rows=[128, 128]),
-    "falling keys": table(keys=[256, 128], seconds=[[1.0, 1.0]] * 2),
-    "oversized": table(rows=list(range(1, 5001)), seconds=[[1.0]] * 5000),
-    "deep": "[" * 100000,
-}
-
-
-@pytest.mark.parametrize("case", TABLES)
-def test_cost_tables_are_refused(tmp_path, case):
-    path = tmp_path / "table.json"
-    path.write_bytes(TABLES[case].encode("latin1"))
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        read_table(path)
-
-
-def test_a_missing_cost_table_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="not a readable cost table"):
-        read_table(tmp_path / "missing.json")
 
 
 def test_torch_distributed_has_to_be_initialised():

@@ -7,6 +7,7 @@ from oracle import Case
 from ranks import Ranks
 
 import distca
+from distca import planning
 
 pytestmark = pytest.mark.gpu
 
@@ -142,3 +143,15 @@ def refusals(rank, world_size):
 def test_what_the_device_cannot_do_is_refused(gpu_ranks):
     messages = gpu_ranks(1).run(refusals)[0]
     assert [message.split(" is ")[0] for message in messages] == ["q", "head_dim", "head_dim"]
+
+
+def test_rows_are_unpacked_alike_on_device_and_host():
+    pieces = torch.cat(
+        [distca.Documents.sharded([40, 3000, 1, 9000, 59], r, 4).pieces(r) for r in range(4)]
+    )
+    problem = planning._Problem(1, 4, (-1, 0), "cuda", 0)
+    made = planning._solve(problem, pieces, distca.Options(), distca.AttentionShape())
+    unpack = torch.ops.distca.unpack_rows
+    on_host = unpack(made.layout, made.packed_rows.cpu())
+    assert on_host.numel() > made.packed_rows.numel(), "nothing was packed"
+    assert torch.equal(unpack(made.layout, made.packed_rows.cuda()).cpu(), on_host)

@@ -21,7 +21,10 @@ OVERFLOWING = (2**64 + 4) // 5  # times 5 words of a task it wraps around to 4
 HUGE = (-(2**63), -1, 2**31, 2**40, OVERFLOWING, 2**62, 2**63 - 1)
 
 PIECES = torch.tensor([[0, 1, 0, 900], [1, 2, 0, 8]])  # rank, document, start, length
-LINK, TOLERANCE = 1e9, 0.02
+TOLERANCE = 0.02
+NO_SERVERS = torch.empty(0, 2, dtype=torch.float64)
+SERVERS = torch.tensor([[1.0, 1e9], [0.5, 1e9]], dtype=torch.float64)  # speed, memory cap
+LINKS = torch.tensor([2, 1e9, 1e9], dtype=torch.float64)  # ranks of a node, inside, between
 
 
 def _cost() -> Tensor:
@@ -34,15 +37,18 @@ def _plan(
     window=(-1, 0),
     cost=None,
     row_bytes=(1, 1),
-    link=LINK,
+    servers=NO_SERVERS,
+    links=LINKS,
     tolerance=TOLERANCE,
 ) -> Tensor:
     cost = _cost() if cost is None else cost
-    return torch.ops.distca.plan(pieces, num_ranks, *window, cost, row_bytes, link, tolerance)[0]
+    call = torch.ops.distca.plan
+    return call(pieces, num_ranks, *window, cost, row_bytes, servers, links, tolerance)[0]
 
 
 def _layout(plan: Tensor, rank: int = 0, pieces: Tensor = PIECES, device: str = "cpu"):
-    return torch.ops.distca.layout(pieces, plan, rank, 0, device)
+    layout, packed_rows = torch.ops.distca.layout(pieces, plan, rank, 0, device)
+    return layout, torch.ops.distca.unpack_rows(layout, packed_rows)
 
 
 def _alone() -> tuple[Tensor, Tensor]:
@@ -69,8 +75,24 @@ def _plans():
     yield "window", lambda: _plan(window=(-5, 0))
     yield "row_bytes", lambda: _plan(row_bytes=(-1, 1))
     yield "one row_bytes", lambda: _plan(row_bytes=(1,))
-    for value in (0.0, -1.0, float("nan")):
-        yield f"link {value}", lambda value=value: _plan(link=value)
+    yield "row_bytes that wrap around", lambda: _plan(row_bytes=(2**62, 2**62))
+    yield "held row_bytes", lambda: _plan(row_bytes=(1, 1, -1, 1))
+    for word in range(3):
+        for value in (0.0, -1.0, float("nan")):
+            yield f"links {word} {value}", lambda w=word, v=value: _plan(links=_with(LINKS, w, v))
+    yield "two links", lambda: _plan(links=LINKS[:2])
+    yield "links float32", lambda: _plan(links=LINKS.float())
+    for word in range(4):
+        for value in (-1.0, float("nan")):
+            yield (
+                f"servers {word} {value}",
+                lambda w=word, v=value: _plan(servers=_with(SERVERS, w, v)),
+            )
+    yield "infinite speed", lambda: _plan(servers=_with(SERVERS, 0, float("inf")))
+    yield "no server", lambda: _plan(servers=torch.zeros(2, 2, dtype=torch.float64))
+    yield "one server", lambda: _plan(servers=SERVERS[:1])
+    yield "servers 1-D", lambda: _plan(servers=SERVERS.flatten())
+    yield "servers float32", lambda: _plan(servers=SERVERS.float())
     for value in (-1.0, float("nan"), float("inf")):
         yield f"tolerance {value}", lambda value=value: _plan(tolerance=value)
     yield "pieces int32", lambda: _plan(PIECES.int())
@@ -133,7 +155,9 @@ def _tasks():
                 yield f"word {word} = {value}", lambda w=word, v=value: plan_of(_with(chosen, w, v))
 
 
-FIRST_COUNT = 12  # words before it are the header
+FIRST_COUNT = 12  # words before it are used as they are
+NUM_COUNTED, NUM_ROW_WORDS = 12, 13  # of a layout: what its packed rows are unpacked to
+RUN_WORDS = 5  # of packed rows: first word, word step, value, value step, count
 
 
 def _layouts():
@@ -152,6 +176,38 @@ def _layouts():
                     f"word {word} = {value}",
                     lambda w=word, v=value: _attend(_with(layout, w, v), rows),
                 )
+
+
+def _packed_rows():
+    layout, packed = torch.ops.distca.layout(PIECES, _plan(), 0, 0, "cpu")
+    unpack = torch.ops.distca.unpack_rows
+    for word in (NUM_COUNTED, NUM_ROW_WORDS):
+        right = int(layout[word])
+        for value in {*HUGE, right - 1, right + 1} - {right}:
+            yield (
+                f"word {word} = {value}",
+                lambda w=word, v=value: unpack(_with(layout, w, v), packed),
+            )
+    num_runs = (packed.numel() - int(layout[NUM_ROW_WORDS] - layout[NUM_COUNTED])) // RUN_WORDS
+    for run in range(num_runs):
+        for field, values in {
+            0: (-1, 2**31 - 1),
+            1: (-1, 0, 2**31 - 1),
+            4: (-1, 0, 2**31 - 1),
+        }.items():
+            word = RUN_WORDS * run + field
+            if field == 1 and packed[RUN_WORDS * run + 4] == 1:
+                values = (-1, 0)  # no step of one word leads anywhere
+            for value in values:
+                yield (
+                    f"packed word {word} = {value}",
+                    lambda w=word, v=value: unpack(layout, _with(packed, w, v)),
+                )
+    yield "packed rows cut short", lambda: unpack(layout, packed[:-1].clone())
+    yield "packed rows too long", lambda: unpack(layout, torch.cat([packed, packed]))
+    yield "packed rows int64", lambda: unpack(layout, packed.long())
+    yield "packed rows 2-D", lambda: unpack(layout, packed[None])
+    yield "another layout's", lambda: unpack(_alone()[0], packed)
 
 
 TILE_ROWS = 64  # of a layout's first tile table: its first word
@@ -233,6 +289,7 @@ GROUPS = {
         _encoded_plans,
         _tasks,
         _layouts,
+        _packed_rows,
         _tile_tables,
         _layouts_of_two_ranks,
         _gradients,

@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.library import opcheck
 
 import distca
+from distca.cluster import Cluster
 from distca.cost import cost_tensor
 from distca.planning import local_plan
 
@@ -51,10 +52,16 @@ def made_for(device_type: str, rank: int, num_ranks: int) -> tuple[torch.Tensor,
     )
     options = distca.Options()
     shape = distca.AttentionShape(4, 2, 8, 8)
-    plan, _ = ops.plan(
-        pieces, num_ranks, -1, 0, cost_tensor(options, shape, "cpu"), shape.row_bytes(), 1e9, 0.02
+    cost, cluster = (
+        cost_tensor(options, shape, "cpu"),
+        Cluster(num_ranks, link_bytes_per_second=1e9),
     )
-    return ops.layout(pieces, plan, rank, 0, device_type)
+    plan, _ = ops.plan(
+        *(pieces, num_ranks, -1, 0, cost, shape.row_bytes()),
+        *(cluster.servers(), cluster.links(), 0.02),
+    )
+    layout, packed_rows = ops.layout(pieces, plan, rank, 0, device_type)
+    return layout, ops.unpack_rows(layout, packed_rows)
 
 
 @pytest.mark.parametrize("rank", range(4))

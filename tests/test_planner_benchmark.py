@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import planner  # noqa: E402
+from planner_optimum import CLUSTERS, Problem, optimum, tiles_of_byte  # noqa: E402
 from planner_reference import (  # noqa: E402
     BASELINES,
     Bounds,
@@ -25,6 +26,9 @@ from planner_reference import (  # noqa: E402
     loads_of,
     triangle,
 )
+
+import distca  # noqa: E402
+from distca.cluster import Cluster  # noqa: E402
 
 TILE, QUERY_BYTES, KEY_BYTES = 128, 9, 4  # 2 * sqrt(9 * 4) = 12 bytes a root of pairs
 PRICES = Prices(torch.empty(0), TILE, 1.0, QUERY_BYTES, KEY_BYTES)
@@ -167,13 +171,16 @@ def test_a_report_that_differs_from_the_tasks_is_found():
     home = loads_of(pack, pack.home_tasks(), PRICES)
     moved = loads_of(pack, BASELINES["longest first"](pack, PRICES, 0.0), PRICES)
     columns = [home.seconds, moved.seconds, moved.bytes_out, moved.bytes_in]
+    columns += [moved.node_bytes_out, moved.node_bytes_in]
     reported = torch.from_numpy(np.stack(columns, axis=1).astype(np.float64))
-    planner.check_report(reported, home, moved)
-    for column, name in enumerate(("seconds_home", "seconds", "bytes_out", "bytes_in")):
+    planner.check_report(reported, home, moved, np.ones(2))
+    for column, name in enumerate(
+        ("seconds_home", "seconds", "bytes_out", "bytes_in", "node_bytes_out", "node_bytes_in")
+    ):
         wrong = reported.clone()
         wrong[1, column] += 1
         with pytest.raises(RuntimeError, match=f"{name} of rank 1"):
-            planner.check_report(wrong, home, moved)
+            planner.check_report(wrong, home, moved, np.ones(2))
 
 
 @pytest.fixture
@@ -198,6 +205,52 @@ def test_one_case_as_json(lengths_file, tmp_path, capsys):
     assert "longest first" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_no_plan_beats_the_optimum(name):
+    for seed, num_ranks in itertools.product(range(4), (8, 24)):
+        generator = random.Random(seed)
+        lengths = [int(generator.lognormvariate(7, 1.5)) + 1 for _ in range(300)]
+        pack = draw_pack(lengths, num_ranks, 32768, seed)
+        figures = planner.Benchmark(distca.Options()).figures_by_planner(pack, name)
+        assert 1 - 1e-9 <= figures["distca"].makespan_over_optimum < 1.3
+
+
+def test_optimum_by_hand():
+    """A rank with everything: 4 servers share it, unless its links are slow, or two serve."""
+    pack = pack_of([64 * TILE], [], [], [])
+    home = loads_of(pack, pack.home_tasks(), PRICES).seconds
+    work = home.sum()
+    assert work == 64 * 65 / 2
+    fast = Cluster(4, link_bytes_per_second=1e15)
+    assert optimum(pack, home, fast, PRICES) == pytest.approx(work / 4)
+    halves = Cluster(4, speeds=(0.5, 0, 0, 0.5), link_bytes_per_second=1e15)
+    assert optimum(pack, home, halves, PRICES) == pytest.approx(work)
+    # So slow that what leaves in the time is what its best byte brings.
+    slow = Cluster(4, link_bytes_per_second=100.0)
+    problem = Problem.of(pack, home, slow, PRICES)
+    seconds = optimum(pack, home, slow, PRICES)
+    best = tiles_of_byte(problem, PRICES, seconds)[0]
+    assert work - seconds == pytest.approx(best * seconds * 100 * 1.5, rel=1e-3)
+    assert seconds > work / 4
+    apart = Cluster(
+        4, ranks_per_node=1, link_bytes_per_second=1e15, node_link_bytes_per_second=100.0
+    )
+    assert optimum(pack, home, apart, PRICES) == pytest.approx(seconds)
+
+
+def test_best_slice_is_found_by_trying():
+    problem = Problem.of(pack_of([64 * TILE]), np.array([2080.0]), Cluster(1), PRICES)
+    query, key = QUERY_BYTES * TILE, KEY_BYTES * TILE
+    slices = [(n, m) for m in range(1, 65) for n in range(1, m + 1)]
+    for largest in (1e9, 300.0):
+        tried = max(
+            n * (m - n / 2 + 0.5) / (query * n + key * m)
+            for n, m in slices
+            if n * (m - n / 2 + 0.5) <= largest
+        )
+        assert tried <= tiles_of_byte(problem, PRICES, largest)[0] <= 1.06 * tried
+
+
 def test_grid_is_saved(lengths_file, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "RANKS", (2, 4))
     monkeypatch.setattr(planner, "TOKENS", (1024, 2048))
@@ -215,6 +268,7 @@ def test_grid_is_saved(lengths_file, tmp_path, monkeypatch):
     [
         (["--ranks", "0"], "'0'; expected an integer from 1 to 65536"),
         (["--ranks", "many"], "'many'; expected an integer"),
+        (["--cluster", "fast"], "invalid choice: 'fast'"),
         (["--tokens", "-5"], "'-5'; expected an integer"),
         (["--seeds", "0"], "'0'; expected an integer"),
         (["--tolerance", "-1"], "--tolerance is -1.0"),

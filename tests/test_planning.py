@@ -1,13 +1,15 @@
 """Documents, plans and their reports, from a few tokens to 64 ranks."""
 
-import json
 import random
 
+import calibrations
 import pytest
 import torch
 
 import distca
-from distca.cost import AttentionShape, cost_tensor, link_bytes_per_second, read_table
+from distca.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
+from distca.cost import AttentionShape, cost_tensor
+from distca.options import parse_speeds
 
 ops = torch.ops.distca
 CAUSAL = (-1, 0)
@@ -168,16 +170,23 @@ def heavy_tailed(num_ranks: int, seed: int) -> list[list[int]]:
     return packs
 
 
-def solve(pieces: torch.Tensor, num_ranks: int, options: distca.Options, device: str = "cuda"):
-    """(plan, loads) as distca.plan makes them for a model of the default shape."""
-    shape = AttentionShape()
+def solve(
+    pieces: torch.Tensor,
+    num_ranks: int,
+    options: distca.Options,
+    device: str = "cuda",
+    shape: AttentionShape = AttentionShape(),  # noqa: B008  frozen
+):
+    """(plan, loads) as distca.plan makes them, for a model of the default shape."""
+    cluster = cluster_of(options, num_ranks, device)
     return ops.plan(
         pieces,
         num_ranks,
         *CAUSAL,
         cost_tensor(options, shape, device),
-        shape.row_bytes(),
-        link_bytes_per_second(options, device),
+        [*shape.row_bytes(), *held_row_bytes(shape)],
+        cluster.servers(),
+        cluster.links(),
         options.tolerance,
     )
 
@@ -191,7 +200,7 @@ def max_over_mean(seconds: torch.Tensor) -> float:
 def test_heavy_tailed_packs_are_balanced(num_ranks, seed):
     pieces = pieces_of(heavy_tailed(num_ranks, seed))
     _, loads = solve(pieces, num_ranks, distca.Options())
-    before, after, bytes_out, bytes_in = loads.unbind(1)
+    before, after, bytes_out, bytes_in = loads.unbind(1)[:4]
     assert max_over_mean(before) > 1.2, "the packs must need balancing"
     assert max_over_mean(after) <= MAX_IMBALANCE
     assert bytes_out.sum() == bytes_in.sum() > 0
@@ -206,6 +215,96 @@ def test_one_document_over_all_ranks_is_balanced():
     _, loads = solve(pieces, num_ranks, distca.Options())
     assert max_over_mean(loads[:, 0]) > 1.5
     assert max_over_mean(loads[:, 1]) <= MAX_IMBALANCE
+
+
+@pytest.mark.parametrize("speeds", ["1,0.5", "0*3,1", "2,1,0,1"])
+def test_servers_work_as_their_speeds_say(speeds):
+    num_ranks = 16
+    pieces = pieces_of(heavy_tailed(num_ranks, 0))
+    options = distca.Options(server_speeds=speeds)
+    _, loads = solve(pieces, num_ranks, options)
+    speed = torch.tensor(cluster_of(options, num_ranks, "cuda").speeds, dtype=torch.float64)
+    _, alike = solve(pieces, num_ranks, distca.Options())
+    fair = alike[:, 1].sum() / speed.sum()
+    assert loads[speed == 0, 1].sum() == 0
+    assert loads[:, 1].max() <= 1.03 * fair
+    assert (loads[:, 1] * speed).sum() == pytest.approx(alike[:, 1].sum().item())
+
+
+def test_nodes_keep_most_of_their_work():
+    num_ranks = 16
+    pieces = pieces_of(heavy_tailed(num_ranks, 0))
+    one_node = distca.Options(ranks_per_node=num_ranks)
+    two_nodes = distca.Options(ranks_per_node=8, node_link_gb_per_s=50)
+    _, loads = solve(pieces, num_ranks, one_node)
+    assert loads[:, 4:6].sum() == 0
+    _, loads = solve(pieces, num_ranks, two_nodes)
+    assert 0 < loads[:, 4].sum() == loads[:, 5].sum() < loads[:, 2].sum()
+    assert max_over_mean(loads[:, 1]) <= MAX_IMBALANCE
+
+
+def test_memory_caps_are_kept_or_named():
+    num_ranks = 8
+    pieces = pieces_of(heavy_tailed(num_ranks, 1))
+    _, free = solve(pieces, num_ranks, distca.Options())
+    cap = free[:, 6].max().item() / 2
+    _, loads = solve(pieces, num_ranks, distca.Options(memory_cap_gb=1e-9 * cap))
+    assert 0 < loads[:, 6].max() <= cap
+    assert max_over_mean(loads[:, 1]) < max_over_mean(loads[:, 0])
+    tight = distca.Options(memory_cap_gb=1e-6, server_speeds="0*7,1")
+    with pytest.raises(ValueError, match="rank 0, which serves nothing.*server 7.*may hold 1000"):
+        solve(pieces, num_ranks, tight)
+
+
+def test_one_plan_serves_all_tensor_parallel_ranks():
+    """Each has a part of the heads, which scales seconds and bytes alike."""
+    pieces = pieces_of(heavy_tailed(16, 1))
+    plans = [
+        solve(pieces, 16, distca.Options(), shape=AttentionShape(32 // parts, 8 // parts))
+        for parts in (1, 2, 8)
+    ]
+    for plan, loads in plans[1:]:
+        assert torch.equal(plan, plans[0][0])
+        ratio = plans[0][1][0, 1] / loads[0, 1]
+        torch.testing.assert_close(loads * ratio, plans[0][1])
+
+
+@pytest.mark.parametrize(
+    "text, speeds", [("1", (1,)), ("1,0.5", (1, 0.5)), ("0*3,1.5*2", (0, 0, 0, 1.5, 1.5))]
+)
+def test_speeds_are_read(text, speeds):
+    assert parse_speeds(text) == speeds
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1", "0", "0*8", "1*0", "1*x", "inf", "nan", "1,"])
+def test_bad_speeds_are_named(text):
+    with pytest.raises(ValueError, match="server_speeds is"):
+        distca.Options(server_speeds=text)
+
+
+@pytest.mark.parametrize(
+    "nodes, size", [([5], 1), ([5, 5, 5], 3), ([5, 5, 7, 7], 2), ([5, 5, 5, 7, 7], 1), ([5, 7], 1)]
+)
+def test_ranks_of_a_node(nodes, size):
+    assert ranks_of_a_node(nodes) == size
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"speeds": (1.0,)}, "speeds has 1 entries"),
+        ({"speeds": (1.0, -1.0)}, r"speeds\[1\] is -1.0"),
+        ({"speeds": (0.0, 0.0)}, "speeds are all 0"),
+        ({"memory_cap_bytes": 0}, "memory_cap_bytes is 0"),
+        ({"ranks_per_node": 1.5}, "ranks_per_node is 1.5"),
+        ({"link_bytes_per_second": 0.0}, "link_bytes_per_second is 0.0"),
+        ({"node_link_bytes_per_second": -1.0}, "node_link_bytes_per_second is -1.0"),
+    ],
+)
+def test_bad_clusters_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Cluster(**{"num_ranks": 2, **fields})
 
 
 def heavy_tailed_report(rank: int, world_size: int) -> distca.PlanReport:
@@ -234,47 +333,15 @@ def test_equal_inputs_give_equal_plans_and_layouts():
     assert digests[0] != digests[1], "other pieces must have another digest"
 
 
-def write_table(path, seconds_of) -> str:
-    rows, keys = [128, 1024, 8192, 65536], [128, 1024, 8192, 65536]
-    seconds = [[seconds_of(r, k) for k in keys] for r in rows]
-    path.write_text(json.dumps({"rows": rows, "keys": keys, "seconds": seconds}))
-    return str(path)
-
-
 def test_cost_table_is_used(tmp_path):
-    """Under a table where time is rows alone, packs of equal tokens are balanced already."""
+    """Under a table where time is rows alone, packs of equal tokens are balanced already, but for
+    the share of tiles that the causal mask leaves: 33 of 64 in the long document, 17 of 32."""
     pieces = pieces_of([[8192], [2048] * 4])
-    by_rows = write_table(tmp_path / "rows.json", lambda rows, keys: 1e-6 * rows)
-    by_area = write_table(tmp_path / "area.json", lambda rows, keys: 1e-9 * rows * keys)
+    by_rows = calibrations.write(tmp_path / "rows.json", lambda rows, keys: 1e-6 * rows)
+    by_area = calibrations.write(tmp_path / "area.json", lambda rows, keys: 1e-9 * rows * keys)
     before_rows = solve(pieces, 2, distca.Options(cost_table=by_rows))[1][:, 0]
     before_area = solve(pieces, 2, distca.Options(cost_table=by_area))[1][:, 0]
-    assert max_over_mean(before_rows) == pytest.approx(1.0, abs=0.02)
+    assert max_over_mean(before_rows) == pytest.approx(1.0, abs=0.03)
     assert max_over_mean(before_area) > 1.4
     # A table is of full rectangles; causal attention of a document is half of its square.
     assert before_rows[0].item() == pytest.approx(0.5 * 8192e-6, rel=0.05)
-
-
-def test_cost_table_is_read_as_written(tmp_path):
-    path = tmp_path / "table.json"
-    write_table(path, lambda rows, keys: rows + 1 / keys)
-    rows, keys, seconds = read_table(path)
-    assert seconds[2][1] == rows[2] + 1 / keys[1]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "{}",
-        '{"rows": [1], "keys": [1], "seconds": [[0]]}',
-        '{"rows": [1], "keys": [1], "seconds": [[1, 2]]}',
-        '{"rows": [0], "keys": [1], "seconds": [[1]]}',
-        '{"rows": [1], "keys": [1], "seconds": [["a"]]}',
-        '{"rows": [1], "keys": [1], "seconds": [[NaN]]}',
-    ],
-)
-def test_bad_cost_tables_are_refused_by_name(tmp_path, text):
-    path = tmp_path / "table.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="table.json"):
-        read_table(path)

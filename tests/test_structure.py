@@ -32,20 +32,50 @@ PYTHON_RULES = {
     "documents": set(),
     "report": {"planning", "documents", "options"},
     "cost": {"options", "documents"},
+    "calibrate/timing": set(),
+    "calibrate/links": {"calibrate", "cost"},
+    "calibrate/attention": {"calibrate", "cost", "_chosen_tasks"},
+    "calibrate/__main__": {"calibrate", "cost"},
+    "packs": set(),
+    "explain/account": {"cluster", "cost", "packs", "planning"},
+    "explain/text": {"explain"},
     "session": {"options"},
-    "planning": {"cost", "documents", "options", "session"},
-    "simulate": {"planning", "cost", "documents", "options"},
+    "cluster": {"cost", "options"},
+    "planning": {"cluster", "cost", "documents", "options", "session"},
+    "simulate/model": {"simulate", "cost"},
+    "simulate/machine": {"simulate", "cost"},
+    "simulate/scenario": {"simulate", "cost", "options"},
+    "simulate/packing": {"simulate", "packs"},
+    "simulate/layers": {"simulate"},
+    "simulate/disaggregated": {"simulate", "planning", "cluster", "packs"},
+    "simulate/pipeline": {"simulate"},
+    "simulate/step": {"simulate"},
+    "simulate/systems": {"simulate"},
+    "simulate/results": {"simulate"},
+    "simulate/timeline": {"simulate"},
+    "simulate/pictures": {"simulate"},
+    "simulate/report": {"simulate"},
+    "simulate/measured": {"simulate"},
+    "simulate/assumptions": {"simulate"},
+    "simulate/paper": {"simulate"},
+    "simulate/__main__": {"simulate", "cost", "packs"},
     "attention": {"planning", "cost", "documents", "options", "session"},
     "pingpong": {"attention", "planning", "cost", "documents", "options", "session"},
 }
 PYTHON_MODULES = {*PYTHON_RULES, "integrations", "run"}  # also those still to come
 # Where alone a library may be imported.
 LIBRARY_HOMES = {
-    "matplotlib": ("report.py",),
+    "matplotlib": ("report.py", "simulate/pictures.py"),
     "transformers": ("integrations/transformers.py", "integrations/huggingface.py"),
     "torchtitan": ("integrations/torchtitan.py",),
 }
-MAY_PRINT = ("report.py", "run.py")
+MAY_PRINT = (
+    "report.py",
+    "run.py",
+    "calibrate/__main__.py",
+    "explain/__main__.py",
+    "simulate/__main__.py",
+)
 
 
 def includes_of(text: str) -> list[tuple[str, str]]:

@@ -138,13 +138,15 @@ void check_made(const Pack& pack, const Mask& mask, int64_t choices) {
   if (!is_small(pack)) return;
   Random random(static_cast<uint32_t>(choices));
   PlanOptions options = draw_options(random);
+  if (draw(random, 0, 1) == 0) draw_cluster(random, pack.num_ranks, options);
   options.mask = mask;
   Plan plan;
   if (!refusal([&] { plan = make_plan(pack, options); }).empty()) return;
   validate(plan, pack);
   check_all(pack, plan, "made plan");
-  if (const std::string wrong = check_loads(pack, options, plan); !wrong.empty()) {
-    fail("made plan: " + wrong);
+  for (const std::string& wrong :
+       {check_loads(pack, options, plan), check_servers(options, plan)}) {
+    if (!wrong.empty()) fail("made plan: " + wrong);
   }
 }
 

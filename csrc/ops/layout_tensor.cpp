@@ -1,6 +1,7 @@
 #include "layout_tensor.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -9,9 +10,12 @@
 #include <limits>
 #include <numeric>
 #include <span>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "attention/sm90/tiles.h"
+#include "row_words.h"
 #ifdef DISTCA_WITH_CUDA
 #include "attention/aten/waves.h"
 #endif
@@ -19,7 +23,7 @@
 namespace distca::ops {
 namespace {
 
-constexpr int64_t kMagic = 0x6469737463610004;  // "distca", format 4
+constexpr int64_t kMagic = 0x6469737463610005;  // "distca", format 5
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
@@ -46,17 +50,23 @@ enum Header : int64_t {
   kNumVisitingQ,
   kNumVisitingK,
   kDeterministic,
+  kNumCounted,
+  kNumRowWords,
   kHeaderLength
 };
 
-template <typename T>
-at::Tensor padded_tensor(const std::vector<T>& values, at::ScalarType dtype) {
+at::Tensor padded_tensor(const std::vector<int64_t>& values) {
   const int64_t length = std::max<int64_t>(static_cast<int64_t>(values.size()), kMinLength);
-  at::Tensor tensor = at::empty({length}, dtype);
-  T* data = tensor.mutable_data_ptr<T>();
+  at::Tensor tensor = at::empty({length}, at::kLong);
+  int64_t* data = tensor.mutable_data_ptr<int64_t>();
   std::copy(values.begin(), values.end(), data);
-  std::fill(data + values.size(), data + length, T{0});
+  std::fill(data + values.size(), data + length, int64_t{0});
   return tensor;
+}
+
+int64_t length_of(const std::vector<planner::Run>& runs) {
+  return std::accumulate(runs.begin(), runs.end(), int64_t{0},
+                         [](int64_t sum, planner::Run run) { return sum + run.length; });
 }
 
 std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
@@ -73,29 +83,38 @@ std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
 // Appends sections, each preceded by its length on the host side.
 struct Writer {
   std::vector<int64_t> host;
-  std::vector<int32_t> device;
+  RowWords device;
 
   void counts(const std::vector<int64_t>& values) {
     host.insert(host.end(), values.begin(), values.end());
   }
-  template <typename T>
-  void device_section(const std::vector<T>& values) {
-    host.push_back(static_cast<int64_t>(values.size()));
-    for (const T value : values) device.push_back(static_cast<int32_t>(value));
+  void section(const std::vector<int32_t>& words) {
+    host.push_back(static_cast<int64_t>(words.size()));
+    device.append(words);
   }
-  void tasks(const std::vector<planner::PlacedTask>& placed, const attention::Mask& mask,
+  void section(const std::vector<planner::Run>& runs) {
+    host.push_back(length_of(runs));
+    for (const planner::Run& run : runs) device.append_counted(run.first, run.length);
+  }
+  void tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
              const std::string& device_type);
 #ifdef DISTCA_WITH_CUDA
   void tiles(const attention::sm90::TileLists& lists);
 #endif
 };
 
-void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const attention::Mask& mask,
-                   const std::string& device_type) {
+std::vector<attention::Task> tasks_of(const std::vector<planner::PlacedTask>& placed) {
   std::vector<attention::Task> tasks;
-  host.push_back(static_cast<int64_t>(placed.size()));
   for (const planner::PlacedTask& t : placed) {
     tasks.push_back({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
+  }
+  return tasks;
+}
+
+void Writer::tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
+                   const std::string& device_type) {
+  host.push_back(static_cast<int64_t>(tasks.size()));
+  for (const attention::Task& t : tasks) {
     counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
   }
 #ifdef DISTCA_WITH_CUDA
@@ -107,7 +126,7 @@ void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const attenti
     }
     host.push_back(static_cast<int64_t>(waves.order.size()));
     counts(waves.order);
-    device_section(waves.cu_seqlens);
+    section(waves.cu_seqlens);
     host.push_back(static_cast<int64_t>(std::size(attention::sm90::kTileRows)));
     for (const int32_t tile_rows : attention::sm90::kTileRows) {
       tiles(attention::sm90::make_tile_lists(tasks, mask, tile_rows));
@@ -116,7 +135,7 @@ void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const attenti
   }
 #endif
   host.insert(host.end(), {0, 0});  // no waves, no order
-  device_section(std::vector<int32_t>{});
+  section(std::vector<int32_t>{});
   host.push_back(0);  // no tile tables
 }
 
@@ -124,8 +143,8 @@ void Writer::tasks(const std::vector<planner::PlacedTask>& placed, const attenti
 void Writer::tiles(const attention::sm90::TileLists& lists) {
   counts({lists.tile_rows, static_cast<int64_t>(lists.tiles.size()),
           static_cast<int64_t>(lists.blocks.size()), lists.num_runs, lists.num_key_rows});
-  device.resize(aligned(static_cast<int64_t>(device.size())));
-  device_section(words_of(lists));
+  device.append(std::vector<int32_t>(aligned(device.size()) - device.size(), 0));
+  section(words_of(lists));
 }
 #endif
 
@@ -275,25 +294,85 @@ transport::Reduction Reader::reduction(int64_t num_rows, int64_t num_slots) {
   return result;
 }
 
-// Home rows whose sent keys come back as gradients, each with its slots in order.
-void write_reduction(const std::vector<int64_t>& send_k_index, int64_t num_home_rows,
-                     Writer& writer) {
-  std::vector<int32_t> slots_of_row(num_home_rows + 1, 0);
-  for (const int64_t row : send_k_index) ++slots_of_row[row];
-  std::vector<int32_t> rows, begin{0}, next(num_home_rows, 0);
-  for (int64_t row = 0; row < num_home_rows; ++row) {
-    if (slots_of_row[row] == 0) continue;
-    rows.push_back(static_cast<int32_t>(row));
-    next[row] = begin.back();
-    begin.push_back(begin.back() + slots_of_row[row]);
+// Consecutive home rows that the same sent runs hold, and the slots of the first in each of them.
+struct SharedRows {
+  int64_t first;
+  int64_t length;
+  std::vector<int32_t> slots;
+};
+
+// All home rows that any run holds, in order.
+std::vector<SharedRows> shared_rows(const std::vector<planner::Run>& runs) {
+  struct End {
+    int64_t row;
+    int64_t first_slot;  // of the run
+    bool opens;
+  };
+  std::vector<End> ends;
+  int64_t slot = 0;
+  for (const planner::Run& run : runs) {
+    ends.push_back({run.first, slot, true});
+    ends.push_back({run.first + run.length, slot, false});
+    slot += run.length;
   }
-  std::vector<int32_t> slots(send_k_index.size());
-  for (size_t slot = 0; slot < send_k_index.size(); ++slot) {
-    slots[next[send_k_index[slot]]++] = static_cast<int32_t>(slot);
+  std::sort(ends.begin(), ends.end(), [](const End& a, const End& b) {
+    return std::tie(a.row, a.first_slot) < std::tie(b.row, b.first_slot);
+  });
+  std::vector<SharedRows> shared;
+  std::vector<std::pair<int64_t, int64_t>> open;  // (first slot, first row) of runs, sorted
+  for (size_t i = 0; i < ends.size();) {
+    const int64_t row = ends[i].row;
+    for (; i < ends.size() && ends[i].row == row; ++i) {
+      const auto at =
+          std::lower_bound(open.begin(), open.end(), std::pair{ends[i].first_slot, int64_t{-1}});
+      if (ends[i].opens) {
+        open.insert(at, {ends[i].first_slot, row});
+      } else {
+        open.erase(at);
+      }
+    }
+    if (open.empty()) continue;
+    shared.push_back({row, ends[i].row - row, {}});
+    for (const auto& [first_slot, first_row] : open) {
+      shared.back().slots.push_back(static_cast<int32_t>(first_slot + row - first_row));
+    }
   }
-  writer.device_section(rows);
-  writer.device_section(begin);
-  writer.device_section(slots);
+  return shared;
+}
+
+// Home rows whose sent keys come back as gradients, each with its slots in order: rows, where the
+// slots of each begin, slots.
+void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
+  const std::vector<SharedRows> shared = shared_rows(runs);
+  int64_t num_rows = 0, num_slots = 0;
+  for (const SharedRows& rows : shared) {
+    num_rows += rows.length;
+    num_slots += rows.length * static_cast<int64_t>(rows.slots.size());
+  }
+  RowWords& device = writer.device;
+  writer.host.push_back(num_rows);
+  for (const SharedRows& rows : shared) device.append_counted(rows.first, rows.length);
+
+  writer.host.push_back(num_rows + 1);
+  auto at = static_cast<int32_t>(device.reserve(num_rows + 1));
+  device.add({at++, 1, 0, 0, 1});
+  int32_t num_before = 0;
+  for (const SharedRows& rows : shared) {
+    const auto length = static_cast<int32_t>(rows.length);
+    const auto of_row = static_cast<int32_t>(rows.slots.size());
+    device.add({at, 1, num_before + of_row, of_row, length});
+    at += length;
+    num_before += length * of_row;
+  }
+
+  writer.host.push_back(num_slots);
+  at = static_cast<int32_t>(device.reserve(num_slots));
+  for (const SharedRows& rows : shared) {
+    const auto length = static_cast<int32_t>(rows.length);
+    const auto of_row = static_cast<int32_t>(rows.slots.size());
+    for (int32_t j = 0; j < of_row; ++j) device.add({at + j, of_row, rows.slots[j], 1, length});
+    at += length * of_row;
+  }
 }
 
 int64_t sum(const std::vector<int64_t>& values) {
@@ -317,6 +396,8 @@ std::span<const int64_t> checked_words(const at::Tensor& layout) {
 std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
                                                  const planner::Plan& plan,
                                                  const LayoutOrigin& origin) {
+  const std::vector<attention::Task> home = tasks_of(layout.home_tasks);
+  const std::vector<attention::Task> visiting = tasks_of(layout.visiting_tasks);
   Writer writer;
   writer.host = {kMagic,
                  0,
@@ -329,21 +410,37 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
                  plan.mask.window_right,
                  sum(layout.recv_q_rows),
                  sum(layout.recv_k_rows),
-                 origin.deterministic};
+                 origin.deterministic,
+                 0,
+                 0};
   for (const auto* counts :
        {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
     writer.counts(*counts);
   }
-  for (const auto* index :
-       {&layout.send_q_index, &layout.q_slot, &layout.send_k_index, &layout.k_slot}) {
-    writer.device_section(*index);
+  for (const auto* runs :
+       {&layout.send_q_runs, &layout.q_slot_runs, &layout.send_k_runs, &layout.k_slot_runs}) {
+    writer.section(*runs);
   }
-  write_reduction(layout.send_k_index, layout.num_home_rows, writer);
+  write_reduction(layout.send_k_runs, writer);
   const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
-  writer.tasks(layout.home_tasks, mask, origin.device_type);
-  writer.tasks(layout.visiting_tasks, mask, origin.device_type);
+  writer.tasks(home, mask, origin.device_type);
+  writer.tasks(visiting, mask, origin.device_type);
+  const int64_t padding = std::max<int64_t>(0, kMinLength - writer.device.size());
+  writer.device.append(std::vector<int32_t>(padding, 0));
   writer.host[kLength] = static_cast<int64_t>(writer.host.size());
-  return {padded_tensor(writer.host, at::kLong), padded_tensor(writer.device, at::kInt)};
+  writer.host[kNumCounted] = writer.device.num_counted();
+  writer.host[kNumRowWords] = writer.device.size();
+  return {padded_tensor(writer.host), writer.device.packed()};
+}
+
+at::Tensor unpack_rows(const at::Tensor& layout, const at::Tensor& packed_rows) {
+  const std::span<const int64_t> words = checked_words(layout);
+  const int64_t num_counted = words[kNumCounted], num_words = words[kNumRowWords];
+  TORCH_CHECK_VALUE(0 <= num_counted && num_counted <= num_words && num_words <= kMaxRows,
+                    "layout: ", num_counted, " of ", num_words,
+                    " words of rows are counted; expected 0 <= counted <= words <= ", kMaxRows);
+  const c10::DeviceGuard guard(packed_rows.device());
+  return unpack_words(packed_rows, num_counted, num_words);
 }
 
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
@@ -379,6 +476,10 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
     route->slot = reader.slots(route->num_visiting);
   }
   decoded.key_gradients = reader.reduction(decoded.num_home_rows, sum(decoded.keys.counts.send));
+  TORCH_CHECK_VALUE(reader.next_row == words[kNumCounted] && rows.size(0) == words[kNumRowWords],
+                    "layout: ", words[kNumCounted], " of ", words[kNumRowWords],
+                    " words of rows are counted; its sections say ", reader.next_row, " of ",
+                    rows.size(0));
   decoded.home = reader.tasks();
   decoded.visiting = reader.tasks();
   reader.check_consumed();

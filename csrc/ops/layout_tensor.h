@@ -49,12 +49,16 @@ inline attention::Params attention_params(const Layout& layout, double softmax_s
   return {layout.mask, softmax_scale, layout.deterministic};
 }
 
-// Returns (layout, rows), both on the host.
+// Returns (layout, packed rows), both on the host.
 std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
                                                  const planner::Plan& plan,
                                                  const LayoutOrigin& origin);
 
-// Throws ValueError when the tensors are not what encode_layout made.
+// `rows` of the layout, on the device of its packed rows. Throws ValueError when they do not belong
+// together.
+at::Tensor unpack_rows(const at::Tensor& layout, const at::Tensor& packed_rows);
+
+// Throws ValueError when the tensors are not what encode_layout and unpack_rows made.
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows);
 
 }  // namespace distca::ops

@@ -7,12 +7,14 @@
 #include <limits>
 #include <span>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "layout_tensor.h"
 #include "planner/layout.h"
 #include "planner/pack.h"
 #include "planner/plan.h"
+#include "planner/ranges.h"
 #include "session.h"
 
 namespace distca::ops {
@@ -23,7 +25,7 @@ constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxPosition = int64_t{1} << 48;
 constexpr int64_t kPieceWords = 4;   // rank, document, start, length
 constexpr int64_t kTaskWords = 4;    // document, q_begin, q_end, server
-constexpr int64_t kLoadColumns = 4;  // seconds_home, seconds, bytes_out, bytes_in
+constexpr int64_t kLoadColumns = 7;  // see schemas.cpp
 enum PlanHeader : int64_t { kNumRanks, kWindowLeft, kWindowRight, kDigest, kNumTasks, kPlanHeader };
 
 std::span<const int64_t> int64_words(const at::Tensor& tensor, const char* name) {
@@ -52,6 +54,7 @@ planner::Pack decode_pack(const at::Tensor& pieces, int64_t num_ranks) {
   TORCH_CHECK_VALUE(0 < num_ranks && num_ranks <= kMaxRanks, "num_ranks is ", num_ranks,
                     "; expected 1 to ", kMaxRanks);
   std::vector<int64_t> num_rows(num_ranks, 0);
+  decoded.reserve(pieces.size(0));
   for (int64_t i = 0; i < pieces.size(0); ++i) {
     const int64_t* w = words.data() + kPieceWords * i;
     TORCH_CHECK_VALUE(0 <= w[0] && w[0] < num_ranks, "pieces: piece ", i, " is on rank ", w[0],
@@ -97,6 +100,33 @@ planner::CostModel decode_cost(const at::Tensor& cost) {
   return model;
 }
 
+std::span<const double> float64_words(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(
+      tensor.device().is_cpu() && tensor.scalar_type() == at::kDouble && tensor.is_contiguous(),
+      name, ": expected a contiguous float64 CPU tensor, got ", tensor.toString());
+  return {tensor.const_data_ptr<double>(), static_cast<size_t>(tensor.numel())};
+}
+
+std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t num_ranks) {
+  const auto values = float64_words(servers, "servers");
+  if (values.empty()) return {};
+  TORCH_CHECK_VALUE(servers.dim() == 2 && servers.size(0) == num_ranks && servers.size(1) == 2,
+                    "servers: expected [", num_ranks,
+                    ", 2] (speed, memory cap in bytes) or nothing, got ", servers.sizes());
+  std::vector<planner::Server> decoded;
+  decoded.reserve(num_ranks);
+  for (size_t i = 0; i < values.size(); i += 2) decoded.push_back({values[i], values[i + 1]});
+  return decoded;
+}
+
+planner::Links decode_links(const at::Tensor& links) {
+  const auto values = float64_words(links, "links");
+  TORCH_CHECK_VALUE(values.size() == 3 && 1 <= values[0] && values[0] <= kMaxRanks,
+                    "links: expected (ranks of a node, 1 to ", kMaxRanks,
+                    ", bytes per second within it, between nodes), got ", links.sizes());
+  return {static_cast<int64_t>(values[0]), values[1], values[2]};
+}
+
 at::Tensor encode_plan(const planner::Plan& plan) {
   const auto num_tasks = static_cast<int64_t>(plan.tasks.size());
   at::Tensor encoded = at::empty({kPlanHeader + kTaskWords * num_tasks}, at::kLong);
@@ -115,6 +145,7 @@ at::Tensor encode_plan(const planner::Plan& plan) {
 }
 
 void append_tasks(std::span<const int64_t> words, planner::Plan& plan) {
+  plan.tasks.reserve(words.size() / kTaskWords);
   for (size_t i = 0; i < words.size(); i += kTaskWords) {
     plan.tasks.push_back({words[i], words[i + 1], words[i + 2], words[i + 3]});
   }
@@ -140,9 +171,11 @@ at::Tensor encode_loads(const std::vector<planner::Load>& loads) {
   at::Tensor encoded = at::empty({static_cast<int64_t>(loads.size()), kLoadColumns}, at::kDouble);
   double* next = encoded.mutable_data_ptr<double>();
   for (const planner::Load& load : loads) {
-    for (const double value : {load.seconds_home, load.seconds, static_cast<double>(load.bytes_out),
-                               static_cast<double>(load.bytes_in)}) {
-      *next++ = value;
+    *next++ = load.seconds_home;
+    *next++ = load.seconds;
+    for (const int64_t bytes : {load.bytes_out, load.bytes_in, load.node_bytes_out,
+                                load.node_bytes_in, load.held_bytes}) {
+      *next++ = static_cast<double>(bytes);
     }
   }
   return encoded;
@@ -151,14 +184,7 @@ at::Tensor encode_loads(const std::vector<planner::Load>& loads) {
 // Whether any task needs a row that its server is not home to; its keys include its own positions.
 bool moves_rows(const planner::Pack& pack, const planner::Plan& plan) {
   const auto is_home = [&](const planner::Task& task) {
-    const planner::Document& document = pack.documents[task.document];
-    const planner::Range keys =
-        planner::keys_of(plan.mask, {task.q_begin, task.q_end}, document.length);
-    return std::any_of(document.segments.begin(), document.segments.end(),
-                       [&](const planner::Segment& segment) {
-                         return segment.rank == task.server && segment.start <= keys.begin &&
-                                keys.end <= segment.start + segment.length;
-                       });
+    return planner::is_home(pack, plan.mask, task);
   };
   return !std::all_of(plan.tasks.begin(), plan.tasks.end(), is_home);
 }
@@ -173,10 +199,11 @@ at::Tensor all_gather(const at::Tensor& tensor, c10::string_view group_name, int
 std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ranks,
                                         int64_t window_left, int64_t window_right,
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,
-                                        double link_bytes_per_second, double tolerance) {
-  TORCH_CHECK_VALUE(row_bytes.size() == 2, "row_bytes: expected (query, key), got ", row_bytes);
-  TORCH_CHECK_VALUE(link_bytes_per_second > 0, "link_bytes_per_second is ", link_bytes_per_second,
-                    "; expected a positive number");
+                                        const at::Tensor& servers, const at::Tensor& links,
+                                        double tolerance) {
+  TORCH_CHECK_VALUE(row_bytes.size() == 2 || row_bytes.size() == 4,
+                    "row_bytes: expected (query, key), or (query, key, held query, held key), got ",
+                    row_bytes);
   TORCH_CHECK_VALUE(window_left >= -1 && window_right >= -1, "window is (", window_left, ", ",
                     window_right, "); expected -1 (no limit) or more");
   const planner::Pack pack = decode_pack(pieces, num_ranks);
@@ -184,7 +211,9 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
   options.mask = {window_left, window_right};
   options.cost = decode_cost(cost);
   options.row_bytes = {row_bytes[0], row_bytes[1]};
-  options.link_bytes_per_second = link_bytes_per_second;
+  options.held_bytes = {row_bytes[row_bytes.size() - 2], row_bytes[row_bytes.size() - 1]};
+  options.servers = decode_servers(servers, num_ranks);
+  options.links = decode_links(links);
   options.tolerance = tolerance;
   const planner::Plan plan = as_value_error([&] { return planner::make_plan(pack, options); });
   return {encode_plan(plan), encode_loads(plan.loads)};

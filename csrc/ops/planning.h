@@ -13,7 +13,8 @@ at::Tensor all_gather(const at::Tensor& tensor, c10::string_view group_name, int
 std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ranks,
                                         int64_t window_left, int64_t window_right,
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,
-                                        double link_bytes_per_second, double tolerance);
+                                        const at::Tensor& servers, const at::Tensor& links,
+                                        double tolerance);
 
 at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,
                          int64_t window_left, int64_t window_right);

@@ -2,14 +2,15 @@
 #include <torch/version.h>
 
 #include "core_attention.h"
+#include "layout_tensor.h"
 #include "planning.h"
 #include "session.h"
 #include "steps.h"
 #include "version.h"
 
 // Every operator of distca. `layout` (int64, CPU) and `rows` (int32, the attention's device) are
-// one rank's share of a plan, made by distca::layout; `group_name` names a c10d process group
-// opened by distca::open_session, or is empty for a layout of one rank.
+// one rank's share of a plan, made by distca::layout and distca::unpack_rows; `group_name` names a
+// c10d process group opened by distca::open_session, or is empty for a layout of one rank.
 //
 // q [tokens, heads_q, head_dim], k, v [tokens, heads_kv, head_dim], out like q, lse [tokens,
 // heads_q].
@@ -49,11 +50,14 @@ TORCH_LIBRARY(distca, m) {
   m.def("all_gather(Tensor tensor, str group_name, int step) -> Tensor");
 
   // Planning: pieces int64 [num_pieces, 4] (rank, document, start, length) of all ranks, in row
-  // order within each rank; loads float64 [num_ranks, 4] (seconds_home, seconds, bytes_out,
-  // bytes_in).
+  // order within each rank; row_bytes (query, key) that travel for a layer, or these and what a
+  // server holds of them; servers float64 [num_ranks, 2] (speed, memory cap in bytes), or empty:
+  // all of speed 1 without a cap; links float64 [3] (ranks of a node, bytes per second of a rank
+  // within it, and between nodes); loads float64 [num_ranks, 7] (seconds_home, seconds, bytes_out,
+  // bytes_in, node_bytes_out, node_bytes_in, held_bytes).
   m.def(
       "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
-      "int[] row_bytes, float link_bytes_per_second, float tolerance) "
+      "int[] row_bytes, Tensor servers, Tensor links, float tolerance) "
       "-> (Tensor plan, Tensor loads)");
   // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server).
   m.def(
@@ -61,7 +65,9 @@ TORCH_LIBRARY(distca, m) {
       "int window_right) -> Tensor plan");
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
-      "bool deterministic=False) -> (Tensor layout, Tensor rows)");
+      "bool deterministic=False) -> (Tensor layout, Tensor packed_rows)");
+  // `rows` from their packed form, on its device.
+  m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows");
 
   // Sessions: see session.h.
   m.def(
@@ -87,6 +93,7 @@ TORCH_LIBRARY(distca, m) {
 namespace {
 
 void bind_attention(torch::Library& m) {
+  m.impl("unpack_rows", distca::ops::unpack_rows);
   m.impl("core_attention", distca::ops::core_attention);
   m.impl("core_attention_backward", distca::ops::core_attention_backward);
   m.impl("dispatch", distca::ops::dispatch);

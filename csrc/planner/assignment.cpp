@@ -1,186 +1,243 @@
 #include "assignment.h"
 
 #include <algorithm>
+#include <numeric>
 #include <tuple>
+#include <utility>
 
 namespace distca::planner {
 namespace {
 
-bool dearer(const Item& a, const Item& b) {
+bool dearer(const Share& a, const Share& b) {
   return a.seconds != b.seconds
              ? a.seconds > b.seconds
              : std::tie(a.document, a.rows.begin) < std::tie(b.document, b.rows.begin);
 }
 
-bool precedes(const Holder& holder, int64_t rank) {
-  return holder.server < rank;
+bool in_order(const Share& a, const Share& b) {
+  return std::tie(a.document, a.rows.begin) < std::tie(b.document, b.rows.begin);
 }
 
 }  // namespace
 
-Assignment::Assignment(const Pack& pack, const PlanOptions& options, const Limits& limits,
-                       const std::vector<Task>& home, const std::vector<Load>& home_loads)
+Home::Home(const Pack& pack, const PlanOptions& options)
+    : shares(pack.segments.size()),
+      first(pack.num_ranks + 1, 0),
+      seconds(pack.num_ranks, 0.0),
+      traffic(pack, options) {
+  for (const Segment& segment : pack.segments) ++first[segment.rank + 1];
+  std::partial_sum(first.begin(), first.end(), first.begin());
+  std::vector<int64_t> next(first.begin(), first.end() - 1);
+  for (size_t i = 0; i < pack.documents.size(); ++i) {
+    const Document& document = pack.documents[i];
+    for (const Segment& segment : pack.segments_of(document)) {
+      const Range rows = positions(segment);
+      const double cost = options.cost.seconds(options.mask, rows, document.length);
+      shares[next[segment.rank]++] = {static_cast<int64_t>(i), rows, cost};
+      seconds[segment.rank] += cost;
+    }
+  }
+  std::vector<Range> rows;
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    const std::span<const Share> own = shares_of(rank);
+    for (size_t i = 0; i < own.size();) {
+      const int64_t document = own[i].document;
+      rows.clear();
+      for (; i < own.size() && own[i].document == document; ++i) rows.push_back(own[i].rows);
+      traffic.add(document, rows, rank, 1);
+    }
+  }
+}
+
+Assignment::Assignment(const Pack& pack, const PlanOptions& options, const Home& home, double limit)
     : pack_(pack),
       options_(options),
-      limits_(limits),
-      link_bytes_(limits.link_seconds * options.link_bytes_per_second),
-      servers_(pack.num_ranks),
-      holders_(pack.documents.size()),
-      key_bytes_(pack.num_ranks, 0) {
-  for (const Task& task : home) {
-    const Range rows = queries(task);
-    servers_[task.server].own.push_back({task.document, rows, seconds(task.document, rows)});
-    const Document& document = pack.documents[task.document];
-    if (document.segments.size() == 1) continue;
-    hold(task.document, task.server, rows);
-    hold(task.document, task.server, keys_of(options.mask, rows, document.length));
-  }
-  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
-    Server& server = servers_[rank];
-    server.seconds = home_loads[rank].seconds;
-    server.bytes_in = home_loads[rank].bytes_in;
-    server.bytes_out = home_loads[rank].bytes_out;
-    if (surplus(rank) > 0) std::sort(server.own.begin(), server.own.end(), dearer);
-    list(rank);
+      home_(home),
+      limit_(limit),
+      seconds_(home.seconds),
+      traffic_(home.traffic),
+      ranks_(pack.num_ranks),
+      has_moved_(pack.documents.size(), 0) {
+  for (size_t i = 0; i < has_moved_.size(); ++i) {
+    has_moved_[i] = pack.documents[i].num_segments > 1;
   }
 }
 
-double Assignment::seconds(int64_t document, Range rows) const {
-  return options_.cost.seconds(options_.mask, rows, pack_.documents[document].length);
-}
-
-// Seconds of compute that the server has left, or the same share of its ingress if that is less.
 double Assignment::room(int64_t rank) const {
-  const Server& server = servers_[rank];
-  const double ingress = static_cast<double>(server.bytes_in) / link_bytes_;
-  return limits_.seconds - std::max(server.seconds, ingress * limits_.seconds);
+  const double most = limit(rank);
+  const double in_link = link_seconds_in(traffic_[rank], options_.links) / limit_;
+  const double held = static_cast<double>(traffic_[rank].held_bytes) / options_.cap_bytes(rank);
+  return most - std::max(seconds_[rank], most * std::max(in_link, held));
 }
 
-void Assignment::list(int64_t rank) {
-  if (surplus(rank) > 0) {
-    donors_.emplace(-servers_[rank].seconds, rank);
-  } else if (room(rank) > 0) {
-    receivers_.emplace(-room(rank), rank);
+std::span<const Share> Assignment::own_now(int64_t rank) const {
+  return ranks_[rank].is_open ? std::span<const Share>(ranks_[rank].own) : home_.shares_of(rank);
+}
+
+std::span<const Share> Assignment::own(int64_t rank) {
+  Rank& entry = ranks_[rank];
+  if (!entry.is_open) {
+    const std::span<const Share> shares = home_.shares_of(rank);
+    entry.own.assign(shares.begin(), shares.end());
+    std::sort(entry.own.begin(), entry.own.end(), dearer);
+    entry.is_open = true;
   }
+  return entry.own;
 }
 
-void Assignment::unlist(int64_t rank) {
-  donors_.erase({-servers_[rank].seconds, rank});
-  receivers_.erase({-room(rank), rank});
+const RangeSet& Assignment::keys_on(int64_t receiver, int64_t document) {
+  keys_.clear();
+  if (!has_moved_[document]) return keys_;
+  const int64_t length = pack_.documents[document].length;
+  const auto hold = [&](const Share& share) {
+    if (share.document != document) return;
+    keys_.insert(keys_of(options_.mask, share.rows, length));
+  };
+  for (const Share& share : ranks_[receiver].guests) hold(share);
+  if (pack_.documents[document].num_segments == 1) return keys_;
+  for (const Share& share : own_now(receiver)) hold(share);
+  for (const Share& share : home_.shares_of(receiver)) {
+    if (share.document == document) keys_.insert(share.rows);
+  }
+  return keys_;
 }
 
-const Holder* Assignment::find_holder(int64_t document, int64_t rank) const {
-  const std::vector<Holder>& holders = holders_[document];
-  const auto at = std::lower_bound(holders.begin(), holders.end(), rank, precedes);
-  return at != holders.end() && at->server == rank ? &*at : nullptr;
-}
-
-void Assignment::hold(int64_t document, int64_t rank, Range keys) {
-  std::vector<Holder>& holders = holders_[document];
-  auto at = std::lower_bound(holders.begin(), holders.end(), rank, precedes);
-  if (at == holders.end() || at->server != rank) at = holders.insert(at, Holder{rank, {}});
-  at->keys.insert(keys);
-}
-
-int64_t Assignment::bytes_of(int64_t document, Range rows, int64_t receiver) const {
+int64_t Assignment::bytes_of(int64_t document, Range rows, const RangeSet& held) const {
   const Range keys = keys_of(options_.mask, rows, pack_.documents[document].length);
-  const Holder* holder = find_holder(document, receiver);
-  const int64_t held = holder == nullptr ? 0 : holder->keys.num_shared(keys);
+  const int64_t num_held = held.ranges().empty() ? 0 : held.num_shared(keys);
   return num_rows(rows) * options_.row_bytes.query +
-         (num_rows(keys) - held) * options_.row_bytes.key;
+         (num_rows(keys) - num_held) * options_.row_bytes.key;
 }
 
-bool Assignment::fits(const Item& item, Range slice, int64_t donor, int64_t receiver) const {
-  const Server& server = servers_[receiver];
-  if (server.seconds + seconds(item.document, slice) > limits_.seconds) return false;
-  const int64_t bytes = bytes_of(item.document, slice, receiver);
-  if (static_cast<double>(server.bytes_in + bytes) > link_bytes_) return false;
-  const bool lone_home = pack_.documents[item.document].segments.size() == 1;
-  const int64_t out = lone_home ? bytes : num_rows(slice) * options_.row_bytes.query;
-  return static_cast<double>(servers_[donor].bytes_out + out) <= link_bytes_;
-}
-
-// Leaves in key_bytes_ what each home of the slice's keys would send to the receiver.
-void Assignment::collect_key_bytes(const Move& move) {
-  const int64_t document = servers_[move.donor].own[move.item].document;
+bool Assignment::links_fit(const Move& move) const {
+  const int64_t document = ranks_[move.donor].own[move.share].document;
+  const Load &in = traffic_[move.receiver], &out = traffic_[move.donor];
+  const bool inside = traffic_.same_node(move.donor, move.receiver);
+  const double bytes_per_second =
+      inside ? options_.links.bytes_per_second : options_.links.node_bytes_per_second;
+  const double most = limit_ * bytes_per_second / kOneWay;
+  const int64_t now_in = inside ? in.bytes_in - in.node_bytes_in : in.node_bytes_in;
+  const int64_t now_out = inside ? out.bytes_out - out.node_bytes_out : out.node_bytes_out;
+  const bool lone_home = pack_.documents[document].num_segments == 1;
+  const int64_t bytes_out =
+      lone_home ? move.bytes : num_rows(move.slice) * options_.row_bytes.query;
+  if (static_cast<double>(now_in + move.bytes) > most) return false;
+  if (static_cast<double>(now_out + bytes_out) > most) return false;
   const Range keys = keys_of(options_.mask, move.slice, pack_.documents[document].length);
-  const Holder* holder = find_holder(document, move.receiver);
-  for_each_segment(pack_.documents[document], keys, [&](const Segment& segment, Range part) {
-    const int64_t held = holder == nullptr ? 0 : holder->keys.num_shared(part);
-    key_bytes_[segment.rank] += (num_rows(part) - held) * options_.row_bytes.key;
-  });
+  const int64_t held = in.held_bytes + num_rows(move.slice) * options_.held_bytes.query +
+                       num_rows(keys) * options_.held_bytes.key;
+  return static_cast<double>(held) <= options_.cap_bytes(move.receiver);
 }
 
-bool Assignment::key_homes_fit(const Move& move) {
-  const Document& document = pack_.documents[servers_[move.donor].own[move.item].document];
-  if (document.segments.size() == 1) return true;  // fits() has looked at the only home
-  collect_key_bytes(move);
-  const int64_t query_bytes = num_rows(move.slice) * options_.row_bytes.query;
-  bool fit = true;
-  const Range keys = keys_of(options_.mask, move.slice, document.length);
-  for_each_segment(document, keys, [&](const Segment& segment, Range) {
-    const int64_t sent = std::exchange(key_bytes_[segment.rank], 0);
-    const int64_t total =
-        servers_[segment.rank].bytes_out + sent + (segment.rank == move.donor ? query_bytes : 0);
-    fit = fit && (sent == 0 || static_cast<double>(total) <= link_bytes_);
-  });
-  return fit;
+// Adds or takes back the traffic of what a rank computes of one document.
+void Assignment::count(int64_t document, int64_t rank, int64_t times) {
+  rows_.clear();
+  for (const Share& share : ranks_[rank].guests) {
+    if (share.document == document) rows_.push_back(share.rows);
+  }
+  if (pack_.documents[document].num_segments > 1) {
+    for (const Share& share : own_now(rank)) {
+      if (share.document == document) rows_.push_back(share.rows);
+    }
+  }
+  traffic_.add(document, rows_, rank, times);
 }
 
 // Gives the slice to the receiver, as part of an adjacent guest where there is one.
 void Assignment::take(const Move& move, int64_t document) {
-  Server& receiver = servers_[move.receiver];
-  Range rows = move.slice;
-  for (auto guest = receiver.guests.begin(); guest != receiver.guests.end();) {
-    const bool joins = guest->document == document &&
-                       (guest->rows.end == rows.begin || guest->rows.begin == rows.end);
-    if (joins) {
-      rows = {std::min(rows.begin, guest->rows.begin), std::max(rows.end, guest->rows.end)};
-      receiver.seconds -= guest->seconds;
+  std::vector<Share>& guests = ranks_[move.receiver].guests;
+  double& total = seconds_[move.receiver];
+  Share taken{document, move.slice, move.seconds};
+  if (has_moved_[document]) {
+    for (auto guest = guests.begin(); guest != guests.end();) {
+      const bool joins = guest->document == document && (guest->rows.end == taken.rows.begin ||
+                                                         guest->rows.begin == taken.rows.end);
+      if (joins) {
+        taken.rows = {std::min(taken.rows.begin, guest->rows.begin),
+                      std::max(taken.rows.end, guest->rows.end)};
+        total -= guest->seconds;
+      }
+      guest = joins ? guests.erase(guest) : guest + 1;
     }
-    guest = joins ? receiver.guests.erase(guest) : guest + 1;
+    taken.seconds = seconds(document, taken.rows);
   }
-  receiver.guests.push_back({document, rows, seconds(document, rows)});
-  receiver.seconds += receiver.guests.back().seconds;
+  guests.push_back(taken);
+  total += taken.seconds;
 }
 
 void Assignment::apply(const Move& move) {
-  unlist(move.donor);
-  unlist(move.receiver);
-  Server& donor = servers_[move.donor];
-  const Item item = donor.own[move.item];
-  const Document& document = pack_.documents[item.document];
-
-  collect_key_bytes(move);
-  const Range keys = keys_of(options_.mask, move.slice, document.length);
-  for_each_segment(document, keys, [&](const Segment& segment, Range) {
-    servers_[segment.rank].bytes_out += std::exchange(key_bytes_[segment.rank], 0);
-  });
-  donor.bytes_out += num_rows(move.slice) * options_.row_bytes.query;
-  servers_[move.receiver].bytes_in += move.bytes;
-  hold(item.document, move.receiver, keys);
-
-  donor.seconds -= move.relief;
-  donor.own.erase(donor.own.begin() + static_cast<std::ptrdiff_t>(move.item));
-  if (num_rows(move.rest) > 0) {
-    const Item rest{item.document, move.rest, item.seconds - move.relief};
-    donor.own.insert(std::upper_bound(donor.own.begin(), donor.own.end(), rest, dearer), rest);
+  std::vector<Share>& own = ranks_[move.donor].own;
+  const Share share = own[move.share];
+  const bool was_moved = has_moved_[share.document];
+  if (was_moved) {
+    count(share.document, move.donor, -1);
+    count(share.document, move.receiver, -1);
   }
-  take(move, item.document);
-  list(move.donor);
-  list(move.receiver);
+  own.erase(own.begin() + static_cast<std::ptrdiff_t>(move.share));
+  for (const Range rest :
+       {Range{share.rows.begin, move.slice.begin}, Range{move.slice.end, share.rows.end}}) {
+    if (num_rows(rest) == 0) continue;
+    const Share left{share.document, rest, seconds(share.document, rest)};
+    own.insert(std::upper_bound(own.begin(), own.end(), left, dearer), left);
+  }
+  const bool is_idle = own.empty() && ranks_[move.donor].guests.empty();
+  seconds_[move.donor] = is_idle ? 0.0 : seconds_[move.donor] - move.relief;
+  take(move, share.document);
+  if (was_moved) count(share.document, move.donor, 1);
+  has_moved_[share.document] = 1;
+  count(share.document, move.receiver, 1);
+}
+
+bool Assignment::is_valid() const {
+  for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
+    if (is_over_cap(rank)) return false;
+    if (options_.speed(rank) == 0 && seconds_[rank] > 0) return false;
+  }
+  return true;
+}
+
+double Assignment::total_bytes() const {
+  double bytes = 0;
+  for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
+    bytes += static_cast<double>(traffic_[rank].bytes_in);
+  }
+  return bytes;
+}
+
+double Assignment::slowest_seconds() const {
+  double most = 0;
+  for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
+    if (seconds_[rank] > 0) most = std::max(most, seconds_[rank] / options_.speed(rank));
+  }
+  return most;
+}
+
+double Assignment::makespan() const {
+  double most = slowest_seconds();
+  for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
+    most = std::max(most, link_seconds(traffic_[rank], options_.links));
+  }
+  return most;
 }
 
 std::vector<Task> Assignment::tasks() const {
   std::vector<Task> tasks;
+  tasks.reserve(home_.shares.size() + ranks_.size());
+  std::vector<Share> shares;
   for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
-    for (const std::vector<Item>* items : {&servers_[rank].own, &servers_[rank].guests}) {
-      for (const Item& item : *items) {
-        tasks.push_back({item.document, item.rows.begin, item.rows.end, rank});
-      }
+    const std::span<const Share> own = own_now(rank);
+    const std::vector<Share>& guests = ranks_[rank].guests;
+    std::span<const Share> all = own;
+    if (ranks_[rank].is_open || !guests.empty()) {
+      shares.assign(own.begin(), own.end());
+      shares.insert(shares.end(), guests.begin(), guests.end());
+      std::sort(shares.begin(), shares.end(), in_order);
+      all = shares;
+    }
+    for (const Share& share : all) {
+      tasks.push_back({share.document, share.rows.begin, share.rows.end, rank});
     }
   }
-  std::sort(tasks.begin(), tasks.end(), in_plan_order);
   return tasks;
 }
 

@@ -1,92 +1,109 @@
 #pragma once
 
-#include <set>
-#include <utility>
+#include <limits>
+#include <span>
 #include <vector>
 
+#include "loads.h"
 #include "plan.h"
 #include "ranges.h"
-#include "scheduler.h"
 
 namespace distca::planner {
 
 // Query rows of one document on one server.
-struct Item {
+struct Share {
   int64_t document;
   Range rows;
-  double seconds;
+  double seconds;  // at speed 1
 };
 
-struct Server {
-  double seconds = 0;
-  int64_t bytes_in = 0;
-  int64_t bytes_out = 0;
-  std::vector<Item> own;     // home rows, which may move on; dearest first on a donor
-  std::vector<Item> guests;  // rows of other homes; they stay
+// The home cut: every segment computed where its rows live.
+struct Home {
+  Home(const Pack& pack, const PlanOptions& options);
+
+  std::span<const Share> shares_of(int64_t rank) const {
+    return {shares.data() + first[rank], static_cast<size_t>(first[rank + 1] - first[rank])};
+  }
+
+  std::vector<Share> shares;    // by rank, document, position
+  std::vector<int64_t> first;   // [num_ranks + 1] index into shares
+  std::vector<double> seconds;  // [num_ranks] at speed 1
+  Traffic traffic;
 };
 
-// Keys of one document that a server has, at home or fetched.
-struct Holder {
-  int64_t server;
-  RangeSet keys;
-};
-
-// The head or the tail of one of the donor's own items goes to a receiver.
+// Part of a share of the donor goes to a receiver.
 struct Move {
   int64_t donor;
   int64_t receiver;
-  size_t item;  // index in the donor's own items
+  size_t share;  // index in the donor's own shares
   Range slice;
-  Range rest;     // stays with the donor
-  double relief;  // seconds off the donor
-  int64_t bytes;  // into the receiver
+  double relief;   // seconds off the donor
+  double seconds;  // that the slice takes; more than the relief where a cut costs something
+  int64_t bytes;   // into the receiver
 };
 
 // Who computes what while a plan is being made, and what that costs servers and links.
 class Assignment {
  public:
-  Assignment(const Pack& pack, const PlanOptions& options, const Limits& limits,
-             const std::vector<Task>& home, const std::vector<Load>& home_loads);
+  // Servers and links are to be done within `limit` seconds.
+  Assignment(const Pack& pack, const PlanOptions& options, const Home& home, double limit);
 
-  const Server& server(int64_t rank) const { return servers_[rank]; }
-  // Servers that have keys of a document, by rank; empty while its only home is the only one.
-  const std::vector<Holder>& holders(int64_t document) const { return holders_[document]; }
-  // (-seconds, rank) of servers above the limit, and (-room, rank) of those with room.
-  const std::set<std::pair<double, int64_t>>& donors() const { return donors_; }
-  const std::set<std::pair<double, int64_t>>& receivers() const { return receivers_; }
-
-  double seconds(int64_t document, Range rows) const;
-  double surplus(int64_t rank) const { return servers_[rank].seconds - limits_.seconds; }
+  // Seconds at speed 1 above the limit of a rank, and below it.
+  double surplus(int64_t rank) const { return seconds_[rank] - limit(rank); }
+  double limit(int64_t rank) const { return limit_ * options_.speed(rank); }
+  double seconds(int64_t rank) const { return seconds_[rank]; }
+  int64_t bytes_in(int64_t rank) const { return traffic_[rank].bytes_in; }
+  // The least share of what the rank may take that is left: of its compute, ingress, memory.
   double room(int64_t rank) const;
 
-  // Bytes into a receiver that is not home to these query rows.
-  int64_t bytes_of(int64_t document, Range rows, int64_t receiver) const;
-  // Whether the slice keeps the receiver, its link and the donor's link within the limits.
-  bool fits(const Item& item, Range slice, int64_t donor, int64_t receiver) const;
-  // Whether the links of all homes of the slice's keys stay within the limits.
-  bool key_homes_fit(const Move& move);
+  double seconds(int64_t document, Range rows) const {
+    return options_.cost.seconds(options_.mask, rows, pack_.documents[document].length);
+  }
+  // The donor's home rows that it still computes, dearest first.
+  std::span<const Share> own(int64_t rank);
+
+  // Rows that a receiver has of a document already.
+  const RangeSet& keys_on(int64_t receiver, int64_t document);
+  // Bytes into a receiver that has the keys `held`.
+  int64_t bytes_of(int64_t document, Range rows, const RangeSet& held) const;
+  // Whether the bytes keep links and the receiver's memory within their limits.
+  bool links_fit(const Move& move) const;
 
   void apply(const Move& move);
-  void retire(int64_t donor) { donors_.erase({-servers_[donor].seconds, donor}); }
-  std::vector<Task> tasks() const;  // in plan order
+  // Whether memory caps are kept and ranks that serve nothing compute nothing.
+  bool is_valid() const;
+  bool is_over_cap(int64_t rank) const {
+    return static_cast<double>(traffic_[rank].held_bytes) > options_.cap_bytes(rank);
+  }
+  const Load& load(int64_t rank) const { return traffic_[rank]; }  // without seconds
+  double total_bytes() const;
+  // Of the slowest server, at its speed, and of the slowest server or link.
+  double slowest_seconds() const;
+  double makespan() const;
+  // In plan order; adjacent ranges of a server are not joined.
+  std::vector<Task> tasks() const;
 
  private:
-  const Holder* find_holder(int64_t document, int64_t rank) const;
-  void hold(int64_t document, int64_t rank, Range keys);
-  void collect_key_bytes(const Move& move);
+  struct Rank {
+    std::vector<Share> own;     // home rows, dearest first; only once opened
+    std::vector<Share> guests;  // rows of other homes; they stay
+    bool is_open = false;
+  };
+
+  std::span<const Share> own_now(int64_t rank) const;
+  void count(int64_t document, int64_t rank, int64_t times);
   void take(const Move& move, int64_t document);
-  void list(int64_t rank);
-  void unlist(int64_t rank);
 
   const Pack& pack_;
   const PlanOptions& options_;
-  const Limits limits_;
-  const double link_bytes_;  // in, and out, within limits_.link_seconds
-  std::vector<Server> servers_;
-  std::vector<std::vector<Holder>> holders_;  // [documents]
-  std::vector<int64_t> key_bytes_;            // [num_ranks] zero between calls
-  std::set<std::pair<double, int64_t>> donors_;
-  std::set<std::pair<double, int64_t>> receivers_;
+  const Home& home_;
+  const double limit_;
+  std::vector<double> seconds_;  // [num_ranks] at speed 1
+  Traffic traffic_;
+  std::vector<Rank> ranks_;
+  std::vector<char> has_moved_;  // [documents] whether any of its rows is not at home
+  RangeSet keys_;                // scratch of keys_on
+  std::vector<Range> rows_;      // scratch of count
 };
 
 }  // namespace distca::planner

@@ -1,7 +1,11 @@
 #include "balancer.h"
 
 #include <algorithm>
-#include <tuple>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "loads.h"
@@ -11,159 +15,201 @@
 namespace distca::planner {
 namespace {
 
-constexpr double kLinkStep = 1.5;       // from one limit of link seconds to the next
-constexpr int kMaxAttempts = 12;        // higher limits tried when the one asked for is not kept
-constexpr double kCloseEnough = 1.002;  // ratio of limits between which to stop
+constexpr int kMaxAttempts = 8;        // limits tried when the least is not kept
+constexpr int kMaxBisections = 3;      // of the last step
+constexpr double kFirstStep = 0.0025;  // from one limit to the next; three times as much each time
+constexpr double kCloseEnough = 1.01;  // ratio of limits between which to stop
+constexpr double kRounding = 2e-4;     // of a limit, left for surpluses that are not worth a task
+constexpr double kLeastRelief = 1e-4;  // of the mean compute
+constexpr int64_t kManyRanks = 512;    // from which one style has to do
 
-double max_seconds(const std::vector<Load>& loads) {
-  double seconds = 0;
-  for (const Load& load : loads) seconds = std::max(seconds, load.seconds);
-  return seconds;
-}
-
-double max_link_seconds(const std::vector<Load>& loads, double bytes_per_second) {
-  int64_t bytes = 0;
-  for (const Load& load : loads) bytes = std::max({bytes, load.bytes_in, load.bytes_out});
-  return static_cast<double>(bytes) / bytes_per_second;
-}
-
-double mean_seconds(const std::vector<Load>& loads) {
-  double seconds = 0;
-  for (const Load& load : loads) seconds += load.seconds;
-  return seconds / static_cast<double>(loads.size());
-}
-
-Candidate make_candidate(const Pack& pack, const PlanOptions& options, std::vector<Task> tasks) {
-  std::vector<Load> loads = loads_of(pack, options, tasks);
-  const double seconds = max_seconds(loads);
-  const double link_seconds = max_link_seconds(loads, options.link_bytes_per_second);
-  return {std::move(tasks), std::move(loads), seconds, std::max(seconds, link_seconds)};
-}
+// Tried in this order; the first alone where ranks are many.
+constexpr Style kStyles[] = {
+    {8, true, true},   {16, true, true}, {8, false, true},   {4, true, true},
+    {8, true, false},  {1, true, true},  {16, false, true},  {4, false, false},
+    {16, true, false}, {1, false, true}, {4, false, true},   {4, true, false},
+    {1, false, false}, {1, true, false}, {16, false, false}, {8, false, false}};
 
 // Joins adjacent query ranges of a document on one server, unless that turns a home task into a
 // visiting one or costs more.
 std::vector<Task> merge_adjacent(const Pack& pack, const PlanOptions& options,
-                                 const std::vector<Task>& tasks) {
+                                 std::vector<Task> tasks) {
   const auto seconds = [&](const Task& task) {
     return options.cost.seconds(options.mask, queries(task), pack.documents[task.document].length);
   };
-  std::vector<Task> merged;
+  const auto joins = [&](const Task& a, const Task& b) {
+    if (a.server != b.server || a.document != b.document || a.q_end != b.q_begin) return false;
+    const Task joined{a.document, a.q_begin, b.q_end, a.server};
+    const bool keeps_home = is_home(pack, options.mask, joined) ||
+                            (!is_home(pack, options.mask, a) && !is_home(pack, options.mask, b));
+    return keeps_home && seconds(joined) <= (seconds(a) + seconds(b)) * (1 + 1e-9);
+  };
+  size_t num_merged = 0;
   for (const Task& task : tasks) {
-    if (!merged.empty()) {
-      Task& last = merged.back();
-      if (last.server == task.server && last.document == task.document &&
-          last.q_end == task.q_begin) {
-        const Task joined{task.document, last.q_begin, task.q_end, task.server};
-        const bool keeps_home =
-            is_home(pack, options.mask, joined) ||
-            (!is_home(pack, options.mask, last) && !is_home(pack, options.mask, task));
-        if (keeps_home && seconds(joined) <= (seconds(last) + seconds(task)) * (1 + 1e-9)) {
-          last = joined;
-          continue;
-        }
-      }
+    if (num_merged > 0 && joins(tasks[num_merged - 1], task)) {
+      tasks[num_merged - 1].q_end = task.q_end;
+    } else {
+      tasks[num_merged++] = task;
     }
-    merged.push_back(task);
   }
-  return merged;
+  tasks.resize(num_merged);
+  return tasks;
 }
-
-bool finishes_earlier(const Candidate& a, const Candidate& b) {
-  return std::tie(a.makespan, a.seconds) < std::tie(b.makespan, b.seconds);
-}
-
-struct Attempt {
-  Candidate candidate;
-  bool balanced;  // within the limits it was made for
-};
 
 class Balancer {
  public:
-  Balancer(const Pack& pack, const PlanOptions& options, const std::vector<Task>& home)
-      : pack_(pack),
-        options_(options),
-        home_(home),
-        best_(make_candidate(pack, options, merge_adjacent(pack, options, home))),
-        home_loads_(best_.loads) {}
+  Balancer(const Pack& pack, const PlanOptions& options, const Home& home);
 
-  Candidate run();
+  std::vector<Task> run();
 
  private:
-  Attempt attempt(const Limits& limits, Preference preference) const;
-  void keep_if_earlier(Candidate candidate);
-  bool balance_compute(double seconds, double most_link);
-  void raise_limits(double low);
+  bool try_limit(double limit);
+  void save_bytes(double limit);
+  bool attempt(double limit, const Style& style);
+  void try_without_limit();
+  [[noreturn]] void reject() const;
 
   const Pack& pack_;
   const PlanOptions& options_;
-  const std::vector<Task>& home_;
-  Candidate best_;
-  const std::vector<Load> home_loads_;
+  const Home& home_;
+  double total_ = 0;  // seconds at speed 1
+  double speed_ = 0;  // of all servers
+  Prices prices_;
+  std::optional<Assignment> best_;
+  double makespan_;        // of the best
+  double bytes_;           // of the best
+  bool is_valid_ = false;  // whether the best keeps to memory caps and servers
 };
 
-Attempt Balancer::attempt(const Limits& limits, Preference preference) const {
-  const Schedule made = schedule(pack_, options_, home_, home_loads_, limits, preference);
-  return {make_candidate(pack_, options_, merge_adjacent(pack_, options_, made.tasks)),
-          made.balanced};
+Balancer::Balancer(const Pack& pack, const PlanOptions& options, const Home& home)
+    : pack_(pack), options_(options), home_(home) {
+  double pairs = 0;
+  for (const Document& document : pack.documents) {
+    pairs += static_cast<double>(num_pairs(options.mask, {0, document.length}, document.length));
+  }
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    total_ += home.seconds[rank];
+    speed_ += options.speed(rank);
+  }
+  // A slice of n query rows and m keys has at most n * m pairs, and is least for its pairs where
+  // both take as many bytes.
+  const double bytes =
+      static_cast<double>(options.row_bytes.query) * static_cast<double>(options.row_bytes.key);
+  prices_ = {total_ > 0 ? 2 * std::sqrt(bytes * pairs / total_) : 0,
+             kLeastRelief * total_ / speed_};
+  best_.emplace(pack, options, home, total_ / speed_);
+  makespan_ = best_->makespan();
+  bytes_ = best_->total_bytes();
+  is_valid_ = best_->is_valid();
 }
 
-void Balancer::keep_if_earlier(Candidate candidate) {
-  if (finishes_earlier(candidate, best_)) best_ = std::move(candidate);
+// Whether the style gives a plan within the limit; keeps it if it is better than the best.
+bool Balancer::attempt(double limit, const Style& style) {
+  Assignment made(pack_, options_, home_, limit * (1 - kRounding));
+  schedule(made, pack_, options_, prices_, style);
+  if (!made.is_valid()) return false;
+  const double makespan = made.makespan();
+  const double bytes = made.total_bytes();
+  const bool kept = makespan <= limit;
+  const bool better = kept && makespan_ <= limit ? bytes < bytes_ : makespan < makespan_;
+  if (better || !is_valid_) {
+    makespan_ = makespan;
+    bytes_ = bytes;
+    is_valid_ = true;
+    best_.emplace(std::move(made));
+  }
+  return kept;
 }
 
-// Looks for a plan within `seconds` of compute that uses links as little as that needs.
-bool Balancer::balance_compute(double seconds, double most_link) {
-  const auto balances = [&](const Limits& limits, Preference preference) {
-    Attempt made = attempt(limits, preference);
-    if (made.balanced) {
-      best_ = std::move(made.candidate);
-    } else {
-      keep_if_earlier(std::move(made.candidate));
-    }
-    return made.balanced;
+bool Balancer::try_limit(double limit) {
+  return attempt(limit, kStyles[0]) || attempt(limit, kStyles[1]);
+}
+
+// With the other styles, where ranks are few.
+void Balancer::save_bytes(double limit) {
+  const int64_t most = static_cast<int64_t>(std::size(kStyles));
+  const int64_t num_styles = std::min(kManyRanks / pack_.num_ranks, most);
+  for (int64_t i = 1; i < num_styles; ++i) attempt(limit, kStyles[i]);
+}
+
+// However long it takes, so that memory alone is in the way.
+void Balancer::try_without_limit() {
+  double slowest = std::numeric_limits<double>::infinity();
+  for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
+    if (options_.speed(rank) > 0) slowest = std::min(slowest, options_.speed(rank));
+  }
+  const double bytes = best_->total_bytes() + 1e18;
+  const Links& links = options_.links;
+  attempt(
+      total_ / slowest * 2 + bytes / std::min(links.bytes_per_second, links.node_bytes_per_second),
+      kStyles[0]);
+  if (!is_valid_) reject();
+}
+
+// Names a rank whose rows have no place, and the server that has most left.
+void Balancer::reject() const {
+  int64_t roomiest = -1;
+  double most = -std::numeric_limits<double>::infinity();
+  for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
+    if (options_.speed(rank) == 0 || !(options_.cap_bytes(rank) > most)) continue;
+    roomiest = rank;
+    most = options_.cap_bytes(rank);
+  }
+  int64_t rank = 0;
+  const auto needs = [&] {
+    return options_.speed(rank) == 0
+               ? home_.seconds[rank] > 0
+               : static_cast<double>(home_.traffic[rank].held_bytes) > options_.cap_bytes(rank);
   };
-  double link = std::min(mean_seconds(home_loads_), most_link);
-  while (!balances({seconds, link}, Preference::kFewBytes)) {
-    if (link >= most_link) return balances({seconds, link}, Preference::kFullServers);
-    link = std::min(link * kLinkStep, most_link);
-  }
-  // The cuts may fit tiles better than home's did, and so leave a lower mean to keep to.
-  const double own = mean_seconds(best_.loads) * (1 + options_.tolerance);
-  if (best_.seconds > own) {
-    Attempt made = attempt({own, link}, Preference::kFewBytes);
-    if (made.balanced) best_ = std::move(made.candidate);
-  }
-  return true;
-}
-
-// Looks for a low limit to compute and links alike.
-void Balancer::raise_limits(double low) {
-  double high = best_.makespan;
-  for (int i = 0; i < kMaxAttempts && high > low * kCloseEnough; ++i) {
-    const double limit = (low + high) / 2;
-    bool balanced = false;
-    for (Preference preference : {Preference::kFewBytes, Preference::kFullServers}) {
-      Attempt made = attempt({limit, limit}, preference);
-      balanced = balanced || made.balanced;
-      keep_if_earlier(std::move(made.candidate));
+  while (rank + 1 < pack_.num_ranks && !needs()) ++rank;
+  const std::string rows = options_.speed(rank) == 0
+                               ? "rows of rank " + std::to_string(rank) + ", which serves nothing,"
+                               : "rows that visit server " + std::to_string(rank);
+  int64_t bytes = home_.traffic[rank].held_bytes;
+  if (options_.speed(rank) == 0) {
+    for (const Share& share : home_.shares_of(rank)) {
+      const Range keys = keys_of(options_.mask, share.rows, pack_.documents[share.document].length);
+      bytes += num_rows(share.rows) * options_.held_bytes.query +
+               num_rows(keys) * options_.held_bytes.key;
     }
-    (balanced ? high : low) = limit;
-    high = std::min(high, best_.makespan);
   }
+  throw std::invalid_argument("options: servers: no plan keeps to the memory caps: " + rows +
+                              " take " + std::to_string(bytes) + " bytes in all, and server " +
+                              std::to_string(roomiest) + ", which has the largest cap, may hold " +
+                              std::to_string(static_cast<int64_t>(most)) +
+                              "; raise the caps or let more ranks serve");
 }
 
-Candidate Balancer::run() {
-  const double mean = mean_seconds(home_loads_);
-  const double seconds = mean * (1 + options_.tolerance);
-  if (best_.seconds <= seconds) return best_;
-  const double most_link = std::min(best_.makespan, options_.max_link_ratio * mean);
-  if (!balance_compute(seconds, most_link)) raise_limits(seconds);
-  return std::move(best_);
+// The least limit that is kept is looked for by growing steps, then between the last two.
+std::vector<Task> Balancer::run() {
+  double limit = total_ / speed_ * (1 + options_.tolerance);
+  if (is_valid_ && best_->slowest_seconds() <= limit) {  // whatever the links: keys have to travel
+    return merge_adjacent(pack_, options_, best_->tasks());
+  }
+  double failed = 0, kept = 0;
+  double step = kFirstStep;
+  for (int i = 0; i < kMaxAttempts && (!is_valid_ || makespan_ > limit); ++i) {
+    if (try_limit(limit)) {
+      kept = limit;
+      break;
+    }
+    failed = limit;
+    limit = std::min(limit * (1 + step), is_valid_ ? makespan_ : limit * 2);
+    step *= 3;
+  }
+  for (int i = 0; i < kMaxBisections && failed > 0; ++i) {
+    if (!is_valid_ || makespan_ <= failed * kCloseEnough) break;
+    limit = (failed + makespan_) / 2;
+    (try_limit(limit) ? kept : failed) = limit;
+  }
+  if (kept > 0) save_bytes(kept);
+  if (!is_valid_) try_without_limit();
+  return merge_adjacent(pack_, options_, best_->tasks());
 }
 
 }  // namespace
 
-Candidate balance(const Pack& pack, const PlanOptions& options, const std::vector<Task>& home) {
+std::vector<Task> balance(const Pack& pack, const PlanOptions& options, const Home& home) {
   return Balancer(pack, options, home).run();
 }
 

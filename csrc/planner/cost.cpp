@@ -1,6 +1,7 @@
 #include "cost.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -11,6 +12,13 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
+}
+
+// The same, fast for the powers of two that tiles are.
+int64_t num_tiles_up_to(int64_t position, int64_t tile) {
+  const uint64_t side = static_cast<uint64_t>(tile);
+  if ((side & (side - 1)) != 0) return ceil_div(position, tile);
+  return (position + tile - 1) >> std::countr_zero(side);
 }
 
 // Sum of 0 + 1 + ... + (count - 1).
@@ -36,8 +44,13 @@ int64_t floor_sum(int64_t count, int64_t first, int64_t step, int64_t divisor) {
 
 // Tiles with any visible pair: query tiles start at q.begin, key tiles at the first visible key.
 int64_t num_tiles(const Mask& mask, Range q, int64_t length, const CostModel& cost) {
+  const int64_t num_q_tiles = num_tiles_up_to(q.end - q.begin, cost.tile_q);
+  if (mask.window_left < 0 && mask.window_right == 0 && cost.tile_q == cost.tile_k) {
+    // Each query tile sees one key tile more than the one before it, up to the last, cut short.
+    return (num_q_tiles - 1) * num_tiles_up_to(q.begin, cost.tile_k) + triangle(num_q_tiles) +
+           num_tiles_up_to(q.end, cost.tile_k);
+  }
   const Range keys = keys_of(mask, q, length);
-  const int64_t num_q_tiles = ceil_div(q.end - q.begin, cost.tile_q);
   const int64_t widest = ceil_div(length - keys.begin, cost.tile_k);
 
   // Key tiles up to the last key of each query tile; the last query tile may be cut short.
@@ -145,9 +158,10 @@ double CostModel::seconds(const Mask& mask, Range q, int64_t length) const {
   const Range keys = keys_of(mask, q, length);
   const int64_t num_rows = q.end - q.begin;
   const int64_t num_keys = keys.end - keys.begin;
-  const double share = static_cast<double>(num_pairs(mask, q, length)) /
-                       (static_cast<double>(num_rows) * static_cast<double>(num_keys));
-  return interpolate(*this, num_rows, num_keys) * share;
+  const double share = static_cast<double>(num_tiles(mask, q, length, *this)) /
+                       (static_cast<double>(ceil_div(num_rows, tile_q)) *
+                        static_cast<double>(ceil_div(num_keys, tile_k)));
+  return seconds_per_task + (interpolate(*this, num_rows, num_keys) - seconds_per_task) * share;
 }
 
 void validate(const Mask& mask) {

@@ -1,6 +1,7 @@
 #include "layout.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -45,47 +46,64 @@ std::span<const Task> tasks_of(const Plan& plan, int64_t server) {
   return {first, last};
 }
 
-// For every document the rows that `rank` is home to, by position.
-std::vector<std::vector<HomeRun>> home_runs(const Pack& pack, int64_t rank) {
-  std::vector<std::vector<HomeRun>> runs(pack.documents.size());
-  for (size_t i = 0; i < runs.size(); ++i) {
-    for (const Segment& segment : pack.documents[i].segments) {
-      if (segment.rank == rank) runs[i].push_back({positions(segment), segment.row});
-    }
+// The rows that `rank` is home to, by document and position.
+struct HomeRuns {
+  std::vector<HomeRun> runs;
+  std::vector<int32_t> first;  // [documents + 1] index into runs
+
+  std::span<const HomeRun> of(int64_t document) const {
+    return {runs.data() + first[document],
+            static_cast<size_t>(first[document + 1] - first[document])};
   }
-  return runs;
+};
+
+HomeRuns home_runs(const Pack& pack, int64_t rank) {
+  HomeRuns home;
+  home.first.reserve(pack.documents.size() + 1);
+  home.first.push_back(0);
+  for (const Document& document : pack.documents) {
+    for (const Segment& segment : pack.segments_of(document)) {
+      if (segment.rank == rank) home.runs.push_back({positions(segment), segment.row});
+    }
+    home.first.push_back(static_cast<int32_t>(home.runs.size()));
+  }
+  return home;
 }
 
-// Appends the home rows of `range` to `index`; returns how many there are.
-int64_t append_home_rows(const std::vector<HomeRun>& runs, Range range,
-                         std::vector<int64_t>& index) {
-  const size_t before = index.size();
+// Appends the home rows of `range` to `sent`; returns how many there are.
+int64_t append_home_rows(std::span<const HomeRun> runs, Range range, std::vector<Run>& sent) {
+  int64_t num_sent = 0;
   auto run = std::partition_point(runs.begin(), runs.end(), [range](const HomeRun& run) {
     return run.positions.end <= range.begin;
   });
   for (; run != runs.end() && run->positions.begin < range.end; ++run) {
     const Range part = intersect(run->positions, range);
-    const size_t first = index.size();
-    index.resize(first + static_cast<size_t>(num_rows(part)));
-    std::iota(index.begin() + static_cast<std::ptrdiff_t>(first), index.end(),
-              run->row + part.begin - run->positions.begin);
+    sent.push_back({run->row + part.begin - run->positions.begin, num_rows(part)});
+    num_sent += num_rows(part);
   }
-  return static_cast<int64_t>(index.size() - before);
+  return num_sent;
 }
 
 void fill_sends(const Pack& pack, const Plan& plan, Layout& layout) {
-  const std::vector<std::vector<HomeRun>> runs = home_runs(pack, layout.rank);
-  for (int64_t peer = 0; peer < plan.num_ranks; ++peer) {
-    for (const Visit& visit : visits_of(pack, plan.mask, tasks_of(plan, peer))) {
-      const std::vector<HomeRun>& own = runs[visit.document];
-      if (own.empty()) continue;
+  const HomeRuns home = home_runs(pack, layout.rank);
+  const auto is_ours = [&](const Task& task) { return !home.of(task.document).empty(); };
+  std::vector<Task> ours;  // of documents that this rank holds a part of
+  std::copy_if(plan.tasks.begin(), plan.tasks.end(), std::back_inserter(ours), is_ours);
+  for (auto task = ours.begin(); task != ours.end();) {
+    const auto last = std::find_if(
+        task, ours.end(), [task](const Task& other) { return other.server != task->server; });
+    const int64_t peer = task->server;
+    for (const Visit& visit : visits_of(pack, plan.mask, {task, last})) {
       for (Range rows : visit.queries) {
-        layout.send_q_rows[peer] += append_home_rows(own, rows, layout.send_q_index);
+        layout.send_q_rows[peer] +=
+            append_home_rows(home.of(visit.document), rows, layout.send_q_runs);
       }
       for (Range keys : visit.keys.ranges()) {
-        layout.send_k_rows[peer] += append_home_rows(own, keys, layout.send_k_index);
+        layout.send_k_rows[peer] +=
+            append_home_rows(home.of(visit.document), keys, layout.send_k_runs);
       }
     }
+    task = last;
   }
 }
 
@@ -95,15 +113,16 @@ struct Arrival {
   int64_t num_rows;
 };
 
-void append_arrivals(const Document& document, Range range, std::vector<Arrival>& arrivals) {
-  for_each_segment(document, range, [&](const Segment& segment, Range part) {
+void append_arrivals(std::span<const Segment> segments, Range range,
+                     std::vector<Arrival>& arrivals) {
+  for_each_segment(segments, range, [&](const Segment& segment, Range part) {
     arrivals.push_back({segment.rank, num_rows(part)});
   });
 }
 
 // Counts rows by peer and gives every visiting row its received slot: by peer, then in order.
 void fill_receives(const std::vector<Arrival>& arrivals, std::vector<int64_t>& recv_rows,
-                   std::vector<int64_t>& slots) {
+                   std::vector<Run>& slots) {
   bool in_order = true;
   for (size_t i = 0; i < arrivals.size(); ++i) {
     recv_rows[arrivals[i].home] += arrivals[i].num_rows;
@@ -113,9 +132,7 @@ void fill_receives(const std::vector<Arrival>& arrivals, std::vector<int64_t>& r
   std::vector<int64_t> next(recv_rows.size());
   std::exclusive_scan(recv_rows.begin(), recv_rows.end(), next.begin(), int64_t{0});
   for (const Arrival& arrival : arrivals) {
-    const size_t first = slots.size();
-    slots.resize(first + static_cast<size_t>(arrival.num_rows));
-    std::iota(slots.begin() + static_cast<std::ptrdiff_t>(first), slots.end(), next[arrival.home]);
+    slots.push_back({next[arrival.home], arrival.num_rows});
     next[arrival.home] += arrival.num_rows;
   }
 }
@@ -124,7 +141,8 @@ void fill_home_tasks(const Pack& pack, const Plan& plan, Layout& layout) {
   for (const Task& task : tasks_of(plan, layout.rank)) {
     if (!is_home(pack, plan.mask, task)) continue;
     const Document& document = pack.documents[task.document];
-    const Segment& segment = *segment_at(document, task.q_begin);
+    const std::span<const Segment> segments = pack.segments_of(document);
+    const Segment& segment = segments[segment_at(segments, task.q_begin)];
     const Range keys = keys_of(plan.mask, queries(task), document.length);
     const int64_t row_of_first = segment.row - segment.start;
     layout.home_tasks.push_back({row_of_first + task.q_begin, num_rows(queries(task)),
@@ -181,12 +199,12 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank) {
   const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan, rank));
   std::vector<Arrival> q_arrivals, k_arrivals;
   for (const Visit& visit : visits) {
-    const Document& document = pack.documents[visit.document];
-    for (Range rows : visit.queries) append_arrivals(document, rows, q_arrivals);
-    for (Range keys : visit.keys.ranges()) append_arrivals(document, keys, k_arrivals);
+    const std::span<const Segment> segments = pack.segments_of(pack.documents[visit.document]);
+    for (Range rows : visit.queries) append_arrivals(segments, rows, q_arrivals);
+    for (Range keys : visit.keys.ranges()) append_arrivals(segments, keys, k_arrivals);
   }
-  fill_receives(q_arrivals, layout.recv_q_rows, layout.q_slot);
-  fill_receives(k_arrivals, layout.recv_k_rows, layout.k_slot);
+  fill_receives(q_arrivals, layout.recv_q_rows, layout.q_slot_runs);
+  fill_receives(k_arrivals, layout.recv_k_rows, layout.k_slot_runs);
   fill_home_tasks(pack, plan, layout);
   fill_visiting_tasks(pack, plan, visits, layout);
   return layout;

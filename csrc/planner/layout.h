@@ -17,6 +17,12 @@ struct PlacedTask {
   int64_t q_offset;
 };
 
+// Consecutive rows, or slots.
+struct Run {
+  int64_t first;
+  int64_t length;
+};
+
 // One rank's share of a plan.
 //
 // A home task has its query rows and all their keys in this rank's own rows, contiguous and in
@@ -36,10 +42,10 @@ struct Layout {
   std::vector<int64_t> send_q_rows, recv_q_rows;  // [num_ranks] rows to and from each peer
   std::vector<int64_t> send_k_rows, recv_k_rows;  // [num_ranks]
 
-  std::vector<int64_t> send_q_index, send_k_index;  // home row of each sent slot
+  std::vector<Run> send_q_runs, send_k_runs;  // home rows of the sent slots, in order
 
-  // Received slot of each visiting row; empty when slot i is visiting row i.
-  std::vector<int64_t> q_slot, k_slot;
+  // Received slots of the visiting rows, in order; empty when slot i is visiting row i.
+  std::vector<Run> q_slot_runs, k_slot_runs;
 
   std::vector<PlacedTask> home_tasks;      // by q_row; rows of this rank
   std::vector<PlacedTask> visiting_tasks;  // by q_row; visiting rows

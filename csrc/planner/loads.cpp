@@ -1,107 +1,83 @@
 #include "loads.h"
 
 #include <algorithm>
-#include <numeric>
-#include <utility>
-
-#include "ranges.h"
 
 namespace distca::planner {
-namespace {
 
-struct Holder {
-  int64_t server;
-  RangeSet keys;  // that its tasks of one document read
-};
-
-// Indices of tasks by document; within one, in plan order, so servers ascend.
-std::vector<size_t> by_document(const Pack& pack, std::span<const Task> tasks,
-                                std::vector<size_t>& first) {
-  first.assign(pack.documents.size() + 1, 0);
-  for (const Task& task : tasks) ++first[task.document + 1];
-  std::partial_sum(first.begin(), first.end(), first.begin());
-  std::vector<size_t> order(tasks.size());
-  std::vector<size_t> next(first.begin(), first.end() - 1);
-  for (size_t i = 0; i < tasks.size(); ++i) order[next[tasks[i].document]++] = i;
-  return order;
+void Traffic::send(int64_t home, int64_t server, int64_t num_bytes) {
+  if (home == server) return;
+  ranks_[home].bytes_out += num_bytes;
+  ranks_[server].bytes_in += num_bytes;
+  if (same_node(home, server)) return;
+  ranks_[home].node_bytes_out += num_bytes;
+  ranks_[server].node_bytes_in += num_bytes;
 }
 
-// Rows of all holders' keys that each segment supplies, its own rank's included: one sweep over
-// the sorted ends of the key ranges, however many holders there are.
-std::vector<int64_t> rows_read(const Document& document, const std::vector<Holder>& holders) {
-  std::vector<std::pair<int64_t, int64_t>> ends;  // position, change in the number of readers
-  for (const Holder& holder : holders) {
-    for (Range keys : holder.keys.ranges()) {
-      ends.emplace_back(keys.begin, 1);
-      ends.emplace_back(keys.end, -1);
-    }
+void Traffic::add(int64_t document, std::span<const Range> queries, int64_t server, int64_t times) {
+  const int64_t length = pack_.documents[document].length;
+  const std::span<const Segment> segments = pack_.segments_of(pack_.documents[document]);
+  if (segments.size() == 1 && segments[0].rank == server) return;
+  keys_.clear();
+  for (const Range rows : queries) {
+    const Range keys = keys_of(options_.mask, rows, length);
+    if (is_home(segments, rows, keys, server)) continue;
+    keys_.insert(keys);
+    ranks_[server].held_bytes += times * num_rows(rows) * options_.held_bytes.query;
+    for_each_segment(segments, rows, [&](const Segment& segment, Range part) {
+      send(segment.rank, server, times * num_rows(part) * options_.row_bytes.query);
+    });
   }
-  std::sort(ends.begin(), ends.end());
-  std::vector<int64_t> rows;
-  rows.reserve(document.segments.size());
-  int64_t num_readers = 0;
-  auto end = ends.begin();
-  for (const Segment& segment : document.segments) {
-    int64_t position = segment.start;
-    int64_t count = 0;
-    for (; end != ends.end() && end->first < segment.start + segment.length; ++end) {
-      count += num_readers * (end->first - position);
-      position = end->first;
-      num_readers += end->second;
-    }
-    rows.push_back(count + num_readers * (segment.start + segment.length - position));
-  }
-  return rows;
-}
-
-void add_keys(const Document& document, const std::vector<Holder>& holders, int64_t key_bytes,
-              std::vector<Load>& loads) {
-  const std::vector<int64_t> rows = rows_read(document, holders);
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const Segment& segment = document.segments[i];
-    const auto own =
-        std::lower_bound(holders.begin(), holders.end(), segment.rank,
-                         [](const Holder& holder, int64_t rank) { return holder.server < rank; });
-    const bool reads = own != holders.end() && own->server == segment.rank;
-    const int64_t own_rows = reads ? own->keys.num_shared(positions(segment)) : 0;
-    loads[segment.rank].bytes_out += (rows[i] - own_rows) * key_bytes;
-    loads[segment.rank].bytes_in -= own_rows * key_bytes;
-  }
-  for (const Holder& holder : holders) {
-    for (Range keys : holder.keys.ranges()) {
-      loads[holder.server].bytes_in += num_rows(keys) * key_bytes;
-    }
+  for (const Range keys : keys_.ranges()) {
+    ranks_[server].held_bytes += times * num_rows(keys) * options_.held_bytes.key;
+    for_each_segment(segments, keys, [&](const Segment& segment, Range part) {
+      send(segment.rank, server, times * num_rows(part) * options_.row_bytes.key);
+    });
   }
 }
 
-}  // namespace
+double link_seconds_in(const Load& load, const Links& links) {
+  const double inside = static_cast<double>(load.bytes_in - load.node_bytes_in);
+  return kOneWay * std::max(inside / links.bytes_per_second,
+                            static_cast<double>(load.node_bytes_in) / links.node_bytes_per_second);
+}
+
+double link_seconds(const Load& load, const Links& links) {
+  const double inside = static_cast<double>(load.bytes_out - load.node_bytes_out);
+  const double out =
+      kOneWay * std::max(inside / links.bytes_per_second,
+                         static_cast<double>(load.node_bytes_out) / links.node_bytes_per_second);
+  return std::max(link_seconds_in(load, links), out);
+}
 
 std::vector<Load> loads_of(const Pack& pack, const PlanOptions& options,
                            std::span<const Task> tasks) {
-  std::vector<Load> loads(pack.num_ranks);
-  std::vector<size_t> first;
-  const std::vector<size_t> order = by_document(pack, tasks, first);
-  std::vector<Holder> holders;
-  for (size_t i = 0; i < pack.documents.size(); ++i) {
-    const Document& document = pack.documents[i];
-    holders.clear();
-    for (size_t at = first[i]; at < first[i + 1]; ++at) {
-      const Task& task = tasks[order[at]];
-      const Range q = queries(task);
-      loads[task.server].seconds += options.cost.seconds(options.mask, q, document.length);
-      for_each_segment(document, q, [&](const Segment& segment, Range rows) {
-        if (segment.rank == task.server) return;
-        loads[segment.rank].bytes_out += num_rows(rows) * options.row_bytes.query;
-        loads[task.server].bytes_in += num_rows(rows) * options.row_bytes.query;
-      });
-      if (holders.empty() || holders.back().server != task.server) {
-        holders.push_back({task.server, {}});
-      }
-      holders.back().keys.insert(keys_of(options.mask, q, document.length));
+  Traffic traffic(pack, options);
+  std::vector<double> seconds(pack.num_ranks, 0.0);
+  std::vector<Range> rows;
+  for (auto task = tasks.begin(); task != tasks.end();) {
+    rows.clear();
+    const Task first = *task;
+    const int64_t length = pack.documents[first.document].length;
+    for (; task != tasks.end() && task->server == first.server && task->document == first.document;
+         ++task) {
+      rows.push_back(queries(*task));
+      seconds[first.server] += options.cost.seconds(options.mask, rows.back(), length);
     }
-    add_keys(document, holders, options.row_bytes.key, loads);
+    traffic.add(first.document, rows, first.server, 1);
+  }
+  std::vector<Load> loads;
+  loads.reserve(pack.num_ranks);
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    loads.push_back(traffic[rank]);
+    if (seconds[rank] > 0) loads.back().seconds = seconds[rank] / options.speed(rank);
   }
   return loads;
+}
+
+double makespan(const std::vector<Load>& loads, const Links& links) {
+  double most = 0;
+  for (const Load& load : loads) most = std::max({most, load.seconds, link_seconds(load, links)});
+  return most;
 }
 
 }  // namespace distca::planner

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 namespace distca::planner {
 namespace {
@@ -46,33 +47,44 @@ std::vector<PlacedPiece> place(std::span<const Piece> pieces, std::vector<int64_
     check(piece, static_cast<int64_t>(num_rows.size()));
     if (piece.length == 0) continue;
     int64_t& row = num_rows[piece.rank];
+    if (piece.length > std::numeric_limits<int64_t>::max() - row) {
+      reject(piece.document, "rank " + std::to_string(piece.rank) + " would hold " +
+                                 std::to_string(row) + " + " + std::to_string(piece.length) +
+                                 " tokens; expected a sum below 2^63");
+    }
     placed.push_back({piece.document, {piece.start, piece.length, piece.rank, row}});
     row += piece.length;
   }
-  std::stable_sort(placed.begin(), placed.end(), [](const PlacedPiece& a, const PlacedPiece& b) {
+  const auto precedes = [](const PlacedPiece& a, const PlacedPiece& b) {
     return std::tie(a.document, a.segment.start) < std::tie(b.document, b.segment.start);
-  });
+  };
+  if (!std::is_sorted(placed.begin(), placed.end(), precedes)) {
+    std::stable_sort(placed.begin(), placed.end(), precedes);
+  }
   return placed;
 }
 
-// Adds the segment after those before it, which it has to continue without overlap or gap.
-void append(Document& document, const Segment& segment) {
+// Adds the segment to the pack's last document, whose end it has to continue without overlap or
+// gap.
+void append(Pack& pack, const Segment& segment) {
+  Document& document = pack.documents.back();
   if (segment.start > document.length) {
     reject(document.id, "no rank holds positions [" + std::to_string(document.length) + ", " +
                             std::to_string(segment.start) + ") before " + to_string(segment));
   }
   if (segment.start < document.length) {
-    reject(document.id, to_string(segment) + " overlap " + to_string(document.segments.back()));
+    reject(document.id, to_string(segment) + " overlap " + to_string(pack.segments.back()));
   }
   document.length += segment.length;
-  if (!document.segments.empty()) {
-    Segment& last = document.segments.back();
+  if (document.num_segments > 0) {
+    Segment& last = pack.segments.back();
     if (last.rank == segment.rank && last.row + last.length == segment.row) {
       last.length += segment.length;
       return;
     }
   }
-  document.segments.push_back(segment);
+  pack.segments.push_back(segment);
+  ++document.num_segments;
 }
 
 }  // namespace
@@ -82,18 +94,31 @@ Pack make_pack(std::span<const Piece> pieces, int64_t num_ranks) {
     throw std::invalid_argument("num_ranks is " + std::to_string(num_ranks) +
                                 "; expected at least 1");
   }
-  Pack pack{num_ranks, std::vector<int64_t>(num_ranks, 0), {}};
-  for (const PlacedPiece& piece : place(pieces, pack.num_rows)) {
+  Pack pack{num_ranks, std::vector<int64_t>(num_ranks, 0), {}, {}};
+  const std::vector<PlacedPiece> placed = place(pieces, pack.num_rows);
+  pack.documents.reserve(placed.size());
+  pack.segments.reserve(placed.size());
+  for (const PlacedPiece& piece : placed) {
     if (pack.documents.empty() || pack.documents.back().id != piece.document) {
-      pack.documents.push_back({piece.document, 0, {}});
+      pack.documents.push_back({piece.document, 0, static_cast<int64_t>(pack.segments.size()), 0});
     }
-    append(pack.documents.back(), piece.segment);
+    append(pack, piece.segment);
   }
-  std::sort(pack.documents.begin(), pack.documents.end(), [](const Document& a, const Document& b) {
-    const Segment& first = a.segments.front();
-    const Segment& other = b.segments.front();
+  const auto precedes = [&pack](const Document& a, const Document& b) {
+    const Segment& first = pack.segments[a.first_segment];
+    const Segment& other = pack.segments[b.first_segment];
     return std::tie(first.rank, first.row) < std::tie(other.rank, other.row);
-  });
+  };
+  if (std::is_sorted(pack.documents.begin(), pack.documents.end(), precedes)) return pack;
+  std::sort(pack.documents.begin(), pack.documents.end(), precedes);
+  const std::vector<Segment> by_id = std::move(pack.segments);
+  pack.segments.clear();
+  pack.segments.reserve(by_id.size());
+  for (Document& document : pack.documents) {
+    const auto first = by_id.begin() + document.first_segment;
+    document.first_segment = static_cast<int64_t>(pack.segments.size());
+    pack.segments.insert(pack.segments.end(), first, first + document.num_segments);
+  }
   return pack;
 }
 

@@ -25,8 +25,9 @@ struct Segment {
 
 struct Document {
   int64_t id;
-  int64_t length;                 // tokens
-  std::vector<Segment> segments;  // by start; they tile [0, length) exactly
+  int64_t length;         // tokens
+  int64_t first_segment;  // index into Pack::segments
+  int64_t num_segments;
 };
 
 // Every token of a step: all documents and where their rows live.
@@ -34,6 +35,11 @@ struct Pack {
   int64_t num_ranks;
   std::vector<int64_t> num_rows;    // [num_ranks]
   std::vector<Document> documents;  // in order of (rank, row) of their first segment; none empty
+  std::vector<Segment> segments;    // by document, then start; each document's tile [0, length)
+
+  std::span<const Segment> segments_of(const Document& document) const {
+    return {segments.data() + document.first_segment, static_cast<size_t>(document.num_segments)};
+  }
 };
 
 // Throws std::invalid_argument naming document, rank and positions when pieces are negative, out of

@@ -2,15 +2,22 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 
+#include "assignment.h"
 #include "balancer.h"
+#include "loads.h"
 #include "ranges.h"
-#include "scheduler.h"
 
 namespace distca::planner {
 namespace {
+
+constexpr double kMaxTotal = 4e18;  // of sums in 64 bits
+constexpr int64_t kMaxLength = int64_t{1} << 31;
 
 [[noreturn]] void reject(const std::string& what) {
   throw std::invalid_argument("plan: " + what);
@@ -21,34 +28,96 @@ namespace {
   throw std::invalid_argument("options: " + field + " is " + value + "; expected " + expected);
 }
 
-void check(const PlanOptions& options) {
-  validate(options.mask);
-  validate(options.cost);
-  const RowBytes& bytes = options.row_bytes;
-  if (bytes.query < 0) reject("row_bytes.query", std::to_string(bytes.query), "0 or more");
-  if (bytes.key < 0) reject("row_bytes.key", std::to_string(bytes.key), "0 or more");
-  if (!(options.link_bytes_per_second > 0)) {
-    reject("link_bytes_per_second", std::to_string(options.link_bytes_per_second),
-           "a positive number");
+void check(const RowBytes& bytes, const std::string& name) {
+  if (bytes.query < 0) reject(name + ".query", std::to_string(bytes.query), "0 or more");
+  if (bytes.key < 0) reject(name + ".key", std::to_string(bytes.key), "0 or more");
+}
+
+void check(const Links& links) {
+  const std::string positive = "a positive number";
+  if (links.ranks_per_node < 1) {
+    reject("links.ranks_per_node", std::to_string(links.ranks_per_node), "at least 1");
   }
-  if (!(options.max_link_ratio > 0)) {
-    reject("max_link_ratio", std::to_string(options.max_link_ratio), "a positive number");
+  if (!(links.bytes_per_second > 0)) {
+    reject("links.bytes_per_second", std::to_string(links.bytes_per_second), positive);
   }
-  if (!(options.tolerance >= 0) || !std::isfinite(options.tolerance)) {
-    reject("tolerance", std::to_string(options.tolerance), "0 or a positive number");
+  if (!(links.node_bytes_per_second > 0)) {
+    reject("links.node_bytes_per_second", std::to_string(links.node_bytes_per_second), positive);
   }
 }
 
+void check(const std::vector<Server>& servers, int64_t num_ranks) {
+  if (servers.empty()) return;
+  if (static_cast<int64_t>(servers.size()) != num_ranks) {
+    reject("servers", std::to_string(servers.size()) + " entries",
+           "one for each of " + std::to_string(num_ranks) + " ranks, or none");
+  }
+  for (size_t i = 0; i < servers.size(); ++i) {
+    const std::string name = "servers[" + std::to_string(i) + "].";
+    if (!(servers[i].speed >= 0) || !std::isfinite(servers[i].speed)) {
+      reject(name + "speed", std::to_string(servers[i].speed), "0 or a positive number");
+    }
+    if (!(servers[i].cap_bytes >= 0)) {
+      reject(name + "cap_bytes", std::to_string(servers[i].cap_bytes), "0 or more");
+    }
+  }
+  const bool any = std::any_of(servers.begin(), servers.end(),
+                               [](const Server& server) { return server.speed > 0; });
+  if (!any) reject("servers", "without any speed above 0", "at least one that computes");
+}
+
+// Keeps every count of pairs and bytes below 2^62.
+void check_size(const Pack& pack, const PlanOptions& options) {
+  double tokens = 0;
+  for (const Document& document : pack.documents) {
+    if (document.length > kMaxLength) {
+      reject("document " + std::to_string(document.id) + " has " + std::to_string(document.length) +
+             " tokens; expected at most 2^31");
+    }
+    tokens += static_cast<double>(document.length);
+  }
+  const double ranks = static_cast<double>(pack.num_ranks);
+  for (const RowBytes& bytes : {options.row_bytes, options.held_bytes}) {
+    const double most = static_cast<double>(bytes.query) + static_cast<double>(bytes.key) * ranks;
+    if (tokens * most > kMaxTotal) {
+      reject("row_bytes",
+             std::to_string(bytes.query) + " a query and " + std::to_string(bytes.key) + " a key",
+             "less than 4e18 bytes for all " + std::to_string(tokens) + " tokens together");
+    }
+  }
+}
+
+void check(const Pack& pack, const PlanOptions& options) {
+  validate(options.mask);
+  validate(options.cost);
+  check(options.row_bytes, "row_bytes");
+  check(options.held_bytes, "held_bytes");
+  check(options.links);
+  check(options.servers, pack.num_ranks);
+  if (!(options.tolerance >= 0) || !std::isfinite(options.tolerance)) {
+    reject("tolerance", std::to_string(options.tolerance), "0 or a positive number");
+  }
+  check_size(pack, options);
+}
+
+// Words go to four chains in turn, which a processor works on side by side.
 class Digest {
  public:
-  void add(int64_t value) {
-    hash_ = (hash_ ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15u;
-    hash_ ^= hash_ >> 32;
+  void add(int64_t word) { mix(chains_[num_words_++ % 4], static_cast<uint64_t>(word)); }
+  uint64_t value() const {
+    uint64_t hash = num_words_;
+    for (const uint64_t chain : chains_) mix(hash, chain);
+    return hash;
   }
-  uint64_t value() const { return hash_; }
 
  private:
-  uint64_t hash_ = 0xcbf29ce484222325u;
+  static void mix(uint64_t& hash, uint64_t word) {
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+    hash ^= hash >> 32;
+  }
+
+  uint64_t chains_[4] = {0xcbf29ce484222325u, 1, 2, 3};
+  uint64_t num_words_ = 0;
 };
 
 std::string to_string(const Task& task) {
@@ -71,15 +140,32 @@ void check_range(const Task& task, const Pack& pack) {
   }
 }
 
-// Every document's queries, by position, have to follow one another from 0 to its length.
-void check_cover(std::vector<Task> tasks, const Pack& pack) {
-  std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
+// Tasks by document, then position.
+std::vector<Task> by_document(const std::vector<Task>& tasks, size_t num_documents) {
+  std::vector<int64_t> next(num_documents + 1, 0);
+  for (const Task& task : tasks) ++next[task.document + 1];
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  std::vector<Task> sorted(tasks.size());
+  for (const Task& task : tasks) sorted[next[task.document]++] = task;
+  const auto precedes = [](const Task& a, const Task& b) {
     return std::tie(a.document, a.q_begin) < std::tie(b.document, b.q_begin);
-  });
-  auto task = tasks.begin();
+  };
+  for (auto first = sorted.begin(); first != sorted.end();) {
+    auto last = first + 1;
+    while (last != sorted.end() && last->document == first->document) ++last;
+    if (last - first > 1) std::sort(first, last, precedes);
+    first = last;
+  }
+  return sorted;
+}
+
+// Every document's queries, by position, have to follow one another from 0 to its length.
+void check_cover(const std::vector<Task>& tasks, const Pack& pack) {
+  const std::vector<Task> sorted = by_document(tasks, pack.documents.size());
+  auto task = sorted.begin();
   for (size_t i = 0; i < pack.documents.size(); ++i) {
     int64_t covered = 0;
-    for (; task != tasks.end() && task->document == static_cast<int64_t>(i); ++task) {
+    for (; task != sorted.end() && task->document == static_cast<int64_t>(i); ++task) {
       if (task->q_begin != covered) {
         reject(to_string(*task) + ": queries before it are computed up to " +
                std::to_string(covered) + "; every query is computed once");
@@ -96,13 +182,13 @@ void check_cover(std::vector<Task> tasks, const Pack& pack) {
 }  // namespace
 
 Plan make_plan(const Pack& pack, const PlanOptions& options) {
-  check(options);
-  const std::vector<Task> home = home_cut(pack);
-  Candidate chosen = balance(pack, options, home);
-  Plan plan{pack.num_ranks, options.mask, std::move(chosen.tasks), std::move(chosen.loads), 0};
-  for (const Task& task : home) {
-    plan.loads[task.server].seconds_home +=
-        options.cost.seconds(options.mask, queries(task), pack.documents[task.document].length);
+  check(pack, options);
+  const Home home(pack, options);
+  Plan plan{pack.num_ranks, options.mask, balance(pack, options, home), {}, 0};
+  plan.loads = loads_of(pack, options, plan.tasks);
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    const double speed = options.speed(rank);
+    plan.loads[rank].seconds_home = home.seconds[rank] / (speed > 0 ? speed : 1.0);
   }
   plan.digest = digest_of(pack, plan.mask, plan.tasks);
   return plan;
@@ -138,8 +224,8 @@ uint64_t digest_of(const Pack& pack, const Mask& mask, std::span<const Task> tas
   for (const Document& document : pack.documents) {
     digest.add(document.id);
     digest.add(document.length);
-    digest.add(static_cast<int64_t>(document.segments.size()));
-    for (const Segment& segment : document.segments) {
+    digest.add(document.num_segments);
+    for (const Segment& segment : pack.segments_of(document)) {
       for (int64_t value : {segment.start, segment.length, segment.rank, segment.row}) {
         digest.add(value);
       }

@@ -24,25 +24,44 @@ struct RowBytes {
   int64_t key = 0;    // k, v twice out; dk, dv back
 };
 
+// A rank that computes tasks.
+struct Server {
+  double speed = 1;  // CostModel's seconds are those of speed 1; 0 serves nothing
+  double cap_bytes = std::numeric_limits<double>::infinity();  // of visiting rows, one layer
+};
+
+// Two links of each rank, one direction: both carry at once.
+struct Links {
+  int64_t ranks_per_node = std::numeric_limits<int64_t>::max();  // consecutive ranks
+  double bytes_per_second = 200e9;                               // to ranks of the same node
+  double node_bytes_per_second = 200e9;                          // to ranks of other nodes
+};
+
 struct PlanOptions {
   Mask mask;
   CostModel cost;
   RowBytes row_bytes;
-  double link_bytes_per_second = 200e9;  // one direction, per rank
-  double tolerance = 0.02;  // excess of the slowest server's seconds over the mean to be left alone
+  RowBytes held_bytes;          // what a visiting row occupies on its server
+  std::vector<Server> servers;  // [num_ranks], or empty: all of speed 1 without a cap
+  Links links;
+  // Excess of the slowest server's seconds, or link's, over the mean compute to be left alone.
+  double tolerance = 0.01;
 
-  // Compute is balanced first while no rank sends or receives for longer than this many times the
-  // mean compute, nor than the slowest rank would compute if nothing moved. Beyond that compute and
-  // links are weighed alike: 1 gives the plan whose slowest compute or link is fastest.
-  double max_link_ratio = std::numeric_limits<double>::infinity();
+  double speed(int64_t rank) const { return servers.empty() ? 1.0 : servers[rank].speed; }
+  double cap_bytes(int64_t rank) const {
+    return servers.empty() ? std::numeric_limits<double>::infinity() : servers[rank].cap_bytes;
+  }
 };
 
 // What one rank computes and moves under a plan.
 struct Load {
-  double seconds_home = 0;  // attention of its own tokens, nothing moved
-  double seconds = 0;       // attention of the tasks it serves
+  double seconds_home = 0;  // attention of its own tokens, at its own speed, or at 1 if that is 0
+  double seconds = 0;       // attention of the tasks it serves, at its speed
   int64_t bytes_out = 0;    // RowBytes of its rows on other servers, whichever way they travel
   int64_t bytes_in = 0;     // RowBytes of other homes' rows here
+  int64_t node_bytes_out = 0;  // part of bytes_out that goes to other nodes
+  int64_t node_bytes_in = 0;   // part of bytes_in that comes from other nodes
+  int64_t held_bytes = 0;      // of all visiting rows, its own among them: they arrive as well
 };
 
 // Tasks of a step for all ranks: pure data, equal on every rank.
@@ -54,7 +73,9 @@ struct Plan {
   uint64_t digest = 0;      // of pack, mask and tasks
 };
 
-// Deterministic: equal inputs give equal plans on every rank and machine of one build.
+// Deterministic: equal inputs give equal plans on every rank and machine of one build. Throws
+// std::invalid_argument for bad options, naming server and bytes where no plan within the memory
+// caps is found.
 Plan make_plan(const Pack& pack, const PlanOptions& options);
 
 // Throws std::invalid_argument unless every query row of every document is covered exactly once by

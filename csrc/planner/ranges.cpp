@@ -28,19 +28,4 @@ int64_t RangeSet::num_shared(Range range) const {
   return count;
 }
 
-std::vector<Segment>::const_iterator segment_at(const Document& document, int64_t position) {
-  return std::partition_point(
-      document.segments.begin(), document.segments.end(),
-      [position](const Segment& segment) { return segment.start + segment.length <= position; });
-}
-
-bool is_home(const Pack& pack, const Mask& mask, const Task& task) {
-  const Document& document = pack.documents[task.document];
-  const Segment& segment = *segment_at(document, task.q_begin);
-  if (segment.rank != task.server) return false;
-  const Range rows = positions(segment);
-  const Range keys = keys_of(mask, queries(task), document.length);  // the queries' own included
-  return keys.begin >= rows.begin && keys.end <= rows.end;
-}
-
 }  // namespace distca::planner

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -38,6 +39,7 @@ inline bool in_plan_order(const Task& a, const Task& b) {
 class RangeSet {
  public:
   void insert(Range range);
+  void clear() { ranges_.clear(); }
   int64_t num_shared(Range range) const;
   const std::vector<Range>& ranges() const { return ranges_; }
 
@@ -45,19 +47,35 @@ class RangeSet {
   std::vector<Range> ranges_;
 };
 
-// First segment of `document` that ends after `position`.
-std::vector<Segment>::const_iterator segment_at(const Document& document, int64_t position);
+// Index of the first segment that ends after `position`.
+inline size_t segment_at(std::span<const Segment> segments, int64_t position) {
+  if (segments.size() == 1) return 0;
+  const auto at = std::partition_point(
+      segments.begin(), segments.end(),
+      [position](const Segment& segment) { return segment.start + segment.length <= position; });
+  return static_cast<size_t>(at - segments.begin());
+}
 
 // Calls visit(segment, positions) for every part of `range` that one segment holds, in order.
 template <typename Visit>
-void for_each_segment(const Document& document, Range range, Visit visit) {
-  auto segment = segment_at(document, range.begin);
-  for (; segment != document.segments.end() && segment->start < range.end; ++segment) {
-    visit(*segment, intersect(positions(*segment), range));
+void for_each_segment(std::span<const Segment> segments, Range range, Visit visit) {
+  for (size_t i = segment_at(segments, range.begin); i < segments.size(); ++i) {
+    if (segments[i].start >= range.end) break;
+    visit(segments[i], intersect(positions(segments[i]), range));
   }
 }
 
 // A home task has its query rows and all their keys in one segment of its server.
-bool is_home(const Pack& pack, const Mask& mask, const Task& task);
+inline bool is_home(std::span<const Segment> segments, Range rows, Range keys, int64_t server) {
+  const Segment& segment = segments[segment_at(segments, rows.begin)];
+  return segment.rank == server && keys.begin >= segment.start &&
+         keys.end <= segment.start + segment.length;  // keys include the queries' own positions
+}
+
+inline bool is_home(const Pack& pack, const Mask& mask, const Task& task) {
+  const Document& document = pack.documents[task.document];
+  return is_home(pack.segments_of(document), queries(task),
+                 keys_of(mask, queries(task), document.length), task.server);
+}
 
 }  // namespace distca::planner

@@ -1,195 +1,209 @@
 #include "scheduler.h"
 
 #include <algorithm>
-#include <array>
+#include <map>
 #include <optional>
-#include <tuple>
+#include <set>
 #include <utility>
+#include <vector>
 
-#include "assignment.h"
+#include "group.h"
 
 namespace distca::planner {
 namespace {
 
-constexpr size_t kMaxReceivers = 32;   // tried per move before the donor is given up
-constexpr double kLeastRelief = 1e-4;  // of the limit; less is not worth a task
-constexpr size_t kNumNear = 3;         // items tried on either side of the ideal size
+// Of a node's limit: what its ranks need to be balanced among themselves, since tiles do not
+// divide.
+constexpr double kNodeSlack = 0.004;
+constexpr size_t kMaxNodes = 8;  // receiving nodes tried per move
 
-enum class Side { kHead, kTail };
-
-// One end of an item, in steps of `grain` rows.
-struct End {
-  const Item& item;
-  Side side;
-  int64_t grain;
-
-  int64_t num_grains() const { return (num_rows(item.rows) + grain - 1) / grain; }
-  int64_t boundary(int64_t count) const {
-    const int64_t from_begin = side == Side::kHead ? count : num_grains() - count;
-    return std::min(item.rows.end, item.rows.begin + from_begin * grain);
-  }
-  Range slice(int64_t count) const {
-    return side == Side::kHead ? Range{item.rows.begin, boundary(count)}
-                               : Range{boundary(count), item.rows.end};
-  }
-  Range rest(int64_t count) const {
-    return side == Side::kHead ? Range{boundary(count), item.rows.end}
-                               : Range{item.rows.begin, boundary(count)};
-  }
-};
-
-// The least count in (low, high] for which `holds`, given that it stays true once true; `high` if
-// there is none.
-template <typename Predicate>
-int64_t first_true(int64_t low, int64_t high, Predicate holds) {
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    (holds(middle) ? high : low) = middle;
-  }
-  return high;
-}
-
-bool better(const Move& a, const Move& b, Preference preference) {
-  const double bytes_a = static_cast<double>(a.bytes) * b.relief;  // per second moved, once both
-  const double bytes_b = static_cast<double>(b.bytes) * a.relief;  // are divided by both reliefs
-  if (preference == Preference::kFewBytes) {
-    return std::tie(bytes_a, b.relief) < std::tie(bytes_b, a.relief);
-  }
-  return std::tie(b.relief, bytes_a) < std::tie(a.relief, bytes_b);
-}
-
-class Search {
+// Moves what nodes have too much of between nodes. A rank gives to another node whatever it has,
+// also when it is not above the limit itself: its own node's ranks fill it up again.
+class Nodes {
  public:
-  Search(Assignment& assignment, int64_t donor, int64_t grain, double least_relief,
-         Preference preference)
-      : assignment_(assignment),
-        donor_(donor),
-        grain_(grain),
-        least_relief_(least_relief),
-        preference_(preference) {}
+  Nodes(Assignment& assignment, const Pack& pack, const PlanOptions& options, const Prices& prices);
 
-  // The preferred move to the roomiest server that can take any, or to one that has its keys.
-  std::optional<Move> run();
+  void run();
 
  private:
-  std::vector<size_t> candidates(int64_t receiver) const;
-  void consider(int64_t receiver, size_t item);
-  void consider_holders(size_t item);
-  std::optional<Move> cut(int64_t receiver, size_t item, Side side);
+  using Order = std::set<std::pair<double, int64_t>>;
+
+  Range ranks_of(int64_t node) const;
+  void list(int64_t node);
+  std::vector<double> rooms_for(double surplus) const;
+  std::optional<Move> next_move(int64_t node);
+  std::optional<Move> next_move(int64_t donor, double surplus);
+  void apply(const Move& move);
 
   Assignment& assignment_;
-  const int64_t donor_;
-  const int64_t grain_;        // rows between cuts
-  const double least_relief_;  // seconds
-  const Preference preference_;
-  std::optional<Move> best_;
+  const Pack& pack_;
+  const PlanOptions& options_;
+  const Prices& prices_;
+  std::vector<double> surplus_;  // [nodes] seconds at speed 1
+  std::vector<char> is_spent_;   // [ranks] whether the rank can give no more to other nodes
+  Order donors_;                 // nodes by falling surplus
+  Order receivers_;              // nodes by rising room
+  std::map<int64_t, Cutter> cutters_;
 };
 
-std::optional<Move> Search::run() {
-  size_t num_tried = 0;
-  for (const auto& [room, receiver] : assignment_.receivers()) {
-    if (num_tried++ == kMaxReceivers) break;
-    for (const size_t item : candidates(receiver)) {
-      consider(receiver, item);
-      consider_holders(item);
+Nodes::Nodes(Assignment& assignment, const Pack& pack, const PlanOptions& options,
+             const Prices& prices)
+    : assignment_(assignment),
+      pack_(pack),
+      options_(options),
+      prices_(prices),
+      is_spent_(pack.num_ranks, 0) {
+  const int64_t size = options.links.ranks_per_node;
+  for (int64_t node = 0; node < (pack.num_ranks + size - 1) / size; ++node) {
+    double surplus = 0;
+    const Range ranks = ranks_of(node);
+    for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
+      surplus += assignment.seconds(rank) - assignment.limit(rank) * (1 - kNodeSlack);
     }
-    if (best_) break;
-  }
-  return best_;
-}
-
-// The dearest items and those near twice the seconds to move: bytes per second moved are least
-// when a tail of about half an item's seconds is cut off.
-std::vector<size_t> Search::candidates(int64_t receiver) const {
-  const std::vector<Item>& own = assignment_.server(donor_).own;
-  const double wanted = std::min(assignment_.surplus(donor_), assignment_.room(receiver));
-  const auto ideal = std::partition_point(
-      own.begin(), own.end(), [wanted](const Item& item) { return item.seconds > 2 * wanted; });
-  const size_t near = static_cast<size_t>(ideal - own.begin());
-  const size_t first = near < kNumNear ? 0 : near - kNumNear;
-  std::vector<size_t> chosen;
-  for (size_t i = 0; i < std::min<size_t>(2, first); ++i) chosen.push_back(i);
-  for (size_t i = first; i < std::min(near + kNumNear, own.size()); ++i) chosen.push_back(i);
-  return chosen;
-}
-
-void Search::consider(int64_t receiver, size_t item) {
-  for (Side side : {Side::kHead, Side::kTail}) {
-    const std::optional<Move> move = cut(receiver, item, side);
-    if (move && (!best_ || better(*move, *best_, preference_))) best_ = move;
+    surplus_.push_back(surplus);
+    list(node);
   }
 }
 
-// The two servers with most room among those that have keys of the item's document already.
-void Search::consider_holders(size_t item) {
-  std::array<std::pair<double, int64_t>, 2> roomiest{{{least_relief_, -1}, {least_relief_, -1}}};
-  for (const Holder& holder : assignment_.holders(assignment_.server(donor_).own[item].document)) {
-    std::pair<double, int64_t> entry{assignment_.room(holder.server), holder.server};
-    if (entry.first > roomiest[0].first) std::swap(entry, roomiest[0]);
-    if (entry.first > roomiest[1].first) std::swap(entry, roomiest[1]);
-  }
-  for (const auto& [room, server] : roomiest) {
-    if (server >= 0) consider(server, item);
+Range Nodes::ranks_of(int64_t node) const {
+  const int64_t size = options_.links.ranks_per_node;
+  return {node * size, std::min(pack_.num_ranks, (node + 1) * size)};
+}
+
+void Nodes::list(int64_t node) {
+  if (surplus_[node] > 0) {
+    donors_.emplace(-surplus_[node], node);
+  } else {
+    receivers_.emplace(-surplus_[node], node);
   }
 }
 
-// The smallest slice that brings the donor within the limit or, when the receiver has no place for
-// it, the largest that fits.
-std::optional<Move> Search::cut(int64_t receiver, size_t index, Side side) {
-  const Item& item = assignment_.server(donor_).own[index];
-  const End end{item, side, grain_};
-  const auto fits = [&](int64_t count) {
-    return assignment_.fits(item, end.slice(count), donor_, receiver);
-  };
-  const auto relief = [&](int64_t count) {
-    return item.seconds - assignment_.seconds(item.document, end.rest(count));
-  };
-  if (!fits(1)) return std::nullopt;
-  const double surplus = assignment_.surplus(donor_);
-  int64_t count = first_true(0, end.num_grains(), [&](int64_t c) { return relief(c) >= surplus; });
-  if (!fits(count)) count = first_true(1, count, [&](int64_t c) { return !fits(c); }) - 1;
+std::vector<double> Nodes::rooms_for(double surplus) const {
+  std::vector<double> rooms;
+  for (auto at = receivers_.rbegin(); at != receivers_.rend() && surplus > 0; ++at) {
+    rooms.push_back(at->first / static_cast<double>(num_rows(ranks_of(at->second))));
+    surplus -= rooms.back();
+  }
+  return rooms;
+}
 
-  const Range slice = end.slice(count);
-  const int64_t bytes = assignment_.bytes_of(item.document, slice, receiver);
-  const Move move{donor_, receiver, index, slice, end.rest(count), relief(count), bytes};
-  if (move.relief < least_relief_ || !assignment_.key_homes_fit(move)) return std::nullopt;
-  return move;
+// To the roomiest rank of the node whose room is just enough, or of the roomiest.
+std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
+  auto cutter = cutters_.find(donor);
+  if (cutter == cutters_.end()) {
+    const std::vector<double> rooms = rooms_for(surplus);
+    cutter = cutters_.emplace(donor, Cutter(assignment_, options_, prices_, donor, rooms)).first;
+  }
+  std::vector<std::pair<double, int64_t>> nodes;
+  const auto enough = receivers_.lower_bound({surplus, -1});
+  for (auto at = enough; at != receivers_.end() && nodes.size() < kMaxNodes; ++at) {
+    nodes.push_back(*at);
+  }
+  for (auto at = enough; at != receivers_.begin() && nodes.size() < 2 * kMaxNodes;) {
+    nodes.push_back(*--at);
+  }
+  for (const auto& [node_room, node] : nodes) {
+    const Range ranks = ranks_of(node);
+    int64_t receiver = ranks.begin;
+    for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
+      if (assignment_.room(rank) > assignment_.room(receiver)) receiver = rank;
+    }
+    const Wish wish{receiver, surplus, std::min(node_room, -assignment_.surplus(receiver)), true};
+    if (wish.room <= 0) continue;
+    if (auto move = cutter->second.best_slice(wish, options_.cost.tile_q)) return move;
+  }
+  return std::nullopt;
+}
+
+// Off the rank that has most above its limit, or that is least below it.
+std::optional<Move> Nodes::next_move(int64_t node) {
+  const Range ranks = ranks_of(node);
+  while (true) {
+    int64_t donor = -1;
+    for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
+      if (is_spent_[rank] || assignment_.own(rank).empty()) continue;
+      if (donor < 0 || assignment_.surplus(rank) > assignment_.surplus(donor)) donor = rank;
+    }
+    if (donor < 0) return std::nullopt;
+    if (auto move = next_move(donor, surplus_[node])) return move;
+    is_spent_[donor] = 1;
+  }
+}
+
+void Nodes::apply(const Move& move) {
+  const int64_t size = options_.links.ranks_per_node;
+  const int64_t from = move.donor / size, to = move.receiver / size;
+  donors_.erase({-surplus_[from], from});
+  receivers_.erase({-surplus_[to], to});
+  const int64_t document = assignment_.own(move.donor)[move.share].document;
+  assignment_.apply(move);
+  cutters_.at(move.donor).remember(document);
+  surplus_[from] -= move.relief;
+  surplus_[to] += move.seconds;
+  list(from);
+  list(to);
+}
+
+void Nodes::run() {
+  while (!donors_.empty() && !receivers_.empty()) {
+    const std::optional<Move> move = next_move(donors_.begin()->second);
+    if (move) {
+      apply(*move);
+    } else {
+      donors_.erase(donors_.begin());
+    }
+  }
+}
+
+// Gives rows that visit their own home, because their keys lie elsewhere, to the servers with most
+// memory left until the rank's cap is kept.
+void relieve_memory(Assignment& assignment, const Pack& pack, const PlanOptions& options,
+                    const Prices& prices, int64_t donor) {
+  std::vector<std::pair<double, int64_t>> receivers;
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    const double left =
+        options.cap_bytes(rank) - static_cast<double>(assignment.load(rank).held_bytes);
+    if (rank != donor && options.speed(rank) > 0 && left > 0) receivers.emplace_back(-left, rank);
+  }
+  std::sort(receivers.begin(), receivers.end());
+  Cutter cutter(assignment, options, prices, donor, {});
+  for (const auto& [_, receiver] : receivers) {
+    for (size_t i = 0; i < assignment.own(donor).size() && assignment.is_over_cap(donor);) {
+      const Share share = assignment.own(donor)[i];
+      const Document& document = pack.documents[share.document];
+      const Range keys = keys_of(options.mask, share.rows, document.length);
+      std::optional<Move> move;
+      if (!is_home(pack.segments_of(document), share.rows, keys, donor)) {
+        move = cutter.first_rows({receiver, share.seconds, share.seconds}, i, options.cost.tile_q);
+      }
+      if (move) {
+        assignment.apply(*move);
+        i = 0;
+      } else {
+        ++i;
+      }
+    }
+  }
 }
 
 }  // namespace
 
-std::vector<Task> home_cut(const Pack& pack) {
-  std::vector<Task> tasks;
-  for (size_t i = 0; i < pack.documents.size(); ++i) {
-    for (const Segment& segment : pack.documents[i].segments) {
-      const Range rows = positions(segment);
-      tasks.push_back({static_cast<int64_t>(i), rows.begin, rows.end, segment.rank});
+bool schedule(Assignment& assignment, const Pack& pack, const PlanOptions& options,
+              const Prices& prices, const Style& style) {
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    if (assignment.is_over_cap(rank)) relieve_memory(assignment, pack, options, prices, rank);
+  }
+  const Range all{0, pack.num_ranks};
+  const Links& links = options.links;
+  if (links.ranks_per_node < pack.num_ranks &&
+      links.node_bytes_per_second < links.bytes_per_second) {
+    Nodes(assignment, pack, options, prices).run();
+    for (int64_t first = 0; first < pack.num_ranks; first += links.ranks_per_node) {
+      const Range ranks{first, std::min(pack.num_ranks, first + links.ranks_per_node)};
+      Group(assignment, options, prices, style, ranks).run();
     }
   }
-  std::sort(tasks.begin(), tasks.end(), in_plan_order);
-  return tasks;
-}
-
-Schedule schedule(const Pack& pack, const PlanOptions& options, const std::vector<Task>& home,
-                  const std::vector<Load>& home_loads, const Limits& limits,
-                  Preference preference) {
-  const double least_relief = kLeastRelief * limits.seconds;
-  Assignment assignment(pack, options, limits, home, home_loads);
-  bool balanced = true;
-  while (!assignment.donors().empty()) {
-    const int64_t donor = assignment.donors().begin()->second;
-    std::optional<Move> move;
-    for (const int64_t grain : {options.cost.tile_q, int64_t{1}}) {
-      if (!move) move = Search(assignment, donor, grain, least_relief, preference).run();
-    }
-    if (move) {
-      assignment.apply(*move);
-    } else {
-      assignment.retire(donor);
-      balanced = false;
-    }
-  }
-  return {assignment.tasks(), balanced};
+  return Group(assignment, options, prices, style, all).run();
 }
 
 }  // namespace distca::planner

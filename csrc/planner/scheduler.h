@@ -1,31 +1,23 @@
 #pragma once
 
-#include <vector>
-
-#include "plan.h"
+#include "assignment.h"
+#include "slices.h"
 
 namespace distca::planner {
 
-// Every segment computed where its rows live, in plan order.
-std::vector<Task> home_cut(const Pack& pack);
-
-struct Schedule {
-  std::vector<Task> tasks;  // by (server, document, q_begin)
-  bool balanced = false;    // every server's seconds are within Limits::seconds
+// Ways to pair donors and receivers. None is best for all steps; where ranks are few, several are
+// tried.
+struct Style {
+  int num_roomiest = 8;     // receivers of which the one that a slice fills best gets it
+  bool takes_turns = true;  // donors give by turns, so that all get large rooms for dear rows
+  bool is_fair = true;      // no receiver gets more bytes than its room is worth
 };
 
-// What a move is chosen for: few bytes for the seconds moved, or many seconds moved at once, which
-// leaves less room unused where work divides badly.
-enum class Preference { kFewBytes, kFullServers };
-
-struct Limits {
-  double seconds;       // of compute, per server
-  double link_seconds;  // of ingress and of egress, per server
-};
-
-// Moves work off the servers above the limit to servers and over links that stay within theirs.
-// `home` and `home_loads` are the home cut and its loads.
-Schedule schedule(const Pack& pack, const PlanOptions& options, const std::vector<Task>& home,
-                  const std::vector<Load>& home_loads, const Limits& limits, Preference preference);
+// Moves work off the servers above the assignment's limit to servers and over links that stay
+// within it, and visiting rows off servers above their memory cap. What a node has too much of goes
+// to other nodes first, then each node balances its own ranks. Returns whether all are within their
+// limits.
+bool schedule(Assignment& assignment, const Pack& pack, const PlanOptions& options,
+              const Prices& prices, const Style& style);
 
 }  // namespace distca::planner

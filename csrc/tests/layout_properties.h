@@ -25,15 +25,6 @@ struct ServerRows {
   std::vector<PlacedTask> home_tasks, visiting_tasks;
 };
 
-// Whether the keys, among them the queries themselves, are consecutive rows of the server.
-inline bool in_place(const std::vector<Home>& rows, Range keys, int64_t server) {
-  for (int64_t key = keys.begin; key < keys.end; ++key) {
-    if (rows[key].rank != server) return false;
-    if (rows[key].row != rows[keys.begin].row + key - keys.begin) return false;
-  }
-  return true;
-}
-
 inline std::vector<ServerRows> server_rows(const Pack& pack, const Plan& plan, const Homes& homes) {
   std::vector<ServerRows> servers(plan.num_ranks);
   for_each_visit(plan.tasks, [&](auto first, auto last) {
@@ -73,20 +64,33 @@ inline std::vector<ServerRows> server_rows(const Pack& pack, const Plan& plan, c
   return servers;
 }
 
+// Row by row what runs hold; of runs that make no sense, the beginning.
+inline std::vector<int64_t> rows_of(const std::vector<Run>& runs) {
+  constexpr size_t kMostRows = 1 << 20;
+  std::vector<int64_t> rows;
+  for (const Run& run : runs) {
+    for (int64_t i = 0; i < run.length && rows.size() < kMostRows; ++i) {
+      rows.push_back(run.first + i);
+    }
+  }
+  return rows;
+}
+
 // The tables that bring queries, or keys, to their servers and what becomes of them home.
 struct RouteTables {
   std::vector<int64_t> Layout::*send_rows;
   std::vector<int64_t> Layout::*recv_rows;
-  std::vector<int64_t> Layout::*index;
-  std::vector<int64_t> Layout::*slot;
+  std::vector<Run> Layout::*index;
+  std::vector<Run> Layout::*slot;
   std::vector<Token> ServerRows::*visiting;
 };
 
 inline const RouteTables kQueryRoute = {&Layout::send_q_rows, &Layout::recv_q_rows,
-                                        &Layout::send_q_index, &Layout::q_slot,
+                                        &Layout::send_q_runs, &Layout::q_slot_runs,
                                         &ServerRows::queries};
 inline const RouteTables kKeyRoute = {&Layout::send_k_rows, &Layout::recv_k_rows,
-                                      &Layout::send_k_index, &Layout::k_slot, &ServerRows::keys};
+                                      &Layout::send_k_runs, &Layout::k_slot_runs,
+                                      &ServerRows::keys};
 
 // First slot of each peer, and the number of all slots.
 inline std::vector<int64_t> slot_begins(const std::vector<int64_t>& rows) {
@@ -109,13 +113,13 @@ inline std::string check_counts(const std::vector<Layout>& layouts,
       }
     }
     const size_t num_visiting = (servers[rank].*route.visiting).size();
-    const size_t num_slots = (layout.*route.slot).size();
+    const size_t num_slots = rows_of(layout.*route.slot).size();
     const auto is_total = [](const std::vector<int64_t>& counts, size_t total) {
       return slot_begins(counts).back() == static_cast<int64_t>(total);
     };
     if (!is_total(recv, num_visiting)) return "rows received";
     if (num_slots != 0 && num_slots != num_visiting) return "number of slots";
-    if (!is_total(send, (layout.*route.index).size())) return "rows sent";
+    if (!is_total(send, rows_of(layout.*route.index).size())) return "rows sent";
   }
   return "";
 }
@@ -125,11 +129,14 @@ inline std::string check_route(const std::vector<Layout>& layouts,
                                const std::vector<ServerRows>& servers, const Homes& homes,
                                const RouteTables& route) {
   if (std::string wrong = check_counts(layouts, servers, route); !wrong.empty()) return wrong;
-  std::vector<std::vector<int64_t>> sent_begins;
-  for (const Layout& layout : layouts) sent_begins.push_back(slot_begins(layout.*route.send_rows));
+  std::vector<std::vector<int64_t>> sent_begins, sent_rows;
+  for (const Layout& layout : layouts) {
+    sent_begins.push_back(slot_begins(layout.*route.send_rows));
+    sent_rows.push_back(rows_of(layout.*route.index));
+  }
   for (size_t server = 0; server < layouts.size(); ++server) {
     const std::vector<Token>& visiting = servers[server].*route.visiting;
-    const std::vector<int64_t>& slots = layouts[server].*route.slot;
+    const std::vector<int64_t> slots = rows_of(layouts[server].*route.slot);
     const std::vector<int64_t> begins = slot_begins(layouts[server].*route.recv_rows);
     std::vector<int64_t> next = begins;
     bool in_order = true;
@@ -138,7 +145,7 @@ inline std::string check_route(const std::vector<Layout>& layouts,
       const Home home = homes[visiting[row].document][visiting[row].position];
       if (slot != next[home.rank]++ || slot >= begins[home.rank + 1]) return "slot of a row";
       const int64_t sent = sent_begins[home.rank][server] + slot - begins[home.rank];
-      if ((layouts[home.rank].*route.index)[sent] != home.row) return "home row of a slot";
+      if (sent_rows[home.rank][sent] != home.row) return "home row of a slot";
       in_order = in_order && slot == static_cast<int64_t>(row);
     }
     if (!slots.empty() && in_order) return "slots that are an identity";
@@ -149,7 +156,7 @@ inline std::string check_route(const std::vector<Layout>& layouts,
 // Each row's result is written once: by a task that reads it in place, or by its way home.
 inline std::string check_results(const Layout& layout, int64_t num_rows) {
   if (layout.num_home_rows != num_rows) return "num_home_rows";
-  std::vector<int64_t> written = layout.send_q_index;
+  std::vector<int64_t> written = rows_of(layout.send_q_runs);
   for (const PlacedTask& task : layout.home_tasks) {
     for (int64_t i = 0; i < task.num_q_rows; ++i) written.push_back(task.q_row + i);
   }

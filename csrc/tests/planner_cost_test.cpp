@@ -137,9 +137,12 @@ TEST(Cost, TableIsProportionalBeyondItsEdges) {
   EXPECT_DOUBLE_EQ(table().seconds(full, {0, 400}, 600), 32);
 }
 
-TEST(Cost, TableIsScaledByTheShareOfPairs) {
-  EXPECT_DOUBLE_EQ(table().seconds({-1, 0}, {0, 200}, 200),
-                   table().seconds({-1, -1}, {0, 200}, 200) * 201 / 400);
+TEST(Cost, TableIsScaledByTheShareOfTiles) {
+  CostModel cost = table();
+  cost.seconds_per_task = 0.5;
+  // 2 x 2 tiles, of which a causal mask leaves 3.
+  const double full = cost.seconds({-1, -1}, {0, 200}, 200);
+  EXPECT_DOUBLE_EQ(cost.seconds({-1, 0}, {0, 200}, 200), 0.5 + (full - 0.5) * 3 / 4);
 }
 
 TEST(Cost, RejectsBadModels) {

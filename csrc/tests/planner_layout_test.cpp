@@ -5,6 +5,7 @@
 #include <string>
 #include <tuple>
 
+#include "layout_properties.h"
 #include "planner/layout.h"
 #include "random_steps.h"
 
@@ -15,20 +16,12 @@ using Token = std::pair<int64_t, int64_t>;           // document, position
 using Pair = std::tuple<int64_t, int64_t, int64_t>;  // document, query, key
 using Rows = std::vector<Token>;
 
-std::vector<Layout> make_layouts(const Pack& pack, const Plan& plan) {
-  std::vector<Layout> layouts;
-  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
-    layouts.push_back(make_layout(pack, plan, rank));
-  }
-  return layouts;
-}
-
 // Each rank's rows, filled with the tokens that live there.
 std::vector<Rows> home_rows(const Pack& pack) {
   std::vector<Rows> rows(pack.num_ranks);
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) rows[rank].resize(pack.num_rows[rank]);
   for (size_t i = 0; i < pack.documents.size(); ++i) {
-    for (const Segment& segment : pack.documents[i].segments) {
+    for (const Segment& segment : pack.segments_of(pack.documents[i])) {
       for (int64_t at = 0; at < segment.length; ++at) {
         rows[segment.rank][segment.row + at] = {static_cast<int64_t>(i), segment.start + at};
       }
@@ -40,23 +33,25 @@ std::vector<Rows> home_rows(const Pack& pack) {
 struct Tables {
   std::vector<int64_t> Layout::*send_rows;
   std::vector<int64_t> Layout::*recv_rows;
-  std::vector<int64_t> Layout::*index;
-  std::vector<int64_t> Layout::*slot;
+  std::vector<Run> Layout::*index;
+  std::vector<Run> Layout::*slot;
 };
 
-const Tables kQueryTables = {&Layout::send_q_rows, &Layout::recv_q_rows, &Layout::send_q_index,
-                             &Layout::q_slot};
-const Tables kKeyTables = {&Layout::send_k_rows, &Layout::recv_k_rows, &Layout::send_k_index,
-                           &Layout::k_slot};
+const Tables kQueryTables = {&Layout::send_q_rows, &Layout::recv_q_rows, &Layout::send_q_runs,
+                             &Layout::q_slot_runs};
+const Tables kKeyTables = {&Layout::send_k_rows, &Layout::recv_k_rows, &Layout::send_k_runs,
+                           &Layout::k_slot_runs};
 
 // Sends rows as the tables say; returns every rank's visiting rows.
 std::vector<Rows> exchange(const std::vector<Layout>& layouts, const std::vector<Rows>& home,
                            const Tables& tables) {
   std::vector<Rows> slots(layouts.size());
+  std::vector<std::vector<int64_t>> indices;
+  for (const Layout& layout : layouts) indices.push_back(rows_of(layout.*tables.index));
   std::vector<size_t> sent(layouts.size(), 0);
   for (size_t server = 0; server < layouts.size(); ++server) {
     for (size_t peer = 0; peer < layouts.size(); ++peer) {
-      const std::vector<int64_t>& index = layouts[peer].*tables.index;
+      const std::vector<int64_t>& index = indices[peer];
       const int64_t count = (layouts[peer].*tables.send_rows)[server];
       EXPECT_EQ(count, (layouts[server].*tables.recv_rows)[peer]);
       for (int64_t i = 0; i < count; ++i) {
@@ -66,8 +61,8 @@ std::vector<Rows> exchange(const std::vector<Layout>& layouts, const std::vector
   }
   std::vector<Rows> visiting(layouts.size());
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
-    EXPECT_EQ(sent[rank], (layouts[rank].*tables.index).size());
-    const std::vector<int64_t>& slot = layouts[rank].*tables.slot;
+    EXPECT_EQ(sent[rank], indices[rank].size());
+    const std::vector<int64_t> slot = rows_of(layouts[rank].*tables.slot);
     visiting[rank] = slots[rank];
     if (slot.empty()) continue;
     EXPECT_EQ(slot.size(), slots[rank].size());
@@ -143,7 +138,7 @@ TEST(Layout, ComputesEveryPairOnce) {
     for (const Layout& layout : layouts) {
       num_home += static_cast<int64_t>(layout.home_tasks.size());
       num_visiting += static_cast<int64_t>(layout.visiting_tasks.size());
-      num_permuted += !layout.q_slot.empty() + !layout.k_slot.empty();
+      num_permuted += !layout.q_slot_runs.empty() + !layout.k_slot_runs.empty();
     }
   }
   EXPECT_GT(num_home, 500);  // the steps drawn reach all branches
@@ -158,10 +153,10 @@ TEST(Layout, AWrongRowIsNoticed) {
   std::vector<Layout> layouts = make_layouts(pack, plan);
   ASSERT_EQ(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
   const std::vector<Layout> good = layouts;
-  layouts[0].send_k_index[3] = 4;
+  layouts[0].send_k_runs = {{0, 3}, {4, 1}, {4, 36}};
   EXPECT_NE(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
   layouts = good;
-  std::swap(layouts[1].send_q_index[3], layouts[1].send_q_index[4]);
+  layouts[1].send_q_runs = {{1, 1}, {0, 1}, {2, 38}};
   EXPECT_NE(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
   layouts = good;
   layouts[1].visiting_tasks[0].q_offset -= 1;
@@ -216,8 +211,8 @@ TEST(Layout, WholeDocumentsInBalanceAreReadInPlace) {
   EXPECT_EQ(layout.home_tasks[1].num_k_rows, 300);
   EXPECT_EQ(layout.home_tasks[1].q_offset, 0);
   EXPECT_TRUE(layout.visiting_tasks.empty());
-  EXPECT_TRUE(layout.send_q_index.empty());
-  EXPECT_TRUE(layout.send_k_index.empty());
+  EXPECT_TRUE(layout.send_q_runs.empty());
+  EXPECT_TRUE(layout.send_k_runs.empty());
 }
 
 TEST(Layout, WindowedTaskStartsAtItsFirstKey) {
@@ -233,7 +228,7 @@ TEST(Layout, WindowedTaskStartsAtItsFirstKey) {
   EXPECT_EQ(layout.visiting_tasks[0].q_offset, 10);
   EXPECT_EQ(layout.recv_k_rows, (std::vector<int64_t>{10, 100}));
   EXPECT_EQ(layout.recv_q_rows, (std::vector<int64_t>{0, 100}));
-  EXPECT_TRUE(layout.k_slot.empty());
+  EXPECT_TRUE(layout.k_slot_runs.empty());
 }
 
 TEST(Layout, RejectsABadRank) {

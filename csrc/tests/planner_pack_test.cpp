@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -18,7 +19,7 @@ TEST(Pack, PlacesPiecesOnRows) {
   EXPECT_EQ(pack.documents[1].id, 7);
   EXPECT_EQ(pack.documents[2].id, 9);
   EXPECT_EQ(pack.documents[2].length, 8);
-  const std::vector<Segment>& segments = pack.documents[2].segments;
+  const std::span<const Segment> segments = pack.segments_of(pack.documents[2]);
   ASSERT_EQ(segments.size(), 2u);
   EXPECT_EQ(segments[0].rank, 1);
   EXPECT_EQ(segments[0].row, 5);
@@ -31,16 +32,16 @@ TEST(Pack, JoinsNeighboursAndIgnoresEmptyPieces) {
   const std::vector<Piece> pieces = {{0, 1, 0, 3}, {0, 5, 0, 0}, {0, 1, 3, 4}, {1, 1, 7, 1}};
   const Pack pack = make_pack(pieces, 2);
   ASSERT_EQ(pack.documents.size(), 1u);
-  ASSERT_EQ(pack.documents[0].segments.size(), 2u);
-  EXPECT_EQ(pack.documents[0].segments[0].length, 7);
+  ASSERT_EQ(pack.documents[0].num_segments, 2);
+  EXPECT_EQ(pack.segments[0].length, 7);
 }
 
 TEST(Pack, KeepsNeighboursApartWhenTheirRowsAre) {
   const std::vector<Piece> pieces = {{0, 1, 3, 4}, {0, 1, 0, 3}};
   const Pack pack = make_pack(pieces, 1);
-  ASSERT_EQ(pack.documents[0].segments.size(), 2u);
-  EXPECT_EQ(pack.documents[0].segments[0].row, 4);
-  EXPECT_EQ(pack.documents[0].segments[1].row, 0);
+  ASSERT_EQ(pack.documents[0].num_segments, 2);
+  EXPECT_EQ(pack.segments[0].row, 4);
+  EXPECT_EQ(pack.segments[1].row, 0);
 }
 
 TEST(Pack, AcceptsNoTokensAtAll) {

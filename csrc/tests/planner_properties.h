@@ -25,7 +25,7 @@ inline Homes homes_of(const Pack& pack) {
   Homes homes;
   for (const Document& document : pack.documents) {
     homes.emplace_back(document.length, Home{-1, -1});
-    for (const Segment& segment : document.segments) {
+    for (const Segment& segment : pack.segments_of(document)) {
       for (int64_t i = 0; i < segment.length; ++i) {
         homes.back()[segment.start + i] = {segment.rank, segment.row + i};
       }
@@ -93,36 +93,59 @@ inline std::string check_cover(const Pack& pack, const Plan& plan) {
   return plan.digest == digest_of(pack, plan.mask, plan.tasks) ? "" : "digest";
 }
 
+// Whether the keys, among them the queries themselves, are consecutive rows of the server.
+inline bool in_place(const std::vector<Home>& rows, Range keys, int64_t server) {
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    if (rows[key].rank != server) return false;
+    if (rows[key].row != rows[keys.begin].row + key - keys.begin) return false;
+  }
+  return true;
+}
+
+// A row of `home` that visits `server`.
+inline void count_visit(const PlanOptions& options, int64_t home, int64_t server, int64_t bytes,
+                        int64_t held, std::vector<Load>& loads) {
+  loads[server].held_bytes += held;
+  if (home == server) return;
+  loads[server].bytes_in += bytes;
+  loads[home].bytes_out += bytes;
+  if (home / options.links.ranks_per_node == server / options.links.ranks_per_node) return;
+  loads[server].node_bytes_in += bytes;
+  loads[home].node_bytes_out += bytes;
+}
+
 inline std::vector<Load> count_loads(const Pack& pack, const PlanOptions& options,
                                      const std::vector<Task>& tasks) {
   const Homes homes = homes_of(pack);
   std::vector<Load> loads(pack.num_ranks);
-  const auto seconds = [&](int64_t document, Range q) {
-    return options.cost.seconds(options.mask, q, pack.documents[document].length);
+  const RowBytes &sent = options.row_bytes, &held = options.held_bytes;
+  const auto seconds = [&](int64_t document, Range q, int64_t rank) {
+    const double speed = options.servers.empty() ? 1 : options.servers[rank].speed;
+    return options.cost.seconds(options.mask, q, pack.documents[document].length) /
+           (speed > 0 ? speed : 1);
   };
   for_each_visit(tasks, [&](auto first, auto last) {
-    Load& server = loads[first->server];
     const std::vector<Home>& rows = homes[first->document];
-    const auto travel = [&](int64_t position, int64_t bytes) {
-      if (rows[position].rank == first->server) return;
-      server.bytes_in += bytes;
-      loads[rows[position].rank].bytes_out += bytes;
-    };
     std::vector<bool> reads(rows.size(), false);
     for (auto task = first; task != last; ++task) {
-      server.seconds += seconds(task->document, {task->q_begin, task->q_end});
-      for (int64_t q = task->q_begin; q < task->q_end; ++q) travel(q, options.row_bytes.query);
+      loads[first->server].seconds +=
+          seconds(task->document, {task->q_begin, task->q_end}, task->server);
       const Range keys = keys_seen(options.mask, *task, static_cast<int64_t>(rows.size()));
+      if (in_place(rows, keys, task->server)) continue;
+      for (int64_t q = task->q_begin; q < task->q_end; ++q) {
+        count_visit(options, rows[q].rank, task->server, sent.query, held.query, loads);
+      }
       std::fill(reads.begin() + keys.begin, reads.begin() + keys.end, true);
     }
     for (size_t key = 0; key < rows.size(); ++key) {
-      if (reads[key]) travel(static_cast<int64_t>(key), options.row_bytes.key);
+      if (reads[key])
+        count_visit(options, rows[key].rank, first->server, sent.key, held.key, loads);
     }
   });
   for (size_t i = 0; i < pack.documents.size(); ++i) {
-    for (const Segment& segment : pack.documents[i].segments) {
-      loads[segment.rank].seconds_home +=
-          seconds(static_cast<int64_t>(i), {segment.start, segment.start + segment.length});
+    for (const Segment& segment : pack.segments_of(pack.documents[i])) {
+      loads[segment.rank].seconds_home += seconds(
+          static_cast<int64_t>(i), {segment.start, segment.start + segment.length}, segment.rank);
     }
   }
   return loads;
@@ -140,6 +163,21 @@ inline std::string check_loads(const Pack& pack, const PlanOptions& options, con
     if (!close(load.seconds_home, expected.seconds_home)) return "seconds_home" + of_rank;
     if (load.bytes_in != expected.bytes_in) return "bytes_in" + of_rank;
     if (load.bytes_out != expected.bytes_out) return "bytes_out" + of_rank;
+    if (load.node_bytes_in != expected.node_bytes_in) return "node_bytes_in" + of_rank;
+    if (load.node_bytes_out != expected.node_bytes_out) return "node_bytes_out" + of_rank;
+    if (load.held_bytes != expected.held_bytes) return "held_bytes" + of_rank;
+  }
+  return "";
+}
+
+// Servers hold no more than their caps, and none computes that serves nothing.
+inline std::string check_servers(const PlanOptions& options, const Plan& plan) {
+  if (options.servers.empty()) return "";
+  for (size_t rank = 0; rank < options.servers.size(); ++rank) {
+    const Server& server = options.servers[rank];
+    const std::string of_rank = " of rank " + std::to_string(rank);
+    if (static_cast<double>(plan.loads[rank].held_bytes) > server.cap_bytes) return "cap" + of_rank;
+    if (server.speed == 0 && plan.loads[rank].seconds > 0) return "speed" + of_rank;
   }
   return "";
 }

@@ -110,9 +110,30 @@ inline PlanOptions draw_options(Random& random) {
   options.cost.tile_q = draw(random, 1, 8);
   options.cost.tile_k = draw(random, 1, 8);
   options.row_bytes = {draw(random, 0, 500), draw(random, 0, 200)};
-  options.link_bytes_per_second = draw(random, 0, 2) == 0 ? 1e8 : 1e12;
+  options.links.bytes_per_second = draw(random, 0, 2) == 0 ? 1e8 : 1e12;
   options.tolerance = 0.01 * static_cast<double>(draw(random, 0, 5));
   return options;
+}
+
+// Servers of several speeds, some that serve nothing, caps, and nodes; each now and then.
+inline void draw_cluster(Random& random, int64_t num_ranks, PlanOptions& options) {
+  options.held_bytes = {draw(random, 0, 300), draw(random, 0, 200)};
+  if (draw(random, 0, 1) == 0) {
+    constexpr double kSpeeds[] = {0, 0.5, 1, 1, 2};
+    const bool capped = draw(random, 0, 1) == 0;
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      options.servers.push_back({kSpeeds[draw(random, 0, 4)]});
+      if (capped) {
+        options.servers.back().cap_bytes = static_cast<double>(draw(random, 0, 20000));
+      }
+    }
+    options.servers[draw(random, 0, num_ranks - 1)].speed = 1;
+  }
+  if (draw(random, 0, 1) == 0) {
+    options.links.ranks_per_node = draw(random, 1, num_ranks);
+    options.links.node_bytes_per_second =
+        options.links.bytes_per_second / static_cast<double>(draw(random, 1, 10));
+  }
 }
 
 // Lognormal lengths with a Pareto tail, packed into equal token budgets; a document longer than

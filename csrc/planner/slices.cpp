@@ -1,0 +1,255 @@
+#include "slices.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+namespace distca::planner {
+namespace {
+
+constexpr size_t kNumDearest = 1;      // shares of a donor that are tried
+constexpr size_t kNumNear = 1;         // and those on either side of the wanted size
+constexpr double kThriftyPart = 0.55;  // of a causal document, the last rows bring most for bytes
+constexpr int kNumEnds = 8;            // ends that are tried for a document's first slice
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// The greatest count in [low, high] for which `holds`, given that it stays false once false and
+// holds for `low`.
+template <typename Predicate>
+int64_t last_true(int64_t low, int64_t high, Predicate holds) {
+  ++high;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (holds(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
+// The greatest count in [0, high) whose seconds are at most `most`, where those of 0 are 0 and
+// those of `high` are `above`, which is more. Seconds grow almost evenly, so interpolation comes
+// close at once; every third step halves what is left.
+template <typename Seconds>
+int64_t last_within(int64_t high, double above, double most, Seconds seconds) {
+  int64_t low = 0;
+  double below = 0;
+  for (int i = 1; high - low > 1; ++i) {
+    const double share = (most - below) / (above - below);
+    int64_t middle = low + static_cast<int64_t>(share * static_cast<double>(high - low));
+    if (i % 3 == 0) middle = low + (high - low) / 2;
+    middle = std::clamp(middle, low + 1, high - 1);
+    const double value = seconds(middle);
+    if (value <= most) {
+      low = middle;
+      below = value;
+    } else {
+      high = middle;
+      above = value;
+    }
+  }
+  return low;
+}
+
+// Steps of `grain` rows from the first of a share's, of which a part is cut.
+struct Steps {
+  Range rows;
+  int64_t grain;
+
+  int64_t index(int64_t position) const { return ceil_div(position - rows.begin, grain); }
+  int64_t at(int64_t index) const { return std::min(rows.end, rows.begin + index * grain); }
+};
+
+}  // namespace
+
+Cutter::Cutter(Assignment& assignment, const PlanOptions& options, const Prices& prices,
+               int64_t donor, std::vector<double> rooms)
+    : assignment_(assignment),
+      options_(options),
+      prices_(prices),
+      donor_(donor),
+      gives_all_(assignment.limit(donor) == 0),
+      rooms_(std::move(rooms)) {}
+
+void Cutter::remember(int64_t document) {
+  for (Front& front : fronts_) {
+    if (front.document == document) front.started = true;
+  }
+}
+
+std::optional<Move> Cutter::first_rows(const Wish& wish, size_t index, int64_t grain) {
+  const Share& share = assignment_.own(donor_)[index];
+  held_ = &assignment_.keys_on(wish.receiver, share.document);
+  return cut(wish, index, grain, share.rows, false);
+}
+
+// The dearest shares, and those that hold just what is wanted.
+std::optional<Move> Cutter::best_slice(const Wish& wish, int64_t grain) {
+  best_.reset();
+  least_ = std::numeric_limits<double>::infinity();
+  const std::span<const Share> own = assignment_.own(donor_);
+  const double wanted = std::min(wish.wanted, wish.room);
+  const auto near = std::partition_point(
+      own.begin(), own.end(), [wanted](const Share& share) { return share.seconds > wanted; });
+  const size_t at = static_cast<size_t>(near - own.begin());
+  const size_t first = at < kNumNear ? 0 : at - kNumNear;
+  for (size_t i = 0; i < std::min(kNumDearest, first); ++i) consider(wish, i, grain);
+  for (size_t i = first; i < std::min(at + kNumNear, own.size()); ++i) consider(wish, i, grain);
+  return best_;
+}
+
+void Cutter::consider(const Wish& wish, size_t index, int64_t grain) {
+  const Share& share = assignment_.own(donor_)[index];
+  held_ = &assignment_.keys_on(wish.receiver, share.document);
+  const auto keep = [&](const std::optional<Move>& move) {
+    if (!move) return;
+    const double value = cost(wish, share, *move);
+    if (value >= least_) return;
+    least_ = value;
+    best_ = move;
+  };
+  const int64_t end = end_of(wish, share, grain);
+  if (wish.is_thrifty && !gives_all_ && end == share.rows.end &&
+      share.seconds < std::min(wish.wanted, wish.room)) {
+    const auto num_last =
+        static_cast<int64_t>(kThriftyPart * static_cast<double>(num_rows(share.rows)));
+    const int64_t first = (num_rows(share.rows) - num_last) / grain * grain;
+    const std::optional<Move> last = cut(wish, index, grain, {share.rows.begin + first, end}, true);
+    keep(last);
+    if (last) return;
+  }
+  const std::optional<Move> below = cut(wish, index, grain, {share.rows.begin, end}, true);
+  keep(below);
+  const bool is_kept = is_behind_front(share);
+  if (!below || is_kept || gives_all_ || options_.mask.window_left >= 0) {
+    keep(cut(wish, index, grain, share.rows, false));
+  }
+}
+
+// Whether the share is what slices cut downward have left behind them.
+bool Cutter::is_behind_front(const Share& share) const {
+  return std::any_of(fronts_.begin(), fronts_.end(), [&](const Front& front) {
+    return front.started && front.document == share.document && share.rows.begin >= front.end;
+  });
+}
+
+// Where the next slice of the share ends.
+int64_t Cutter::end_of(const Wish& wish, const Share& share, int64_t grain) {
+  if (options_.mask.window_left >= 0 || gives_all_) return share.rows.end;
+  for (const Front& front : fronts_) {
+    if (front.document == share.document) return front.started ? share.rows.end : front.end;
+  }
+  fronts_.push_back({share.document, best_end(wish.wanted, share, grain), false});
+  return fronts_.back().end;
+}
+
+int64_t Cutter::best_end(double surplus, const Share& share, int64_t grain) const {
+  double alike = 0;  // seconds of shares about as long
+  for (const Share& other : assignment_.own(donor_)) {
+    if (2 * num_rows(other.rows) >= num_rows(share.rows)) alike += other.seconds;
+  }
+  const double wanted = surplus * share.seconds / alike;
+  if (wanted >= share.seconds) return share.rows.end;
+  const Steps steps{share.rows, grain};
+  const int64_t last = steps.index(share.rows.end);
+  const int64_t least =
+      1 + last_true(0, last - 1, [&](int64_t index) {
+        return assignment_.seconds(share.document, {share.rows.begin, steps.at(index)}) < wanted;
+      });
+  int64_t best = share.rows.end;
+  double fewest = std::numeric_limits<double>::infinity();
+  for (int i = 0; i <= kNumEnds; ++i) {
+    const int64_t end = steps.at(least + (last - least) * i / kNumEnds);
+    const double bytes = bytes_from(share, grain, end, wanted);
+    if (bytes < fewest) {
+      fewest = bytes;
+      best = end;
+    }
+  }
+  return best;
+}
+
+// Bytes of slices cut downward from `end` for one receiver after the other.
+double Cutter::bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const {
+  const Steps steps{share.rows, grain};
+  const RangeSet nothing;
+  double bytes = 0;
+  for (const double room : rooms_) {
+    if (wanted <= 0 || end <= share.rows.begin) break;
+    const double most = std::min(room, wanted);
+    const int64_t last = steps.index(end);
+    const auto slice = [&](int64_t count) { return Range{steps.at(last - count), end}; };
+    const auto seconds = [&](int64_t count) {
+      return assignment_.seconds(share.document, slice(count));
+    };
+    const double all = seconds(last);
+    const int64_t count =
+        all <= most ? last : std::max<int64_t>(1, last_within(last, all, most, seconds));
+    bytes += static_cast<double>(assignment_.bytes_of(share.document, slice(count), nothing));
+    wanted -= seconds(count);
+    end = steps.at(last - count);
+  }
+  return bytes;
+}
+
+bool Cutter::complete(const Wish& wish, const Share& share, Range slice, Move& move) const {
+  const Range head{share.rows.begin, slice.begin}, tail{slice.end, share.rows.end};
+  move.slice = slice;
+  move.relief = share.seconds - assignment_.seconds(share.document, head) -
+                assignment_.seconds(share.document, tail);
+  move.seconds = assignment_.seconds(share.document, slice);
+  move.bytes = assignment_.bytes_of(share.document, slice, *held_);
+  return move.seconds <= wish.room && assignment_.links_fit(move);
+}
+
+// A slice at the end of `part`, or at its beginning.
+std::optional<Move> Cutter::cut(const Wish& wish, size_t index, int64_t grain, Range part,
+                                bool downward) const {
+  const Share& share = assignment_.own(donor_)[index];
+  const Steps steps{share.rows, grain};
+  const int64_t first = steps.index(part.begin), last = steps.index(part.end);
+  const auto slice = [&](int64_t count) {
+    return downward ? Range{steps.at(last - count), steps.at(last)}
+                    : Range{steps.at(first), steps.at(first + count)};
+  };
+  const auto seconds = [&](int64_t count) {
+    return count == 0 ? 0.0 : assignment_.seconds(share.document, slice(count));
+  };
+  Move move{donor_, wish.receiver, index, {}, 0, 0, 0};
+  int64_t count = last - first;
+  const double all = seconds(count);
+  if (all > std::min(wish.room, wish.wanted)) {
+    count = last_within(count, all, std::min(wish.room, wish.wanted), seconds);
+    if (wish.wanted <= wish.room && seconds(count) < wish.wanted &&
+        seconds(count + 1) <= wish.room) {
+      ++count;
+    }
+  }
+  if (count == 0) return std::nullopt;
+  if (!complete(wish, share, slice(count), move)) {
+    count = last_true(0, count - 1,
+                      [&](int64_t c) { return c == 0 || complete(wish, share, slice(c), move); });
+    if (count == 0 || !complete(wish, share, slice(count), move)) return std::nullopt;
+  }
+  if (move.relief < prices_.least_relief && !gives_all_) return std::nullopt;
+  return move;
+}
+
+// Bytes now, and those that what is left to move will need at least.
+double Cutter::cost(const Wish& wish, const Share& share, const Move& move) const {
+  double bytes = static_cast<double>(move.bytes);
+  if (wish.is_thrifty) return bytes / move.relief;
+  const double missing = std::min(wish.wanted, wish.room) - move.relief;
+  if (missing > 0) bytes += prices_.bytes_per_root * std::sqrt(missing);
+  if (!gives_all_) return bytes;
+  const RangeSet nothing;
+  for (const Range rest :
+       {Range{share.rows.begin, move.slice.begin}, Range{move.slice.end, share.rows.end}}) {
+    bytes += static_cast<double>(assignment_.bytes_of(share.document, rest, nothing));
+  }
+  return bytes - static_cast<double>(assignment_.bytes_of(share.document, share.rows, nothing));
+}
+
+}  // namespace distca::planner

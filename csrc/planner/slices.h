@@ -1,0 +1,71 @@
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "assignment.h"
+
+namespace distca::planner {
+
+// What bytes are weighed with.
+struct Prices {
+  double bytes_per_root;  // least bytes of a slice over the root of its seconds
+  double least_relief;    // seconds; a slice that takes less off its donor is not worth a task
+};
+
+// What a receiver may take from the donor at once, in seconds at speed 1.
+struct Wish {
+  int64_t receiver;
+  double wanted;            // off the donor; a little more where tiles do not divide
+  double room;              // most that the receiver takes
+  bool is_thrifty = false;  // bytes are scarcer than documents: of short ones the last rows alone
+};
+
+// Cuts one donor's own shares. Slices of a document are cut downward, one below the other, from an
+// end that leaves its last rows at home: they are dear to send, since they need all keys before
+// them.
+class Cutter {
+ public:
+  // `rooms` of the receivers that are likely to come, the largest first.
+  Cutter(Assignment& assignment, const PlanOptions& options, const Prices& prices, int64_t donor,
+         std::vector<double> rooms);
+
+  // The slice that brings most for its bytes and keeps servers and links within the limits: the
+  // least that is wanted or, if it has no place, the most that has. Ends at multiples of `grain`
+  // rows of a share.
+  std::optional<Move> best_slice(const Wish& wish, int64_t grain);
+  // A slice at the beginning of one of the donor's own shares.
+  std::optional<Move> first_rows(const Wish& wish, size_t index, int64_t grain);
+  // To be called for the document of every move that is applied.
+  void remember(int64_t document);
+
+ private:
+  struct Front {
+    int64_t document;
+    int64_t end;  // of the first slice; the next ones end where the share does
+    bool started;
+  };
+
+  void consider(const Wish& wish, size_t index, int64_t grain);
+  std::optional<Move> cut(const Wish& wish, size_t index, int64_t grain, Range part,
+                          bool downward) const;
+  bool complete(const Wish& wish, const Share& share, Range slice, Move& move) const;
+  bool is_behind_front(const Share& share) const;
+  int64_t end_of(const Wish& wish, const Share& share, int64_t grain);
+  int64_t best_end(double wanted, const Share& share, int64_t grain) const;
+  double bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const;
+  double cost(const Wish& wish, const Share& share, const Move& move) const;
+
+  Assignment& assignment_;
+  const PlanOptions& options_;
+  const Prices& prices_;
+  const int64_t donor_;
+  const bool gives_all_;  // the donor serves nothing
+  const std::vector<double> rooms_;
+  std::vector<Front> fronts_;       // documents of which slices were cut
+  const RangeSet* held_ = nullptr;  // keys of a share's document on the receiver
+  std::optional<Move> best_;
+  double least_ = 0;
+};
+
+}  // namespace distca::planner

@@ -1,0 +1,183 @@
+"""Command line of distca.calibrate: measures, prints a summary and writes the file."""
+
+import argparse
+import datetime
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distca import calibrate
+from distca.calibrate import attention, links
+from distca.calibrate.timing import ProgressBar
+from distca.cost import DTYPE_BYTES, Calibration, Link, Links
+
+DTYPES = {
+    "cuda": ("bfloat16", "float16"),
+    "cpu": ("float64", "float32", "bfloat16"),
+}
+MAX_HEAD_DIM = 256
+MAX_KEYS = 2**24
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m distca.calibrate",
+        description=calibrate.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", default="calibration.json", help="file (default: %(default)s)")
+    made.add_argument("--heads-q", type=int, default=32, help="on one rank (default: %(default)s)")
+    made.add_argument("--heads-kv", type=int, default=8, help="on one rank (default: %(default)s)")
+    made.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
+    made.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
+    made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    made.add_argument(
+        "--max-keys",
+        type=int,
+        help="of a task; more are taken to cost in proportion "
+        "(default: 131072 on cuda, 4096 on cpu; 32768 and 1024 with --quick)",
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="a coarser and smaller table, fewer repeats"
+    )
+    return made
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    made = parser()
+    args = made.parse_args(given)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        made.error("--device is cuda, but torch finds no CUDA device; expected cpu")
+    for flag, value, most in (
+        ("--heads-q", args.heads_q, 1024),
+        ("--heads-kv", args.heads_kv, args.heads_q),
+        ("--head-dim", args.head_dim, MAX_HEAD_DIM),
+        ("--max-keys", 1 if args.max_keys is None else args.max_keys, MAX_KEYS),
+    ):
+        if not 1 <= value <= most:
+            made.error(f"{flag} is {value}; expected 1 to {most}")
+    if Path(args.out).is_dir():
+        made.error(f"--out {args.out} is a folder; expected a file")
+    if args.heads_q % args.heads_kv != 0:
+        made.error(
+            f"--heads-q is {args.heads_q}; expected a multiple of --heads-kv {args.heads_kv}"
+        )
+    if args.dtype not in DTYPES[args.device]:
+        made.error(
+            f"--dtype is {args.dtype}; expected one of {', '.join(DTYPES[args.device])} on "
+            f"{args.device}"
+        )
+    return args
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    args = arguments(given)
+    in_group = dist.is_available() and dist.is_torchelastic_launched()
+    device = _open_group(args.device) if in_group else _device(args.device, 0)
+    is_first = not in_group or dist.get_rank() == 0
+    effort = attention.EFFORTS[device.type, args.quick]
+    effort = replace(effort, max_keys=args.max_keys or effort.max_keys)
+    message_bytes = links.MESSAGE_BYTES[device.type, args.quick] if in_group else []
+    num_entries = len(list(attention.entries(*attention.grid(device.type, effort))))
+    bar = ProgressBar(num_entries + len(links.LEVELS) * len(message_bytes), is_first)
+    measured_links = Links()
+    if in_group:
+        measured_links = links.measure(device, message_bytes, bar)
+        dist.destroy_process_group()
+    if is_first:  # the others are done: they would only be in the way
+        made = _calibration(args, device, effort, bar, measured_links)
+        made.save(args.out)
+        print(_summary(made, args.out))
+
+
+def _open_group(device_type: str) -> torch.device:
+    """Joins torchrun's group; this rank's device."""
+    device = _device(device_type, dist.get_node_local_rank())
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def _device(device_type: str, index: int) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _calibration(
+    args: argparse.Namespace,
+    device: torch.device,
+    effort: attention.Effort,
+    bar: ProgressBar,
+    measured_links: Links,
+) -> Calibration:
+    heads = attention.Heads(args.heads_q, args.heads_kv, args.head_dim, getattr(torch, args.dtype))
+    table = attention.measure(heads, device, effort, bar)
+    bar.finish()
+    is_cuda = device.type == "cuda"
+    return Calibration(
+        device_type=device.type,
+        device_name=torch.cuda.get_device_name(device) if is_cuda else _processor_name(),
+        torch=str(torch.__version__),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        heads_q=args.heads_q,
+        heads_kv=args.heads_kv,
+        head_dim=args.head_dim,
+        dtype=args.dtype,
+        rows=table.rows,
+        keys=table.keys,
+        forward_seconds=table.forward_seconds,
+        backward_seconds=table.backward_seconds,
+        seconds_per_task=table.seconds_per_task,
+        links=measured_links,
+    )
+
+
+def _processor_name() -> str:
+    vectors, num_threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"{platform.machine()} {vectors}, {num_threads} thread(s)"
+
+
+def _summary(made: Calibration, path: str) -> str:
+    """Speeds along the table's diagonal and of its least rows, then links."""
+    lines = [
+        f"{made.device_name}, {made.heads_q}:{made.heads_kv} heads of {made.head_dim}, "
+        f"{made.dtype}, torch {made.torch}",
+        f"{'rows':>8} {'keys':>8} {'forward ms':>12} {'TFLOP/s':>8} {'backward ms':>12} "
+        f"{'TFLOP/s':>8}",
+    ]
+    square = [(i, made.keys.index(rows)) for i, rows in enumerate(made.rows)]
+    wide = [(0, j) for j in range(1, len(made.keys))]
+    for i, j in square + wide:
+        flops = 4 * made.rows[i] * made.keys[j] * made.heads_q * made.head_dim
+        forward, backward = made.forward_seconds[i][j], made.backward_seconds[i][j]
+        lines.append(
+            f"{made.rows[i]:8} {made.keys[j]:8} {1e3 * forward:12.4f} "
+            f"{1e-12 * flops / forward:8.3g} {1e3 * backward:12.4f} "
+            f"{2.5e-12 * flops / backward:8.3g}"
+        )
+    lines.append(f"each task costs {1e6 * made.seconds_per_task:.2f} us whatever its size")
+    lines += [_link_line(level, getattr(made.links, level)) for level in links.LEVELS]
+    return "\n".join([*lines, f"wrote {path}"])
+
+
+def _link_line(level: str, link: Link | None) -> str:
+    if link is None:
+        return f"links {level} nodes: not measured"
+    return (
+        f"links {level} nodes: {1e-9 * link.bytes_per_second:.3g} GB/s out of each rank, "
+        f"{1e6 * link.latency_s:.0f} us latency"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Who serves attention, how fast, within how much memory, and over which links."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distca.cost import AttentionShape, link_bytes_per_second, measured_links
+from distca.options import Options, parse_speeds
+
+MAX_RANKS = 65536
+DEFAULT_NODE_LINK_GB_PER_S = {"cuda": 50.0, "cpu": 2.0}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines that a plan is for. Raises ValueError naming the field that is wrong."""
+
+    num_ranks: int
+    speeds: tuple[float, ...] | None = None
+    """Relative attention speed of each rank as a server, [num_ranks]. The cost model's seconds are
+    those of speed 1; 0 serves nothing. None: all 1."""
+    memory_cap_bytes: int | None = None
+    """What a server may hold of other homes' rows for one layer: queries with their results, and
+    keys once, see held_row_bytes. None: no limit."""
+    ranks_per_node: int | None = None
+    """Consecutive ranks share a node; the last may have fewer. None: one node."""
+    link_bytes_per_second: float = 200e9
+    """One direction, of each rank, to ranks of its own node."""
+    node_link_bytes_per_second: float | None = None
+    """One direction, of each rank, to ranks of other nodes; both links work at once. None: as
+    link_bytes_per_second."""
+
+    def __post_init__(self) -> None:
+        if type(self.num_ranks) is not int or not 1 <= self.num_ranks <= MAX_RANKS:
+            raise ValueError(f"num_ranks is {self.num_ranks}; expected 1 to {MAX_RANKS}")
+        if self.speeds is not None:
+            check_speeds(self.speeds, self.num_ranks)
+        for name in ("memory_cap_bytes", "ranks_per_node"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value}; expected None or an integer above 0")
+        for name in ("link_bytes_per_second", "node_link_bytes_per_second"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; expected a positive number")
+
+    def servers(self) -> Tensor:
+        """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
+        (inf: none); empty, [0, 2], where all servers are alike and without a cap."""
+        if self.speeds is None and self.memory_cap_bytes is None:
+            return torch.empty(0, 2, dtype=torch.float64)
+        servers = torch.ones(self.num_ranks, 2, dtype=torch.float64)
+        if self.speeds is not None:
+            servers[:, 0] = torch.tensor(self.speeds, dtype=torch.float64)
+        servers[:, 1] = math.inf if self.memory_cap_bytes is None else self.memory_cap_bytes
+        return servers
+
+    def links(self) -> Tensor:
+        """Argument of torch.ops.distca.plan: float64 [3], ranks per node, bytes per second of a
+        rank's link within a node and between nodes."""
+        inside = self.link_bytes_per_second
+        between = self.node_link_bytes_per_second or inside
+        return torch.tensor(
+            [self.ranks_per_node or self.num_ranks, inside, between], dtype=torch.float64
+        )
+
+
+def cluster_of(
+    options: Options, num_ranks: int, device_type: str, ranks_per_node: int | None = None
+) -> Cluster:
+    """What the options say of `num_ranks` ranks; `ranks_per_node` where they do not say it. One
+    rank alone, and ranks that do not balance, compute what they have."""
+    inside = link_bytes_per_second(options, device_type)
+    nodes = options.ranks_per_node or ranks_per_node
+    between = node_link_bytes_per_second(options, device_type)
+    if num_ranks == 1 or not options.enabled:
+        return Cluster(num_ranks, None, None, nodes, inside, between)
+    speeds = None
+    if options.server_speeds is not None:
+        repeated = itertools.cycle(parse_speeds(options.server_speeds))
+        speeds = tuple(itertools.islice(repeated, num_ranks))
+    cap = None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
+    return Cluster(num_ranks, speeds, cap, nodes, inside, between)
+
+
+def node_link_bytes_per_second(options: Options, device_type: str) -> float:
+    """Out of one rank to other nodes: the option, else what was measured, else a default."""
+    if options.node_link_gb_per_s is not None:
+        return 1e9 * options.node_link_gb_per_s
+    measured = measured_links(options).between
+    default = 1e9 * DEFAULT_NODE_LINK_GB_PER_S[device_type]
+    return measured.bytes_per_second if measured else default
+
+
+def ranks_of_a_node(nodes: Sequence[int]) -> int:
+    """Ranks that share a node if `nodes` names each rank's, in rank order. Where nodes hold unequal
+    runs of ranks, the most that divides them all: the planner then takes some links for slower
+    than they are."""
+    return math.gcd(*(len(list(run)) for _, run in itertools.groupby(nodes)))
+
+
+def check_speeds(speeds: tuple[float, ...], num_ranks: int) -> None:
+    """Raises ValueError unless there is one speed a rank, none negative and not all 0."""
+    if len(speeds) != num_ranks:
+        raise ValueError(f"speeds has {len(speeds)} entries; expected one for each of {num_ranks}")
+    for rank, speed in enumerate(speeds):
+        if not 0 <= speed < math.inf:
+            raise ValueError(f"speeds[{rank}] is {speed}; expected 0 or a positive number")
+    if not any(speeds):
+        raise ValueError("speeds are all 0; expected at least one server")
+
+
+def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:
+    """Bytes that a server holds for a visiting query row and key row in one layer's backward pass.
+
+    Query: q, grad_out, dq, lse, delta. Key: k, v, dk, dv. The forward pass holds less.
+    """
+    row = shape.head_dim * shape.element_bytes
+    return 3 * shape.heads_q * row + 8 * shape.heads_q, 4 * shape.heads_kv * row

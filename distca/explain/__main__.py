@@ -1,0 +1,128 @@
+"""Command line of distca.explain: draws a step, plans it, prints the account."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from distca import explain, options
+from distca.cluster import MAX_RANKS, cluster_of
+from distca.cost import (
+    TILE,
+    AttentionShape,
+    calibration_of,
+    cost_tensor,
+)
+from distca.documents import INT32_MAX, check_window
+from distca.explain.account import Step
+from distca.explain.account import explain as account_of
+from distca.explain.text import as_data, report
+from distca.packs import Pack, check_lengths, cut_pack, draw_pack, read_lengths
+from distca.planning import ANY_IMBALANCE, CAUSAL
+
+DEFAULT_TOKENS = 65536
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m distca.explain",
+        description=explain.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--lengths",
+        required=True,
+        help="JSON file with a list of document lengths, or the lengths themselves: 9000,400",
+    )
+    made.add_argument("--ranks", type=int, required=True)
+    made.add_argument(
+        "--tokens",
+        type=int,
+        help=f"of each rank (default: {DEFAULT_TOKENS} of a file; lengths that are given one by "
+        "one are taken once, in their order, in equal runs)",
+    )
+    made.add_argument("--seed", type=int, default=0, help="of the order of documents")
+    made.add_argument("--sharded", action="store_true", help="documents may cross ranks")
+    made.add_argument(
+        "--window", type=int, nargs=2, default=CAUSAL, help="left and right, -1: no limit"
+    )
+    made.add_argument(
+        "--heads",
+        help="query heads, key heads and head_dim on a rank, Q:KV:DIM (default: the cost table's, "
+        "else 32:8:128)",
+    )
+    made.add_argument("--device", choices=sorted(TILE), help="default: the cost table's, else cuda")
+    made.add_argument("--rank", type=int, help="only what concerns this rank")
+    made.add_argument("--all", action="store_true", help="every line, not the largest only")
+    made.add_argument("--json", type=Path, help="file for the same as data, all of it")
+    options.add_flags(made.add_argument_group("options of distca"))
+    return made
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    made = parser()
+    args = made.parse_args(given)
+    for flag, value, least, most in (
+        ("--ranks", args.ranks, 1, MAX_RANKS),
+        ("--tokens", args.tokens, 1, INT32_MAX),
+        ("--rank", args.rank, 0, args.ranks - 1),
+    ):
+        if value is not None and not least <= value <= most:
+            made.error(f"{flag} is {value}; expected {least} to {most}")
+    try:
+        account = account_of(_step(args))
+    except ValueError as error:
+        made.error(str(error))
+    print(report(account, args.rank, args.all))
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(as_data(account)) + "\n")
+
+
+def _step(args: argparse.Namespace) -> Step:
+    """Raises ValueError naming what is wrong."""
+    chosen = options.from_flags(args)
+    measured = calibration_of(chosen.cost_table) if chosen.cost_table is not None else None
+    device_type = args.device or (measured.device_type if measured else "cuda")
+    shape = measured.shape if measured else AttentionShape()
+    if args.heads is not None:
+        shape = _shape(args.heads, shape.element_bytes)
+    return Step(
+        _pack(args),
+        check_window(args.window),
+        shape,
+        cost_tensor(chosen, shape, device_type),
+        cluster_of(chosen, args.ranks, device_type),
+        chosen.tolerance if chosen.enabled else ANY_IMBALANCE,
+    )
+
+
+def _pack(args: argparse.Namespace) -> Pack:
+    listed = [part.strip() for part in args.lengths.split(",")]
+    if not all(part.isdecimal() for part in listed):
+        lengths = read_lengths(args.lengths)
+        return draw_pack(
+            lengths, args.ranks, args.tokens or DEFAULT_TOKENS, args.seed, args.sharded
+        )
+    lengths = check_lengths([int(part) for part in listed], "--lengths")
+    if args.tokens is None:
+        return cut_pack(lengths, args.ranks, sum(lengths), args.sharded)
+    return draw_pack(lengths, args.ranks, args.tokens, args.seed, args.sharded)
+
+
+def _shape(text: str, element_bytes: int) -> AttentionShape:
+    parts = text.split(":")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--heads is {text!r:.80}; expected Q:KV:DIM, such as 32:8:128")
+    heads_q, heads_kv, head_dim = map(int, parts)
+    if heads_q % heads_kv != 0:
+        raise ValueError(f"--heads is {text!r:.80}; expected Q a multiple of KV")
+    return AttentionShape(heads_q, heads_kv, head_dim, element_bytes)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""What a plan's tasks cost, each on its own: seconds, bytes, and the ranks they come from."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distca.cluster import MAX_RANKS, Cluster, held_row_bytes
+from distca.cost import AttentionShape
+from distca.packs import Pack
+from distca.planning import ANY_IMBALANCE
+
+PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
+TASK_WORDS = 4
+LOAD_NAMES = ("seconds_home", "seconds", "bytes_out", "bytes_in")  # first columns of the loads
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is planned."""
+
+    pack: Pack
+    window: tuple[int, int]
+    shape: AttentionShape
+    cost: Tensor  # as torch.ops.distca.plan takes it
+    cluster: Cluster
+    tolerance: float
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """[num_ranks]"""
+        speeds = self.cluster.speeds
+        return np.ones(self.cluster.num_ranks) if speeds is None else np.array(speeds)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """By (server, document, q_begin). Each field is an array [num_tasks]."""
+
+    document: np.ndarray
+    q_begin: np.ndarray
+    q_end: np.ndarray
+    server: np.ndarray
+    k_begin: np.ndarray
+    """Keys [k_begin, k_end) that any of the queries sees."""
+    k_end: np.ndarray
+    seconds: np.ndarray
+    """On its server."""
+    home: np.ndarray
+    """Rank that holds most of its queries."""
+    num_homes: np.ndarray
+    """Ranks that hold queries of it."""
+    num_bytes: np.ndarray
+    """That travel for it, over all links."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Rows of one home rank that travel for one task. Each field is an array."""
+
+    task: np.ndarray
+    """Index into Tasks."""
+    home: np.ndarray
+    num_bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Account:
+    step: Step
+    tasks: Tasks
+    transfers: Transfers
+    seconds_before: np.ndarray
+    """[num_ranks] of attention, nothing moved."""
+    seconds_after: np.ndarray
+    bytes_out: np.ndarray
+    """[num_ranks] of its own rows, whichever way they travel."""
+    bytes_in: np.ndarray
+
+    @property
+    def mean_seconds(self) -> float:
+        """Of the work, nothing moved, spread over the servers by their speeds."""
+        speeds = self.step.speeds
+        work = self.seconds_before * np.where(speeds > 0, speeds, 1)  # of others counted at speed 1
+        return float(work.sum() / speeds.sum())
+
+    def excess(self, seconds: np.ndarray) -> np.ndarray:
+        """[num_ranks] above (+) or below (-) the mean; ranks that serve nothing should have 0."""
+        return seconds - np.where(self.step.speeds > 0, self.mean_seconds, 0.0)
+
+    @property
+    def is_moved(self) -> np.ndarray:
+        """[num_tasks] Whether any row of it travels."""
+        return self.tasks.num_bytes > 0
+
+    @property
+    def bytes_over_least(self) -> np.ndarray:
+        """[num_tasks] Bytes over those of the cheapest shape with as much work. Moved tasks of one
+        document and server share keys, and so this; it may be below 1 where rows lie on the server.
+        """
+        visits, at = np.unique(
+            np.stack([self.tasks.document, self.tasks.server, self.is_moved]),
+            axis=1,
+            return_inverse=True,
+        )
+        work = self.tasks.seconds * self.step.speeds[self.tasks.server]
+        num_pairs = np.bincount(at, work, visits.shape[1]) / seconds_per_pair(self.step.cost)
+        num_bytes = np.bincount(at, self.tasks.num_bytes, visits.shape[1])
+        return (num_bytes / self.step.shape.least_bytes(num_pairs))[at]
+
+    @property
+    def least_bytes(self) -> float:
+        """Lower bound of a plan that brings every server to the mean, one task for each."""
+        deficits = np.maximum(-self.excess(self.seconds_before), 0) * self.step.speeds
+        return float(self.step.shape.least_bytes(deficits / seconds_per_pair(self.step.cost)).sum())
+
+    def bandwidth(self, home: np.ndarray, server: np.ndarray) -> np.ndarray:
+        """Bytes per second of the links from `home` to `server`."""
+        ranks_per_node, inside, between = self.step.cluster.links().tolist()
+        return np.where(home // ranks_per_node == server // ranks_per_node, inside, between)
+
+    def links(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(home, server, bytes) of all pairs of ranks between which rows travel, most bytes
+        first."""
+        num_ranks, server = self.step.pack.num_ranks, self.tasks.server[self.transfers.task]
+        pairs, at = np.unique(self.transfers.home * num_ranks + server, return_inverse=True)
+        num_bytes = np.zeros(pairs.size, dtype=np.int64)
+        np.add.at(num_bytes, at, self.transfers.num_bytes)
+        order = np.argsort(-num_bytes, kind="stable")
+        return *np.divmod(pairs[order], num_ranks), num_bytes[order]
+
+
+def seconds_per_pair(cost: Tensor) -> float:
+    """Of a (query, key) pair in a full tile, or in the largest task of a table."""
+    tile_q, tile_k, seconds_per_tile, per_task, num_rows, num_keys, *table = cost.tolist()
+    if not table:
+        return seconds_per_tile / (tile_q * tile_k)
+    num_rows, num_keys = int(num_rows), int(num_keys)
+    return (table[-1] - per_task) / (table[num_rows - 1] * table[num_rows + num_keys - 1])
+
+
+def plan_with(step: Step, pieces: Tensor, cluster: Cluster, tolerance: float):
+    return torch.ops.distca.plan(
+        pieces,
+        cluster.num_ranks,
+        *step.window,
+        step.cost,
+        [*step.shape.row_bytes(), *held_row_bytes(step.shape)],
+        cluster.servers(),
+        cluster.links(),
+        tolerance,
+    )
+
+
+def explain(step: Step) -> Account:
+    """Plans the step and accounts for its tasks."""
+    encoded, loads = plan_with(step, step.pack.as_tensor(), step.cluster, step.tolerance)
+    tasks, transfers = account_for(step, encoded[PLAN_HEADER_WORDS:].reshape(-1, TASK_WORDS))
+    columns = dict(zip(LOAD_NAMES, loads.numpy().T, strict=False))
+    return Account(
+        step,
+        tasks,
+        transfers,
+        columns["seconds_home"],
+        columns["seconds"],
+        columns["bytes_out"].astype(np.int64),
+        columns["bytes_in"].astype(np.int64),
+    )
+
+
+def account_for(step: Step, words: Tensor) -> tuple[Tasks, Transfers]:
+    """`words`: int64 [num_tasks, 4] (document, q_begin, q_end, server), in the plan's order."""
+    tasks = words.numpy()
+    document, q_begin, q_end, server = tasks.T
+    k_begin, k_end = keys_of(step.window, q_begin, q_end, step.pack.lengths[document])
+    transfers, home, num_homes = _transfers(step, tasks, k_begin, k_end)
+    num_bytes = np.zeros(len(tasks), dtype=np.int64)
+    np.add.at(num_bytes, transfers.task, transfers.num_bytes)
+    seconds = seconds_of(step, tasks) / step.speeds[server]
+    made = Tasks(
+        document, q_begin, q_end, server, k_begin, k_end, seconds, home, num_homes, num_bytes
+    )
+    return made, transfers
+
+
+def keys_of(
+    window: tuple[int, int], q_begin: np.ndarray, q_end: np.ndarray, length: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [begin, end) that any of queries [q_begin, q_end) sees."""
+    left, right = window
+    begin = np.zeros_like(q_begin) if left < 0 else np.maximum(q_begin - left, 0)
+    return begin, length if right < 0 else np.minimum(q_end + right, length)
+
+
+def seconds_of(step: Step, tasks: np.ndarray) -> np.ndarray:
+    """[num_tasks] At speed 1, from the planner's own cost model: each task is given to it as a rank
+    that holds just its queries."""
+    order = np.lexsort((tasks[:, 1], tasks[:, 0]))
+    document, q_begin, q_end, _ = tasks[order].T
+    seconds = np.empty(len(tasks))
+    firsts = np.flatnonzero(np.diff(document, prepend=-1))
+    begin = 0
+    while begin < len(tasks):
+        later = firsts[(firsts > begin) & (firsts <= begin + MAX_RANKS)]
+        end = len(tasks) if len(tasks) - begin <= MAX_RANKS else int(later[-1])
+        part = slice(begin, end)
+        ranks = np.arange(end - begin)
+        columns = [ranks, document[part], q_begin[part], (q_end - q_begin)[part]]
+        pieces = torch.from_numpy(np.stack(columns, axis=1))
+        _, loads = plan_with(step, pieces, Cluster(end - begin), ANY_IMBALANCE)
+        seconds[order[part]] = loads[:, LOAD_NAMES.index("seconds_home")].numpy()
+        begin = end
+    return seconds
+
+
+def _transfers(
+    step: Step, tasks: np.ndarray, k_begin: np.ndarray, k_end: np.ndarray
+) -> tuple[Transfers, np.ndarray, np.ndarray]:
+    """(transfers, home, num_homes). Keys that several tasks of a server read travel with the
+    first."""
+    document, q_begin, q_end, server = tasks.T
+    task, piece = _pairs_of_document(document, step.pack)
+    rank, _, start, length = step.pack.pieces[piece].T
+    q_rows = _overlap(q_begin[task], q_end[task], start, start + length)
+    new_begin = _first_new_key(tasks, k_begin, k_end)
+    k_rows = _overlap(new_begin[task], k_end[task], start, start + length)
+
+    query_bytes, key_bytes = step.shape.row_bytes()
+    num_bytes = (query_bytes * q_rows + key_bytes * k_rows) * (rank != server[task])
+    home, num_homes = _homes(task, rank, q_rows, len(tasks), step.pack.num_ranks)
+    moves = num_bytes > 0
+    return Transfers(task[moves], rank[moves], num_bytes[moves]), home, num_homes
+
+
+def _pairs_of_document(document: np.ndarray, pack: Pack) -> tuple[np.ndarray, np.ndarray]:
+    """(task, piece): indices of all pairs of one document."""
+    by_document = np.argsort(pack.pieces[:, 1], kind="stable")
+    counts = np.bincount(pack.pieces[:, 1], minlength=pack.num_documents)
+    first = counts.cumsum() - counts
+    repeats = counts[document]
+    task = np.repeat(np.arange(document.size), repeats)
+    within = np.arange(task.size) - np.repeat(repeats.cumsum() - repeats, repeats)
+    return task, by_document[first[document][task] + within]
+
+
+def _overlap(begin, end, other_begin, other_end) -> np.ndarray:
+    return np.maximum(np.minimum(end, other_end) - np.maximum(begin, other_begin), 0)
+
+
+def _first_new_key(tasks: np.ndarray, k_begin: np.ndarray, k_end: np.ndarray) -> np.ndarray:
+    """[num_tasks] Where the keys begin that no earlier task brought. Tasks of a server's document
+    follow one another by queries, and so do their keys."""
+    first = k_begin.copy()
+    same = (tasks[1:, [0, 3]] == tasks[:-1, [0, 3]]).all(1)  # document and server as before
+    first[1:][same] = np.maximum(first[1:], k_end[:-1])[same]
+    return first
+
+
+def _homes(
+    task: np.ndarray, rank: np.ndarray, q_rows: np.ndarray, num_tasks: int, num_ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(home, num_homes) of each task."""
+    held = q_rows > 0
+    pairs, at = np.unique(task[held] * num_ranks + rank[held], return_inverse=True)
+    rows = np.bincount(at, q_rows[held], pairs.size)
+    task, rank = np.divmod(pairs, num_ranks)
+    most_last = np.lexsort((-rank, rows, task))
+    last = np.flatnonzero(np.diff(task[most_last], append=num_tasks))
+    return rank[most_last][last], np.bincount(task, minlength=num_tasks)

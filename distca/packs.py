@@ -1,0 +1,89 @@
+"""Documents of one step drawn from a list of lengths, and the ranks that hold them."""
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_LENGTH = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A step of all ranks, each with equally many tokens (up to one)."""
+
+    num_ranks: int
+    num_documents: int
+    pieces: np.ndarray
+    """int64 [num_pieces, 4]: rank, document, start, length, in row order; documents are counted
+    from 0 in that order."""
+
+    def as_tensor(self) -> Tensor:
+        """`pieces` as torch.ops.distca.plan takes them."""
+        return torch.from_numpy(self.pieces)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[num_documents] tokens."""
+        return np.bincount(self.pieces[:, 1], self.pieces[:, 3], self.num_documents).astype(
+            np.int64
+        )
+
+
+def check_lengths(lengths: object, name: str) -> list[int]:
+    """`lengths` without zeros. Raises ValueError naming `name` and the value that is wrong."""
+    if not isinstance(lengths, list):
+        raise ValueError(f"{name}: holds {lengths!r:.80}; expected a list of document lengths")
+    for idx, length in enumerate(lengths):
+        if type(length) is not int or not 0 <= length <= MAX_LENGTH:
+            raise ValueError(
+                f"{name}: length {idx} is {length!r:.80}; expected an integer from 0 to "
+                f"{MAX_LENGTH} tokens"
+            )
+    if not any(lengths):
+        raise ValueError(f"{name}: no document has a token; expected at least one length above 0")
+    return [length for length in lengths if length > 0]
+
+
+def read_lengths(path: str | Path) -> list[int]:
+    """The JSON list of document lengths in a file, without zeros; raises ValueError naming the file
+    and what is wrong."""
+    try:
+        lengths = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a readable JSON file: {error}") from error
+    return check_lengths(lengths, str(path))
+
+
+def draw_pack(
+    lengths: Sequence[int], num_ranks: int, tokens: int, seed: int, crossing: bool = False
+) -> Pack:
+    """`tokens` tokens for each rank: documents in shuffled order, over and over, cut into equal
+    runs. The rest of one that was cut starts the next run as a document of its own, or, with
+    `crossing`, as the same document."""
+    shuffled = list(lengths)
+    random.Random(seed).shuffle(shuffled)
+    total = num_ranks * tokens
+    rounds = math.ceil(total / sum(shuffled))
+    return cut_pack(np.tile(shuffled, rounds), num_ranks, total, crossing)
+
+
+def cut_pack(lengths: Sequence[int], num_ranks: int, total: int, crossing: bool = False) -> Pack:
+    """The first `total` tokens of documents in the order given, cut as draw_pack does."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    edges = np.arange(num_ranks + 1, dtype=np.int64) * total // num_ranks
+    cuts = np.union1d(ends[ends < total], edges)
+    begins, held = cuts[:-1], np.diff(cuts)
+    rank = np.searchsorted(edges, begins, side="right") - 1
+    document, start = np.arange(held.size), np.zeros_like(held)
+    if crossing:
+        document = np.searchsorted(ends, begins, side="right")
+        start = begins - (ends - lengths)[document]
+    num_documents = int(document[-1]) + 1 if document.size else 0
+    return Pack(num_ranks, num_documents, np.stack([rank, document, start, held], axis=1))

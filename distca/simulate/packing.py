@@ -1,0 +1,110 @@
+"""The documents of simulated steps, and packs made of them."""
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.packs import MAX_LENGTH, cut_pack
+from distca.simulate.scenario import Scenario
+
+DISTRIBUTIONS = "fixed:LENGTH, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA"
+DRAWN_LENGTHS = 100_000
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of one step, in the order of the packs."""
+
+    lengths: np.ndarray  # [num_documents]
+    pack: np.ndarray  # [num_documents], never decreasing; micro-batches one after another
+
+    def of_packs(self, first: int, last: int) -> "Documents":
+        """Of packs [first, last), which are counted from 0 then."""
+        chosen = slice(*np.searchsorted(self.pack, (first, last)))
+        return Documents(self.lengths[chosen], self.pack[chosen] - first)
+
+
+def distribution(text: str, seed: int) -> list[int]:
+    """Lengths drawn from a distribution; raises ValueError with what may be given."""
+    name, *given = text.split(":")
+    rng = np.random.default_rng(seed)
+    try:
+        numbers = [float(value) for value in given]
+        if name == "fixed":
+            (length,) = numbers
+            drawn = np.array([length])
+        elif name == "uniform":
+            low, high = numbers
+            drawn = rng.uniform(low, high + 1, DRAWN_LENGTHS)
+        elif name == "lognormal":
+            median, sigma = numbers
+            drawn = rng.lognormal(math.log(median), sigma, DRAWN_LENGTHS)
+        else:
+            raise ValueError(f"there is no {name!r}")
+        if not np.isfinite(drawn).all() or drawn.min() < 0 or drawn.max() > MAX_LENGTH:
+            raise ValueError(f"lengths have to be from 0 to {MAX_LENGTH}")
+    except ValueError as error:
+        raise ValueError(f"distribution {text!r}: {error}; expected {DISTRIBUTIONS}") from error
+    return np.maximum(drawn.astype(np.int64), 1).tolist()
+
+
+def draw(lengths: list[int], scenario: Scenario, num_steps: int, seed: int) -> Iterator[Documents]:
+    """Documents in shuffled order, cut to the context, then into packs of equally many tokens; the
+    rest of one starts the next pack, as a document of its own. benchmarks/training_step.py draws
+    the same packs in the same order."""
+    shuffled = [length for length in lengths if length > 0]
+    random.Random(seed).shuffle(shuffled)
+    stream = np.array(shuffled, dtype=np.int64)
+    tokens = scenario.pack_tokens
+    if scenario.context < tokens:
+        stream = _cut(stream, scenario.context)
+    num_packs = scenario.packs * scenario.micro_batches
+    period, ends = int(stream.sum()), stream.cumsum()
+    for step in range(num_steps):
+        first, total = step * num_packs * tokens, num_packs * tokens
+        rounds = np.arange(first // period, (first + total) // period + 1) * period
+        inside = (rounds[:, None] + ends).ravel() - first
+        of_step = np.diff(inside[inside > 0], prepend=0)
+        pieces = cut_pack(of_step, num_packs, total).pieces
+        yield Documents(pieces[:, 3], pieces[:, 0])
+
+
+def _cut(lengths: np.ndarray, longest: int) -> np.ndarray:
+    """Documents in parts of `longest` tokens and a rest."""
+    parts = -(-lengths // longest)
+    cut = np.full(int(parts.sum()), longest, dtype=np.int64)
+    cut[parts.cumsum() - 1] = lengths - (parts - 1) * longest
+    return cut
+
+
+def balanced_packs(
+    lengths: np.ndarray, work: np.ndarray, num_packs: int, most_tokens: float
+) -> np.ndarray:
+    """Pack of each document [num_documents] when, longest first, each goes to the pack with the
+    least work among those that stay within `most_tokens`; to the one with fewest tokens if none
+    does."""
+    packs = np.empty(lengths.size, dtype=np.int64)
+    by_work = [(0.0, 0, pack) for pack in range(num_packs)]  # (work, tokens, pack)
+    full: list[tuple[int, float, int]] = []  # (tokens, work, pack), set aside for shorter documents
+    order = np.argsort(-lengths, kind="stable")
+    for document, length, cost in zip(
+        order.tolist(), lengths[order].tolist(), work[order].tolist(), strict=True
+    ):
+        while full and full[0][0] + length <= most_tokens:
+            tokens, done, pack = heapq.heappop(full)
+            heapq.heappush(by_work, (done, tokens, pack))
+        while by_work and by_work[0][1] + length > most_tokens:
+            done, tokens, pack = heapq.heappop(by_work)
+            heapq.heappush(full, (tokens, done, pack))
+        if by_work:
+            done, tokens, pack = by_work[0]
+            heapq.heapreplace(by_work, (done + cost, tokens + length, pack))
+        else:
+            tokens, done, pack = full[0]
+            heapq.heapreplace(full, (tokens + length, done + cost, pack))
+        packs[document] = pack
+    return packs

@@ -1,0 +1,143 @@
+"""From times of a layer to the operations of a step: 1F1B, and ticks of one phase.
+
+With one stage 1F1B is every micro-batch's forward and backward in turn.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.simulate.layers import KINDS, NUM_PASSES, PARAMETERS, WAITING, Layers
+from distca.simulate.machine import BACKWARD, FORWARD
+from distca.simulate.model import ELEMENT_BYTES, GRADIENT_BYTES
+from distca.simulate.scenario import Scenario
+
+IDLE = -1  # micro-batch of a stage that only serves
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One pass of one micro-batch through all layers of a stage."""
+
+    stage: int
+    micro_batch: int
+    pass_idx: int
+    start: np.ndarray  # [groups] seconds since the step began
+    seconds: np.ndarray  # [kinds, groups]
+
+    @property
+    def end(self) -> np.ndarray:
+        return self.start + self.seconds.sum(axis=0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    seconds: float  # of the step
+    operations: list[Operation]
+    closing: np.ndarray  # [kinds, groups] at the end of the step, same on every stage
+
+    def busy(self, scenario: Scenario) -> np.ndarray:
+        """[kinds, stages * groups] seconds; what is left of the step is waiting."""
+        total = np.tile(self.closing, (1, scenario.pp))
+        for each in self.operations:
+            first = each.stage * scenario.groups
+            total[:, first : first + scenario.groups] += each.seconds
+        total[WAITING] += self.seconds - total.sum(axis=0)
+        return total
+
+
+def send_seconds(scenario: Scenario) -> float:
+    """Activations of a micro-batch to the next stage."""
+    if scenario.pp == 1:
+        return 0.0
+    num_bytes = ELEMENT_BYTES * scenario.model.hidden * scenario.tokens / scenario.tp
+    return scenario.machine.send_seconds(
+        num_bytes, inside=scenario.ranks <= scenario.machine.gpus_per_node
+    )
+
+
+def order_of(stage: int, pp: int, micro_batches: int) -> list[tuple[int, int]]:
+    """(pass, micro-batch) in which 1F1B runs them on a stage."""
+    ahead = min(micro_batches, pp - stage - 1)
+    order = [(FORWARD, i) for i in range(ahead)]
+    for i in range(micro_batches - ahead):
+        order += [(FORWARD, ahead + i), (BACKWARD, i)]
+    return order + [(BACKWARD, i) for i in range(micro_batches - ahead, micro_batches)]
+
+
+def one_f_one_b(scenario: Scenario, layers: Layers) -> Schedule:
+    """Every stage has the same times; groups of one stage run apart from each other."""
+    stage_seconds = layers.seconds * scenario.stage_layers
+    num_micro_batches, pp = len(stage_seconds), scenario.pp
+    send = send_seconds(scenario)
+    waiting = [order_of(stage, pp, num_micro_batches)[::-1] for stage in range(pp)]
+    free = np.zeros((pp, stage_seconds.shape[-1]))
+    ready: dict[tuple[int, int, int], np.ndarray | float] = {
+        (0, FORWARD, i): 0.0 for i in range(num_micro_batches)
+    }
+    operations = []
+    while any(waiting):
+        for stage in range(pp):
+            while waiting[stage] and (stage, *waiting[stage][-1]) in ready:
+                pass_idx, i = waiting[stage].pop()
+                start = np.maximum(free[stage], ready[stage, pass_idx, i])
+                made = Operation(stage, i, pass_idx, start, stage_seconds[i, pass_idx])
+                operations.append(made)
+                free[stage] = made.end
+                following = stage + 1 if pass_idx == FORWARD else stage - 1
+                if 0 <= following < pp:
+                    ready[following, pass_idx, i] = made.end + send
+                elif pass_idx == FORWARD:
+                    ready[stage, BACKWARD, i] = made.end
+    return _closed(scenario, operations)
+
+
+def ticks(scenario: Scenario, layers: Layers) -> Schedule:
+    """`layers` are of ticks: [micro_batches + pp - 1, 2, kinds, stages * groups], forward and
+    backward tick i one after another, all of whose ranks take equally long."""
+    pp, num_groups = scenario.pp, scenario.groups
+    num_ticks = len(layers.seconds)
+    stage_seconds = layers.seconds * scenario.stage_layers
+    order = []
+    for i in range(num_ticks):
+        order.append((FORWARD, i))
+        if i >= pp - 1:
+            order.append((BACKWARD, i - pp + 1))
+    order += [(BACKWARD, i) for i in range(num_ticks - pp + 1, num_ticks)]
+    send, now = send_seconds(scenario), 0.0
+    sent = [0.0] * NUM_PASSES
+    operations = []
+    for pass_idx, i in order:
+        start = max(now, sent[pass_idx])
+        for stage in range(pp):
+            columns = slice(stage * num_groups, (stage + 1) * num_groups)
+            seconds = stage_seconds[i, pass_idx, :, columns]
+            micro_batch = micro_batch_of(scenario, pass_idx, i, stage)
+            begin = np.full(num_groups, start)
+            operations.append(Operation(stage, micro_batch, pass_idx, begin, seconds))
+        now = float(max(each.end.max() for each in operations[-pp:]))
+        sent[pass_idx] = now + send
+    return _closed(scenario, operations)
+
+
+def micro_batch_of(scenario: Scenario, pass_idx: int, tick: int, stage: int) -> int:
+    """What a stage works on in a tick; IDLE if on nothing."""
+    distance = stage if pass_idx == FORWARD else scenario.pp - 1 - stage
+    found = tick - distance
+    return found if 0 <= found < scenario.micro_batches else IDLE
+
+
+def _closed(scenario: Scenario, operations: list[Operation]) -> Schedule:
+    """The end of the step: gradients meet where they have not, then the optimizer."""
+    end = max(float(each.end.max()) for each in operations)
+    closing = np.zeros((len(KINDS), scenario.groups))
+    if scenario.sharding == "zero1":
+        machine, per_node = scenario.machine, scenario.groups_per_node
+        collectives = sum(
+            machine.gather_seconds(size * scenario.stage_params, scenario.groups, per_node)
+            for size in (GRADIENT_BYTES, ELEMENT_BYTES)
+        )
+        last = operations[-1].seconds.sum(axis=0).min()
+        closing[PARAMETERS] = max(0.0, collectives - last)
+    closing[0] = scenario.optimizer_seconds()
+    return Schedule(end + float(closing.sum(axis=0).max()), operations, closing)

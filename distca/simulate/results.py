@@ -1,0 +1,139 @@
+"""Runs systems over steps, and what comes of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.simulate.layers import ATTENTION, COMMUNICATION, LINEAR, WAITING
+from distca.simulate.packing import Documents
+from distca.simulate.scenario import Scenario
+from distca.simulate.step import Step
+from distca.simulate.systems import Outcome, System, fixed, systems_for
+
+FIT_PRECISION = 1e-6
+
+
+@dataclass(frozen=True)
+class Result:
+    """One system over all steps; seconds and imbalances are means over steps unless by step."""
+
+    system: System
+    scenario: Scenario
+    cp: int
+    step_seconds: list[float]
+    attention_imbalance: float  # max / mean over the ranks that have any
+    compute_imbalance: float  # of linear work and attention
+    exposed_seconds: float  # communication that nothing hides, mean over ranks
+    waiting_seconds: float  # for other ranks and in bubbles, mean over ranks
+    memory_max: float  # bytes of the fullest rank in any step
+    memory_mean: float
+    outcome: Outcome  # of the step to show
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.step_seconds))
+
+    @property
+    def slowest_decile(self) -> float:
+        return slowest_tenth(self.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.scenario.step_tokens / self.mean
+
+    @property
+    def fits(self) -> bool:
+        machine = self.scenario.machine
+        return bool(self.memory_max <= machine.memory_bytes * machine.usable_memory)
+
+    def speed_up_over(self, other: "Result") -> float:
+        return other.mean / self.mean
+
+
+def steps_of(scenario: Scenario, drawn: list[Documents]) -> list[Step]:
+    return [Step(scenario, documents) for documents in drawn]
+
+
+def run(
+    scenario: Scenario, steps: list[Step], names: list[str] | None = None, shown: int = 0
+) -> list[Result]:
+    """Every system, at its best context parallel degree: the fastest of those that fit in memory.
+    The outcome of step `shown` is kept."""
+    results = []
+    for system in systems_for(scenario, names):
+        tried = [run_system(system, scenario, steps, cp, shown) for cp in system.degrees(scenario)]
+        results.append(min(tried, key=lambda result: (not result.fits, result.mean)))
+    return results
+
+
+def run_system(
+    system: System, scenario: Scenario, steps: list[Step], cp: int, shown: int
+) -> Result:
+    by_step = []
+    for idx, step in enumerate(steps):
+        outcome = system.simulate(step, cp)
+        if idx == shown:
+            kept = outcome
+        busy = outcome.schedule.busy(scenario)
+        memory = outcome.memory_bytes
+        by_step.append(
+            [
+                outcome.schedule.seconds,
+                max_over_mean(busy[ATTENTION][busy[ATTENTION] > 0]),
+                max_over_mean(busy[ATTENTION] + busy[LINEAR]),
+                busy[COMMUNICATION].sum(axis=0).mean(),
+                busy[WAITING].mean(),
+                memory.max(),
+                memory.mean(),
+            ]
+        )
+    columns = np.array(by_step).T
+    means = columns.mean(axis=1).tolist()
+    return Result(
+        system,
+        scenario,
+        cp,
+        columns[0].tolist(),
+        *means[1:5],
+        float(columns[5].max()),
+        means[6],
+        kept,
+    )
+
+
+def slowest_tenth(values: Sequence[float]) -> float:
+    """Mean of the largest tenth, at least of one."""
+    count = max(1, len(values) // 10)
+    return float(np.sort(values)[-count:].mean())
+
+
+def max_over_mean(values: np.ndarray) -> float:
+    return float(values.max() / values.mean()) if values.any() else 1.0
+
+
+def fitted(scenario: Scenario, drawn: list[Documents], step_seconds: float) -> Scenario:
+    """With the linear work per token that makes fixed packing's mean step `step_seconds`, which was
+    measured with these documents. Raises ValueError if attention and communication alone last
+    longer."""
+
+    def with_linear(per_token: float) -> Scenario:
+        return replace(
+            scenario, machine=replace(scenario.machine, linear_seconds_per_token=per_token)
+        )
+
+    def mean_step(per_token: float) -> float:
+        steps = steps_of(with_linear(per_token), drawn)
+        cp = scenario.least_cp
+        return float(np.mean([fixed(step, cp).schedule.seconds for step in steps]))
+
+    low, high = 1e-15, step_seconds / scenario.tokens
+    if mean_step(low) > step_seconds:
+        raise ValueError(
+            f"fit_step_ms is {1e3 * step_seconds:.6g}, but attention and communication alone take "
+            f"{1e3 * mean_step(low):.6g}; are the attention speeds those of the measured run?"
+        )
+    while high - low > FIT_PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_step(middle) < step_seconds else (low, middle)
+    return with_linear(high)

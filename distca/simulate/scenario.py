@@ -1,0 +1,193 @@
+"""What is simulated: model, machine, how ranks are divided, how many tokens each holds."""
+
+import math
+from dataclasses import dataclass, field
+
+from distca.cost import AttentionShape
+from distca.options import Options
+from distca.simulate.machine import AttentionCost, Machine
+from distca.simulate.model import (
+    BACKWARD_OVER_FORWARD,
+    ELEMENT_BYTES,
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    ModelShape,
+)
+
+MAX_RANKS = 65536
+SHARDINGS = ("fsdp", "zero1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Raises ValueError naming the field that is wrong."""
+
+    model: ModelShape
+    machine: Machine = field(default_factory=Machine)
+    ranks: int = 8
+    """GPUs."""
+    tp: int = 1
+    pp: int = 1
+    tokens: int = 65536
+    """Of a group (the tp GPUs of one tensor parallel group) in one micro-batch."""
+    context: int = 65536
+    """Longest document; packs have max(tokens, context) tokens."""
+    micro_batches: int = 1
+    cp: int | None = None
+    """Groups that share a pack in systems with context parallelism; None: the best is chosen."""
+    recompute: bool = False
+    """Every block's forward pass, exchanges included, is repeated in its backward pass."""
+    sharding: str = "fsdp"
+    tolerance: float = Options.tolerance
+    """Of the planner: excess of the slowest server over the mean that is left alone."""
+    server_share: float = 1 / 8
+    """Dedicated servers among all ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "tp", "pp", "tokens", "context", "micro_batches"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected an integer above 0")
+        if self.ranks > MAX_RANKS or self.ranks % (self.tp * self.pp):
+            raise ValueError(
+                f"ranks is {self.ranks}; expected a multiple of tp * pp = {self.tp * self.pp}, at "
+                f"most {MAX_RANKS}"
+            )
+        if self.model.layers % self.pp:
+            raise ValueError(
+                f"pp is {self.pp}; expected a divisor of the model's {self.model.layers} layers"
+            )
+        if self.context > self.tokens and self.context % self.tokens:
+            raise ValueError(
+                f"context is {self.context}; above tokens it has to be a multiple of them "
+                f"({self.tokens})"
+            )
+        if self.groups % self.least_cp:
+            raise ValueError(
+                f"a pack of {self.pack_tokens} tokens lies on {self.least_cp} groups of "
+                f"{self.tokens}; {self.ranks} ranks with tp {self.tp} and pp {self.pp} are "
+                f"{self.groups} groups a stage, which is no multiple"
+            )
+        if self.cp is not None and (self.cp % self.least_cp or self.groups % self.cp):
+            raise ValueError(
+                f"cp is {self.cp}; expected a multiple of {self.least_cp} (context / tokens) that "
+                f"divides the {self.groups} groups of a stage"
+            )
+        if self.sharding not in SHARDINGS:
+            raise ValueError(f"sharding is {self.sharding!r}; expected one of {SHARDINGS}")
+        if not 0 < self.server_share < 1:
+            raise ValueError(f"server_share is {self.server_share}; expected above 0, below 1")
+        self.model.attention(self.tp)
+
+    @property
+    def groups(self) -> int:
+        """Tensor parallel groups of one pipeline stage."""
+        return self.ranks // (self.tp * self.pp)
+
+    @property
+    def pack_tokens(self) -> int:
+        return max(self.tokens, self.context)
+
+    @property
+    def least_cp(self) -> int:
+        return self.pack_tokens // self.tokens
+
+    @property
+    def packs(self) -> int:
+        """Of one micro-batch."""
+        return self.groups // self.least_cp
+
+    @property
+    def groups_per_node(self) -> int:
+        return max(1, self.machine.gpus_per_node // self.tp)
+
+    @property
+    def stage_layers(self) -> int:
+        return self.model.layers // self.pp
+
+    @property
+    def step_tokens(self) -> int:
+        """Of all ranks."""
+        return self.groups * self.micro_batches * self.tokens
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """Of one rank."""
+        return self.model.attention(self.tp)
+
+    def attention_cost(self) -> AttentionCost:
+        return AttentionCost(self.machine, self.attention_shape)
+
+    def linear_seconds(self, tokens):
+        """(forward, backward) of one layer and rank, for `tokens` of its group."""
+        machine, model = self.machine, self.model
+        if machine.linear_seconds_per_token is not None:
+            both = machine.linear_seconds_per_token / self.stage_layers
+            forward = both / (1 + BACKWARD_OVER_FORWARD)
+        else:
+            matmul = model.linear_flops / (machine.matmul_tflops * 1e12)
+            elementwise = model.elementwise_bytes / machine.memory_bytes_per_second
+            forward = (matmul + elementwise) / self.tp
+        return forward * tokens, BACKWARD_OVER_FORWARD * forward * tokens
+
+    def tensor_parallel_seconds(self, tokens):
+        """Of one layer and pass: two all-reduces of the group's activations."""
+        if self.tp == 1:
+            return 0.0 * tokens
+        num_bytes = ELEMENT_BYTES * self.model.hidden * tokens
+        link = (
+            self.machine.inside if self.tp <= self.machine.gpus_per_node else self.machine.between
+        )
+        one_way = (self.tp - 1) / self.tp * num_bytes / link.bytes_per_second
+        return 2 * 2 * one_way + 2 * link.latency_s
+
+    @property
+    def stage_params(self) -> float:
+        """Of one rank, before sharding."""
+        return self.model.params / (self.pp * self.tp)
+
+    def optimizer_seconds(self) -> float:
+        """Reads and writes weights and moments, reads gradients; bound by memory. A measured
+        constant for linear work includes it."""
+        if self.machine.linear_seconds_per_token is not None:
+            return 0.0
+        num_bytes = (2 * OPTIMIZER_BYTES + GRADIENT_BYTES) * self.stage_params / self.groups
+        return num_bytes / self.machine.memory_bytes_per_second
+
+    def state_bytes(self, holders: int | None = None) -> float:
+        """Weights, gradients, optimizer of one rank. fsdp: everything sharded over the stage's
+        groups (or the `holders` among them), two layers gathered, one layer's gradients whole.
+        zero1: the optimizer sharded."""
+        holders = holders or self.groups
+        if self.sharding == "zero1":
+            kept = (ELEMENT_BYTES + GRADIENT_BYTES) * self.stage_params
+            return kept + OPTIMIZER_BYTES * self.stage_params / holders
+        layer = self.model.layer_params / self.tp
+        sharded = (OPTIMIZER_BYTES + GRADIENT_BYTES) * self.stage_params / holders
+        return sharded + (2 * ELEMENT_BYTES + GRADIENT_BYTES) * layer
+
+    def token_bytes(self) -> float:
+        """Activations of one token of the group on one rank, all layers of its stage."""
+        kept = self.model.activation_bytes
+        if self.recompute:
+            kept = ELEMENT_BYTES * self.model.hidden
+        return kept * self.stage_layers / self.tp
+
+    def repeated_bytes(self) -> float:
+        """What one token of the group needs besides while a recomputed layer runs backward."""
+        return self.model.activation_bytes / self.tp if self.recompute else 0.0
+
+    def most_tokens(self, workspace_bytes: float = 0.0) -> float:
+        """Of a group's micro-batch, in the memory that may be used, when each needs
+        `workspace_bytes` beside its activations; never less than `tokens`."""
+        room = self.machine.memory_bytes * self.machine.usable_memory - self.state_bytes()
+        kept = self.token_bytes() * min(self.micro_batches, self.pp)  # the first stage's in 1F1B
+        per_token = kept + self.repeated_bytes() + workspace_bytes
+        return max(float(self.tokens), room / per_token)
+
+    def degrees(self) -> list[int]:
+        """Context parallel degrees to try: powers of two times the least, up to 64."""
+        if self.cp is not None:
+            return [self.cp]
+        tried = (self.least_cp * 2**i for i in range(int(math.log2(64)) + 1))
+        return [cp for cp in tried if self.groups % cp == 0 and cp <= max(64, self.least_cp)]

@@ -1,0 +1,774 @@
+"""distca.simulate: small cases computed by hand, what is conserved, what may not get slower."""
+
+import itertools
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from distca.cost import TILE, AttentionShape, Link
+from distca.simulate import pipeline
+from distca.simulate.disaggregated import (
+    Homes,
+    Work,
+    cluster_of,
+    dedicated_ping_pong,
+    in_turn,
+    ping_pong,
+    plan,
+    row_bytes,
+    work_of,
+)
+from distca.simulate.layers import (
+    ALL_GATHER,
+    ATTENTION,
+    EXCHANGE,
+    KINDS,
+    LINEAR,
+    PARAMETERS,
+    RING,
+    WAITING,
+    Layers,
+    add_parameters,
+    context_parallel,
+    layers_of,
+)
+from distca.simulate.machine import BACKWARD, FORWARD, AttentionCost, Machine, num_tiles
+from distca.simulate.model import PRESETS, ModelShape
+from distca.simulate.packing import Documents, balanced_packs, distribution, draw
+from distca.simulate.results import fitted, run, run_system, steps_of
+from distca.simulate.scenario import Scenario
+from distca.simulate.step import Step
+from distca.simulate.systems import SYSTEMS, fixed, variable
+
+ROWS = TILE["cuda"]
+INSTANT = Link(0.0, 1e30)
+TINY = ModelShape(
+    name="tiny", layers=1, hidden=128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=1
+)
+TILE_FLOPS = 4 * ROWS * ROWS * 128
+# A tile takes 1 s forward and 2 s backward, linear work of a tile's rows 1 s and 2 s.
+UNIT_MACHINE = Machine(
+    inside=INSTANT,
+    between=INSTANT,
+    attention_tflops=(TILE_FLOPS / 1e12, 1.25 * TILE_FLOPS / 1e12),
+    linear_seconds_per_token=3 / ROWS,
+)
+UNIT = Scenario(model=TINY, machine=UNIT_MACHINE, ranks=2, tokens=2 * ROWS, context=2 * ROWS)
+SYSTEM = {system.name: system for system in SYSTEMS}
+
+
+def documents(*packs: list[int]) -> Documents:
+    pack = [idx for idx, lengths in enumerate(packs) for _ in lengths]
+    return Documents(np.array(list(itertools.chain(*packs))), np.array(pack))
+
+
+def seconds_of(name: str, scenario: Scenario, step: Documents, cp: int = 1) -> float:
+    return SYSTEM[name].simulate(Step(scenario, step), cp).schedule.seconds
+
+
+UNEVEN = documents([2 * ROWS], [ROWS, ROWS])  # 3 tiles and 2
+
+
+# Models and machines.
+
+
+@pytest.mark.parametrize("name, billions", [("8B", 8.03), ("34B", 33.74), ("70B", 70.55)])
+def test_presets_have_their_models_parameters(name, billions):
+    assert PRESETS[name].params / 1e9 == pytest.approx(billions, abs=0.02)
+
+
+def test_bytes_and_flops_of_a_small_model():
+    assert TINY.layer_params == 4 * 128 * 128 + 3 * 128 * 128
+    assert TINY.linear_flops == 2 * (7 * 128 * 128 + 128)
+    # 4 rows of hidden, q, k, v, out and 4 of ffn, each 128 of 2 bytes; lse of one head.
+    assert TINY.activation_bytes == 12 * 128 * 2 + 4
+
+
+@pytest.mark.parametrize("begin", [0, 1, 100, 128, 300])
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 500])
+def test_tiles_are_those_that_hold_a_pair(begin, rows):
+    end = begin + rows
+    ends = [min(first + ROWS, end) for first in range(begin, end, ROWS)]
+    expected = sum(-(-last // ROWS) for last in ends)
+    assert num_tiles(np.array([begin]), np.array([end])).tolist() == [expected]
+
+
+def test_collectives_by_hand():
+    machine = Machine(inside=Link(1.0, 100.0), between=Link(2.0, 10.0))
+    assert machine.gather_seconds(400.0, 1, 8) == 0
+    assert machine.gather_seconds(400.0, 4, 8) == 1.0 + 300 / 100
+    # Half of the bytes come from the other node, through two network cards.
+    assert machine.gather_seconds(400.0, 4, 2) == 2.0 + 200 / (2 * 10)
+    assert machine.gather_seconds(400.0, 4, 1) == 2.0 + 300 / 10
+
+
+def test_key_blocks_cost_backward_only():
+    shape = TINY.attention(1)
+    begin, end = np.array([0, 128, 5]), np.array([256, 300, 5])
+    plain = AttentionCost(UNIT_MACHINE, shape).seconds(begin, end)
+    dear = AttentionCost(replace(UNIT_MACHINE, key_block_tiles=1.5), shape).seconds(begin, end)
+    assert dear[FORWARD].tolist() == plain[FORWARD].tolist() == [3, 5, 0]
+    assert dear[BACKWARD].tolist() == pytest.approx([2 * (3 + 3), 2 * (5 + 4.5), 0])
+
+
+# Documents.
+
+
+def drawn_one_by_one(lengths: list[int], num_packs: int, tokens: int, seed: int) -> list[list[int]]:
+    """benchmarks/training_step.py's loop."""
+    shuffled = list(lengths)
+    random.Random(seed).shuffle(shuffled)
+    stream, rest, packs = itertools.cycle(shuffled), 0, []
+    for _ in range(num_packs):
+        packs.append([])
+        room = tokens
+        while room > 0:
+            length = rest or next(stream)
+            packs[-1].append(min(length, room))
+            rest = length - packs[-1][-1]
+            room -= packs[-1][-1]
+    return packs
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packs_are_the_training_benchmarks(seed):
+    generator = random.Random(seed)
+    lengths = [generator.randint(1, 300) for _ in range(17)] + [2500]
+    scenario = replace(UNIT, ranks=4, tokens=1000, context=1000, micro_batches=2)
+    expected = drawn_one_by_one(lengths, 5 * 8, 1000, seed)
+    for step, drawn in enumerate(draw(lengths, scenario, 5, seed)):
+        of_step = documents(*expected[8 * step : 8 * step + 8])
+        assert drawn.lengths.tolist() == of_step.lengths.tolist()
+        assert drawn.pack.tolist() == of_step.pack.tolist()
+
+
+def test_documents_longer_than_the_context_are_cut():
+    scenario = replace(UNIT, ranks=1, tokens=1000, context=300)
+    (drawn,) = draw([700], scenario, 1, seed=0)
+    assert drawn.lengths.tolist() == [300, 300, 100, 300]
+
+
+def test_long_packs_lie_on_several_groups():
+    scenario = replace(UNIT, ranks=4, tokens=500, context=1000)
+    assert (scenario.least_cp, scenario.packs) == (2, 2)
+    (drawn,) = draw([900, 900], scenario, 1, seed=0)
+    assert drawn.lengths.tolist() == [900, 100, 800, 200]
+    homes = Homes.of(drawn.lengths, np.arange(4))
+    held = [homes.rank, homes.document, homes.start, homes.length]
+    assert np.transpose(held).tolist() == [
+        [0, 0, 0, 500],
+        [1, 0, 500, 400],
+        [1, 1, 0, 100],
+        [2, 2, 0, 500],
+        [3, 2, 500, 300],
+        [3, 3, 0, 200],
+    ]
+
+
+@pytest.mark.parametrize("text", ["fixed:5", "uniform:3:9", "lognormal:100:1.5"])
+def test_distributions(text):
+    lengths = distribution(text, seed=1)
+    assert lengths == distribution(text, seed=1)
+    assert min(lengths) >= 1
+    if text.startswith("lognormal"):
+        assert np.median(lengths) == pytest.approx(100, rel=0.03)
+        assert np.log(lengths).std() == pytest.approx(1.5, rel=0.03)
+    else:
+        assert set(lengths) == ({5} if text.startswith("fixed") else set(range(3, 10)))
+
+
+@pytest.mark.parametrize("text", ["fixed", "fixed:x", "uniform:1", "normal:1:2", "fixed:-1"])
+def test_bad_distributions(text):
+    with pytest.raises(ValueError, match="expected fixed:LENGTH"):
+        distribution(text, seed=0)
+
+
+def test_longest_documents_first_to_the_least_work():
+    lengths = np.array([1, 5, 3, 4, 2])
+    packs = balanced_packs(lengths, lengths.astype(float), 2, most_tokens=100)
+    # 5 | 4, then 3 to the 4, 2 to the 5, 1 to either.
+    assert packs[1] == packs[4] != packs[3] == packs[2]
+
+
+def test_packs_stay_within_their_tokens():
+    lengths = np.array([6, 2, 2, 2])
+    work = lengths.astype(float) ** 2
+    assert np.bincount(balanced_packs(lengths, work, 2, 100), lengths).tolist() == [6, 6]
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 100, 400)
+    packs = balanced_packs(lengths, lengths.astype(float) ** 2, 8, lengths.sum() / 8 + 10)
+    assert np.bincount(packs, lengths).max() <= lengths.sum() / 8 + 10
+    tight = balanced_packs(lengths, lengths.astype(float) ** 2, 8, 1)  # nothing fits: tokens even
+    assert np.ptp(np.bincount(tight, lengths)) <= 100
+
+
+def test_a_full_pack_takes_shorter_documents_later():
+    packs = balanced_packs(np.array([8, 4, 3, 2]), np.array([1.0, 100.0, 1.0, 1.0]), 2, 10)
+    assert packs.tolist() == [packs[0], packs[1], packs[1], packs[0]] and packs[0] != packs[1]
+
+
+# Baselines, by hand.
+
+
+def test_fixed_packing_waits_for_the_slowest():
+    # Linear 2 + 4; attention of the slow rank 3 + 6.
+    outcome = fixed(Step(UNIT, UNEVEN), 1)
+    assert outcome.schedule.seconds == pytest.approx(6 + 9)
+    busy = outcome.schedule.busy(UNIT)
+    assert busy[LINEAR].tolist() == pytest.approx([6, 6])
+    assert busy[ATTENTION].tolist() == pytest.approx([9, 6])
+    assert busy[WAITING].tolist() == pytest.approx([0, 3])
+
+
+def test_balance_for_free_is_the_mean():
+    assert seconds_of("limit", UNIT, UNEVEN) == pytest.approx(6 + 7.5)
+
+
+def test_all_gather_by_hand():
+    """A document of 4 tiles in 4 runs: each rank has 1 + 4 or 2 + 3 of 10 tiles."""
+    slow = replace(UNIT, machine=replace(UNIT_MACHINE, inside=Link(10.0, 1024.0)))
+    one = Documents(np.array([4 * ROWS]), np.array([0]))
+    layers = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=ALL_GATHER)
+    assert layers.seconds[0, :, ATTENTION].tolist() == [[5, 5], [10, 10]]
+    # k and v: 512 bytes a token; half of 512 tokens' come from the other rank.
+    gather = 10 + 512 * 512 / 2 / 1024
+    assert layers.seconds[0, :, EXCHANGE].tolist() == [[gather] * 2, [2 * gather] * 2]
+
+
+def test_ring_by_hand():
+    # 256 tokens' keys a hop: 131072 bytes, 6.5 s forward and 11 s backward beside 2.5 s and 5 s.
+    slow = replace(UNIT, machine=replace(UNIT_MACHINE, inside=Link(2.0, 131072 / 4.5)))
+    one = Documents(np.array([4 * ROWS]), np.array([0]))
+    layers = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=RING)
+    assert layers.seconds[0, :, EXCHANGE, 0].tolist() == pytest.approx([6.5 - 2.5, 11 - 5])
+    quick = context_parallel(UNIT, one, np.array([[4 * ROWS]]), cp=2, keys=RING)
+    assert quick.seconds[0, :, EXCHANGE].max() == 0
+
+
+def test_a_ring_over_nodes_has_its_slowest_hop():
+    machine = replace(UNIT_MACHINE, gpus_per_node=1, between=Link(100.0, 1e30))
+    one = Documents(np.array([4 * ROWS]), np.array([0]))
+    layers = context_parallel(
+        replace(UNIT, machine=machine), one, np.array([[4 * ROWS]]), cp=2, keys=RING
+    )
+    assert layers.seconds[0, :, EXCHANGE, 0].tolist() == pytest.approx([97.5, 95])
+
+
+# One document of 4 tiles' rows, 42 s with its linear work, and 28 of one, 6 s each.
+LONG_AND_SHORT = documents([4 * ROWS, *[ROWS] * 4], *[[ROWS] * 8] * 3)
+EIGHT_ROWS = replace(UNIT, ranks=4, tokens=8 * ROWS, context=8 * ROWS)
+
+
+def test_variable_length_packing_lets_tokens_diverge():
+    assert seconds_of("fixed", EIGHT_ROWS, LONG_AND_SHORT) == pytest.approx(42 + 4 * 6)
+    outcome = variable(Step(EIGHT_ROWS, LONG_AND_SHORT), 1)
+    assert outcome.schedule.seconds == pytest.approx(9 * 6)
+    beside = outcome.memory_bytes - EIGHT_ROWS.state_bytes()
+    assert beside / EIGHT_ROWS.token_bytes() == pytest.approx(
+        [6 * ROWS, 9 * ROWS, 9 * ROWS, 8 * ROWS]
+    )
+
+
+def test_variable_packing_keeps_within_memory():
+    eight = EIGHT_ROWS.state_bytes() + 8.5 * ROWS * EIGHT_ROWS.token_bytes()
+    machine = replace(UNIT_MACHINE, memory_bytes=eight / Machine.usable_memory)
+    outcome = variable(Step(replace(EIGHT_ROWS, machine=machine), LONG_AND_SHORT), 1)
+    assert outcome.memory_bytes.max() <= eight
+    assert outcome.schedule.seconds == pytest.approx(42 + 4 * 6)
+
+
+# distca.
+
+NO_LINEAR = np.zeros(2)
+
+
+def small_work() -> Work:
+    """Rank 0 keeps 4 s of work and sends 2 s to rank 1, which has 1 s of its own."""
+    return Work(
+        home_seconds=np.array([[4.0, 1.0], [8.0, 2.0]]),
+        visiting_seconds=np.array([[0.0, 2.0], [0.0, 4.0]]),
+        home=np.array([0]),
+        server=np.array([1]),
+        query_rows=np.array([10]),
+        key_rows=np.array([30]),
+    )
+
+
+def linked(inside: Link, between: Link = INSTANT, per_node: int = 8) -> Scenario:
+    machine = replace(UNIT_MACHINE, inside=inside, between=between, gpus_per_node=per_node)
+    return replace(UNIT, machine=machine)
+
+
+def test_bytes_of_both_passes_are_those_that_the_planner_is_told():
+    by_pass = row_bytes(UNIT)
+    total = np.sum([out + home for out, home in by_pass.values()], axis=0)
+    query, key = UNIT.attention_shape.row_bytes()
+    assert sum(way[0] for ways in by_pass.values() for way in ways) == query
+    assert sum(way[1] for ways in by_pass.values() for way in ways) == key
+    assert total.sum() == query + key
+
+
+def test_visiting_tasks_wait_for_rows_and_results_travel_home():
+    # q is 256 bytes a row, k and v 512, lse 4. Out: 10 * 256 + 30 * 512 = 17920 bytes.
+    scenario = linked(Link(0.5, 8960.0))
+    times = in_turn(scenario, small_work(), FORWARD, NO_LINEAR)[0]
+    dispatch, combine = 0.5 + 2.0, 0.5 + 2600 / 8960
+    done = dispatch + 2.0
+    assert times[ATTENTION].tolist() == [4, 3]
+    assert times[EXCHANGE] == pytest.approx([combine, 1.5 + combine])
+    assert times.sum(axis=0) == pytest.approx([done + combine] * 2)
+    late, _ = in_turn(scenario, small_work(), FORWARD, np.array([3.0, 0.0]))
+    assert late.sum(axis=0) == pytest.approx([3 + done + combine] * 2)
+    assert late[LINEAR].tolist() == [3, 0]
+
+
+def test_an_exchange_between_nodes_takes_the_other_link():
+    fast = in_turn(linked(INSTANT, Link(50.0, 1e30)), small_work(), FORWARD, NO_LINEAR)[0]
+    slow = in_turn(linked(INSTANT, Link(50.0, 1e30), per_node=1), small_work(), FORWARD, NO_LINEAR)[
+        0
+    ]
+    assert fast.sum(axis=0) == pytest.approx([4, 4])
+    assert slow.sum(axis=0) == pytest.approx([50 + 2 + 50] * 2)
+
+
+def test_a_server_waits_for_its_busy_sender():
+    """Rank 0 sends 30 rows to each of two servers: both wait for all that leaves it."""
+    work = Work(
+        np.zeros((2, 3)),
+        np.array([[0.0, 1.0, 1.0]] * 2),
+        np.array([0, 0]),
+        np.array([1, 2]),
+        np.array([0, 0]),
+        np.array([30, 30]),
+    )
+    scenario = replace(linked(Link(0.0, 512 * 30.0)), ranks=3, tokens=ROWS, context=ROWS)
+    times, _ = in_turn(scenario, work, FORWARD, np.zeros(3))
+    assert times[:, 1].sum() == pytest.approx(2 + 1)
+
+
+def test_ping_pong_hides_up_to_the_linear_work():
+    scenario = linked(Link(0.5, 8960.0))
+    round_trip = 0.5 + 1.0 + 0.5 + 1300 / 8960  # of half the rows
+    times, hidden = ping_pong(scenario, small_work(), FORWARD, np.array([2.0, 2.0]))
+    assert hidden == pytest.approx(2.0)
+    assert times[EXCHANGE] == pytest.approx([2 * (round_trip - 1.0)] * 2)
+    assert times.sum(axis=0) == pytest.approx([6 + 2 * (round_trip - 1.0)] * 2)
+    times, hidden = ping_pong(scenario, small_work(), FORWARD, np.array([100.0, 100.0]))
+    assert hidden == pytest.approx(2 * round_trip)
+    assert times.sum(axis=0) == pytest.approx([104, 104])
+
+
+def test_dedicated_servers_work_beside_the_others():
+    work = Work(
+        np.zeros((2, 2)), np.array([[0.0, 6.0]] * 2), *(np.array([each]) for each in (0, 1, 10, 30))
+    )
+    linear = np.array([5.0, 0.0])
+    times, _ = dedicated_ping_pong(linked(INSTANT), work, FORWARD, linear)
+    assert times.sum(axis=0) == pytest.approx([6, 6])  # the attention of both halves
+    times, hidden = dedicated_ping_pong(linked(Link(1.0, 1e30)), work, FORWARD, linear)
+    assert times.sum(axis=0) == pytest.approx([2.5 + 2 + 3] * 2)  # one half's way round
+    assert hidden == pytest.approx(4 - 1.5)
+
+
+@pytest.mark.parametrize("least_cp", [1, 4])
+def test_work_of_a_plan_is_what_the_planner_reports(least_cp):
+    generator = random.Random(least_cp)
+    lengths = [generator.randint(1, 9000) for _ in range(60)]
+    scenario = replace(
+        UNIT, ranks=16, tokens=8192, context=8192 * least_cp, machine=replace(UNIT_MACHINE)
+    )
+    (drawn,) = draw(lengths, scenario, 1, seed=0)
+    homes = Homes.of(drawn.lengths, np.arange(16))
+    cost = scenario.attention_cost()
+    cluster = cluster_of(scenario, 16)
+    _, loads = torch.ops.distca.plan(
+        homes.pieces(),
+        16,
+        -1,
+        0,
+        cost.tensor(),
+        scenario.attention_shape.row_bytes(),
+        cluster.servers(),
+        cluster.links(),
+        scenario.tolerance,
+    )
+    tasks = plan(scenario, homes, cluster, cost)
+    work = work_of(homes, tasks, cost)
+    seconds = work.home_seconds + work.visiting_seconds
+    assert seconds.sum(axis=0) == pytest.approx(loads[:, 1].numpy())
+    query, key = scenario.attention_shape.row_bytes()
+    num_bytes = work.query_rows * query + work.key_rows * key
+    assert num_bytes.sum() > 0
+    assert np.bincount(work.home, num_bytes, 16) == pytest.approx(loads[:, 2].numpy())
+    assert np.bincount(work.server, num_bytes, 16) == pytest.approx(loads[:, 3].numpy())
+    with pytest.raises(AssertionError):  # a task on another server is noticed
+        tasks[0, 3] = (tasks[0, 3] + 1) % 16
+        moved = work_of(homes, tasks, cost)
+        moved_seconds = (moved.home_seconds + moved.visiting_seconds).sum(axis=0)
+        assert moved_seconds == pytest.approx(loads[:, 1].numpy())
+
+
+def test_dedicated_servers_compute_everything():
+    scenario = replace(UNIT, ranks=8, tokens=8 * ROWS, context=8 * ROWS)
+    step = Step(scenario, documents(*[[8 * ROWS]] * 8))
+    (work,) = step.dedicated
+    assert step.is_server.tolist() == [False] * 7 + [True]
+    attention = work.home_seconds + work.visiting_seconds
+    # 8 documents of 36 tiles; cuts inside a document add none, being at whole tiles.
+    assert attention[FORWARD, 7] == pytest.approx(8 * 36, rel=0.03)
+    assert attention[:, :7].max() == 0
+    assert step.home_tokens.sum() == 8 * scenario.tokens and step.home_tokens[0, 7] == 0
+    seconds = SYSTEM["dedicated"].simulate(step, 1).schedule.seconds
+    assert seconds == pytest.approx(3 * (attention[FORWARD, 7] + 8 * 8 / 7), rel=1e-3)
+
+
+def test_queries_at_home_whose_keys_are_elsewhere_wait_for_them():
+    homes = Homes(2, np.array([0, 1]), np.array([0, 0]), np.array([0, 100]), np.array([100, 60]))
+    tasks = np.array([[0, 0, 100, 0], [0, 100, 160, 1]])
+    work = work_of(homes, tasks, UNIT.attention_cost())
+    assert work.home_seconds[FORWARD].tolist() == [1, 0]
+    assert work.visiting_seconds[FORWARD].tolist() == [0, 2]
+    assert [work.home, work.server, work.query_rows, work.key_rows] == [[0], [1], [0], [100]]
+    # The first keys go to rank 1 once, and the last task of two decides how many.
+    twice = np.array([[0, 0, 50, 1], [0, 50, 90, 1], [0, 90, 160, 1]])
+    work = work_of(homes, twice, UNIT.attention_cost())
+    assert [work.home, work.server, work.query_rows, work.key_rows] == [[0], [1], [100], [100]]
+
+
+# Parameters and pipelines.
+
+
+def unit_layers(scenario: Scenario, forward: list[float], backward: list[float]) -> Layers:
+    """By micro-batch; one group."""
+    layers = layers_of(scenario, np.zeros((len(forward), 1)), np.zeros((len(forward), 2, 1)))
+    layers.seconds[:, FORWARD, LINEAR, 0] = forward
+    layers.seconds[:, BACKWARD, LINEAR, 0] = backward
+    return layers
+
+
+def piped(pp: int, micro_batches: int) -> Scenario:
+    return replace(
+        UNIT,
+        model=replace(TINY, layers=pp),
+        ranks=pp,
+        pp=pp,
+        micro_batches=micro_batches,
+        sharding="zero1",
+    )
+
+
+def test_parameters_are_hidden_behind_compute():
+    scenario = replace(
+        UNIT, machine=replace(UNIT_MACHINE, inside=Link(0.0, TINY.layer_params / 10))
+    )
+    layers = layers_of(scenario, np.full((1, 2), ROWS), np.zeros((1, 2, 2)))
+    add_parameters(scenario, layers)
+    # Gather 2 bytes, reduce 4 of each parameter, half from the other rank: 10 s and 20 s beside
+    # 1 s and 2 s of compute; then the first gather and the last reduction of this one layer.
+    assert layers.seconds[0, :, PARAMETERS, 0] == pytest.approx([9 + 10, 28 + 20])
+
+
+def test_ranks_meet_in_every_micro_batch_under_fsdp_only():
+    uneven = documents([2 * ROWS], [ROWS, ROWS], [ROWS, ROWS], [2 * ROWS])
+    scenario = replace(UNIT, micro_batches=2)
+    assert seconds_of("fixed", scenario, uneven) == pytest.approx(2 * (6 + 9))
+    apart = replace(scenario, sharding="zero1")
+    assert seconds_of("fixed", apart, uneven) == pytest.approx(6 + 9 + 6 + 6)
+
+
+@pytest.mark.parametrize("pp, micro_batches", [(1, 3), (2, 2), (4, 8), (4, 2)])
+def test_1f1b_of_equal_micro_batches(pp, micro_batches):
+    scenario = piped(pp, micro_batches)
+    layers = unit_layers(scenario, [1.0] * micro_batches, [2.0] * micro_batches)
+    schedule = pipeline.one_f_one_b(scenario, layers)
+    assert schedule.seconds == pytest.approx(3 * (micro_batches + pp - 1))
+    assert len(schedule.operations) == 2 * pp * micro_batches
+
+
+def test_1f1b_of_uneven_micro_batches_by_hand():
+    # Stage 0: F0 0-1, F1 1-4; stage 1: F0 1-2, B0 2-4, F1 4-7, B1 7-13; stage 0: B0 4-6, B1 13-19.
+    scenario = piped(2, 2)
+    schedule = pipeline.one_f_one_b(scenario, unit_layers(scenario, [1, 3], [2, 6]))
+    found = {(o.stage, o.pass_idx, o.micro_batch): o.start[0] for o in schedule.operations}
+    assert found == {
+        (0, FORWARD, 0): 0,
+        (0, FORWARD, 1): 1,
+        (1, FORWARD, 0): 1,
+        (1, BACKWARD, 0): 2,
+        (1, FORWARD, 1): 4,
+        (1, BACKWARD, 1): 7,
+        (0, BACKWARD, 0): 4,
+        (0, BACKWARD, 1): 13,
+    }
+    assert schedule.seconds == 19
+    assert schedule.busy(scenario)[WAITING] == pytest.approx([19 - 12, 19 - 12])
+
+
+def test_1f1b_sends_between_stages():
+    scenario = piped(2, 1)
+    machine = replace(UNIT_MACHINE, inside=Link(5.0, 1e30))
+    schedule = pipeline.one_f_one_b(
+        replace(scenario, machine=machine), unit_layers(scenario, [1.0], [2.0])
+    )
+    assert schedule.seconds == pytest.approx(1 + 5 + 1 + 2 + 5 + 2)
+
+
+@pytest.mark.parametrize("stage, in_flight", [(0, 7), (1, 5), (3, 1)])
+def test_ticks_keep_their_order(stage, in_flight):
+    """No backward before the next stage's, no more in flight than is said."""
+    scenario = piped(4, 8)
+    num_ticks = 8 + 3
+    seconds = np.ones((num_ticks, 2, len(KINDS), 4)) / len(KINDS)
+    layers = Layers(seconds, np.zeros((8, 1)), np.zeros(4), np.zeros((num_ticks, 2)))
+    schedule = pipeline.ticks(scenario, layers)
+    assert schedule.seconds == pytest.approx(2 * num_ticks)
+    at = {(o.stage, o.pass_idx, o.micro_batch): o for o in schedule.operations}
+    for i in range(8):
+        if stage < 3:
+            assert at[stage, FORWARD, i].end <= at[stage + 1, FORWARD, i].start
+            assert at[stage + 1, BACKWARD, i].end <= at[stage, BACKWARD, i].start
+        else:
+            assert at[stage, FORWARD, i].end <= at[stage, BACKWARD, i].start
+    held = max(
+        sum(at[stage, FORWARD, i].start <= now < at[stage, BACKWARD, i].end for i in range(8))
+        for now in np.arange(2 * num_ticks)
+    )
+    assert held == in_flight
+
+
+def test_idle_stages_serve_in_same_phase_ticks():
+    """One micro-batch on two stages: in every tick the idle stage does half of the attention."""
+    scenario = replace(piped(2, 1), tokens=16 * ROWS, context=16 * ROWS)
+    one = documents([16 * ROWS])  # 136 tiles; a token's linear work is 3 / 128 s a stage
+    assert seconds_of("distca", scenario, one) == pytest.approx(2 * 3 * (136 + 16))
+    assert seconds_of("ticks", scenario, one) == pytest.approx(2 * 3 * (68 + 16), rel=0.03)
+
+
+def test_idle_stages_have_no_linear_work_and_wait():
+    scenario = replace(piped(4, 2), tokens=16 * ROWS, context=16 * ROWS)
+    outcome = SYSTEM["ticks"].simulate(Step(scenario, documents(*[[16 * ROWS]] * 2)), 1)
+    ends: dict[float, set[float]] = {}
+    for each in outcome.schedule.operations:
+        assert (each.seconds[LINEAR, 0] > 0) == (each.micro_batch != pipeline.IDLE)
+        ends.setdefault(float(each.start[0]), set()).add(round(float(each.end[0]), 6))
+    assert len(ends) == 2 * (2 + 3)
+    assert all(len(found) == 1 for found in ends.values())
+
+
+def test_gradients_meet_once_a_step_under_zero1():
+    machine = replace(UNIT_MACHINE, inside=Link(0.0, TINY.params / 2))
+    apart = replace(UNIT, sharding="zero1", machine=machine)
+    # Half of 4 + 2 bytes a parameter from the other rank: 6 s, of which the backward pass of the
+    # rank that ends it first hides 4 + 4.
+    assert seconds_of("fixed", apart, UNEVEN) == pytest.approx(6 + 9)
+    slow = replace(apart, machine=replace(machine, inside=Link(0.0, TINY.params / 20)))
+    assert seconds_of("fixed", slow, UNEVEN) == pytest.approx(6 + 9 + 60 - 8)
+
+
+# What holds for all.
+
+
+def random_step(scenario: Scenario, seed: int) -> Step:
+    lengths = np.random.default_rng(seed).lognormal(6, 1.5, 300).astype(int) + 1
+    (drawn,) = draw(lengths.tolist(), scenario, 1, seed)
+    return Step(scenario, drawn)
+
+
+REAL = Scenario(
+    model=PRESETS["8B"].changed(2, 128), ranks=16, tokens=4096, context=4096, micro_batches=2
+)
+
+
+@pytest.mark.parametrize("name", [s.name for s in SYSTEMS if not s.name.startswith("ticks")])
+def test_equal_documents_and_one_rank_are_as_plain_packing(name):
+    equal = documents(*[[4096]] * 8)
+    wide = Scenario(model=PRESETS["8B"].changed(2, 128), ranks=8, tokens=4096, context=4096)
+    alone = replace(wide, ranks=1)
+    plain = seconds_of("fixed", alone, documents([4096]))
+    if not name.startswith("dedicated"):
+        assert seconds_of("fixed", wide, equal) == pytest.approx(seconds_of(name, wide, equal))
+        assert seconds_of(name, alone, documents([4096])) == pytest.approx(plain)
+    else:
+        assert seconds_of(name, wide, equal) > plain
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_work_and_tokens_are_conserved(pp):
+    scenario = replace(REAL, pp=pp, sharding="zero1", tolerance=0.02)
+    step = random_step(scenario, seed=3)
+    results = run(scenario, [step])
+    total = {
+        result.system.name: result.outcome.schedule.busy(scenario).sum(axis=1)
+        for result in results
+        if result.cp == 1
+    }
+    assert len(total) >= 6
+    expected = total["fixed"]
+    for name, found in total.items():
+        assert found[LINEAR] == pytest.approx(expected[LINEAR]), name
+        # Cuts that are not at whole tiles cost some more.
+        assert expected[ATTENTION] * 0.999 <= found[ATTENTION] < 1.06 * expected[ATTENTION], name
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_busy_and_waiting_add_up_to_the_step(pp):
+    scenario = replace(REAL, pp=pp, tp=2, sharding="fsdp" if pp == 1 else "zero1")
+    for result in run(scenario, [random_step(scenario, seed=1)]):
+        busy = result.outcome.schedule.busy(scenario)
+        assert busy.sum(axis=0) == pytest.approx(np.full(16 // 2, result.mean)), result.system.name
+        assert busy.min() > -1e-9, result.system.name
+
+
+@pytest.mark.parametrize("level", ["inside", "between"])
+def test_faster_links_are_never_slower(level):
+    """Of one plan: the planner may choose another for another link."""
+    step = random_step(REAL, seed=2)
+    works = step.in_place
+    before = {}
+    for factor in (1.0, 2.0, 8.0, 1e6):
+        link = getattr(Machine, level)
+        quick = Link(link.latency_s / factor, link.bytes_per_second * factor)
+        machine = replace(REAL.machine, **{level: quick}, gpus_per_node=4)
+        scenario = replace(REAL, machine=machine)
+        now = {
+            name: seconds_of(name, scenario, step.documents, cp=8)
+            for name in ("fixed", "all-gather", "ring")
+        }
+        linear = np.full(16, 1e-3)
+        for attend in (in_turn, ping_pong):
+            layers = [attend(scenario, work, idx, linear)[0] for work in works for idx in (0, 1)]
+            now[attend.__name__] = sum(layer[:, 0].sum() for layer in layers)
+        for name, seconds in before.items():
+            assert now[name] <= seconds * (1 + 1e-12), (name, factor)
+        before = now
+
+
+def test_nothing_beats_balance_for_free():
+    """Of what keeps the tokens where they are and runs on the ranks that have them."""
+    step = random_step(REAL, seed=4)
+    limit = seconds_of("limit", REAL, step.documents)
+    for name in ("fixed", "distca", "distca-ping-pong"):
+        assert seconds_of(name, REAL, step.documents) >= limit * (1 - 1e-9)
+
+
+def test_ping_pong_has_the_better_of_several_plans():
+    """Slow links: in turn little may move; beside linear work much more."""
+    machine = replace(REAL.machine, inside=Link(0.0, 1e9))
+    scenario = replace(REAL, machine=machine, micro_batches=1, tokens=8192, context=8192)
+    step = Step(scenario, documents([8192], *[[128] * 64] * 15))
+
+    def slowest(work: Work) -> float:
+        return float((work.home_seconds + work.visiting_seconds).sum(axis=0).max())
+
+    def layer(work: Work) -> float:
+        linear = scenario.linear_seconds(np.full(16, 8192))
+        passes = (FORWARD, BACKWARD)
+        return sum(ping_pong(scenario, work, i, linear[i])[0].sum(axis=0).max() for i in passes)
+
+    (cautious,), (bold,) = step.in_place, step.in_place_ping_pong
+    assert slowest(bold) < slowest(cautious)
+    assert layer(bold) < layer(cautious)
+
+
+def test_memory_by_hand():
+    outcome = fixed(Step(UNIT, UNEVEN), 1)
+    params = 7 * 128 * 128
+    state = 16 * (params + 2 * 128) / 2 + 8 * params
+    assert outcome.memory_bytes.tolist() == pytest.approx([state + 256 * TINY.activation_bytes] * 2)
+    stage = replace(piped(2, 4), tokens=ROWS, context=ROWS)
+    outcome = fixed(Step(stage, documents(*[[ROWS]] * 4)), 1)
+    kept = ROWS * TINY.activation_bytes
+    assert np.ptp(outcome.memory_bytes) == pytest.approx(kept)  # two in flight, and one
+
+
+def test_recomputation_repeats_the_forward_pass():
+    repeated = replace(UNIT, recompute=True)
+    assert seconds_of("fixed", repeated, UNEVEN) == pytest.approx((6 + 9) + (2 + 3))
+    assert repeated.token_bytes() == 2 * 128
+    held = fixed(Step(repeated, UNEVEN), 1).memory_bytes - repeated.state_bytes()
+    assert held.tolist() == [256 * (2 * 128 + TINY.activation_bytes)] * 2
+
+
+def test_tensor_parallel_ranks_share_heads_and_matrices():
+    scenario = replace(REAL, ranks=8, micro_batches=1)
+    halved = replace(scenario, ranks=16, tp=2)
+    step = random_step(scenario, seed=5).documents
+    whole, half = (fixed(Step(each, step), 1).schedule.busy(each) for each in (scenario, halved))
+    assert half[ATTENTION] == pytest.approx(whole[ATTENTION] / 2)
+    assert halved.linear_seconds(7)[0] == pytest.approx(scenario.linear_seconds(7)[0] / 2)
+    # Two all-reduces of 4096 tokens x 4096 x 2 bytes a pass and layer, half from the other rank.
+    one = 2 * (2 * 4096 * 4096 * 2 / 2 / Machine.inside.bytes_per_second)
+    expected = 2 * 2 * (one + 2 * Machine.inside.latency_s)
+    assert half[KINDS.index("tensor_parallel")] == pytest.approx(np.full(8, expected))
+
+
+def test_a_fit_gives_the_measured_step_back():
+    drawn = [random_step(REAL, seed).documents for seed in range(3)]
+    made = fitted(REAL, drawn, step_seconds=0.5)
+    (result,) = run(made, steps_of(made, drawn), ["fixed"])
+    assert result.mean == pytest.approx(0.5, rel=1e-4)
+    with pytest.raises(ValueError, match="fit_step_ms is 1e-06"):
+        fitted(REAL, drawn, step_seconds=1e-9)
+
+
+def test_a_best_degree_is_one_that_fits():
+    scenario = replace(REAL, micro_batches=1, tokens=32768, context=32768)
+    step = random_step(scenario, seed=6)
+    names = ["variable", "all-gather"]
+    free = run(scenario, [step], names)
+    degrees = {r.system.name: {cp for cp in r.system.degrees(scenario)} for r in free}
+    assert degrees == {"variable": {1, 2, 4, 8, 16}, "all-gather": {2, 4, 8, 16}}
+    pinned = replace(scenario, cp=4)
+    for result, best in zip(run(pinned, [step], names), free, strict=True):
+        assert result.cp == 4 and result.mean >= best.mean
+
+
+def test_a_faster_degree_that_does_not_fit_is_left():
+    """Gathered keys take more memory the more ranks share a pack."""
+    machine = replace(REAL.machine, inside=INSTANT, between=INSTANT)
+    scenario = replace(REAL, micro_batches=1, tokens=32768, context=32768, machine=machine)
+    step = random_step(scenario, seed=6)
+    two, four = (run_system(SYSTEM["all-gather"], scenario, [step], cp, 0) for cp in (2, 4))
+    assert two.mean > four.mean and two.memory_max < four.memory_max
+    memory_bytes = (two.memory_max + 1) / Machine.usable_memory
+    tight = replace(scenario, machine=replace(machine, memory_bytes=memory_bytes))
+    (chosen,) = run(tight, [Step(tight, step.documents)], ["all-gather"])
+    assert chosen.cp == 2 and chosen.fits
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ranks": 6, "tp": 4}, "ranks is 6"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"context": 300}, "context is 300"),
+        ({"ranks": 2, "context": 8 * ROWS}, "lies on 4 groups"),
+        ({"cp": 3}, "cp is 3"),
+        ({"sharding": "none"}, "sharding is 'none'"),
+        ({"server_share": 1.5}, "server_share is 1.5"),
+        ({"pp": 2}, "pp is 2"),
+    ],
+)
+def test_bad_scenarios(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(UNIT, **change)
+
+
+def test_models_from_files(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({k: v for k, v in vars(TINY).items() if k != "name"}))
+    assert ModelShape.load(path) == replace(TINY, name="model")
+    path.write_text('{"layers": 2}')
+    with pytest.raises(ValueError, match="expected a JSON object of name, layers"):
+        ModelShape.load(path)
+
+
+def test_planned_shapes_are_one_ranks():
+    assert PRESETS["8B"].attention(8) == AttentionShape(4, 1, 128, 2)
+    assert PRESETS["34B"].attention(16) == AttentionShape(4, 1, 128, 2)
+    with pytest.raises(ValueError, match="tp is 3"):
+        PRESETS["8B"].attention(3)

@@ -1,0 +1,265 @@
+"""`python -m distca.simulate`: flags, table, JSON, traces and pictures."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from calibrations import write
+
+from distca.cost import Link
+from distca.simulate import __main__ as cli
+from distca.simulate import paper
+from distca.simulate.disaggregated import Homes, cluster_of
+from distca.simulate.layers import ATTENTION, KINDS
+from distca.simulate.machine import Machine
+from distca.simulate.measured import Measured, comparison
+from distca.simulate.model import PRESETS
+from distca.simulate.packing import draw
+from distca.simulate.report import as_data, table
+from distca.simulate.results import run, steps_of
+from distca.simulate.scenario import Scenario
+from distca.simulate.step import Step
+from distca.simulate.systems import fixed
+from distca.simulate.timeline import STREAMS, chrome_trace
+
+DRAWN = ["--distribution", "lognormal:2000:1.3", "--steps", "2", "--tokens", "16384"]
+
+
+def simulated(tmp_path, *flags: str) -> dict:
+    path = tmp_path / "figures" / "all.json"
+    cli.main([*DRAWN, "--json", str(path), *flags])
+    return json.loads(path.read_text())
+
+
+def test_a_table_and_its_json(tmp_path, capsys):
+    found = simulated(tmp_path, "--ranks", "16", "--layers", "4")
+    shown = capsys.readouterr().out
+    assert found["format"] == 1 and found["ranks"] == 16
+    names = [system["name"] for system in found["systems"]]
+    assert names[:2] == ["fixed", "variable"] and names[-1] == "limit"
+    assert {"distca", "distca-ping-pong", "dedicated", "all-gather", "ring"} < set(names)
+    fixed = found["systems"][0]
+    for system in found["systems"]:
+        assert len(system["step_ms"]) == 2
+        assert system["step_ms_mean"] == pytest.approx(np.mean(system["step_ms"]))
+        assert system["step_ms_slowest_decile"] == pytest.approx(max(system["step_ms"]))
+        gain = fixed["step_ms_mean"] / system["step_ms_mean"]
+        assert system["speed_up_over"]["fixed"] == pytest.approx(gain)
+        assert system["tokens_per_second"] == pytest.approx(
+            16 * 16384 / (1e-3 * system["step_ms_mean"])
+        )
+        assert system["memory_max_bytes"] >= system["memory_mean_bytes"] > 0
+        assert f"{system['step_ms_mean']:.1f}" in shown
+    assert "Assumptions" in shown and "640 / 580 TFLOP/s" in shown
+    words = " ".join(shown.split())
+    assert found["assumptions"] and all(line in words for line in found["assumptions"])
+
+
+def test_pipelines_and_pictures(tmp_path):
+    flags = ["--ranks", "32", "--tp", "2", "--pp", "4", "--layers", "4", "--context", "32768"]
+    found = simulated(
+        tmp_path, *flags, "--out", str(tmp_path / "out"), "--show-step", "1", "--trace-ranks", "4"
+    )
+    names = {system["name"] for system in found["systems"]}
+    assert {"ticks", "ticks-ping-pong"} < names and "dedicated" not in names
+    for name in ("timeline.png", "balance.png"):
+        assert (tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG"
+    for system in found["systems"]:
+        trace = json.loads((tmp_path / "out" / f"trace_{system['name']}.json").read_text())
+        check_trace(trace, system["step_ms"][1])
+
+
+def check_trace(trace: dict, step_ms: float) -> None:
+    """Complete events that never overlap on a rank, inside the step, and one that ends it."""
+    by_rank: dict[int, list[tuple[float, float]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and event["args"]["name"]
+            continue
+        assert event["ph"] == "X" and event["dur"] > 0
+        assert event["tid"] in STREAMS.values() and event["cat"] in KINDS
+        by_rank.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(by_rank) > 1
+    for spans in by_rank.values():
+        ends = np.array(sorted(spans))
+        assert ends[0, 0] >= 0
+        assert (ends[1:, 0] >= ends[:-1, 1] - 1e-3).all()
+    last = max(end for spans in by_rank.values() for _, end in spans)
+    assert last == pytest.approx(1e3 * step_ms)
+
+
+def small_results() -> tuple[Scenario, list]:
+    scenario = Scenario(
+        model=PRESETS["8B"].changed(2, 128), ranks=4, tokens=8192, context=8192, micro_batches=2
+    )
+    drawn = list(draw([300, 7000, 2000], scenario, 2, seed=0))
+    return scenario, run(scenario, steps_of(scenario, drawn), ["fixed", "distca", "limit"])
+
+
+def test_a_wrong_trace_is_noticed():
+    scenario, results = small_results()
+    schedule = results[0].outcome.schedule
+    trace = chrome_trace(schedule, scenario, 4)
+    check_trace(trace, 1e3 * schedule.seconds)
+    longest = max((e for e in trace["traceEvents"] if e["ph"] == "X"), key=lambda e: e["dur"])
+    longest["dur"] *= 1.01
+    with pytest.raises(AssertionError):
+        check_trace(trace, 1e3 * schedule.seconds)
+
+
+def test_a_trace_has_each_ranks_seconds():
+    scenario, results = small_results()
+    schedule = results[1].outcome.schedule
+    busy = schedule.busy(scenario)
+    events = [e for e in chrome_trace(schedule, scenario, 4)["traceEvents"] if e["ph"] == "X"]
+    for rank in range(4):
+        for kind in ("linear", "attention", "exchange"):
+            found = sum(e["dur"] for e in events if (e["pid"], e["cat"]) == (rank, kind))
+            assert found == pytest.approx(1e6 * busy[KINDS.index(kind), rank])
+
+
+def test_the_table_marks_what_does_not_pay_or_fit():
+    scenario, results = small_results()
+    assert "<1" not in table(results).rsplit("<1 = slower", 1)[0]
+    slower = replace(results[1], step_seconds=[2 * x for x in results[0].step_seconds])
+    shown = table([results[0], slower]).rsplit("<1 = slower", 1)[0]
+    assert "<1 0.50x" in shown and "!" not in shown
+    heavy = replace(results[0], memory_max=1e15)
+    assert "!" in table([heavy, slower]).rsplit("<1 = slower", 1)[0]
+    systems = as_data("", scenario, [results[0], slower])["systems"]
+    assert systems[1]["speed_up_over"]["fixed"] == pytest.approx(0.5)
+
+
+def test_a_measured_step_is_fitted(tmp_path):
+    found = simulated(tmp_path, "--ranks", "4", "--layers", "4", "--fit-step-ms", "700")
+    fixed = found["systems"][0]
+    assert fixed["step_ms_mean"] == pytest.approx(700, rel=1e-4)
+    given = 1e6 * found["linear_seconds_per_token"]
+    again = simulated(
+        tmp_path, "--ranks", "4", "--layers", "4", "--linear-us-per-token", str(given)
+    )
+    assert again["systems"][0]["step_ms"] == pytest.approx(fixed["step_ms"])
+
+
+def test_measured_steps_stand_beside(tmp_path, capsys):
+    flags = ["--ranks", "4", "--layers", "2"]
+    predicted = {system["name"]: system for system in simulated(tmp_path, *flags)["systems"]}
+    plain, ours = (predicted[name]["step_ms"] for name in ("fixed", "distca"))
+    made = {
+        "variants": {
+            "plain": {"step_ms": [9e9, *(x / 1.25 for x in plain)]},
+            "distca": {"step_ms": [9e9, *ours]},
+        },
+        "attention_ms": [[1.0] * 4] * 3,
+    }
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(made))
+    capsys.readouterr()
+    skipped = ["--skip", "1", "--measured", str(path)]
+    with pytest.raises(SystemExit):  # one step too few
+        cli.main([*DRAWN, *flags, *skipped, "--steps", "3"])
+    assert "fewer than skip + steps = 4" in capsys.readouterr().err
+    cli.main([*DRAWN, *flags, "--measured", str(path), "--skip", "1"])
+    shown = capsys.readouterr().out
+    assert "step, fixed packing" in shown and "attention, slowest rank" in shown
+    drop = dict(made, variants={})
+    path.write_text(json.dumps(drop))
+    with pytest.raises(SystemExit):
+        cli.main([*DRAWN, *flags, "--measured", str(path), "--skip", "1"])
+    assert "expected a file of benchmarks/training_step.py" in capsys.readouterr().err
+
+
+def test_differences_to_measured_steps():
+    scenario, results = small_results()
+    drawn = list(draw([300, 7000, 2000], scenario, 2, seed=0))
+    steps = {r.system.name: [1e3 * x / 1.25 for x in r.step_seconds] for r in results[:2]}
+    shown = comparison(Measured(steps, np.ones((2, 4))), scenario, drawn, results)
+    lines = {line[:30].strip(): line for line in shown.splitlines()}
+    assert lines["step, fixed packing"].count("(+25.0 %)") == 2
+    assert lines["step, distca"].count("(+25.0 %)") == 2
+    busy = [fixed(Step(scenario, each), 1).schedule.busy(scenario)[ATTENTION] for each in drawn]
+    mean = 1e3 * np.mean(busy)
+    assert f"{mean:.1f}" in lines["attention, mean of ranks"]
+
+
+def test_skipped_steps_are_those_before(tmp_path):
+    few = ["--ranks", "4", "--layers", "1", "--systems", "fixed"]
+    (all_steps,) = simulated(tmp_path, *few, "--steps", "4")["systems"]
+    (last,) = simulated(tmp_path, *few, "--steps", "3", "--skip", "1")["systems"]
+    assert last["step_ms"] == all_steps["step_ms"][1:]
+
+
+def test_a_cost_table_is_used_as_the_planner_uses_it(tmp_path):
+    path = write(tmp_path / "table.json", lambda rows, keys: 1e-9 * (rows + 50) * (keys + 200))
+    args = cli.parser().parse_args([*DRAWN, "--cost-table", path])
+    machine = cli.machine_of(args)
+    scenario = Scenario(model=PRESETS["8B"], machine=machine, ranks=4, tokens=9000, context=9000)
+    (drawn,) = draw([1, 127, 128, 129, 3000, 700, 9000, 77], scenario, 1, seed=0)
+    homes = Homes.of(drawn.lengths, np.arange(4))
+    cost, cluster = scenario.attention_cost(), cluster_of(scenario, 4)
+    _, loads = torch.ops.distca.plan(
+        homes.pieces(),
+        4,
+        -1,
+        0,
+        cost.tensor(),
+        scenario.attention_shape.row_bytes(),
+        cluster.servers(),
+        cluster.links(),
+        1e9,
+    )
+    by_pass = cost.seconds(np.zeros_like(drawn.lengths), drawn.lengths)
+    by_rank = np.bincount(drawn.pack, by_pass.sum(axis=0), 4)
+    assert by_rank == pytest.approx(loads[:, 0].numpy())
+    assert by_pass[0] == pytest.approx(by_pass[1] / 3)
+
+
+def test_flags_go_before_measured_links(tmp_path):
+    link = {"latency_s": 7e-6, "bytes_per_second": 5e9}
+    links = {"inside": link, "between": None}
+    path = write(tmp_path / "table.json", lambda rows, keys: 1e-9 * rows * keys, links=links)
+    given = [*DRAWN, "--cost-table", path]
+    machine = cli.machine_of(cli.parser().parse_args(given))
+    assert machine.inside == Link(**link) and machine.between == Machine.between
+    machine = cli.machine_of(cli.parser().parse_args([*given, "--link-inside", "123"]))
+    assert machine.inside == Link(7e-6, 123e9)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--ranks", "6", "--tp", "4"], "ranks is 6"),
+        (["--systems", "best"], "system is 'best'"),
+        (["--steps", "0"], "steps is 0"),
+        (["--show-step", "2"], "show_step is 2"),
+        (["--dp", "3"], "dp is 3"),
+        (["--distribution", "normal:1"], "there is no 'normal'"),
+        (["--attention-tflops", "0", "1"], "attention_tflops forward is 0"),
+        (["--link-inside", "-1"], "bytes_per_second is -1"),
+        (["--fit-step-ms", "0.001"], "fit_step_ms is 0.001"),
+        (["--gpus-per-node", "0"], "gpus_per_node is 0"),
+    ],
+)
+def test_bad_flags(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*DRAWN, *flags])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pp", ["1", "2"])
+def test_speed_ups_beside_the_published(pp, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(paper, "RANKS", (64,))
+    monkeypatch.setattr(paper, "CONTEXTS", (131072, 524288))
+    found = simulated(tmp_path, "--paper", "--steps", "1", "--pp", pp)
+    shown = capsys.readouterr().out
+    assert "1.07-1.20x" in shown and "1.05-1.12x" in shown and "1.35x" in shown
+    expected = {"1": ["8B", "8B", "34B", "34B"], "2": ["8B", "34B"]}  # of those that have room
+    assert [row["model"] for row in found] == expected[pp]
+    for row in found:
+        ours = min(row["step_ms"][name] for name in paper.OURS if name in row["step_ms"])
+        best = min(row["step_ms"][name] for name in paper.BASELINES if row["fits"][name])
+        assert f"{best / ours:.2f}x" in shown
+        in_turn = best / row["step_ms"]["distca"]
+        assert f"{in_turn:.2f}x{'*' if in_turn < 1 else ''}\n" in shown
