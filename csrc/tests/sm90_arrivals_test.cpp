@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <ostream>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -299,6 +300,10 @@ struct Case {
   std::vector<int64_t> home;
   std::vector<size_t> order;  // in which visiting documents come
 };
+
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.shape.heads_q << ":" << c.shape.heads_kv << " heads of " << c.shape.head_dim;
+}
 
 class ArrivalsTest : public testing::TestWithParam<Case> {
  protected:
