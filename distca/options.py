@@ -61,6 +61,9 @@ class Options:
     patch_sdpa: bool = False
     """Replace torch.nn.functional.scaled_dot_product_attention for the whole process (launcher)."""
 
+    transformers: bool = False
+    """Register attn_implementation="distca" with transformers for the script (launcher)."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance}; expected 0 <= tolerance < 1")

@@ -2,6 +2,7 @@
 configured by flags; the script sees its own arguments only."""
 
 import argparse
+import importlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     session.configure(chosen)
     if chosen.patch_sdpa:
         torch.nn.functional.scaled_dot_product_attention = attention.scaled_dot_product_attention
+    if chosen.transformers:
+        importlib.import_module("distca.integrations.transformers")
     sys.argv = [parsed.script, *parsed.arguments]
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(parsed.script, run_name="__main__")

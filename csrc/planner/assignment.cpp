@@ -59,7 +59,7 @@ Assignment::Assignment(const Pack& pack, const PlanOptions& options, const Home&
       ranks_(pack.num_ranks),
       has_moved_(pack.documents.size(), 0) {
   for (size_t i = 0; i < has_moved_.size(); ++i) {
-    has_moved_[i] = pack.documents[i].num_segments > 1;
+    has_moved_[i] = pack.documents[i].num_segments > 1 ? 1 : 0;
   }
 }
 

@@ -1,0 +1,148 @@
+"""Document boundaries as models are given them: cu_seq_lens keywords, or position_ids."""
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from distca.documents import Documents
+
+PACK = (
+    "pack documents into one row, with transformers' DataCollatorWithFlattening or TRL's "
+    "packing=True"
+)
+
+_known = WeakTensorKeyDictionary()  # cu_seq_lens_q or position_ids: Boundaries
+
+
+@dataclass
+class Boundaries:
+    """What one tensor of boundaries says, and the documents made of it."""
+
+    state: tuple
+    """The tensor's version, batch and tokens that this was read from."""
+    offsets: Tensor
+    """int64 [num_documents + 1], CPU: where each document begins in batch * tokens rows."""
+    is_packed: bool
+    """Some document is not a whole row of the batch."""
+    here: Documents
+    """Never planned."""
+    balanced: Documents | None = None
+    """Those of the latest forward pass."""
+    users: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    """Modules that attended to `balanced`."""
+    made_in: int = -1
+    """The backward pass that `balanced` was made in, -1 for a forward pass."""
+
+    def of_pass(self, module: nn.Module) -> tuple[Documents, bool]:
+        """The documents of this forward pass, and whether they are new: to be planned by its first
+        layer. Each forward pass has its own, also where one rank passes the same tensor again and
+        another a new one, or ranks would count plans differently. What is computed again in the
+        backward pass uses those of the forward pass.
+        """
+        task = torch._C._current_graph_task_id()  # of this backward pass; -1 in a forward pass
+        if task == -1:
+            is_new = self.balanced is None or module in self.users
+        else:  # reentrant checkpointing has no gradients, and so no plan, in its forward pass
+            is_new = self.balanced is None or self.made_in not in (-1, task)
+        if is_new:
+            self.balanced, self.users = Documents(self.offsets), weakref.WeakSet()
+            self.made_in = task
+        self.users.add(module)
+        return self.balanced, is_new
+
+
+def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) -> Boundaries:
+    """The documents of `batch` rows of `num_tokens` from what `reader`, an attention layer, is
+    given. Read from the device once per tensor, until it changes in place.
+
+    Raises ValueError where boundaries are missing, contradict each other, or begin inside a
+    document, whose keys would be elsewhere.
+    """
+    cu_seqlens, position_ids = (keywords.get(name) for name in ("cu_seq_lens_q", "position_ids"))
+    tensor = cu_seqlens if cu_seqlens is not None else position_ids
+    if not isinstance(tensor, Tensor):
+        raise ValueError(
+            f"position_ids is {position_ids!r:.80} and cu_seq_lens_q {cu_seqlens!r:.80} in "
+            f"{reader}: document boundaries are missing; expected a tensor. "
+            f"Pass one of them to the model: {PACK}"
+        )
+    # Inference tensors do not count their changes, so they are read at every call.
+    version = None if tensor.is_inference() else tensor._version
+    state = (version, batch, num_tokens)
+    known = _known.get(tensor)
+    if known is not None and version is not None and known.state == state:
+        return known
+    if cu_seqlens is None:
+        offsets = _offsets_of_positions(position_ids, batch, num_tokens)
+    else:
+        offsets = _offsets_of_cu_seqlens(keywords, batch, num_tokens)
+    rows = torch.arange(batch + 1) * num_tokens
+    known = Boundaries(state, offsets, not torch.equal(offsets, rows), Documents(offsets))
+    _known[tensor] = known
+    return known
+
+
+def _offsets_of_cu_seqlens(keywords: dict, batch: int, num_tokens: int) -> Tensor:
+    given = keywords["cu_seq_lens_q"]
+    num_rows = batch * num_tokens
+    try:
+        offsets = Documents(given).cu_seqlens.to(torch.int64)
+    except ValueError as error:
+        raise ValueError(f"cu_seq_lens_q: {error}") from error
+    if offsets[-1] != num_rows:
+        raise ValueError(
+            f"cu_seq_lens_q ends at {int(offsets[-1])}, but the batch of shape "
+            f"{[batch, num_tokens]} has {num_rows} tokens; expected equal numbers: both "
+            "from one collator, and neither cut, padded or gathered after it"
+        )
+    keys = keywords.get("cu_seq_lens_k")
+    if keys is not None and keys is not given and not torch.equal(keys, given):
+        raise ValueError(
+            f"cu_seq_lens_k has {keys.numel()} boundaries and differs from cu_seq_lens_q with "
+            f"{given.numel()}; expected equal ones: queries see keys of their own document"
+        )
+    _check_restarts(keywords.get("position_ids"), offsets, num_rows)
+    return offsets
+
+
+def _check_restarts(position_ids: Tensor | None, offsets: Tensor, num_rows: int) -> None:
+    """Positions that restart inside a document of cu_seq_lens_q contradict it."""
+    if not isinstance(position_ids, Tensor) or position_ids.numel() != num_rows:
+        return
+    restarts = (position_ids.detach().flatten() == 0).nonzero()[:, 0].cpu()
+    lost = restarts[~torch.isin(restarts, offsets)]
+    if lost.numel():
+        raise ValueError(
+            f"position_ids restart at token {int(lost[0])}, inside a document of cu_seq_lens_q; "
+            "expected a boundary there: pass the boundaries of the same packing"
+        )
+
+
+def _offsets_of_positions(position_ids: Tensor, batch: int, num_tokens: int) -> Tensor:
+    """Where `position_ids` restart at 0; rows of the batch begin documents, too."""
+    shape = list(position_ids.shape)
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != num_tokens:
+        raise ValueError(
+            f"position_ids has shape {shape}; expected [{batch}, {num_tokens}] or [1, "
+            f"{num_tokens}], because boundaries are read from it. Pass cu_seq_lens_q where "
+            "positions are numbered otherwise (DataCollatorWithFlattening(return_flash_attn_kwargs="
+            "True))"
+        )
+    positions = position_ids.detach().to("cpu", torch.int64).expand(batch, num_tokens)
+    begins = positions == 0
+    continues = torch.zeros_like(begins)
+    continues[:, 1:] = positions[:, 1:] == positions[:, :-1] + 1
+    wrong = (~(begins | continues)).flatten().nonzero()[:, 0]
+    if wrong.numel():
+        at = int(wrong[0])
+        raise ValueError(
+            f"position_ids is {int(positions.flatten()[at])} at token {at % num_tokens} of row "
+            f"{at // num_tokens}; expected 0, where a document begins, or one more than at the "
+            "token before: keys before it would be lost. Pass cu_seq_lens_q where positions are "
+            "numbered otherwise, and shard no sequence over ranks"
+        )
+    starts = begins.flatten().nonzero()[:, 0]
+    return torch.cat([starts, torch.tensor([batch * num_tokens])])

@@ -1,0 +1,359 @@
+"""attn_implementation="distca" for models of transformers, registered by importing this module.
+
+In training, core attention of packed documents is balanced over ranks. Evaluation and generation
+stay on their rank: documents are computed here, and what documents cannot express (a key-value
+cache, padding, bidirectional layers) by torch's own attention under transformers' own mask.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from distca import session as sessions
+from distca.attention import FULL, core_attention
+from distca.cost import AttentionShape
+from distca.documents import Documents
+from distca.integrations.boundaries import PACK, Boundaries, read_boundaries
+from distca.planning import CAUSAL, Plan, plan
+
+OLDEST_TRANSFORMERS = "5.17"
+if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
+    raise ImportError(
+        f"distca: transformers is {transformers.__version__}; expected {OLDEST_TRANSFORMERS} or "
+        "newer: pip install --upgrade transformers"
+    )
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+NAME = "distca"
+USE_ANOTHER = 'use another attn_implementation for this model, such as "sdpa" or "eager"'
+
+# Keywords that change what attention computes, by what they are; we compute none of them.
+UNSUPPORTED = {
+    "softcap": "capped scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias on scores",
+    "head_mask": "masked heads",
+    "indices": "chosen keys by query",
+    "block_indices": "chosen blocks of keys by query",
+    "block_table": "a paged key-value cache",
+    "cache": "a paged key-value cache",
+    "output_attentions": "attention weights, which are never formed",
+}
+
+# What transformers.masking_utils makes causal masks of windows and packed documents from.
+PLAIN_MASKS = {
+    "causal_mask_function",
+    "sliding_window_overlay",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "and_masks",
+}
+
+PLAIN_LAYERS = (None, "full_attention", "sliding_attention", "hybrid")  # of config.layer_types
+
+_mask_reasons = WeakTensorKeyDictionary()  # masks that we made: why documents do not express them
+
+
+class _Latest:
+    """The plan that was made last; None before the first."""
+
+    plan: Plan | None = None
+
+
+_latest = _Latest()
+
+
+def latest_plan() -> Plan | None:
+    """The plan of this rank's latest training pass: its `report()` says what was balanced. None
+    before the first, and where nothing is balanced."""
+    return _latest.plan
+
+
+@torch.compiler.disable
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [batch, heads_q, tokens, head_dim], key and value
+    with heads_kv heads, not repeated; returns ([batch, tokens, heads_q, head_dim], None).
+
+    The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
+    `position_ids` [1 or batch, tokens] are 0. `sliding_window` is the number of keys that a query
+    sees, itself included. While `module` trains with gradients the call is balanced over ranks, and
+    collective: planned at a forward pass's first layer. Otherwise it stays on this rank.
+
+    Raises ValueError for what it would have to ignore: a softcap, sinks, dropout, a bias, and in
+    training masks, padding, bidirectional attention, keys of a cache, and boundaries that are
+    missing or contradict each other.
+    """
+    _check_keywords(module, dropout, kwargs)
+    query, key, value = _autocast(query, key, value)
+    call = _Call(module, query, key, value, scaling, kwargs)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if module.training and torch.is_grad_enabled():
+        return _attend_balanced(call, attention_mask, is_causal), None
+    return _attend_here(call, attention_mask, is_causal), None
+
+
+@torch.compiler.disable
+def forward_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs,
+) -> Tensor | None:
+    """A forward pass's mask as transformers asks for it: None where documents, causal and window
+    say it all, else the boolean mask [batch, 1, q_length, kv_length] that sdpa uses.
+    """
+    unknown = sorted(set(_parts(mask_function)) - PLAIN_MASKS) if mask_function else []
+    num_padding = 0 if attention_mask is None else int((~attention_mask.bool()).sum())
+    if unknown:
+        reason = f"transformers asks for {', '.join(unknown)}"
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    elif num_padding:
+        reason = f"{num_padding} of {attention_mask.numel()} tokens are padding"
+    elif q_length != kv_length or kv_offset != 0 or q_offset != 0:
+        reason = f"{q_length} queries see {kv_length} keys: a key-value cache"
+    else:
+        return None
+    if mask_function is not None:
+        kwargs["mask_function"] = mask_function
+    lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    made = sdpa_mask(*lengths, attention_mask=attention_mask, **kwargs)
+    if made is not None:
+        _mask_reasons[made] = reason
+    return made
+
+
+def _parts(function: Callable) -> Iterator[str]:
+    """Names of the functions that a mask function is made of."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    ours = getattr(function, "__module__", "") == "transformers.masking_utils"
+    yield name.split(".")[0] if ours else f"{function.__module__}.{name}"
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        for inner in content if isinstance(content, tuple) else (content,):
+            if callable(inner) and not isinstance(inner, Tensor):
+                yield from _parts(inner)
+
+
+def _check_keywords(module: nn.Module, dropout: float, keywords: dict) -> None:
+    for name, meaning in UNSUPPORTED.items():
+        given = keywords.get(name)
+        if given is not None and given is not False:
+            shown = f"of shape {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+            raise ValueError(
+                f"{name} is {shown:.80} in {type(module).__name__} ({meaning}); "
+                f"expected None under attn_implementation={NAME!r}: {USE_ANOTHER}"
+            )
+    if dropout != 0.0:
+        raise ValueError(
+            f"dropout is {dropout} in {type(module).__name__}; expected 0.0 under "
+            f"attn_implementation={NAME!r}: set config.attention_dropout = 0.0"
+        )
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast casts for scaled_dot_product_attention: rotary embeddings may be float32."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(each if each.dtype == torch.float64 else each.to(dtype) for each in tensors)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One layer's attention."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float | None
+    keywords: dict
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one row of the batch."""
+        return self.query.shape[2]
+
+    @property
+    def shape(self) -> AttentionShape:
+        heads_q, head_dim = self.query.shape[1], self.query.shape[3]
+        return AttentionShape(heads_q, self.key.shape[1], head_dim, self.query.element_size())
+
+    def boundaries(self) -> Boundaries:
+        name = type(self.module).__name__
+        return read_boundaries(self.keywords, self.batch, self.num_tokens, name)
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """(left, right), causal: what the keyword says, where there is one."""
+        width = getattr(self.module, "sliding_window", None)
+        if "sliding_window" in self.keywords:
+            width = self.keywords["sliding_window"]
+        elif _layer_type(self.module) == "sliding_attention":
+            width = self.module.config.sliding_window
+        elif width is None and _layer_type(self.module) is None:
+            self._check_no_window()
+        if width is None:
+            return CAUSAL
+        if width < 1:
+            raise ValueError(f"sliding_window is {width}; expected at least 1, the query itself")
+        return (int(width) - 1, 0)
+
+    def _check_no_window(self) -> None:
+        """Some models window their mask and tell the layers nothing; others ignore the setting."""
+        width = getattr(getattr(self.module, "config", None), "sliding_window", None)
+        if width:
+            raise ValueError(
+                f"config.sliding_window is {width}, but {type(self.module).__name__} passes no "
+                f"sliding_window to its attention; set it to None or {USE_ANOTHER}"
+            )
+
+    def attend(self, documents: Documents, window_size: tuple[int, int]) -> Tensor:
+        """[batch, tokens, heads_q, head_dim]"""
+        out = core_attention(
+            *(each.transpose(1, 2).flatten(0, 1) for each in (self.query, self.key, self.value)),
+            documents,
+            softmax_scale=self.scaling,
+            window_size=window_size,
+        )
+        return out.unflatten(0, (self.batch, self.num_tokens))
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    known = types is not None and index is not None and index < len(types)
+    return types[index] if known else None
+
+
+def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """On this rank alone, under any mask that transformers makes."""
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}; expected None or [batch, 1 or heads, "
+            f"{call.num_tokens}, {call.key.shape[2]}], as transformers makes it of padding"
+        )
+    packed = call.keywords.get("cu_seq_lens_q") is not None
+    if mask is None and call.key.shape[2] == call.num_tokens and (is_causal or packed):
+        window_size = call.window_size if is_causal else FULL
+        known = call.boundaries()
+        if known.is_packed or window_size != CAUSAL:
+            return call.attend(known.here, window_size)
+    out, _ = sdpa_attention_forward(
+        call.module,
+        *(call.query, call.key, call.value, mask),
+        scaling=call.scaling,
+        is_causal=is_causal,
+    )
+    return out
+
+
+def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
+    _check_model(call, is_causal)
+    window_size = call.window_size
+    session = _open_session()
+    with _announced(session):
+        _check_batch(call, mask)
+        known = call.boundaries()
+    documents, is_new_pass = known.of_pass(call.module)
+    if session is not None and is_new_pass:
+        device = call.query.device
+        _latest.plan = plan(documents, window_size=window_size, device=device, shape=call.shape)
+    return call.attend(documents, window_size)
+
+
+def _open_session() -> sessions.Session | None:
+    """This rank's part in the group of all ranks, None where nothing is to be balanced."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    session = sessions.init()
+    return session if session.options.enabled else None
+
+
+@contextlib.contextmanager
+def _announced(session: sessions.Session | None) -> Iterator[None]:
+    """Only this rank's batch may be at fault, and the others are about to wait for its plan."""
+    try:
+        yield
+    except ValueError as error:
+        if session is not None:
+            session.announce(error)
+        raise
+
+
+def _check_model(call: _Call, is_causal: bool) -> None:
+    """What is alike on all ranks, because they train the same model."""
+    name = type(call.module).__name__
+    if not is_causal:
+        raise ValueError(
+            f"is_causal is False in {name}: bidirectional attention; expected causal attention in "
+            f'training: {USE_ANOTHER}; by part of the model: attn_implementation={{"text_config": '
+            f'"{NAME}", "vision_config": "sdpa"}}'
+        )
+    for argument in ("query", "key", "value"):
+        if isinstance(getattr(call, argument), DTensor):
+            raise ValueError(
+                f"{argument} is a DTensor in {name}; expected this rank's own heads: .to_local()"
+            )
+    if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name} is captured into a CUDA graph; expected a call outside: documents differ from "
+            "step to step, and so do their plans"
+        )
+    layer_type = _layer_type(call.module)
+    if layer_type not in PLAIN_LAYERS:
+        raise ValueError(
+            f"layer_types[{call.module.layer_idx}] is {layer_type!r} in {name}; expected one of "
+            f"{PLAIN_LAYERS[1:]}: {USE_ANOTHER}"
+        )
+
+
+def _check_batch(call: _Call, mask: Tensor | None) -> None:
+    """What may be wrong on one rank only."""
+    if mask is not None:
+        reason = _mask_reasons.get(mask, "given by the caller")
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)} in training ({reason}); expected None, "
+            f"because documents are the mask: {PACK}"
+        )
+    if call.key.shape[2] != call.num_tokens:
+        raise ValueError(
+            f"key has {call.key.shape[2]} tokens, query {call.num_tokens}, in training; expected "
+            "as many: set use_cache=False and pass no past_key_values or encoder states"
+        )
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, forward_mask)

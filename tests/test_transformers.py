@@ -1,0 +1,231 @@
+"""Models of transformers under attn_implementation="distca" equal themselves run document by
+document with eager attention, on any number of ranks."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, and this environment has none")
+
+import packed_models as pm  # noqa: E402
+from packed_models import LENGTHS, Packed  # noqa: E402
+
+import distca  # noqa: E402
+from distca import attention  # noqa: E402
+from distca.integrations import transformers as integration  # noqa: E402
+
+TOLERANCE = 1e-5
+MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
+ALTERNATING = ("gemma2", "gemma3")  # windows differ from layer to layer
+
+
+class Plans:
+    """The plans that this rank makes inside the scope."""
+
+    def __enter__(self) -> list[distca.Plan]:
+        self.made, self.real = [], integration.plan
+
+        def recorded(*args, **kwargs) -> distca.Plan:
+            self.made.append(self.real(*args, **kwargs))
+            return self.made[-1]
+
+        integration.plan = attention.plan = recorded
+        return self.made
+
+    def __exit__(self, *error) -> None:
+        integration.plan = attention.plan = self.real
+
+
+def checkpoint(model, use_reentrant: bool) -> None:
+    former_name = model.gradient_checkpointing_enable
+    enable = getattr(model, "activation_checkpointing_enable", former_name)
+    enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+
+
+def model_errors(rank: int, world_size: int, name: str) -> dict[str, tuple]:
+    """By way of training: worst error of loss and gradients, and bytes sent by each plan."""
+    model, packed = pm.model_of(name), Packed.of(LENGTHS[rank], seed=rank)
+    truth = pm.true_step(model, packed)
+    found = {}
+    for way in ("position_ids", "cu_seq_lens", "both", "checkpoint", "reentrant"):
+        if way in ("checkpoint", "reentrant"):
+            checkpoint(model, way == "reentrant")
+        with Plans() as plans:
+            error = pm.worst_error(pm.step(model, packed, way), truth)
+        found[way] = (error, [sum(each.report().bytes_out) for each in plans])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_eager_by_document(ranks, world_size, name):
+    for found in ranks(world_size).run(model_errors, name):
+        for way, (error, bytes_by_plan) in found.items():
+            assert error <= TOLERANCE, (way, error)
+            assert len(bytes_by_plan) == (2 if name in ALTERNATING else 1), way
+            assert (sum(bytes_by_plan) > 0) == (world_size > 1), "the case must move rows"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_a_process_group(name):
+    for way, (error, bytes_by_plan) in model_errors(0, 1, name).items():
+        assert error <= TOLERANCE and bytes_by_plan == [], way
+
+
+def test_the_comparison_sees_a_lost_boundary_and_a_lost_window():
+    model, packed = pm.model_of("llama"), Packed.of([5, 3, 20])
+    truth = pm.true_step(model, packed)
+    merged = Packed([8, 20], packed.ids, packed.labels, torch.tensor([[*range(8), *range(20)]]))
+    assert pm.worst_error(pm.step(model, merged), truth) > 100 * TOLERANCE
+    model = pm.model_of("mistral")
+    truth = pm.true_step(model, packed)
+    model.config.sliding_window = pm.WINDOW + 1
+    assert pm.worst_error(pm.step(model, packed), truth) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("batch, given", [(3, None), (1, None), (3, "one row"), (3, "packed")])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_of_a_batch_are_documents_of_their_own(name, batch, given):
+    """As everywhere in transformers: without position_ids every row is one document."""
+    lengths = [4, 7] if given == "packed" else [11]
+    packed, model = Packed.of(lengths * batch), pm.model_of(name)
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    keywords = {} if given is None else {"position_ids": position_ids}
+    if given == "packed":
+        keywords = {"position_ids": position_ids.expand(batch, -1)}
+    if given is None:
+        keywords = {"attention_mask": torch.ones(batch, 11, dtype=torch.int64)}
+    logits = model(packed.ids.view(batch, 11), **keywords).logits
+    truth = pm.true_logits(model, packed).view_as(logits)
+    assert pm.relative_error(logits, truth) <= TOLERANCE
+
+
+def train_with_many_passes(rank: int, world_size: int, use_checkpoint: bool) -> float:
+    """Two forward passes, then their backward passes; a rank without tokens in one of them."""
+    model = pm.model_of("gemma3")
+    if use_checkpoint:
+        checkpoint(model, use_reentrant=False)
+    batches = [Packed.of(LENGTHS[rank], 1), Packed.of([2] if rank else [9, 180], 2)]
+    truths = [pm.true_step(model, packed) for packed in batches]
+    model.zero_grad()
+    losses = [packed.loss(model(**packed.keywords()).logits) for packed in batches]
+    sum(losses).backward()
+    got = (sum(losses).detach(), pm.gradients(model))
+    total = {name: truths[0][1][name] + truths[1][1][name] for name in got[1]}
+    return pm.worst_error(got, (truths[0][0] + truths[1][0], total))
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_several_forward_passes_before_the_backward_passes(ranks, use_checkpoint):
+    assert max(ranks(2).run(train_with_many_passes, use_checkpoint)) <= TOLERANCE
+
+
+def reuse_tensor_on_one_rank(rank: int, world_size: int, way: str) -> tuple[float, int]:
+    """Rank 0 hands the same position_ids to every pass, and once changed in place."""
+    model, worst = pm.model_of("llama"), 0.0
+    if way != "plain":
+        checkpoint(model, way == "reentrant")
+    same = Packed.of([70, 30]).position_ids
+    first_plan = distca.init().num_plans
+    for step in range(3):
+        lengths = [70, 30] if step < 2 else [1, 99]
+        packed = Packed.of(lengths if rank == 0 else [3, 1, 1 + step], seed=step)
+        if rank == 0:
+            same.copy_(packed.position_ids) if step == 2 else None
+            packed.position_ids = same
+        worst = max(worst, pm.worst_error(pm.step(model, packed), pm.true_step(model, packed)))
+    return worst, distca.init().num_plans - first_plan
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpoint", "reentrant"])
+def test_every_forward_pass_has_its_plan_whatever_tensors_are_reused(ranks, way):
+    for worst, num_plans in ranks(2).run(reuse_tensor_on_one_rank, way, timeout_s=30):
+        assert worst <= TOLERANCE and num_plans == 3
+
+
+def evaluate_unevenly(rank: int, world_size: int, mode: str) -> tuple[float, int]:
+    """Ranks evaluate different numbers of packed batches, then train together."""
+    model, worst = pm.model_of("gemma3"), 0.0
+    first_plan = distca.init().num_plans
+    scope = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode)
+    model.train(mode == "no_grad")
+    for seed in range(3 * rank):
+        packed = Packed.of([30, 1, 9], seed)
+        truth = pm.true_logits(model, packed).detach()
+        with scope() if scope else torch.enable_grad():
+            for boundaries in ("position_ids", "both"):
+                logits = model(**packed.keywords(boundaries)).logits
+                worst = max(worst, pm.relative_error(logits.detach(), truth))
+    num_plans = distca.init().num_plans - first_plan
+    packed = Packed.of(LENGTHS[rank])
+    trained = pm.worst_error(pm.step(model.train(), packed), pm.true_step(model, packed))
+    return max(worst, trained), num_plans
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "eval"])
+def test_evaluation_stays_on_its_rank(ranks, mode):
+    for worst, num_plans in ranks(2).run(evaluate_unevenly, mode):
+        assert worst <= TOLERANCE and num_plans == 0
+
+
+def generate(rank: int, world_size: int, name: str) -> bool:
+    """Another prompt and another number of new tokens on every rank; equal to eager's tokens."""
+    model = pm.model_of(name, pad_token_id=0).train(rank == 0)
+    ids = torch.randint(1, pm.VOCAB_SIZE, (2, 9 + rank), generator=torch.Generator().manual_seed(1))
+    padding = torch.ones_like(ids)
+    padding[0, :4] = 0
+    results = []
+    for each in (model, pm.with_attention(model, "eager")):
+        asked = {"max_new_tokens": 12 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+        results += [
+            each.generate(ids, attention_mask=padding, **asked),
+            each.generate(ids, use_cache=False, **asked),
+            each.generate(ids, cache_implementation="static", disable_compile=True, **asked),
+        ]
+    ours, eagers = results[:3], results[3:]
+    return all(torch.equal(a, b) for a, b in zip(ours, eagers, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_generate_stays_on_its_rank_and_equals_eager(ranks, name):
+    assert ranks(2).run(generate, name) == [True, True]
+
+
+def autocast_errors(rank: int, world_size: int) -> tuple[float, float]:
+    """Of the loss and the worst gradient against float32 by document: ours, and torch's sdpa."""
+    model, packed = pm.model_of("qwen3"), Packed.of(LENGTHS[rank], rank)
+    truth = pm.true_step(model, packed)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = pm.step(model, packed)
+        torchs = pm.step(pm.with_attention(model, "sdpa"), packed)
+    return pm.worst_error(ours, truth), pm.worst_error(torchs, truth)
+
+
+def test_bfloat16_autocast_is_as_exact_as_sdpa(ranks):
+    for ours, torchs in ranks(2).run(autocast_errors):
+        assert ours <= 2 * torchs
+
+
+def test_compiled_model_equals_eager_by_document():
+    packed, model = Packed.of([13, 1, 22]), pm.model_of("llama")
+    truth = pm.true_step(model, packed)
+    compiled = torch.compile(model, backend="eager")
+    loss = packed.loss(compiled(**packed.keywords()).logits)
+    model.zero_grad()
+    loss.backward()
+    assert pm.worst_error((loss.detach(), pm.gradients(model)), truth) <= TOLERANCE
+
+
+def train_disabled(rank: int, world_size: int) -> tuple[float, int]:
+    distca.close()
+    opened = distca.init(options=distca.Options(enabled=False))
+    model, packed = pm.model_of("llama"), Packed.of(LENGTHS[rank])
+    error = pm.worst_error(pm.step(model, packed), pm.true_step(model, packed))
+    num_plans = opened.num_plans
+    distca.close()
+    return error, num_plans
+
+
+def test_disabled_it_stays_on_its_rank(ranks):
+    for error, num_plans in ranks(2).run(train_disabled):
+        assert error <= TOLERANCE and num_plans == 0

@@ -1,0 +1,138 @@
+"""Trainer, SFTTrainer and FSDP2 through accelerate learn the same with and without distca."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+for library in ("transformers", "accelerate", "datasets", "trl"):
+    pytest.importorskip(library, reason=f"needs {library}, and this environment has none")
+
+import trainer_runs as runs  # noqa: E402
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+
+import distca  # noqa: E402
+from distca import run, session  # noqa: E402
+
+LARGEST_DIFFERENCE = 1e-4  # of two losses in float32
+LARGEST_BFLOAT16_DIFFERENCE = 2e-2
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """accelerate leaves its state behind: a group for this module alone."""
+    started = Ranks(2)
+    yield started
+    started.stop()
+
+
+def difference(found: list[tuple], truth: list[tuple], num_plans: int) -> float:
+    """Largest difference of losses; distca made `num_plans` plans, the other run none."""
+    for (losses, made), (true_losses, none) in zip(found, truth, strict=True):
+        assert made == num_plans and none == 0
+        assert len(losses) == len(true_losses) > 1
+        assert max(losses) - min(losses) > 100 * LARGEST_DIFFERENCE, "nothing was learned"
+    return max(
+        abs(a - b)
+        for ours, torchs in zip(found, truth, strict=True)
+        for a, b in zip(ours[0], torchs[0], strict=True)
+    )
+
+
+TRAINERS = {  # model, collator's and Trainer's arguments, plans a step
+    "position_ids": ("llama", {}, {}, 1),
+    "cu_seq_lens": ("mistral", {"return_flash_attn_kwargs": True}, {}, 1),
+    "cu_seq_lens alone": (
+        "gemma3",
+        {"return_flash_attn_kwargs": True, "return_position_ids": False},
+        {},
+        2,
+    ),
+    "accumulation and checkpointing": (
+        "llama",
+        {},
+        {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TRAINERS)
+def test_trainer(two_ranks, case):
+    name, collator, options, plans_a_step = TRAINERS[case]
+    found = two_ranks.run(runs.run_trainer, "distca", name, collator, options)
+    truth = two_ranks.run(runs.run_trainer, "sdpa", name, {}, options)
+    assert difference(found, truth, plans_a_step * runs.NUM_STEPS) <= LARGEST_DIFFERENCE
+
+
+def test_the_comparison_sees_lost_boundaries(two_ranks):
+    collator = {"return_position_ids": False}
+    lost = two_ranks.run(runs.run_trainer, "sdpa", "llama", collator, {})
+    truth = two_ranks.run(runs.run_trainer, "sdpa", "llama", {}, {})
+    assert difference(lost, truth, 0) > LARGEST_DIFFERENCE
+
+
+def test_trainer_in_bfloat16_autocast(two_ranks):
+    found, truth = (
+        two_ranks.run(runs.run_trainer, attention, "qwen3", {}, {"bf16": True})
+        for attention in ("distca", "sdpa")
+    )
+    assert difference(found, truth, runs.NUM_STEPS) <= LARGEST_BFLOAT16_DIFFERENCE
+
+
+def test_sft_trainer_with_packing(two_ranks):
+    found, truth = (two_ranks.run(runs.run_sft, attention) for attention in ("distca", "sdpa"))
+    assert difference(found, truth, runs.NUM_STEPS) <= LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    "precision, recompute, limit",
+    [
+        ("fp32", False, LARGEST_DIFFERENCE),
+        ("fp32", True, LARGEST_DIFFERENCE),
+        ("bf16", True, LARGEST_BFLOAT16_DIFFERENCE),
+    ],
+)
+def test_fsdp2_through_accelerate(two_ranks, precision, recompute, limit):
+    found, truth = (
+        two_ranks.run(runs.run_fsdp2, attention, precision, recompute)
+        for attention in ("distca", "sdpa")
+    )
+    assert difference(found, truth, 6) <= limit
+
+
+def test_the_launcher_registers_the_attention(tmp_path, monkeypatch):
+    script, module = tmp_path / "script.py", "distca.integrations.transformers"
+    script.write_text("import sys\nassert sys.argv[1:] == ['--its-own']\n")
+    for kind in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setitem(kind._global_mapping, "distca", None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    run.main(["--transformers", str(script), "--its-own"])
+    session.configure(distca.Options())
+    registered = sys.modules[module]
+    assert AttentionInterface()["distca"] is registered.attention_forward
+    assert AttentionMaskInterface()["distca"] is registered.forward_mask
+
+
+def test_the_example_trains(tmp_path):
+    script = ROOT / "examples" / "transformers_finetune.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", script, "--steps", "5", "--out", tmp_path],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+)", result.stdout).groups())
+    before, after = map(float, re.search(r"imbalance (\S+) -> (\S+)", result.stdout).groups())
+    assert last < first and after < before
