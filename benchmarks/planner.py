@@ -45,7 +45,6 @@ from planner_reference import (
     draw_pack,
     least_bytes_within,
     loads_of,
-    read_lengths,
 )
 from planner_report import ALIKE, OURS, Figures, Result, save, save_json, table
 from torch import Tensor
@@ -53,6 +52,7 @@ from torch import Tensor
 import distca
 from distca.cluster import Cluster
 from distca.cost import AttentionShape, link_bytes_per_second
+from distca.packs import read_lengths
 from distca.planning import CAUSAL, max_over_mean
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

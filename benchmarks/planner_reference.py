@@ -6,20 +6,17 @@ document of a pack lies whole on its home rank.
 """
 
 import heapq
-import json
 import math
-import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import distca
+from distca import packs
 from distca.cost import AttentionShape, cost_tensor
 
-MAX_LENGTH = 2**31 - 1
 ROUNDING = 1e-9
 DOCUMENT, BEGIN, END, SERVER = range(4)  # columns of tasks
 
@@ -48,35 +45,12 @@ class Pack:
         return np.stack([index, np.zeros_like(index), self.lengths, server], axis=1)
 
 
-def read_lengths(path: Path) -> list[int]:
-    """Document lengths in tokens, without zeros; raises ValueError naming the file and the value
-    that is wrong."""
-    try:
-        lengths = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a readable JSON file: {error}") from error
-    if not isinstance(lengths, list):
-        raise ValueError(f"{path}: holds {lengths!r:.80}; expected a list of document lengths")
-    for idx, length in enumerate(lengths):
-        if type(length) is not int or not 0 <= length <= MAX_LENGTH:
-            raise ValueError(
-                f"{path}: length {idx} is {length!r:.80}; expected an integer from 0 to "
-                f"{MAX_LENGTH} tokens"
-            )
-    if not any(lengths):
-        raise ValueError(f"{path}: no document has a token; expected at least one length above 0")
-    return [length for length in lengths if length > 0]
-
-
 def draw_pack(lengths: list[int], num_ranks: int, tokens: int, seed: int) -> Pack:
     """The first step of training_step.py with this seed: documents in shuffled order, cut into
     packs of equally many tokens; the rest of one starts the next pack, as a document of its own."""
-    shuffled = list(lengths)
-    random.Random(seed).shuffle(shuffled)
-    total = num_ranks * tokens
-    ends = np.tile(shuffled, math.ceil(total / sum(shuffled))).cumsum()
-    cuts = np.union1d(ends[ends < total], np.arange(num_ranks + 1) * tokens)
-    return Pack(num_ranks, np.diff(cuts), cuts[:-1] // tokens)
+    drawn = packs.draw_pack(lengths, num_ranks, tokens, seed)
+    rank, _, _, length = drawn.pieces.T
+    return Pack(num_ranks, length, rank)
 
 
 @dataclass(frozen=True)
