@@ -53,13 +53,12 @@ import distca
 from distca.cluster import Cluster
 from distca.cost import AttentionShape, link_bytes_per_second
 from distca.packs import read_lengths
-from distca.planning import CAUSAL, max_over_mean
+from distca.planning import CAUSAL, balance, max_over_mean, tasks_of
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = (65536, 131072)
 MAX_RANKS = 65536
 MAX_TOKENS = 2**31 - 1
-PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 NUM_REPEATS = 5
 SHORT_SECONDS = 0.1  # a call that takes longer is made once
 # Sums in another order than the planner's.
@@ -144,7 +143,7 @@ class Benchmark:
     def ours(self, case: "Case") -> Figures:
         pieces, pack = case.pack.pieces(), case.pack
         (encoded, reported), plan_ms = timed(lambda: self.plan(pieces, case.cluster))
-        tasks = encoded[PLAN_HEADER_WORDS:].reshape(-1, 4).numpy()
+        tasks = tasks_of(encoded).numpy()
         check_cover(pack, tasks)
         loads = loads_of(pack, tasks, self.prices, case.ranks_per_node)
         check_report(reported, case.home, loads, case.speeds)
@@ -156,16 +155,8 @@ class Benchmark:
         return figures
 
     def plan(self, pieces: Tensor, cluster: Cluster) -> tuple[Tensor, Tensor]:
-        return torch.ops.distca.plan(
-            pieces,
-            cluster.num_ranks,
-            *CAUSAL,
-            self.prices.cost,
-            self.shape.row_bytes(),
-            cluster.servers(),
-            cluster.links(),
-            self.options.tolerance,
-        )
+        cost, tolerance = self.prices.cost, self.options.tolerance
+        return balance(pieces, CAUSAL, cost, self.shape, cluster, tolerance)
 
     def figures(
         self, case: "Case", loads: Loads, plan_ms: float, layout_ms: float | None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distca.cluster import cluster_of, held_row_bytes, ranks_of_a_node
+from distca.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
 from distca.cost import AttentionShape, check_device, cost_tensor
 from distca.documents import Documents, check_window
 from distca.options import Options
@@ -24,6 +24,8 @@ ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most t
 HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
 HEADER_WORDS = len(HEADER_NAMES)
 SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
+PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
+TASK_WORDS = 4
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # of what ranks exchange: the node, by its host name
 
 
@@ -214,19 +216,39 @@ def _make(
     return replace(made, plan_ms=1e3 * (time.perf_counter() - start))
 
 
-def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> _Made:
-    start = time.perf_counter()
-    cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
-    encoded, loads = torch.ops.distca.plan(
+def balance(
+    pieces: Tensor,
+    window_size: tuple[int, int],
+    cost: Tensor,
+    shape: AttentionShape,
+    cluster: Cluster,
+    tolerance: float,
+) -> tuple[Tensor, Tensor]:
+    """(plan, loads) of torch.ops.distca.plan, for the ranks of a cluster. `pieces` are those of all
+    ranks, `cost` is as distca.cost.cost_tensor makes it. Raises ValueError as the operator does."""
+    return torch.ops.distca.plan(
         pieces,
-        problem.num_ranks,
-        *problem.window_size,
-        cost_tensor(options, shape, problem.device_type),
+        cluster.num_ranks,
+        *window_size,
+        cost,
         [*shape.row_bytes(), *held_row_bytes(shape)],
         cluster.servers(),
         cluster.links(),
-        options.tolerance if options.enabled else ANY_IMBALANCE,
+        tolerance,
     )
+
+
+def tasks_of(encoded: Tensor) -> Tensor:
+    """int64 [num_tasks, 4]: document, first query, last query + 1, server; a view of the plan."""
+    return encoded[PLAN_HEADER_WORDS:].reshape(-1, TASK_WORDS)
+
+
+def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> _Made:
+    start = time.perf_counter()
+    cost = cost_tensor(options, shape, problem.device_type)
+    cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
+    tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
+    encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
     layout, packed_rows = torch.ops.distca.layout(
         pieces,
         encoded,

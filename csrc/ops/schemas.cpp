@@ -92,7 +92,7 @@ TORCH_LIBRARY(distca, m) {
 
 namespace {
 
-void bind_attention(torch::Library& m) {
+void bind_on_all_devices(torch::Library& m) {
   m.impl("unpack_rows", distca::ops::unpack_rows);
   m.impl("core_attention", distca::ops::core_attention);
   m.impl("core_attention_backward", distca::ops::core_attention_backward);
@@ -107,7 +107,7 @@ void bind_attention(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  bind_attention(m);
+  bind_on_all_devices(m);
   m.impl("all_gather", distca::ops::all_gather);
   m.impl("plan", distca::ops::plan);
   m.impl("plan_of_tasks", distca::ops::plan_of_tasks);
@@ -117,7 +117,7 @@ TORCH_LIBRARY_IMPL(distca, CPU, m) {
 // Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
 // dispatcher's.
 TORCH_LIBRARY_IMPL(distca, CUDA, m) {
-  bind_attention(m);
+  bind_on_all_devices(m);
 }
 
 // Read from the file before it is loaded: a library built for another torch must not be.

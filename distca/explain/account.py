@@ -6,13 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.cluster import MAX_RANKS, Cluster, held_row_bytes
+from distca.cluster import MAX_RANKS, Cluster
 from distca.cost import AttentionShape
 from distca.packs import Pack
-from distca.planning import ANY_IMBALANCE
+from distca.planning import ANY_IMBALANCE, balance, tasks_of
 
-PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
-TASK_WORDS = 4
 LOAD_NAMES = ("seconds_home", "seconds", "bytes_out", "bytes_in")  # first columns of the loads
 
 
@@ -139,23 +137,13 @@ def seconds_per_pair(cost: Tensor) -> float:
     return (table[-1] - per_task) / (table[num_rows - 1] * table[num_rows + num_keys - 1])
 
 
-def plan_with(step: Step, pieces: Tensor, cluster: Cluster, tolerance: float):
-    return torch.ops.distca.plan(
-        pieces,
-        cluster.num_ranks,
-        *step.window,
-        step.cost,
-        [*step.shape.row_bytes(), *held_row_bytes(step.shape)],
-        cluster.servers(),
-        cluster.links(),
-        tolerance,
-    )
-
-
 def explain(step: Step) -> Account:
     """Plans the step and accounts for its tasks."""
-    encoded, loads = plan_with(step, step.pack.as_tensor(), step.cluster, step.tolerance)
-    tasks, transfers = account_for(step, encoded[PLAN_HEADER_WORDS:].reshape(-1, TASK_WORDS))
+    pieces = step.pack.as_tensor()
+    encoded, loads = balance(
+        pieces, step.window, step.cost, step.shape, step.cluster, step.tolerance
+    )
+    tasks, transfers = account_for(step, tasks_of(encoded))
     columns = dict(zip(LOAD_NAMES, loads.numpy().T, strict=False))
     return Account(
         step,
@@ -207,7 +195,8 @@ def seconds_of(step: Step, tasks: np.ndarray) -> np.ndarray:
         ranks = np.arange(end - begin)
         columns = [ranks, document[part], q_begin[part], (q_end - q_begin)[part]]
         pieces = torch.from_numpy(np.stack(columns, axis=1))
-        _, loads = plan_with(step, pieces, Cluster(end - begin), ANY_IMBALANCE)
+        alone = Cluster(end - begin)
+        _, loads = balance(pieces, step.window, step.cost, step.shape, alone, ANY_IMBALANCE)
         seconds[order[part]] = loads[:, LOAD_NAMES.index("seconds_home")].numpy()
         begin = end
     return seconds

@@ -12,7 +12,7 @@ import torch
 
 from distca.cluster import Cluster, held_row_bytes
 from distca.packs import cut_pack
-from distca.planning import CAUSAL
+from distca.planning import CAUSAL, balance, tasks_of
 from distca.simulate.layers import (
     ATTENTION,
     EXCHANGE,
@@ -23,7 +23,6 @@ from distca.simulate.layers import (
 from distca.simulate.machine import BACKWARD, FORWARD, AttentionCost
 from distca.simulate.scenario import Scenario
 
-PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 DOCUMENT, BEGIN, END, SERVER = range(4)  # columns of tasks
 
 
@@ -88,17 +87,9 @@ def cluster_of(
 
 def plan(scenario: Scenario, homes: Homes, cluster: Cluster, cost: AttentionCost) -> np.ndarray:
     """Tasks, int64 [num_tasks, 4]: document, first query, last query + 1, server."""
-    encoded, _ = torch.ops.distca.plan(
-        homes.pieces(),
-        cluster.num_ranks,
-        *CAUSAL,
-        cost.tensor(),
-        scenario.attention_shape.row_bytes(),
-        cluster.servers(),
-        cluster.links(),
-        scenario.tolerance,
-    )
-    return encoded[PLAN_HEADER_WORDS:].reshape(-1, 4).numpy()
+    shape, tolerance = scenario.attention_shape, scenario.tolerance
+    encoded, _ = balance(homes.pieces(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
+    return tasks_of(encoded).numpy()
 
 
 def work_of(homes: Homes, tasks: np.ndarray, cost: AttentionCost) -> Work:

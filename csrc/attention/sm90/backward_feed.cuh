@@ -148,8 +148,9 @@ struct BackwardFeed {
     for_each_tile(bring, [&](uint32_t n) { barrier_arrive(barrier(kItemAsked, n)); });
   }
 
-  // The same of rows that come while the kernel runs; by a warp. The first 32 are read before their
-  // place is free, the others while the queries themselves are on their way.
+  // Statistics of rows that come while the kernel runs, as prepare_rows has them of others; by a
+  // warp. The first 32 are read before their place is free, the others while the queries themselves
+  // are on their way.
   __device__ __forceinline__ void form_stats(uint32_t i, const BackwardItems& part, int32_t t,
                                              int32_t head) {
 #pragma unroll 1

@@ -45,7 +45,8 @@ struct BackwardShape {
   static constexpr bool kVisiting = kVisiting_;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   static constexpr int kThreads = 3 * 128;
-  // Of a thread of either kind; the three warpgroups have 504 of the kernel's 168 each to share.
+  // Of a thread of either kind. The kernel is launched with 168 for each thread of its three
+  // warpgroups, so that more than 504 for one thread of each would never be granted.
   static constexpr int kFeedRegisters = 24;
   static constexpr int kKeyRegisters = 240;
   using Queries = SharedTile<kRows, kHeadDim>;
