@@ -62,7 +62,8 @@ def sources(with_cuda: bool, with_sm90: bool) -> list[str]:
     if not with_cuda:
         found = [path for path in found if path.parent.name != "aten"]
     if not with_sm90:  # layouts carry the tile lists all the same
-        sm90 = [path for path in found if "sm90" in (path.parent.name, path.stem)]
+        names = {"sm90", "peer", "peer_attention"}
+        sm90 = [path for path in found if names & {path.parent.name, path.stem}]
         found = [path for path in found if path not in sm90 or path.name == "tiles.cpp"]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 

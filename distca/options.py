@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 
 MAX_SPEEDS = 65536
+TRANSPORTS = ("auto", "peer", "process_group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,11 @@ class Options:
     """Gradients equal bit by bit in every run of the same plan; the backward pass is up to a tenth
     slower on Hopper. Off: as torch.use_deterministic_algorithms says."""
 
+    transport: str = "auto"
+    """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside
+    attention, which takes Hopper GPUs of one node. "process_group": NCCL or gloo. "auto": peer
+    where that works."""
+
     timeout_s: float = 600.0
     """Seconds that a rank waits for another before it raises."""
 
@@ -69,6 +75,10 @@ class Options:
             raise ValueError(f"tolerance is {self.tolerance}; expected 0 <= tolerance < 1")
         if self.server_speeds is not None:
             parse_speeds(self.server_speeds)
+        if self.transport not in TRANSPORTS:
+            raise ValueError(
+                f"transport is {self.transport!r}; expected one of {', '.join(TRANSPORTS)}"
+            )
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
         for name in (

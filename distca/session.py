@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distca.options import Options
+from distca.peers import choose_device
 
 
 class PlannerThread:
@@ -143,9 +144,9 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     session.planning = new_group("gloo")
     session.control = new_group("gloo")
     configuration = f"version {torch.ops.distca.version()} {session.options}"
-    torch.ops.distca.open_session(
-        session.group_name, session.control.group_name, session.planning.group_name, configuration
-    )
+    names = (group.group_name for group in (session.data, session.control, session.planning))
+    peer_device = choose_device(session.options.transport, backend, session.control)
+    torch.ops.distca.open_session(*names, configuration, peer_device)
 
 
 def _check_equal_group_counts(group: ProcessGroup) -> None:

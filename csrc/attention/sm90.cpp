@@ -76,6 +76,95 @@ c10::DataPtr zeros(int64_t num_bytes, cudaStream_t stream) {
   return memory;
 }
 
+Arrivals arrivals_of(const ArrivalFlags& arrivals, const TileTable& table) {
+  const auto* items = table.words.const_data_ptr<int32_t>();
+  const int64_t num_item_words =
+      (table.num_tiles * sizeof(QueryTile) + table.num_blocks * sizeof(KeyBlock)) / sizeof(int32_t);
+  return {.flags = arrivals.flags,
+          .of_run = reinterpret_cast<const FlagRange*>(items + num_item_words),
+          .epoch = arrivals.epoch};
+}
+
+// A part of a call, and copies that have to live until it is enqueued.
+template <typename Part>
+struct Prepared {
+  Part part = {};
+  std::vector<at::Tensor> copies;
+
+  const at::Tensor& keep(at::Tensor tensor) { return copies.emplace_back(std::move(tensor)); }
+};
+
+Prepared<ForwardPart> prepare(const ForwardRows& rows) {
+  const TileTable& table = table_of(rows.tasks, forward_tile_rows(rows.q.size(2)));
+  Prepared<ForwardPart> made;
+  made.part = {.q = row_tensor(made.keep(aligned(rows.q)), rows.q),
+               .k = row_tensor(made.keep(aligned(rows.k)), rows.out),
+               .v = row_tensor(made.keep(aligned(rows.v)), rows.out),
+               .out = row_tensor(rows.out, rows.out),
+               .lse = rows.lse.mutable_data_ptr<float>(),
+               .tiles = device_tiles(table)};
+  return made;
+}
+
+void launch(const ForwardPart& home, const ForwardPart& visiting, const Params& params) {
+  if (home.tiles.num_tiles + visiting.tiles.num_tiles == 0) return;
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
+  forward(ForwardCall{.home = home,
+                      .visiting = visiting,
+                      .tickets = static_cast<int32_t*>(tickets.get()),
+                      .window = window_of(params.mask),
+                      .softmax_scale = static_cast<float>(params.softmax_scale)},
+          stream);
+}
+
+Prepared<BackwardPart> prepare(const BackwardRows& rows) {
+  const TileTable& table = table_of(rows.tasks, backward_tile_rows(rows.q.size(2)));
+  Prepared<BackwardPart> made;
+  const at::Tensor grads = made.keep(aligned(rows.grad_out));
+  const bool takes_delta = rows.saved.delta.defined();
+  const at::Tensor out = takes_delta ? grads : made.keep(aligned(rows.saved.out));
+  const at::Tensor lse = made.keep(rows.saved.lse.contiguous());
+  const at::Tensor delta = takes_delta ? made.keep(rows.saved.delta.contiguous()) : at::Tensor();
+  made.part = {.q = row_tensor(made.keep(aligned(rows.q)), rows.dk),
+               .k = row_tensor(made.keep(aligned(rows.k)), rows.dq),
+               .v = row_tensor(made.keep(aligned(rows.v)), rows.dq),
+               .grad_out = row_tensor(grads, rows.dk),
+               .out = row_tensor(out, rows.dk),
+               .lse = lse.const_data_ptr<float>(),
+               .delta = takes_delta ? delta.const_data_ptr<float>() : nullptr,
+               .dq = row_tensor(rows.dq, rows.dk),
+               .dk = row_tensor(rows.dk, rows.dq),
+               .dv = row_tensor(rows.dv, rows.dq),
+               .tiles = device_tiles(table)};
+  return made;
+}
+
+bool is_deterministic(const Params& params) {
+  return params.deterministic || at::globalContext().deterministicAlgorithms();
+}
+
+void launch(const BackwardPart& home, const BackwardPart& visiting, const Params& params) {
+  const auto num_items = [](const DeviceTiles& tiles) { return tiles.num_tiles + tiles.num_blocks; };
+  if (num_items(home.tiles) + num_items(visiting.tiles) == 0) return;
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  BackwardCall call{.home = home,
+                    .visiting = visiting,
+                    .window = window_of(params.mask),
+                    .softmax_scale = static_cast<float>(params.softmax_scale),
+                    .deterministic = is_deterministic(params)};
+  const BackwardSizes sizes = backward_sizes(call);
+  const c10::DataPtr dq_sums = workspace(sizes.dq_sums);
+  const c10::DataPtr row_stats = workspace(sizes.row_stats);
+  const c10::DataPtr bounds = workspace(sizes.bounds);
+  const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
+  call.tickets = static_cast<int32_t*>(tickets.get());
+  call.dq_sums = dq_sums.get();
+  call.row_stats = static_cast<float*>(row_stats.get());
+  call.bounds = static_cast<float*>(bounds.get());
+  backward(call, stream);
+}
+
 }  // namespace
 
 bool supports(const at::Tensor& q) {
@@ -88,24 +177,20 @@ bool supports(const at::Tensor& q) {
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params) {
-  const TileTable& table = table_of(tasks, forward_tile_rows(q.size(2)));
   const at::Tensor out = at::empty(q.sizes(), q.options());
   const at::Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
-  if (table.num_tiles == 0) return {out, lse};
-  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  const at::Tensor queries = aligned(q), keys = aligned(k), values = aligned(v);
-  const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
-  forward(ForwardCall{.home = {.q = row_tensor(queries, q),
-                               .k = row_tensor(keys, out),
-                               .v = row_tensor(values, out),
-                               .out = row_tensor(out, out),
-                               .lse = lse.mutable_data_ptr<float>(),
-                               .tiles = device_tiles(table)},
-                      .tickets = static_cast<int32_t*>(tickets.get()),
-                      .window = window_of(params.mask),
-                      .softmax_scale = static_cast<float>(params.softmax_scale)},
-          stream);
+  const auto prepared = prepare(ForwardRows{q, k, v, tasks, out, lse});
+  launch(prepared.part, {}, params);
   return {out, lse};
+}
+
+void forward(const ForwardRows& home, const ForwardRows& visiting, const ArrivalFlags& arrivals,
+             const Params& params) {
+  const auto ours = prepare(home);
+  auto theirs = prepare(visiting);
+  const TileTable& table = table_of(visiting.tasks, forward_tile_rows(visiting.q.size(2)));
+  theirs.part.arrivals = arrivals_of(arrivals, table);
+  launch(ours.part, theirs.part, params);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
@@ -113,47 +198,37 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const at::Tensor& v, const Saved& saved,
                                                         const TaskList& tasks,
                                                         const Params& params) {
-  const TileTable& table = table_of(tasks, backward_tile_rows(q.size(2)));
-  const bool writes_all_keys = table.num_key_rows == k.size(0);
   const at::Tensor dq = at::empty(q.sizes(), q.options());
-  const auto key_grad = [&] {
+  const auto [dk, dv] = new_key_gradients(k, tasks);
+  backward({grad_out, q, k, v, saved, tasks, dq, dk, dv}, params);
+  return {dq, dk, dv};
+}
+
+void backward(const BackwardRows& rows, const Params& params) {
+  const auto prepared = prepare(rows);
+  launch(prepared.part, {}, params);
+}
+
+std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k, const TaskList& tasks) {
+  const TileTable& table = table_of(tasks, backward_tile_rows(k.size(2)));
+  const bool writes_all_keys = table.num_key_rows == k.size(0);
+  const auto made = [&] {
     return writes_all_keys ? at::empty(k.sizes(), k.options()) : at::zeros(k.sizes(), k.options());
   };
-  const at::Tensor dk = key_grad(), dv = key_grad();
-  if (table.num_tiles + table.num_blocks == 0) return {dq, dk, dv};
-  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  const at::Tensor queries = aligned(q), keys = aligned(k), values = aligned(v);
-  const at::Tensor grads = aligned(grad_out);
-  const bool takes_delta = saved.delta.defined();
-  const at::Tensor out = takes_delta ? grads : aligned(saved.out);
-  const at::Tensor lse = saved.lse.contiguous();
-  const at::Tensor delta = takes_delta ? saved.delta.contiguous() : at::Tensor();
-  BackwardCall call{
-      .home = {.q = row_tensor(queries, dk),
-               .k = row_tensor(keys, dq),
-               .v = row_tensor(values, dq),
-               .grad_out = row_tensor(grads, dk),
-               .out = row_tensor(out, dk),
-               .lse = lse.const_data_ptr<float>(),
-               .delta = takes_delta ? delta.const_data_ptr<float>() : nullptr,
-               .dq = row_tensor(dq, dk),
-               .dk = row_tensor(dk, dq),
-               .dv = row_tensor(dv, dq),
-               .tiles = device_tiles(table)},
-      .window = window_of(params.mask),
-      .softmax_scale = static_cast<float>(params.softmax_scale),
-      .deterministic = params.deterministic || at::globalContext().deterministicAlgorithms()};
-  const BackwardSizes sizes = backward_sizes(call);
-  const c10::DataPtr dq_sums = workspace(sizes.dq_sums);
-  const c10::DataPtr row_stats = workspace(sizes.row_stats);
-  const c10::DataPtr bounds = workspace(sizes.bounds);
-  const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
-  call.tickets = static_cast<int32_t*>(tickets.get());
-  call.dq_sums = dq_sums.get();
-  call.row_stats = static_cast<float*>(row_stats.get());
-  call.bounds = static_cast<float*>(bounds.get());
-  backward(call, stream);
-  return {dq, dk, dv};
+  return {made(), made()};
+}
+
+bool waits_for_rows_in_backward(const Params& params) {
+  return !is_deterministic(params);
+}
+
+void backward(const BackwardRows& home, const BackwardRows& visiting, const ArrivalFlags& arrivals,
+              const Params& params) {
+  const auto ours = prepare(home);
+  auto theirs = prepare(visiting);
+  const TileTable& table = table_of(visiting.tasks, backward_tile_rows(visiting.q.size(2)));
+  theirs.part.arrivals = arrivals_of(arrivals, table);
+  launch(ours.part, theirs.part, params);
 }
 
 }  // namespace distca::attention::sm90

@@ -5,6 +5,9 @@
 #include "attention/delta.h"
 #include "checks.h"
 #include "movement.h"
+#ifdef DISTCA_WITH_SM90
+#include "peer_attention.h"
+#endif
 
 namespace distca::ops {
 namespace {
@@ -73,7 +76,12 @@ Forward core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tenso
     return attention::forward(call.inputs.q, call.inputs.k, call.inputs.v, call.layout.home,
                               params);
   }
-  return announcing(*call.session, [&] { return balanced_forward(call, params); });
+  return announcing(*call.session, [&] {
+#ifdef DISTCA_WITH_SM90
+    if (uses_peer_memory(call, softmax_scale)) return peer_forward(call, params);
+#endif
+    return balanced_forward(call, params);
+  });
 }
 
 Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q,
@@ -93,6 +101,11 @@ Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q
     check_saved_rows(grad, "grad_out", q);
     check_saved_rows(out, "out", q);
     check_saved_rows(lse, "lse", q);
+#ifdef DISTCA_WITH_SM90
+    if (uses_peer_memory(call, softmax_scale)) {
+      return peer_backward(call, grad, out.contiguous(), lse.contiguous(), params);
+    }
+#endif
     return balanced_backward(call, grad, out.contiguous(), lse.contiguous(), params);
   });
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention/sm90/tiles.h"
+#include "planner/shared_rows.h"
 #include "row_words.h"
 #ifdef DISTCA_WITH_CUDA
 #include "attention/aten/waves.h"
@@ -23,13 +24,15 @@
 namespace distca::ops {
 namespace {
 
-constexpr int64_t kMagic = 0x6469737463610005;  // "distca", format 5
+constexpr int64_t kMagic = 0x6469737463610006;  // "distca", format 6
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
 constexpr int64_t kItemWords = 8;    // of a QueryTile, of a KeyBlock
 static_assert(sizeof(attention::sm90::QueryTile) == kItemWords * sizeof(int32_t));
 static_assert(sizeof(attention::sm90::KeyBlock) == kItemWords * sizeof(int32_t));
+static_assert(sizeof(attention::sm90::FlagRange) == 2 * sizeof(int32_t));
+constexpr int64_t kTaskWords = 7;
 
 int64_t aligned(int64_t word) {
   return (word + kVectorWords - 1) / kVectorWords * kVectorWords;
@@ -69,6 +72,7 @@ int64_t length_of(const std::vector<planner::Run>& runs) {
                          [](int64_t sum, planner::Run run) { return sum + run.length; });
 }
 
+// Tiles, key blocks, and the arrival flags of each run.
 std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
   std::vector<int32_t> words;
   const auto append = [&words](const auto& item) {
@@ -77,6 +81,9 @@ std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
   };
   for (const attention::sm90::QueryTile& tile : lists.tiles) append(tile);
   for (const attention::sm90::KeyBlock& block : lists.blocks) append(block);
+  for (const attention::sm90::FlagRange& flags : lists.flags) {
+    words.insert(words.end(), {flags.begin, flags.end});
+  }
   return words;
 }
 
@@ -106,7 +113,8 @@ struct Writer {
 std::vector<attention::Task> tasks_of(const std::vector<planner::PlacedTask>& placed) {
   std::vector<attention::Task> tasks;
   for (const planner::PlacedTask& t : placed) {
-    tasks.push_back({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
+    tasks.push_back({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset, t.first_flag,
+                     t.last_flag});
   }
   return tasks;
 }
@@ -115,7 +123,7 @@ void Writer::tasks(const std::vector<attention::Task>& tasks, const attention::M
                    const std::string& device_type) {
   host.push_back(static_cast<int64_t>(tasks.size()));
   for (const attention::Task& t : tasks) {
-    counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
+    counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset, t.first_flag, t.last_flag});
   }
 #ifdef DISTCA_WITH_CUDA
   if (device_type == "cuda") {
@@ -212,19 +220,21 @@ struct Reader {
                              const attention::sm90::KeyCounts& keys, int32_t tile_rows);
   void check_consumed() const;
   transport::Reduction reduction(int64_t num_rows, int64_t num_slots);
+  std::optional<PeerRoutes> peer_routes(const Layout& layout);
 };
 
 attention::TaskList Reader::tasks() {
   attention::TaskList list;
   const int64_t num_tasks = small_word("tasks");
-  const std::vector<int64_t> words = counts(5 * num_tasks);
+  const std::vector<int64_t> words = counts(kTaskWords * num_tasks);
   list.tasks.reserve(num_tasks);
   for (int64_t i = 0; i < num_tasks; ++i) {
-    const int64_t* t = words.data() + 5 * i;
-    list.tasks.push_back({t[0], t[1], t[2], t[3], t[4]});
+    const int64_t* t = words.data() + kTaskWords * i;
+    list.tasks.push_back({t[0], t[1], t[2], t[3], t[4], t[5], t[6]});
     TORCH_CHECK_VALUE(
-        std::all_of(t, t + 5, [](int64_t word) { return 0 <= word && word <= kMaxRows; }),
-        "layout: task ", i, " is ", at::IntArrayRef(t, 5), "; expected 0 to ", kMaxRows);
+        std::all_of(t, t + kTaskWords, [](int64_t word) { return 0 <= word && word <= kMaxRows; }),
+        "layout: task ", i, " is ", at::IntArrayRef(t, kTaskWords), "; expected 0 to ", kMaxRows);
+    TORCH_CHECK_VALUE(t[5] <= t[6], "layout: task ", i, " waits for flags [", t[5], ", ", t[6], ")");
   }
   const int64_t num_waves = small_word("waves");
   int64_t num_cu_seqlens = 0;
@@ -264,7 +274,8 @@ attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
                     ", ", keys.runs, " and ", keys.key_rows);
   next_row = aligned(next_row);
   table.words = device_section();
-  const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks);
+  const int64_t num_words =
+      kItemWords * (table.num_tiles + table.num_blocks) + 2 * table.num_runs;
   TORCH_CHECK_VALUE(table.words.size(0) == num_words, "layout: a tile table of ",
                     table.words.size(0), " words does not match its counts, which say ", num_words);
   const auto address = reinterpret_cast<uintptr_t>(table.words.const_data_ptr<int32_t>());
@@ -277,6 +288,23 @@ attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
                     "rows: the tiles of ", tile_rows,
                     " rows are not those of the layout's tasks; make both with distca.plan");
   return table;
+}
+
+std::optional<PeerRoutes> Reader::peer_routes(const Layout& layout) {
+  if (word() == 0) return std::nullopt;
+  std::span<const int64_t> left(host + next_host, num_host - next_host);
+  PeerRoutes routes = read_peer_routes(left, layout.num_ranks, layout.num_home_rows);
+  next_host = num_host - static_cast<int64_t>(left.size());
+  const auto& [sent, max_visiting_q, max_visiting_k, max_flags] = routes.deliveries;
+  for (const attention::Task& task : layout.visiting.tasks) {
+    TORCH_CHECK_VALUE(task.last_flag <= max_flags, "layout: a task waits for flag ", task.last_flag,
+                      " of ", max_flags);
+  }
+  TORCH_CHECK_VALUE(
+      layout.queries.num_visiting <= max_visiting_q && layout.keys.num_visiting <= max_visiting_k,
+      "layout: ", layout.queries.num_visiting, " queries and ", layout.keys.num_visiting,
+      " keys visit, more than the most of any server, ", max_visiting_q, " and ", max_visiting_k);
+  return routes;
 }
 
 void Reader::check_consumed() const {
@@ -294,70 +322,24 @@ transport::Reduction Reader::reduction(int64_t num_rows, int64_t num_slots) {
   return result;
 }
 
-// Consecutive home rows that the same sent runs hold, and the slots of the first in each of them.
-struct SharedRows {
-  int64_t first;
-  int64_t length;
-  std::vector<int32_t> slots;
-};
-
-// All home rows that any run holds, in order.
-std::vector<SharedRows> shared_rows(const std::vector<planner::Run>& runs) {
-  struct End {
-    int64_t row;
-    int64_t first_slot;  // of the run
-    bool opens;
-  };
-  std::vector<End> ends;
-  int64_t slot = 0;
-  for (const planner::Run& run : runs) {
-    ends.push_back({run.first, slot, true});
-    ends.push_back({run.first + run.length, slot, false});
-    slot += run.length;
-  }
-  std::sort(ends.begin(), ends.end(), [](const End& a, const End& b) {
-    return std::tie(a.row, a.first_slot) < std::tie(b.row, b.first_slot);
-  });
-  std::vector<SharedRows> shared;
-  std::vector<std::pair<int64_t, int64_t>> open;  // (first slot, first row) of runs, sorted
-  for (size_t i = 0; i < ends.size();) {
-    const int64_t row = ends[i].row;
-    for (; i < ends.size() && ends[i].row == row; ++i) {
-      const auto at =
-          std::lower_bound(open.begin(), open.end(), std::pair{ends[i].first_slot, int64_t{-1}});
-      if (ends[i].opens) {
-        open.insert(at, {ends[i].first_slot, row});
-      } else {
-        open.erase(at);
-      }
-    }
-    if (open.empty()) continue;
-    shared.push_back({row, ends[i].row - row, {}});
-    for (const auto& [first_slot, first_row] : open) {
-      shared.back().slots.push_back(static_cast<int32_t>(first_slot + row - first_row));
-    }
-  }
-  return shared;
-}
-
 // Home rows whose sent keys come back as gradients, each with its slots in order: rows, where the
 // slots of each begin, slots.
 void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
-  const std::vector<SharedRows> shared = shared_rows(runs);
+  const std::vector<planner::SharedRows> shared = planner::shared_rows(runs);
   int64_t num_rows = 0, num_slots = 0;
-  for (const SharedRows& rows : shared) {
+  for (const planner::SharedRows& rows : shared) {
     num_rows += rows.length;
     num_slots += rows.length * static_cast<int64_t>(rows.slots.size());
   }
   RowWords& device = writer.device;
   writer.host.push_back(num_rows);
-  for (const SharedRows& rows : shared) device.append_counted(rows.first, rows.length);
+  for (const planner::SharedRows& rows : shared) device.append_counted(rows.first, rows.length);
 
   writer.host.push_back(num_rows + 1);
   auto at = static_cast<int32_t>(device.reserve(num_rows + 1));
   device.add({at++, 1, 0, 0, 1});
   int32_t num_before = 0;
-  for (const SharedRows& rows : shared) {
+  for (const planner::SharedRows& rows : shared) {
     const auto length = static_cast<int32_t>(rows.length);
     const auto of_row = static_cast<int32_t>(rows.slots.size());
     device.add({at, 1, num_before + of_row, of_row, length});
@@ -367,7 +349,7 @@ void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
 
   writer.host.push_back(num_slots);
   at = static_cast<int32_t>(device.reserve(num_slots));
-  for (const SharedRows& rows : shared) {
+  for (const planner::SharedRows& rows : shared) {
     const auto length = static_cast<int32_t>(rows.length);
     const auto of_row = static_cast<int32_t>(rows.slots.size());
     for (int32_t j = 0; j < of_row; ++j) device.add({at + j, of_row, rows.slots[j], 1, length});
@@ -395,7 +377,8 @@ std::span<const int64_t> checked_words(const at::Tensor& layout) {
 
 std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
                                                  const planner::Plan& plan,
-                                                 const LayoutOrigin& origin) {
+                                                 const LayoutOrigin& origin,
+                                                 const std::optional<PeerRoutes>& routes) {
   const std::vector<attention::Task> home = tasks_of(layout.home_tasks);
   const std::vector<attention::Task> visiting = tasks_of(layout.visiting_tasks);
   Writer writer;
@@ -425,6 +408,8 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
   const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
   writer.tasks(home, mask, origin.device_type);
   writer.tasks(visiting, mask, origin.device_type);
+  writer.host.push_back(routes.has_value());
+  if (routes) append_words(*routes, writer.host);
   const int64_t padding = std::max<int64_t>(0, kMinLength - writer.device.size());
   writer.device.append(std::vector<int32_t>(padding, 0));
   writer.host[kLength] = static_cast<int64_t>(writer.host.size());
@@ -448,6 +433,8 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   TORCH_CHECK_VALUE(rows.scalar_type() == at::kInt && rows.dim() == 1 && rows.is_contiguous(),
                     "rows: expected a contiguous one-dimensional int32 tensor, got ",
                     rows.toString());
+  TORCH_CHECK_VALUE(0 < words[kNumRanks] && words[kNumRanks] <= words[kLength], "layout: ",
+                    words[kNumRanks], " ranks do not fit in ", words[kLength], " words");
   Reader reader{
       words.data(), words[kLength], rows, {words[kWindowLeft], words[kWindowRight]}, kHeaderLength};
   for (const Header field : {kNumHomeRows, kNumVisitingQ, kNumVisitingK}) {
@@ -482,6 +469,7 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
                     rows.size(0));
   decoded.home = reader.tasks();
   decoded.visiting = reader.tasks();
+  decoded.peers = reader.peer_routes(decoded);
   reader.check_consumed();
   return decoded;
 }

@@ -3,10 +3,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <tuple>
 
 #include "attention/attention.h"
+#include "peer_routes.h"
 #include "planner/layout.h"
 #include "transport/rows.h"
 #include "transport/transport.h"
@@ -36,6 +38,7 @@ struct Layout {
   transport::Reduction key_gradients;  // returned key slots that add up to each home row
   attention::TaskList home;
   attention::TaskList visiting;
+  std::optional<PeerRoutes> peers;  // of groups so small that peers may write to each other
 };
 
 struct LayoutOrigin {
@@ -52,7 +55,8 @@ inline attention::Params attention_params(const Layout& layout, double softmax_s
 // Returns (layout, packed rows), both on the host.
 std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
                                                  const planner::Plan& plan,
-                                                 const LayoutOrigin& origin);
+                                                 const LayoutOrigin& origin,
+                                                 const std::optional<PeerRoutes>& routes);
 
 // `rows` of the layout, on the device of its packed rows. Throws ValueError when they do not belong
 // together.

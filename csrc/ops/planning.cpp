@@ -7,6 +7,7 @@
 #include <limits>
 #include <span>
 #include <stdexcept>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -245,8 +246,14 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
   const planner::Plan decoded = decode_plan(plan, pack);
   const planner::Layout made =
       as_value_error([&] { return planner::make_layout(pack, decoded, rank); });
+  std::optional<PeerRoutes> routes;
+  if (device_type == "cuda" && decoded.num_ranks > 1 && decoded.num_ranks <= kMaxPeers) {
+    planner::Deliveries deliveries = planner::make_deliveries(pack, decoded, rank);
+    if (deliveries.max_flags <= kMaxFlags) routes = peer_routes(std::move(deliveries));
+  }
   return encode_layout(made, decoded,
-                       {step, moves_rows(pack, decoded), deterministic, std::string(device_type)});
+                       {step, moves_rows(pack, decoded), deterministic, std::string(device_type)},
+                       routes);
 }
 
 }  // namespace distca::ops

@@ -71,12 +71,18 @@ TORCH_LIBRARY(distca, m) {
 
   // Sessions: see session.h.
   m.def(
-      "open_session(str data_group, str control_group, str planning_group, str configuration) "
-      "-> ()",
+      "open_session(str data_group, str control_group, str planning_group, str configuration, "
+      "int? peer_device=None) -> ()",
       [](const std::string& data, const std::string& control, const std::string& planning,
-         const std::string& configuration) {
-        distca::ops::open_session({data, control, planning}, configuration);
+         const std::string& configuration, std::optional<int64_t> peer_device) {
+        distca::ops::open_session({data, control, planning}, configuration, peer_device);
       });
+  // Whether this build can write to other ranks' memory.
+  m.def("has_peer_transport() -> bool", [] { return distca::ops::kHasPeerTransport; });
+  // Bytes of this rank that others of the group write to; 0 where they do not.
+  m.def("peer_memory_bytes(str group_name) -> int", [](const std::string& group_name) {
+    return distca::ops::find_session(group_name)->peer_memory_bytes();
+  });
   m.def("close_session(str group_name) -> ()",
         [](const std::string& group_name) { distca::ops::close_session(group_name); });
   m.def("attention_shape(str group_name) -> int[]", [](const std::string& group_name) {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/engine.h>
 
@@ -13,6 +14,9 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "transport/process_group/process_group.h"
+#ifdef DISTCA_WITH_SM90
+#include "transport/peer/peer.h"
+#endif
 
 namespace distca::ops {
 namespace {
@@ -96,7 +100,8 @@ Registry& registry() {
 
 }  // namespace
 
-Session::Session(const GroupNames& names, const std::string& configuration) {
+Session::Session(const GroupNames& names, const std::string& configuration,
+                 [[maybe_unused]] std::optional<int64_t> device) {
   const auto data = c10d::resolve_process_group(names.data);
   const auto control = c10d::resolve_process_group(names.control);
   const auto planning = c10d::resolve_process_group(names.planning);
@@ -110,6 +115,20 @@ Session::Session(const GroupNames& names, const std::string& configuration) {
   control_ = std::make_unique<transport::ControlPlane>(control, layers);
   planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
   transport_ = transport::make_process_group_transport(data, layers);
+#ifdef DISTCA_WITH_SM90
+  if (!device) return;
+  const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*device));
+  const c10::DeviceGuard guard(own);
+  peer_transport_ = std::make_shared<transport::peer::PeerTransport>(
+      transport::peer::Members{names.data, rank_, num_ranks_, own}, failures_);
+#endif
+}
+
+int64_t Session::peer_memory_bytes() const {
+#ifdef DISTCA_WITH_SM90
+  if (peer_transport_) return peer_transport_->buffer_bytes();
+#endif
+  return 0;
 }
 
 bool Session::has_agreed_on(int64_t step) const {
@@ -202,8 +221,9 @@ transport::Where Session::current(Pass pass) const {
   return current_[static_cast<size_t>(pass)];
 }
 
-void open_session(const GroupNames& names, const std::string& configuration) {
-  auto session = std::make_shared<Session>(names, configuration);
+void open_session(const GroupNames& names, const std::string& configuration,
+                  std::optional<int64_t> device) {
+  auto session = std::make_shared<Session>(names, configuration, device);
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().sessions[names.data] = std::move(session);
 }

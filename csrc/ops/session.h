@@ -4,12 +4,17 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "transport/failures.h"
 #include "transport/process_group/control.h"
 #include "transport/transport.h"
+
+namespace distca::transport::peer {
+class PeerTransport;
+}
 
 namespace distca::ops {
 
@@ -32,6 +37,12 @@ struct Signature {
   bool operator==(const Signature&) const = default;
 };
 
+#ifdef DISTCA_WITH_SM90
+constexpr bool kHasPeerTransport = true;
+#else
+constexpr bool kHasPeerTransport = false;
+#endif
+
 enum class Pass { kForward, kBackward };
 
 // Names of a session's process groups: rows, agreement before a step's first layer, planning. Each
@@ -46,10 +57,15 @@ struct GroupNames {
 // have agreed on.
 class Session {
  public:
-  Session(const GroupNames& names, const std::string& configuration);
+  // `device` is where this rank's memory is that the others reach, if all ranks reach all others'.
+  Session(const GroupNames& names, const std::string& configuration,
+          std::optional<int64_t> device);
 
   int64_t num_ranks() const { return num_ranks_; }
   transport::Transport& transport() { return *transport_; }
+  // Null where ranks do not reach each other's memory.
+  transport::peer::PeerTransport* peer_transport() { return peer_transport_.get(); }
+  int64_t peer_memory_bytes() const;
   transport::FailureBoard& failures() { return *failures_; }
   transport::ControlPlane& planning() { return *planning_; }
 
@@ -79,6 +95,7 @@ class Session {
   std::unique_ptr<transport::ControlPlane> control_;
   std::unique_ptr<transport::ControlPlane> planning_;
   std::unique_ptr<transport::Transport> transport_;
+  std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
   int64_t rank_;
   int64_t num_ranks_;
   std::vector<Signature> agreed_;  // under the current plan
@@ -89,7 +106,8 @@ class Session {
 
 // Sessions by group name. `find` throws when there is none, naming the call that opens one.
 // `configuration` is what all ranks must have set alike, as text.
-void open_session(const GroupNames& names, const std::string& configuration);
+void open_session(const GroupNames& names, const std::string& configuration,
+                  std::optional<int64_t> device);
 void close_session(const std::string& group_name);
 std::shared_ptr<Session> find_session(const std::string& group_name);
 

@@ -6,86 +6,25 @@
 #include <stdexcept>
 #include <string>
 
-#include "ranges.h"
+#include "deliveries.h"
+#include "visits.h"
 
 namespace distca::planner {
 namespace {
 
-// The visiting tasks of one document on one server.
-struct Visit {
-  int64_t document;
-  std::vector<Range> queries;  // of its tasks, in order
-  RangeSet keys;               // the union of its tasks' keys
-};
-
-// Positions of a document's rows that one rank is home to.
-struct HomeRun {
-  Range positions;
-  int64_t row;
-};
-
-// Visits of one server, given its tasks in plan order.
-std::vector<Visit> visits_of(const Pack& pack, const Mask& mask, std::span<const Task> tasks) {
-  std::vector<Visit> visits;
-  for (const Task& task : tasks) {
-    if (is_home(pack, mask, task)) continue;
-    if (visits.empty() || visits.back().document != task.document) {
-      visits.push_back({task.document, {}, {}});
-    }
-    const int64_t length = pack.documents[task.document].length;
-    visits.back().queries.push_back(queries(task));
-    visits.back().keys.insert(keys_of(mask, queries(task), length));
-  }
-  return visits;
-}
-
-std::span<const Task> tasks_of(const Plan& plan, int64_t server) {
-  const auto [first, last] =
-      std::equal_range(plan.tasks.begin(), plan.tasks.end(), Task{0, 0, 0, server},
-                       [](const Task& a, const Task& b) { return a.server < b.server; });
-  return {first, last};
-}
-
-// The rows that `rank` is home to, by document and position.
-struct HomeRuns {
-  std::vector<HomeRun> runs;
-  std::vector<int32_t> first;  // [documents + 1] index into runs
-
-  std::span<const HomeRun> of(int64_t document) const {
-    return {runs.data() + first[document],
-            static_cast<size_t>(first[document + 1] - first[document])};
-  }
-};
-
-HomeRuns home_runs(const Pack& pack, int64_t rank) {
-  HomeRuns home;
-  home.first.reserve(pack.documents.size() + 1);
-  home.first.push_back(0);
-  for (const Document& document : pack.documents) {
-    for (const Segment& segment : pack.segments_of(document)) {
-      if (segment.rank == rank) home.runs.push_back({positions(segment), segment.row});
-    }
-    home.first.push_back(static_cast<int32_t>(home.runs.size()));
-  }
-  return home;
-}
-
 // Appends the home rows of `range` to `sent`; returns how many there are.
-int64_t append_home_rows(std::span<const HomeRun> runs, Range range, std::vector<Run>& sent) {
+int64_t append_home_rows(const HomeRuns& home, int64_t document, Range range,
+                         std::vector<Run>& sent) {
   int64_t num_sent = 0;
-  auto run = std::partition_point(runs.begin(), runs.end(), [range](const HomeRun& run) {
-    return run.positions.end <= range.begin;
-  });
-  for (; run != runs.end() && run->positions.begin < range.end; ++run) {
-    const Range part = intersect(run->positions, range);
-    sent.push_back({run->row + part.begin - run->positions.begin, num_rows(part)});
+  home.for_each_part(document, range, [&](int64_t row, Range part) {
+    sent.push_back({row, num_rows(part)});
     num_sent += num_rows(part);
-  }
+  });
   return num_sent;
 }
 
 void fill_sends(const Pack& pack, const Plan& plan, Layout& layout) {
-  const HomeRuns home = home_runs(pack, layout.rank);
+  const HomeRuns home(pack, layout.rank);
   const auto is_ours = [&](const Task& task) { return !home.of(task.document).empty(); };
   std::vector<Task> ours;  // of documents that this rank holds a part of
   std::copy_if(plan.tasks.begin(), plan.tasks.end(), std::back_inserter(ours), is_ours);
@@ -96,11 +35,11 @@ void fill_sends(const Pack& pack, const Plan& plan, Layout& layout) {
     for (const Visit& visit : visits_of(pack, plan.mask, {task, last})) {
       for (Range rows : visit.queries) {
         layout.send_q_rows[peer] +=
-            append_home_rows(home.of(visit.document), rows, layout.send_q_runs);
+            append_home_rows(home, visit.document, rows, layout.send_q_runs);
       }
       for (Range keys : visit.keys.ranges()) {
         layout.send_k_rows[peer] +=
-            append_home_rows(home.of(visit.document), keys, layout.send_k_runs);
+            append_home_rows(home, visit.document, keys, layout.send_k_runs);
       }
     }
     task = last;
@@ -164,15 +103,18 @@ int64_t visiting_row(const std::vector<Range>& ranges, int64_t position, int64_t
 
 void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<Visit>& visits,
                          Layout& layout) {
+  const std::vector<Flags> flags = flags_of(pack, visits);
+  auto flags_of_visit = flags.begin();
   int64_t q_row = 0;
   int64_t k_row = 0;
   for (const Visit& visit : visits) {
+    const auto [first_flag, last_flag] = *flags_of_visit++;
     const int64_t length = pack.documents[visit.document].length;
     for (Range rows : visit.queries) {
       const Range keys = keys_of(plan.mask, rows, length);
       layout.visiting_tasks.push_back({q_row, num_rows(rows),
                                        visiting_row(visit.keys.ranges(), keys.begin, k_row),
-                                       num_rows(keys), rows.begin - keys.begin});
+                                       num_rows(keys), rows.begin - keys.begin, first_flag, last_flag});
       q_row += num_rows(rows);
     }
     for (Range keys : visit.keys.ranges()) k_row += num_rows(keys);

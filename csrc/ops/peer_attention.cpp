@@ -1,0 +1,230 @@
+#include "peer_attention.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <utility>
+#include <vector>
+
+#include "attention/delta.h"
+#include "attention/sm90.h"
+#include "transport/peer/peer.h"
+#include "transport/row_view.h"
+
+namespace distca::ops {
+namespace {
+
+namespace peer = transport::peer;
+namespace sm90 = attention::sm90;
+static_assert(kMaxPeers == peer::kMaxPeers && kMaxFlags == peer::kMaxFlags);
+
+// A tensor of visiting rows in the buffer of every rank: at the same place on all, with room for
+// the rank that has most. `rows` gives dtype and shape of a row.
+struct Region {
+  at::Tensor rows;
+  int64_t offset = 0;
+
+  int64_t row_bytes() const {
+    return rows.size(0) > 0 ? rows.nbytes() / rows.size(0) : rows.element_size() * row_numel();
+  }
+  int64_t row_numel() const {
+    int64_t numel = 1;
+    for (const int64_t size : rows.sizes().slice(1)) numel *= size;
+    return numel;
+  }
+};
+
+// Regions one after the other, for a call under one layout.
+class Buffers {
+ public:
+  Buffers(peer::PeerTransport& transport, const Layout& layout)
+      : transport_(transport), layout_(layout), rank_(transport.rank()) {}
+
+  Region for_queries(const at::Tensor& rows) {
+    return add(rows, layout_.peers->deliveries.max_visiting_q);
+  }
+  Region for_keys(const at::Tensor& rows) {
+    return add(rows, layout_.peers->deliveries.max_visiting_k);
+  }
+  int64_t num_bytes() const { return next_; }
+
+  char* row(const Region& region, int64_t rank, int64_t visiting_row) const {
+    return transport_.buffer(rank) + region.offset + visiting_row * region.row_bytes();
+  }
+
+  // This rank's visiting rows.
+  at::Tensor queries(const Region& region) const {
+    return visiting(region, layout_.queries.num_visiting);
+  }
+  at::Tensor keys(const Region& region) const {
+    return visiting(region, layout_.keys.num_visiting);
+  }
+
+ private:
+  Region add(const at::Tensor& rows, int64_t num_rows) {
+    constexpr int64_t kAlignment = 1024;
+    Region region{rows, next_};
+    next_ += (num_rows * region.row_bytes() + kAlignment - 1) / kAlignment * kAlignment;
+    return region;
+  }
+  at::Tensor visiting(const Region& region, int64_t num_rows) const {
+    std::vector<int64_t> sizes = region.rows.sizes().vec();
+    sizes[0] = num_rows;
+    return at::from_blob(row(region, rank_, 0), sizes, region.rows.options());
+  }
+
+  peer::PeerTransport& transport_;
+  const Layout& layout_;
+  int64_t rank_;
+  int64_t next_ = 0;
+};
+
+// Home rows that copies can read: at multiples of 16 bytes.
+at::Tensor aligned(const at::Tensor& tensor) {
+  const transport::RowView view = transport::row_view(tensor);
+  const bool can = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride_bytes % 16 == 0;
+  return can || tensor.dim() < 3 ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+struct Sent {
+  std::vector<Region> queries, keys;
+};
+
+std::vector<peer::Parcel> parcels_of(const Layout& layout, const Buffers& buffers,
+                                     const Sent& sent) {
+  std::vector<peer::Parcel> parcels;
+  for (const planner::Delivery& delivery : layout.peers->deliveries.sent) {
+    peer::Parcel& parcel =
+        parcels.emplace_back(delivery.server, std::vector<peer::RowBlock>{}, delivery.flag);
+    const auto add = [&](const Region& region, const std::vector<planner::RowPlace>& places) {
+      const transport::RowView rows = transport::row_view(region.rows);
+      for (const auto& [home_row, visiting_row, num_rows] : places) {
+        parcel.blocks.push_back({rows.data + home_row * rows.stride_bytes,
+                                 buffers.row(region, delivery.server, visiting_row),
+                                 rows.stride_bytes, rows.row_bytes, num_rows, rows.row_bytes});
+      }
+    };
+    for (const Region& region : sent.queries) add(region, delivery.queries);
+    for (const Region& region : sent.keys) add(region, delivery.keys);
+  }
+  return parcels;
+}
+
+// Home rows of `to` from the servers' results in `region`.
+void fetch_queries(const Layout& layout, const Buffers& buffers, const Region& region,
+                   const at::Tensor& to, std::vector<peer::Gather>& gathers) {
+  const transport::RowView rows = transport::row_view(to);
+  for (const planner::Delivery& delivery : layout.peers->deliveries.sent) {
+    for (const auto& [home_row, visiting_row, num_rows] : delivery.queries) {
+      const char* from = buffers.row(region, delivery.server, visiting_row);
+      gathers.push_back({rows.data + home_row * rows.row_bytes, num_rows * rows.row_bytes,
+                         {{from, delivery.server}}, /*adds=*/false});
+    }
+  }
+}
+
+void add_key_gradients(const Layout& layout, const Buffers& buffers, const Region& region,
+                       const at::Tensor& to, std::vector<peer::Gather>& gathers) {
+  const transport::RowView rows = transport::row_view(to);
+  for (const KeyGradients& shared : layout.peers->key_gradients) {
+    peer::Gather& gather = gathers.emplace_back(rows.data + shared.home_row * rows.row_bytes,
+                                                shared.num_rows * rows.row_bytes);
+    gather.adds = true;
+    for (const auto& [server, visiting_row] : shared.sources) {
+      gather.sources.push_back({buffers.row(region, server, visiting_row), server});
+    }
+  }
+}
+
+peer::Addend addend_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf ? peer::Addend::kFloat16 : peer::Addend::kBfloat16;
+}
+
+std::vector<peer::FlagRange> flags_of(const attention::TaskList& tasks) {
+  std::vector<peer::FlagRange> ranges;
+  for (const attention::Task& task : tasks.tasks) {
+    if (ranges.empty() || ranges.back().first != task.first_flag ||
+        ranges.back().last != task.last_flag) {
+      ranges.push_back({task.first_flag, task.last_flag});
+    }
+  }
+  return ranges;
+}
+
+}  // namespace
+
+bool uses_peer_memory(const Call& call, double softmax_scale) {
+  return call.session->peer_transport() != nullptr && call.layout.peers.has_value() &&
+         softmax_scale > 0 && sm90::supports(call.inputs.q);
+}
+
+std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attention::Params& params) {
+  peer::PeerTransport& transport = *call.session->peer_transport();
+  const Layout& layout = call.layout;
+  const at::Tensor q = aligned(call.inputs.q), k = aligned(call.inputs.k),
+                   v = aligned(call.inputs.v);
+  const at::Tensor out = at::empty(q.sizes(), q.options());
+  const at::Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
+
+  Buffers buffers(transport, layout);
+  const Region to_q = buffers.for_queries(q), to_k = buffers.for_keys(k),
+               to_v = buffers.for_keys(v), from_out = buffers.for_queries(out),
+               from_lse = buffers.for_queries(lse);
+  transport.begin(buffers.num_bytes(), call.session->enter(Pass::kForward));
+  transport.send(parcels_of(layout, buffers, {{to_q}, {to_k, to_v}}));
+  sm90::forward({q, k, v, layout.home, out, lse},
+                {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), layout.visiting,
+                 buffers.queries(from_out), buffers.queries(from_lse)},
+                {transport.flags(), transport.epoch()}, params);
+
+  std::vector<peer::Gather> gathers;
+  fetch_queries(layout, buffers, from_out, out, gathers);
+  fetch_queries(layout, buffers, from_lse, lse, gathers);
+  transport.fetch(gathers, addend_of(q));
+  return {out, lse};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
+                                                             const at::Tensor& grad_out,
+                                                             const at::Tensor& out,
+                                                             const at::Tensor& lse,
+                                                             const attention::Params& params) {
+  peer::PeerTransport& transport = *call.session->peer_transport();
+  const Layout& layout = call.layout;
+  const at::Tensor q = aligned(call.inputs.q), k = aligned(call.inputs.k),
+                   v = aligned(call.inputs.v), grad = aligned(grad_out);
+  // Formed at home, so that `out` never travels.
+  const at::Tensor delta = attention::row_dots(out, grad);
+  const at::Tensor dq = at::empty(q.sizes(), q.options());
+  const auto [dk, dv] = sm90::new_key_gradients(k, layout.home);
+
+  Buffers buffers(transport, layout);
+  const Region to_q = buffers.for_queries(q), to_grad = buffers.for_queries(grad),
+               to_lse = buffers.for_queries(lse), to_delta = buffers.for_queries(delta),
+               to_k = buffers.for_keys(k), to_v = buffers.for_keys(v),
+               from_dq = buffers.for_queries(dq), from_dk = buffers.for_keys(dk),
+               from_dv = buffers.for_keys(dv);
+  transport.begin(buffers.num_bytes(), call.session->enter(Pass::kBackward));
+  transport.send(parcels_of(layout, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
+  const sm90::BackwardRows home{grad, q, k, v, {lse, delta, out}, layout.home, dq, dk, dv};
+  const sm90::BackwardRows visiting{
+      buffers.queries(to_grad), buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v),
+      {buffers.queries(to_lse), buffers.queries(to_delta), {}}, layout.visiting,
+      buffers.queries(from_dq), buffers.keys(from_dk), buffers.keys(from_dv)};
+  if (sm90::waits_for_rows_in_backward(params)) {
+    sm90::backward(home, visiting, {transport.flags(), transport.epoch()}, params);
+  } else {
+    sm90::backward(home, params);
+    transport.await_arrivals(flags_of(layout.visiting));
+    sm90::backward(visiting, params);
+  }
+
+  std::vector<peer::Gather> gathers;
+  fetch_queries(layout, buffers, from_dq, dq, gathers);
+  add_key_gradients(layout, buffers, from_dk, dk, gathers);
+  add_key_gradients(layout, buffers, from_dv, dv, gathers);
+  transport.fetch(gathers, addend_of(q));
+  return {dq, dk, dv};
+}
+
+}  // namespace distca::ops

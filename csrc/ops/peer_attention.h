@@ -1,0 +1,23 @@
+#pragma once
+
+#include <tuple>
+
+#include "attention/attention.h"
+#include "checks.h"
+
+namespace distca::ops {
+
+// Whether the ranks of this call write to each other's memory; alike on all of them.
+bool uses_peer_memory(const Call& call, double softmax_scale);
+
+// core_attention and its backward pass with rows that are written straight into the servers' memory
+// while home tasks run, and results that the homes fetch from there.
+std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attention::Params& params);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
+                                                             const at::Tensor& grad_out,
+                                                             const at::Tensor& out,
+                                                             const at::Tensor& lse,
+                                                             const attention::Params& params);
+
+}  // namespace distca::ops

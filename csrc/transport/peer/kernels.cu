@@ -1,0 +1,451 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "kernels.h"
+
+namespace distca::transport::peer {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kMaxStoreBlocks = 480;  // of rows, in one launch
+constexpr int kMaxStoreFlags = 512;
+constexpr int kMaxGathers = 256;
+constexpr int kMaxSources = 512;
+constexpr int kMaxRanges = 512;  // of words to wait for
+constexpr int64_t kMaxParameterBytes = 32764;
+constexpr int64_t kBytesPerStoreCta = int64_t{96} << 10;
+constexpr int kMaxStoreCtas = 16;  // for each rank that rows go to
+constexpr int kFetchCtas = 96;     // leaves multiprocessors to other communication
+constexpr int64_t kChunkBytes = int64_t{32} << 10;
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(error));
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// How far ahead of the epoch the word is when it stands for it.
+__device__ __forceinline__ uint32_t spin(const uint32_t* word, uint32_t epoch) {
+  uint32_t ahead = load_acquire(word) - epoch;
+  while (static_cast<int32_t>(ahead) < 0) {
+    __nanosleep(200);
+    ahead = load_acquire(word) - epoch;
+  }
+  return ahead;
+}
+
+__device__ __forceinline__ void raise_everywhere(const Board& board, Word word, uint32_t epoch) {
+  __threadfence_system();
+  const int rank = static_cast<int>(threadIdx.x);
+  if (rank < board.num_ranks) store_release(board.words[rank] + word_index(word, board.rank), epoch);
+}
+
+// Whether this is the last of `num_blocks` blocks to get here, for all of its threads. What all of
+// them wrote is then visible to the last.
+__device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t num_blocks) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    last = atomicAdd(counter, 1) == num_blocks - 1;
+    if (last) *counter = 0;
+    __threadfence_system();
+  }
+  __syncthreads();
+  return last;
+}
+
+struct AwaitArguments {
+  const uint32_t* words;
+  uint32_t epoch;
+  int num_ranges;
+  struct {
+    uint32_t first, last;
+  } ranges[kMaxRanges];
+};
+
+__global__ void await_kernel(const __grid_constant__ AwaitArguments a) {
+  for (int i = 0; i < a.num_ranges; ++i) {
+    for (uint32_t word = a.ranges[i].first + threadIdx.x; word < a.ranges[i].last;
+         word += blockDim.x) {
+      spin(a.words + word, a.epoch);
+    }
+  }
+}
+
+// Rows in words of one size; a block without gaps on either side is one row.
+struct StoreBlock {
+  const char* src;
+  char* dst;
+  int64_t src_stride;
+  int64_t dst_stride;
+  int64_t num_words;
+  uint32_t row_words;
+  uint32_t word_bytes;  // 16 or 4
+};
+
+struct StoreArguments {
+  StoreBlock blocks[kMaxStoreBlocks];
+  uint16_t first_block[kMaxPeers + 1];  // by target
+  uint16_t first_flag[kMaxPeers + 1];
+  uint32_t* flags[kMaxStoreFlags];
+  uint32_t epoch;
+  uint32_t* counters;
+};
+static_assert(sizeof(StoreArguments) <= kMaxParameterBytes);
+
+template <typename WordT>
+__device__ __forceinline__ void store_block(const StoreBlock& block) {
+  constexpr int kUnrolled = 4;
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  const auto src = [&](int64_t i) {
+    const int64_t row = block.num_words == block.row_words ? 0 : i / block.row_words;
+    return reinterpret_cast<const WordT*>(block.src + row * block.src_stride) +
+           (i - row * block.row_words);
+  };
+  const auto dst = [&](int64_t i) {
+    const int64_t row = block.num_words == block.row_words ? 0 : i / block.row_words;
+    return reinterpret_cast<WordT*>(block.dst + row * block.dst_stride) +
+           (i - row * block.row_words);
+  };
+  int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  for (; i + (kUnrolled - 1) * step < block.num_words; i += kUnrolled * step) {
+    WordT words[kUnrolled];
+#pragma unroll
+    for (int j = 0; j < kUnrolled; ++j) words[j] = *src(i + j * step);
+#pragma unroll
+    for (int j = 0; j < kUnrolled; ++j) *dst(i + j * step) = words[j];
+  }
+  for (; i < block.num_words; i += step) *dst(i) = *src(i);
+}
+
+// blockIdx.y is the target, gridDim.x blocks share its rows.
+__global__ void __launch_bounds__(kThreads) store_kernel(const __grid_constant__ StoreArguments a) {
+  const int target = static_cast<int>(blockIdx.y);
+  for (int i = a.first_block[target]; i < a.first_block[target + 1]; ++i) {
+    if (a.blocks[i].word_bytes == 16) {
+      store_block<uint4>(a.blocks[i]);
+    } else {
+      store_block<uint32_t>(a.blocks[i]);
+    }
+  }
+  const int first_flag = a.first_flag[target], last_flag = a.first_flag[target + 1];
+  if (first_flag == last_flag || !is_last(a.counters + target, gridDim.x)) return;
+  for (int i = first_flag + static_cast<int>(threadIdx.x); i < last_flag; i += kThreads) {
+    store_release(a.flags[i], a.epoch);
+  }
+}
+
+struct FetchSource {
+  const char* data;
+  int32_t rank;
+};
+
+struct FetchArguments {
+  char* dst[kMaxGathers];
+  int64_t num_bytes[kMaxGathers];
+  uint32_t first_chunk[kMaxGathers + 1];
+  uint16_t first_source[kMaxGathers + 1];
+  bool adds[kMaxGathers];
+  FetchSource sources[kMaxSources];
+  Board board;
+  uint32_t* counter;
+  uint32_t epoch;
+  int num_gathers;
+  bool is_first;  // of the launches of a call
+  bool is_last;
+};
+static_assert(sizeof(FetchArguments) <= kMaxParameterBytes);
+
+template <typename T>
+__device__ __forceinline__ void add_to(float (&sum)[8], const uint4& words) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const auto* pairs = reinterpret_cast<const Pair*>(&words);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 values;
+    if constexpr (std::is_same_v<T, __half>) {
+      values = __half22float2(pairs[i]);
+    } else {
+      values = __bfloat1622float2(pairs[i]);
+    }
+    sum[2 * i] += values.x;
+    sum[2 * i + 1] += values.y;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  uint4 words;
+  auto* pairs = reinterpret_cast<Pair*>(&words);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, __half>) {
+      pairs[i] = __floats2half2_rn(sum[2 * i], sum[2 * i + 1]);
+    } else {
+      pairs[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
+    }
+  }
+  return words;
+}
+
+// dst and sources from byte `begin` of a gather on.
+template <typename WordT>
+__device__ __forceinline__ void copy_chunk(char* dst, const char* src, int64_t num_bytes) {
+  const int64_t num_words = num_bytes / static_cast<int64_t>(sizeof(WordT));
+  const auto* from = reinterpret_cast<const WordT*>(src);
+  auto* to = reinterpret_cast<WordT*>(dst);
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < num_words; i += kThreads) to[i] = from[i];
+}
+
+template <typename T>
+__device__ __forceinline__ void add_chunk(char* dst, const FetchSource* sources, int num_sources,
+                                          int64_t begin, int64_t num_bytes) {
+  auto* to = reinterpret_cast<uint4*>(dst + begin);
+  const int64_t num_words = num_bytes / 16;
+  for (int64_t i = threadIdx.x; i < num_words; i += kThreads) {
+    float sum[8] = {};
+    add_to<T>(sum, to[i]);
+    for (int s = 0; s < num_sources; ++s) {
+      add_to<T>(sum, reinterpret_cast<const uint4*>(sources[s].data + begin)[i]);
+    }
+    to[i] = rounded<T>(sum);
+  }
+}
+
+__device__ __forceinline__ void fill_nan(char* dst, int64_t num_bytes) {
+  auto* to = reinterpret_cast<uint32_t*>(dst);
+  for (int64_t i = threadIdx.x; i < num_bytes / 4; i += kThreads) to[i] = 0xffffffffu;
+}
+
+__device__ __forceinline__ bool is_aligned(const void* a, const void* b, int64_t num_bytes) {
+  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
+           static_cast<uintptr_t>(num_bytes)) & 15) == 0;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__ FetchArguments a) {
+  __shared__ bool poisoned;
+  if (a.is_first && blockIdx.x == 0) raise_everywhere(a.board, Word::kResults, a.epoch);
+  const uint32_t* results = a.board.words[a.board.rank] + word_index(Word::kResults, 0);
+  const uint32_t num_chunks = a.first_chunk[a.num_gathers];
+  int gather = 0;
+  for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    while (a.first_chunk[gather + 1] <= chunk) ++gather;
+    const int first_source = a.first_source[gather];
+    const int num_sources = a.first_source[gather + 1] - first_source;
+    __syncthreads();  // `poisoned` of the chunk before has been read
+    if (threadIdx.x == 0) {
+      uint32_t ahead = 0;
+      for (int s = 0; s < num_sources; ++s) {
+        ahead = max(ahead, spin(results + a.sources[first_source + s].rank, a.epoch));
+      }
+      poisoned = ahead >= kPoison / 2;
+    }
+    __syncthreads();
+    const int64_t begin = (chunk - a.first_chunk[gather]) * kChunkBytes;
+    const int64_t num_bytes = min(kChunkBytes, a.num_bytes[gather] - begin);
+    char* dst = a.dst[gather];
+    const FetchSource* sources = a.sources + first_source;
+    if (poisoned) {
+      fill_nan(dst + begin, num_bytes);
+    } else if (a.adds[gather]) {
+      add_chunk<T>(dst, sources, num_sources, begin, num_bytes);
+    } else if (is_aligned(dst, sources[0].data, num_bytes)) {
+      copy_chunk<uint4>(dst + begin, sources[0].data + begin, num_bytes);
+    } else {
+      copy_chunk<uint32_t>(dst + begin, sources[0].data + begin, num_bytes);
+    }
+  }
+  if (!a.is_last || !is_last(a.counter, gridDim.x)) return;
+  raise_everywhere(a.board, Word::kFinished, a.epoch);
+}
+
+StoreBlock store_block_of(const RowBlock& rows) {
+  const auto bits = reinterpret_cast<uintptr_t>(rows.src) | reinterpret_cast<uintptr_t>(rows.dst) |
+                    static_cast<uintptr_t>(rows.src_stride | rows.dst_stride | rows.row_bytes);
+  const uint32_t word_bytes = bits % 16 == 0 ? 16 : 4;
+  const int64_t num_words = rows.num_bytes() / word_bytes;
+  const bool has_gaps =
+      rows.num_rows > 1 && (rows.src_stride != rows.row_bytes || rows.dst_stride != rows.row_bytes);
+  return {rows.src,
+          rows.dst,
+          rows.src_stride,
+          rows.dst_stride,
+          num_words,
+          static_cast<uint32_t>(has_gaps ? rows.row_bytes / word_bytes : num_words),
+          word_bytes};
+}
+
+// Launches that hold kMaxStoreBlocks blocks at most. Flags go with the last block of their rank.
+class StoreLaunch {
+ public:
+  StoreLaunch(const Board& board, uint32_t epoch, uint32_t* counters, cudaStream_t stream)
+      : board_(board), stream_(stream) {
+    arguments_.epoch = epoch;
+    arguments_.counters = counters;
+  }
+
+  void open(int64_t rank) {
+    arguments_.first_block[num_targets_] = static_cast<uint16_t>(num_blocks_);
+    arguments_.first_flag[num_targets_] = static_cast<uint16_t>(num_flags_);
+    bytes_of_target_ = 0;
+    ++num_targets_;
+    rank_ = rank;
+  }
+
+  void add(const RowBlock& rows) {
+    if (num_blocks_ == kMaxStoreBlocks) reopen();
+    arguments_.blocks[num_blocks_++] = store_block_of(rows);
+    bytes_of_target_ += rows.num_bytes();
+    most_bytes_ = std::max(most_bytes_, bytes_of_target_);
+  }
+
+  // For all that was added for the rank.
+  void raise(const std::vector<int64_t>& flags) {
+    for (const int64_t flag : flags) {
+      if (num_flags_ == kMaxStoreFlags) reopen();
+      arguments_.flags[num_flags_++] = board_.words[rank_] + flag;
+    }
+  }
+
+  void launch() {
+    if (num_targets_ == 0) return;
+    arguments_.first_block[num_targets_] = static_cast<uint16_t>(num_blocks_);
+    arguments_.first_flag[num_targets_] = static_cast<uint16_t>(num_flags_);
+    const int64_t ctas = (most_bytes_ + kBytesPerStoreCta - 1) / kBytesPerStoreCta;
+    const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(ctas, 1, kMaxStoreCtas)),
+                    static_cast<unsigned>(num_targets_));
+    store_kernel<<<grid, kThreads, 0, stream_>>>(arguments_);
+    check(cudaGetLastError(), "store kernel launch");
+    num_blocks_ = num_targets_ = num_flags_ = 0;
+    most_bytes_ = 0;
+  }
+
+ private:
+  // Goes on with the same rank.
+  void reopen() {
+    const int64_t rank = rank_;
+    launch();
+    open(rank);
+  }
+
+  StoreArguments arguments_ = {};
+  Board board_;
+  cudaStream_t stream_;
+  int64_t rank_ = -1;  // of the last target
+  int num_blocks_ = 0;
+  int num_targets_ = 0;
+  int num_flags_ = 0;
+  int64_t bytes_of_target_ = 0;
+  int64_t most_bytes_ = 0;
+};
+
+class FetchLaunch {
+ public:
+  FetchLaunch(const Board& board, Addend addend, uint32_t epoch, uint32_t* counter,
+              cudaStream_t stream)
+      : addend_(addend), stream_(stream) {
+    arguments_.board = board;
+    arguments_.epoch = epoch;
+    arguments_.counter = counter;
+    arguments_.is_first = true;
+  }
+
+  void add(const Gather& gather) {
+    const auto num_sources = static_cast<int>(gather.sources.size());
+    if (arguments_.num_gathers == kMaxGathers || num_sources_ + num_sources > kMaxSources) launch();
+    const int i = arguments_.num_gathers++;
+    arguments_.dst[i] = gather.dst;
+    arguments_.num_bytes[i] = gather.num_bytes;
+    arguments_.adds[i] = gather.adds;
+    for (const auto& [data, rank] : gather.sources) {
+      arguments_.sources[num_sources_++] = {data, static_cast<int32_t>(rank)};
+    }
+    arguments_.first_source[i + 1] = static_cast<uint16_t>(num_sources_);
+    const int64_t num_chunks = (gather.num_bytes + kChunkBytes - 1) / kChunkBytes;
+    arguments_.first_chunk[i + 1] = arguments_.first_chunk[i] + static_cast<uint32_t>(num_chunks);
+  }
+
+  void launch_last() {
+    arguments_.is_last = true;
+    launch();
+  }
+
+ private:
+  void launch() {
+    const auto num_chunks = static_cast<int>(arguments_.first_chunk[arguments_.num_gathers]);
+    const int num_blocks = std::clamp(num_chunks, 1, kFetchCtas);
+    if (addend_ == Addend::kFloat16) {
+      fetch_kernel<__half><<<num_blocks, kThreads, 0, stream_>>>(arguments_);
+    } else {
+      fetch_kernel<__nv_bfloat16><<<num_blocks, kThreads, 0, stream_>>>(arguments_);
+    }
+    check(cudaGetLastError(), "fetch kernel launch");
+    arguments_.is_first = false;
+    arguments_.num_gathers = 0;
+    num_sources_ = 0;
+  }
+
+  FetchArguments arguments_ = {};
+  Addend addend_;
+  cudaStream_t stream_;
+  int num_sources_ = 0;
+};
+
+}  // namespace
+
+void await_words(const Board& board, const std::vector<FlagRange>& ranges, uint32_t epoch,
+                 cudaStream_t stream) {
+  for (auto next = ranges.begin(); next != ranges.end();) {
+    AwaitArguments arguments = {board.words[board.rank], epoch, 0, {}};
+    for (; next != ranges.end() && arguments.num_ranges < kMaxRanges; ++next) {
+      arguments.ranges[arguments.num_ranges++] = {static_cast<uint32_t>(next->first),
+                                                  static_cast<uint32_t>(next->last)};
+    }
+    await_kernel<<<1, kMaxPeers, 0, stream>>>(arguments);
+    check(cudaGetLastError(), "await kernel launch");
+  }
+}
+
+void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t epoch,
+           uint32_t* counters, cudaStream_t stream) {
+  StoreLaunch launch(board, epoch, counters, stream);
+  for (auto parcel = parcels.begin(); parcel != parcels.end();) {
+    std::vector<int64_t> flags;
+    const int64_t rank = parcel->rank;
+    launch.open(rank);
+    for (; parcel != parcels.end() && parcel->rank == rank; ++parcel) {
+      for (const RowBlock& rows : parcel->blocks) launch.add(rows);
+      flags.push_back(parcel->flag);
+    }
+    launch.raise(flags);
+  }
+  launch.launch();
+}
+
+void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
+           uint32_t* counter, cudaStream_t stream) {
+  FetchLaunch launch(board, addend, epoch, counter, stream);
+  for (const Gather& gather : gathers) launch.add(gather);
+  launch.launch_last();
+}
+
+}  // namespace distca::transport::peer

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+// Kernels that read and write other ranks' memory. Plain structs, no torch. Every function only
+// enqueues work on `stream` and throws std::runtime_error for a CUDA error.
+namespace distca::transport::peer {
+
+constexpr int kMaxPeers = 64;
+
+// Words that ranks raise for each other. They only grow (modulo 2^32) and nobody resets them: a
+// word stands for an epoch if it is that epoch or later.
+struct Board {
+  uint32_t* words[kMaxPeers];  // [num_ranks] each rank's board, as this process sees it
+  int rank;
+  int num_ranks;
+};
+
+// Of a board: who has written its results, who needs nothing of others any more, and the arrival
+// flags of the rows that come here.
+enum class Word { kResults, kFinished };
+constexpr int64_t word_index(Word word, int64_t rank) {
+  return (word == Word::kResults ? 0 : kMaxPeers) + rank;
+}
+constexpr int64_t kFirstFlag = 2 * kMaxPeers;
+constexpr int64_t kMaxFlags = int64_t{1} << 18;
+
+// A word this far ahead of its epoch was raised by a watchdog, so that streams drain.
+constexpr uint32_t kPoison = uint32_t{1} << 30;
+
+// Rows from anywhere to anywhere: [num_rows] of row_bytes each.
+struct RowBlock {
+  const char* src;
+  char* dst;
+  int64_t src_stride;  // bytes
+  int64_t dst_stride;
+  int64_t num_rows;
+  int64_t row_bytes;  // a multiple of 4, like addresses and strides
+
+  int64_t num_bytes() const { return num_rows * row_bytes; }
+};
+
+// Rows for one rank, and the arrival flag there that stands for them: a word of its board.
+struct Parcel {
+  int64_t rank;
+  std::vector<RowBlock> blocks;
+  int64_t flag;
+};
+
+// Words [first, last) of a board.
+struct FlagRange {
+  int64_t first;
+  int64_t last;
+};
+
+// Waits until words of this rank's board stand for `epoch`.
+void await_words(const Board& board, const std::vector<FlagRange>& ranges, uint32_t epoch,
+                 cudaStream_t stream);
+
+// Stores rows from a few multiprocessors, then raises the parcels' flags to `epoch`. Parcels are
+// ordered by rank. `counters` are kMaxPeers zeros, and zero again afterwards.
+void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t epoch,
+           uint32_t* counters, cudaStream_t stream);
+
+// dst = rows of one rank, or dst += rows of several, added in order in float32 and rounded once.
+struct Gather {
+  struct Source {
+    const char* data;
+    int64_t rank;
+  };
+  char* dst;
+  int64_t num_bytes;  // consecutive on both sides; a multiple of 4, of 16 where it adds
+  std::vector<Source> sources;
+  bool adds;
+};
+
+enum class Addend { kBfloat16, kFloat16 };
+
+// Says that this rank's results are written, fetches those of others as they are, and says that
+// nothing more is needed. Rows of a rank whose board was poisoned become NaN. `counter` is zero,
+// and zero again afterwards.
+void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
+           uint32_t* counter, cudaStream_t stream);
+
+}  // namespace distca::transport::peer

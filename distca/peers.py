@@ -1,0 +1,96 @@
+"""Whether the ranks of a group reach each other's GPU memory."""
+
+import json
+import logging
+import socket
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+_log = logging.getLogger("distca")
+
+HOPPER = (9, 0)
+MAX_TEXT_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What the other ranks have to know of a rank."""
+
+    transport: str
+    host: str
+    device: str  # uuid of its GPU; empty where there is none
+    problem: str  # why it cannot take part; empty where it can
+
+
+def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | None:
+    """Index of this rank's device if rows go to other ranks' memory, None if by process group.
+
+    Collective over `control`, a group for CPU tensors. `transport` is that of Options. Raises
+    ValueError on every rank, with the reason, where it is "peer" and some rank cannot.
+    """
+    if transport == "process_group" or (transport == "auto" and "nccl" not in backend):
+        return None
+    own = _describe_self(transport, backend)
+    members = [_Member(*words) for words in _gather(list(astuple(own)), control)]
+    problems = _gather(_problem(members, dist.get_rank(control)), control)
+    found = next((text for text in problems if text), "")
+    if found and any(member.transport == "peer" for member in members):
+        raise ValueError(
+            f'transport is "peer", but {found}; pass transport="auto" to use the process group'
+        )
+    if dist.get_rank(control) == 0:
+        way = f"by process group ({backend}): {found}" if found else "through peer memory"
+        _log.info("distca: rows of core attention travel %s", way)
+    return None if found else torch.cuda.current_device()
+
+
+def _describe_self(transport: str, backend: str) -> _Member:
+    problem, device = "", ""
+    if transport == "process_group" or (transport == "auto" and "nccl" not in backend):
+        problem = f"transport is {transport} with {backend}"
+    elif not torch.ops.distca.has_peer_transport():
+        problem = "distca was built without its Hopper kernels"
+    elif not torch.cuda.is_available():
+        problem = "there is no GPU"
+    else:
+        device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        if torch.cuda.get_device_capability() != HOPPER:
+            problem = "its GPU is not a Hopper one (compute capability 9.0)"
+    return _Member(transport, socket.gethostname(), device, problem)
+
+
+def _problem(members: list[_Member], rank: int) -> str:
+    """Why not all ranks reach each other, as this rank sees it; empty if they do."""
+    for other, member in enumerate(members):
+        if member.problem:
+            return f"on rank {other} {member.problem}"
+        if member.host != members[rank].host:
+            return f"ranks {rank} and {other} are on different nodes"
+    own = torch.cuda.current_device()
+    visible = {
+        str(torch.cuda.get_device_properties(index).uuid): index
+        for index in range(torch.cuda.device_count())
+    }
+    for other, member in enumerate(members):
+        if member.device not in visible:
+            return f"rank {rank} does not see the GPU of rank {other} (CUDA_VISIBLE_DEVICES)"
+        index = visible[member.device]
+        shares = other != rank and index == own
+        if shares and members[rank].transport != "peer":  # then torch decides
+            return f"ranks {rank} and {other} share a GPU"
+        if index != own and not torch.cuda.can_device_access_peer(own, index):
+            return f"the GPUs of ranks {rank} and {other} do not reach each other's memory"
+    return ""
+
+
+def _gather(value: object, control: ProcessGroup) -> list:
+    """What each rank passed, as JSON."""
+    text = json.dumps(value).encode()
+    own = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    gathered = own.new_empty(dist.get_world_size(control), MAX_TEXT_BYTES)
+    dist.all_gather_into_tensor(gathered, own[None], group=control)
+    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in gathered]

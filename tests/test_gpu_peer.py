@@ -1,0 +1,155 @@
+"""Core attention through peer memory on Hopper GPUs. Ranks share devices where there are fewer."""
+
+import itertools
+import math
+import os
+import random
+
+import oracle
+import pytest
+import torch
+from oracle import Case
+from ranks import Ranks
+from test_gpu import LENGTHS, MASKS, assert_as_good_as_the_reference, attend, place
+
+import distca
+from distca import planning, session
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def peer_ranks():
+    started: dict[int, Ranks] = {}
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+
+    def get(world_size: int) -> Ranks:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("peer memory needs a Hopper GPU")
+        if world_size not in started:
+            backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
+            started[world_size] = Ranks(world_size, backend)
+            started[world_size].run(open_session)
+        return started[world_size]
+
+    yield get
+    del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
+    for processes in started.values():
+        processes.stop()
+
+
+def open_session(rank, world_size):
+    distca.init(options=distca.Options(transport="peer"))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_equals_the_oracle(peer_ranks, world_size, mask, sharded):
+    lengths = [sum(LENGTHS, []), *[[]] * (world_size - 1)] if sharded else LENGTHS[:world_size]
+    case = Case(lengths, 8, 2, 128, MASKS[mask], sharded, torch.bfloat16)
+    assert_as_good_as_the_reference(peer_ranks(world_size).run(attend, case), case)
+
+
+@pytest.mark.parametrize("heads_q, heads_kv, head_dim", [(4, 4, 64), (6, 1, 40), (2, 2, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads(peer_ranks, heads_q, heads_kv, head_dim, dtype):
+    case = Case(LENGTHS, heads_q, heads_kv, head_dim, dtype=dtype)
+    assert_as_good_as_the_reference(peer_ranks(4).run(attend, case), case)
+
+
+def attend_deterministically(rank, world_size, case):
+    torch.use_deterministic_algorithms(True)
+    try:
+        return attend(rank, world_size, case), attend(rank, world_size, case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_mode(peer_ranks):
+    case = Case(LENGTHS, 8, 2, 128, dtype=torch.bfloat16)
+    both = peer_ranks(4).run(attend_deterministically, case)
+    for first, second in both:
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_as_good_as_the_reference([first for first, _ in both], case)
+
+
+def attend_strided(rank, world_size, case):
+    """q, k, v as views of one projection, as models make them."""
+    documents, leaves, grad_out = place(case, rank, world_size)
+    fused = torch.cat([leaf.detach() for leaf in leaves], 1).requires_grad_()
+    q, k, v = fused.split([leaf.shape[1] for leaf in leaves], 1)
+    distca.plan(documents, device="cuda")
+    out = distca.core_attention(q, k, v, documents)
+    out.backward(grad_out)
+    return [out.detach().cpu(), *fused.grad.cpu().split([leaf.shape[1] for leaf in leaves], 1)]
+
+
+def test_views_of_a_fused_projection(peer_ranks):
+    case = Case(LENGTHS, 8, 2, 128, dtype=torch.bfloat16)
+    assert_as_good_as_the_reference(peer_ranks(4).run(attend_strided, case), case)
+
+
+def random_plan(generator, world_size):
+    """Lengths of each rank's documents and a plan of all ranks: every document is cut anywhere, and
+    each part is computed anywhere."""
+    lengths = [
+        [generator.choice((0, 1, 63, 128, 300, 777)) for _ in range(3)] for _ in range(world_size)
+    ]
+    held = [(rank, length) for rank in range(world_size) for length in lengths[rank] if length]
+    pieces = [(rank, document, 0, length) for document, (rank, length) in enumerate(held)]
+    tasks = []
+    for _, document, _, length in pieces:
+        cuts = sorted({0, length, *(generator.randint(0, length) for _ in range(3))})
+        for begin, end in itertools.pairwise(cuts):
+            tasks.append((generator.randrange(world_size), document, begin, end))
+    pieces = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 4)
+    order = torch.tensor(sorted(tasks), dtype=torch.int64).reshape(-1, 4)
+    columns = order[:, [1, 2, 3, 0]].contiguous()
+    plan = torch.ops.distca.plan_of_tasks(pieces, columns, world_size, -1, 0)
+    return lengths, pieces, plan
+
+
+def forward_backward(leaves, grad_out, share, group_name):
+    scale = leaves[0].shape[-1] ** -0.5
+    out, _ = torch.ops.distca.core_attention(*leaves, *share, scale, group_name)
+    return out, *torch.autograd.grad(out, leaves, grad_out)
+
+
+def attend_to_random_plans(rank, world_size, num_plans, seed):
+    """Largest error of any result against this rank's own documents computed here."""
+    shared, own = random.Random(seed), random.Random(seed * world_size + rank)
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(rank)
+    opened, ops = session.find(), torch.ops.distca
+    worst = 0.0
+    for _ in range(num_plans):
+        lengths, pieces, plan = random_plan(shared, world_size)
+        layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda")
+        opened.num_plans += 1
+        balanced = (layout, ops.unpack_rows(layout, packed_rows.to(device)))
+        documents = distca.Documents([0, *itertools.accumulate(lengths[rank])])
+        local = planning.local_plan(documents, (-1, 0), device)
+        q, k, v, grad_out = (
+            torch.randn(
+                sum(lengths[rank]), heads, 64, device=device, dtype=torch.bfloat16,
+                generator=generator,
+            )
+            for heads in (4, 2, 2, 4)
+        )  # fmt: skip
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+
+        if own.random() < 0.3:
+            torch.cuda._sleep(own.randint(0, 3_000_000))  # cycles
+        results = forward_backward(leaves, grad_out, balanced, opened.group_name)
+        expected = forward_backward(leaves, grad_out, (local.layout, local.rows), "")
+        errors = map(oracle.relative_error, results, expected)
+        worst = max(worst, *(error if error == error else math.inf for error in errors))
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_random_plans_with_random_delays(peer_ranks, world_size):
+    num_plans = int(os.environ.get("DISTCA_NUM_RANDOM_PLANS", "100"))
+    errors = peer_ranks(world_size).run(attend_to_random_plans, num_plans, 7)
+    assert max(errors) < 0.02
