@@ -1,20 +1,21 @@
-"""Step time of Llama-wide blocks under FSDP2: ATen's varlen flash attention against distca.
+"""Step time of Llama-wide blocks under FSDP2, by how core attention is computed.
 
     torchrun --nproc-per-node 4 benchmarks/training_step.py --lengths lengths.json --out step.json
 
-Both variants see the same documents, tokens and initial weights. A step is forward, backward and
-optimizer, timed on the host from a barrier to a barrier with the device synchronised, so it lasts
-as long as the slowest rank needs.
+Variants: "flash" is PyTorch's varlen flash attention and "plain" distca's kernels, each rank its
+own documents; "process_group" and "peer" are distca, balanced, by those transports. All see the
+same documents, tokens and initial weights. A step is forward, backward and optimizer, timed on the
+host from a barrier to a barrier with the device synchronised, so it lasts as long as the slowest
+rank needs.
 
-The balanced limit is what perfect balance for free would give: the plain step less the time by
-which the slowest rank's attention exceeds the mean. Attention alone (forward and backward of each
-rank's own documents, one layer) is timed by itself for it, and multiplied by the layers.
+The balanced limit is what perfect balance for free would give: the step without balance less the
+time by which the slowest rank's attention exceeds the mean. Attention alone (forward and backward
+of each rank's own documents, one layer) is timed by itself for it, and multiplied by the layers.
+Limits of different steps are compared with the steps of the same documents.
 
-What distca's step takes beyond the limit is split into the imbalance that the plan leaves
-(predicted share of the measured attention) and the rest: communication that is not hidden, task
-lists that run slower than whole documents, launches. On CUDA a profiled extra step of each variant
-adds, per rank, the time in which only communication kernels run ("only_nccl_ms") and in which
-none runs ("idle_ms"). In the plain step both hold the waiting for the slowest rank.
+On CUDA a profiled extra step of each variant adds, per rank, the time in which only communication
+kernels run ("only_nccl_ms") and in which none runs ("idle_ms"). Without balance both hold the
+waiting for the slowest rank.
 """
 
 import argparse
@@ -43,6 +44,9 @@ import distca
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from llama import Llama, LlamaConfig, WholeDocuments, torch_attention  # noqa: E402
 
+VARIANTS = ("flash", "plain", "process_group", "peer")
+KERNELS = {"flash": torch_attention, "plain": distca.core_attention}  # each rank its own documents
+AGAIN = " again"  # a variant run twice
 Packs = list[list[list[int]]]  # document lengths [steps][ranks][documents]
 NUM_WARM_UP_STEPS = 3
 IGNORE_INDEX = -100  # cross_entropy's default
@@ -62,7 +66,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
-    parser.add_argument("--noise", action="store_true", help="run the plain variant twice")
+    parser.add_argument(
+        "--variants", nargs="+", default=[*VARIANTS], metavar="NAME", help=" ".join(VARIANTS)
+    )
+    parser.add_argument("--noise", action="store_true", help="run the first variant twice")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
@@ -70,6 +77,9 @@ def arguments() -> argparse.Namespace:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
     if args.steps <= NUM_WARM_UP_STEPS:
         parser.error(f"--steps is {args.steps}; needs more than {NUM_WARM_UP_STEPS} warm-up steps")
+    for name in args.variants:
+        if name not in VARIANTS:
+            parser.error(f"--variants has {name!r}; expected some of {' '.join(VARIANTS)}")
     args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     return args
 
@@ -161,27 +171,32 @@ class Planner:
         """Returns the step that was planned last and starts on the one after it."""
         current, step = self._next, next(self._steps, None)
         if step is not None:
-            lengths = self._packs[step][dist.get_rank()]
-            documents = distca.Documents([0, *itertools.accumulate(lengths)])
+            documents = own_documents(self._packs, step)
             self._next = documents, distca.plan(documents, device=self._device, ahead=True)
         return current
 
 
-def run_variant(
-    args: argparse.Namespace, packs: Packs, device: torch.device, with_distca: bool
-) -> Variant:
+def own_documents(packs: Packs, step: int) -> distca.Documents:
+    return distca.Documents([0, *itertools.accumulate(packs[step][dist.get_rank()])])
+
+
+def run_variant(args: argparse.Namespace, packs: Packs, device: torch.device, name: str) -> Variant:
     """All steps from the initial weights; on CUDA the last step's documents once more, profiled."""
     cuda = device.type == "cuda"
-    model = build_model(args, device, distca.core_attention if with_distca else torch_attention)
+    kernel = torch_attention if name == "flash" else distca.core_attention
+    model = build_model(args, device, kernel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
     steps = [*range(args.steps), *([args.steps - 1] if cuda else [])]
-    planner = Planner(packs, steps, device) if with_distca else None
+    planner = None
+    if name not in KERNELS:
+        distca.init(options=distca.Options(transport=name))
+        planner = Planner(packs, steps, device)
     variant = Variant()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
 
-    def train_step(given: Input) -> Tensor:
-        documents = given.documents
+    def train_step(given: Input, step: int) -> Tensor:
+        documents = given.documents if name == "flash" else own_documents(packs, step)
         if planner is not None:
             documents, plan = planner.advance()
             variant.plans.append(plan.report())
@@ -196,11 +211,11 @@ def run_variant(
     for index, step in enumerate(steps):
         given = make_input(args, packs, step, device)
         if index == args.steps:
-            variant.profile = profiled(lambda given=given: train_step(given))
+            variant.profile = profiled(lambda given=given, step=step: train_step(given, step))
             break
         synchronise(device)
         start = time.perf_counter()
-        loss = train_step(given)
+        loss = train_step(given, step)
         synchronise(device)
         variant.step_ms.append(1e3 * (time.perf_counter() - start))
         dist.all_reduce(loss)
@@ -208,11 +223,12 @@ def run_variant(
     variant.plans = variant.plans[: args.steps]
     if cuda:
         variant.peak_gib = max(gathered(torch.cuda.max_memory_allocated() / 2**30, device))
+    distca.close()
     return variant
 
 
 def attention_alone(
-    args: argparse.Namespace, packs: Packs, device: torch.device
+    args: argparse.Namespace, packs: Packs, device: torch.device, kernel: str
 ) -> list[list[float]]:
     """Measured ms [steps][ranks] of core attention on each rank's own documents, all layers."""
     shapes = [(args.tokens, heads, args.head_dim) for heads in (args.heads, *[args.kv_heads] * 2)]
@@ -222,12 +238,14 @@ def attention_alone(
     grad_out = torch.randn_like(q)
     rows = []
     for step in range(args.steps):
-        documents = WholeDocuments.of(packs[step][dist.get_rank()], device)
+        documents = own_documents(packs, step)
+        if kernel == "flash":
+            documents = WholeDocuments.of(packs[step][dist.get_rank()], device)
         ms = 0.0
-        for _ in range(2 if step == 0 else 1):  # the first call also loads kernels
+        for _ in range(2):  # the first call also loads kernels and makes the layout
             synchronise(device)
             start = time.perf_counter()
-            torch.autograd.grad(torch_attention(q, k, v, documents), (q, k, v), grad_out)
+            torch.autograd.grad(KERNELS[kernel](q, k, v, documents), (q, k, v), grad_out)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             ms = 1e3 * (time.perf_counter() - start)
@@ -239,45 +257,56 @@ def excess(ranks: list[float]) -> float:
     return max(ranks) - statistics.fmean(ranks)
 
 
-def summarize(
-    args: argparse.Namespace, plain: Variant, balanced: Variant, attention_ms: list[list[float]]
-) -> dict:
+@dataclass(frozen=True)
+class Limit:
+    """Attention alone by one kernel, and what a step would take if it were balanced for free."""
+
+    attention_ms: list[list[float]]  # [steps][ranks], warm-up included
+    step_ms: list[float]  # of the variant without balance, warm-up left out
+
+    def balanced_ms(self) -> list[float]:
+        ranks = self.attention_ms[NUM_WARM_UP_STEPS:]
+        return [step - excess(each) for step, each in zip(self.step_ms, ranks, strict=True)]
+
+
+def summarize(variants: dict[str, Variant], limits: dict[str, Limit]) -> dict:
     """Milliseconds are means over the steps after warm-up unless the name says otherwise."""
-    attention_ms, plans = attention_ms[NUM_WARM_UP_STEPS:], balanced.plans[NUM_WARM_UP_STEPS:]
-    limit_ms = [
-        step - excess(ranks) for step, ranks in zip(plain.measured_ms(), attention_ms, strict=True)
-    ]
-    # The plan's leftover, as a share of the mean, times the measured mean.
-    left_ms = [
-        (plan.imbalance_after - 1) * statistics.fmean(ranks)
-        for plan, ranks in zip(plans, attention_ms, strict=True)
-    ]
     mean = statistics.fmean
-    plain_ms, balanced_ms = mean(plain.measured_ms()), mean(balanced.measured_ms())
+    summary = {"ranks": dist.get_world_size()}
+    for kernel, limit in limits.items():
+        ranks = limit.attention_ms[NUM_WARM_UP_STEPS:]
+        summary[f"{kernel}: balanced limit, ms"] = mean(limit.balanced_ms())
+        summary[f"{kernel}: attention, mean rank, ms"] = mean(mean(each) for each in ranks)
+        summary[f"{kernel}: attention, slowest rank, ms"] = mean(max(each) for each in ranks)
+    for name, variant in variants.items():
+        step_ms = variant.measured_ms()
+        summary[f"{name}: step, ms"] = mean(step_ms)
+        summary[f"{name}: median step, ms"] = statistics.median(step_ms)
+        for kernel, limit in limits.items():
+            if kernel != name:
+                summary[f"{name}: times faster than {kernel}"] = mean(limit.step_ms) / mean(step_ms)
+        if name not in KERNELS and "plain" in limits:
+            over = mean(step_ms) / mean(limits["plain"].balanced_ms())
+            summary[f"{name}: times the balanced limit"] = over
+        summary |= {f"{name}: {key}": value for key, value in of_plans(variant).items()}
+        summary[f"{name}: peak, GiB"] = variant.peak_gib
+    first = next(iter(variants.values()))
+    for name, variant in variants.items():
+        if variant is not first:
+            summary[f"{name}: max loss difference"] = largest_difference(first, variant)
+    return summary
+
+
+def of_plans(variant: Variant) -> dict[str, float]:
+    plans, mean = variant.plans[NUM_WARM_UP_STEPS:], statistics.fmean
+    if not plans:
+        return {}
     return {
-        "ranks": dist.get_world_size(),
-        "steps": len(plans),
-        "plain_ms": plain_ms,
-        "plain_median_ms": statistics.median(plain.measured_ms()),
-        "distca_ms": balanced_ms,
-        "distca_median_ms": statistics.median(balanced.measured_ms()),
-        "balanced_limit_ms": mean(limit_ms),
-        "speed_up": plain_ms / balanced_ms,
-        "speed_up_limit": plain_ms / mean(limit_ms),
-        "attention_mean_rank_ms": mean(mean(ranks) for ranks in attention_ms),
-        "attention_slowest_rank_ms": mean(max(ranks) for ranks in attention_ms),
-        "over_limit_ms": balanced_ms - mean(limit_ms),
-        "over_limit_imbalance_ms": mean(left_ms),
-        "over_limit_rest_ms": balanced_ms - mean(limit_ms) - mean(left_ms),
-        "imbalance_before": mean(plan.imbalance_before for plan in plans),
-        "imbalance_after": mean(plan.imbalance_after for plan in plans),
-        "bytes_per_step": mean(sum(plan.bytes_out) * args.layers for plan in plans),
-        "bytes_out_max_rank": mean(max(plan.bytes_out) * args.layers for plan in plans),
-        "plan_ms_median": statistics.median(plan.plan_ms for plan in plans),
-        "plan_waited_ms": mean(plan.waited_ms for plan in plans),
-        "max_loss_difference": largest_difference(plain, balanced),
-        "plain_peak_gib": plain.peak_gib,
-        "distca_peak_gib": balanced.peak_gib,
+        "imbalance before": mean(plan.imbalance_before for plan in plans),
+        "imbalance after": mean(plan.imbalance_after for plan in plans),
+        "bytes of a layer": mean(sum(plan.bytes_out) for plan in plans),
+        "plan, median ms": statistics.median(plan.plan_ms for plan in plans),
+        "plan waited for, ms": mean(plan.waited_ms for plan in plans),
     }
 
 
@@ -288,17 +317,17 @@ def largest_difference(one: Variant, other: Variant) -> float:
 def show(summary: dict, variants: dict[str, Variant]) -> None:
     for name, variant in variants.items():
         losses = " ".join(f"{loss:.4f}" for loss in variant.losses)
-        print(f"loss {name:12} {losses}")
+        print(f"loss {name:14} {losses}")
     for name, variant in variants.items():
         for key, by_rank in variant.profile.items():
-            print(f"profiled {name:12} {key:13} " + " ".join(f"{ms:9.1f}" for ms in by_rank))
+            print(f"profiled {name:14} {key:13} " + " ".join(f"{ms:9.1f}" for ms in by_rank))
     for key, value in summary.items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-        if key == "max_loss_difference" or key == "loss_noise":
+        if "loss" in key:
             text = f"{value:.2e}"
         elif isinstance(value, float) and abs(value) >= 1000:
             text = f"{value:,.0f}"
-        print(f"{key:28} {text:>16}")
+        print(f"{key:44} {text:>16}")
 
 
 def main() -> None:
@@ -312,20 +341,24 @@ def main() -> None:
         dist.init_process_group("gloo")
     packs = pack(args, dist.get_world_size())
     variants = {}
-    for name in ("plain", "distca", *(["plain again"] if args.noise else [])):
-        variants[name] = run_variant(args, packs, device, with_distca=name == "distca")
+    again = [args.variants[0] + AGAIN] if args.noise else []
+    for name in (*args.variants, *again):
+        variants[name] = run_variant(args, packs, device, name.removesuffix(AGAIN))
         gc.collect()  # the model's cycles hold its memory and the process group
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    attention_ms = attention_alone(args, packs, device)
-    summary = summarize(args, variants["plain"], variants["distca"], attention_ms)
-    if args.noise:
-        summary["loss_noise"] = largest_difference(variants["plain"], variants["plain again"])
+    limits = {
+        kernel: Limit(attention_alone(args, packs, device, kernel), variants[kernel].measured_ms())
+        for kernel in KERNELS
+        if kernel in variants
+    }
+    summary = summarize(variants, limits)
     if dist.get_rank() == 0:
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             by_step = {name: asdict(variant) for name, variant in variants.items()}
-            record = {"summary": summary, "variants": by_step, "attention_ms": attention_ms}
+            attention = {kernel: limit.attention_ms for kernel, limit in limits.items()}
+            record = {"summary": summary, "variants": by_step, "attention_ms": attention}
             args.out.write_text(json.dumps(record, indent=2) + "\n")
         show(summary, variants)
     distca.close()

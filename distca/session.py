@@ -146,7 +146,9 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     configuration = f"version {torch.ops.distca.version()} {session.options}"
     names = (group.group_name for group in (session.data, session.control, session.planning))
     peer_device = choose_device(session.options.transport, backend, session.control)
-    torch.ops.distca.open_session(*names, configuration, peer_device)
+    torch.ops.distca.open_session(
+        *names, configuration, session.options.timeout_s, peer_device
+    )
 
 
 def _check_equal_group_counts(group: ProcessGroup) -> None:

@@ -203,7 +203,7 @@ def test_an_unknown_group_is_refused():
         ),
         lambda: torch.ops.distca.dispatch(THD, THD, THD, made.layout, made.rows, "unknown"),
         lambda: torch.ops.distca.attention_shape("unknown"),
-        lambda: torch.ops.distca.open_session("unknown", "unknown", "unknown", ""),
+        lambda: torch.ops.distca.open_session("unknown", "unknown", "unknown", "", 1.0),
     ):
         with pytest.raises((ValueError, RuntimeError), match="unknown"):
             call()

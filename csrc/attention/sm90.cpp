@@ -76,15 +76,6 @@ c10::DataPtr zeros(int64_t num_bytes, cudaStream_t stream) {
   return memory;
 }
 
-Arrivals arrivals_of(const ArrivalFlags& arrivals, const TileTable& table) {
-  const auto* items = table.words.const_data_ptr<int32_t>();
-  const int64_t num_item_words =
-      (table.num_tiles * sizeof(QueryTile) + table.num_blocks * sizeof(KeyBlock)) / sizeof(int32_t);
-  return {.flags = arrivals.flags,
-          .of_run = reinterpret_cast<const FlagRange*>(items + num_item_words),
-          .epoch = arrivals.epoch};
-}
-
 // A part of a call, and copies that have to live until it is enqueued.
 template <typename Part>
 struct Prepared {
@@ -106,12 +97,11 @@ Prepared<ForwardPart> prepare(const ForwardRows& rows) {
   return made;
 }
 
-void launch(const ForwardPart& home, const ForwardPart& visiting, const Params& params) {
-  if (home.tiles.num_tiles + visiting.tiles.num_tiles == 0) return;
+void launch(const ForwardPart& part, const Params& params) {
+  if (part.tiles.num_tiles == 0) return;
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
-  forward(ForwardCall{.home = home,
-                      .visiting = visiting,
+  forward(ForwardCall{.home = part,
                       .tickets = static_cast<int32_t*>(tickets.get()),
                       .window = window_of(params.mask),
                       .softmax_scale = static_cast<float>(params.softmax_scale)},
@@ -140,19 +130,14 @@ Prepared<BackwardPart> prepare(const BackwardRows& rows) {
   return made;
 }
 
-bool is_deterministic(const Params& params) {
-  return params.deterministic || at::globalContext().deterministicAlgorithms();
-}
-
-void launch(const BackwardPart& home, const BackwardPart& visiting, const Params& params) {
-  const auto num_items = [](const DeviceTiles& tiles) { return tiles.num_tiles + tiles.num_blocks; };
-  if (num_items(home.tiles) + num_items(visiting.tiles) == 0) return;
+void launch(const BackwardPart& part, const Params& params) {
+  if (part.tiles.num_tiles + part.tiles.num_blocks == 0) return;
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  BackwardCall call{.home = home,
-                    .visiting = visiting,
-                    .window = window_of(params.mask),
-                    .softmax_scale = static_cast<float>(params.softmax_scale),
-                    .deterministic = is_deterministic(params)};
+  BackwardCall call{
+      .home = part,
+      .window = window_of(params.mask),
+      .softmax_scale = static_cast<float>(params.softmax_scale),
+      .deterministic = params.deterministic || at::globalContext().deterministicAlgorithms()};
   const BackwardSizes sizes = backward_sizes(call);
   const c10::DataPtr dq_sums = workspace(sizes.dq_sums);
   const c10::DataPtr row_stats = workspace(sizes.row_stats);
@@ -179,18 +164,13 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
                                            const Params& params) {
   const at::Tensor out = at::empty(q.sizes(), q.options());
   const at::Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
-  const auto prepared = prepare(ForwardRows{q, k, v, tasks, out, lse});
-  launch(prepared.part, {}, params);
+  forward({q, k, v, tasks, out, lse}, params);
   return {out, lse};
 }
 
-void forward(const ForwardRows& home, const ForwardRows& visiting, const ArrivalFlags& arrivals,
-             const Params& params) {
-  const auto ours = prepare(home);
-  auto theirs = prepare(visiting);
-  const TileTable& table = table_of(visiting.tasks, forward_tile_rows(visiting.q.size(2)));
-  theirs.part.arrivals = arrivals_of(arrivals, table);
-  launch(ours.part, theirs.part, params);
+void forward(const ForwardRows& rows, const Params& params) {
+  const auto prepared = prepare(rows);
+  launch(prepared.part, params);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
@@ -206,7 +186,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
 
 void backward(const BackwardRows& rows, const Params& params) {
   const auto prepared = prepare(rows);
-  launch(prepared.part, {}, params);
+  launch(prepared.part, params);
 }
 
 std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k, const TaskList& tasks) {
@@ -216,19 +196,6 @@ std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k, const T
     return writes_all_keys ? at::empty(k.sizes(), k.options()) : at::zeros(k.sizes(), k.options());
   };
   return {made(), made()};
-}
-
-bool waits_for_rows_in_backward(const Params& params) {
-  return !is_deterministic(params);
-}
-
-void backward(const BackwardRows& home, const BackwardRows& visiting, const ArrivalFlags& arrivals,
-              const Params& params) {
-  const auto ours = prepare(home);
-  auto theirs = prepare(visiting);
-  const TileTable& table = table_of(visiting.tasks, backward_tile_rows(visiting.q.size(2)));
-  theirs.part.arrivals = arrivals_of(arrivals, table);
-  launch(ours.part, theirs.part, params);
 }
 
 }  // namespace distca::attention::sm90

@@ -24,26 +24,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const TaskList& tasks,
                                                         const Params& params);
 
-// Flags that others raise when rows that tasks read are there, and from which value on they count.
-struct ArrivalFlags {
-  const uint32_t* flags;
-  uint32_t epoch;
-};
-
-// Tasks with all their rows, and where the results go: contiguous, of the shapes that forward gives.
+// Tasks with their rows, and where the results go: contiguous, of the shapes that forward gives.
 struct ForwardRows {
   at::Tensor q, k, v;
   const TaskList& tasks;
   at::Tensor out, lse;
 };
 
-// One launch for tasks whose rows are here and tasks of which every one waits for its own rows.
-void forward(const ForwardRows& home, const ForwardRows& visiting, const ArrivalFlags& arrivals,
-             const Params& params);
+void forward(const ForwardRows& rows, const Params& params);
 
 struct BackwardRows {
   at::Tensor grad_out, q, k, v;
-  Saved saved;  // of visiting tasks lse and delta, both contiguous
+  Saved saved;
   const TaskList& tasks;
   at::Tensor dq, dk, dv;
 };
@@ -51,13 +43,7 @@ struct BackwardRows {
 // dk and dv like k, zero unless the tasks' backward pass writes every row.
 std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k, const TaskList& tasks);
 
+// Rows of k that no task reads keep what is in dk and dv.
 void backward(const BackwardRows& rows, const Params& params);
-
-// Whether tasks may wait for their rows: deterministic mode looks at all rows before it starts.
-bool waits_for_rows_in_backward(const Params& params);
-
-// One launch for both, as in the forward pass.
-void backward(const BackwardRows& home, const BackwardRows& visiting, const ArrivalFlags& arrivals,
-              const Params& params);
 
 }  // namespace distca::attention::sm90

@@ -110,4 +110,22 @@ Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q
   });
 }
 
+void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+              const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
+  const c10::DeviceGuard guard(q.device());
+  const double any_scale = 1;
+  const Call call = begin_call(q, k, v, layout, rows, any_scale, std::string(group_name));
+  if (!call.session) return;
+  announcing(*call.session, [&] {
+#ifdef DISTCA_WITH_SM90
+    if (uses_peer_memory(call, any_scale)) return peer_exchange(call);
+#endif
+    const auto& [home_q, home_k, home_v] = call.inputs;
+    const transport::Where where = call.session->enter(Pass::kForward).in("dispatch");
+    send_to_servers(*call.session, where,
+                    {{{home_q}, call.layout.queries}, {{home_k, home_v}, call.layout.keys}})
+        .arrive_visiting();
+  });
+}
+
 }  // namespace distca::ops

@@ -19,4 +19,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention_backward(
     const at::Tensor& out, const at::Tensor& lse, const at::Tensor& layout, const at::Tensor& rows,
     double softmax_scale, c10::string_view group_name);
 
+// The forward pass's dispatch alone, until all rows that come here are here: what calibrate and the
+// benchmarks time.
+void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+              const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name);
+
 }  // namespace distca::ops

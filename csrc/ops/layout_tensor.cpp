@@ -113,8 +113,8 @@ struct Writer {
 std::vector<attention::Task> tasks_of(const std::vector<planner::PlacedTask>& placed) {
   std::vector<attention::Task> tasks;
   for (const planner::PlacedTask& t : placed) {
-    tasks.push_back({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset, t.first_flag,
-                     t.last_flag});
+    tasks.push_back(
+        {t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset, t.first_flag, t.last_flag});
   }
   return tasks;
 }
@@ -234,7 +234,8 @@ attention::TaskList Reader::tasks() {
     TORCH_CHECK_VALUE(
         std::all_of(t, t + kTaskWords, [](int64_t word) { return 0 <= word && word <= kMaxRows; }),
         "layout: task ", i, " is ", at::IntArrayRef(t, kTaskWords), "; expected 0 to ", kMaxRows);
-    TORCH_CHECK_VALUE(t[5] <= t[6], "layout: task ", i, " waits for flags [", t[5], ", ", t[6], ")");
+    TORCH_CHECK_VALUE(t[5] <= t[6], "layout: task ", i, " waits for flags [", t[5], ", ", t[6],
+                      ")");
   }
   const int64_t num_waves = small_word("waves");
   int64_t num_cu_seqlens = 0;
@@ -274,8 +275,7 @@ attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
                     ", ", keys.runs, " and ", keys.key_rows);
   next_row = aligned(next_row);
   table.words = device_section();
-  const int64_t num_words =
-      kItemWords * (table.num_tiles + table.num_blocks) + 2 * table.num_runs;
+  const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks) + 2 * table.num_runs;
   TORCH_CHECK_VALUE(table.words.size(0) == num_words, "layout: a tile table of ",
                     table.words.size(0), " words does not match its counts, which say ", num_words);
   const auto address = reinterpret_cast<uintptr_t>(table.words.const_data_ptr<int32_t>());
@@ -433,8 +433,9 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   TORCH_CHECK_VALUE(rows.scalar_type() == at::kInt && rows.dim() == 1 && rows.is_contiguous(),
                     "rows: expected a contiguous one-dimensional int32 tensor, got ",
                     rows.toString());
-  TORCH_CHECK_VALUE(0 < words[kNumRanks] && words[kNumRanks] <= words[kLength], "layout: ",
-                    words[kNumRanks], " ranks do not fit in ", words[kLength], " words");
+  TORCH_CHECK_VALUE(0 < words[kNumRanks] && words[kNumRanks] <= words[kLength],
+                    "layout: ", words[kNumRanks], " ranks do not fit in ", words[kLength],
+                    " words");
   Reader reader{
       words.data(), words[kLength], rows, {words[kWindowLeft], words[kWindowRight]}, kHeaderLength};
   for (const Header field : {kNumHomeRows, kNumVisitingQ, kNumVisitingK}) {

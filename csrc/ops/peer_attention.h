@@ -20,4 +20,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
                                                              const at::Tensor& lse,
                                                              const attention::Params& params);
 
+// What the forward pass sends, until all that comes here is here.
+void peer_exchange(const Call& call);
+
 }  // namespace distca::ops

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <span>
 #include <stdexcept>
-#include <optional>
 #include <string>
 #include <vector>
 

@@ -24,6 +24,9 @@ TORCH_LIBRARY(distca, m) {
       "Tensor lse, Tensor layout, Tensor rows, float softmax_scale, str group_name) "
       "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
 
+  // Its dispatch alone, to be timed.
+  m.def("exchange(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) -> ()");
+
   // The same in steps, each differentiable.
   m.def(
       "dispatch(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) "
@@ -72,10 +75,10 @@ TORCH_LIBRARY(distca, m) {
   // Sessions: see session.h.
   m.def(
       "open_session(str data_group, str control_group, str planning_group, str configuration, "
-      "int? peer_device=None) -> ()",
+      "float timeout_s, int? peer_device=None) -> ()",
       [](const std::string& data, const std::string& control, const std::string& planning,
-         const std::string& configuration, std::optional<int64_t> peer_device) {
-        distca::ops::open_session({data, control, planning}, configuration, peer_device);
+         const std::string& configuration, double timeout_s, std::optional<int64_t> peer_device) {
+        distca::ops::open_session({data, control, planning}, configuration, timeout_s, peer_device);
       });
   // Whether this build can write to other ranks' memory.
   m.def("has_peer_transport() -> bool", [] { return distca::ops::kHasPeerTransport; });
@@ -102,6 +105,7 @@ void bind_on_all_devices(torch::Library& m) {
   m.impl("unpack_rows", distca::ops::unpack_rows);
   m.impl("core_attention", distca::ops::core_attention);
   m.impl("core_attention_backward", distca::ops::core_attention_backward);
+  m.impl("exchange", distca::ops::exchange);
   m.impl("dispatch", distca::ops::dispatch);
   m.impl("dispatch_backward", distca::ops::dispatch_backward);
   m.impl("attend", distca::ops::attend);

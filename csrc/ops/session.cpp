@@ -101,6 +101,7 @@ Registry& registry() {
 }  // namespace
 
 Session::Session(const GroupNames& names, const std::string& configuration,
+                 [[maybe_unused]] double timeout_s,
                  [[maybe_unused]] std::optional<int64_t> device) {
   const auto data = c10d::resolve_process_group(names.data);
   const auto control = c10d::resolve_process_group(names.control);
@@ -120,7 +121,7 @@ Session::Session(const GroupNames& names, const std::string& configuration,
   const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*device));
   const c10::DeviceGuard guard(own);
   peer_transport_ = std::make_shared<transport::peer::PeerTransport>(
-      transport::peer::Members{names.data, rank_, num_ranks_, own}, failures_);
+      transport::peer::Members{names.data, rank_, num_ranks_, own}, failures_, timeout_s);
 #endif
 }
 
@@ -221,9 +222,9 @@ transport::Where Session::current(Pass pass) const {
   return current_[static_cast<size_t>(pass)];
 }
 
-void open_session(const GroupNames& names, const std::string& configuration,
+void open_session(const GroupNames& names, const std::string& configuration, double timeout_s,
                   std::optional<int64_t> device) {
-  auto session = std::make_shared<Session>(names, configuration, device);
+  auto session = std::make_shared<Session>(names, configuration, timeout_s, device);
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().sessions[names.data] = std::move(session);
 }

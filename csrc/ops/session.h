@@ -58,7 +58,7 @@ struct GroupNames {
 class Session {
  public:
   // `device` is where this rank's memory is that the others reach, if all ranks reach all others'.
-  Session(const GroupNames& names, const std::string& configuration,
+  Session(const GroupNames& names, const std::string& configuration, double timeout_s,
           std::optional<int64_t> device);
 
   int64_t num_ranks() const { return num_ranks_; }
@@ -106,7 +106,7 @@ class Session {
 
 // Sessions by group name. `find` throws when there is none, naming the call that opens one.
 // `configuration` is what all ranks must have set alike, as text.
-void open_session(const GroupNames& names, const std::string& configuration,
+void open_session(const GroupNames& names, const std::string& configuration, double timeout_s,
                   std::optional<int64_t> device);
 void close_session(const std::string& group_name);
 std::shared_ptr<Session> find_session(const std::string& group_name);

@@ -112,9 +112,9 @@ void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<V
     const int64_t length = pack.documents[visit.document].length;
     for (Range rows : visit.queries) {
       const Range keys = keys_of(plan.mask, rows, length);
-      layout.visiting_tasks.push_back({q_row, num_rows(rows),
-                                       visiting_row(visit.keys.ranges(), keys.begin, k_row),
-                                       num_rows(keys), rows.begin - keys.begin, first_flag, last_flag});
+      layout.visiting_tasks.push_back(
+          {q_row, num_rows(rows), visiting_row(visit.keys.ranges(), keys.begin, k_row),
+           num_rows(keys), rows.begin - keys.begin, first_flag, last_flag});
       q_row += num_rows(rows);
     }
     for (Range keys : visit.keys.ranges()) k_row += num_rows(keys);

@@ -41,6 +41,10 @@ char process_state(int64_t pid) {
   return name_end != std::string::npos && name_end + 2 < text.size() ? text[name_end + 2] : 0;
 }
 
+bool is_dead(char state) {
+  return state == 0 || state == 'Z' || state == 'X';
+}
+
 }  // namespace
 
 std::string describe(const Where& where) {
@@ -140,6 +144,16 @@ bool FailureBoard::posted(const std::string& kind, int64_t rank, std::string& va
   return is_there;
 }
 
+bool FailureBoard::sees(const Process& process) const {
+  return process.space == self_.space && self_.space.find(kUnknown) == std::string::npos;
+}
+
+bool FailureBoard::has_dead_peer() const noexcept {
+  return std::any_of(processes_.begin(), processes_.end(), [this](const Process& process) {
+    return sees(process) && is_dead(process_state(process.pid));
+  });
+}
+
 FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
   const std::string name = "rank " + std::to_string(rank);
   std::string value;
@@ -154,10 +168,9 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
       name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
   if (static_cast<int64_t>(processes_.size()) != num_ranks_) return unknown;
   const Process& process = processes_[rank];
-  if (process.space != self_.space || self_.space.find(kUnknown) != std::string::npos)
-    return unknown;
+  if (!sees(process)) return unknown;
   const char state = process_state(process.pid);
-  if (state == 0 || state == 'Z' || state == 'X') {
+  if (is_dead(state)) {
     return {Verdict::kAtFault, kSilent,
             name + " is dead (process " + std::to_string(process.pid) + " exited or was killed)"};
   }

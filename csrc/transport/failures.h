@@ -42,6 +42,9 @@ class FailureBoard {
   // Whether any rank has announced an error or noticed a lost peer.
   bool alarmed() noexcept;
 
+  // Whether the process of a rank on this host is gone.
+  bool has_dead_peer() const noexcept;
+
   // A rank that waits for long says in what, after how many exchanges of a channel.
   struct Waiting {
     std::string channel;
@@ -73,6 +76,7 @@ class FailureBoard {
   std::string key(const std::string& kind, int64_t rank) const;
   template <typename F>
   bool with_store(F&& use) noexcept;
+  bool sees(const Process& process) const;
   bool posted(const std::string& kind, int64_t rank, std::string& value) noexcept;
   Finding examine(int64_t rank) noexcept;
   std::vector<Finding> examine_all() noexcept;

@@ -11,7 +11,8 @@ from distca.simulate.packing import Documents
 from distca.simulate.results import Result, slowest_tenth
 from distca.simulate.scenario import Scenario
 
-VARIANTS = {"plain": "fixed", "distca": "distca"}  # of the benchmark: systems here
+# Systems here, and what the benchmark calls them; the first that it ran.
+VARIANTS = {"fixed": ("plain",), "distca": ("peer", "process_group")}
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Measured:
         try:
             content = json.loads(path.read_text())
             steps = {
-                system: content["variants"][name]["step_ms"][chosen]
-                for name, system in VARIANTS.items()
+                system: _first(content["variants"], names)["step_ms"][chosen]
+                for system, names in VARIANTS.items()
             }
-            attention = np.array(content["attention_ms"][chosen], dtype=float)
+            attention = np.array(content["attention_ms"]["plain"][chosen], dtype=float)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"measured {path}: {error!r}; expected a file of benchmarks/training_step.py --out"
@@ -40,6 +41,13 @@ class Measured:
                 f"measured {path}: holds fewer than skip + steps = {skip + num_steps} steps"
             )
         return cls(steps, attention)
+
+
+def _first(variants: dict, names: tuple[str, ...]) -> dict:
+    found = next((name for name in names if name in variants), None)
+    if found is None:
+        raise ValueError(f"no variant {' or '.join(names)}")
+    return variants[found]
 
 
 def comparison(

@@ -19,9 +19,9 @@ constexpr int kMaxGathers = 256;
 constexpr int kMaxSources = 512;
 constexpr int kMaxRanges = 512;  // of words to wait for
 constexpr int64_t kMaxParameterBytes = 32764;
-constexpr int64_t kBytesPerStoreCta = int64_t{96} << 10;
-constexpr int kMaxStoreCtas = 16;  // for each rank that rows go to
-constexpr int kFetchCtas = 96;     // leaves multiprocessors to other communication
+constexpr int64_t kBytesPerStoreCta = int64_t{16} << 10;
+constexpr int kMaxStoreCtas = 128;  // nothing else runs: the stream's next kernel waits
+constexpr int kFetchCtas = 96;      // leaves multiprocessors to other communication
 constexpr int64_t kChunkBytes = int64_t{32} << 10;
 
 void check(cudaError_t error, const char* what) {
@@ -49,10 +49,36 @@ __device__ __forceinline__ uint32_t spin(const uint32_t* word, uint32_t epoch) {
   return ahead;
 }
 
+__device__ __forceinline__ bool is_poisoned(uint32_t ahead) {
+  return static_cast<int32_t>(ahead) >= static_cast<int32_t>(kPoison / 2);
+}
+
+// Results of a call that was cut short are worth nothing: the others go on waiting, until they
+// learn why.
 __device__ __forceinline__ void raise_everywhere(const Board& board, Word word, uint32_t epoch) {
   __threadfence_system();
   const int rank = static_cast<int>(threadIdx.x);
-  if (rank < board.num_ranks) store_release(board.words[rank] + word_index(word, board.rank), epoch);
+  const uint32_t* started = board.words[board.rank] + word_index(Word::kStarted, board.rank);
+  if (rank >= board.num_ranks || is_poisoned(load_acquire(started) - epoch)) return;
+  store_release(board.words[rank] + word_index(word, board.rank), epoch);
+}
+
+// By all threads of a block.
+__device__ __forceinline__ void await_buffers(const Board& board, uint32_t last_use) {
+  const uint32_t* finished = board.words[board.rank] + word_index(Word::kFinished, 0);
+  if (threadIdx.x < board.num_ranks) spin(finished + threadIdx.x, last_use);
+  __syncthreads();
+}
+
+__device__ __forceinline__ void say_started(const Board& board, uint32_t epoch) {
+  uint32_t* started = board.words[board.rank] + word_index(Word::kStarted, board.rank);
+  if (threadIdx.x != 0 || is_poisoned(load_acquire(started) - epoch)) return;
+  store_release(started, epoch);
+}
+
+__global__ void start_kernel(Board board, uint32_t last_use, uint32_t epoch) {
+  say_started(board, epoch);
+  await_buffers(board, last_use);
 }
 
 // Whether this is the last of `num_blocks` blocks to get here, for all of its threads. What all of
@@ -102,46 +128,58 @@ struct StoreBlock {
 struct StoreArguments {
   StoreBlock blocks[kMaxStoreBlocks];
   uint16_t first_block[kMaxPeers + 1];  // by target
+  int64_t num_words[kMaxPeers];
   uint16_t first_flag[kMaxPeers + 1];
   uint32_t* flags[kMaxStoreFlags];
+  Board board;
+  uint32_t last_use;
   uint32_t epoch;
   uint32_t* counters;
 };
 static_assert(sizeof(StoreArguments) <= kMaxParameterBytes);
 
+// Words [begin, end) of a block.
 template <typename WordT>
-__device__ __forceinline__ void store_block(const StoreBlock& block) {
+__device__ __forceinline__ void store_words(const StoreBlock& block, int64_t begin, int64_t end) {
   constexpr int kUnrolled = 4;
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  const auto src = [&](int64_t i) {
+  const auto at = [&](auto* first, int64_t stride, int64_t i) {
     const int64_t row = block.num_words == block.row_words ? 0 : i / block.row_words;
-    return reinterpret_cast<const WordT*>(block.src + row * block.src_stride) +
-           (i - row * block.row_words);
+    using Word = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(first)>>,
+                                    const WordT, WordT>;
+    return reinterpret_cast<Word*>(first + row * stride) + (i - row * block.row_words);
   };
-  const auto dst = [&](int64_t i) {
-    const int64_t row = block.num_words == block.row_words ? 0 : i / block.row_words;
-    return reinterpret_cast<WordT*>(block.dst + row * block.dst_stride) +
-           (i - row * block.row_words);
-  };
-  int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  for (; i + (kUnrolled - 1) * step < block.num_words; i += kUnrolled * step) {
+  int64_t i = begin + threadIdx.x;
+  for (; i + (kUnrolled - 1) * kThreads < end; i += kUnrolled * kThreads) {
     WordT words[kUnrolled];
 #pragma unroll
-    for (int j = 0; j < kUnrolled; ++j) words[j] = *src(i + j * step);
+    for (int j = 0; j < kUnrolled; ++j)
+      words[j] = *at(block.src, block.src_stride, i + j * kThreads);
 #pragma unroll
-    for (int j = 0; j < kUnrolled; ++j) *dst(i + j * step) = words[j];
+    for (int j = 0; j < kUnrolled; ++j)
+      *at(block.dst, block.dst_stride, i + j * kThreads) = words[j];
   }
-  for (; i < block.num_words; i += step) *dst(i) = *src(i);
+  for (; i < end; i += kThreads)
+    *at(block.dst, block.dst_stride, i) = *at(block.src, block.src_stride, i);
 }
 
-// blockIdx.y is the target, gridDim.x blocks share its rows.
+// blockIdx.y is the target; gridDim.x blocks share its words evenly, whichever block they are of.
 __global__ void __launch_bounds__(kThreads) store_kernel(const __grid_constant__ StoreArguments a) {
   const int target = static_cast<int>(blockIdx.y);
-  for (int i = a.first_block[target]; i < a.first_block[target + 1]; ++i) {
-    if (a.blocks[i].word_bytes == 16) {
-      store_block<uint4>(a.blocks[i]);
+  if (blockIdx.x == 0 && target == 0) say_started(a.board, a.epoch);
+  await_buffers(a.board, a.last_use);
+  const int64_t share = (a.num_words[target] + gridDim.x - 1) / gridDim.x;
+  const int64_t first = share * blockIdx.x, last = first + share;
+  int64_t before = 0;
+  for (int i = a.first_block[target]; i < a.first_block[target + 1] && before < last; ++i) {
+    const StoreBlock& block = a.blocks[i];
+    const int64_t begin = max(first - before, int64_t{0});
+    const int64_t end = min(last - before, block.num_words);
+    before += block.num_words;
+    if (begin >= end) continue;
+    if (block.word_bytes == 16) {
+      store_words<uint4>(block, begin, end);
     } else {
-      store_block<uint32_t>(a.blocks[i]);
+      store_words<uint32_t>(block, begin, end);
     }
   }
   const int first_flag = a.first_flag[target], last_flag = a.first_flag[target + 1];
@@ -237,7 +275,8 @@ __device__ __forceinline__ void fill_nan(char* dst, int64_t num_bytes) {
 
 __device__ __forceinline__ bool is_aligned(const void* a, const void* b, int64_t num_bytes) {
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
-           static_cast<uintptr_t>(num_bytes)) & 15) == 0;
+           static_cast<uintptr_t>(num_bytes)) &
+          15) == 0;
 }
 
 template <typename T>
@@ -257,7 +296,7 @@ __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__
       for (int s = 0; s < num_sources; ++s) {
         ahead = max(ahead, spin(results + a.sources[first_source + s].rank, a.epoch));
       }
-      poisoned = ahead >= kPoison / 2;
+      poisoned = is_poisoned(ahead);
     }
     __syncthreads();
     const int64_t begin = (chunk - a.first_chunk[gather]) * kChunkBytes;
@@ -285,20 +324,21 @@ StoreBlock store_block_of(const RowBlock& rows) {
   const int64_t num_words = rows.num_bytes() / word_bytes;
   const bool has_gaps =
       rows.num_rows > 1 && (rows.src_stride != rows.row_bytes || rows.dst_stride != rows.row_bytes);
-  return {rows.src,
-          rows.dst,
-          rows.src_stride,
-          rows.dst_stride,
-          num_words,
-          static_cast<uint32_t>(has_gaps ? rows.row_bytes / word_bytes : num_words),
-          word_bytes};
+  return {
+      rows.src,        rows.dst,
+      rows.src_stride, rows.dst_stride,
+      num_words,       static_cast<uint32_t>(has_gaps ? rows.row_bytes / word_bytes : num_words),
+      word_bytes};
 }
 
 // Launches that hold kMaxStoreBlocks blocks at most. Flags go with the last block of their rank.
 class StoreLaunch {
  public:
-  StoreLaunch(const Board& board, uint32_t epoch, uint32_t* counters, cudaStream_t stream)
-      : board_(board), stream_(stream) {
+  StoreLaunch(const Board& board, uint32_t last_use, uint32_t epoch, uint32_t* counters,
+              cudaStream_t stream)
+      : stream_(stream) {
+    arguments_.board = board;
+    arguments_.last_use = last_use;
     arguments_.epoch = epoch;
     arguments_.counters = counters;
   }
@@ -306,6 +346,7 @@ class StoreLaunch {
   void open(int64_t rank) {
     arguments_.first_block[num_targets_] = static_cast<uint16_t>(num_blocks_);
     arguments_.first_flag[num_targets_] = static_cast<uint16_t>(num_flags_);
+    arguments_.num_words[num_targets_] = 0;
     bytes_of_target_ = 0;
     ++num_targets_;
     rank_ = rank;
@@ -314,6 +355,7 @@ class StoreLaunch {
   void add(const RowBlock& rows) {
     if (num_blocks_ == kMaxStoreBlocks) reopen();
     arguments_.blocks[num_blocks_++] = store_block_of(rows);
+    arguments_.num_words[num_targets_ - 1] += arguments_.blocks[num_blocks_ - 1].num_words;
     bytes_of_target_ += rows.num_bytes();
     most_bytes_ = std::max(most_bytes_, bytes_of_target_);
   }
@@ -322,7 +364,7 @@ class StoreLaunch {
   void raise(const std::vector<int64_t>& flags) {
     for (const int64_t flag : flags) {
       if (num_flags_ == kMaxStoreFlags) reopen();
-      arguments_.flags[num_flags_++] = board_.words[rank_] + flag;
+      arguments_.flags[num_flags_++] = arguments_.board.words[rank_] + flag;
     }
   }
 
@@ -331,7 +373,8 @@ class StoreLaunch {
     arguments_.first_block[num_targets_] = static_cast<uint16_t>(num_blocks_);
     arguments_.first_flag[num_targets_] = static_cast<uint16_t>(num_flags_);
     const int64_t ctas = (most_bytes_ + kBytesPerStoreCta - 1) / kBytesPerStoreCta;
-    const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(ctas, 1, kMaxStoreCtas)),
+    const int64_t most_ctas = std::max(1, kMaxStoreCtas / num_targets_);
+    const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(ctas, 1, most_ctas)),
                     static_cast<unsigned>(num_targets_));
     store_kernel<<<grid, kThreads, 0, stream_>>>(arguments_);
     check(cudaGetLastError(), "store kernel launch");
@@ -348,7 +391,6 @@ class StoreLaunch {
   }
 
   StoreArguments arguments_ = {};
-  Board board_;
   cudaStream_t stream_;
   int64_t rank_ = -1;  // of the last target
   int num_blocks_ = 0;
@@ -412,6 +454,11 @@ class FetchLaunch {
 
 }  // namespace
 
+void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t stream) {
+  start_kernel<<<1, kMaxPeers, 0, stream>>>(board, last_use, epoch);
+  check(cudaGetLastError(), "start kernel launch");
+}
+
 void await_words(const Board& board, const std::vector<FlagRange>& ranges, uint32_t epoch,
                  cudaStream_t stream) {
   for (auto next = ranges.begin(); next != ranges.end();) {
@@ -425,9 +472,9 @@ void await_words(const Board& board, const std::vector<FlagRange>& ranges, uint3
   }
 }
 
-void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t epoch,
-           uint32_t* counters, cudaStream_t stream) {
-  StoreLaunch launch(board, epoch, counters, stream);
+void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t last_use,
+           uint32_t epoch, uint32_t* counters, cudaStream_t stream) {
+  StoreLaunch launch(board, last_use, epoch, counters, stream);
   for (auto parcel = parcels.begin(); parcel != parcels.end();) {
     std::vector<int64_t> flags;
     const int64_t rank = parcel->rank;

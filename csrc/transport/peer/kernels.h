@@ -19,16 +19,16 @@ struct Board {
   int num_ranks;
 };
 
-// Of a board: who has written its results, who needs nothing of others any more, and the arrival
-// flags of the rows that come here.
-enum class Word { kResults, kFinished };
+// Of a board: who has written its results, who needs nothing of others any more, and, for this rank
+// alone, which call it is in. Then the arrival flags of the rows that come here.
+enum class Word { kResults, kFinished, kStarted };
 constexpr int64_t word_index(Word word, int64_t rank) {
-  return (word == Word::kResults ? 0 : kMaxPeers) + rank;
+  return static_cast<int64_t>(word) * kMaxPeers + rank;
 }
-constexpr int64_t kFirstFlag = 2 * kMaxPeers;
+constexpr int64_t kFirstFlag = 3 * kMaxPeers;
 constexpr int64_t kMaxFlags = int64_t{1} << 18;
 
-// A word this far ahead of its epoch was raised by a watchdog, so that streams drain.
+// A word about this far ahead of its epoch was raised by a watchdog, so that streams drain.
 constexpr uint32_t kPoison = uint32_t{1} << 30;
 
 // Rows from anywhere to anywhere: [num_rows] of row_bytes each.
@@ -56,14 +56,18 @@ struct FlagRange {
   int64_t last;
 };
 
+// Says that this rank is in the call of `epoch`, and waits until nobody needs what was done in
+// `last_use`.
+void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t stream);
+
 // Waits until words of this rank's board stand for `epoch`.
 void await_words(const Board& board, const std::vector<FlagRange>& ranges, uint32_t epoch,
                  cudaStream_t stream);
 
-// Stores rows from a few multiprocessors, then raises the parcels' flags to `epoch`. Parcels are
-// ordered by rank. `counters` are kMaxPeers zeros, and zero again afterwards.
-void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t epoch,
-           uint32_t* counters, cudaStream_t stream);
+// As start; then stores rows and raises the parcels' flags to `epoch`. Parcels are ordered by rank.
+// `counters` are kMaxPeers zeros, and zero again afterwards.
+void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t last_use,
+           uint32_t epoch, uint32_t* counters, cudaStream_t stream);
 
 // dst = rows of one rank, or dst += rows of several, added in order in float32 and rounded once.
 struct Gather {
@@ -80,8 +84,8 @@ struct Gather {
 enum class Addend { kBfloat16, kFloat16 };
 
 // Says that this rank's results are written, fetches those of others as they are, and says that
-// nothing more is needed. Rows of a rank whose board was poisoned become NaN. `counter` is zero,
-// and zero again afterwards.
+// nothing more is needed. Where this rank's board is poisoned, rows become NaN and the others are
+// told nothing. `counter` is zero, and zero again afterwards.
 void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
            uint32_t* counter, cudaStream_t stream);
 

@@ -13,6 +13,9 @@ namespace {
 // Copy engines need 20 us and more for small transfers, stores take multiprocessors.
 constexpr int64_t kMaxStoredBytes = int64_t{12} << 20;
 
+// Copies to one rank by turns in as many queues: a copy starts while another ends.
+constexpr size_t kQueuesPerRank = 2;
+
 // Through the runtime, so that the library needs no libcuda where there is no driver.
 decltype(&cuStreamWriteValue32) stream_write_value() {
   static const auto function = [] {
@@ -74,43 +77,46 @@ void Event::block(cudaStream_t stream) const {
   C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_));
 }
 
-PeerTransport::PeerTransport(Members members, std::shared_ptr<FailureBoard> failures)
-    : memory_(members), failures_(std::move(failures)) {
+PeerTransport::PeerTransport(Members members, std::shared_ptr<FailureBoard> failures,
+                             double timeout_s)
+    : memory_(members), watchdog_(memory_.board(), members.device, std::move(failures), timeout_s) {
   counters_ = at::zeros({kMaxPeers + 1}, at::TensorOptions(at::kInt).device(members.device));
-  for (int64_t rank = 0; rank < members.num_ranks; ++rank) {
-    streams_.push_back(c10::cuda::getStreamFromPool(true, members.device.index()));
-    copied_.push_back(std::make_unique<Event>());
+  for (size_t i = 0; i < members.num_ranks * kQueuesPerRank; ++i) {
+    queues_.push_back({c10::cuda::getStreamFromPool(true, members.device.index()),
+                       std::make_unique<Event>(), false});
   }
   at::cuda::getCurrentCUDAStream().synchronize();  // counters are zero for every stream
 }
 
-void PeerTransport::begin(int64_t num_bytes, const Where&) {
+void PeerTransport::begin(int64_t num_bytes, const Where& where) {
+  watchdog_.begin(epoch_ + 1, where);
   memory_.reserve(num_bytes);
   ++epoch_;
-  // The buffer was last used two calls ago.
-  const int64_t first = word_index(Word::kFinished, 0);
-  await_words(memory_.board(), {{first, first + memory_.board().num_ranks}},
-              epoch_ - PeerMemory::kNumBuffers, at::cuda::getCurrentCUDAStream());
 }
 
 void PeerTransport::send(std::vector<Parcel> parcels) {
   for (Parcel& parcel : parcels) parcel.flag += kFirstFlag;
-  if (bytes_of(parcels) > kMaxStoredBytes) return copy(parcels);
-  store(memory_.board(), parcels, epoch_,
-        reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()),
-        at::cuda::getCurrentCUDAStream());
+  const Board& board = memory_.board();
+  const auto stream = at::cuda::getCurrentCUDAStream();
+  const uint32_t last_use = epoch_ - PeerMemory::kNumBuffers;
+  const int64_t num_bytes = bytes_of(parcels);
+  if (!parcels.empty() && num_bytes <= kMaxStoredBytes) {
+    auto* counters = reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>());
+    return store(board, parcels, last_use, epoch_, counters, stream);
+  }
+  start(board, last_use, epoch_, stream);
+  copy(parcels);
 }
 
 void PeerTransport::copy(const std::vector<Parcel>& parcels) {
   ready_.record(at::cuda::getCurrentCUDAStream());
-  for (const Parcel& parcel : parcels) {
-    const c10::cuda::CUDAStream stream = streams_[parcel.rank];
-    if (copying_.empty() || copying_.back() != parcel.rank) {
-      copying_.push_back(parcel.rank);
-      ready_.block(stream);
-    }
-    for (const RowBlock& rows : parcel.blocks) copy_rows(rows, stream);
-    write_word(memory_.board().words[parcel.rank] + parcel.flag, epoch_, stream);
+  for (size_t i = 0; i < parcels.size(); ++i) {
+    const auto& [rank, blocks, flag] = parcels[i];
+    Queue& queue = queues_[rank * kQueuesPerRank + i % kQueuesPerRank];
+    if (!queue.in_use) ready_.block(queue.stream);
+    queue.in_use = true;
+    for (const RowBlock& rows : blocks) copy_rows(rows, queue.stream);
+    write_word(memory_.board().words[rank] + flag, epoch_, queue.stream);
   }
 }
 
@@ -124,11 +130,12 @@ void PeerTransport::fetch(const std::vector<Gather>& gathers, Addend addend) {
   transport::peer::fetch(
       memory_.board(), gathers, addend, epoch_,
       reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()) + kMaxPeers, stream);
-  for (const int64_t rank : copying_) {
-    copied_[rank]->record(streams_[rank]);
-    copied_[rank]->block(stream);
+  for (Queue& queue : queues_) {
+    if (!queue.in_use) continue;
+    queue.end->record(queue.stream);
+    queue.end->block(stream);
+    queue.in_use = false;
   }
-  copying_.clear();
 }
 
 }  // namespace distca::transport::peer

@@ -9,6 +9,7 @@
 #include "../failures.h"
 #include "kernels.h"
 #include "memory.h"
+#include "watchdog.h"
 
 namespace distca::transport::peer {
 
@@ -25,15 +26,23 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+// Copies one after the other, beside those of other queues.
+struct Queue {
+  c10::cuda::CUDAStream stream;
+  std::unique_ptr<Event> end;
+  bool in_use;  // by the current call
+};
+
 // Rows straight from a rank's tensors to the place in another's memory where they are read, and
 // results straight from there to their rows. One call after the other: begin, send, (work that
 // reads and writes this rank's buffer), fetch. Every rank of the group makes the same calls.
 class PeerTransport {
  public:
-  PeerTransport(Members members, std::shared_ptr<FailureBoard> failures);
+  // Gives up a call in which nothing moves for `timeout_s`.
+  PeerTransport(Members members, std::shared_ptr<FailureBoard> failures, double timeout_s);
 
-  // Starts a call that needs `num_bytes` of every rank's buffer, as large on every rank. The current
-  // stream waits until nobody uses that buffer any more.
+  // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every
+  // rank's buffer, as many on every rank.
   void begin(int64_t num_bytes, const Where& where);
 
   int64_t rank() const { return memory_.board().rank; }
@@ -43,8 +52,9 @@ class PeerTransport {
   const uint32_t* flags() const { return memory_.board().words[memory_.board().rank] + kFirstFlag; }
   uint32_t epoch() const { return epoch_; }
 
-  // Sends parcels, ordered by rank, whose flags count from kFirstFlag. Few bytes are stored before
-  // what the current stream does next; many travel beside it, by copy engines.
+  // Sends parcels, ordered by rank, whose flags count from kFirstFlag, once nobody uses the buffers
+  // any more; the current stream waits for that too. Few bytes are stored before what the stream
+  // does next; many travel beside it, by copy engines.
   void send(std::vector<Parcel> parcels);
 
   // The current stream waits for arrival flags, of rows that a later kernel reads without waiting.
@@ -60,13 +70,11 @@ class PeerTransport {
   void copy(const std::vector<Parcel>& parcels);
 
   PeerMemory memory_;
-  std::shared_ptr<FailureBoard> failures_;
-  at::Tensor counters_;  // int32 [kMaxPeers + 1], zero between calls
-  std::vector<c10::cuda::CUDAStream> streams_;  // a copy engine's queue for each rank
-  std::vector<std::unique_ptr<Event>> copied_;  // the end of each queue
-  Event ready_;                                 // of what is sent
-  std::vector<int64_t> copying_;                // ranks that copies of this call go to
+  at::Tensor counters_;        // int32 [kMaxPeers + 1], zero between calls
+  std::vector<Queue> queues_;  // of copies, kQueuesPerRank for each rank
+  Event ready_;                // of what is sent
   uint32_t epoch_ = 0;
+  Watchdog watchdog_;
 };
 
 }  // namespace distca::transport::peer

@@ -1,0 +1,196 @@
+"""Rows of core attention between ranks: bandwidth alone, and what they cost beside attention.
+
+    torchrun --nproc-per-node 4 benchmarks/transport.py --out runs/transport
+
+Alone: every rank sends equally to all others, in the shape of a plan (queries with the keys that
+they see, several documents), through the operator's own path: torch.ops.distca.exchange. "peer" is
+the transport through peer memory, "process_group" that of NCCL with packing and unpacking,
+"all_to_all" NCCL's raw all_to_all_single of as many bytes.
+
+Beside attention: every rank has the same documents. "home" computes them where they are; "moved"
+computes a share of them on the next rank, so that every rank computes as much as before, and all
+that it takes longer is communication. Forward and backward of one layer.
+
+Times are medians over batches of calls between CUDA events, of the slowest rank.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import distca
+from distca.planning import local_plan
+from distca.session import Session
+
+MIB = 2**20
+HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
+ROW_BYTES = 2 * HEAD_DIM * (HEADS_Q + 2 * HEADS_KV)  # a query with its own key and value
+CALLS = 10  # in a batch
+Task = tuple[int, int, int, int]  # document, first query, last query + 1, server
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--mib", type=float, nargs="+", default=[1, 8, 64, 256], help="out per rank"
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072], help="per rank")
+    parser.add_argument("--share", type=float, default=0.25, help="of the documents that moves")
+    parser.add_argument("--documents", type=int, default=4, help="per rank")
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="folder for transport.csv")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
+    return args
+
+
+def slowest_ms(call: Callable[[], None], batches: int) -> float:
+    """Of one call."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # a millisecond, in which the host enqueues the batch
+        start.record()
+        for _ in range(CALLS):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / CALLS)
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+class Steps:
+    """Shares of chosen plans over the open session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def share_of(self, lengths: list[int], tasks: list[Task], window: tuple[int, int]) -> tuple:
+        """Layout and rows where every rank has documents of these lengths, numbered through."""
+        ranks, ops = self.session.num_ranks, torch.ops.distca
+        held = [(rank, length) for rank in range(ranks) for length in lengths]
+        pieces = torch.tensor([(rank, i, 0, length) for i, (rank, length) in enumerate(held)])
+        in_order = torch.tensor(sorted(tasks, key=lambda task: (task[3], *task[:2])))
+        plan = ops.plan_of_tasks(pieces, in_order, ranks, *window)
+        layout, packed = ops.layout(
+            pieces, plan, self.session.rank, self.session.num_plans, "cuda", False
+        )
+        self.session.num_plans += 1
+        return layout, ops.unpack_rows(layout, packed.cuda())
+
+
+def inputs(rows: int) -> list[Tensor]:
+    return [
+        torch.randn(rows, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        for heads in (HEADS_Q, HEADS_KV, HEADS_KV)
+    ]
+
+
+def exchange_ms(mib: float, documents: int, transport: str, batches: int) -> tuple[float, float]:
+    """(ms, MiB out per rank) of equal parts of every document to every other rank."""
+    session = distca.init(options=distca.Options(transport=transport))
+    ranks = session.num_ranks
+    part = max(1, round(mib * MIB / ROW_BYTES / (ranks - 1) / documents))
+    tasks = [
+        (document, part * i, part * (i + 1), (document // documents + i) % ranks)
+        for document in range(ranks * documents)
+        for i in range(ranks)
+    ]
+    share = Steps(session).share_of([part * ranks] * documents, tasks, (0, 0))
+    q, k, v = inputs(part * ranks * documents)
+    ms = slowest_ms(lambda: torch.ops.distca.exchange(q, k, v, *share, session.group_name), batches)
+    distca.close()
+    return ms, part * documents * (ranks - 1) * ROW_BYTES / MIB
+
+
+def all_to_all_ms(mib: float, batches: int) -> float:
+    ranks = dist.get_world_size()
+    sent = torch.randn(int(mib * MIB / 2 / (ranks - 1)) * ranks, device="cuda").bfloat16()
+    received = torch.empty_like(sent)
+    own, part = dist.get_rank(), sent.numel() // ranks
+    splits = [0 if rank == own else part for rank in range(ranks)]
+    rows = part * (ranks - 1)
+    return slowest_ms(
+        lambda: dist.all_to_all_single(received[:rows], sent[:rows], splits, splits), batches
+    )
+
+
+def beside_attention_ms(
+    tokens: int, documents: int, share_moved: float, transport: str, batches: int
+) -> tuple[float, float]:
+    """(home, moved) ms of a forward and backward pass."""
+    session = distca.init(options=distca.Options(transport=transport))
+    ranks, length = session.num_ranks, tokens // documents
+    lengths, kept = [length] * documents, int(length * (1 - share_moved)) // 128 * 128
+    tasks = []
+    for document in range(ranks * documents):
+        home = document // documents
+        tasks += [(document, 0, kept, home), (document, kept, length, (home + 1) % ranks)]
+    moved = Steps(session).share_of(lengths, tasks, (-1, 0))
+    starts = range(0, tokens + 1, length)
+    home = local_plan(distca.Documents([*starts]), (-1, 0), torch.device("cuda", session.rank))
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(length * documents))
+    grad_out = torch.randn_like(q)
+
+    def pass_through(share: tuple, group_name: str) -> None:
+        scale = HEAD_DIM**-0.5
+        out, _ = torch.ops.distca.core_attention(q, k, v, *share, scale, group_name)
+        torch.autograd.grad(out, (q, k, v), grad_out)
+
+    home_ms = slowest_ms(lambda: pass_through((home.layout, home.rows), ""), batches)
+    moved_ms = slowest_ms(lambda: pass_through(moved, session.group_name), batches)
+    distca.close()
+    return home_ms, moved_ms
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    is_first, table = dist.get_rank() == 0, []
+
+    def add(name: str, figure: str, value: float) -> None:
+        table.append((name, figure, value))
+        if is_first:
+            print(f"{name:44} {figure:24} {value:10.4g}", flush=True)
+
+    for mib in args.mib:
+        for transport in ("peer", "process_group"):
+            ms, sent_mib = exchange_ms(mib, args.documents, transport, args.batches)
+            add(f"{mib:g} MiB out per rank, {transport}", "GB/s", sent_mib * MIB / ms / 1e6)
+            add(f"{mib:g} MiB out per rank, {transport}", "us", 1e3 * ms)
+        ms = all_to_all_ms(mib, args.batches)
+        add(f"{mib:g} MiB out per rank, all_to_all", "GB/s", mib * MIB / ms / 1e6)
+    for tokens in args.tokens:
+        for transport in ("peer", "process_group"):
+            home, moved = beside_attention_ms(
+                tokens, args.documents, args.share, transport, args.batches
+            )
+            name = f"{tokens} tokens, {args.share:g} moved, {transport}"
+            add(name, "home, ms", home)
+            add(name, "moved, ms", moved)
+            add(name, "longer, %", 100 * (moved / home - 1))
+    if is_first and args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with (args.out / "transport.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("what", "figure", "value"), *table])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
