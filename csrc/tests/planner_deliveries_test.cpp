@@ -19,7 +19,7 @@ using Place = std::pair<int64_t, int64_t>;  // document, position
 
 // What lies in a server's visiting rows once all ranks have sent.
 struct Received {
-  std::map<int64_t, Place> queries, keys;        // by visiting row
+  std::map<int64_t, Place> queries, keys;  // by visiting row
   std::map<int64_t, int64_t> query_flag, key_flag;
   std::set<int64_t> flags;
 };

@@ -31,7 +31,7 @@ Watchdog::~Watchdog() {
   }
   stopped_.notify_all();
   thread_.join();
-  C10_CUDA_CHECK_WARN(cudaStreamDestroy(stream_));
+  cudaStreamDestroy(stream_);  // fails where the process is ending: then it is gone already
 }
 
 void Watchdog::begin(uint32_t epoch, const Where& where) {
@@ -58,8 +58,8 @@ void Watchdog::watch() {
     const std::string reason = reason_to_give_up(Clock::now() - since);
     if (reason.empty()) continue;
     fail(reason, last);
-    do poison();
-    while (!sleep_until_stopped(kPoisonPeriod));
+    while (poison() && !sleep_until_stopped(kPoisonPeriod)) {
+    }
     return;
   }
 }
@@ -102,18 +102,16 @@ void Watchdog::fail(const std::string& reason, const std::vector<uint32_t>& word
   failure_ = "distca: " + place + ": " + cause;
 }
 
-void Watchdog::poison() {
+bool Watchdog::poison() {
   uint32_t latest = 0;
   {
     std::lock_guard lock(mutex_);
     if (!calls_.empty()) latest = calls_.back().epoch;
   }
   const std::vector<uint32_t> words(kFirstFlag + kMaxFlags, latest + kPoison);
-  // From pageable memory: returns when it has been read.
-  C10_CUDA_CHECK_WARN(cudaMemcpyAsync(board_.words[board_.rank], words.data(),
-                                      words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice,
-                                      stream_));
-  C10_CUDA_CHECK_WARN(cudaStreamSynchronize(stream_));
+  return cudaMemcpyAsync(board_.words[board_.rank], words.data(), words.size() * sizeof(uint32_t),
+                         cudaMemcpyHostToDevice, stream_) == cudaSuccess &&
+         cudaStreamSynchronize(stream_) == cudaSuccess;
 }
 
 }  // namespace distca::transport::peer

@@ -43,7 +43,7 @@ class Watchdog {
   bool is_waiting(const std::vector<uint32_t>& words) const;
   std::string reason_to_give_up(Clock::duration still) const;
   void fail(const std::string& reason, const std::vector<uint32_t>& words);
-  void poison();
+  bool poison();  // false when the device is gone
 
   Board board_;
   c10::Device device_;

@@ -1,0 +1,61 @@
+"""A step through peer memory in which one rank fails: python gpu_fault_script.py FAULT PASS, under
+a launcher's environment. It catches nothing, as users' scripts do not."""
+
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import distca
+
+VICTIM = 1
+ROWS = 6000
+TIMEOUT_S = 5.0
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raise_error() -> None:
+    raise KeyError("layers.417.weight")
+
+
+FAULTS = {function.__name__: function for function in (die, stop, raise_error)}
+
+
+def main() -> None:
+    fault, failing_pass = FAULTS[sys.argv[1]], sys.argv[2]
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    distca.init(options=distca.Options(transport="peer", timeout_s=TIMEOUT_S))
+    documents = distca.Documents.sharded([ROWS], rank, world_size)
+    distca.plan(documents, device="cuda")
+    q, k, v = (
+        torch.randn(documents.num_tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+        .requires_grad_()
+        for heads in (4, 2, 2)
+    )  # fmt: skip
+    for layer in range(4):
+        is_last = rank == VICTIM and layer == 2
+        if is_last and failing_pass == "forward":
+            fault()
+        out = distca.core_attention(q, k, v, documents)
+        torch.cuda.synchronize()
+        if is_last and failing_pass == "backward":
+            fault()
+        out.backward(torch.ones_like(out))
+        torch.cuda.synchronize()
+    print("nothing was noticed", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

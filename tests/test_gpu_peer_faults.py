@@ -1,0 +1,66 @@
+"""A rank of a group that uses peer memory dies, stops or raises: the others end with an error that
+names it, within the timeout."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_fault_script import FAULTS, TIMEOUT_S, VICTIM
+from ranks import free_port
+
+import distca
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = Path(__file__).parent / "gpu_fault_script.py"
+START_S = 40  # of processes with CUDA
+SAYS = {"die": "is dead", "stop": "is stopped", "raise_error": "KeyError: 'layers.417.weight'"}
+
+
+def survivor(process: subprocess.Popen, deadline: float) -> tuple[int, str]:
+    try:
+        _, error = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, error = process.communicate()
+        pytest.fail("hangs:\n" + error)
+    return process.returncode, error
+
+
+@pytest.mark.parametrize("failing_pass", ["forward", "backward"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_others_name_the_rank_at_fault(fault, failing_pass):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("peer memory needs a Hopper GPU")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(distca.__file__).parents[1]),
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), fault, failing_pass],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        code, error = survivor(processes[1 - VICTIM], time.monotonic() + START_S + 2 * TIMEOUT_S)
+    finally:
+        processes[VICTIM].send_signal(signal.SIGKILL)
+        processes[VICTIM].communicate()
+    assert code != 0, error
+    last = error.strip().splitlines()[-1]
+    assert "torch.distributed.DistBackendError: distca: " in last, error
+    assert f"rank {VICTIM} " in last and SAYS[fault] in last, error
+    assert f"{failing_pass} pass" in last, error
