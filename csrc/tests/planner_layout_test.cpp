@@ -30,6 +30,17 @@ std::vector<Rows> home_rows(const Pack& pack) {
   return rows;
 }
 
+// The same without context.
+std::vector<Rows> home_queries(const Pack& pack) {
+  std::vector<Rows> rows = home_rows(pack);
+  for (Rows& of_rank : rows) {
+    std::erase_if(of_rank, [&](const auto& row) {
+      return row.second < pack.documents[row.first].first_query;
+    });
+  }
+  return rows;
+}
+
 struct Tables {
   std::vector<int64_t> Layout::*send_rows;
   std::vector<int64_t> Layout::*recv_rows;
@@ -92,13 +103,13 @@ void compute(const PlacedTask& task, const Mask& mask, const Rows& q_rows, const
 
 std::map<Pair, int64_t> execute(const Pack& pack, const Plan& plan,
                                 const std::vector<Layout>& layouts) {
-  const std::vector<Rows> home = home_rows(pack);
-  const std::vector<Rows> queries = exchange(layouts, home, kQueryTables);
+  const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
+  const std::vector<Rows> queries = exchange(layouts, own_queries, kQueryTables);
   const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
   std::map<Pair, int64_t> computed;
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
     for (const PlacedTask& task : layouts[rank].home_tasks) {
-      compute(task, plan.mask, home[rank], home[rank], computed);
+      compute(task, plan.mask, own_queries[rank], home[rank], computed);
     }
     for (const PlacedTask& task : layouts[rank].visiting_tasks) {
       compute(task, plan.mask, queries[rank], keys[rank], computed);
@@ -110,7 +121,7 @@ std::map<Pair, int64_t> execute(const Pack& pack, const Plan& plan,
 std::map<Pair, int64_t> expected_pairs(const Pack& pack, const Mask& mask) {
   std::map<Pair, int64_t> pairs;
   for (size_t i = 0; i < pack.documents.size(); ++i) {
-    for (int64_t query = 0; query < pack.documents[i].length; ++query) {
+    for (int64_t query = pack.documents[i].first_query; query < pack.documents[i].length; ++query) {
       for (int64_t key = 0; key < pack.documents[i].length; ++key) {
         if (sees(mask, query, key)) pairs[{static_cast<int64_t>(i), query, key}] = 1;
       }
@@ -170,8 +181,8 @@ TEST(Layout, VisitingRowsAreOrderedAndUnique) {
     const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
     const Plan plan = make_plan(pack, draw_options(random));
     const std::vector<Layout> layouts = make_layouts(pack, plan);
-    const std::vector<Rows> home = home_rows(pack);
-    for (const Rows& rows : exchange(layouts, home, kQueryTables)) expect_ordered(rows);
+    const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
+    for (const Rows& rows : exchange(layouts, own_queries, kQueryTables)) expect_ordered(rows);
     for (const Rows& rows : exchange(layouts, home, kKeyTables)) expect_ordered(rows);
   }
 }
