@@ -4,7 +4,7 @@ import hashlib
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
 
@@ -16,7 +16,7 @@ from distca.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
 from distca.cost import AttentionShape, check_device, cost_tensor
 from distca.documents import Documents, check_window
 from distca.options import Options
-from distca.session import Session, configured, init
+from distca.session import Session, configured, halves_of, init
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -143,16 +143,59 @@ def plan(
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    made = _submit(session, documents, window_size, device, shape)
+    documents._group = group
+    # Which windows are planned ahead must not depend on where this rank's documents are cut.
+    if session.cut is not None and window_size[1] == 0 and not documents.crosses_ranks:
+        plan_halves(documents, session.cut, window_size=window_size, device=device, shape=shape)
+    return made if ahead else made.wait()
+
+
+def plan_halves(
+    documents: Documents,
+    cut: Callable[[Documents], int],
+    *,
+    window_size: tuple[int, int],
+    device: torch.device,
+    shape: AttentionShape | None = None,
+) -> tuple[Documents, Documents]:
+    """The halves of documents cut at row cut(documents), each with a plan of its own, in the
+    background. Collective at the first call with this function and window; cached on `documents`.
+
+    Raises ValueError as `Documents.halves` does; the other ranks of the group are told.
+    """
+    found = documents._halves.get((cut, window_size))
+    if found is not None:
+        return found
+    session = init(documents._group)
+    try:
+        halves = documents.halves(cut(documents), window_size)
+    except Exception as error:
+        session.announce(error)
+        raise
+    session.cut = cut
+    for half, its_session in zip(halves, halves_of(session), strict=True):
+        _submit(its_session, half, window_size, device, shape)
+    documents._halves[cut, window_size] = halves
+    return halves
+
+
+def _submit(
+    session: Session,
+    documents: Documents,
+    window_size: tuple[int, int],
+    device: torch.device,
+    shape: AttentionShape | None,
+) -> Plan:
+    """A plan that the planner thread will make, attached to `documents`."""
     step = session.num_plans
     session.num_plans += 1
     problem = _Problem(session.rank, session.num_ranks, window_size, device.type, step)
     pending = session.planner.submit(
         _make, session, documents, problem, _shape_words(session, shape)
     )
-    made = Plan(pending, device, session.group_name)
-    documents._plans[window_size] = made
-    documents._group = group
-    return made if ahead else made.wait()
+    made = documents._plans[window_size] = Plan(pending, device, session.group_name)
+    return made
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:

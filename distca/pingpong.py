@@ -1,0 +1,441 @@
+"""A transformer block on two halves of the tokens: one computes while the other communicates."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+
+from distca import attention
+from distca import session as sessions
+from distca.documents import Documents
+from distca.planning import plan_halves
+
+INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
+
+
+def middle(documents: Documents) -> int:
+    """The row in the middle: both halves have as many tokens (up to one)."""
+    return documents.num_tokens // 2
+
+
+def nearest_border(documents: Documents) -> int:
+    """The row nearest to the middle at which a document begins or ends; no document is cut."""
+    borders = documents.cu_seqlens.long()
+    return int(borders[(borders - middle(documents)).abs().argmin()])
+
+
+@dataclass
+class _Settings:
+    cut: Callable[[Documents], int]
+    split: Mapping[int | str, int | None]
+    compiled: Callable | None = None
+    """What each half runs, once compiled."""
+
+
+class PingPong(nn.Module):
+    """`PingPong(block)` makes `block` run on two halves of its tokens, which take turns: one
+    computes while the other communicates, forward and backward. Returns the block itself, of a
+    class that derives from PingPong and its own, as fully_shard does: parameters, buffers and
+    submodules keep their names.
+
+    The block is called as before, with x [tokens, ...] or [1, tokens, ...] first. It finds the
+    step's documents among its arguments, or as `distca.documents` put them in force; they must have
+    a plan. Other tensors with as many entries as there are tokens, in dimension 0 or in dimension 1
+    behind one of size 1, are split too, also inside tuples, lists and dicts; everything else goes
+    to both halves. `split` names exceptions, by position (x is 0) or keyword: the dimension of
+    tokens, or None for what is not to be split. Results are tensors with a row for each token, or
+    tuples, lists or dicts of such, and None.
+
+    `cut` gives the first row of the second half; it may lie inside a document, except for windows
+    that see to the right. Give all blocks the same function: halves are planned for each.
+
+    The block runs whole where nothing travels: without documents, without a plan, where the plan
+    moves no row, in a group of one rank, with options.enabled False.
+
+    Shard, checkpoint and compile what PingPong returns. Raises ValueError for a block to which
+    that was done before, for documents that cross ranks, for x without their tokens and for results
+    without rows.
+    """
+
+    def __new__(
+        cls,
+        block: nn.Module | None = None,
+        *,
+        cut: Callable[[Documents], int] = middle,
+        split: Mapping[int | str, int | None] | None = None,
+    ):
+        if block is None:  # copy.copy and copy.deepcopy make the instance first
+            return super().__new__(cls)
+        _check_block(block)
+        block._ping_pong = _Settings(cut, dict(split or {}))
+        block.__class__ = _ping_pong_class(type(block))
+        return block
+
+    def __init__(self, *_, **__) -> None:
+        """The block is initialised."""
+
+    def compile(self, *args, **kwargs) -> None:
+        """torch.compile of what each half runs; attention breaks the graph."""
+        self._ping_pong.compiled = torch.compile(super().forward, *args, **kwargs)
+
+    def _run(self, *args, **kwargs):
+        return (self._ping_pong.compiled or super().forward)(*args, **kwargs)
+
+    @torch.compiler.disable
+    def forward(self, *args, **kwargs):
+        documents = _documents_among(args, kwargs)
+        if not _pays(documents):
+            return self._run(*args, **kwargs)
+        inputs = _Inputs(documents, self._ping_pong, args, kwargs)
+        turns = _Turns(inputs.device)
+        # Gradients of parameters come from both streams. Their accumulators belong to the current
+        # one, so that whoever takes them up in the backward pass, as FSDP does, finds them there.
+        accumulators = _accumulators(self) if turns.streams else None
+        step = _Step(documents, self._ping_pong.cut, turns)
+        results = []
+        with turns, _uncached_autocast():
+            for idx in range(2):
+                with turns.half(idx), attention.routed(step.route(idx)):
+                    results.append(self._run(*inputs.args[idx], **inputs.kwargs[idx]))
+            step.check_calls()
+            turns.follow(results[0])
+            turns.join()
+            del accumulators
+            return inputs.joined(results)
+
+
+@functools.cache
+def _ping_pong_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"PingPong{kind.__name__}", (PingPong, kind), {})
+
+
+def _check_block(block: nn.Module) -> None:
+    name = type(block).__name__
+    if not isinstance(block, nn.Module):
+        raise ValueError(f"block is {block!r:.80}; expected a module")
+    if isinstance(block, PingPong):
+        raise ValueError(f"block {name} is a PingPong already")
+    if "forward" in block.__dict__:
+        raise ValueError(f"block {name} has a forward of its own instance; expected its class's")
+    if block._compiled_call_impl is not None:
+        raise ValueError(f"block {name} is compiled; compile what PingPong returns")
+    for part_name, part in block.named_modules():
+        where = f"block {name}" + (f", {part_name}" if part_name else "")
+        if isinstance(part, FSDPModule):
+            raise ValueError(f"{where} is sharded; call fully_shard on what PingPong returns")
+        if isinstance(part, CheckpointWrapper):
+            raise ValueError(f"{where} is checkpointed; {INSIDE}")
+
+
+def _documents_among(args: tuple, kwargs: dict) -> Documents | None:
+    """The documents of a block's call. Raises ValueError where there are several."""
+    found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_documents(leaf)}
+    if not found:
+        return attention.documents_in_force()
+    if len(found) > 1:
+        raise ValueError(f"PingPong: {list(found.values())} among the arguments; expected one")
+    return next(iter(found.values()))
+
+
+def _is_documents(leaf: object) -> bool:
+    return isinstance(leaf, Documents)
+
+
+def _pays(documents: Documents | None) -> bool:
+    """Whether rows travel between ranks, alike on all of them. Raises ValueError for documents that
+    cross ranks."""
+    if documents is None:
+        session = sessions.find()
+        if session is not None and session.num_ranks > 1 and torch.is_grad_enabled():
+            warnings.warn(
+                "distca.PingPong: no documents among the block's arguments nor in force, so it "
+                "runs whole; pass them to the block or enter distca.documents",
+                stacklevel=4,
+            )
+        return False
+    session = sessions.find(documents._group)
+    if not documents._plans or session is None:
+        return False
+    if session.num_ranks == 1 or not session.options.enabled:
+        return False
+    if documents.crosses_ranks:
+        raise ValueError(
+            f"PingPong: {documents} cross ranks; expected whole documents on each rank, or the "
+            "block without PingPong"
+        )
+    return any(any(plan.report().bytes_out) for plan in documents._plans.values())
+
+
+def _accumulators(block: nn.Module) -> list:
+    """Nodes that add up the gradients of the block's parameters, of the current stream from now on
+    and as long as they are held."""
+    if not torch.is_grad_enabled():
+        return []
+    parameters = (parameter for parameter in block.parameters() if parameter.requires_grad)
+    return [torch.autograd.graph.get_gradient_edge(parameter) for parameter in parameters]
+
+
+@contextlib.contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """What autocast has cast on one half's stream is not there yet on the other's."""
+    previous = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(previous)
+
+
+class _Inputs:
+    """A block's arguments by half, and how its results are put together."""
+
+    def __init__(
+        self, documents: Documents, settings: _Settings, args: tuple, kwargs: dict
+    ) -> None:
+        self.num_tokens = documents.num_tokens
+        self.row = settings.cut(documents)
+        if not 0 <= self.row <= self.num_tokens:
+            error = ValueError(
+                f"cut is {self.row} for {documents}; expected 0 to {self.num_tokens}"
+            )
+            sessions.find(documents._group).announce(error)  # perhaps of this rank alone
+            raise error
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        self.dims = (0, 1)
+        if isinstance(x, Tensor) and x.dim() > 2 and x.shape[0] == 1:
+            self.dims = (1, 0)  # [1, tokens, ...]: dimension 1 is looked at first
+        if not isinstance(x, Tensor) or self._dim(x) is None:
+            raise ValueError(
+                f"PingPong: the block's first argument is {shape} for {documents}; expected "
+                "[tokens, ...] or [1, tokens, ...]"
+            )
+        self.device = x.device
+        halves = [self._halves(value, settings.split, idx) for idx, value in enumerate(args)]
+        named = {name: self._halves(value, settings.split, name) for name, value in kwargs.items()}
+        self.args = [[pair[idx] for pair in halves] for idx in range(2)]
+        self.kwargs = [{name: pair[idx] for name, pair in named.items()} for idx in range(2)]
+
+    def _dim(self, tensor: Tensor) -> int | None:
+        """The dimension of tokens; None where there is none."""
+        for dim in self.dims:
+            if _may_be_tokens(tensor, dim) and tensor.shape[dim] == self.num_tokens:
+                return dim
+        return None
+
+    def _halves(self, value: object, split: Mapping, key: int | str) -> tuple:
+        leaves, spec = pytree.tree_flatten(value)
+        pairs = []
+        for leaf in leaves:
+            dim = self._dim(leaf) if isinstance(leaf, Tensor) else None
+            if key in split and isinstance(leaf, Tensor):
+                dim = split[key]
+            if dim is None:
+                pairs.append((leaf, leaf))
+                continue
+            if not dim < leaf.dim() or leaf.shape[dim] != self.num_tokens:
+                raise ValueError(
+                    f"split[{key!r}] is {dim}, but that argument has shape {list(leaf.shape)}; "
+                    f"expected the dimension of the {self.num_tokens} tokens, or None"
+                )
+            # One node for both halves: its backward waits for both streams before memory of the
+            # inputs, which the halves read on theirs, can be used again on the current one.
+            pairs.append(leaf.split([self.row, self.num_tokens - self.row], dim))
+        first, second = zip(*pairs, strict=True) if pairs else ((), ())
+        return pytree.tree_unflatten(first, spec), pytree.tree_unflatten(second, spec)
+
+    def joined(self, results: list) -> object:
+        """The results of both halves as those of the whole."""
+        (first, spec), (second, other_spec) = (pytree.tree_flatten(result) for result in results)
+        if spec != other_spec:
+            raise ValueError(f"PingPong: the block returned {spec} and {other_spec} for its halves")
+        return pytree.tree_unflatten(
+            [self._joined(a, b) for a, b in zip(first, second, strict=True)], spec
+        )
+
+    def _joined(self, first: object, second: object) -> Tensor | None:
+        if first is None and second is None:
+            return None
+        counts = (self.row, self.num_tokens - self.row)
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            for dim in self.dims:
+                if not _may_be_tokens(first, dim) or not _may_be_tokens(second, dim):
+                    continue
+                if (first.shape[dim], second.shape[dim]) == counts:
+                    return torch.cat([first, second], dim)
+        shapes = [
+            list(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            for each in (first, second)
+        ]
+        raise ValueError(
+            f"PingPong: the block returned {shapes[0]} and {shapes[1]} for {counts[0]} and "
+            f"{counts[1]} tokens; expected tensors with rows of tokens, in dimension 0 or in "
+            "dimension 1 behind one of size 1, or None"
+        )
+
+
+def _may_be_tokens(tensor: Tensor, dim: int) -> bool:
+    """Dimension 0, or 1 behind one of size 1."""
+    return tensor.dim() > dim and (dim == 0 or tensor.shape[0] == 1)
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    # Gradients of parameters come from the halves' streams on purpose.
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+class _Turns:
+    """The streams of the halves; on the CPU they run one after the other.
+
+    Both wait for the current stream when they start; when they end, it waits for both, and both
+    wait for it. So no half touches memory before all who used it are done, whichever stream it was
+    allocated for: nothing needs record_stream. In the backward pass autograd runs each node on its
+    stream of the forward pass, and does the same at every edge between streams.
+
+    The second half follows the first to its first attention, so that one computes while rows of
+    the other travel. In the backward pass the first half follows the second likewise.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = _streams(device) if device.type == "cuda" else ()
+        self._reached: torch.cuda.Event | None = None  # the first half has queries, keys, values
+        self._turned: torch.cuda.Event | None = None  # the second half has its gradient, backward
+
+    def __enter__(self) -> None:
+        current = self._current()
+        for stream in self.streams:
+            stream.wait_stream(current)
+
+    def __exit__(self, *_) -> None:
+        self.join()  # again, after an error
+        current = self._current()
+        for stream in self.streams:
+            stream.wait_stream(current)
+
+    def _current(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.streams[0].device) if self.streams else None
+
+    def half(self, idx: int) -> contextlib.AbstractContextManager:
+        """The stream of a half as the current one."""
+        if not self.streams:
+            return contextlib.nullcontext()
+        if idx == 1 and self._reached is not None:
+            self.streams[1].wait_event(self._reached)
+        return torch.cuda.stream(self.streams[idx])
+
+    def join(self) -> None:
+        """The current stream waits for both halves."""
+        current = self._current()
+        for stream in self.streams:
+            current.wait_stream(stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What the first half has computed so far, when it calls attention."""
+        if not self.streams:
+            return None
+        event = self._current().record_event()
+        self._reached = self._reached or event
+        return event
+
+    def mark_backward(self, out: Tensor) -> None:
+        """The gradient of what the second half's attention gave: backward, its last call first."""
+        if self.streams and out.requires_grad:
+            out.register_hook(self._turn)
+
+    def _turn(self, _: Tensor) -> None:
+        self._turned = self._turned or self._current().record_event()
+
+    def follow(self, results: object) -> None:
+        """Lets the backward pass of the first half's results wait for the second's attention."""
+        if not self.streams:
+            return
+        for leaf in pytree.tree_leaves(results):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._follow)
+
+    def _follow(self, _: Tensor) -> None:
+        if self._turned is not None:
+            self._current().wait_event(self._turned)
+
+
+@dataclass
+class _Step:
+    """Attention calls of one forward pass: the first half's leave keys for the second's."""
+
+    documents: Documents
+    cut: Callable[[Documents], int]
+    turns: _Turns
+    left: list = field(default_factory=list)  # by call: k, v of the first half, and their event
+    num_calls: int = 0  # of the second half
+
+    def __post_init__(self) -> None:
+        self._grad_mode, self._hooks = torch.is_grad_enabled(), _checkpoint_hooks()
+
+    def route(self, idx: int) -> Callable[..., Tensor]:
+        """What takes core_attention's calls of a half."""
+        return self._attend_first if idx == 0 else self._attend_second
+
+    def _halves(
+        self, documents: Documents, window_size: tuple[int, int], device: torch.device
+    ) -> tuple[Documents, Documents]:
+        if documents is not self.documents:
+            raise ValueError(
+                f"documents are {documents} in a PingPong block of {self.documents}; expected those"
+            )
+        if (torch.is_grad_enabled(), _checkpoint_hooks()) != (self._grad_mode, self._hooks):
+            raise ValueError(
+                f"PingPong: attention is called inside torch.utils.checkpoint; {INSIDE}"
+            )
+        return plan_halves(documents, self.cut, window_size=window_size, device=device)
+
+    def _attend_first(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, softmax_scale, window_size
+    ) -> Tensor:
+        own, _ = self._halves(documents, window_size, q.device)
+        self.left.append((k, v, self.turns.mark()))
+        return attention.attend_rows(
+            q, k, v, own, softmax_scale=softmax_scale, window_size=window_size
+        )
+
+    def _attend_second(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, softmax_scale, window_size
+    ) -> Tensor:
+        _, own = self._halves(documents, window_size, q.device)
+        self.num_calls += 1
+        if own.num_context_rows > 0 and self.num_calls <= len(self.left):
+            k, v = self._with_context(k, v, own.num_context_rows)
+        out = attention.attend_rows(
+            q, k, v, own, softmax_scale=softmax_scale, window_size=window_size
+        )
+        self.turns.mark_backward(out)
+        return out
+
+    def _with_context(self, k: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        left_k, left_v, event = self.left[self.num_calls - 1]
+        if event is not None:
+            torch.cuda.current_stream(k.device).wait_event(event)
+        first = left_k.shape[0] - num_rows
+        return torch.cat([left_k[first:], k]), torch.cat([left_v[first:], v])
+
+    def check_calls(self) -> None:
+        if self.num_calls != len(self.left):
+            raise RuntimeError(
+                f"PingPong: the block called attention {len(self.left)} times for its first half "
+                f"and {self.num_calls} times for its second; expected as many"
+            )
+
+
+def _checkpoint_hooks() -> object:
+    """The innermost checkpoint around this call, None where there is none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    is_checkpoint = hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__
+    return hooks[0] if is_checkpoint else None

@@ -1,0 +1,409 @@
+"""Ping-pong: a block on two halves of its tokens gives what the bare block gives."""
+
+import copy
+
+import oracle
+import pytest
+import torch
+from pingpong_blocks import (
+    LENGTHS,
+    Block,
+    SdpaBlock,
+    VarlenBlock,
+    block_of,
+    documents_of,
+    pair_of,
+    step_of,
+)
+from torch import nn
+
+import distca
+from distca import pingpong
+from distca import session as sessions
+
+CUTS = {
+    "middle": pingpong.middle,
+    "border": pingpong.nearest_border,
+    "odd": lambda documents: min(13, documents.num_tokens),
+    "first": lambda documents: min(1, documents.num_tokens),
+    "none": lambda documents: 0,
+    "all": lambda documents: documents.num_tokens,
+    "uneven": lambda documents: documents.num_tokens * (1 + documents.num_tokens % 3) // 4,
+}
+WINDOWS = {
+    "causal": [(-1, 0)],
+    "window": [(37, 0)],
+    "several": [(-1, 0), (9, 0), (-1, 0)],
+}
+
+
+def errors(results, truths) -> list[float]:
+    return [oracle.relative_error(a, b) for a, b in zip(results, truths, strict=True)]
+
+
+def halves_ran() -> bool:
+    return all(half.num_plans > 0 for half in sessions.find().halves) and bool(
+        sessions.find().halves
+    )
+
+
+def compare(rank: int, world_size: int, windows, cuts: list[str]) -> float:
+    """The largest error of out and of all gradients, over the cuts."""
+    worst = 0.0
+    for name in cuts:
+        bare, block = pair_of(windows=windows, cut=CUTS[name])
+        step = step_of(rank, LENGTHS[rank])
+        for window in dict.fromkeys(windows):
+            distca.plan(step.documents, window_size=window)
+        truth = step.run(bare, step.documents)
+        worst = max(worst, *errors(step.run(block, step.documents), truth))
+        assert halves_ran() == (world_size > 1)
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_equals_the_bare_block(ranks, world_size, windows):
+    found = ranks(world_size).run(compare, WINDOWS[windows], list(CUTS))
+    assert max(found) <= 1e-12, found
+
+
+def compare_dtypes(rank: int, world_size: int) -> list[float]:
+    """Errors of bare and ping-pong against float64, by dtype."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        step = step_of(rank, LENGTHS[rank])
+        distca.plan(step.documents)
+        truth = step.run(block_of(), step.documents)
+        bare, block = pair_of(dtype=dtype)
+        low = step_of(rank, LENGTHS[rank], dtype)
+        low.documents = step.documents
+        reference = max(errors(low.run(bare, step.documents), truth))
+        found.append(max(errors(low.run(block, step.documents), truth)) / reference)
+    return found
+
+
+def test_low_precision_is_as_good_as_the_bare_block(ranks):
+    for found in ranks(2).run(compare_dtypes):
+        assert max(found) <= 2, found
+
+
+def compare_drop_ins(rank: int, world_size: int) -> list[float]:
+    found = []
+    step = step_of(rank, LENGTHS[rank])
+    for kind, windows in ((SdpaBlock, [(-1, 0)]), (VarlenBlock, [(-1, 0), (9, 0)])):
+        bare, block = pair_of(kind, windows, split={3: None})
+        batched = copy.copy(step)
+        if kind is SdpaBlock:  # cos and sin stay [tokens, 1, ...]: both forms in one call
+            batched.x, batched.grad = step.x[None], step.grad[None]
+        with distca.documents(step.documents):
+            arguments = [step.documents.cu_seqlens] if kind is VarlenBlock else []
+            truth = batched.run(bare, *arguments)
+            found += errors(batched.run(block, *arguments), truth)
+    assert halves_ran()
+    return found
+
+
+def test_drop_ins_under_documents_in_force(ranks):
+    for found in ranks(2).run(compare_drop_ins):
+        assert max(found) <= 1e-12, found
+
+
+class Containers(Block):
+    """Arguments and results in containers."""
+
+    def forward(self, x, rotary, *, documents, ids, note):
+        assert note == "both halves" and rotary["sin"].shape[0] == ids.shape[1] == x.shape[0]
+        out = super().forward(x, rotary["cos"], rotary["sin"], documents)
+        return out, {"ids": ids + 1, "nothing": None, "rows": out[:, :2].sum(1)}
+
+
+def containers(rank: int, world_size: int) -> float:
+    bare, block = pair_of(Containers)
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    ids = step.documents.position_ids[None]
+    results = []
+    for each in (bare, block):
+        out, more = each(
+            step.x,
+            {"cos": step.cos, "sin": step.sin},
+            documents=step.documents,
+            ids=ids,
+            note="both halves",
+        )
+        assert torch.equal(more["ids"], ids + 1) and more["nothing"] is None
+        results.append([out, more["rows"]])
+    return max(errors(results[1], results[0]))
+
+
+def test_arguments_and_results_in_containers(ranks):
+    assert max(ranks(2).run(containers)) <= 1e-12
+
+
+class Tables(Block):
+    """Tables that happen to have as many rows as there are tokens, and one split elsewhere."""
+
+    def forward(self, x, cos, sin, documents, table, columns):
+        assert table.shape[0] == documents.num_tokens and columns.shape[1] == x.shape[0]
+        return super().forward(x, cos, sin, documents) + table.sum(0) + columns.sum(0)[:, None]
+
+
+def exceptions(rank: int, world_size: int) -> float:
+    bare, block = pair_of(Tables, split={4: None, "columns": 1})
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    table, columns = torch.ones(len(step.x), 24), torch.arange(2.0 * len(step.x)).view(2, -1)
+    arguments = (step.x, step.cos, step.sin, step.documents, table)
+    first, second = (each(*arguments, columns=columns) for each in (bare, block))
+    return oracle.relative_error(second, first)
+
+
+def test_exceptions_to_what_is_split(ranks):
+    assert max(ranks(2).run(exceptions)) <= 1e-12
+
+
+def full_windows(rank: int, world_size: int) -> tuple[float, str]:
+    windows = [(-1, -1), (3, 4)]
+    step = step_of(rank, [40, 60] if rank == 0 else [3, 3])
+    for window in windows:
+        distca.plan(step.documents, window_size=window)
+    bare, block = pair_of(windows=windows, cut=pingpong.nearest_border)
+    worst = max(errors(step.run(block, step.documents), step.run(bare, step.documents)))
+    _, block = pair_of(windows=windows, cut=lambda documents: 20 - 17 * rank)  # cuts rank 0's
+    try:
+        step.run(block, step.documents)
+    except (ValueError, RuntimeError) as error:
+        return worst, str(error)
+    return worst, ""
+
+
+def test_full_windows_where_no_document_is_cut(ranks):
+    found = ranks(2).run(full_windows, timeout_s=40)
+    assert max(worst for worst, _ in found) <= 1e-12
+    assert "row is 20, inside a document, and window_size (-1, -1)" in found[0][1]
+    assert "rank 0" in found[1][1] and "inside a document" in found[1][1], "the others are told"
+    ranks(2).run(start_again)
+
+
+def start_again(rank: int, world_size: int) -> None:
+    distca.close()
+
+
+def plan_ahead(rank: int, world_size: int) -> list:
+    """Plans of halves are there before the second step's forward; closing ends all groups."""
+    distca.close()
+    num_groups = len(torch.distributed.distributed_c10d._world.pg_names)
+    bare, block = pair_of()
+    found = []
+    for number in range(3):
+        step = step_of(rank, LENGTHS[(rank + number) % world_size])
+        distca.plan(step.documents, ahead=True)
+        found.append(len(step.documents._halves))
+        truth = step.run(bare, step.documents)
+        found.append(max(errors(step.run(block, step.documents), truth)) <= 1e-12)
+    halves = sessions.find().halves
+    found.append([half.num_plans for half in halves])
+    distca.close()
+    found.append(len(torch.distributed.distributed_c10d._world.pg_names) - num_groups)
+    return found
+
+
+def test_later_steps_plan_their_halves_ahead(ranks):
+    expected = [0, True, 1, True, 1, True, [3, 3], 0]
+    assert ranks(2).run(plan_ahead) == [expected] * 2
+
+
+def runs_whole(rank: int, world_size: int) -> dict[str, bool]:
+    """Whether a block's call that has nothing to communicate sees all rows."""
+    seen = []
+
+    class Watched(Block):
+        def forward(self, x, cos, sin, documents=None):
+            seen.append(len(x))
+            return super().forward(x, cos, sin, documents)
+
+    found = {}
+
+    def call(name: str, documents: distca.Documents) -> None:
+        seen.clear()
+        step = step_of(rank, documents.cu_seqlens.diff().tolist())
+        _, block = pair_of(Watched)
+        block(step.x, step.cos, step.sin, documents)
+        found[name] = seen == [len(step.x)]
+
+    distca.close()
+    balanced, unplanned, skewed = (documents_of(each) for each in ([64], [64], LENGTHS[rank]))
+    distca.plan(balanced)
+    distca.plan(skewed)
+    call("balanced", balanced)
+    call("without a plan", unplanned)
+    call("skewed", skewed)
+    distca.close()
+    distca.init(options=distca.Options(enabled=False))
+    disabled = documents_of(LENGTHS[rank])
+    distca.plan(disabled)
+    call("disabled", disabled)
+    sharded = distca.Documents.sharded([50, 30], rank, world_size)
+    distca.plan(sharded)
+    call("sharded, disabled", sharded)
+    distca.close()
+    return found
+
+
+def test_runs_whole_where_nothing_travels(ranks):
+    expected = dict.fromkeys(
+        ["balanced", "without a plan", "disabled", "sharded, disabled"], True
+    ) | {"skewed": False}
+    assert ranks(2).run(runs_whole) == [expected] * 2
+
+
+def no_documents(rank: int, world_size: int) -> bool:
+    distca.init()
+    _, block = pair_of(Plain)
+    x = torch.ones(4, 24, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="no documents among the block's arguments nor in force"):
+        block(x)
+    return True
+
+
+class Plain(Block):
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def test_warns_without_documents(ranks):
+    assert all(ranks(2).run(no_documents))
+
+
+def test_names_attributes_and_class_are_the_blocks():
+    bare, block = pair_of(windows=[(-1, 0), (5, 0)])
+    model = nn.Sequential(nn.Linear(2, 2), copy.deepcopy(block))
+    bare_model = nn.Sequential(nn.Linear(2, 2), bare)
+    assert isinstance(block, Block) and isinstance(block, distca.PingPong)
+    assert list(model.state_dict()) == list(bare_model.state_dict())
+    for names in ("named_parameters", "named_modules", "named_buffers"):
+        ours = [name for name, _ in getattr(model, names)()]
+        assert ours == [name for name, _ in getattr(bare_model, names)()]
+    bare.load_state_dict(block.state_dict())
+    block.load_state_dict(bare.state_dict())
+    assert block.windows == bare.windows and not block.eval().training
+    assert type(block_of()) is Block, "other instances are as they were"
+
+
+def call_errors(rank: int, world_size: int) -> dict[str, str]:
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    sharded = distca.Documents.sharded([50, 31], rank, world_size)
+    distca.plan(sharded)
+    other = documents_of(LENGTHS[rank])
+    x, rest = step.x, (step.cos, step.sin)
+
+    class Results(Block):
+        def forward(self, x, cos, sin, documents, result):
+            return result(x)
+
+    class Others(Block):
+        def attend(self, q, k, v, window, documents):
+            return distca.core_attention(q, k, v, other, window_size=window)
+
+    def message(kind, *arguments, **keywords) -> str:
+        _, block = pair_of(kind, **keywords)
+        with pytest.raises((ValueError, RuntimeError)) as refused:
+            block(*arguments)
+        return str(refused.value)
+
+    documents, lengths = step.documents, iter((1, 2))
+    return {
+        "sharded": message(Block, x, *rest, sharded),
+        "two": message(Block, x, *rest, [documents, other]),
+        "others": message(Others, x, *rest, documents),
+        "x": message(Block, x[1:], *rest, documents),
+        "batch": message(Block, x[None, None], *rest, documents),
+        "nothing": message(Block, documents),
+        "split": message(Block, x, *rest, documents, split={1: 2}),
+        "row": message(Results, x, *rest, documents, lambda x: x.sum()),
+        "kinds": message(Results, x, *rest, documents, lambda x: (x,) * next(lengths)),
+        "text": message(Results, x, *rest, documents, lambda x: "text"),
+    }
+
+
+def test_bad_calls_are_refused(ranks):
+    parts = {
+        "sharded": "cross ranks; expected whole documents on each rank",
+        "two": "among the arguments; expected one",
+        "others": "in a PingPong block of",
+        "x": "the block's first argument is [282, 24] for Documents(4 whole pieces, 283 tokens)",
+        "batch": "expected [tokens, ...] or [1, tokens, ...]",
+        "nothing": "the block's first argument is Documents for",
+        "split": "split[1] is 2, but that argument has shape [283, 1, 4]",
+        "row": "the block returned [] and [] for 141 and 142 tokens",
+        "kinds": "for its halves",
+        "text": "the block returned str and str for",
+    }
+    found = ranks(2).run(call_errors)[0]
+    for name, part in parts.items():
+        assert part in found[name], name
+    ranks(2).run(start_again)
+
+
+def uneven_calls(rank: int, world_size: int) -> str:
+    step = step_of(0, LENGTHS[0])  # alike on both ranks, so that both go wrong alike
+
+    class Uneven(Block):
+        def forward(self, x, cos, sin, documents):
+            return super().forward(x, cos, sin, documents) if len(x) == 141 else x
+
+    distca.plan(documents_of(LENGTHS[rank]))
+    lengths = LENGTHS[0] if rank == 0 else [283]
+    step.documents = documents_of(lengths)
+    distca.plan(step.documents)
+    _, block = pair_of(Uneven)
+    with pytest.raises(RuntimeError) as refused:
+        block(step.x, step.cos, step.sin, step.documents)
+    return str(refused.value)
+
+
+def test_halves_that_differ_in_calls_are_noticed(ranks):
+    for message in ranks(2).run(uneven_calls):
+        assert "attention 1 times for its first half and 0 times for its second" in message
+
+
+def bad_cut(rank: int, world_size: int) -> str:
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    _, block = pair_of(cut=lambda documents: 5 if rank == 0 else 1000)
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        block(step.x, step.cos, step.sin, step.documents)
+    return str(refused.value)
+
+
+def test_a_cut_outside_the_rows_is_told_to_all(ranks):
+    found = ranks(2).run(bad_cut, timeout_s=40)
+    assert "cut is 1000 for Documents(3 whole pieces, 80 tokens); expected 0 to 80" in found[1]
+    assert "rank 1" in found[0] and "cut is 1000" in found[0]
+    ranks(2).run(start_again)
+
+
+def test_blocks_that_cannot_be_wrapped():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    with pytest.raises(ValueError, match="is checkpointed; checkpoint the block that"):
+        distca.PingPong(checkpoint_wrapper(block_of()))
+    block = block_of()
+    block.up = checkpoint_wrapper(block.up)
+    with pytest.raises(ValueError, match="block Block, up is checkpointed"):
+        distca.PingPong(block)
+    assert type(block) is Block
+    with pytest.raises(ValueError, match="PingPongBlock is a PingPong already"):
+        distca.PingPong(distca.PingPong(block_of()))
+    block = block_of()
+    block.compile()
+    with pytest.raises(ValueError, match="is compiled; compile what PingPong returns"):
+        distca.PingPong(block)
+    block = block_of()
+    block.forward = lambda x: x
+    with pytest.raises(ValueError, match="a forward of its own instance"):
+        distca.PingPong(block)
+    with pytest.raises(ValueError, match="expected a module"):
+        distca.PingPong(len)
