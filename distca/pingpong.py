@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,8 @@ class _Settings:
     split: Mapping[int | str, int | None]
     compiled: Callable | None = None
     """What each half runs, once compiled."""
+    is_checked: bool = False
+    """Whether the parts of the block are as they must be, when it runs."""
 
 
 class PingPong(nn.Module):
@@ -93,6 +95,9 @@ class PingPong(nn.Module):
         documents = _documents_among(args, kwargs)
         if not _pays(documents):
             return self._run(*args, **kwargs)
+        if not self._ping_pong.is_checked:
+            _check_parts(self, [(name, part) for name, part in self.named_modules() if name])
+            self._ping_pong.is_checked = True
         inputs = _Inputs(documents, self._ping_pong, args, kwargs)
         turns = _Turns(inputs.device)
         # Gradients of parameters come from both streams. Their accumulators belong to the current
@@ -100,10 +105,12 @@ class PingPong(nn.Module):
         accumulators = _accumulators(self) if turns.streams else None
         step = _Step(documents, self._ping_pong.cut, turns)
         results = []
-        with turns, _uncached_autocast():
+        with turns:
             for idx in range(2):
+                torch.clear_autocast_cache()  # casts of the other half may not be there yet
                 with turns.half(idx), attention.routed(step.route(idx)):
                     results.append(self._run(*inputs.args[idx], **inputs.kwargs[idx]))
+            torch.clear_autocast_cache()
             step.check_calls()
             turns.follow(results[0])
             turns.join()
@@ -126,8 +133,12 @@ def _check_block(block: nn.Module) -> None:
         raise ValueError(f"block {name} has a forward of its own instance; expected its class's")
     if block._compiled_call_impl is not None:
         raise ValueError(f"block {name} is compiled; compile what PingPong returns")
-    for part_name, part in block.named_modules():
-        where = f"block {name}" + (f", {part_name}" if part_name else "")
+    _check_parts(block, block.named_modules())
+
+
+def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> None:
+    for name, part in parts:
+        where = f"block {type(block).__name__}" + (f", {name}" if name else "")
         if isinstance(part, FSDPModule):
             raise ValueError(f"{where} is sharded; call fully_shard on what PingPong returns")
         if isinstance(part, CheckpointWrapper):
@@ -180,17 +191,6 @@ def _accumulators(block: nn.Module) -> list:
         return []
     parameters = (parameter for parameter in block.parameters() if parameter.requires_grad)
     return [torch.autograd.graph.get_gradient_edge(parameter) for parameter in parameters]
-
-
-@contextlib.contextmanager
-def _uncached_autocast() -> Iterator[None]:
-    """What autocast has cast on one half's stream is not there yet on the other's."""
-    previous = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(previous)
 
 
 class _Inputs:

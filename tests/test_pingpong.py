@@ -1,6 +1,7 @@
 """Ping-pong: a block on two halves of its tokens gives what the bare block gives."""
 
 import copy
+import random
 
 import oracle
 import pytest
@@ -59,6 +60,54 @@ def compare(rank: int, world_size: int, windows, cuts: list[str]) -> float:
         worst = max(worst, *errors(step.run(block, step.documents), truth))
         assert halves_ran() == (world_size > 1)
     return worst
+
+
+EDGES = [  # by rank: none, one token, as many as features, empty documents
+    [[300], [], [1], [0, 3, 0]],
+    [[24], [24], [200], [1]],
+    [[], [0], [90, 1], []],
+    [[1], [1, 1], [1, 1, 1], [130]],
+]
+
+
+def compare_edges(rank: int, world_size: int) -> list[float]:
+    found = []
+    for lengths in EDGES:
+        for cut in ("middle", "border", "none", "uneven"):
+            bare, block = pair_of(cut=CUTS[cut])
+            step = step_of(rank, lengths[rank])
+            distca.plan(step.documents)
+            truth = step.run(bare, step.documents)
+            found.append(max(errors(step.run(block, step.documents), truth)))
+    return found
+
+
+def test_edges(ranks):
+    for found in ranks(4).run(compare_edges):
+        assert max(found) <= 1e-12, found
+
+
+def any_row(documents: distca.Documents) -> int:
+    return random.Random(int(documents.cu_seqlens.sum())).randint(0, documents.num_tokens)
+
+
+def compare_random(rank: int, world_size: int, seed: int) -> float:
+    """Random documents, windows and cuts, different on every rank, against the bare block."""
+    common, own = random.Random(seed), random.Random(100 * seed + rank)
+    windows = [(common.choice([-1, -1, 0, 1, 5, 40]), 0) for _ in range(common.randint(1, 3))]
+    lengths = [own.choice([0, 1, 2, 17, 90]) for _ in range(own.randint(0, 6))]
+    bare, block = pair_of(windows=windows, cut=any_row)
+    step = step_of(rank, lengths)
+    for window in dict.fromkeys(windows):
+        distca.plan(step.documents, window_size=window)
+    truth = step.run(bare, step.documents)
+    return max(errors(step.run(block, step.documents), truth))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(ranks, seed):
+    found = ranks(4).run(compare_random, seed)
+    assert max(found) <= 1e-12, found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -212,6 +261,23 @@ def plan_ahead(rank: int, world_size: int) -> list:
 def test_later_steps_plan_their_halves_ahead(ranks):
     expected = [0, True, 1, True, 1, True, [3, 3], 0]
     assert ranks(2).run(plan_ahead) == [expected] * 2
+
+
+def evaluate(rank: int, world_size: int) -> float:
+    bare, block = pair_of(windows=WINDOWS["several"])
+    step = step_of(rank, LENGTHS[rank])
+    for window in dict.fromkeys(WINDOWS["several"]):
+        distca.plan(step.documents, window_size=window)
+    arguments = step.x, step.cos, step.sin, step.documents
+    worst = 0.0
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            worst = max(worst, oracle.relative_error(block(*arguments), bare(*arguments)))
+    return worst
+
+
+def test_without_gradients(ranks):
+    assert max(ranks(2).run(evaluate)) <= 1e-12
 
 
 def runs_whole(rank: int, world_size: int) -> dict[str, bool]:

@@ -185,8 +185,19 @@ def sharded_before(rank: int, world_size: int) -> str:
     return str(refused.value)
 
 
-def test_a_sharded_block_is_refused(ranks):
-    for message in ranks(2).run(sharded_before):
+def sharded_inside(rank: int, world_size: int) -> str:
+    block = distca.PingPong(block_of())
+    fully_shard(block.up, mesh=init_device_mesh("cpu", (world_size,)))
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    with pytest.raises(ValueError) as refused:
+        block(step.x, step.cos, step.sin, step.documents)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("when", [sharded_before, sharded_inside])
+def test_a_sharded_block_is_refused(ranks, when):
+    for message in ranks(2).run(when):
         assert message.endswith("is sharded; call fully_shard on what PingPong returns")
 
 
