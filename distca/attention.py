@@ -27,6 +27,8 @@ class _Scope:
     """As `distca.documents` says."""
     route: Callable[..., Tensor] | None = None
     """Takes calls of core_attention, as `routed` says."""
+    routed: Documents | None = None
+    """What these calls are for."""
 
 
 _scope = _Scope()
@@ -67,13 +69,19 @@ def documents_in_force() -> Documents | None:
 
 
 @contextlib.contextmanager
-def routed(route: Callable[..., Tensor]) -> Iterator[None]:
-    """A scope in which calls of core_attention, with its arguments, go to `route`."""
-    previous, _scope.route = _scope.route, route
+def routed(packed: Documents, route: Callable[..., Tensor]) -> Iterator[None]:
+    """A scope in which calls of core_attention, which are to be for `packed`, go to `route`."""
+    previous = _scope.route, _scope.routed
+    _scope.route, _scope.routed = route, packed
     try:
         yield
     finally:
-        _scope.route = previous
+        _scope.route, _scope.routed = previous
+
+
+def routed_documents() -> Documents | None:
+    """Those that calls of core_attention are for inside a `routed` scope; None outside."""
+    return _scope.routed
 
 
 def _default_device() -> torch.device:

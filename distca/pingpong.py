@@ -1,6 +1,5 @@
 """A transformer block on two halves of the tokens: one computes while the other communicates."""
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from distca import attention
 from distca import session as sessions
+from distca._token_rows import TokenRows
+from distca._turns import Turns
 from distca.documents import Documents
 from distca.planning import plan_halves
 
@@ -31,10 +32,26 @@ def nearest_border(documents: Documents) -> int:
     return int(borders[(borders - middle(documents)).abs().argmin()])
 
 
+Finder = Callable[[nn.Module, tuple, dict], Documents | None]
+
+
+def documents_of_call(block: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
+    """The documents among a call's arguments, or in force. Raises ValueError where there are
+    several."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}
+    if not found:
+        return attention.documents_in_force()
+    if len(found) > 1:
+        raise ValueError(f"PingPong: {list(found.values())} among the arguments; expected one")
+    return next(iter(found.values()))
+
+
 @dataclass
 class _Settings:
     cut: Callable[[Documents], int]
     split: Mapping[int | str, int | None]
+    find: Finder
     compiled: Callable | None = None
     """What each half runs, once compiled."""
     is_checked: bool = False
@@ -56,7 +73,8 @@ class PingPong(nn.Module):
     tuples, lists or dicts of such, and None.
 
     `cut` gives the first row of the second half; it may lie inside a document, except for windows
-    that see to the right. Give all blocks the same function: halves are planned for each.
+    that see to the right. Give all blocks the same function: halves are planned for each. `find`
+    replaces how documents are found: find(block, args, kwargs) returns those of a call, or None.
 
     The block runs whole where nothing travels: without documents, without a plan, where the plan
     moves no row, in a group of one rank, with options.enabled False.
@@ -72,11 +90,12 @@ class PingPong(nn.Module):
         *,
         cut: Callable[[Documents], int] = middle,
         split: Mapping[int | str, int | None] | None = None,
+        find: Finder = documents_of_call,
     ):
         if block is None:  # copy.copy and copy.deepcopy make the instance first
             return super().__new__(cls)
         _check_block(block)
-        block._ping_pong = _Settings(cut, dict(split or {}))
+        block._ping_pong = _Settings(cut, dict(split or {}), find)
         block.__class__ = _ping_pong_class(type(block))
         return block
 
@@ -92,14 +111,15 @@ class PingPong(nn.Module):
 
     @torch.compiler.disable
     def forward(self, *args, **kwargs):
-        documents = _documents_among(args, kwargs)
+        documents = self._ping_pong.find(self, args, kwargs)
         if not _pays(documents):
             return self._run(*args, **kwargs)
         if not self._ping_pong.is_checked:
             _check_parts(self, [(name, part) for name, part in self.named_modules() if name])
             self._ping_pong.is_checked = True
-        inputs = _Inputs(documents, self._ping_pong, args, kwargs)
-        turns = _Turns(inputs.device)
+        row = _row_of(documents, self._ping_pong.cut)
+        rows = TokenRows(documents.num_tokens, row, args, kwargs, self._ping_pong.split)
+        turns = Turns(rows.device)
         # Gradients of parameters come from both streams. Their accumulators belong to the current
         # one, so that whoever takes them up in the backward pass, as FSDP does, finds them there.
         accumulators = _accumulators(self) if turns.streams else None
@@ -108,14 +128,14 @@ class PingPong(nn.Module):
         with turns:
             for idx in range(2):
                 torch.clear_autocast_cache()  # casts of the other half may not be there yet
-                with turns.half(idx), attention.routed(step.route(idx)):
-                    results.append(self._run(*inputs.args[idx], **inputs.kwargs[idx]))
+                with turns.half(idx), attention.routed(documents, step.route(idx)):
+                    results.append(self._run(*rows.args[idx], **rows.kwargs[idx]))
             torch.clear_autocast_cache()
             step.check_calls()
             turns.follow(results[0])
             turns.join()
             del accumulators
-            return inputs.joined(results)
+            return rows.joined(results)
 
 
 @functools.cache
@@ -145,20 +165,6 @@ def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> No
             raise ValueError(f"{where} is checkpointed; {INSIDE}")
 
 
-def _documents_among(args: tuple, kwargs: dict) -> Documents | None:
-    """The documents of a block's call. Raises ValueError where there are several."""
-    found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_documents(leaf)}
-    if not found:
-        return attention.documents_in_force()
-    if len(found) > 1:
-        raise ValueError(f"PingPong: {list(found.values())} among the arguments; expected one")
-    return next(iter(found.values()))
-
-
-def _is_documents(leaf: object) -> bool:
-    return isinstance(leaf, Documents)
-
-
 def _pays(documents: Documents | None) -> bool:
     """Whether rows travel between ranks, alike on all of them. Raises ValueError for documents that
     cross ranks."""
@@ -184,6 +190,16 @@ def _pays(documents: Documents | None) -> bool:
     return any(any(plan.report().bytes_out) for plan in documents._plans.values())
 
 
+def _row_of(documents: Documents, cut: Callable[[Documents], int]) -> int:
+    """cut(documents). Raises ValueError, and tells the other ranks, for no row of theirs."""
+    row = cut(documents)
+    if 0 <= row <= documents.num_tokens:
+        return row
+    error = ValueError(f"cut is {row} for {documents}; expected 0 to {documents.num_tokens}")
+    sessions.find(documents._group).announce(error)  # perhaps of this rank alone
+    raise error
+
+
 def _accumulators(block: nn.Module) -> list:
     """Nodes that add up the gradients of the block's parameters, of the current stream from now on
     and as long as they are held."""
@@ -193,187 +209,13 @@ def _accumulators(block: nn.Module) -> list:
     return [torch.autograd.graph.get_gradient_edge(parameter) for parameter in parameters]
 
 
-class _Inputs:
-    """A block's arguments by half, and how its results are put together."""
-
-    def __init__(
-        self, documents: Documents, settings: _Settings, args: tuple, kwargs: dict
-    ) -> None:
-        self.num_tokens = documents.num_tokens
-        self.row = settings.cut(documents)
-        if not 0 <= self.row <= self.num_tokens:
-            error = ValueError(
-                f"cut is {self.row} for {documents}; expected 0 to {self.num_tokens}"
-            )
-            sessions.find(documents._group).announce(error)  # perhaps of this rank alone
-            raise error
-        x = args[0] if args else next(iter(kwargs.values()), None)
-        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        self.dims = (0, 1)
-        if isinstance(x, Tensor) and x.dim() > 2 and x.shape[0] == 1:
-            self.dims = (1, 0)  # [1, tokens, ...]: dimension 1 is looked at first
-        if not isinstance(x, Tensor) or self._dim(x) is None:
-            raise ValueError(
-                f"PingPong: the block's first argument is {shape} for {documents}; expected "
-                "[tokens, ...] or [1, tokens, ...]"
-            )
-        self.device = x.device
-        halves = [self._halves(value, settings.split, idx) for idx, value in enumerate(args)]
-        named = {name: self._halves(value, settings.split, name) for name, value in kwargs.items()}
-        self.args = [[pair[idx] for pair in halves] for idx in range(2)]
-        self.kwargs = [{name: pair[idx] for name, pair in named.items()} for idx in range(2)]
-
-    def _dim(self, tensor: Tensor) -> int | None:
-        """The dimension of tokens; None where there is none."""
-        for dim in self.dims:
-            if _may_be_tokens(tensor, dim) and tensor.shape[dim] == self.num_tokens:
-                return dim
-        return None
-
-    def _halves(self, value: object, split: Mapping, key: int | str) -> tuple:
-        leaves, spec = pytree.tree_flatten(value)
-        pairs = []
-        for leaf in leaves:
-            dim = self._dim(leaf) if isinstance(leaf, Tensor) else None
-            if key in split and isinstance(leaf, Tensor):
-                dim = split[key]
-            if dim is None:
-                pairs.append((leaf, leaf))
-                continue
-            if not dim < leaf.dim() or leaf.shape[dim] != self.num_tokens:
-                raise ValueError(
-                    f"split[{key!r}] is {dim}, but that argument has shape {list(leaf.shape)}; "
-                    f"expected the dimension of the {self.num_tokens} tokens, or None"
-                )
-            # One node for both halves: its backward waits for both streams before memory of the
-            # inputs, which the halves read on theirs, can be used again on the current one.
-            pairs.append(leaf.split([self.row, self.num_tokens - self.row], dim))
-        first, second = zip(*pairs, strict=True) if pairs else ((), ())
-        return pytree.tree_unflatten(first, spec), pytree.tree_unflatten(second, spec)
-
-    def joined(self, results: list) -> object:
-        """The results of both halves as those of the whole."""
-        (first, spec), (second, other_spec) = (pytree.tree_flatten(result) for result in results)
-        if spec != other_spec:
-            raise ValueError(f"PingPong: the block returned {spec} and {other_spec} for its halves")
-        return pytree.tree_unflatten(
-            [self._joined(a, b) for a, b in zip(first, second, strict=True)], spec
-        )
-
-    def _joined(self, first: object, second: object) -> Tensor | None:
-        if first is None and second is None:
-            return None
-        counts = (self.row, self.num_tokens - self.row)
-        if isinstance(first, Tensor) and isinstance(second, Tensor):
-            for dim in self.dims:
-                if not _may_be_tokens(first, dim) or not _may_be_tokens(second, dim):
-                    continue
-                if (first.shape[dim], second.shape[dim]) == counts:
-                    return torch.cat([first, second], dim)
-        shapes = [
-            list(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            for each in (first, second)
-        ]
-        raise ValueError(
-            f"PingPong: the block returned {shapes[0]} and {shapes[1]} for {counts[0]} and "
-            f"{counts[1]} tokens; expected tensors with rows of tokens, in dimension 0 or in "
-            "dimension 1 behind one of size 1, or None"
-        )
-
-
-def _may_be_tokens(tensor: Tensor, dim: int) -> bool:
-    """Dimension 0, or 1 behind one of size 1."""
-    return tensor.dim() > dim and (dim == 0 or tensor.shape[0] == 1)
-
-
-@functools.cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    # Gradients of parameters come from the halves' streams on purpose.
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-class _Turns:
-    """The streams of the halves; on the CPU they run one after the other.
-
-    Both wait for the current stream when they start; when they end, it waits for both, and both
-    wait for it. So no half touches memory before all who used it are done, whichever stream it was
-    allocated for: nothing needs record_stream. In the backward pass autograd runs each node on its
-    stream of the forward pass, and does the same at every edge between streams.
-
-    The second half follows the first to its first attention, so that one computes while rows of
-    the other travel. In the backward pass the first half follows the second likewise.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.streams = _streams(device) if device.type == "cuda" else ()
-        self._reached: torch.cuda.Event | None = None  # the first half has queries, keys, values
-        self._turned: torch.cuda.Event | None = None  # the second half has its gradient, backward
-
-    def __enter__(self) -> None:
-        current = self._current()
-        for stream in self.streams:
-            stream.wait_stream(current)
-
-    def __exit__(self, *_) -> None:
-        self.join()  # again, after an error
-        current = self._current()
-        for stream in self.streams:
-            stream.wait_stream(current)
-
-    def _current(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.streams[0].device) if self.streams else None
-
-    def half(self, idx: int) -> contextlib.AbstractContextManager:
-        """The stream of a half as the current one."""
-        if not self.streams:
-            return contextlib.nullcontext()
-        if idx == 1 and self._reached is not None:
-            self.streams[1].wait_event(self._reached)
-        return torch.cuda.stream(self.streams[idx])
-
-    def join(self) -> None:
-        """The current stream waits for both halves."""
-        current = self._current()
-        for stream in self.streams:
-            current.wait_stream(stream)
-
-    def mark(self) -> torch.cuda.Event | None:
-        """What the first half has computed so far, when it calls attention."""
-        if not self.streams:
-            return None
-        event = self._current().record_event()
-        self._reached = self._reached or event
-        return event
-
-    def mark_backward(self, out: Tensor) -> None:
-        """The gradient of what the second half's attention gave: backward, its last call first."""
-        if self.streams and out.requires_grad:
-            out.register_hook(self._turn)
-
-    def _turn(self, _: Tensor) -> None:
-        self._turned = self._turned or self._current().record_event()
-
-    def follow(self, results: object) -> None:
-        """Lets the backward pass of the first half's results wait for the second's attention."""
-        if not self.streams:
-            return
-        for leaf in pytree.tree_leaves(results):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._follow)
-
-    def _follow(self, _: Tensor) -> None:
-        if self._turned is not None:
-            self._current().wait_event(self._turned)
-
-
 @dataclass
 class _Step:
     """Attention calls of one forward pass: the first half's leave keys for the second's."""
 
     documents: Documents
     cut: Callable[[Documents], int]
-    turns: _Turns
+    turns: Turns
     left: list = field(default_factory=list)  # by call: k, v of the first half, and their event
     num_calls: int = 0  # of the second half
 
@@ -437,5 +279,6 @@ class _Step:
 def _checkpoint_hooks() -> object:
     """The innermost checkpoint around this call, None where there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    is_checkpoint = hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__
-    return hooks[0] if is_checkpoint else None
+    if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
+        return None
+    return hooks[0]
