@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from distca import attention
 from distca import session as sessions
+from distca._half_plans import plan_halves
 from distca._token_rows import TokenRows
 from distca._turns import Turns
 from distca.documents import Documents
-from distca.planning import plan_halves
 
 INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
 
@@ -237,7 +237,7 @@ class _Step:
             raise ValueError(
                 f"PingPong: attention is called inside torch.utils.checkpoint; {INSIDE}"
             )
-        return plan_halves(documents, self.cut, window_size=window_size, device=device)
+        return plan_halves(documents, cut=self.cut, window_size=window_size, device=device)
 
     def _attend_first(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, softmax_scale, window_size

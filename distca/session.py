@@ -64,8 +64,8 @@ class Session:
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)
     """Those of a ping-pong step; see `halves_of`."""
-    cut: Callable | None = None
-    """Where ping-pong cuts documents, once it has run: later steps plan their halves ahead."""
+    also_plan: Callable | None = None
+    """What `distca.plan` plans besides: halves, once ping-pong has run."""
 
     @property
     def group_name(self) -> str:

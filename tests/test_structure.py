@@ -42,6 +42,7 @@ PYTHON_RULES = {
     "peers": set(),
     "session": {"options", "peers"},
     "cluster": {"cost", "options"},
+    "_half_plans": {"documents", "planning", "session"},
     "planning": {"cluster", "cost", "documents", "options", "session"},
     "simulate/model": {"simulate", "cost"},
     "simulate/machine": {"simulate", "cost"},
@@ -63,7 +64,7 @@ PYTHON_RULES = {
     "attention": {"planning", "cost", "documents", "options", "session"},
     "_token_rows": set(),
     "_turns": set(),
-    "pingpong": {"_token_rows", "_turns", "attention", "planning", "documents", "session"},
+    "pingpong": {"_half_plans", "_token_rows", "_turns", "attention", "documents", "session"},
     "integrations/__init__": set(),
     "integrations/boundaries": {"documents"},
     "integrations/transformers": {
