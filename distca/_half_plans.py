@@ -1,7 +1,7 @@
 """Plans for ping-pong: the tasks of a plan, cut where the rows of every rank are cut in two."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -23,6 +23,8 @@ from distca.planning import (
     tasks_of,
 )
 from distca.session import Session, halves_of, init
+
+NO_ROW = -1  # of a rank that cannot cut its documents
 
 
 def plan_halves(
@@ -48,7 +50,40 @@ def plan_halves(
     except Exception as error:
         session.announce(error)
         raise
-    session.also_plan = functools.partial(plan_halves, cut=cut)
+    session.also_plan = functools.partial(_plan_ahead, cut=cut)
+    _submit_halves(documents, row, halves, window_size, device)
+    documents._halves[cut, window_size] = halves
+    return halves
+
+
+def _plan_ahead(
+    documents: Documents,
+    *,
+    cut: Callable[[Documents], int],
+    window_size: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """plan_halves of documents that ping-pong may never see. Where a rank cannot cut its own, no
+    rank gets halves, and what went wrong is raised where they are used."""
+    try:
+        row = cut(documents)
+        halves = documents.halves(row, window_size)
+    except Exception:  # plan_halves meets it again
+        _submit_halves(documents, NO_ROW, (), window_size, device)
+        return
+    _submit_halves(documents, row, halves, window_size, device)
+    documents._halves[cut, window_size] = halves
+
+
+def _submit_halves(
+    documents: Documents,
+    row: int,
+    halves: Sequence[Documents],
+    window_size: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """The part of every rank in planning halves; attaches plans to this rank's."""
+    session = init(documents._group)
     whole = documents._plans.get(window_size)
     if whole is None:
         whole = submit(session, documents, window_size, device, None)
@@ -58,8 +93,6 @@ def plan_halves(
     for idx, half in enumerate(halves):
         pending = session.planner.submit(_make_half, session, problems[idx], idx, whole, rows)
         half._plans[window_size] = Plan(pending, device, its_sessions[idx].group_name)
-    documents._halves[cut, window_size] = halves
-    return halves
 
 
 def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
@@ -74,9 +107,14 @@ def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
 
 def _make_half(session: Session, problem: Problem, idx: int, whole: Plan, rows: Future) -> Made:
     """On the planner thread: a half's part of a plan. Its figures are those of the plan."""
-    made = whole.made()
+    made, cuts = whole.made(), rows.result()
+    if (cuts == NO_ROW).any():
+        raise ValueError(
+            f"PingPong: rank(s) {(cuts == NO_ROW).nonzero()[:, 0].tolist()} cannot cut their "
+            "documents in two; see the error there"
+        )
     tasks = tasks_of(made.encoded)
-    pieces, encoded = half_of(made.pieces, tasks, rows.result(), problem.window_size, idx)
+    pieces, encoded = half_of(made.pieces, tasks, cuts, problem.window_size, idx)
     layout, packed_rows = lay_out(problem, pieces, encoded, session.options)
     return replace(made, layout=layout, packed_rows=packed_rows, pieces=pieces, encoded=encoded)
 

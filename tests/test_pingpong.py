@@ -263,6 +263,32 @@ def test_later_steps_plan_their_halves_ahead(ranks):
     assert ranks(2).run(plan_ahead) == [expected] * 2
 
 
+def documents_that_one_rank_cannot_cut(rank: int, world_size: int) -> str:
+    """They are planned and used as ever after ping-pong has run; ping-pong refuses them."""
+    bare, block = pair_of()
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    step.run(block, step.documents)
+    documents = distca.Documents([0, 9, 70], 4) if rank == 1 else documents_of([9, 500])
+    distca.plan(documents)
+    num_keys = documents.num_tokens + documents.num_context_rows
+    q, k = (torch.ones(rows, 2, 4) for rows in (documents.num_tokens, num_keys))
+    out = distca.core_attention(q, k, k, documents)
+    assert torch.allclose(out, torch.ones_like(out))
+    x = torch.ones(documents.num_tokens, 24, dtype=torch.float64)
+    cos = torch.ones(documents.num_tokens, 1, 4, dtype=torch.float64)
+    with pytest.raises(ValueError) as refused:
+        block(x, cos, cos, documents)
+    distca.close()
+    return str(refused.value)
+
+
+def test_documents_that_one_rank_cannot_cut(ranks):
+    found = ranks(2).run(documents_that_one_rank_cannot_cut, timeout_s=60)
+    assert "rank(s) [1] cannot cut their documents in two" in found[0]
+    assert "4 context rows) cannot be halved" in found[1]
+
+
 def evaluate(rank: int, world_size: int) -> float:
     bare, block = pair_of(windows=WINDOWS["several"])
     step = step_of(rank, LENGTHS[rank])
