@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -159,10 +159,14 @@ def halves_of(session: Session) -> list[Session]:
 
     A group runs its calls in order, and what one half sends must not wait for the other's results:
     each has groups of its own for rows and agreement. Plans are exchanged on the session's.
+
+    Rows of halves travel by process group. Through peer memory an attention kernel holds the device
+    while it waits for rows, and two ranks might each wait in another half for what the other's
+    device has no room to send.
     """
     while len(session.halves) < 2:
         half = Session(
-            session.options,
+            replace(session.options, transport="process_group"),
             session.group,
             session.rank,
             session.num_ranks,

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "layout_properties.h"
+#include "planner/deliveries.h"
 #include "planner/layout.h"
 #include "random_steps.h"
 
@@ -184,6 +185,39 @@ TEST(Layout, VisitingRowsAreOrderedAndUnique) {
     const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
     for (const Rows& rows : exchange(layouts, own_queries, kQueryTables)) expect_ordered(rows);
     for (const Rows& rows : exchange(layouts, home, kKeyTables)) expect_ordered(rows);
+  }
+}
+
+// Rows written straight to their place come from where rows in slots come from.
+TEST(Layout, DeliveriesBringTheVisitingRows) {
+  for (uint32_t seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE(seed);
+    Random random(seed);
+    const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
+    const Plan plan = make_plan(pack, draw_options(random));
+    const std::vector<Layout> layouts = make_layouts(pack, plan);
+    const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
+    const std::vector<Rows> queries = exchange(layouts, own_queries, kQueryTables);
+    const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
+    std::vector<size_t> num_brought(4, 0);
+    for (int64_t rank = 0; rank < 4; ++rank) {
+      for (const Delivery& delivery : make_deliveries(pack, plan, rank).sent) {
+        const auto bring = [&](const std::vector<RowPlace>& places, const Rows& from,
+                               const Rows& to) {
+          for (const auto& [home_row, visiting_row, num_rows] : places) {
+            num_brought[delivery.server] += static_cast<size_t>(num_rows);
+            for (int64_t i = 0; i < num_rows; ++i) {
+              ASSERT_EQ(from.at(home_row + i), to.at(visiting_row + i));
+            }
+          }
+        };
+        bring(delivery.queries, own_queries[rank], queries[delivery.server]);
+        bring(delivery.keys, home[rank], keys[delivery.server]);
+      }
+    }
+    for (size_t server = 0; server < 4; ++server) {
+      EXPECT_EQ(num_brought[server], queries[server].size() + keys[server].size());
+    }
   }
 }
 
