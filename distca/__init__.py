@@ -13,6 +13,7 @@ from distca.attention import (
 from distca.cost import AttentionShape
 from distca.documents import Documents
 from distca.options import Options
+from distca.pingpong import PingPong
 from distca.planning import Plan, PlanReport, plan
 from distca.session import close, configure, init
 
@@ -20,6 +21,7 @@ __all__ = [
     "AttentionShape",
     "Documents",
     "Options",
+    "PingPong",
     "Plan",
     "PlanReport",
     "close",

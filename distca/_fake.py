@@ -37,9 +37,11 @@ def _(q, k, v, layout, rows, group_name):
 
 @register_fake("distca::dispatch_backward")
 def _(visiting_grad_q, visiting_grad_k, visiting_grad_v, layout, rows, group_name):
-    num_rows = get_ctx().new_dynamic_size()
-    return tuple(
-        _rows_like(grad, num_rows) for grad in (visiting_grad_q, visiting_grad_k, visiting_grad_v)
+    num_queries, num_keys = get_ctx().new_dynamic_size(), get_ctx().new_dynamic_size()
+    return (
+        _rows_like(visiting_grad_q, num_queries),
+        _rows_like(visiting_grad_k, num_keys),
+        _rows_like(visiting_grad_v, num_keys),
     )
 
 

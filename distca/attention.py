@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,14 @@ FULL = (-1, -1)
 
 
 class _Scope:
-    """Documents that `distca.documents` put in force; None outside."""
+    """What is in force; None outside."""
 
     documents: Documents | None = None
+    """As `distca.documents` says."""
+    route: Callable[..., Tensor] | None = None
+    """Takes calls of core_attention, as `routed` says."""
+    routed: Documents | None = None
+    """What these calls are for."""
 
 
 _scope = _Scope()
@@ -56,6 +61,27 @@ def documents(
         yield packed
     finally:
         _scope.documents = previous
+
+
+def documents_in_force() -> Documents | None:
+    """Those that `distca.documents` put in force."""
+    return _scope.documents
+
+
+@contextlib.contextmanager
+def routed(packed: Documents, route: Callable[..., Tensor]) -> Iterator[None]:
+    """A scope in which calls of core_attention, which are to be for `packed`, go to `route`."""
+    previous = _scope.route, _scope.routed
+    _scope.route, _scope.routed = route, packed
+    try:
+        yield
+    finally:
+        _scope.route, _scope.routed = previous
+
+
+def routed_documents() -> Documents | None:
+    """Those that calls of core_attention are for inside a `routed` scope; None outside."""
+    return _scope.routed
 
 
 def _default_device() -> torch.device:
@@ -95,17 +121,39 @@ def core_attention(
     """softmax(q k^T * softmax_scale) v within each document, balanced over ranks by its plan.
 
     q [tokens, heads_q, head_dim], k, v [tokens, heads_kv, head_dim] with heads_q a multiple of
-    heads_kv; float64, float32 or bfloat16 on CPU, bfloat16 or float16 on CUDA. `window_size` (left,
-    right): position p of a document sees [p - left, p + right]; -1 is no limit. softmax_scale
-    defaults to head_dim ** -0.5. Returns out, like q.
+    heads_kv, k and v with the documents' context rows before; float64, float32 or bfloat16 on CPU,
+    bfloat16 or float16 on CUDA. `window_size` (left, right): position p of a document sees
+    [p - left, p + right]; -1 is no limit. softmax_scale defaults to head_dim ** -0.5. Returns out,
+    like q.
 
     Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
     bad arguments before any row is sent, in a step's first layer on every rank of a planned group;
     torch.distributed.DistBackendError when a rank of the group is lost.
     """
+    attend = attend_rows if _scope.route is None else _attend_by_route
+    return attend(
+        q, k, v, documents, softmax_scale=softmax_scale, window_size=check_window(window_size)
+    )
+
+
+@torch.compiler.disable
+def _attend_by_route(*args, **kwargs) -> Tensor:
+    return _scope.route(*args, **kwargs)
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    *,
+    softmax_scale: float | None,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """core_attention of these rows, whatever is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
-    made = _plan_for(documents, check_window(window_size), q.device)
+    made = _plan_for(documents, window_size, q.device)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
     out, _ = torch.ops.distca.core_attention(

@@ -16,11 +16,15 @@ class Documents:
     `Documents(cu_seqlens)` are whole documents: document i is rows
     [cu_seqlens[i], cu_seqlens[i + 1]). `Documents.sharded` is one rank's part of a pack that is
     shared by all ranks, where documents may cross ranks.
+
+    The first rows may be context: keys and values of tokens whose queries another call computes.
+    Then q has `num_context_rows` rows fewer than k and v; `num_tokens` counts those of q.
     """
 
-    def __init__(self, cu_seqlens: Tensor | Sequence[int]) -> None:
+    def __init__(self, cu_seqlens: Tensor | Sequence[int], num_context_rows: int = 0) -> None:
         """`cu_seqlens`: [num_documents + 1] integers from 0 to the number of tokens, none smaller
-        than the one before. Raises ValueError when they are not.
+        than the one before; context rows count. `num_context_rows`: first rows without queries,
+        fewer than the first document that is not empty has. Raises ValueError for anything else.
         """
         offsets = _integers(cu_seqlens, "cu_seqlens")
         if offsets.numel() == 0 or offsets[0] != 0:
@@ -36,8 +40,17 @@ class Documents:
                 f"most {INT32_MAX} tokens"
             )
         lengths = offsets.diff()
-        index = torch.arange(lengths.numel())
-        self._set_pieces(index, torch.zeros_like(lengths), lengths, crosses_ranks=False)
+        starts, context = torch.zeros_like(lengths), torch.zeros_like(lengths)
+        if num_context_rows != 0:
+            first = int((lengths > 0).nonzero()[:1].sum())  # 0 where all are empty
+            most = int(lengths[first : first + 1].sum()) - 1
+            if not 0 <= num_context_rows <= most:
+                raise ValueError(
+                    f"num_context_rows is {num_context_rows}; expected 0 to {max(0, most)}: a "
+                    "part of the first document"
+                )
+            context[first] = num_context_rows
+        self._set_pieces(torch.arange(lengths.numel()), starts, lengths, context)
 
     @classmethod
     def sharded(cls, lengths: Tensor | Sequence[int], rank: int, world_size: int) -> "Documents":
@@ -66,16 +79,19 @@ class Documents:
         index = held.nonzero()[:, 0]
         documents = cls.__new__(cls)
         starts = begins - (ends - lengths)
-        documents._set_pieces(index, starts[index], held[index], crosses_ranks=True)
+        documents._set_pieces(index, starts[index], held[index], torch.zeros_like(index))
+        documents.crosses_ranks = True
         return documents
 
-    def _set_pieces(self, index: Tensor, start: Tensor, length: Tensor, crosses_ranks: bool):
-        self._pieces = torch.stack([index, start, length], dim=1)  # document, start, length
-        self.crosses_ranks = crosses_ranks
-        self.num_tokens = int(length.sum())
+    def _set_pieces(self, index: Tensor, start: Tensor, length: Tensor, context: Tensor):
+        self._pieces = torch.stack([index, start, length, context], dim=1)
+        self.crosses_ranks = False
+        self.num_context_rows = int(context.sum())
+        self.num_tokens = int(length.sum()) - self.num_context_rows
         self._plans: dict = {}  # by window_size; see planning.py
         self._group = None  # that the plans are for
         self._local_plans: dict = {}  # by (window_size, device)
+        self._halves: dict = {}  # planned, by (the function that cuts, window_size)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -85,12 +101,44 @@ class Documents:
     @property
     def position_ids(self) -> Tensor:
         """int64 [num_tokens], CPU: position of each row in its document, for RoPE."""
-        _, start, length = self._pieces.unbind(1)
+        _, start, length, _ = self._pieces.unbind(1)
         shift = start - (length.cumsum(0) - length)
-        return torch.arange(self.num_tokens) + shift.repeat_interleave(length)
+        num_rows = self.num_context_rows + self.num_tokens
+        position = torch.arange(num_rows) + shift.repeat_interleave(length)
+        return position[self.num_context_rows :]
+
+    def halves(
+        self, row: int, window_size: tuple[int, int] = (-1, 0)
+    ) -> tuple["Documents", "Documents"]:
+        """The documents of rows [0, row) and of the rest, for attention in two calls.
+
+        Where `row` cuts a document, queries behind it see keys before it: the second half begins
+        with context rows, the last `second.num_context_rows` of the first half's keys and values.
+        Raises ValueError for a row outside [0, num_tokens], documents that cross ranks or have
+        context rows, and for a window to the right (or full) where a document is cut.
+        """
+        if self.crosses_ranks or self.num_context_rows > 0:
+            raise ValueError(f"{self} cannot be halved; expected whole documents, no context rows")
+        if not 0 <= row <= self.num_tokens:
+            raise ValueError(f"row is {row}; expected 0 to {self.num_tokens}, the number of tokens")
+        offsets = torch.nn.functional.pad(self._pieces[:, 2].cumsum(0), (1, 0))
+        before, behind = offsets[offsets < row], offsets[offsets > row]
+        num_context = 0 if (offsets == row).any() else row - int(before[-1])
+        left, right = window_size
+        if num_context > 0 and right != 0:
+            raise ValueError(
+                f"row is {row}, inside a document, and window_size {(left, right)} lets its first "
+                "half see keys of its second; expected a causal window, (-1, 0) or (W, 0), or a "
+                "row where a document begins"
+            )
+        num_context = min(num_context, left) if left >= 0 else num_context
+        first = Documents(torch.cat([before, torch.tensor([row])]))
+        second = Documents(torch.cat([torch.tensor([0]), behind - row + num_context]), num_context)
+        return first, second
 
     def pieces(self, rank: int) -> Tensor:
-        """int64 [num_pieces, 4]: (rank, document, start, length), ids equal on all ranks."""
+        """int64 [num_pieces, 5]: (rank, document, start, length, context rows), ids equal on all
+        ranks."""
         pieces = self._pieces.clone()
         if not self.crosses_ranks:
             pieces[:, 0] += (rank + 1) * 2 * MAX_DOCUMENTS_PER_RANK
@@ -98,7 +146,10 @@ class Documents:
 
     def __repr__(self) -> str:
         kind = "sharded" if self.crosses_ranks else "whole"
-        return f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens)"
+        context = f", {self.num_context_rows} context rows" if self.num_context_rows else ""
+        return (
+            f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens{context})"
+        )
 
 
 def check_window(window_size: Sequence[int]) -> tuple[int, int]:

@@ -58,8 +58,8 @@ class Options:
 
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside
-    attention, which takes Hopper GPUs of one node. "process_group": NCCL or gloo. "auto": peer
-    where that works."""
+    attention, which takes Hopper GPUs of one node. "process_group": NCCL or gloo, which is what
+    ping-pong's halves take. "auto": peer where that works."""
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another before it raises."""

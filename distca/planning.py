@@ -64,13 +64,17 @@ def max_over_mean(seconds: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """What the planner thread hands over: host tensors and figures."""
 
     layout: Tensor
     packed_rows: Tensor
     loads: list[list[float]]
     plan_ms: float
+    pieces: Tensor
+    """Of all ranks."""
+    encoded: Tensor
+    """As torch.ops.distca.plan returns it."""
 
 
 class Plan:
@@ -93,7 +97,7 @@ class Plan:
                 "distca: the plan is not ready; call plan.wait() before compiled code"
             )
         start = time.perf_counter()
-        made = self._pending.result()
+        made = self.made()
         waited_ms = 1e3 * (time.perf_counter() - start)
         packed_rows = made.packed_rows.to(self._device, non_blocking=True)
         self.rows = torch.ops.distca.unpack_rows(made.layout, packed_rows)
@@ -110,6 +114,10 @@ class Plan:
             waited_ms,
         )
         return self
+
+    def made(self) -> Made:
+        """What the planner thread makes; waits for it."""
+        return self._pending.result()
 
     def report(self) -> PlanReport:
         """The plan's figures; waits for it."""
@@ -143,16 +151,34 @@ def plan(
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    step = session.num_plans
-    session.num_plans += 1
-    problem = _Problem(session.rank, session.num_ranks, window_size, device.type, step)
+    made = submit(session, documents, window_size, device, shape)
+    documents._group = group
+    # Which windows that is for must not depend on where this rank's documents are cut.
+    if session.also_plan is not None and window_size[1] == 0 and not documents.crosses_ranks:
+        session.also_plan(documents, window_size=window_size, device=device)
+    return made if ahead else made.wait()
+
+
+def submit(
+    session: Session,
+    documents: Documents,
+    window_size: tuple[int, int],
+    device: torch.device,
+    shape: AttentionShape | None,
+) -> Plan:
+    """A plan that the planner thread will make, attached to `documents`."""
+    problem = next_problem(session, window_size, device)
     pending = session.planner.submit(
         _make, session, documents, problem, _shape_words(session, shape)
     )
-    made = Plan(pending, device, session.group_name)
-    documents._plans[window_size] = made
-    documents._group = group
-    return made if ahead else made.wait()
+    made = documents._plans[window_size] = Plan(pending, device, session.group_name)
+    return made
+
+
+def next_problem(session: Session, window_size: tuple[int, int], device: torch.device) -> "Problem":
+    step = session.num_plans
+    session.num_plans += 1
+    return Problem(session.rank, session.num_ranks, window_size, device.type, step)
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
@@ -170,14 +196,14 @@ def local_plan(documents: Documents, window_size: tuple[int, int], device: torch
             "distca.plan(documents) on every rank first"
         )
     pending: Future = Future()
-    problem = _Problem(0, 1, tuple(window_size), device.type, step=-1)
+    problem = Problem(0, 1, tuple(window_size), device.type, step=-1)
     pending.set_result(_solve(problem, documents.pieces(0), configured(), AttentionShape()))
     made = documents._local_plans[key] = Plan(pending, device, "")
     return made.wait()
 
 
 @dataclass(frozen=True)
-class _Problem:
+class Problem:
     """What a plan is for, apart from the pieces."""
 
     rank: int
@@ -201,19 +227,21 @@ def _shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
     return torch.ops.distca.attention_shape(session.group_name)
 
 
-def _make(
-    session: Session, documents: Documents, problem: _Problem, shape_words: list[int]
-) -> _Made:
+def _make(session: Session, documents: Documents, problem: Problem, shape_words: list[int]) -> Made:
     """On the planner thread: exchange, plan, layout."""
     start = time.perf_counter()
     options = session.options
     pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(shape_words)
     if session.num_ranks > 1:
-        header = [torch.ops.distca.version(), problem.step, options.digest(), *problem.window_size]
+        header = header_of(problem.step, options, problem.window_size)
         pieces, shape, nodes = _exchange(session, pieces, [*header, *shape_words, _node()])
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes))
     made = _solve(problem, pieces, options, shape)
     return replace(made, plan_ms=1e3 * (time.perf_counter() - start))
+
+
+def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
+    return [torch.ops.distca.version(), step, options.digest(), *window_size]
 
 
 def balance(
@@ -243,12 +271,21 @@ def tasks_of(encoded: Tensor) -> Tensor:
     return encoded[PLAN_HEADER_WORDS:].reshape(-1, TASK_WORDS)
 
 
-def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> _Made:
+def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> Made:
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type)
     cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
+    layout, packed_rows = lay_out(problem, pieces, encoded, options)
+    plan_ms = 1e3 * (time.perf_counter() - start)
+    return Made(layout, packed_rows, loads.tolist(), plan_ms, pieces, encoded)
+
+
+def lay_out(
+    problem: Problem, pieces: Tensor, encoded: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """This rank's layout and packed rows, for the upload to its device."""
     layout, packed_rows = torch.ops.distca.layout(
         pieces,
         encoded,
@@ -259,7 +296,7 @@ def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: Attention
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()
-    return _Made(layout, packed_rows, loads.tolist(), 1e3 * (time.perf_counter() - start))
+    return layout, packed_rows
 
 
 def _exchange(
@@ -273,7 +310,7 @@ def _exchange(
     padded = torch.zeros(most, pieces.shape[1], dtype=torch.int64)
     padded[: pieces.shape[0]] = pieces
     gathered = all_gather(padded, session.group_name, step)
-    _check_headers(headers)
+    check_headers(headers)
     shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
     held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]
@@ -281,7 +318,7 @@ def _exchange(
     return torch.cat(held).contiguous(), shape, headers[:, NODE_WORD].tolist()
 
 
-def _check_headers(headers: Tensor) -> None:
+def check_headers(headers: Tensor) -> None:
     differences = []
     for idx, name in enumerate(HEADER_NAMES):
         values = headers[:, idx].tolist()

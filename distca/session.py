@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -62,6 +62,10 @@ class Session:
     """Ranks agree here (gloo) before a step's first layer."""
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
+    halves: list["Session"] = field(default_factory=list)
+    """Those of a ping-pong step; see `halves_of`."""
+    also_plan: Callable | None = None
+    """What `distca.plan` plans besides: halves, once ping-pong has run."""
 
     @property
     def group_name(self) -> str:
@@ -76,10 +80,11 @@ class Session:
         return "cuda" if "nccl" in str(dist.get_backend_config(self.group)) else "cpu"
 
     def announce(self, error: BaseException) -> None:
-        """Tells the other ranks what went wrong on this one."""
-        if self.data is not None:
-            message = f"{type(error).__name__}: {error}"
-            torch.ops.distca.announce_failure(self.group_name, message)
+        """Tells the other ranks what went wrong on this one, whatever they are waiting in."""
+        message = f"{type(error).__name__}: {error}"
+        for session in (self, *self.halves):
+            if session.data is not None:
+                torch.ops.distca.announce_failure(session.group_name, message)
 
 
 _sessions: dict[str, Session] = {}  # by name of the group that init was given
@@ -141,7 +146,7 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
 
     backend = str(dist.get_backend_config(group))
     session.data = new_group(backend, _urgent(backend, timeout))
-    session.planning = new_group("gloo")
+    session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
     configuration = f"version {torch.ops.distca.version()} {session.options}"
     names = (group.group_name for group in (session.data, session.control, session.planning))
@@ -149,6 +154,30 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     torch.ops.distca.open_session(
         *names, configuration, session.options.timeout_s, peer_device
     )
+
+
+def halves_of(session: Session) -> list[Session]:
+    """Sessions of a ping-pong step's two halves. Opened at the first call, which is collective.
+
+    A group runs its calls in order, and what one half sends must not wait for the other's results:
+    each has groups of its own for rows and agreement. Plans are exchanged on the session's.
+
+    Rows of halves travel by process group. Through peer memory an attention kernel holds the device
+    while it waits for rows, and two ranks might each wait in another half for what the other's
+    device has no room to send.
+    """
+    while len(session.halves) < 2:
+        half = Session(
+            replace(session.options, transport="process_group"),
+            session.group,
+            session.rank,
+            session.num_ranks,
+            planning=session.planning,
+            planner=session.planner,
+        )
+        _open_groups(half, session.group)
+        session.halves.append(half)
+    return session.halves
 
 
 def _check_equal_group_counts(group: ProcessGroup) -> None:
@@ -192,10 +221,13 @@ def close(group: ProcessGroup | None = None) -> None:
     group = group if group is not None else dist.group.WORLD
     del _sessions[group.group_name]
     session.planner.close()
-    if session.data is not None:
-        torch.ops.distca.close_session(session.group_name)
-        for own in (session.data, session.planning, session.control):
+    if session.data is None:
+        return
+    for each in (*session.halves, session):
+        torch.ops.distca.close_session(each.group_name)
+        for own in (each.data, each.control):
             dist.destroy_process_group(own)
+    dist.destroy_process_group(session.planning)
 
 
 def _announce_uncaught_exceptions() -> None:

@@ -77,14 +77,8 @@ class Block(nn.Module):
         self.attention = Attention(config, core_attention)
         self.ffn_norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.ffn = SwiGLU(config)
-        self.recompute = config.recompute
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: object) -> Tensor:
-        if self.recompute:
-            return checkpoint(self._compute, x, cos, sin, documents, use_reentrant=False)
-        return self._compute(x, cos, sin, documents)
-
-    def _compute(self, x: Tensor, cos: Tensor, sin: Tensor, documents: object) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, documents)
         return x + self.ffn(self.ffn_norm(x))
 
@@ -109,7 +103,10 @@ class Llama(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin, documents)
+            if self.config.recompute:
+                x = checkpoint(block, x, cos, sin, documents, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, documents)
         return self.output(self.norm(x))
 
 

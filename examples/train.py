@@ -55,6 +55,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile every block")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
+    parser.add_argument(
+        "--ping-pong", action="store_true", help="every block on two halves of the tokens in turn"
+    )
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 examples/train.py ...")
@@ -137,6 +140,8 @@ def build_model(args: argparse.Namespace, device: torch.device, with_distca: boo
     precision = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
+        if args.ping_pong and with_distca:
+            block = distca.PingPong(block)  # the same module, of another class
         if args.compile:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=precision)

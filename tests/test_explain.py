@@ -56,7 +56,7 @@ def test_crossing_packs_are_those_of_sharded_documents():
         pieces = [
             distca.Documents.sharded(lengths, r, num_ranks).pieces(r) for r in range(num_ranks)
         ]
-        assert pack.pieces.tolist() == torch.cat(pieces).tolist()
+        assert pack.pieces.tolist() == torch.cat(pieces)[:, :4].tolist()
         assert pack.lengths.tolist() == lengths
 
 

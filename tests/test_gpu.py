@@ -149,7 +149,7 @@ def test_rows_are_unpacked_alike_on_device_and_host():
     pieces = torch.cat(
         [distca.Documents.sharded([40, 3000, 1, 9000, 59], r, 4).pieces(r) for r in range(4)]
     )
-    problem = planning._Problem(1, 4, (-1, 0), "cuda", 0)
+    problem = planning.Problem(1, 4, (-1, 0), "cuda", 0)
     made = planning._solve(problem, pieces, distca.Options(), distca.AttentionShape())
     unpack = torch.ops.distca.unpack_rows
     on_host = unpack(made.layout, made.packed_rows.cpu())

@@ -50,7 +50,7 @@ def test_sharded_documents_against_counting(world_size):
             documents = distca.Documents.sharded(lengths, rank, world_size)
             assert documents.num_tokens == len(tokens)
             assert documents.position_ids.tolist() == [position for _, position in tokens]
-            assert documents.pieces(rank).tolist() == [[rank, *run] for run in runs]
+            assert documents.pieces(rank).tolist() == [[rank, *run, 0] for run in runs]
             ends = torch.tensor([0, *(length for *_, length in runs)]).cumsum(0)
             assert documents.cu_seqlens.tolist() == ends.tolist()
             held += documents.num_tokens
@@ -67,7 +67,7 @@ def test_whole_documents_against_counting():
         assert documents.position_ids.tolist() == positions
         assert documents.cu_seqlens.dtype == torch.int32
         assert documents.cu_seqlens.diff().tolist() == lengths
-        assert documents.pieces(3)[:, 2:].tolist() == [[0, length] for length in lengths]
+        assert documents.pieces(3)[:, 2:].tolist() == [[0, length, 0] for length in lengths]
 
 
 def test_ids_of_whole_documents_differ_between_ranks():

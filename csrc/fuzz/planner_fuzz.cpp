@@ -26,7 +26,7 @@ constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxRanksDrawn = 6;
 constexpr int64_t kMaxLayouts = 32;
 constexpr int64_t kMaxTokens = 4096;  // of all documents
-constexpr size_t kPieceWords = 4;     // rank, document, start, length
+constexpr size_t kPieceWords = 5;     // rank, document, start, length, context
 constexpr size_t kTaskWords = 4;      // document, q_begin, q_end, server
 
 using Words = std::vector<int64_t>;
@@ -45,7 +45,8 @@ constexpr size_t kPlanHeader = 5;
 Words encode(const Input& input) {
   Words words = {input.choices, static_cast<int64_t>(input.pieces.size())};
   for (const Piece& piece : input.pieces) {
-    words.insert(words.end(), {piece.rank, piece.document, piece.start, piece.length});
+    words.insert(words.end(),
+                 {piece.rank, piece.document, piece.start, piece.length, piece.num_context});
   }
   const Plan& plan = input.plan;
   words.insert(words.end(),
@@ -65,7 +66,7 @@ std::optional<Input> decode(const Words& words) {
   Input input{words[kChoices], {}, {}};
   const int64_t* next = words.data() + kHeader;
   for (size_t i = 0; i < num_pieces; ++i, next += kPieceWords) {
-    input.pieces.push_back({next[0], next[1], next[2], next[3]});
+    input.pieces.push_back({next[0], next[1], next[2], next[3], next[4]});
   }
   const size_t num_left = static_cast<size_t>(words.data() + words.size() - next) - kPlanHeader;
   const size_t num_tasks = static_cast<size_t>(next[kNumTasks]);

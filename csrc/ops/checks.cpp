@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <bit>
+#include <string>
 
 #include "version.h"
 
@@ -86,11 +87,15 @@ Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
                     "; expected one head_dim");
   TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0, "q has ", q.size(1), " heads, k ", k.size(1),
                     "; expected a multiple");
-  TORCH_CHECK_VALUE(q.size(0) == layout.num_home_rows, "q has ", q.size(0),
-                    " tokens, but the documents of this rank have ", layout.num_home_rows,
+  TORCH_CHECK_VALUE(q.size(0) == layout.num_home_queries(), "q has ", q.size(0),
+                    " tokens, but the documents of this rank have ", layout.num_home_queries(),
                     "; pass the rows that cu_seqlens describes");
-  TORCH_CHECK_VALUE(k.size(0) == q.size(0), "q has ", q.size(0), " tokens, k ", k.size(0),
-                    "; expected equal numbers");
+  TORCH_CHECK_VALUE(k.size(0) == layout.num_home_rows, "q has ", q.size(0), " tokens, k ",
+                    k.size(0), "; expected ",
+                    layout.num_context_rows == 0
+                        ? std::string("equal numbers")
+                        : "k to have the documents' " + std::to_string(layout.num_context_rows) +
+                              " context rows more");
   TORCH_CHECK_VALUE(layout.home.cu_seqlens.device() == q.device(), "q is on ", q.device(),
                     ", but the plan was made for ", layout.home.cu_seqlens.device(),
                     "; pass device= to distca.plan");

@@ -24,7 +24,7 @@
 namespace distca::ops {
 namespace {
 
-constexpr int64_t kMagic = 0x6469737463610006;  // "distca", format 6
+constexpr int64_t kMagic = 0x6469737463610007;  // "distca", format 7
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
@@ -55,6 +55,7 @@ enum Header : int64_t {
   kDeterministic,
   kNumCounted,
   kNumRowWords,
+  kNumContextRows,
   kHeaderLength
 };
 
@@ -293,7 +294,8 @@ attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
 std::optional<PeerRoutes> Reader::peer_routes(const Layout& layout) {
   if (word() == 0) return std::nullopt;
   std::span<const int64_t> left(host + next_host, num_host - next_host);
-  PeerRoutes routes = read_peer_routes(left, layout.num_ranks, layout.num_home_rows);
+  PeerRoutes routes =
+      read_peer_routes(left, layout.num_ranks, layout.num_home_rows, layout.num_home_queries());
   next_host = num_host - static_cast<int64_t>(left.size());
   const auto& [sent, max_visiting_q, max_visiting_k, max_flags] = routes.deliveries;
   for (const attention::Task& task : layout.visiting.tasks) {
@@ -395,7 +397,8 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
                  sum(layout.recv_k_rows),
                  origin.deterministic,
                  0,
-                 0};
+                 0,
+                 layout.num_context_rows};
   for (const auto* counts :
        {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
     writer.counts(*counts);
@@ -442,11 +445,15 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
     TORCH_CHECK_VALUE(0 <= words[field] && words[field] <= kMaxRows, "layout: ", words[field],
                       " rows; expected 0 to ", kMaxRows);
   }
+  TORCH_CHECK_VALUE(0 <= words[kNumContextRows] && words[kNumContextRows] <= words[kNumHomeRows],
+                    "layout: ", words[kNumContextRows], " context rows; expected 0 to ",
+                    words[kNumHomeRows]);
   Layout decoded;
   decoded.step = words[kStep];
   decoded.plan_digest = static_cast<uint64_t>(words[kPlanDigest]);
   decoded.num_ranks = words[kNumRanks];
   decoded.num_home_rows = words[kNumHomeRows];
+  decoded.num_context_rows = words[kNumContextRows];
   decoded.moves_rows = words[kMovesRows] != 0;
   decoded.mask = reader.mask;
   decoded.deterministic = words[kDeterministic] != 0;
@@ -460,7 +467,9 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
                       route->num_visiting, " are visiting");
   }
   for (Route* route : {&decoded.queries, &decoded.keys}) {
-    route->home_row = reader.indices(sum(route->counts.send), decoded.num_home_rows);
+    const bool is_queries = route == &decoded.queries;
+    route->home_row = reader.indices(
+        sum(route->counts.send), is_queries ? decoded.num_home_queries() : decoded.num_home_rows);
     route->slot = reader.slots(route->num_visiting);
   }
   decoded.key_gradients = reader.reduction(decoded.num_home_rows, sum(decoded.keys.counts.send));

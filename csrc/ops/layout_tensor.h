@@ -29,8 +29,9 @@ struct Layout {
   int64_t step = -1;  // plans made by the group before this one; -1: no group
   uint64_t plan_digest = 0;
   int64_t num_ranks = 1;
-  int64_t num_home_rows = 0;
-  bool moves_rows = false;  // whether any rank sends any row under this plan
+  int64_t num_home_rows = 0;     // of keys
+  int64_t num_context_rows = 0;  // of them without queries
+  bool moves_rows = false;       // whether any rank sends any row under this plan
   attention::Mask mask;
   bool deterministic = false;
   Route queries;
@@ -39,6 +40,8 @@ struct Layout {
   attention::TaskList home;
   attention::TaskList visiting;
   std::optional<PeerRoutes> peers;  // of groups so small that peers may write to each other
+
+  int64_t num_home_queries() const { return num_home_rows - num_context_rows; }
 };
 
 struct LayoutOrigin {

@@ -105,7 +105,7 @@ void append_words(const PeerRoutes& routes, std::vector<int64_t>& words) {
 }
 
 PeerRoutes read_peer_routes(std::span<const int64_t>& words, int64_t num_ranks,
-                            int64_t num_home_rows) {
+                            int64_t num_home_rows, int64_t num_home_queries) {
   PeerRoutes routes;
   auto& [sent, max_visiting_q, max_visiting_k, max_flags] = routes.deliveries;
   max_visiting_q = next(words, kMaxRows, "visiting queries");
@@ -115,7 +115,7 @@ PeerRoutes read_peer_routes(std::span<const int64_t>& words, int64_t num_ranks,
   for (planner::Delivery& delivery : sent) {
     delivery.server = next(words, num_ranks, "server");
     delivery.flag = next(words, max_flags, "flag");
-    delivery.queries = read_places(words, num_home_rows, max_visiting_q);
+    delivery.queries = read_places(words, num_home_queries, max_visiting_q);
     delivery.keys = read_places(words, num_home_rows, max_visiting_k);
   }
   routes.key_gradients.resize(next_count(words, 3, "key gradients"));

@@ -34,8 +34,9 @@ PeerRoutes peer_routes(planner::Deliveries deliveries);
 void append_words(const PeerRoutes& routes, std::vector<int64_t>& words);
 
 // Reads from the front of `words` and moves it on. Throws ValueError for rows outside
-// [0, num_home_rows), or of servers outside [0, num_ranks), or past the most that a server has.
+// [0, num_home_rows), queries outside [0, num_home_queries), or of servers outside [0, num_ranks),
+// or past the most that a server has.
 PeerRoutes read_peer_routes(std::span<const int64_t>& words, int64_t num_ranks,
-                            int64_t num_home_rows);
+                            int64_t num_home_rows, int64_t num_home_queries);
 
 }  // namespace distca::ops

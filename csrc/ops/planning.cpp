@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kMaxRanks = 65536;
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxPosition = int64_t{1} << 48;
-constexpr int64_t kPieceWords = 4;   // rank, document, start, length
+constexpr int64_t kPieceWords = 4;   // rank, document, start, length; then context or nothing
 constexpr int64_t kTaskWords = 4;    // document, q_begin, q_end, server
 constexpr int64_t kLoadColumns = 7;  // see schemas.cpp
 enum PlanHeader : int64_t { kNumRanks, kWindowLeft, kWindowRight, kDigest, kNumTasks, kPlanHeader };
@@ -47,8 +47,10 @@ auto as_value_error(F&& f) {
 }
 
 planner::Pack decode_pack(const at::Tensor& pieces, int64_t num_ranks) {
-  TORCH_CHECK_VALUE(pieces.dim() == 2 && pieces.size(1) == kPieceWords,
-                    "pieces: expected [num_pieces, 4] (rank, document, start, length), got ",
+  const int64_t num_words = pieces.dim() == 2 ? pieces.size(1) : 0;
+  TORCH_CHECK_VALUE(num_words == kPieceWords || num_words == kPieceWords + 1,
+                    "pieces: expected [num_pieces, 4] (rank, document, start, length), or 5 with "
+                    "context rows, got ",
                     pieces.sizes());
   const auto words = int64_words(pieces, "pieces");
   std::vector<planner::Piece> decoded;
@@ -57,7 +59,7 @@ planner::Pack decode_pack(const at::Tensor& pieces, int64_t num_ranks) {
   std::vector<int64_t> num_rows(num_ranks, 0);
   decoded.reserve(pieces.size(0));
   for (int64_t i = 0; i < pieces.size(0); ++i) {
-    const int64_t* w = words.data() + kPieceWords * i;
+    const int64_t* w = words.data() + num_words * i;
     TORCH_CHECK_VALUE(0 <= w[0] && w[0] < num_ranks, "pieces: piece ", i, " is on rank ", w[0],
                       "; expected 0 to ", num_ranks - 1);
     TORCH_CHECK_VALUE(0 <= w[3] && w[3] <= kMaxRows - num_rows[w[0]], "pieces: piece ", i, " has ",
@@ -65,7 +67,7 @@ planner::Pack decode_pack(const at::Tensor& pieces, int64_t num_ranks) {
     TORCH_CHECK_VALUE(0 <= w[2] && w[2] <= kMaxPosition, "pieces: piece ", i, " starts at ", w[2],
                       "; expected 0 to ", kMaxPosition);
     num_rows[w[0]] += w[3];
-    decoded.push_back({w[0], w[1], w[2], w[3]});
+    decoded.push_back({w[0], w[1], w[2], w[3], num_words > kPieceWords ? w[kPieceWords] : 0});
   }
   return as_value_error([&] { return planner::make_pack(decoded, num_ranks); });
 }

@@ -12,8 +12,8 @@
 // one rank's share of a plan, made by distca::layout and distca::unpack_rows; `group_name` names a
 // c10d process group opened by distca::open_session, or is empty for a layout of one rank.
 //
-// q [tokens, heads_q, head_dim], k, v [tokens, heads_kv, head_dim], out like q, lse [tokens,
-// heads_q].
+// q [tokens, heads_q, head_dim], k, v [context rows + tokens, heads_kv, head_dim], out like q, lse
+// [tokens, heads_q].
 TORCH_LIBRARY(distca, m) {
   // The whole of core attention, forward and backward.
   m.def(
@@ -53,11 +53,12 @@ TORCH_LIBRARY(distca, m) {
   m.def("all_gather(Tensor tensor, str group_name, int step) -> Tensor");
 
   // Planning: pieces int64 [num_pieces, 4] (rank, document, start, length) of all ranks, in row
-  // order within each rank; row_bytes (query, key) that travel for a layer, or these and what a
-  // server holds of them; servers float64 [num_ranks, 2] (speed, memory cap in bytes), or empty:
-  // all of speed 1 without a cap; links float64 [3] (ranks of a node, bytes per second of a rank
-  // within it, and between nodes); loads float64 [num_ranks, 7] (seconds_home, seconds, bytes_out,
-  // bytes_in, node_bytes_out, node_bytes_in, held_bytes).
+  // order within each rank, or 5 with the number of their first tokens that are context: keys
+  // without queries, which only a document's first piece has; row_bytes (query, key) that travel
+  // for a layer, or these and what a server holds of them; servers float64 [num_ranks, 2] (speed,
+  // memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [3] (ranks of a
+  // node, bytes per second of a rank within it, and between nodes); loads float64 [num_ranks, 7]
+  // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes).
   m.def(
       "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
       "int[] row_bytes, Tensor servers, Tensor links, float tolerance) "

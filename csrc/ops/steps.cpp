@@ -20,8 +20,8 @@ void zero_sent_rows(const at::Tensor& home, const Layout& layout) {
   home.index_fill_(0, layout.queries.home_row.to(at::kLong), 0);
 }
 
-at::Tensor home_zeros(const at::Tensor& visiting, const Layout& layout) {
-  return at::zeros({layout.num_home_rows, visiting.size(1), visiting.size(2)}, visiting.options());
+at::Tensor zeros_like_rows(const at::Tensor& visiting, int64_t num_rows) {
+  return at::zeros({num_rows, visiting.size(1), visiting.size(2)}, visiting.options());
 }
 
 at::Tensor no_rows(const at::Tensor& home) {
@@ -77,9 +77,9 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
     check_num_rows(visiting_grad_k, "visiting_grad_k", plan.keys.num_visiting);
     check_num_rows(visiting_grad_v, "visiting_grad_v", plan.keys.num_visiting);
   });
-  const at::Tensor dq = home_zeros(visiting_grad_q, plan);
-  const at::Tensor dk = home_zeros(visiting_grad_k, plan);
-  const at::Tensor dv = home_zeros(visiting_grad_v, plan);
+  const at::Tensor dq = zeros_like_rows(visiting_grad_q, plan.num_home_queries());
+  const at::Tensor dk = zeros_like_rows(visiting_grad_k, plan.num_home_rows);
+  const at::Tensor dv = zeros_like_rows(visiting_grad_v, plan.num_home_rows);
   if (!session) return {dq, dk, dv};
   return announcing(*session, [&]() -> Triple {
     const transport::Where where = session->current(Pass::kBackward).in("combine");
@@ -131,8 +131,8 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
   const Layout plan = decode_layout(layout, rows);
   const auto session = session_of(plan, group_name);
   check_first(session, [&] {
-    check_num_rows(out, "out", plan.num_home_rows);
-    check_num_rows(lse, "lse", plan.num_home_rows);
+    check_num_rows(out, "out", plan.num_home_queries());
+    check_num_rows(lse, "lse", plan.num_home_queries());
     check_num_rows(visiting_out, "visiting_out", plan.queries.num_visiting);
     check_num_rows(visiting_lse, "visiting_lse", plan.queries.num_visiting);
   });
@@ -156,7 +156,7 @@ Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, cons
   const c10::DeviceGuard guard(grad_out.device());
   const Layout plan = decode_layout(layout, rows);
   const auto session = session_of(plan, group_name);
-  check_first(session, [&] { check_num_rows(grad_out, "grad_out", plan.num_home_rows); });
+  check_first(session, [&] { check_num_rows(grad_out, "grad_out", plan.num_home_queries()); });
   const at::Tensor grad = grad_out.contiguous();
   at::Tensor home_grad = grad.clone();
   zero_sent_rows(home_grad, plan);

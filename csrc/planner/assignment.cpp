@@ -31,7 +31,7 @@ Home::Home(const Pack& pack, const PlanOptions& options)
   for (size_t i = 0; i < pack.documents.size(); ++i) {
     const Document& document = pack.documents[i];
     for (const Segment& segment : pack.segments_of(document)) {
-      const Range rows = positions(segment);
+      const Range rows = queries(segment, document);
       const double cost = options.cost.seconds(options.mask, rows, document.length);
       shares[next[segment.rank]++] = {static_cast<int64_t>(i), rows, cost};
       seconds[segment.rank] += cost;
@@ -96,8 +96,8 @@ const RangeSet& Assignment::keys_on(int64_t receiver, int64_t document) {
   for (const Share& share : ranks_[receiver].guests) hold(share);
   if (pack_.documents[document].num_segments == 1) return keys_;
   for (const Share& share : own_now(receiver)) hold(share);
-  for (const Share& share : home_.shares_of(receiver)) {
-    if (share.document == document) keys_.insert(share.rows);
+  for (const Segment& segment : pack_.segments_of(pack_.documents[document])) {
+    if (segment.rank == receiver) keys_.insert(positions(segment));
   }
   return keys_;
 }

@@ -85,7 +85,8 @@ Balancer::Balancer(const Pack& pack, const PlanOptions& options, const Home& hom
     : pack_(pack), options_(options), home_(home) {
   double pairs = 0;
   for (const Document& document : pack.documents) {
-    pairs += static_cast<double>(num_pairs(options.mask, {0, document.length}, document.length));
+    const Range all{document.first_query, document.length};
+    pairs += static_cast<double>(num_pairs(options.mask, all, document.length));
   }
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
     total_ += home.seconds[rank];

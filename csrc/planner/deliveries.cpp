@@ -20,11 +20,11 @@ std::set<int64_t> homes_of(const Pack& pack, const Visit& visit) {
 
 // The parts of `ranges` that are at home here; `next_row` is the visiting row of the first range,
 // and then of what follows the last.
-std::vector<RowPlace> places_of(const HomeRuns& home, int64_t document,
+std::vector<RowPlace> places_of(const HomeRuns& home, int64_t document, int64_t HomeRun::*row,
                                 const std::vector<Range>& ranges, int64_t& next_row) {
   std::vector<RowPlace> places;
   for (Range range : ranges) {
-    home.for_each_part(document, range, [&](int64_t home_row, Range part) {
+    home.for_each_part(document, row, range, [&](int64_t home_row, Range part) {
       places.push_back({home_row, next_row + part.begin - range.begin, num_rows(part)});
     });
     next_row += num_rows(range);
@@ -55,8 +55,8 @@ Deliveries make_deliveries(const Pack& pack, const Plan& plan, int64_t rank) {
       const auto own = static_cast<int64_t>(std::distance(homes.begin(), homes.find(rank)));
       Delivery ours{server, num_flags + own, {}, {}};
       num_flags += static_cast<int64_t>(homes.size());
-      ours.queries = places_of(home, visit.document, visit.queries, q_row);
-      ours.keys = places_of(home, visit.document, visit.keys.ranges(), k_row);
+      ours.queries = places_of(home, visit.document, &HomeRun::q_row, visit.queries, q_row);
+      ours.keys = places_of(home, visit.document, &HomeRun::row, visit.keys.ranges(), k_row);
       if (homes.contains(rank)) deliveries.sent.push_back(std::move(ours));
     }
     deliveries.max_visiting_q = std::max(deliveries.max_visiting_q, q_row);

@@ -10,7 +10,7 @@ namespace distca::planner {
 
 // Consecutive rows of a home, and where they stand among the visiting rows of a server.
 struct RowPlace {
-  int64_t home_row;
+  int64_t home_row;  // of keys, or of queries: those do not count context
   int64_t visiting_row;
   int64_t num_rows;
 };

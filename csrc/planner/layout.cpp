@@ -12,12 +12,13 @@
 namespace distca::planner {
 namespace {
 
-// Appends the home rows of `range` to `sent`; returns how many there are.
-int64_t append_home_rows(const HomeRuns& home, int64_t document, Range range,
+// Appends the home rows of `range`, those of keys or of queries, to `sent`; returns how many there
+// are.
+int64_t append_home_rows(const HomeRuns& home, int64_t document, int64_t HomeRun::*row, Range range,
                          std::vector<Run>& sent) {
   int64_t num_sent = 0;
-  home.for_each_part(document, range, [&](int64_t row, Range part) {
-    sent.push_back({row, num_rows(part)});
+  home.for_each_part(document, row, range, [&](int64_t first, Range part) {
+    sent.push_back({first, num_rows(part)});
     num_sent += num_rows(part);
   });
   return num_sent;
@@ -35,11 +36,11 @@ void fill_sends(const Pack& pack, const Plan& plan, Layout& layout) {
     for (const Visit& visit : visits_of(pack, plan.mask, {task, last})) {
       for (Range rows : visit.queries) {
         layout.send_q_rows[peer] +=
-            append_home_rows(home, visit.document, rows, layout.send_q_runs);
+            append_home_rows(home, visit.document, &HomeRun::q_row, rows, layout.send_q_runs);
       }
       for (Range keys : visit.keys.ranges()) {
         layout.send_k_rows[peer] +=
-            append_home_rows(home, visit.document, keys, layout.send_k_runs);
+            append_home_rows(home, visit.document, &HomeRun::row, keys, layout.send_k_runs);
       }
     }
     task = last;
@@ -83,10 +84,9 @@ void fill_home_tasks(const Pack& pack, const Plan& plan, Layout& layout) {
     const std::span<const Segment> segments = pack.segments_of(document);
     const Segment& segment = segments[segment_at(segments, task.q_begin)];
     const Range keys = keys_of(plan.mask, queries(task), document.length);
-    const int64_t row_of_first = segment.row - segment.start;
-    layout.home_tasks.push_back({row_of_first + task.q_begin, num_rows(queries(task)),
-                                 row_of_first + keys.begin, num_rows(keys),
-                                 task.q_begin - keys.begin});
+    layout.home_tasks.push_back({segment.q_row + task.q_begin - segment.start,
+                                 num_rows(queries(task)), segment.row + keys.begin - segment.start,
+                                 num_rows(keys), task.q_begin - keys.begin});
   }
   std::sort(layout.home_tasks.begin(), layout.home_tasks.end(),
             [](const PlacedTask& a, const PlacedTask& b) { return a.q_row < b.q_row; });
@@ -132,6 +132,7 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank) {
   layout.rank = rank;
   layout.num_ranks = plan.num_ranks;
   layout.num_home_rows = pack.num_rows[rank];
+  layout.num_context_rows = pack.num_context_rows[rank];
   for (std::vector<int64_t>* rows :
        {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
     rows->assign(plan.num_ranks, 0);

@@ -39,12 +39,14 @@ struct Run {
 struct Layout {
   int64_t rank = 0;
   int64_t num_ranks = 0;
-  int64_t num_home_rows = 0;
+  int64_t num_home_rows = 0;     // of keys
+  int64_t num_context_rows = 0;  // of them without queries
 
   std::vector<int64_t> send_q_rows, recv_q_rows;  // [num_ranks] rows to and from each peer
   std::vector<int64_t> send_k_rows, recv_k_rows;  // [num_ranks]
 
-  std::vector<Run> send_q_runs, send_k_runs;  // home rows of the sent slots, in order
+  // Home rows of the sent slots, in order; those of queries do not count context.
+  std::vector<Run> send_q_runs, send_k_runs;
 
   // Received slots of the visiting rows, in order; empty when slot i is visiting row i.
   std::vector<Run> q_slot_runs, k_slot_runs;

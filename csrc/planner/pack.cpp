@@ -12,6 +12,7 @@ namespace {
 
 struct PlacedPiece {
   int64_t document;
+  int64_t num_context;
   Segment segment;
 };
 
@@ -37,22 +38,33 @@ void check(const Piece& piece, int64_t num_ranks) {
                                std::to_string(piece.length) +
                                "; expected neither negative and a sum below 2^63");
   }
+  const int64_t most = piece.start > 0 ? 0 : std::max<int64_t>(0, piece.length - 1);
+  if (piece.num_context < 0 || piece.num_context > most) {
+    reject(piece.document,
+           "rank " + std::to_string(piece.rank) + " has " + std::to_string(piece.num_context) +
+               " context rows in " + std::to_string(piece.length) + " from position " +
+               std::to_string(piece.start) + "; expected 0 to " + std::to_string(most));
+  }
 }
 
 // Places pieces on their ranks' rows, in order of (document, start).
-std::vector<PlacedPiece> place(std::span<const Piece> pieces, std::vector<int64_t>& num_rows) {
+std::vector<PlacedPiece> place(std::span<const Piece> pieces, Pack& pack) {
   std::vector<PlacedPiece> placed;
   placed.reserve(pieces.size());
   for (const Piece& piece : pieces) {
-    check(piece, static_cast<int64_t>(num_rows.size()));
+    check(piece, pack.num_ranks);
     if (piece.length == 0) continue;
-    int64_t& row = num_rows[piece.rank];
+    int64_t& row = pack.num_rows[piece.rank];
     if (piece.length > std::numeric_limits<int64_t>::max() - row) {
       reject(piece.document, "rank " + std::to_string(piece.rank) + " would hold " +
                                  std::to_string(row) + " + " + std::to_string(piece.length) +
                                  " tokens; expected a sum below 2^63");
     }
-    placed.push_back({piece.document, {piece.start, piece.length, piece.rank, row}});
+    int64_t& num_context_rows = pack.num_context_rows[piece.rank];
+    num_context_rows += piece.num_context;
+    placed.push_back({piece.document,
+                      piece.num_context,
+                      {piece.start, piece.length, piece.rank, row, row - num_context_rows}});
     row += piece.length;
   }
   const auto precedes = [](const PlacedPiece& a, const PlacedPiece& b) {
@@ -94,13 +106,15 @@ Pack make_pack(std::span<const Piece> pieces, int64_t num_ranks) {
     throw std::invalid_argument("num_ranks is " + std::to_string(num_ranks) +
                                 "; expected at least 1");
   }
-  Pack pack{num_ranks, std::vector<int64_t>(num_ranks, 0), {}, {}};
-  const std::vector<PlacedPiece> placed = place(pieces, pack.num_rows);
+  const std::vector<int64_t> zeros(num_ranks, 0);
+  Pack pack{num_ranks, zeros, zeros, {}, {}};
+  const std::vector<PlacedPiece> placed = place(pieces, pack);
   pack.documents.reserve(placed.size());
   pack.segments.reserve(placed.size());
   for (const PlacedPiece& piece : placed) {
     if (pack.documents.empty() || pack.documents.back().id != piece.document) {
-      pack.documents.push_back({piece.document, 0, static_cast<int64_t>(pack.segments.size()), 0});
+      const auto first_segment = static_cast<int64_t>(pack.segments.size());
+      pack.documents.push_back({piece.document, 0, first_segment, 0, piece.num_context});
     }
     append(pack, piece.segment);
   }

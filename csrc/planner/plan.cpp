@@ -134,9 +134,11 @@ void check_range(const Task& task, const Pack& pack) {
   if (task.server < 0 || task.server >= pack.num_ranks) {
     reject(to_string(task) + ": the pack has " + std::to_string(pack.num_ranks) + " ranks");
   }
-  const int64_t length = pack.documents[task.document].length;
-  if (task.q_begin < 0 || task.q_begin >= task.q_end || task.q_end > length) {
-    reject(to_string(task) + ": queries must be a part of [0, " + std::to_string(length) + ")");
+  const Document& document = pack.documents[task.document];
+  if (task.q_begin < document.first_query || task.q_begin >= task.q_end ||
+      task.q_end > document.length) {
+    reject(to_string(task) + ": queries must be a part of [" +
+           std::to_string(document.first_query) + ", " + std::to_string(document.length) + ")");
   }
 }
 
@@ -159,12 +161,12 @@ std::vector<Task> by_document(const std::vector<Task>& tasks, size_t num_documen
   return sorted;
 }
 
-// Every document's queries, by position, have to follow one another from 0 to its length.
+// Every document's queries, by position, have to follow one another from its first to its length.
 void check_cover(const std::vector<Task>& tasks, const Pack& pack) {
   const std::vector<Task> sorted = by_document(tasks, pack.documents.size());
   auto task = sorted.begin();
   for (size_t i = 0; i < pack.documents.size(); ++i) {
-    int64_t covered = 0;
+    int64_t covered = pack.documents[i].first_query;
     for (; task != sorted.end() && task->document == static_cast<int64_t>(i); ++task) {
       if (task->q_begin != covered) {
         reject(to_string(*task) + ": queries before it are computed up to " +
@@ -173,8 +175,9 @@ void check_cover(const std::vector<Task>& tasks, const Pack& pack) {
       covered = task->q_end;
     }
     if (covered != pack.documents[i].length) {
-      reject("document " + std::to_string(i) + " has " + std::to_string(pack.documents[i].length) +
-             " queries, computed up to " + std::to_string(covered));
+      reject("document " + std::to_string(i) + " has queries up to " +
+             std::to_string(pack.documents[i].length) + ", computed up to " +
+             std::to_string(covered));
     }
   }
 }
@@ -225,6 +228,7 @@ uint64_t digest_of(const Pack& pack, const Mask& mask, std::span<const Task> tas
     digest.add(document.id);
     digest.add(document.length);
     digest.add(document.num_segments);
+    digest.add(document.first_query);
     for (const Segment& segment : pack.segments_of(document)) {
       for (int64_t value : {segment.start, segment.length, segment.rank, segment.row}) {
         digest.add(value);

@@ -27,6 +27,11 @@ inline Range positions(const Segment& segment) {
   return {segment.start, segment.start + segment.length};
 }
 
+// Positions of its queries.
+inline Range queries(const Segment& segment, const Document& document) {
+  return {std::max(segment.start, document.first_query), segment.start + segment.length};
+}
+
 inline Range queries(const Task& task) {
   return {task.q_begin, task.q_end};
 }

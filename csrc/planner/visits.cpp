@@ -30,7 +30,9 @@ HomeRuns::HomeRuns(const Pack& pack, int64_t rank) {
   first_.push_back(0);
   for (const Document& document : pack.documents) {
     for (const Segment& segment : pack.segments_of(document)) {
-      if (segment.rank == rank) runs_.push_back({positions(segment), segment.row});
+      if (segment.rank == rank) {
+        runs_.push_back({positions(segment), segment.row, segment.q_row});
+      }
     }
     first_.push_back(static_cast<int32_t>(runs_.size()));
   }

@@ -25,7 +25,8 @@ std::vector<Visit> visits_of(const Pack& pack, const Mask& mask, std::span<const
 // Positions of a document's rows that one rank is home to.
 struct HomeRun {
   Range positions;
-  int64_t row;
+  int64_t row;  // of keys
+  int64_t q_row;
 };
 
 // The rows that a rank is home to, by document and position.
@@ -38,16 +39,17 @@ class HomeRuns {
             static_cast<size_t>(first_[document + 1] - first_[document])};
   }
 
-  // Calls visit(first home row, positions) for every part of `range` that is here, in order.
+  // Calls visit(first home row, positions) for every part of `range` that is here, in order; `row`
+  // says whether rows of keys or of queries.
   template <typename Visitor>
-  void for_each_part(int64_t document, Range range, Visitor&& visit) const {
+  void for_each_part(int64_t document, int64_t HomeRun::*row, Range range, Visitor&& visit) const {
     const std::span<const HomeRun> runs = of(document);
     auto run = std::partition_point(runs.begin(), runs.end(), [range](const HomeRun& run) {
       return run.positions.end <= range.begin;
     });
     for (; run != runs.end() && run->positions.begin < range.end; ++run) {
       const Range part = intersect(run->positions, range);
-      visit(run->row + part.begin - run->positions.begin, part);
+      visit((*run).*row + part.begin - run->positions.begin, part);
     }
   }
 

@@ -35,7 +35,7 @@ inline std::vector<ServerRows> server_rows(const Pack& pack, const Plan& plan, c
     for (auto task = first; task != last; ++task) {
       const Range keys = keys_seen(plan.mask, *task, pack.documents[task->document].length);
       if (in_place(rows, keys, task->server)) {
-        server.home_tasks.push_back({rows[task->q_begin].row, task->q_end - task->q_begin,
+        server.home_tasks.push_back({rows[task->q_begin].q_row, task->q_end - task->q_begin,
                                      rows[keys.begin].row, keys.end - keys.begin,
                                      task->q_begin - keys.begin});
         continue;
@@ -83,14 +83,15 @@ struct RouteTables {
   std::vector<Run> Layout::*index;
   std::vector<Run> Layout::*slot;
   std::vector<Token> ServerRows::*visiting;
+  int64_t Home::*home_row;
 };
 
 inline const RouteTables kQueryRoute = {&Layout::send_q_rows, &Layout::recv_q_rows,
                                         &Layout::send_q_runs, &Layout::q_slot_runs,
-                                        &ServerRows::queries};
+                                        &ServerRows::queries, &Home::q_row};
 inline const RouteTables kKeyRoute = {&Layout::send_k_rows, &Layout::recv_k_rows,
                                       &Layout::send_k_runs, &Layout::k_slot_runs,
-                                      &ServerRows::keys};
+                                      &ServerRows::keys,    &Home::row};
 
 // First slot of each peer, and the number of all slots.
 inline std::vector<int64_t> slot_begins(const std::vector<int64_t>& rows) {
@@ -145,7 +146,7 @@ inline std::string check_route(const std::vector<Layout>& layouts,
       const Home home = homes[visiting[row].document][visiting[row].position];
       if (slot != next[home.rank]++ || slot >= begins[home.rank + 1]) return "slot of a row";
       const int64_t sent = sent_begins[home.rank][server] + slot - begins[home.rank];
-      if (sent_rows[home.rank][sent] != home.row) return "home row of a slot";
+      if (sent_rows[home.rank][sent] != home.*route.home_row) return "home row of a slot";
       in_order = in_order && slot == static_cast<int64_t>(row);
     }
     if (!slots.empty() && in_order) return "slots that are an identity";
@@ -153,9 +154,11 @@ inline std::string check_route(const std::vector<Layout>& layouts,
   return "";
 }
 
-// Each row's result is written once: by a task that reads it in place, or by its way home.
-inline std::string check_results(const Layout& layout, int64_t num_rows) {
-  if (layout.num_home_rows != num_rows) return "num_home_rows";
+// Each query's result is written once: by a task that reads it in place, or by its way home.
+inline std::string check_results(const Layout& layout, const Pack& pack) {
+  if (layout.num_home_rows != pack.num_rows[layout.rank]) return "num_home_rows";
+  if (layout.num_context_rows != pack.num_context_rows[layout.rank]) return "num_context_rows";
+  const int64_t num_rows = layout.num_home_rows - layout.num_context_rows;
   std::vector<int64_t> written = rows_of(layout.send_q_runs);
   for (const PlacedTask& task : layout.home_tasks) {
     for (int64_t i = 0; i < task.num_q_rows; ++i) written.push_back(task.q_row + i);
@@ -187,7 +190,7 @@ inline std::string check_layouts(const Pack& pack, const Plan& plan,
     if (layout.rank != rank || layout.num_ranks != pack.num_ranks) return "rank of a layout";
     if (!same_tasks(layout.home_tasks, servers[rank].home_tasks)) return "home tasks";
     if (!same_tasks(layout.visiting_tasks, servers[rank].visiting_tasks)) return "visiting tasks";
-    if (std::string wrong = check_results(layout, pack.num_rows[rank]); !wrong.empty()) {
+    if (std::string wrong = check_results(layout, pack); !wrong.empty()) {
       return wrong;
     }
   }

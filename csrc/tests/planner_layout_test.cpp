@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "layout_properties.h"
+#include "planner/deliveries.h"
 #include "planner/layout.h"
 #include "random_steps.h"
 
@@ -26,6 +27,17 @@ std::vector<Rows> home_rows(const Pack& pack) {
         rows[segment.rank][segment.row + at] = {static_cast<int64_t>(i), segment.start + at};
       }
     }
+  }
+  return rows;
+}
+
+// The same without context.
+std::vector<Rows> home_queries(const Pack& pack) {
+  std::vector<Rows> rows = home_rows(pack);
+  for (Rows& of_rank : rows) {
+    std::erase_if(of_rank, [&](const auto& row) {
+      return row.second < pack.documents[row.first].first_query;
+    });
   }
   return rows;
 }
@@ -92,13 +104,13 @@ void compute(const PlacedTask& task, const Mask& mask, const Rows& q_rows, const
 
 std::map<Pair, int64_t> execute(const Pack& pack, const Plan& plan,
                                 const std::vector<Layout>& layouts) {
-  const std::vector<Rows> home = home_rows(pack);
-  const std::vector<Rows> queries = exchange(layouts, home, kQueryTables);
+  const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
+  const std::vector<Rows> queries = exchange(layouts, own_queries, kQueryTables);
   const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
   std::map<Pair, int64_t> computed;
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
     for (const PlacedTask& task : layouts[rank].home_tasks) {
-      compute(task, plan.mask, home[rank], home[rank], computed);
+      compute(task, plan.mask, own_queries[rank], home[rank], computed);
     }
     for (const PlacedTask& task : layouts[rank].visiting_tasks) {
       compute(task, plan.mask, queries[rank], keys[rank], computed);
@@ -110,7 +122,7 @@ std::map<Pair, int64_t> execute(const Pack& pack, const Plan& plan,
 std::map<Pair, int64_t> expected_pairs(const Pack& pack, const Mask& mask) {
   std::map<Pair, int64_t> pairs;
   for (size_t i = 0; i < pack.documents.size(); ++i) {
-    for (int64_t query = 0; query < pack.documents[i].length; ++query) {
+    for (int64_t query = pack.documents[i].first_query; query < pack.documents[i].length; ++query) {
       for (int64_t key = 0; key < pack.documents[i].length; ++key) {
         if (sees(mask, query, key)) pairs[{static_cast<int64_t>(i), query, key}] = 1;
       }
@@ -170,9 +182,42 @@ TEST(Layout, VisitingRowsAreOrderedAndUnique) {
     const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
     const Plan plan = make_plan(pack, draw_options(random));
     const std::vector<Layout> layouts = make_layouts(pack, plan);
-    const std::vector<Rows> home = home_rows(pack);
-    for (const Rows& rows : exchange(layouts, home, kQueryTables)) expect_ordered(rows);
+    const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
+    for (const Rows& rows : exchange(layouts, own_queries, kQueryTables)) expect_ordered(rows);
     for (const Rows& rows : exchange(layouts, home, kKeyTables)) expect_ordered(rows);
+  }
+}
+
+// Rows written straight to their place come from where rows in slots come from.
+TEST(Layout, DeliveriesBringTheVisitingRows) {
+  for (uint32_t seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE(seed);
+    Random random(seed);
+    const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
+    const Plan plan = make_plan(pack, draw_options(random));
+    const std::vector<Layout> layouts = make_layouts(pack, plan);
+    const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
+    const std::vector<Rows> queries = exchange(layouts, own_queries, kQueryTables);
+    const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
+    std::vector<size_t> num_brought(4, 0);
+    for (int64_t rank = 0; rank < 4; ++rank) {
+      for (const Delivery& delivery : make_deliveries(pack, plan, rank).sent) {
+        const auto bring = [&](const std::vector<RowPlace>& places, const Rows& from,
+                               const Rows& to) {
+          for (const auto& [home_row, visiting_row, num_rows] : places) {
+            num_brought[delivery.server] += static_cast<size_t>(num_rows);
+            for (int64_t i = 0; i < num_rows; ++i) {
+              ASSERT_EQ(from.at(home_row + i), to.at(visiting_row + i));
+            }
+          }
+        };
+        bring(delivery.queries, own_queries[rank], queries[delivery.server]);
+        bring(delivery.keys, home[rank], keys[delivery.server]);
+      }
+    }
+    for (size_t server = 0; server < 4; ++server) {
+      EXPECT_EQ(num_brought[server], queries[server].size() + keys[server].size());
+    }
   }
 }
 

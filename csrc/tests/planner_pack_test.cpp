@@ -44,6 +44,23 @@ TEST(Pack, KeepsNeighboursApartWhenTheirRowsAre) {
   EXPECT_EQ(pack.segments[1].row, 0);
 }
 
+TEST(Pack, LeavesContextOutOfTheRowsOfQueries) {
+  const std::vector<Piece> pieces = {{0, 3, 0, 4}, {0, 7, 0, 6, 5}, {1, 7, 6, 2}, {0, 9, 0, 3, 1}};
+  const Pack pack = make_pack(pieces, 2);
+  EXPECT_EQ(pack.num_rows, (std::vector<int64_t>{13, 2}));
+  EXPECT_EQ(pack.num_context_rows, (std::vector<int64_t>{6, 0}));
+  ASSERT_EQ(pack.documents.size(), 3u);
+  EXPECT_EQ(pack.documents[0].first_query, 0);
+  EXPECT_EQ(pack.documents[1].first_query, 5);
+  EXPECT_EQ(pack.documents[2].first_query, 1);
+  const std::span<const Segment> segments = pack.segments_of(pack.documents[1]);
+  EXPECT_EQ(segments[0].q_row + 5, 4);  // its only query there follows document 3's four
+  EXPECT_EQ(segments[1].q_row, 0);
+  const Segment& last = pack.segments_of(pack.documents[2])[0];
+  EXPECT_EQ(last.row, 10);
+  EXPECT_EQ(last.q_row + 1, 5);
+}
+
 TEST(Pack, AcceptsNoTokensAtAll) {
   const Pack pack = make_pack({}, 4);
   EXPECT_EQ(pack.num_rows, std::vector<int64_t>(4, 0));
@@ -72,6 +89,9 @@ TEST(Pack, RejectsBadPieces) {
   EXPECT_REJECTED(make({{1, 4, 3, 2}}), "no rank holds positions [0, 3)");
   EXPECT_REJECTED(make({{0, 4, 0, 5}, {1, 4, 4, 2}}),
                   "positions [4, 6) of rank 1 overlap positions [0, 5) of rank 0");
+  EXPECT_REJECTED(make({{0, 4, 0, 5, -1}}), "rank 0 has -1 context rows in 5 from position 0");
+  EXPECT_REJECTED(make({{0, 4, 0, 5, 5}}), "expected 0 to 4");
+  EXPECT_REJECTED(make({{0, 4, 0, 5}, {1, 4, 5, 2, 1}}), "rank 1 has 1 context rows");
   EXPECT_REJECTED(make_pack({}, 0), "num_ranks is 0");
 }
 

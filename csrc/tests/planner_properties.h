@@ -16,21 +16,42 @@ namespace distca::planner {
 
 struct Home {
   int64_t rank;
-  int64_t row;
+  int64_t row;    // of keys
+  int64_t q_row;  // of queries; -1: context
 };
 
 using Homes = std::vector<std::vector<Home>>;  // [documents][length]
 
+// Rows of queries: those of keys without the context before them.
+inline void number_queries(int64_t num_ranks, Homes& homes) {
+  std::vector<std::vector<Home*>> rows(num_ranks);
+  for (std::vector<Home>& document : homes) {
+    for (Home& home : document) {
+      if (home.rank >= 0) rows[home.rank].push_back(&home);
+    }
+  }
+  for (std::vector<Home*>& of_rank : rows) {
+    std::sort(of_rank.begin(), of_rank.end(),
+              [](const Home* a, const Home* b) { return a->row < b->row; });
+    int64_t next = 0;
+    for (Home* home : of_rank) {
+      if (home->q_row >= 0) home->q_row = next++;
+    }
+  }
+}
+
 inline Homes homes_of(const Pack& pack) {
   Homes homes;
   for (const Document& document : pack.documents) {
-    homes.emplace_back(document.length, Home{-1, -1});
+    homes.emplace_back(document.length, Home{-1, -1, -1});
     for (const Segment& segment : pack.segments_of(document)) {
       for (int64_t i = 0; i < segment.length; ++i) {
-        homes.back()[segment.start + i] = {segment.rank, segment.row + i};
+        const bool is_query = segment.start + i >= document.first_query;
+        homes.back()[segment.start + i] = {segment.rank, segment.row + i, is_query ? 0 : -1};
       }
     }
   }
+  number_queries(pack.num_ranks, homes);
   return homes;
 }
 
@@ -63,7 +84,7 @@ void for_each_visit(const std::vector<Task>& tasks, Visit visit) {
   }
 }
 
-// Tasks are in range and in order, none is empty, and each query is computed once.
+// Tasks are in range and in order, none is empty, and each query is computed once, context never.
 inline std::string check_cover(const Pack& pack, const Plan& plan) {
   if (plan.num_ranks != pack.num_ranks) return "num_ranks of the plan";
   const auto key = [](const Task& task) {
@@ -75,7 +96,8 @@ inline std::string check_cover(const Pack& pack, const Plan& plan) {
     const Task& task = plan.tasks[i];
     if (task.server < 0 || task.server >= pack.num_ranks) return "server of " + describe(task);
     if (task.document < 0 || task.document >= static_cast<int64_t>(pack.documents.size()) ||
-        task.q_begin < 0 || task.q_end > pack.documents[task.document].length) {
+        task.q_begin < pack.documents[task.document].first_query ||
+        task.q_end > pack.documents[task.document].length) {
       return "range of " + describe(task);
     }
     if (task.q_begin >= task.q_end) return "empty task: " + describe(task);
@@ -86,7 +108,8 @@ inline std::string check_cover(const Pack& pack, const Plan& plan) {
     }
   }
   for (size_t i = 0; i < computed.size(); ++i) {
-    if (std::count(computed[i].begin(), computed[i].end(), false) > 0) {
+    if (std::count(computed[i].begin(), computed[i].end(), false) !=
+        pack.documents[i].first_query) {
       return "not computed: a query of document " + std::to_string(i);
     }
   }
@@ -143,9 +166,11 @@ inline std::vector<Load> count_loads(const Pack& pack, const PlanOptions& option
     }
   });
   for (size_t i = 0; i < pack.documents.size(); ++i) {
-    for (const Segment& segment : pack.segments_of(pack.documents[i])) {
-      loads[segment.rank].seconds_home += seconds(
-          static_cast<int64_t>(i), {segment.start, segment.start + segment.length}, segment.rank);
+    const Document& document = pack.documents[i];
+    for (const Segment& segment : pack.segments_of(document)) {
+      const Range rows{std::max(segment.start, document.first_query),
+                       segment.start + segment.length};
+      loads[segment.rank].seconds_home += seconds(static_cast<int64_t>(i), rows, segment.rank);
     }
   }
   return loads;

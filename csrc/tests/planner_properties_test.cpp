@@ -37,13 +37,14 @@ double makespan(const std::vector<Load>& loads, const Links& links) {
   return most;
 }
 
-// Every segment on its own rank.
+// Every segment's queries on its own rank.
 std::vector<Task> home_tasks(const Pack& pack) {
   std::vector<Task> tasks;
   for (size_t i = 0; i < pack.documents.size(); ++i) {
+    const int64_t first_query = pack.documents[i].first_query;
     for (const Segment& segment : pack.segments_of(pack.documents[i])) {
-      tasks.push_back(
-          {static_cast<int64_t>(i), segment.start, segment.start + segment.length, segment.rank});
+      tasks.push_back({static_cast<int64_t>(i), std::max(segment.start, first_query),
+                       segment.start + segment.length, segment.rank});
     }
   }
   std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
@@ -271,7 +272,8 @@ TEST(PlannerProperties, AreAsGoodForAnyOrderOfRanks) {
 }
 
 TEST(PlannerProperties, EveryTamperedPlanIsFound) {
-  const std::vector<Piece> pieces = {{0, 0, 0, 900}, {1, 1, 0, 100}, {2, 2, 0, 60}, {1, 2, 60, 60}};
+  const std::vector<Piece> pieces = {
+      {0, 0, 0, 900, 30}, {1, 1, 0, 100}, {2, 2, 0, 60, 7}, {1, 2, 60, 60}};
   const Pack pack = make_pack(pieces, 3);
   const PlanOptions options = adversarial_options({-1, 0}, 16)[0];
   const Plan plan = make_plan(pack, options);
@@ -323,7 +325,8 @@ TEST(PlannerProperties, NeedlessMovesAreFound) {
 }
 
 TEST(PlannerProperties, EveryTamperedLayoutIsFound) {
-  const std::vector<Piece> pieces = {{0, 0, 0, 900}, {2, 1, 0, 60}, {1, 1, 60, 60}, {1, 2, 0, 50}};
+  const std::vector<Piece> pieces = {
+      {0, 0, 0, 900, 30}, {2, 1, 0, 60, 7}, {1, 1, 60, 60}, {1, 2, 0, 50}};
   const Pack pack = make_pack(pieces, 3);
   const Plan plan = make_plan(pack, adversarial_options({-1, 0}, 16)[0]);
   const std::vector<Layout> layouts = make_layouts(pack, plan);
@@ -368,6 +371,7 @@ TEST(PlannerProperties, EveryTamperedLayoutIsFound) {
       }
     }
     EXPECT_TRUE(is_found(rank, [](Layout& wrong) { wrong.num_home_rows += 1; }));
+    EXPECT_TRUE(is_found(rank, [](Layout& wrong) { wrong.num_context_rows += 1; }));
   }
   EXPECT_GT(num_tampered, 100);
 }

@@ -76,18 +76,31 @@ inline std::vector<Piece> shuffled_pieces(Random& random, const std::vector<int6
   return pieces;
 }
 
-// A step of one of the three kinds.
+// Context where documents begin, of some of them.
+inline void draw_context(Random& random, std::vector<Piece>& pieces) {
+  for (Piece& piece : pieces) {
+    if (piece.start > 0 || piece.length < 2 || draw(random, 0, 1) == 0) continue;
+    piece.num_context = draw(random, 1, piece.length - 1);
+  }
+}
+
+// A step of one of the three kinds, now and then with context.
 inline std::vector<Piece> draw_pieces(Random& random, int64_t num_ranks, int64_t longest) {
   std::vector<int64_t> lengths = draw_lengths(random, draw(random, 0, 9), longest);
   if (draw(random, 0, 4) == 0) lengths = {draw(random, 1, 3 * longest)};
+  std::vector<Piece> pieces;
   switch (draw(random, 0, 2)) {
     case 0:
-      return whole_documents(random, lengths, num_ranks);
+      pieces = whole_documents(random, lengths, num_ranks);
+      break;
     case 1:
-      return crossing_documents(lengths, num_ranks);
+      pieces = crossing_documents(lengths, num_ranks);
+      break;
     default:
-      return shuffled_pieces(random, lengths, num_ranks);
+      pieces = shuffled_pieces(random, lengths, num_ranks);
   }
+  if (draw(random, 0, 2) == 0) draw_context(random, pieces);
+  return pieces;
 }
 
 inline Mask draw_mask(Random& random) {

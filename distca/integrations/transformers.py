@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca import session as sessions
-from distca.attention import FULL, core_attention
+from distca.attention import FULL, core_attention, routed_documents
 from distca.cost import AttentionShape
 from distca.documents import Documents
 from distca.integrations.boundaries import PACK, Boundaries, read_boundaries
+from distca.pingpong import PingPong, middle
 from distca.planning import CAUSAL, Plan, plan
 
 OLDEST_TRANSFORMERS = "5.17"
@@ -284,14 +285,71 @@ def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tenso
     _check_model(call, is_causal)
     window_size = call.window_size
     session = _open_session()
+    in_halves = routed_documents()  # of a layer in ping-pong
     with _announced(session):
         _check_batch(call, mask)
-        known = call.boundaries()
+        known = call.boundaries() if in_halves is None else None
+    if in_halves is not None:
+        return call.attend(in_halves, window_size)
     documents, is_new_pass = known.of_pass(call.module)
     if session is not None and is_new_pass:
         device = call.query.device
         _latest.plan = plan(documents, window_size=window_size, device=device, shape=call.shape)
     return call.attend(documents, window_size)
+
+
+def ping_pong(
+    model: transformers.PreTrainedModel, *, cut: Callable[[Documents], int] = middle
+) -> transformers.PreTrainedModel:
+    """Makes `model`'s decoder layers run on two halves of the tokens in training, as
+    `distca.PingPong` says, and returns it: before it is sharded or compiled. Gradient checkpointing
+    may be switched on before or after. A batch is one packed row then, and config.use_cache False:
+    in training a cache would hand the first half's keys to the second.
+
+    Raises ValueError for a model without decoder layers that have a `self_attn`.
+    """
+    names = set(model._no_split_modules or ())
+    layers = [part for part in model.modules() if type(part).__name__ in names]
+    layers = [layer for layer in layers if hasattr(layer, "self_attn")]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no decoder layers that distca knows: none of "
+            f"{sorted(names)} has a self_attn; use distca.PingPong on its layers"
+        )
+    boundaries = {"cu_seq_lens_q": None, "cu_seq_lens_k": None, "attention_mask": None}
+    for layer in layers:
+        PingPong(layer, cut=cut, split=boundaries, find=_documents_of_layer)
+        layer.self_attn.config.use_cache = False
+    return model
+
+
+def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
+    """The documents of a decoder layer's call in training, planned at a forward pass's first."""
+    session = _open_session()
+    if session is None or not layer.training or not torch.is_grad_enabled():
+        return None
+    hidden = args[0] if args else kwargs["hidden_states"]
+    with _announced(session):
+        if hidden.shape[0] != 1:
+            raise ValueError(
+                f"hidden_states has shape {list(hidden.shape)} in ping-pong; expected one row: "
+                f"{PACK}"
+            )
+        known = read_boundaries(kwargs, 1, hidden.shape[1], type(layer).__name__)
+    documents, is_new_pass = known.of_pass(layer)
+    if is_new_pass:
+        window_size = _likely_window(layer.self_attn)
+        _latest.plan = plan(documents, window_size=window_size, device=hidden.device)
+    return documents
+
+
+def _likely_window(module: nn.Module) -> tuple[int, int]:
+    """Of an attention module that has not been called yet; where it then asks for another window,
+    that is planned when it does."""
+    width = getattr(module, "sliding_window", None)
+    if width is None and _layer_type(module) in (None, "sliding_attention"):
+        width = getattr(module.config, "sliding_window", None)
+    return (int(width) - 1, 0) if width else CAUSAL
 
 
 def _open_session() -> sessions.Session | None:

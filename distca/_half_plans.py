@@ -1,0 +1,152 @@
+"""Plans for ping-pong: the tasks of a plan, cut where the rows of every rank are cut in two."""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from distca.documents import Documents
+from distca.planning import (
+    HEADER_WORDS,
+    NODE_WORD,
+    Made,
+    Plan,
+    Problem,
+    check_headers,
+    header_of,
+    lay_out,
+    next_problem,
+    submit,
+    tasks_of,
+)
+from distca.session import Session, halves_of, init
+
+NO_ROW = -1  # of a rank that cannot cut its documents
+
+
+def plan_halves(
+    documents: Documents,
+    *,
+    cut: Callable[[Documents], int],
+    window_size: tuple[int, int],
+    device: torch.device,
+) -> tuple[Documents, Documents]:
+    """The halves of documents cut at row cut(documents), each with its part of their plan, made in
+    the background. Collective at the first call with this function and window; cached on
+    `documents`. From then on `distca.plan` makes halves too.
+
+    Raises ValueError as `Documents.halves` does; the other ranks of the group are told.
+    """
+    found = documents._halves.get((cut, window_size))
+    if found is not None:
+        return found
+    session = init(documents._group)
+    try:
+        row = cut(documents)
+        halves = documents.halves(row, window_size)
+    except Exception as error:
+        session.announce(error)
+        raise
+    session.also_plan = functools.partial(_plan_ahead, cut=cut)
+    _submit_halves(documents, row, halves, window_size, device)
+    documents._halves[cut, window_size] = halves
+    return halves
+
+
+def _plan_ahead(
+    documents: Documents,
+    *,
+    cut: Callable[[Documents], int],
+    window_size: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """plan_halves of documents that ping-pong may never see. Where a rank cannot cut its own, no
+    rank gets halves, and what went wrong is raised where they are used."""
+    try:
+        row = cut(documents)
+        halves = documents.halves(row, window_size)
+    except Exception:  # plan_halves meets it again
+        _submit_halves(documents, NO_ROW, (), window_size, device)
+        return
+    _submit_halves(documents, row, halves, window_size, device)
+    documents._halves[cut, window_size] = halves
+
+
+def _submit_halves(
+    documents: Documents,
+    row: int,
+    halves: Sequence[Documents],
+    window_size: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """The part of every rank in planning halves; attaches plans to this rank's."""
+    session = init(documents._group)
+    whole = documents._plans.get(window_size)
+    if whole is None:
+        whole = submit(session, documents, window_size, device, None)
+    its_sessions = halves_of(session)
+    problems = [next_problem(each, window_size, device) for each in its_sessions]
+    rows = session.planner.submit(_exchange_rows, session, problems[0], row)
+    for idx, half in enumerate(halves):
+        pending = session.planner.submit(_make_half, session, problems[idx], idx, whole, rows)
+        half._plans[window_size] = Plan(pending, device, its_sessions[idx].group_name)
+
+
+def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
+    """On the planner thread: where each rank cuts its documents, int64 [num_ranks]."""
+    step = -1 - problem.step  # no plan has it: a rank that plans another step instead is found out
+    header = header_of(step, session.options, problem.window_size)
+    words = torch.tensor([*header, *[0] * (NODE_WORD + 1 - HEADER_WORDS), row])
+    headers = torch.ops.distca.all_gather(words, session.group_name, problem.step)
+    check_headers(headers)
+    return headers[:, -1]
+
+
+def _make_half(session: Session, problem: Problem, idx: int, whole: Plan, rows: Future) -> Made:
+    """On the planner thread: a half's part of a plan. Its figures are those of the plan."""
+    made, cuts = whole.made(), rows.result()
+    if (cuts == NO_ROW).any():
+        raise ValueError(
+            f"PingPong: rank(s) {(cuts == NO_ROW).nonzero()[:, 0].tolist()} cannot cut their "
+            "documents in two; see the error there"
+        )
+    tasks = tasks_of(made.encoded)
+    pieces, encoded = half_of(made.pieces, tasks, cuts, problem.window_size, idx)
+    layout, packed_rows = lay_out(problem, pieces, encoded, session.options)
+    return replace(made, layout=layout, packed_rows=packed_rows, pieces=pieces, encoded=encoded)
+
+
+def half_of(
+    pieces: Tensor, tasks: Tensor, rows: Tensor, window_size: tuple[int, int], idx: int
+) -> tuple[Tensor, Tensor]:
+    """(pieces, plan) of the first half (idx 0) or the second, as torch.ops.distca.plan takes and
+    returns them. Queries stay on their servers, which are balanced over both halves together.
+
+    `pieces` int64 [num_pieces, 5] are the whole documents of all ranks, in row order, `tasks`
+    [num_tasks, 4] those of a plan for them; rank r's halves are its rows before rows[r] and the
+    rest, as Documents.halves cuts them.
+    """
+    rank, document, start, length, _ = pieces.unbind(1)
+    ends = length.cumsum(0)
+    rows_by_rank = torch.zeros_like(rows).index_add_(0, rank, length)
+    begin = ends - length - (rows_by_rank.cumsum(0) - rows_by_rank)[rank]
+    first = torch.minimum((rows[rank] - begin).clamp(min=0), length)  # tokens in the first half
+    context = torch.where(first < length, first, 0)  # of the second
+    if window_size[0] >= 0:
+        context = context.clamp(max=window_size[0])
+
+    index, q_begin, q_end, server = tasks.unbind(1)
+    piece = length.nonzero()[:, 0][index]  # documents of a plan are those that are not empty
+    cut, shift = first[piece], (context - first)[piece]
+    if idx == 0:
+        num_rows, context, q_end = first, torch.zeros_like(context), torch.minimum(q_end, cut)
+    else:
+        num_rows = length - first + context
+        q_begin, q_end = torch.maximum(q_begin, cut) + shift, q_end + shift
+    held = torch.stack([rank, document, start, num_rows, context], dim=1)
+    index = ((num_rows > 0).cumsum(0) - 1)[piece]
+    own = torch.stack([index, q_begin, q_end, server], dim=1)[q_begin < q_end]
+    return held, torch.ops.distca.plan_of_tasks(held, own, rows.numel(), *window_size)

@@ -1,0 +1,284 @@
+"""A transformer block on two halves of the tokens: one computes while the other communicates."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+
+from distca import attention
+from distca import session as sessions
+from distca._half_plans import plan_halves
+from distca._token_rows import TokenRows
+from distca._turns import Turns
+from distca.documents import Documents
+
+INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
+
+
+def middle(documents: Documents) -> int:
+    """The row in the middle: both halves have as many tokens (up to one)."""
+    return documents.num_tokens // 2
+
+
+def nearest_border(documents: Documents) -> int:
+    """The row nearest to the middle at which a document begins or ends; no document is cut."""
+    borders = documents.cu_seqlens.long()
+    return int(borders[(borders - middle(documents)).abs().argmin()])
+
+
+Finder = Callable[[nn.Module, tuple, dict], Documents | None]
+
+
+def documents_of_call(block: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
+    """The documents among a call's arguments, or in force. Raises ValueError where there are
+    several."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}
+    if not found:
+        return attention.documents_in_force()
+    if len(found) > 1:
+        raise ValueError(f"PingPong: {list(found.values())} among the arguments; expected one")
+    return next(iter(found.values()))
+
+
+@dataclass
+class _Settings:
+    cut: Callable[[Documents], int]
+    split: Mapping[int | str, int | None]
+    find: Finder
+    compiled: Callable | None = None
+    """What each half runs, once compiled."""
+    is_checked: bool = False
+    """Whether the parts of the block are as they must be, when it runs."""
+
+
+class PingPong(nn.Module):
+    """`PingPong(block)` makes `block` run on two halves of its tokens, which take turns: one
+    computes while the other communicates, forward and backward. Returns the block itself, of a
+    class that derives from PingPong and its own, as fully_shard does: parameters, buffers and
+    submodules keep their names.
+
+    The block is called as before, with x [tokens, ...] or [1, tokens, ...] first. It finds the
+    step's documents among its arguments, or as `distca.documents` put them in force; they must have
+    a plan. Other tensors with as many entries as there are tokens, in dimension 0 or in dimension 1
+    behind one of size 1, are split too, also inside tuples, lists and dicts; everything else goes
+    to both halves. `split` names exceptions, by position (x is 0) or keyword: the dimension of
+    tokens, or None for what is not to be split. Results are tensors with a row for each token, or
+    tuples, lists or dicts of such, and None.
+
+    `cut` gives the first row of the second half; it may lie inside a document, except for windows
+    that see to the right. Give all blocks the same function: halves are planned for each. `find`
+    replaces how documents are found: find(block, args, kwargs) returns those of a call, or None.
+
+    The block runs whole where nothing travels: without documents, without a plan, where the plan
+    moves no row, in a group of one rank, with options.enabled False.
+
+    Shard, checkpoint and compile what PingPong returns. Raises ValueError for a block to which
+    that was done before, for documents that cross ranks, for x without their tokens and for results
+    without rows.
+    """
+
+    def __new__(
+        cls,
+        block: nn.Module | None = None,
+        *,
+        cut: Callable[[Documents], int] = middle,
+        split: Mapping[int | str, int | None] | None = None,
+        find: Finder = documents_of_call,
+    ):
+        if block is None:  # copy.copy and copy.deepcopy make the instance first
+            return super().__new__(cls)
+        _check_block(block)
+        block._ping_pong = _Settings(cut, dict(split or {}), find)
+        block.__class__ = _ping_pong_class(type(block))
+        return block
+
+    def __init__(self, *_, **__) -> None:
+        """The block is initialised."""
+
+    def compile(self, *args, **kwargs) -> None:
+        """torch.compile of what each half runs; attention breaks the graph."""
+        self._ping_pong.compiled = torch.compile(super().forward, *args, **kwargs)
+
+    def _run(self, *args, **kwargs):
+        return (self._ping_pong.compiled or super().forward)(*args, **kwargs)
+
+    @torch.compiler.disable
+    def forward(self, *args, **kwargs):
+        documents = self._ping_pong.find(self, args, kwargs)
+        if not _pays(documents):
+            return self._run(*args, **kwargs)
+        if not self._ping_pong.is_checked:
+            _check_parts(self, [(name, part) for name, part in self.named_modules() if name])
+            self._ping_pong.is_checked = True
+        row = _row_of(documents, self._ping_pong.cut)
+        rows = TokenRows(documents.num_tokens, row, args, kwargs, self._ping_pong.split)
+        turns = Turns(rows.device)
+        # Gradients of parameters come from both streams. Their accumulators belong to the current
+        # one, so that whoever takes them up in the backward pass, as FSDP does, finds them there.
+        accumulators = _accumulators(self) if turns.streams else None
+        step = _Step(documents, self._ping_pong.cut, turns)
+        results = []
+        with turns:
+            for idx in range(2):
+                torch.clear_autocast_cache()  # casts of the other half may not be there yet
+                with turns.half(idx), attention.routed(documents, step.route(idx)):
+                    results.append(self._run(*rows.args[idx], **rows.kwargs[idx]))
+            torch.clear_autocast_cache()
+            step.check_calls()
+            turns.follow(results[0])
+            turns.join()
+            del accumulators
+            return rows.joined(results)
+
+
+@functools.cache
+def _ping_pong_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"PingPong{kind.__name__}", (PingPong, kind), {})
+
+
+def _check_block(block: nn.Module) -> None:
+    name = type(block).__name__
+    if not isinstance(block, nn.Module):
+        raise ValueError(f"block is {block!r:.80}; expected a module")
+    if isinstance(block, PingPong):
+        raise ValueError(f"block {name} is a PingPong already")
+    if "forward" in block.__dict__:
+        raise ValueError(f"block {name} has a forward of its own instance; expected its class's")
+    if block._compiled_call_impl is not None:
+        raise ValueError(f"block {name} is compiled; compile what PingPong returns")
+    _check_parts(block, block.named_modules())
+
+
+def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> None:
+    for name, part in parts:
+        where = f"block {type(block).__name__}" + (f", {name}" if name else "")
+        if isinstance(part, FSDPModule):
+            raise ValueError(f"{where} is sharded; call fully_shard on what PingPong returns")
+        if isinstance(part, CheckpointWrapper):
+            raise ValueError(f"{where} is checkpointed; {INSIDE}")
+
+
+def _pays(documents: Documents | None) -> bool:
+    """Whether rows travel between ranks, alike on all of them. Raises ValueError for documents that
+    cross ranks."""
+    if documents is None:
+        session = sessions.find()
+        if session is not None and session.num_ranks > 1 and torch.is_grad_enabled():
+            warnings.warn(
+                "distca.PingPong: no documents among the block's arguments nor in force, so it "
+                "runs whole; pass them to the block or enter distca.documents",
+                stacklevel=4,
+            )
+        return False
+    session = sessions.find(documents._group)
+    if not documents._plans or session is None:
+        return False
+    if session.num_ranks == 1 or not session.options.enabled:
+        return False
+    if documents.crosses_ranks:
+        raise ValueError(
+            f"PingPong: {documents} cross ranks; expected whole documents on each rank, or the "
+            "block without PingPong"
+        )
+    return any(any(plan.report().bytes_out) for plan in documents._plans.values())
+
+
+def _row_of(documents: Documents, cut: Callable[[Documents], int]) -> int:
+    """cut(documents). Raises ValueError, and tells the other ranks, for no row of theirs."""
+    row = cut(documents)
+    if 0 <= row <= documents.num_tokens:
+        return row
+    error = ValueError(f"cut is {row} for {documents}; expected 0 to {documents.num_tokens}")
+    sessions.find(documents._group).announce(error)  # perhaps of this rank alone
+    raise error
+
+
+def _accumulators(block: nn.Module) -> list:
+    """Nodes that add up the gradients of the block's parameters, of the current stream from now on
+    and as long as they are held."""
+    if not torch.is_grad_enabled():
+        return []
+    parameters = (parameter for parameter in block.parameters() if parameter.requires_grad)
+    return [torch.autograd.graph.get_gradient_edge(parameter) for parameter in parameters]
+
+
+@dataclass
+class _Step:
+    """Attention calls of one forward pass: the first half's leave keys for the second's."""
+
+    documents: Documents
+    cut: Callable[[Documents], int]
+    turns: Turns
+    left: list = field(default_factory=list)  # by call: k, v of the first half, and their event
+    num_calls: int = 0  # of the second half
+
+    def __post_init__(self) -> None:
+        self._grad_mode, self._hooks = torch.is_grad_enabled(), _checkpoint_hooks()
+
+    def route(self, idx: int) -> Callable[..., Tensor]:
+        """What takes core_attention's calls of a half."""
+        return self._attend_first if idx == 0 else self._attend_second
+
+    def _halves(
+        self, documents: Documents, window_size: tuple[int, int], device: torch.device
+    ) -> tuple[Documents, Documents]:
+        if documents is not self.documents:
+            raise ValueError(
+                f"documents are {documents} in a PingPong block of {self.documents}; expected those"
+            )
+        if (torch.is_grad_enabled(), _checkpoint_hooks()) != (self._grad_mode, self._hooks):
+            raise ValueError(
+                f"PingPong: attention is called inside torch.utils.checkpoint; {INSIDE}"
+            )
+        return plan_halves(documents, cut=self.cut, window_size=window_size, device=device)
+
+    def _attend_first(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, softmax_scale, window_size
+    ) -> Tensor:
+        own, _ = self._halves(documents, window_size, q.device)
+        self.left.append((k, v, self.turns.mark()))
+        return attention.attend_rows(
+            q, k, v, own, softmax_scale=softmax_scale, window_size=window_size
+        )
+
+    def _attend_second(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, softmax_scale, window_size
+    ) -> Tensor:
+        _, own = self._halves(documents, window_size, q.device)
+        self.num_calls += 1
+        if own.num_context_rows > 0 and self.num_calls <= len(self.left):
+            k, v = self._with_context(k, v, own.num_context_rows)
+        out = attention.attend_rows(
+            q, k, v, own, softmax_scale=softmax_scale, window_size=window_size
+        )
+        self.turns.mark_backward(out)
+        return out
+
+    def _with_context(self, k: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        left_k, left_v, event = self.left[self.num_calls - 1]
+        if event is not None:
+            torch.cuda.current_stream(k.device).wait_event(event)
+        first = left_k.shape[0] - num_rows
+        return torch.cat([left_k[first:], k]), torch.cat([left_v[first:], v])
+
+    def check_calls(self) -> None:
+        if self.num_calls != len(self.left):
+            raise RuntimeError(
+                f"PingPong: the block called attention {len(self.left)} times for its first half "
+                f"and {self.num_calls} times for its second; expected as many"
+            )
+
+
+def _checkpoint_hooks() -> object:
+    """The innermost checkpoint around this call, None where there is none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
+        return None
+    return hooks[0]

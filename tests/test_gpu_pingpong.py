@@ -1,0 +1,206 @@
+"""Ping-pong on CUDA streams: a device a rank by NCCL, else all on one device by gloo."""
+
+import random
+
+import oracle
+import pytest
+import torch
+from pingpong_blocks import LENGTHS, Block, block_of, step_of
+from ranks import Ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import distca
+from distca import pingpong
+from distca import session as sessions
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden": 256, "head_dim": 64}
+WINDOWS = [(-1, 0), (200, 0)]
+MAX_CYCLES = 3_000_000  # of a delay: about 2 ms
+SCALE = 8  # of the lengths
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def gpu_ranks(request):
+    backend = "nccl" if torch.cuda.device_count() >= request.param else "gloo"
+    started = Ranks(request.param, backend)
+    yield started
+    started.stop()
+
+
+class Delayed(Block):
+    """Waits at random places of both passes, on the stream that it runs on."""
+
+    random = random.Random()
+
+    def delay(self, tensor: Tensor) -> Tensor:
+        def wait(_: Tensor) -> None:
+            torch.cuda._sleep(self.random.choice([0, 0, 1000, MAX_CYCLES]))
+
+        wait(tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(wait)
+        return tensor
+
+    def attend(self, q, k, v, window, documents) -> Tensor:
+        out = super().attend(self.delay(q), self.delay(k), self.delay(v), window, documents)
+        return self.delay(out)
+
+    def forward(self, x, cos, sin, documents) -> Tensor:
+        x = self.delay(super().forward(self.delay(x), cos, sin, documents))
+        # Memory that is free on this stream holds NaN, so that who still reads it shows.
+        torch.full((2**20,), float("nan"), device=x.device)
+        return x
+
+
+def place(rank: int, number: int, num_ranks: int, dtype=torch.bfloat16):
+    lengths = [SCALE * length for length in LENGTHS[(rank + number) % num_ranks]]
+    step = step_of(rank, lengths, dtype, **SIZES, device="cuda")
+    for window in WINDOWS:
+        distca.plan(step.documents, window_size=window, device="cuda", ahead=True)
+    return step
+
+
+def train(rank: int, world_size: int, wrap, num_steps: int, dtype=torch.bfloat16) -> list[Tensor]:
+    """Results and gradients of three blocks in a row, step by step."""
+    blocks = [wrap(block_of(Delayed, WINDOWS, dtype, **SIZES).cuda()) for _ in range(3)]
+    results = []
+    for number in range(num_steps):
+        step = place(rank, number, world_size, dtype)
+        parameters = [parameter for block in blocks for parameter in block.parameters()]
+        x = step.x.clone().requires_grad_()
+        out = x
+        for block in blocks:
+            out = block(out, step.cos, step.sin, step.documents)
+        out.backward(step.grad)
+        results += [out.detach(), x.grad, *(parameter.grad for parameter in parameters)]
+        for parameter in parameters:
+            parameter.grad = None
+    return results
+
+
+def bare(block: Block) -> torch.nn.Module:
+    return block
+
+
+def recomputed(use_reentrant: bool):
+    def wrap(block: Block) -> torch.nn.Module:
+        whole = distca.PingPong(block)
+
+        class Recomputed(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = whole
+
+            def forward(self, *arguments) -> Tensor:
+                return checkpoint(self.block, *arguments, use_reentrant=use_reentrant)
+
+        return Recomputed()
+
+    return wrap
+
+
+def wrapped(name: str):
+    return {
+        "plain": distca.PingPong,
+        "uneven": lambda block: distca.PingPong(block, cut=lambda each: each.num_tokens // 5),
+        "border": lambda block: distca.PingPong(block, cut=pingpong.nearest_border),
+        "non-reentrant": recomputed(False),
+        "reentrant": recomputed(True),
+    }[name]
+
+
+def distances(rank: int, world_size: int, name: str) -> float:
+    """The largest distance to results of the bare blocks."""
+    Delayed.random.seed(rank)
+    results = train(rank, world_size, wrapped(name), num_steps=4)
+    assert sessions.find().halves, "nothing ran in halves"
+    truths = train(rank, world_size, bare, num_steps=4)
+    finite = all(bool(result.isfinite().all()) for result in results)
+    worst = max(map(oracle.relative_error, results, truths))
+    return worst if finite else float("nan")
+
+
+@pytest.mark.parametrize("name", ["plain", "uneven", "border", "non-reentrant", "reentrant"])
+def test_delays_change_nothing(gpu_ranks, name):
+    found = gpu_ranks.run(distances, name, timeout_s=200)
+    assert all(worst <= 3e-2 for worst in found), found  # bfloat16 through six attentions
+
+
+def streams_of_nodes(rank: int, world_size: int) -> dict[str, bool]:
+    """Which streams compute in both passes."""
+    seen: dict[str, list[int]] = {"forward": [], "backward": [], "accumulate": []}
+
+    class Watched(Block):
+        def forward(self, x, *arguments) -> Tensor:
+            seen["forward"].append(torch.cuda.current_stream().cuda_stream)
+            x = x.clone()  # hooks of a tensor run where it was made, and x was on neither stream
+            x.register_hook(
+                lambda _: seen["backward"].append(torch.cuda.current_stream().cuda_stream)
+            )
+            return super().forward(x, *arguments)
+
+    block = distca.PingPong(block_of(Watched, WINDOWS, torch.bfloat16, **SIZES).cuda())
+    block.scale.register_hook(
+        lambda _: seen["accumulate"].append(torch.cuda.current_stream().cuda_stream)
+    )
+    step = place(rank, 0, world_size)
+    step.run(block, step.documents)
+    current = torch.cuda.current_stream().cuda_stream
+    first, second = seen["forward"]
+    return {
+        "three streams": len({first, second, current}) == 3,
+        "backward replays them": seen["backward"] == [second, first],
+        "gradients are on the current one": seen["accumulate"] == [current],
+    }
+
+
+def test_halves_run_on_streams_of_their_own(gpu_ranks):
+    for found in gpu_ranks.run(streams_of_nodes):
+        assert all(found.values()), found
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, wrap) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Linear(SIZES["hidden"], SIZES["hidden"]).to(torch.bfloat16)
+        blocks = [wrap(block_of(Delayed, WINDOWS, torch.bfloat16, **SIZES)) for _ in range(3)]
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x, *arguments) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, *arguments)
+        return x
+
+
+def train_sharded(rank: int, world_size: int, wrap) -> list[Tensor]:
+    Delayed.random.seed(rank)
+    torch.manual_seed(0)
+    model = Stack(wrap).cuda()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=init_device_mesh("cuda", (world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for number in range(4):
+        step = place(rank, number, world_size)
+        out = model(step.x, step.cos, step.sin, step.documents)
+        (out * step.grad).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [out.detach(), *(parameter.full_tensor().detach() for parameter in model.parameters())]
+
+
+def sharded_distance(rank: int, world_size: int) -> float:
+    ours, theirs = (train_sharded(rank, world_size, wrap) for wrap in (distca.PingPong, bare))
+    return max(map(oracle.relative_error, ours, theirs))
+
+
+def test_sharded_blocks_with_delays(gpu_ranks):
+    if torch.cuda.device_count() < gpu_ranks.world_size:
+        pytest.skip("FSDP2 needs NCCL, and so a device for each rank")
+    found = gpu_ranks.run(sharded_distance, timeout_s=200)
+    assert all(worst <= 3e-2 for worst in found), found

@@ -1,0 +1,67 @@
+"""A plan cut in two: every query stays on its server, and few rows travel twice."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import distca
+from distca._half_plans import half_of
+from distca.cluster import Cluster
+from distca.cost import cost_tensor
+from distca.planning import balance, tasks_of
+
+SHAPE = distca.AttentionShape(4, 2, 8, 2)
+
+
+def documents_of(lengths: list[int]) -> distca.Documents:
+    return distca.Documents([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
+
+
+def servers_by_token(pieces: Tensor, tasks: Tensor) -> dict[tuple[int, int], int]:
+    """By (document, queries before its end): the end is where both halves agree."""
+    held = pieces[pieces[:, 3] > 0]
+    found = {}
+    for index, begin, end, server in tasks.tolist():
+        _, document, _, length, context = held[index].tolist()
+        assert context <= begin < end <= length
+        for query in range(begin, end):
+            key = document, length - query
+            assert key not in found, "computed twice"
+            found[key] = server
+    return found
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (5, 0), (0, 0)])
+@pytest.mark.parametrize("seed", range(8))
+def test_queries_stay_on_their_servers(seed, window):
+    generator = random.Random(seed)
+    num_ranks = generator.randint(2, 5)
+    lengths = [
+        [generator.choice([0, 1, 7, 300]) for _ in range(generator.randint(0, 4))]
+        for _ in range(num_ranks)
+    ]
+    documents = [documents_of(each) for each in lengths]
+    rows = [generator.randint(0, each.num_tokens) for each in documents]
+    pieces = torch.cat([each.pieces(rank) for rank, each in enumerate(documents)])
+    cost, cluster = cost_tensor(distca.Options(), SHAPE, "cpu"), Cluster(num_ranks)
+    encoded, _ = balance(pieces, window, cost, SHAPE, cluster, 0.01)
+    tasks = tasks_of(encoded)
+    whole = servers_by_token(pieces, tasks)
+    seen = {}
+    for idx in range(2):
+        held, plan = half_of(pieces, tasks, torch.tensor(rows), window, idx)
+        halves = [each.halves(row, window)[idx] for each, row in zip(documents, rows, strict=True)]
+        for rank, half in enumerate(halves):
+            own = held[held[:, 0] == rank]
+            expected = half.pieces(rank)
+            nonempty = own[own[:, 3] > 0][:, 2:]
+            assert torch.equal(nonempty, expected[expected[:, 3] > 0][:, 2:])
+        cut = {}  # queries of first halves count from their document's end
+        if idx == 0:
+            for piece, own in zip(pieces.tolist(), held.tolist(), strict=True):
+                cut[piece[1]] = piece[3] - own[3]
+        for (document, left), server in servers_by_token(held, tasks_of(plan)).items():
+            seen[document, left + cut.get(document, 0)] = server
+    assert seen == whole

@@ -1,0 +1,128 @@
+"""What ping-pong refuses, naming it; the other ranks are told of what one rank alone may meet."""
+
+import pytest
+from pingpong_blocks import LENGTHS, Block, block_of, documents_of, pair_of, step_of
+
+import distca
+
+
+def start_again(rank: int, world_size: int) -> None:
+    distca.close()
+
+
+def call_errors(rank: int, world_size: int) -> dict[str, str]:
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    sharded = distca.Documents.sharded([50, 31], rank, world_size)
+    distca.plan(sharded)
+    other = documents_of(LENGTHS[rank])
+    x, rest = step.x, (step.cos, step.sin)
+
+    class Results(Block):
+        def forward(self, x, cos, sin, documents, result):
+            return result(x)
+
+    class Others(Block):
+        def attend(self, q, k, v, window, documents):
+            return distca.core_attention(q, k, v, other, window_size=window)
+
+    def message(kind, *arguments, **keywords) -> str:
+        _, block = pair_of(kind, **keywords)
+        with pytest.raises((ValueError, RuntimeError)) as refused:
+            block(*arguments)
+        return str(refused.value)
+
+    documents, lengths = step.documents, iter((1, 2))
+    return {
+        "sharded": message(Block, x, *rest, sharded),
+        "two": message(Block, x, *rest, [documents, other]),
+        "others": message(Others, x, *rest, documents),
+        "x": message(Block, x[1:], *rest, documents),
+        "batch": message(Block, x[None, None], *rest, documents),
+        "nothing": message(Block, documents),
+        "split": message(Block, x, *rest, documents, split={1: 2}),
+        "row": message(Results, x, *rest, documents, lambda x: x.sum()),
+        "kinds": message(Results, x, *rest, documents, lambda x: (x,) * next(lengths)),
+        "text": message(Results, x, *rest, documents, lambda x: "text"),
+    }
+
+
+def test_bad_calls_are_refused(ranks):
+    parts = {
+        "sharded": "cross ranks; expected whole documents on each rank",
+        "two": "among the arguments; expected one",
+        "others": "in a PingPong block of",
+        "x": "the block's first argument is [282, 24] for documents of 283 tokens; expected",
+        "batch": "expected [tokens, ...] or [1, tokens, ...]",
+        "nothing": "the block's first argument is Documents for documents of 283",
+        "split": "split[1] is 2, but that argument has shape [283, 1, 4]",
+        "row": "the block returned [] and [] for 141 and 142 tokens",
+        "kinds": "for its halves",
+        "text": "the block returned str and str for",
+    }
+    found = ranks(2).run(call_errors)[0]
+    for name, part in parts.items():
+        assert part in found[name], name
+    ranks(2).run(start_again)
+
+
+def uneven_calls(rank: int, world_size: int) -> str:
+    step = step_of(0, LENGTHS[0])  # alike on both ranks, so that both go wrong alike
+
+    class Uneven(Block):
+        def forward(self, x, cos, sin, documents):
+            return super().forward(x, cos, sin, documents) if len(x) == 141 else x
+
+    distca.plan(documents_of(LENGTHS[rank]))
+    lengths = LENGTHS[0] if rank == 0 else [283]
+    step.documents = documents_of(lengths)
+    distca.plan(step.documents)
+    _, block = pair_of(Uneven)
+    with pytest.raises(RuntimeError) as refused:
+        block(step.x, step.cos, step.sin, step.documents)
+    return str(refused.value)
+
+
+def test_halves_that_differ_in_calls_are_noticed(ranks):
+    for message in ranks(2).run(uneven_calls):
+        assert "attention 1 times for its first half and 0 times for its second" in message
+
+
+def bad_cut(rank: int, world_size: int) -> str:
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    _, block = pair_of(cut=lambda documents: 5 if rank == 0 else 1000)
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        block(step.x, step.cos, step.sin, step.documents)
+    return str(refused.value)
+
+
+def test_a_cut_outside_the_rows_is_told_to_all(ranks):
+    found = ranks(2).run(bad_cut, timeout_s=40)
+    assert "cut is 1000 for Documents(3 whole pieces, 80 tokens); expected 0 to 80" in found[1]
+    assert "rank 1" in found[0] and "cut is 1000" in found[0]
+    ranks(2).run(start_again)
+
+
+def test_blocks_that_cannot_be_wrapped():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    with pytest.raises(ValueError, match="is checkpointed; checkpoint the block that"):
+        distca.PingPong(checkpoint_wrapper(block_of()))
+    block = block_of()
+    block.up = checkpoint_wrapper(block.up)
+    with pytest.raises(ValueError, match="block Block, up is checkpointed"):
+        distca.PingPong(block)
+    assert type(block) is Block
+    with pytest.raises(ValueError, match="PingPongBlock is a PingPong already"):
+        distca.PingPong(distca.PingPong(block_of()))
+    block = block_of()
+    block.compile()
+    with pytest.raises(ValueError, match="is compiled; compile what PingPong returns"):
+        distca.PingPong(block)
+    block = block_of()
+    block.forward = lambda x: x
+    with pytest.raises(ValueError, match="a forward of its own instance"):
+        distca.PingPong(block)
+    with pytest.raises(ValueError, match="expected a module"):
+        distca.PingPong(len)

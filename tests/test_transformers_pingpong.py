@@ -1,0 +1,89 @@
+"""Decoder layers of transformers in ping-pong equal themselves without, on gloo ranks."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, and this environment has none")
+
+import packed_models as pm  # noqa: E402
+from packed_models import LENGTHS, Packed  # noqa: E402
+
+import distca  # noqa: E402
+from distca import session as sessions  # noqa: E402
+from distca.integrations import transformers as integration  # noqa: E402
+
+TOLERANCE = 1e-5
+
+
+def checkpoint(model, use_reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+
+
+def model_errors(rank: int, world_size: int, name: str) -> dict[str, float]:
+    """By way of training: worst error of loss and gradients against eager by document."""
+    packed = Packed.of(LENGTHS[rank], seed=rank)
+    model = integration.ping_pong(pm.model_of(name))
+    truth = pm.true_step(pm.model_of(name), packed)
+    found = {}
+    for way in ("position_ids", "cu_seq_lens", "both", "checkpoint", "reentrant"):
+        if way in ("checkpoint", "reentrant"):
+            checkpoint(model, way == "reentrant")
+        before = [half.num_plans for half in sessions.init().halves] or [0, 0]
+        found[way] = pm.worst_error(pm.step(model, packed, way), truth)
+        after = [half.num_plans for half in sessions.find().halves]
+        assert all(a > b for a, b in zip(after, before, strict=True)), f"{way}: whole"
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_loss_and_gradients_equal_eager_by_document(ranks, name):
+    for found in ranks(2).run(model_errors, name):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+def evaluates_here(rank: int, world_size: int) -> float:
+    """One rank evaluates, the others do not."""
+    model, packed = integration.ping_pong(pm.model_of("llama")), Packed.of(LENGTHS[rank])
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            logits = model(**packed.keywords()).logits
+        return pm.relative_error(logits, pm.true_logits(pm.model_of("llama").eval(), packed))
+    return 0.0
+
+
+def test_evaluation_stays_on_its_rank(ranks):
+    assert max(ranks(2).run(evaluates_here, timeout_s=60)) <= TOLERANCE
+
+
+def test_layers_keep_their_names_and_class():
+    bare, model = pm.model_of("llama"), integration.ping_pong(pm.model_of("llama"))
+    assert list(model.state_dict()) == list(bare.state_dict())
+    layers = model.model.layers
+    assert all(isinstance(layer, distca.PingPong) for layer in layers) and len(layers) == 3
+    assert all(isinstance(layer, type(bare.model.layers[0])) for layer in layers)
+
+
+def refused_batch(rank: int, world_size: int) -> str:
+    model = integration.ping_pong(pm.model_of("llama"))
+    with pytest.raises(ValueError) as refused:
+        model(torch.ones(2, 5, dtype=torch.int64))
+    return str(refused.value)
+
+
+def test_a_batch_of_rows_is_refused(ranks):
+    for message in ranks(2).run(refused_batch, timeout_s=60):
+        assert "hidden_states has shape [2, 5, 32] in ping-pong; expected one row" in message
+    ranks(2).run(start_again)
+
+
+def start_again(rank: int, world_size: int) -> None:
+    distca.close()
+
+
+def test_other_models_are_refused():
+    model = pm.model_of("llama")
+    del model.model.layers[:]
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no decoder layers that distca"):
+        integration.ping_pong(model)
