@@ -108,7 +108,8 @@ std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
     for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
       if (assignment_.room(rank) > assignment_.room(receiver)) receiver = rank;
     }
-    const Wish wish{receiver, surplus, std::min(node_room, -assignment_.surplus(receiver)), true};
+    Wish wish{receiver, surplus, std::min(node_room, -assignment_.surplus(receiver))};
+    wish.is_thrifty = true;
     if (wish.room <= 0) continue;
     if (auto move = cutter->second.best_slice(wish, options_.cost.tile_q)) return move;
   }

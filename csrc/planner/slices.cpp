@@ -12,6 +12,7 @@ constexpr size_t kNumDearest = 1;      // shares of a donor that are tried
 constexpr size_t kNumNear = 1;         // and those on either side of the wanted size
 constexpr double kThriftyPart = 0.55;  // of a causal document, the last rows bring most for bytes
 constexpr int kNumEnds = 8;            // ends that are tried for a document's first slice
+constexpr double kMissingPart = 0.5;   // of a slice's bytes for what another one leaves to be moved
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -85,7 +86,7 @@ std::optional<Move> Cutter::first_rows(const Wish& wish, size_t index, int64_t g
   return cut(wish, index, grain, share.rows, false);
 }
 
-// The dearest shares, and those that hold just what is wanted.
+// The dearest shares, those that hold just what is wanted, and what lies below slices cut before.
 std::optional<Move> Cutter::best_slice(const Wish& wish, int64_t grain) {
   best_.reset();
   least_ = std::numeric_limits<double>::infinity();
@@ -95,8 +96,11 @@ std::optional<Move> Cutter::best_slice(const Wish& wish, int64_t grain) {
       own.begin(), own.end(), [wanted](const Share& share) { return share.seconds > wanted; });
   const size_t at = static_cast<size_t>(near - own.begin());
   const size_t first = at < kNumNear ? 0 : at - kNumNear;
-  for (size_t i = 0; i < std::min(kNumDearest, first); ++i) consider(wish, i, grain);
-  for (size_t i = first; i < std::min(at + kNumNear, own.size()); ++i) consider(wish, i, grain);
+  const size_t last = std::min(at + kNumNear, own.size());
+  for (size_t i = 0; i < own.size(); ++i) {
+    const bool is_near = i < kNumDearest || (i >= first && i < last);
+    if (is_near || is_below_front(own[i])) consider(wish, i, grain);
+  }
   return best_;
 }
 
@@ -132,6 +136,13 @@ void Cutter::consider(const Wish& wish, size_t index, int64_t grain) {
 bool Cutter::is_behind_front(const Share& share) const {
   return std::any_of(fronts_.begin(), fronts_.end(), [&](const Front& front) {
     return front.started && front.document == share.document && share.rows.begin >= front.end;
+  });
+}
+
+// Whether the next slice of its document is cut off the share.
+bool Cutter::is_below_front(const Share& share) const {
+  return std::any_of(fronts_.begin(), fronts_.end(), [&](const Front& front) {
+    return front.started && front.document == share.document && share.rows.end <= front.end;
   });
 }
 
@@ -201,7 +212,8 @@ bool Cutter::complete(const Wish& wish, const Share& share, Range slice, Move& m
                 assignment_.seconds(share.document, tail);
   move.seconds = assignment_.seconds(share.document, slice);
   move.bytes = assignment_.bytes_of(share.document, slice, *held_);
-  return move.seconds <= wish.room && assignment_.links_fit(move);
+  return move.seconds <= wish.room && static_cast<double>(move.bytes) <= wish.most_bytes &&
+         assignment_.links_fit(move);
 }
 
 // A slice at the end of `part`, or at its beginning.
@@ -237,13 +249,14 @@ std::optional<Move> Cutter::cut(const Wish& wish, size_t index, int64_t grain, R
   return move;
 }
 
-// Bytes now, and those that what is left to move will need at least.
+// Bytes now and some of those that what is left to move will need at least, over the root of what
+// the slice brings.
 double Cutter::cost(const Wish& wish, const Share& share, const Move& move) const {
   double bytes = static_cast<double>(move.bytes);
   if (wish.is_thrifty) return bytes / move.relief;
   const double missing = std::min(wish.wanted, wish.room) - move.relief;
-  if (missing > 0) bytes += prices_.bytes_per_root * std::sqrt(missing);
-  if (!gives_all_) return bytes;
+  if (missing > 0) bytes += kMissingPart * prices_.bytes_per_root * std::sqrt(missing);
+  if (!gives_all_) return bytes / std::sqrt(move.relief);
   const RangeSet nothing;
   for (const Range rest :
        {Range{share.rows.begin, move.slice.begin}, Range{move.slice.end, share.rows.end}}) {
