@@ -23,6 +23,9 @@ constexpr double kRounding = 2e-4;     // of a limit, left for surpluses that ar
 constexpr double kLeastRelief = 1e-4;  // of the mean compute
 constexpr int64_t kManyRanks = 512;    // from which one style has to do
 
+// Fair shares of bytes take more of them out of a server, whose link may be too slow for that.
+constexpr Style kUnfair{8, true, false};
+
 // Tried in this order; the first alone where ranks are many.
 constexpr Style kStyles[] = {
     {8, true, true},   {16, true, true}, {8, false, true},   {4, true, true},
@@ -122,7 +125,7 @@ bool Balancer::attempt(double limit, const Style& style) {
 }
 
 bool Balancer::try_limit(double limit) {
-  return attempt(limit, kStyles[0]) || attempt(limit, kStyles[1]);
+  return attempt(limit, kStyles[0]) || attempt(limit, kUnfair);
 }
 
 // With the other styles, where ranks are few.

@@ -31,25 +31,35 @@ int64_t last_true(int64_t low, int64_t high, Predicate holds) {
 }
 
 // The greatest count in [0, high) whose seconds are at most `most`, where those of 0 are 0 and
-// those of `high` are `above`, which is more. Seconds grow almost evenly, so interpolation comes
-// close at once; every third step halves what is left.
+// those of `high` are `above`, which is more. Causal rows grow evenly, so that a parabola through
+// the middle hits it; elsewhere interpolation comes close, and every third step halves what is
+// left.
 template <typename Seconds>
 int64_t last_within(int64_t high, double above, double most, Seconds seconds) {
   int64_t low = 0;
   double below = 0;
+  const auto split_at = [&](int64_t count) {
+    count = std::clamp(count, low + 1, high - 1);
+    const double value = seconds(count);
+    (value <= most ? low : high) = count;
+    (value <= most ? below : above) = value;
+    return value;
+  };
+  if (high > 2) {
+    const double all = static_cast<double>(high), half = static_cast<double>(high / 2);
+    const double mean = above / all, first_mean = split_at(high / 2) / half;
+    const double bend = (mean - first_mean) / (all - half);
+    const double slope = first_mean - bend * half;
+    const double root = slope + std::sqrt(std::max(0.0, slope * slope + 4 * bend * most));
+    const int64_t guess =
+        root > 0 ? static_cast<int64_t>(std::min(all, 2 * most / root)) : high / 2;
+    if (high - low > 1) split_at(guess);
+    if (high - low > 1) split_at(low == guess ? guess + 1 : guess - 1);
+  }
   for (int i = 1; high - low > 1; ++i) {
     const double share = (most - below) / (above - below);
-    int64_t middle = low + static_cast<int64_t>(share * static_cast<double>(high - low));
-    if (i % 3 == 0) middle = low + (high - low) / 2;
-    middle = std::clamp(middle, low + 1, high - 1);
-    const double value = seconds(middle);
-    if (value <= most) {
-      low = middle;
-      below = value;
-    } else {
-      high = middle;
-      above = value;
-    }
+    split_at(i % 3 == 0 ? low + (high - low) / 2
+                        : low + static_cast<int64_t>(share * static_cast<double>(high - low)));
   }
   return low;
 }
