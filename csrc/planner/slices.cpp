@@ -11,6 +11,7 @@ namespace {
 constexpr size_t kNumDearest = 1;      // shares of a donor that are tried
 constexpr size_t kNumNear = 1;         // and those on either side of the wanted size
 constexpr double kThriftyPart = 0.55;  // of a causal document, the last rows bring most for bytes
+constexpr double kKeysPart = 0.7;      // of its least bytes, those of the keys of a last slice
 constexpr int kNumEnds = 8;            // ends that are tried for a document's first slice
 constexpr double kMissingPart = 0.5;   // of a slice's bytes for what another one leaves to be moved
 
@@ -136,6 +137,10 @@ void Cutter::consider(const Wish& wish, size_t index, int64_t grain) {
   }
   const std::optional<Move> below = cut(wish, index, grain, {share.rows.begin, end}, true);
   keep(below);
+  if (below && below->relief >= wish.wanted) {
+    const int64_t last = last_end(wish.wanted, share, end);
+    if (last < end) keep(cut(wish, index, grain, {share.rows.begin, last}, true));
+  }
   const bool is_kept = is_behind_front(share);
   if (!below || is_kept || gives_all_ || options_.mask.window_left >= 0) {
     keep(cut(wish, index, grain, share.rows, false));
@@ -192,6 +197,16 @@ int64_t Cutter::best_end(double surplus, const Share& share, int64_t grain) cons
   return best;
 }
 
+// Where a donor's last slice ends, of which nothing has to join the ones before: where its keys
+// take about the bytes that they take in the slice of fewest bytes for its work.
+int64_t Cutter::last_end(double wanted, const Share& share, int64_t end) const {
+  const double bytes = kKeysPart * prices_.bytes_per_root * std::sqrt(wanted);
+  const int64_t num_keys =
+      static_cast<int64_t>(bytes / std::max<int64_t>(1, options_.row_bytes.key));
+  const int64_t last = std::min(end, std::max(share.rows.begin, num_keys));
+  return assignment_.seconds(share.document, {share.rows.begin, last}) < wanted ? end : last;
+}
+
 // Bytes of slices cut downward from `end` for one receiver after the other.
 double Cutter::bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const {
   const Steps steps{share.rows, grain};
@@ -200,6 +215,7 @@ double Cutter::bytes_from(const Share& share, int64_t grain, int64_t end, double
   for (const double room : rooms_) {
     if (wanted <= 0 || end <= share.rows.begin) break;
     const double most = std::min(room, wanted);
+    if (wanted <= room) end = last_end(wanted, share, end);
     const int64_t last = steps.index(end);
     const auto slice = [&](int64_t count) { return Range{steps.at(last - count), end}; };
     const auto seconds = [&](int64_t count) {

@@ -56,6 +56,7 @@ class Cutter {
   bool is_below_front(const Share& share) const;
   int64_t end_of(const Wish& wish, const Share& share, int64_t grain);
   int64_t best_end(double wanted, const Share& share, int64_t grain) const;
+  int64_t last_end(double wanted, const Share& share, int64_t end) const;
   double bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const;
   double cost(const Wish& wish, const Share& share, const Move& move) const;
 
