@@ -15,16 +15,16 @@
 namespace distca::planner {
 namespace {
 
-constexpr int kMaxAttempts = 8;        // limits tried when the least is not kept
-constexpr int kMaxBisections = 3;      // of the last step
-constexpr double kFirstStep = 0.0025;  // from one limit to the next; three times as much each time
-constexpr double kCloseEnough = 1.01;  // ratio of limits between which to stop
-constexpr double kRounding = 2e-4;     // of a limit, left for surpluses that are not worth a task
-constexpr double kLeastRelief = 1e-4;  // of the mean compute
-constexpr int64_t kManyRanks = 512;    // from which one style has to do
+constexpr int kMaxAttempts = 8;         // limits tried when the least is not kept
+constexpr int kMaxBisections = 6;       // of the last step
+constexpr double kFirstStep = 0.0025;   // from one limit to the next; three times as much each time
+constexpr double kCloseEnough = 1.005;  // ratio of limits between which to stop
+constexpr double kRounding = 2e-4;      // of a limit, left for surpluses that are not worth a task
+constexpr double kLeastRelief = 1e-4;   // of the mean compute
+constexpr int64_t kManyRanks = 512;     // from which one style has to do
 
 // Fair shares of bytes take more of them out of a server, whose link may be too slow for that.
-constexpr Style kUnfair{8, true, false};
+constexpr Style kUnfair{8, true, false, 0.8};
 
 // Tried in this order; the first alone where ranks are many.
 constexpr Style kStyles[] = {

@@ -167,7 +167,8 @@ int64_t Cutter::end_of(const Wish& wish, const Share& share, int64_t grain) {
   for (const Front& front : fronts_) {
     if (front.document == share.document) return front.started ? share.rows.end : front.end;
   }
-  fronts_.push_back({share.document, best_end(wish.wanted, share, grain), false});
+  fronts_.push_back({share.document,
+                     best_end(wish.planned > 0 ? wish.planned : wish.wanted, share, grain), false});
   return fronts_.back().end;
 }
 

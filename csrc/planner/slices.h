@@ -20,6 +20,7 @@ struct Wish {
   double wanted;  // off the donor; a little more where tiles do not divide
   double room;    // most that the receiver takes
   double most_bytes = std::numeric_limits<double>::infinity();  // into the receiver
+  double planned = 0;       // off the donor by this and later wishes; what is wanted where it is 0
   bool is_thrifty = false;  // bytes are scarcer than documents: of short ones the last rows alone
 };
 
