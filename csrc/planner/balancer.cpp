@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -25,6 +26,9 @@ constexpr int64_t kManyRanks = 512;     // from which one style has to do
 
 // Fair shares of bytes take more of them out of a server, whose link may be too slow for that.
 constexpr Style kUnfair{8, true, false, 0.8};
+
+// Where links between nodes take longer than servers.
+constexpr Style kTight[] = {{8, true, false, 1, true}, {8, true, false, 0.8, true}};
 
 // Tried in this order; the first alone where ranks are many.
 constexpr Style kStyles[] = {
@@ -81,6 +85,7 @@ class Balancer {
   std::optional<Assignment> best_;
   double makespan_;        // of the best
   double bytes_;           // of the best
+  bool is_tight_ = false;  // whether links between nodes kept servers from the first limit
   bool is_valid_ = false;  // whether the best keeps to memory caps and servers
 };
 
@@ -125,7 +130,11 @@ bool Balancer::attempt(double limit, const Style& style) {
 }
 
 bool Balancer::try_limit(double limit) {
-  return attempt(limit, kStyles[0]) || attempt(limit, kUnfair);
+  if (!is_tight_ && (attempt(limit, kStyles[0]) || attempt(limit, kUnfair))) return true;
+  if (!options_.links.are_slow_between_nodes(pack_.num_ranks)) return false;
+  is_tight_ = true;
+  return std::any_of(std::begin(kTight), std::end(kTight),
+                     [&](const Style& style) { return attempt(limit, style); });
 }
 
 // With the other styles, where ranks are few.

@@ -12,6 +12,7 @@ struct Style {
   bool takes_turns = true;  // donors give by turns, so that all get large rooms for dear rows
   bool is_fair = true;      // no receiver gets more bytes than its room is worth
   double node_part = 1;     // of what links between nodes could take away, what is planned for
+  bool empties = false;     // a rank of every receiving node, which then takes the largest slices
 };
 
 // Moves work off the servers above the assignment's limit to servers and over links that stay
