@@ -12,7 +12,7 @@ constexpr size_t kNumDearest = 1;      // shares of a donor that are tried
 constexpr size_t kNumNear = 1;         // and those on either side of the wanted size
 constexpr double kThriftyPart = 0.55;  // of a causal document, the last rows bring most for bytes
 constexpr double kKeysPart = 0.7;      // of its least bytes, those of the keys of a last slice
-constexpr int kNumEnds = 8;            // ends that are tried for a document's first slice
+constexpr int kNumEnds = 4;            // ends that are tried for a document's first slice
 constexpr double kMissingPart = 0.5;   // of a slice's bytes for what another one leaves to be moved
 
 int64_t ceil_div(int64_t a, int64_t b) {
