@@ -8,12 +8,10 @@
 namespace distca::planner {
 namespace {
 
-constexpr int kMaxReceivers = 8;  // tried per move before the donor is given up
-constexpr int kNumShorter =
-    4;                         // slices, a tile row shorter each, that a smaller room may just hold
-constexpr int kMaxPairs = 64;  // of receivers that are weighed for a donor's last two slices
-constexpr double kPairSpare =
-    100;  // least reliefs that two such rooms hold more, as rows are whole
+constexpr int kMaxReceivers = 8;     // tried per move before the donor is given up
+constexpr int kNumShorter = 4;       // slices, by a tile row each, that smaller rooms may just hold
+constexpr int kMaxPairs = 64;        // of receivers that are weighed for a donor's last two slices
+constexpr double kPairSpare = 100;   // least reliefs that both hold more, since rows are whole
 constexpr double kWastePart = 0.5;   // of a slice's bytes for what a slice leaves unfilled
 constexpr double kFairBytes = 1.49;  // into a receiver, over the least for its room
 

@@ -202,9 +202,9 @@ int64_t Cutter::best_end(double surplus, const Share& share, int64_t grain) cons
 // take about the bytes that they take in the slice of fewest bytes for its work.
 int64_t Cutter::last_end(double wanted, const Share& share, int64_t end) const {
   const double bytes = kKeysPart * prices_.bytes_per_root * std::sqrt(wanted);
-  const int64_t num_keys =
-      static_cast<int64_t>(bytes / std::max<int64_t>(1, options_.row_bytes.key));
-  const int64_t last = std::min(end, std::max(share.rows.begin, num_keys));
+  const double num_keys = bytes / static_cast<double>(std::max<int64_t>(1, options_.row_bytes.key));
+  const int64_t most = static_cast<int64_t>(std::min(num_keys, static_cast<double>(end)));
+  const int64_t last = std::max(share.rows.begin, most);
   return assignment_.seconds(share.document, {share.rows.begin, last}) < wanted ? end : last;
 }
 
