@@ -39,6 +39,7 @@ template <typename Seconds>
 int64_t last_within(int64_t high, double above, double most, Seconds seconds) {
   int64_t low = 0;
   double below = 0;
+  const auto is_open = [&] { return high - low > 1; };
   const auto split_at = [&](int64_t count) {
     count = std::clamp(count, low + 1, high - 1);
     const double value = seconds(count);
@@ -46,18 +47,18 @@ int64_t last_within(int64_t high, double above, double most, Seconds seconds) {
     (value <= most ? below : above) = value;
     return value;
   };
-  if (high > 2) {
-    const double all = static_cast<double>(high), half = static_cast<double>(high / 2);
-    const double mean = above / all, first_mean = split_at(high / 2) / half;
+  const int64_t middle = high / 2;
+  if (middle > 1) {
+    const double all = static_cast<double>(high), half = static_cast<double>(middle);
+    const double mean = above / all, first_mean = split_at(middle) / half;
     const double bend = (mean - first_mean) / (all - half);
     const double slope = first_mean - bend * half;
     const double root = slope + std::sqrt(std::max(0.0, slope * slope + 4 * bend * most));
-    const int64_t guess =
-        root > 0 ? static_cast<int64_t>(std::min(all, 2 * most / root)) : high / 2;
-    if (high - low > 1) split_at(guess);
-    if (high - low > 1) split_at(low == guess ? guess + 1 : guess - 1);
+    const int64_t guess = root > 0 ? static_cast<int64_t>(std::min(all, 2 * most / root)) : middle;
+    if (is_open()) split_at(guess);
+    if (is_open()) split_at(low == guess ? guess + 1 : guess - 1);
   }
-  for (int i = 1; high - low > 1; ++i) {
+  for (int i = 1; is_open(); ++i) {
     const double share = (most - below) / (above - below);
     split_at(i % 3 == 0 ? low + (high - low) / 2
                         : low + static_cast<int64_t>(share * static_cast<double>(high - low)));
