@@ -109,6 +109,11 @@ int64_t Assignment::bytes_of(int64_t document, Range rows, const RangeSet& held)
          (num_rows(keys) - num_held) * options_.row_bytes.key;
 }
 
+double Assignment::node_bytes_left(int64_t rank) const {
+  return limit_ * options_.links.node_bytes_per_second / kOneWay -
+         static_cast<double>(traffic_[rank].node_bytes_out);
+}
+
 bool Assignment::links_fit(const Move& move) const {
   const int64_t document = ranks_[move.donor].own[move.share].document;
   const Load &in = traffic_[move.receiver], &out = traffic_[move.donor];

@@ -66,6 +66,8 @@ class Assignment {
   const RangeSet& keys_on(int64_t receiver, int64_t document);
   // Bytes into a receiver that has the keys `held`.
   int64_t bytes_of(int64_t document, Range rows, const RangeSet& held) const;
+  // Bytes that the rank may still send to other nodes.
+  double node_bytes_left(int64_t rank) const;
   // Whether the bytes keep links and the receiver's memory within their limits.
   bool links_fit(const Move& move) const;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -15,13 +16,19 @@
 namespace distca::planner {
 namespace {
 
-constexpr int kMaxAttempts = 8;        // limits tried when the least is not kept
-constexpr int kMaxBisections = 3;      // of the last step
-constexpr double kFirstStep = 0.0025;  // from one limit to the next; three times as much each time
-constexpr double kCloseEnough = 1.01;  // ratio of limits between which to stop
-constexpr double kRounding = 2e-4;     // of a limit, left for surpluses that are not worth a task
-constexpr double kLeastRelief = 1e-4;  // of the mean compute
-constexpr int64_t kManyRanks = 512;    // from which one style has to do
+constexpr int kMaxAttempts = 8;         // limits tried when the least is not kept
+constexpr int kMaxBisections = 6;       // of the last step
+constexpr double kFirstStep = 0.0025;   // from one limit to the next; three times as much each time
+constexpr double kCloseEnough = 1.005;  // ratio of limits between which to stop
+constexpr double kRounding = 2e-4;      // of a limit, left for surpluses that are not worth a task
+constexpr double kLeastRelief = 1e-4;   // of the mean compute
+constexpr int64_t kManyRanks = 512;     // from which one style has to do
+
+// Fair shares of bytes take more of them out of a server, whose link may be too slow for that.
+constexpr Style kUnfair{8, true, false, false, 0.8};
+
+// Where links between nodes take longer than servers.
+constexpr Style kTight[] = {{8, true, false, true, 1}, {8, true, false, true, 0.8}};
 
 // Tried in this order; the first alone where ranks are many.
 constexpr Style kStyles[] = {
@@ -78,6 +85,7 @@ class Balancer {
   std::optional<Assignment> best_;
   double makespan_;        // of the best
   double bytes_;           // of the best
+  bool is_tight_ = false;  // whether links between nodes kept servers from the first limit
   bool is_valid_ = false;  // whether the best keeps to memory caps and servers
 };
 
@@ -123,7 +131,11 @@ bool Balancer::attempt(double limit, const Style& style) {
 }
 
 bool Balancer::try_limit(double limit) {
-  return attempt(limit, kStyles[0]) || attempt(limit, kStyles[1]);
+  if (!is_tight_ && (attempt(limit, kStyles[0]) || attempt(limit, kUnfair))) return true;
+  if (!options_.links.are_slow_between_nodes(pack_.num_ranks)) return false;
+  is_tight_ = true;
+  return std::any_of(std::begin(kTight), std::end(kTight),
+                     [&](const Style& style) { return attempt(limit, style); });
 }
 
 // With the other styles, where ranks are few.

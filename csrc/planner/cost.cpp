@@ -42,14 +42,10 @@ int64_t floor_sum(int64_t count, int64_t first, int64_t step, int64_t divisor) {
   return sum;
 }
 
-// Tiles with any visible pair: query tiles start at q.begin, key tiles at the first visible key.
-int64_t num_tiles(const Mask& mask, Range q, int64_t length, const CostModel& cost) {
+// Tiles of any mask with any visible pair; apart, so that the causal case stays fast.
+[[gnu::noinline]] int64_t num_masked_tiles(const Mask& mask, Range q, int64_t length,
+                                           const CostModel& cost) {
   const int64_t num_q_tiles = num_tiles_up_to(q.end - q.begin, cost.tile_q);
-  if (mask.window_left < 0 && mask.window_right == 0 && cost.tile_q == cost.tile_k) {
-    // Each query tile sees one key tile more than the one before it, up to the last, cut short.
-    return (num_q_tiles - 1) * num_tiles_up_to(q.begin, cost.tile_k) + triangle(num_q_tiles) +
-           num_tiles_up_to(q.end, cost.tile_k);
-  }
   const Range keys = keys_of(mask, q, length);
   const int64_t widest = ceil_div(length - keys.begin, cost.tile_k);
 
@@ -78,6 +74,16 @@ int64_t num_tiles(const Mask& mask, Range q, int64_t length, const CostModel& co
     }
   }
   return tiles;
+}
+
+// Tiles with any visible pair: query tiles start at q.begin, key tiles at the first visible key.
+int64_t num_tiles(const Mask& mask, Range q, int64_t length, const CostModel& cost) {
+  const bool is_causal = mask.window_left < 0 && mask.window_right == 0;
+  if (!is_causal || cost.tile_q != cost.tile_k) return num_masked_tiles(mask, q, length, cost);
+  // Each query tile sees one key tile more than the one before it, up to the last, cut short.
+  const int64_t num_q_tiles = num_tiles_up_to(q.end - q.begin, cost.tile_q);
+  return (num_q_tiles - 1) * num_tiles_up_to(q.begin, cost.tile_k) + triangle(num_q_tiles) +
+         num_tiles_up_to(q.end, cost.tile_k);
 }
 
 // Where x stands on an axis: between two entries, or beyond an edge and in proportion to it.

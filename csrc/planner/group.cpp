@@ -2,34 +2,33 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 
 namespace distca::planner {
 namespace {
 
-constexpr int kMaxReceivers = 8;  // tried per move before the donor is given up
-constexpr int kMaxPairs = 64;     // of receivers that are weighed for a donor's last two slices
-// Bytes into a receiver, over the least for its room; and, over the least for the largest room,
-// what no receiver is refused.
-constexpr double kFairBytes = 1.49;
-constexpr double kUnnoticedBytes = 1.4;
+constexpr int kMaxReceivers = 8;     // tried per move before the donor is given up
+constexpr int kNumShorter = 4;       // slices, by a tile row each, that smaller rooms may just hold
+constexpr int kMaxPairs = 64;        // of receivers that are weighed for a donor's last two slices
+constexpr double kPairSpare = 100;   // least reliefs that both hold more, since rows are whole
+constexpr double kWastePart = 0.5;   // of a slice's bytes for what a slice leaves unfilled
+constexpr double kFairBytes = 1.49;  // into a receiver, over the least for its room
+
+// Tried in this order; then anything goes.
+constexpr Fairness kFairness[] = {{1.3, 0.9}, {1.48, 0.6}};
 
 }  // namespace
 
 Group::Group(Assignment& assignment, const PlanOptions& options, const Prices& prices,
              const Style& style, Range ranks)
     : assignment_(assignment), options_(options), prices_(prices), style_(style), ranks_(ranks) {
-  double largest = 0;
   for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
     list(rank);
-    fair_bytes_.push_back(std::max(0.0, -assignment_.surplus(rank)));
-    largest = std::max(largest, fair_bytes_.back());
-  }
-  const double unnoticed = kUnnoticedBytes * std::sqrt(largest);
-  for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
-    double& bytes = fair_bytes_[rank - ranks.begin];
-    bytes = prices.bytes_per_root * std::max(kFairBytes * std::sqrt(bytes), unnoticed) +
-            static_cast<double>(assignment_.bytes_in(rank));
+    const double room = std::max(0.0, -assignment_.surplus(rank));
+    least_bytes_.push_back(prices.bytes_per_root * std::sqrt(room));
+    bytes_before_.push_back(assignment_.bytes_in(rank));
+    largest_bytes_ = std::max(largest_bytes_, least_bytes_.back());
   }
 }
 
@@ -66,38 +65,49 @@ Cutter& Group::cutter_of(int64_t donor) {
       .first->second;
 }
 
-bool Group::is_fair(const Move& move) const {
-  const int64_t bytes = assignment_.bytes_in(move.receiver) + move.bytes;
-  return static_cast<double>(bytes) <= fair_bytes_[move.receiver - ranks_.begin];
+// Bytes that the receiver may still be given.
+double Group::fair_bytes(int64_t receiver) const {
+  if (fairness_ == nullptr) return std::numeric_limits<double>::infinity();
+  const size_t index = static_cast<size_t>(receiver - ranks_.begin);
+  const int64_t given = assignment_.bytes_in(receiver) - bytes_before_[index];
+  return std::max(kFairBytes * least_bytes_[index], fairness_->of_largest * largest_bytes_) -
+         static_cast<double>(given);
 }
 
-std::optional<Move> Group::cut(Cutter& cutter, double surplus, int64_t receiver, bool fair) {
-  const Wish wish{receiver, surplus, -assignment_.surplus(receiver)};
+std::optional<Move> Group::cut(Cutter& cutter, double surplus, int64_t receiver) {
+  Wish wish{receiver, surplus, -assignment_.surplus(receiver)};
+  wish.most_bytes = fair_bytes(receiver);
+  if (wish.most_bytes <= 0) return std::nullopt;
   std::optional<Move> move = cutter.best_slice(wish, options_.cost.tile_q);
   if (!move) move = cutter.best_slice(wish, 1);
-  if (move && fair && !is_fair(*move)) return std::nullopt;
-  return move;
+  const double least =
+      fairness_ == nullptr ? 0 : fairness_->least_part * std::min(wish.room, surplus);
+  return move && move->relief >= least ? move : std::nullopt;
 }
 
 // Everything that is too much, to the server whose room is just enough.
-std::optional<Move> Group::just_enough(Cutter& cutter, double surplus, bool fair) {
+std::optional<Move> Group::just_enough(Cutter& cutter, double surplus) {
+  const auto roomiest = std::prev(receivers_.end());
+  const std::optional<Move> most = cut(cutter, surplus, roomiest->second);
+  if (!most || most->relief < surplus) return std::nullopt;
   int num_tried = 0;
-  for (auto at = receivers_.lower_bound({surplus, -1});
+  for (auto at = receivers_.lower_bound({most->seconds, -1});
        at != receivers_.end() && num_tried < kMaxReceivers; ++at, ++num_tried) {
-    const std::optional<Move> move = cut(cutter, surplus, at->second, fair);
+    const std::optional<Move> move = cut(cutter, surplus, at->second);
     if (move && move->relief >= surplus) return move;
   }
-  return std::nullopt;
+  return most;
 }
 
 // To the receiver whose room, taken off the surplus, leaves what another's room just holds.
-std::optional<Move> Group::first_of_two(Cutter& cutter, double surplus, bool fair) {
+std::optional<Move> Group::first_of_two(Cutter& cutter, double surplus) {
+  const double wanted = surplus + kPairSpare * prices_.least_relief;
   int64_t best = -1;
   double least = std::numeric_limits<double>::infinity();
   int num_tried = 0;
   for (auto at = receivers_.rbegin(); at != receivers_.rend() && num_tried < kMaxPairs;
        ++at, ++num_tried) {
-    const auto other = receivers_.lower_bound({surplus - at->first, -1});
+    const auto other = receivers_.lower_bound({wanted - at->first, -1});
     if (other == receivers_.end() || other->second == at->second) break;
     const double excess = other->first + at->first - surplus;
     if (excess < least) {
@@ -105,52 +115,74 @@ std::optional<Move> Group::first_of_two(Cutter& cutter, double surplus, bool fai
       best = at->second;
     }
   }
-  return best < 0 ? std::nullopt : cut(cutter, surplus, best, fair);
+  return best < 0 ? std::nullopt : cut(cutter, surplus, best);
 }
 
-// Of the roomiest receivers to the one that is filled for the fewest bytes over the root of
-// seconds.
-std::optional<Move> Group::to_roomiest(Cutter& cutter, double surplus, bool fair) {
+// Of the roomiest receivers, and those that just hold a little less than they do, to the one that
+// is filled for the fewest bytes over the root of seconds.
+std::optional<Move> Group::to_roomiest(Cutter& cutter, double surplus) {
   std::optional<Move> best;
   double least = std::numeric_limits<double>::infinity();
-  int num_tried = 0;
-  for (auto at = receivers_.rbegin(); at != receivers_.rend() && num_tried < kMaxReceivers;
-       ++at, ++num_tried) {
-    if (best && num_tried >= style_.num_roomiest) break;
-    const std::optional<Move> move = cut(cutter, surplus, at->second, fair);
-    if (!move) continue;
-    const double waste = std::max(0.0, std::min(at->first, surplus) - move->relief);
+  const auto consider = [&](const std::pair<double, int64_t>& room_and_rank) {
+    const auto& [room, receiver] = room_and_rank;
+    const std::optional<Move> move = cut(cutter, surplus, receiver);
+    if (!move) return;
+    const double waste = std::max(0.0, std::min(room, surplus) - move->relief);
     const double bytes =
-        static_cast<double>(move->bytes) + prices_.bytes_per_root * std::sqrt(waste);
+        static_cast<double>(move->bytes) + kWastePart * prices_.bytes_per_root * std::sqrt(waste);
     const double value = bytes / std::sqrt(std::max(move->relief, prices_.least_relief));
     if (value < least) {
       least = value;
       best = move;
     }
+  };
+  int num_tried = 0;
+  for (auto at = receivers_.rbegin(); at != receivers_.rend() && num_tried < kMaxReceivers;
+       ++at, ++num_tried) {
+    if (best && num_tried >= style_.num_roomiest) break;
+    consider(*at);
+  }
+  if (!best || surplus <= receivers_.rbegin()->first) return best;
+  const Share share = assignment_.own(best->donor)[best->share];
+  Range slice = best->slice;
+  const bool downward = slice.begin > share.rows.begin;
+  for (int i = 0; i < kNumShorter && num_rows(slice) > 0; ++i) {
+    const auto at = receivers_.lower_bound({assignment_.seconds(share.document, slice), -1});
+    if (at != receivers_.end()) consider(*at);
+    (downward ? slice.begin : slice.end) += downward ? options_.cost.tile_q : -options_.cost.tile_q;
   }
   return best;
 }
 
-std::optional<Move> Group::next_move(int64_t donor, bool fair) {
+std::optional<Move> Group::next_move(int64_t donor) {
   if (receivers_.empty() || assignment_.own(donor).empty()) return std::nullopt;
   Cutter& cutter = cutter_of(donor);
   const double surplus = assignment_.surplus(donor);
   const double largest = receivers_.rbegin()->first;
   const double dearest = assignment_.own(donor).front().seconds;
   std::optional<Move> move;
-  if (surplus <= std::min(largest, dearest)) move = just_enough(cutter, surplus, fair);
+  if (surplus <= std::min(largest, dearest)) move = just_enough(cutter, surplus);
   if (!move && surplus > largest && surplus < 2 * largest && dearest > surplus / 2) {
-    move = first_of_two(cutter, surplus, fair);
+    move = first_of_two(cutter, surplus);
   }
-  return move ? move : to_roomiest(cutter, surplus, fair);
+  return move ? move : to_roomiest(cutter, surplus);
+}
+
+std::optional<Move> Group::next_fair_move(int64_t donor) {
+  std::optional<Move> move;
+  for (const Fairness& fairness : kFairness) {
+    fairness_ = &fairness;
+    if (style_.is_fair && !move) move = next_move(donor);
+  }
+  fairness_ = nullptr;
+  return move ? move : next_move(donor);
 }
 
 bool Group::run() {
   bool balanced = true;
   while (!donors_.empty()) {
     const int64_t donor = donors_.begin()->second;
-    std::optional<Move> move = next_move(donor, style_.is_fair);
-    if (!move && style_.is_fair) move = next_move(donor, false);
+    const std::optional<Move> move = next_fair_move(donor);
     donors_.erase(donors_.begin());
     if (!move) {
       balanced = false;

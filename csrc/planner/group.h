@@ -12,6 +12,12 @@
 
 namespace distca::planner {
 
+// Bytes that a receiver may be given.
+struct Fairness {
+  double of_largest;  // over the least for the largest room: nobody notices so few
+  double least_part;  // of what is wanted and has room; a slice cut shorter than that is refused
+};
+
 // Moves work between the ranks of one group, from those above the assignment's limit, the donors,
 // to those below it, the receivers.
 class Group {
@@ -28,21 +34,25 @@ class Group {
   void list(int64_t rank);
   Cutter& cutter_of(int64_t donor);
   std::vector<double> rooms_for(double surplus) const;
-  bool is_fair(const Move& move) const;
-  std::optional<Move> next_move(int64_t donor, bool fair);
-  std::optional<Move> just_enough(Cutter& cutter, double surplus, bool fair);
-  std::optional<Move> first_of_two(Cutter& cutter, double surplus, bool fair);
-  std::optional<Move> to_roomiest(Cutter& cutter, double surplus, bool fair);
-  std::optional<Move> cut(Cutter& cutter, double surplus, int64_t receiver, bool fair);
+  double fair_bytes(int64_t receiver) const;
+  std::optional<Move> next_move(int64_t donor);
+  std::optional<Move> next_fair_move(int64_t donor);
+  std::optional<Move> just_enough(Cutter& cutter, double surplus);
+  std::optional<Move> first_of_two(Cutter& cutter, double surplus);
+  std::optional<Move> to_roomiest(Cutter& cutter, double surplus);
+  std::optional<Move> cut(Cutter& cutter, double surplus, int64_t receiver);
 
   Assignment& assignment_;
   const PlanOptions& options_;
   const Prices& prices_;
   const Style& style_;
   const Range ranks_;
-  Order donors_;                    // by falling surplus
-  Order receivers_;                 // by rising room
-  std::vector<double> fair_bytes_;  // [ranks] into each rank
+  Order donors_;                       // by falling surplus
+  Order receivers_;                    // by rising room
+  std::vector<double> least_bytes_;    // [ranks] for each rank's room at first
+  std::vector<int64_t> bytes_before_;  // [ranks] into each rank at first
+  double largest_bytes_ = 0;           // for the largest room
+  const Fairness* fairness_ = nullptr;
   std::map<int64_t, Cutter> cutters_;
 };
 

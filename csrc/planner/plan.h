@@ -35,6 +35,10 @@ struct Links {
   int64_t ranks_per_node = std::numeric_limits<int64_t>::max();  // consecutive ranks
   double bytes_per_second = 200e9;                               // to ranks of the same node
   double node_bytes_per_second = 200e9;                          // to ranks of other nodes
+
+  bool are_slow_between_nodes(int64_t num_ranks) const {
+    return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;
+  }
 };
 
 struct PlanOptions {

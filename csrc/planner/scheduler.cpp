@@ -1,6 +1,7 @@
 #include "scheduler.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <optional>
 #include <set>
@@ -21,7 +22,8 @@ constexpr size_t kMaxNodes = 8;  // receiving nodes tried per move
 // also when it is not above the limit itself: its own node's ranks fill it up again.
 class Nodes {
  public:
-  Nodes(Assignment& assignment, const Pack& pack, const PlanOptions& options, const Prices& prices);
+  Nodes(Assignment& assignment, const Pack& pack, const PlanOptions& options, const Prices& prices,
+        const Style& style);
 
   void run();
 
@@ -31,6 +33,8 @@ class Nodes {
   Range ranks_of(int64_t node) const;
   void list(int64_t node);
   std::vector<double> rooms_for(double surplus) const;
+  double planned_by(int64_t donor, double room) const;
+  void empty(int64_t node);
   std::optional<Move> next_move(int64_t node);
   std::optional<Move> next_move(int64_t donor, double surplus);
   void apply(const Move& move);
@@ -39,19 +43,22 @@ class Nodes {
   const Pack& pack_;
   const PlanOptions& options_;
   const Prices& prices_;
-  std::vector<double> surplus_;  // [nodes] seconds at speed 1
-  std::vector<char> is_spent_;   // [ranks] whether the rank can give no more to other nodes
-  Order donors_;                 // nodes by falling surplus
-  Order receivers_;              // nodes by rising room
+  const Style& style_;
+  std::vector<double> surplus_;   // [nodes] seconds at speed 1
+  std::vector<char> is_spent_;    // [ranks] whether the rank can give no more to other nodes
+  std::vector<char> is_emptied_;  // [nodes]
+  Order donors_;                  // nodes by falling surplus
+  Order receivers_;               // nodes by rising room
   std::map<int64_t, Cutter> cutters_;
 };
 
 Nodes::Nodes(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-             const Prices& prices)
+             const Prices& prices, const Style& style)
     : assignment_(assignment),
       pack_(pack),
       options_(options),
       prices_(prices),
+      style_(style),
       is_spent_(pack.num_ranks, 0) {
   const int64_t size = options.links.ranks_per_node;
   for (int64_t node = 0; node < (pack.num_ranks + size - 1) / size; ++node) {
@@ -61,6 +68,7 @@ Nodes::Nodes(Assignment& assignment, const Pack& pack, const PlanOptions& option
       surplus += assignment.seconds(rank) - assignment.limit(rank) * (1 - kNodeSlack);
     }
     surplus_.push_back(surplus);
+    is_emptied_.push_back(0);
     list(node);
   }
 }
@@ -87,6 +95,13 @@ std::vector<double> Nodes::rooms_for(double surplus) const {
   return rooms;
 }
 
+// Seconds that the rank's link to other nodes may take away in slices for such rooms. From the ones
+// of fewest bytes, its documents' first and last rows stay in the node.
+double Nodes::planned_by(int64_t donor, double room) const {
+  const double bytes_per_second = prices_.bytes_per_root / std::sqrt(room);
+  return style_.node_part * assignment_.node_bytes_left(donor) / bytes_per_second;
+}
+
 // To the roomiest rank of the node whose room is just enough, or of the roomiest.
 std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
   auto cutter = cutters_.find(donor);
@@ -104,12 +119,16 @@ std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
   }
   for (const auto& [node_room, node] : nodes) {
     const Range ranks = ranks_of(node);
+    if (style_.empties && !is_emptied_[node]) empty(node);
     int64_t receiver = ranks.begin;
     for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
       if (assignment_.room(rank) > assignment_.room(receiver)) receiver = rank;
     }
-    const Wish wish{receiver, surplus, std::min(node_room, -assignment_.surplus(receiver)), true};
-    if (wish.room <= 0) continue;
+    const double room = std::min(node_room, -assignment_.surplus(receiver));
+    if (room <= 0) continue;
+    Wish wish{receiver, surplus, room};
+    wish.planned = std::min(surplus, planned_by(donor, room));
+    wish.is_thrifty = true;
     if (auto move = cutter->second.best_slice(wish, options_.cost.tile_q)) return move;
   }
   return std::nullopt;
@@ -142,6 +161,30 @@ void Nodes::apply(const Move& move) {
   surplus_[to] += move.seconds;
   list(from);
   list(to);
+}
+
+// Moves what the rank of fewest documents computes to the other ranks of its node, so that it can
+// take slices as large as a server: their bytes grow with the root of work.
+void Nodes::empty(int64_t node) {
+  is_emptied_[node] = 1;
+  const Range ranks = ranks_of(node);
+  int64_t donor = -1;
+  for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
+    if (assignment_.own(rank).empty() || assignment_.surplus(rank) > 0) continue;
+    if (donor < 0 || assignment_.own(rank).size() < assignment_.own(donor).size()) donor = rank;
+  }
+  if (donor < 0 || -surplus_[node] <= assignment_.limit(donor)) return;
+  Cutter cutter(assignment_, options_, prices_, donor, {});
+  for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
+    if (rank == donor) continue;
+    while (assignment_.surplus(rank) < 0 && !assignment_.own(donor).empty()) {
+      const double room = -assignment_.surplus(rank);
+      const Wish wish{rank, std::min(assignment_.seconds(donor), room), room};
+      const std::optional<Move> move = cutter.best_slice(wish, options_.cost.tile_q);
+      if (!move) break;
+      assignment_.apply(*move);
+    }
+  }
 }
 
 void Nodes::run() {
@@ -195,9 +238,8 @@ bool schedule(Assignment& assignment, const Pack& pack, const PlanOptions& optio
   }
   const Range all{0, pack.num_ranks};
   const Links& links = options.links;
-  if (links.ranks_per_node < pack.num_ranks &&
-      links.node_bytes_per_second < links.bytes_per_second) {
-    Nodes(assignment, pack, options, prices).run();
+  if (links.are_slow_between_nodes(pack.num_ranks)) {
+    Nodes(assignment, pack, options, prices, style).run();
     for (int64_t first = 0; first < pack.num_ranks; first += links.ranks_per_node) {
       const Range ranks{first, std::min(pack.num_ranks, first + links.ranks_per_node)};
       Group(assignment, options, prices, style, ranks).run();

@@ -11,7 +11,9 @@ namespace {
 constexpr size_t kNumDearest = 1;      // shares of a donor that are tried
 constexpr size_t kNumNear = 1;         // and those on either side of the wanted size
 constexpr double kThriftyPart = 0.55;  // of a causal document, the last rows bring most for bytes
-constexpr int kNumEnds = 8;            // ends that are tried for a document's first slice
+constexpr double kKeysPart = 0.7;      // of its least bytes, those of the keys of a last slice
+constexpr int kNumEnds = 4;            // ends that are tried for a document's first slice
+constexpr double kMissingPart = 0.5;   // of a slice's bytes for what another one leaves to be moved
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -30,25 +32,36 @@ int64_t last_true(int64_t low, int64_t high, Predicate holds) {
 }
 
 // The greatest count in [0, high) whose seconds are at most `most`, where those of 0 are 0 and
-// those of `high` are `above`, which is more. Seconds grow almost evenly, so interpolation comes
-// close at once; every third step halves what is left.
+// those of `high` are `above`, which is more. Causal rows grow evenly, so that a parabola through
+// the middle hits it; elsewhere interpolation comes close, and every third step halves what is
+// left.
 template <typename Seconds>
 int64_t last_within(int64_t high, double above, double most, Seconds seconds) {
   int64_t low = 0;
   double below = 0;
-  for (int i = 1; high - low > 1; ++i) {
+  const auto is_open = [&] { return high - low > 1; };
+  const auto split_at = [&](int64_t count) {
+    count = std::clamp(count, low + 1, high - 1);
+    const double value = seconds(count);
+    (value <= most ? low : high) = count;
+    (value <= most ? below : above) = value;
+    return value;
+  };
+  const int64_t middle = high / 2;
+  if (middle > 1) {
+    const double all = static_cast<double>(high), half = static_cast<double>(middle);
+    const double mean = above / all, first_mean = split_at(middle) / half;
+    const double bend = (mean - first_mean) / (all - half);
+    const double slope = first_mean - bend * half;
+    const double root = slope + std::sqrt(std::max(0.0, slope * slope + 4 * bend * most));
+    const int64_t guess = root > 0 ? static_cast<int64_t>(std::min(all, 2 * most / root)) : middle;
+    if (is_open()) split_at(guess);
+    if (is_open()) split_at(low == guess ? guess + 1 : guess - 1);
+  }
+  for (int i = 1; is_open(); ++i) {
     const double share = (most - below) / (above - below);
-    int64_t middle = low + static_cast<int64_t>(share * static_cast<double>(high - low));
-    if (i % 3 == 0) middle = low + (high - low) / 2;
-    middle = std::clamp(middle, low + 1, high - 1);
-    const double value = seconds(middle);
-    if (value <= most) {
-      low = middle;
-      below = value;
-    } else {
-      high = middle;
-      above = value;
-    }
+    split_at(i % 3 == 0 ? low + (high - low) / 2
+                        : low + static_cast<int64_t>(share * static_cast<double>(high - low)));
   }
   return low;
 }
@@ -85,7 +98,7 @@ std::optional<Move> Cutter::first_rows(const Wish& wish, size_t index, int64_t g
   return cut(wish, index, grain, share.rows, false);
 }
 
-// The dearest shares, and those that hold just what is wanted.
+// The dearest shares, those that hold just what is wanted, and what lies below slices cut before.
 std::optional<Move> Cutter::best_slice(const Wish& wish, int64_t grain) {
   best_.reset();
   least_ = std::numeric_limits<double>::infinity();
@@ -95,8 +108,11 @@ std::optional<Move> Cutter::best_slice(const Wish& wish, int64_t grain) {
       own.begin(), own.end(), [wanted](const Share& share) { return share.seconds > wanted; });
   const size_t at = static_cast<size_t>(near - own.begin());
   const size_t first = at < kNumNear ? 0 : at - kNumNear;
-  for (size_t i = 0; i < std::min(kNumDearest, first); ++i) consider(wish, i, grain);
-  for (size_t i = first; i < std::min(at + kNumNear, own.size()); ++i) consider(wish, i, grain);
+  const size_t last = std::min(at + kNumNear, own.size());
+  for (size_t i = 0; i < own.size(); ++i) {
+    const bool is_near = i < kNumDearest || (i >= first && i < last);
+    if (is_near || is_below_front(own[i])) consider(wish, i, grain);
+  }
   return best_;
 }
 
@@ -122,6 +138,10 @@ void Cutter::consider(const Wish& wish, size_t index, int64_t grain) {
   }
   const std::optional<Move> below = cut(wish, index, grain, {share.rows.begin, end}, true);
   keep(below);
+  if (below && below->relief >= wish.wanted) {
+    const int64_t last = last_end(wish.wanted, share, end);
+    if (last < end) keep(cut(wish, index, grain, {share.rows.begin, last}, true));
+  }
   const bool is_kept = is_behind_front(share);
   if (!below || is_kept || gives_all_ || options_.mask.window_left >= 0) {
     keep(cut(wish, index, grain, share.rows, false));
@@ -135,13 +155,21 @@ bool Cutter::is_behind_front(const Share& share) const {
   });
 }
 
+// Whether the next slice of its document is cut off the share.
+bool Cutter::is_below_front(const Share& share) const {
+  return std::any_of(fronts_.begin(), fronts_.end(), [&](const Front& front) {
+    return front.started && front.document == share.document && share.rows.end <= front.end;
+  });
+}
+
 // Where the next slice of the share ends.
 int64_t Cutter::end_of(const Wish& wish, const Share& share, int64_t grain) {
   if (options_.mask.window_left >= 0 || gives_all_) return share.rows.end;
   for (const Front& front : fronts_) {
     if (front.document == share.document) return front.started ? share.rows.end : front.end;
   }
-  fronts_.push_back({share.document, best_end(wish.wanted, share, grain), false});
+  fronts_.push_back({share.document,
+                     best_end(wish.planned > 0 ? wish.planned : wish.wanted, share, grain), false});
   return fronts_.back().end;
 }
 
@@ -171,6 +199,16 @@ int64_t Cutter::best_end(double surplus, const Share& share, int64_t grain) cons
   return best;
 }
 
+// Where a donor's last slice ends, of which nothing has to join the ones before: where its keys
+// take about the bytes that they take in the slice of fewest bytes for its work.
+int64_t Cutter::last_end(double wanted, const Share& share, int64_t end) const {
+  const double bytes = kKeysPart * prices_.bytes_per_root * std::sqrt(wanted);
+  const double num_keys = bytes / static_cast<double>(std::max<int64_t>(1, options_.row_bytes.key));
+  const int64_t most = static_cast<int64_t>(std::min(num_keys, static_cast<double>(end)));
+  const int64_t last = std::max(share.rows.begin, most);
+  return assignment_.seconds(share.document, {share.rows.begin, last}) < wanted ? end : last;
+}
+
 // Bytes of slices cut downward from `end` for one receiver after the other.
 double Cutter::bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const {
   const Steps steps{share.rows, grain};
@@ -179,6 +217,7 @@ double Cutter::bytes_from(const Share& share, int64_t grain, int64_t end, double
   for (const double room : rooms_) {
     if (wanted <= 0 || end <= share.rows.begin) break;
     const double most = std::min(room, wanted);
+    if (wanted <= room) end = last_end(wanted, share, end);
     const int64_t last = steps.index(end);
     const auto slice = [&](int64_t count) { return Range{steps.at(last - count), end}; };
     const auto seconds = [&](int64_t count) {
@@ -201,7 +240,8 @@ bool Cutter::complete(const Wish& wish, const Share& share, Range slice, Move& m
                 assignment_.seconds(share.document, tail);
   move.seconds = assignment_.seconds(share.document, slice);
   move.bytes = assignment_.bytes_of(share.document, slice, *held_);
-  return move.seconds <= wish.room && assignment_.links_fit(move);
+  return move.seconds <= wish.room && static_cast<double>(move.bytes) <= wish.most_bytes &&
+         assignment_.links_fit(move);
 }
 
 // A slice at the end of `part`, or at its beginning.
@@ -237,13 +277,14 @@ std::optional<Move> Cutter::cut(const Wish& wish, size_t index, int64_t grain, R
   return move;
 }
 
-// Bytes now, and those that what is left to move will need at least.
+// Bytes now and some of those that what is left to move will need at least, over the root of what
+// the slice brings.
 double Cutter::cost(const Wish& wish, const Share& share, const Move& move) const {
   double bytes = static_cast<double>(move.bytes);
   if (wish.is_thrifty) return bytes / move.relief;
   const double missing = std::min(wish.wanted, wish.room) - move.relief;
-  if (missing > 0) bytes += prices_.bytes_per_root * std::sqrt(missing);
-  if (!gives_all_) return bytes;
+  if (missing > 0) bytes += kMissingPart * prices_.bytes_per_root * std::sqrt(missing);
+  if (!gives_all_) return bytes / std::sqrt(move.relief);
   const RangeSet nothing;
   for (const Range rest :
        {Range{share.rows.begin, move.slice.begin}, Range{move.slice.end, share.rows.end}}) {

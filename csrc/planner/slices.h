@@ -1,5 +1,6 @@
 #pragma once
 
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -16,8 +17,10 @@ struct Prices {
 // What a receiver may take from the donor at once, in seconds at speed 1.
 struct Wish {
   int64_t receiver;
-  double wanted;            // off the donor; a little more where tiles do not divide
-  double room;              // most that the receiver takes
+  double wanted;  // off the donor; a little more where tiles do not divide
+  double room;    // most that the receiver takes
+  double most_bytes = std::numeric_limits<double>::infinity();  // into the receiver
+  double planned = 0;       // off the donor by this and later wishes; what is wanted where it is 0
   bool is_thrifty = false;  // bytes are scarcer than documents: of short ones the last rows alone
 };
 
@@ -30,9 +33,9 @@ class Cutter {
   Cutter(Assignment& assignment, const PlanOptions& options, const Prices& prices, int64_t donor,
          std::vector<double> rooms);
 
-  // The slice that brings most for its bytes and keeps servers and links within the limits: the
-  // least that is wanted or, if it has no place, the most that has. Ends at multiples of `grain`
-  // rows of a share.
+  // The slice that brings most for its bytes and keeps servers and links within the limits and the
+  // wish: the least that is wanted or, if it has no place, the most that has. Ends at multiples of
+  // `grain` rows of a share.
   std::optional<Move> best_slice(const Wish& wish, int64_t grain);
   // A slice at the beginning of one of the donor's own shares.
   std::optional<Move> first_rows(const Wish& wish, size_t index, int64_t grain);
@@ -51,8 +54,10 @@ class Cutter {
                           bool downward) const;
   bool complete(const Wish& wish, const Share& share, Range slice, Move& move) const;
   bool is_behind_front(const Share& share) const;
+  bool is_below_front(const Share& share) const;
   int64_t end_of(const Wish& wish, const Share& share, int64_t grain);
   int64_t best_end(double wanted, const Share& share, int64_t grain) const;
+  int64_t last_end(double wanted, const Share& share, int64_t end) const;
   double bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const;
   double cost(const Wish& wish, const Share& share, const Move& move) const;
 
