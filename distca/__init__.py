@@ -10,6 +10,7 @@ from distca.attention import (
     scaled_dot_product_attention,
     varlen_attention,
 )
+from distca.batches import ShardedBatch, shard_batch
 from distca.cost import AttentionShape
 from distca.documents import Documents
 from distca.options import Options
@@ -22,6 +23,7 @@ __all__ = [
     "Options",
     "Plan",
     "PlanReport",
+    "ShardedBatch",
     "close",
     "configure",
     "core_attention",
@@ -29,6 +31,7 @@ __all__ = [
     "init",
     "plan",
     "scaled_dot_product_attention",
+    "shard_batch",
     "varlen_attention",
 ]
 __version__ = "0.1.0"

@@ -11,12 +11,13 @@ from dataclasses import astuple, dataclass, replace
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from distca.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
 from distca.cost import AttentionShape, check_device, cost_tensor
 from distca.documents import Documents, check_window
 from distca.options import Options
-from distca.session import Session, configured, init
+from distca.session import Session, configured, opened
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -121,12 +122,13 @@ def plan(
     documents: Documents,
     *,
     window_size: tuple[int, int] = CAUSAL,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
     shape: AttentionShape | None = None,
     ahead: bool = False,
 ) -> Plan:
-    """Plans one step's attention over `group` (default: all ranks) and attaches it to `documents`.
+    """Plans one step's attention over `group` (default: the group given to distca.init, else all
+    ranks) and attaches it to `documents`.
 
     Collective: every rank calls it once per step, in the same order. `window_size` (left, right) as
     in torch's varlen attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. `shape` is
@@ -138,7 +140,7 @@ def plan(
     documents that cross ranks do not fit together, before any row is sent.
     """
     window_size = check_window(window_size)
-    session = init(group)
+    session = opened(group)
     device = torch.device(device if device is not None else session.device_type)
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:

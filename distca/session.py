@@ -11,7 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from distca import groups
 from distca.options import Options
 from distca.peers import choose_device
 
@@ -96,19 +98,34 @@ def configured() -> Options:
     return _defaults[0]
 
 
-def init(group: ProcessGroup | None = None, options: Options | None = None) -> Session:
-    """Opens `group` (default: all ranks) for balanced attention. Collective over the group; a
-    second call for an open group returns the session that is there.
+def init(group: ProcessGroup | DeviceMesh | None = None, options: Options | None = None) -> Session:
+    """Opens `group` for balanced attention and makes it the default of all calls without a group.
+    Collective over the group; a second call for an open group returns the session that is there.
+
+    `group` are the ranks that hold different tokens of the same layer: the data parallel ranks of
+    one tensor and pipeline parallel coordinate. A ProcessGroup, a DeviceMesh all of whose axes are
+    such (`mesh["dp"]`, or the replicas and shards of HSDP), or None: all ranks, or the group that
+    init was given before.
 
     Raises RuntimeError when torch.distributed is not initialised, ValueError when the group is open
-    with other options.
+    with other options or the mesh has an axis whose ranks share tokens.
     """
+    session = opened(group, options)
+    if group is not None:
+        groups.set_default(session.group)
+    return session
+
+
+def opened(
+    group: ProcessGroup | DeviceMesh | None = None, options: Options | None = None
+) -> Session:
+    """The session of `group` as `init` opens it; the default stays what it is."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "distca.init: torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first (under torchrun)"
         )
-    group = group if group is not None else dist.group.WORLD
+    group = groups.resolve(group)
     wanted = options if options is not None else configured()
     found = find(group)
     if found is not None:
@@ -172,26 +189,32 @@ def _urgent(backend: str, timeout: timedelta):
     return made
 
 
-def find(group: ProcessGroup | None = None) -> Session | None:
-    """The open session of `group` (default: all ranks), or None."""
+def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
+    """The open session of `group` (default: as for `init`), or None."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    group = group if group is not None else dist.group.WORLD
+    group = groups.resolve(group)
     found = _sessions.get(group.group_name)
     # After torch.distributed was ended and initialised again, a new group has the old one's name.
     return found if found is not None and found.group is group else None
 
 
-def close(group: ProcessGroup | None = None) -> None:
-    """Ends the session of `group`. A group that is not open is left alone."""
+def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
+    """Ends the session of `group` (default: as for `init`). A group that is not open is left
+    alone. The process groups of a session of some ranks stay until torch.distributed ends."""
     session = find(group)
     if session is None:
         return
-    group = group if group is not None else dist.group.WORLD
-    del _sessions[group.group_name]
+    del _sessions[session.group.group_name]
+    if session.group is groups.resolve():
+        groups.set_default(None)
     session.planner.close()
-    if session.data is not None:
-        torch.ops.distca.close_session(session.group_name)
+    if session.data is None:
+        return
+    torch.ops.distca.close_session(session.group_name)
+    # Torch names a group of some ranks by how many groups there are: a destroyed one's name would
+    # come back, and with it what its ranks left in the store.
+    if session.num_ranks == dist.get_world_size():
         for own in (session.data, session.planning, session.control):
             dist.destroy_process_group(own)
 

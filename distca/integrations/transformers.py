@@ -295,10 +295,11 @@ def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tenso
 
 
 def _open_session() -> sessions.Session | None:
-    """This rank's part in the group of all ranks, None where nothing is to be balanced."""
+    """This rank's part in the group given to distca.init, else of all ranks; None where nothing is
+    to be balanced."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    session = sessions.init()
+    session = sessions.opened()
     return session if session.options.enabled else None
 
 
