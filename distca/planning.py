@@ -57,6 +57,17 @@ class PlanReport:
         """max / mean of seconds_after."""
         return max_over_mean(self.seconds_after)
 
+    def figures(self) -> dict[str, float]:
+        """The plan in numbers, as logs show them. moved_mb: what all ranks send for one layer,
+        forward and backward, 1e6 byte."""
+        return {
+            "imbalance_before": self.imbalance_before,
+            "imbalance_after": self.imbalance_after,
+            "moved_mb": sum(self.bytes_out) / 1e6,
+            "plan_ms": self.plan_ms,
+            "waited_ms": self.waited_ms,
+        }
+
 
 def max_over_mean(seconds: Sequence[float]) -> float:
     """Imbalance of one step's ranks; 1 is perfect, also when no rank has work."""

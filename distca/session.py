@@ -1,9 +1,10 @@
 """Process groups that share attention: opened once, found again by group."""
 
+import contextlib
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -82,6 +83,18 @@ class Session:
         if self.data is not None:
             message = f"{type(error).__name__}: {error}"
             torch.ops.distca.announce_failure(self.group_name, message)
+
+
+@contextlib.contextmanager
+def announced(session: Session | None) -> Iterator[None]:
+    """Tells the group of a ValueError inside: only this rank's batch may be at fault, and the
+    others are about to wait for its plan."""
+    try:
+        yield
+    except ValueError as error:
+        if session is not None:
+            session.announce(error)
+        raise
 
 
 _sessions: dict[str, Session] = {}  # by name of the group that init was given

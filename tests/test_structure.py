@@ -76,12 +76,14 @@ PYTHON_RULES = {
         "session",
     },
 }
+PYTHON_RULES["integrations/torchtitan"] = PYTHON_RULES["integrations/transformers"]
 PYTHON_MODULES = {*PYTHON_RULES, "integrations", "run"}  # also those still to come
 # Where alone a library may be imported.
 LIBRARY_HOMES = {
     "matplotlib": ("report.py", "simulate/pictures.py"),
     "transformers": ("integrations/transformers.py", "integrations/huggingface.py"),
     "torchtitan": ("integrations/torchtitan.py",),
+    "spmd_types": ("integrations/torchtitan.py",),
 }
 MAY_PRINT = (
     "report.py",

@@ -5,7 +5,6 @@ stay on their rank: documents are computed here, and what documents cannot expre
 cache, padding, bidirectional layers) by torch's own attention under transformers' own mask.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -284,7 +283,7 @@ def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tenso
     _check_model(call, is_causal)
     window_size = call.window_size
     session = _open_session()
-    with _announced(session):
+    with sessions.announced(session):
         _check_batch(call, mask)
         known = call.boundaries()
     documents, is_new_pass = known.of_pass(call.module)
@@ -301,17 +300,6 @@ def _open_session() -> sessions.Session | None:
         return None
     session = sessions.opened()
     return session if session.options.enabled else None
-
-
-@contextlib.contextmanager
-def _announced(session: sessions.Session | None) -> Iterator[None]:
-    """Only this rank's batch may be at fault, and the others are about to wait for its plan."""
-    try:
-        yield
-    except ValueError as error:
-        if session is not None:
-            session.announce(error)
-        raise
 
 
 def _check_model(call: _Call, is_causal: bool) -> None:
