@@ -1,6 +1,7 @@
 """Core attention as users call it: on packed rows, or with torch's varlen or SDPA signature."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 
@@ -117,10 +118,13 @@ def core_attention(
     made = _plan_for(documents, check_window(window_size), q.device)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
-    out, _ = torch.ops.distca.core_attention(
-        q, k, v, made.layout, made.rows, scale, made.group_name
+    forward = functools.partial(
+        torch.ops.distca.core_attention, q, k, v, made.layout, made.rows, scale, made.group_name
     )
-    return out
+    # Compiled code is not timed: it must not depend on which steps are.
+    if torch.compiler.is_compiling() or made.clock is None:
+        return forward()[0]
+    return made.clock.attend(forward)
 
 
 def scaled_dot_product_attention(

@@ -1,21 +1,23 @@
 """One plan per step: ranks exchange pieces, each computes the same plan and its own layout."""
 
+import functools
 import hashlib
 import socket
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca.clock import AttentionClock
 from distca.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
 from distca.cost import AttentionShape, check_device, cost_tensor
 from distca.documents import Documents, check_window
+from distca.figures import max_over_mean
 from distca.options import Options
 from distca.session import Session, configured, opened
 
@@ -28,6 +30,7 @@ SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 TASK_WORDS = 4
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # of what ranks exchange: the node, by its host name
+MEASURED_WORD = NODE_WORD + 1  # microseconds of attention in an earlier step; -1: not measured
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class PlanReport:
     """Exchange of pieces, plan and this rank's layout, milliseconds."""
     waited_ms: float
     """Part of plan_ms that the training thread stood still for."""
+    attention_ms: list[float] = field(default_factory=list)
+    """Measured, by rank: what all layers of an earlier step spent in attention, forward and
+    backward, waits for rows included. Empty where nothing was measured (Options.log_every)."""
 
     @property
     def imbalance_before(self) -> float:
@@ -68,11 +74,10 @@ class PlanReport:
             "waited_ms": self.waited_ms,
         }
 
-
-def max_over_mean(seconds: Sequence[float]) -> float:
-    """Imbalance of one step's ranks; 1 is perfect, also when no rank has work."""
-    mean = statistics.fmean(seconds)
-    return max(seconds) / mean if mean > 0 else 1.0
+    def record(self) -> dict:
+        """Figures and lists by rank, as JSON lines hold them."""
+        lists = {name: value for name, value in asdict(self).items() if isinstance(value, list)}
+        return {**self.figures(), **lists}
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class _Made:
     packed_rows: Tensor
     loads: list[list[float]]
     plan_ms: float
+    attention_ms: list[float] = field(default_factory=list)
 
 
 class Plan:
@@ -93,6 +99,8 @@ class Plan:
         self._device = device
         self._report: PlanReport | None = None
         self.group_name = group_name
+        self.clock: AttentionClock | None = None  # times this step's attention
+        self.observer: Callable[[PlanReport], object] | None = None  # told of the report
         self.layout: Tensor | None = None  # int64, CPU
         self.rows: Tensor | None = None  # int32, on the device
 
@@ -120,7 +128,10 @@ class Plan:
             [int(value) for value in columns[3]],
             made.plan_ms,
             waited_ms,
+            made.attention_ms,
         )
+        if self.observer is not None:
+            self.observer(self._report)
         return self
 
     def report(self) -> PlanReport:
@@ -158,14 +169,30 @@ def plan(
         device = torch.device("cuda", torch.cuda.current_device())
     step = session.num_plans
     session.num_plans += 1
-    problem = _Problem(session.rank, session.num_ranks, window_size, device.type, step)
+    session.read_clock(step)
+    problem = _Problem(
+        session.rank,
+        session.num_ranks,
+        window_size,
+        device.type,
+        step,
+        attention_us=session.attention_us,
+    )
     pending = session.planner.submit(
         _make, session, documents, problem, _shape_words(session, shape)
     )
     made = Plan(pending, device, session.group_name)
+    made.clock = session.clock_of(step, device)
+    if session.monitor is not None:
+        made.observer = functools.partial(_record, session, step)
     documents._plans[window_size] = made
     documents._group = group
     return made if ahead else made.wait()
+
+
+def _record(session: Session, step: int, report: PlanReport) -> None:
+    """On the planner thread, which has time."""
+    session.planner.submit(session.monitor.record, step, report.record())
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
@@ -199,6 +226,7 @@ class _Problem:
     device_type: str
     step: int
     ranks_per_node: int | None = None  # as host names say
+    attention_us: int = -1  # what this rank measured last, to tell the others
 
 
 def _node() -> int:
@@ -221,12 +249,17 @@ def _make(
     start = time.perf_counter()
     options = session.options
     pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(shape_words)
+    measured = [problem.attention_us]
     if session.num_ranks > 1:
         header = [torch.ops.distca.version(), problem.step, options.digest(), *problem.window_size]
-        pieces, shape, nodes = _exchange(session, pieces, [*header, *shape_words, _node()])
+        words = [*header, *shape_words, _node(), problem.attention_us]
+        pieces, shape, headers = _exchange(session, pieces, words)
+        nodes, measured = headers[:, NODE_WORD].tolist(), headers[:, MEASURED_WORD].tolist()
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes))
+    attention_ms = [] if min(measured) < 0 else [us / 1e3 for us in measured]
     made = _solve(problem, pieces, options, shape)
-    return replace(made, plan_ms=1e3 * (time.perf_counter() - start))
+    plan_ms = 1e3 * (time.perf_counter() - start)
+    return replace(made, plan_ms=plan_ms, attention_ms=attention_ms)
 
 
 def balance(
@@ -277,8 +310,9 @@ def _solve(problem: _Problem, pieces: Tensor, options: Options, shape: Attention
 
 def _exchange(
     session: Session, pieces: Tensor, words: list[int]
-) -> tuple[Tensor, AttentionShape, list[int]]:
-    """Pieces of all ranks in rank order, the attention shape that all of them know, their nodes."""
+) -> tuple[Tensor, AttentionShape, Tensor]:
+    """Pieces of all ranks in rank order, the attention shape that all of them know, and every
+    rank's words."""
     step = words[HEADER_NAMES.index("step")]
     all_gather = torch.ops.distca.all_gather
     headers = all_gather(torch.tensor([*words, pieces.shape[0]]), session.group_name, step)
@@ -291,7 +325,7 @@ def _exchange(
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
     held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]
     shape = AttentionShape.from_words(agreed.to(torch.int64).tolist())
-    return torch.cat(held).contiguous(), shape, headers[:, NODE_WORD].tolist()
+    return torch.cat(held).contiguous(), shape, headers
 
 
 def _check_headers(headers: Tensor) -> None:

@@ -15,8 +15,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import groups
+from distca.clock import AttentionClock
+from distca.monitor import Monitor
 from distca.options import Options
 from distca.peers import choose_device
+
+TIMED_EVERY = 10  # steps, where log_every does not say it
 
 
 class PlannerThread:
@@ -65,6 +69,30 @@ class Session:
     """Ranks agree here (gloo) before a step's first layer."""
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
+    monitor: Monitor | None = None
+    """Told of every plan; on the first of all ranks, where the options ask for it."""
+    clock: AttentionClock | None = None
+    """Of the step that is being timed."""
+    attention_us: int = -1
+    """What was timed last, microseconds; -1 before the first."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether someone wants to see records of this group's steps."""
+        return self.options.log_every > 0 or self.options.run_dir is not None
+
+    def clock_of(self, step: int, device: torch.device) -> AttentionClock | None:
+        """A clock for step `step`, if it is one of those that are timed."""
+        if not self.is_watched or step % (self.options.log_every or TIMED_EVERY):
+            return None
+        self.clock = AttentionClock(device, step)
+        return self.clock
+
+    def read_clock(self, step: int) -> None:
+        """Keeps what was timed, once it is known."""
+        milliseconds = None if self.clock is None else self.clock.milliseconds(step)
+        if milliseconds is not None:
+            self.attention_us, self.clock = round(1e3 * milliseconds), None
 
     @property
     def group_name(self) -> str:
@@ -151,6 +179,8 @@ def opened(
     session = Session(wanted, group, dist.get_rank(group), dist.get_world_size(group))
     if session.num_ranks > 1:
         _open_groups(session, group)
+    if session.is_watched and dist.get_rank() == 0:
+        session.monitor = Monitor(wanted)
     _sessions[group.group_name] = session
     _announce_uncaught_exceptions()
     return session
@@ -222,6 +252,8 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     if session.group is groups.resolve():
         groups.set_default(None)
     session.planner.close()
+    if session.monitor is not None:
+        session.monitor.close()
     if session.data is None:
         return
     torch.ops.distca.close_session(session.group_name)

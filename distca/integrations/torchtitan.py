@@ -214,7 +214,7 @@ class BalanceMetrics(MetricsProcessor):
             logger.info(
                 f"distca: imbalance {ours['imbalance_before']:.3f} -> {ours['imbalance_after']:.3f}"
                 f"  {ours['moved_mb']:.1f} MB a layer  plan {ours['plan_ms']:.1f} ms, "
-                f"{ours['waited_ms']:.1f} ms of it waited for"
+                f"waited {ours['waited_ms']:.1f} ms"
             )
 
 
