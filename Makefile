@@ -26,12 +26,12 @@ LIBRARY := distca/_C.so
 LIBRARY_SOURCES := setup.py pyproject.toml \
 	$(shell find csrc -path csrc/tests -prune -o -type f -name '*.h' -print -o -name '*.cpp' -print \
 	-o -name '*.cu' -print -o -name '*.cuh' -print)
-PYTHON_FILES := setup.py distca tests benchmarks examples
+PYTHON_FILES := setup.py distca tests benchmarks examples docs/generate.py
 
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: train test test-cpp test-python fuzz tidy install format check-format clean googletest
+.PHONY: train test test-cpp test-python docs fuzz tidy install format check-format clean googletest
 .DELETE_ON_ERROR:
 
 train: $(LIBRARY)
@@ -61,6 +61,10 @@ tidy:
 
 test-python: $(LIBRARY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# Pages and pictures that follow from the code.
+docs: $(LIBRARY)
+	$(BIN)/python docs/generate.py --pictures
 
 install: $(LIBRARY)
 

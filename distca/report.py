@@ -231,6 +231,7 @@ def _draw_ratios(axes, seconds_before: StepsOfRanks, seconds_after: StepsOfRanks
 def _tidy(axes, num_steps: int) -> None:
     axes.set_xlabel("step", fontsize=12)
     axes.set_xlim(0.4, num_steps + 0.6)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
