@@ -26,7 +26,7 @@ LIBRARY := distca/_C.so
 LIBRARY_SOURCES := setup.py pyproject.toml \
 	$(shell find csrc -path csrc/tests -prune -o -type f -name '*.h' -print -o -name '*.cpp' -print \
 	-o -name '*.cu' -print -o -name '*.cuh' -print)
-PYTHON_FILES := setup.py distca tests benchmarks examples docs/generate.py
+PYTHON_FILES := setup.py distca tests benchmarks examples tools docs/generate.py
 
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
