@@ -10,8 +10,10 @@ PYTEST_FLAGS ?=
 
 TOOLS := numpy "setuptools>=77,<82" wheel ninja matplotlib cmake==3.31.10 pytest==9.2.0 \
 	ruff==0.17.5 clang-format==14.0.6
-# What distca integrates with; their tests skip where they are missing. 30 s, 460 MB.
-FRAMEWORKS := transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0 trl==1.16.0
+# What distca integrates with; their tests skip where they are missing. 40 s, 620 MB. torchtitan
+# wants datasets below 4.8.
+FRAMEWORKS := transformers==5.23.0 accelerate==1.15.0 datasets==4.7.0 trl==1.16.0 \
+	"torchtitan==0.3.0; python_version >= '3.11'"
 BIN := $(VENV)/bin
 PLANNER_BUILD := build/planner
 FUZZ_BUILD := build/fuzz
@@ -24,12 +26,12 @@ LIBRARY := distca/_C.so
 LIBRARY_SOURCES := setup.py pyproject.toml \
 	$(shell find csrc -path csrc/tests -prune -o -type f -name '*.h' -print -o -name '*.cpp' -print \
 	-o -name '*.cu' -print -o -name '*.cuh' -print)
-PYTHON_FILES := setup.py distca tests benchmarks examples
+PYTHON_FILES := setup.py distca tests benchmarks examples tools docs/generate.py
 
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: train test test-cpp test-python fuzz tidy install format check-format clean googletest
+.PHONY: train test test-cpp test-python docs fuzz tidy install format check-format clean googletest
 .DELETE_ON_ERROR:
 
 train: $(LIBRARY)
@@ -59,6 +61,10 @@ tidy:
 
 test-python: $(LIBRARY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# Pages and pictures that follow from the code.
+docs: $(LIBRARY)
+	$(BIN)/python docs/generate.py --pictures
 
 install: $(LIBRARY)
 

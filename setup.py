@@ -93,4 +93,5 @@ os.environ.setdefault("MAX_JOBS", "2")
 setup(
     ext_modules=[extension(wants_cuda())],
     cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},  # the library uses nothing of Python
 )

@@ -10,6 +10,7 @@ from distca.attention import (
     scaled_dot_product_attention,
     varlen_attention,
 )
+from distca.batches import ShardedBatch, shard_batch
 from distca.cost import AttentionShape
 from distca.documents import Documents
 from distca.options import Options
@@ -24,6 +25,7 @@ __all__ = [
     "PingPong",
     "Plan",
     "PlanReport",
+    "ShardedBatch",
     "close",
     "configure",
     "core_attention",
@@ -31,6 +33,7 @@ __all__ = [
     "init",
     "plan",
     "scaled_dot_product_attention",
+    "shard_batch",
     "varlen_attention",
 ]
 __version__ = "0.1.0"

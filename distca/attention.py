@@ -1,6 +1,7 @@
 """Core attention as users call it: on packed rows, or with torch's varlen or SDPA signature."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -8,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.varlen import varlen_attn as _torch_varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca import session as sessions
+from distca import tensor_parallel
 from distca.cost import check_device
 from distca.documents import Documents, check_window
 from distca.planning import CAUSAL, Plan, local_plan, plan
@@ -39,7 +42,7 @@ def documents(
     packed: Documents,
     *,
     window_size: tuple[int, int] = CAUSAL,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> Iterator[Documents]:
     """A scope in which scaled_dot_product_attention and varlen_attention work on `packed`.
 
@@ -50,7 +53,7 @@ def documents(
     window_size = check_window(window_size)
     if torch.is_grad_enabled() and window_size not in packed._plans:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and sessions.init(group).options.enabled:
+        if distributed and sessions.opened(group).options.enabled:
             plan(packed, window_size=window_size, group=group)
     if not packed._plans and not packed.crosses_ranks:
         local_plan(packed, window_size, _default_device())  # compiled code cannot make it
@@ -124,7 +127,7 @@ def core_attention(
     heads_kv, k and v with the documents' context rows before; float64, float32 or bfloat16 on CPU,
     bfloat16 or float16 on CUDA. `window_size` (left, right): position p of a document sees
     [p - left, p + right]; -1 is no limit. softmax_scale defaults to head_dim ** -0.5. Returns out,
-    like q.
+    like q. DTensors that are sharded on heads are computed on each rank's own heads.
 
     Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
     bad arguments before any row is sent, in a step's first layer on every rank of a planned group;
@@ -153,13 +156,20 @@ def attend_rows(
     """core_attention of these rows, whatever is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
+    if tensor_parallel.is_distributed(q, k, v):
+        local = tensor_parallel.local_heads(q, k, v)
+        out = attend_rows(*local, documents, softmax_scale=softmax_scale, window_size=window_size)
+        return tensor_parallel.like(out, q)
     made = _plan_for(documents, window_size, q.device)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
-    out, _ = torch.ops.distca.core_attention(
-        q, k, v, made.layout, made.rows, scale, made.group_name
+    forward = functools.partial(
+        torch.ops.distca.core_attention, q, k, v, made.layout, made.rows, scale, made.group_name
     )
-    return out
+    # Compiled code is not timed: it must not depend on which steps are.
+    if torch.compiler.is_compiling() or made.clock is None:
+        return forward()[0]
+    return made.clock.attend(forward)
 
 
 def scaled_dot_product_attention(

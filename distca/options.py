@@ -64,6 +64,17 @@ class Options:
     timeout_s: float = 600.0
     """Seconds that a rank waits for another before it raises."""
 
+    log_every: int = 0
+    """Steps between two lines on what was balanced, by the first rank: imbalance before and after,
+    measured attention time of the ranks, bytes moved, time of plans. 0: no lines."""
+
+    run_dir: str | None = None
+    """Folder for records: steps.jsonl, a line a step, and at the end summary.json and balance.png.
+    `python -m distca.report RUN_DIR` shows them at any time. None: no records."""
+
+    tensorboard: bool = False
+    """Write the same figures as TensorBoard scalars into run_dir/tensorboard."""
+
     patch_sdpa: bool = False
     """Replace torch.nn.functional.scaled_dot_product_attention for the whole process (launcher)."""
 
@@ -81,6 +92,10 @@ class Options:
             )
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
+        if self.log_every < 0:
+            raise ValueError(f"log_every is {self.log_every}; expected 0 or more steps")
+        if self.tensorboard and self.run_dir is None:
+            raise ValueError("tensorboard is True, run_dir None; expected a folder for the scalars")
         for name in (
             "attention_tflops",
             "memory_cap_gb",

@@ -1,22 +1,25 @@
 """One plan per step: ranks exchange pieces, each computes the same plan and its own layout."""
 
+import functools
 import hashlib
 import socket
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from distca.clock import AttentionClock
 from distca.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
 from distca.cost import AttentionShape, check_device, cost_tensor
 from distca.documents import Documents, check_window
+from distca.figures import max_over_mean
 from distca.options import Options
-from distca.session import Session, configured, init
+from distca.session import Session, configured, opened
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -27,6 +30,7 @@ SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 TASK_WORDS = 4
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # of what ranks exchange: the node, by its host name
+MEASURED_WORD = NODE_WORD + 1  # microseconds of attention in an earlier step; -1: not measured
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class PlanReport:
     """Exchange of pieces, plan and this rank's layout, milliseconds."""
     waited_ms: float
     """Part of plan_ms that the training thread stood still for."""
+    attention_ms: list[float] = field(default_factory=list)
+    """Measured, by rank: what all layers of an earlier step spent in attention, forward and
+    backward, waits for rows included. Empty where nothing was measured (Options.log_every)."""
 
     @property
     def imbalance_before(self) -> float:
@@ -56,11 +63,21 @@ class PlanReport:
         """max / mean of seconds_after."""
         return max_over_mean(self.seconds_after)
 
+    def figures(self) -> dict[str, float]:
+        """The plan in numbers, as logs show them. moved_mb: what all ranks send for one layer,
+        forward and backward, 1e6 byte."""
+        return {
+            "imbalance_before": self.imbalance_before,
+            "imbalance_after": self.imbalance_after,
+            "moved_mb": sum(self.bytes_out) / 1e6,
+            "plan_ms": self.plan_ms,
+            "waited_ms": self.waited_ms,
+        }
 
-def max_over_mean(seconds: Sequence[float]) -> float:
-    """Imbalance of one step's ranks; 1 is perfect, also when no rank has work."""
-    mean = statistics.fmean(seconds)
-    return max(seconds) / mean if mean > 0 else 1.0
+    def record(self) -> dict:
+        """Figures and lists by rank, as JSON lines hold them."""
+        lists = {name: value for name, value in asdict(self).items() if isinstance(value, list)}
+        return {**self.figures(), **lists}
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,7 @@ class Made:
     """Of all ranks."""
     encoded: Tensor
     """As torch.ops.distca.plan returns it."""
+    attention_ms: list[float] = field(default_factory=list)
 
 
 class Plan:
@@ -85,6 +103,8 @@ class Plan:
         self._device = device
         self._report: PlanReport | None = None
         self.group_name = group_name
+        self.clock: AttentionClock | None = None  # times this step's attention
+        self.observer: Callable[[PlanReport], object] | None = None  # told of the report
         self.layout: Tensor | None = None  # int64, CPU
         self.rows: Tensor | None = None  # int32, on the device
 
@@ -112,7 +132,10 @@ class Plan:
             [int(value) for value in columns[3]],
             made.plan_ms,
             waited_ms,
+            made.attention_ms,
         )
+        if self.observer is not None:
+            self.observer(self._report)
         return self
 
     def made(self) -> Made:
@@ -129,12 +152,13 @@ def plan(
     documents: Documents,
     *,
     window_size: tuple[int, int] = CAUSAL,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
     shape: AttentionShape | None = None,
     ahead: bool = False,
 ) -> Plan:
-    """Plans one step's attention over `group` (default: all ranks) and attaches it to `documents`.
+    """Plans one step's attention over `group` (default: the group given to distca.init, else all
+    ranks) and attaches it to `documents`.
 
     Collective: every rank calls it once per step, in the same order. `window_size` (left, right) as
     in torch's varlen attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. `shape` is
@@ -146,7 +170,7 @@ def plan(
     documents that cross ranks do not fit together, before any row is sent.
     """
     window_size = check_window(window_size)
-    session = init(group)
+    session = opened(group)
     device = torch.device(device if device is not None else session.device_type)
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:
@@ -167,18 +191,34 @@ def submit(
     shape: AttentionShape | None,
 ) -> Plan:
     """A plan that the planner thread will make, attached to `documents`."""
+    session.read_clock(session.num_plans)
     problem = next_problem(session, window_size, device)
     pending = session.planner.submit(
         _make, session, documents, problem, _shape_words(session, shape)
     )
     made = documents._plans[window_size] = Plan(pending, device, session.group_name)
+    made.clock = session.clock_of(problem.step, device)
+    if session.monitor is not None:
+        made.observer = functools.partial(_record, session, problem.step)
     return made
 
 
 def next_problem(session: Session, window_size: tuple[int, int], device: torch.device) -> "Problem":
     step = session.num_plans
     session.num_plans += 1
-    return Problem(session.rank, session.num_ranks, window_size, device.type, step)
+    return Problem(
+        session.rank,
+        session.num_ranks,
+        window_size,
+        device.type,
+        step,
+        attention_us=session.attention_us,
+    )
+
+
+def _record(session: Session, step: int, report: PlanReport) -> None:
+    """On the planner thread, which has time."""
+    session.planner.submit(session.monitor.record, step, report.record())
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
@@ -212,6 +252,7 @@ class Problem:
     device_type: str
     step: int
     ranks_per_node: int | None = None  # as host names say
+    attention_us: int = -1  # what this rank measured last, to tell the others
 
 
 def _node() -> int:
@@ -232,12 +273,17 @@ def _make(session: Session, documents: Documents, problem: Problem, shape_words:
     start = time.perf_counter()
     options = session.options
     pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(shape_words)
+    measured = [problem.attention_us]
     if session.num_ranks > 1:
-        header = header_of(problem.step, options, problem.window_size)
-        pieces, shape, nodes = _exchange(session, pieces, [*header, *shape_words, _node()])
+        words = [*header_of(problem.step, options, problem.window_size), *shape_words]
+        words += [_node(), problem.attention_us]
+        pieces, shape, headers = _exchange(session, pieces, words)
+        nodes, measured = headers[:, NODE_WORD].tolist(), headers[:, MEASURED_WORD].tolist()
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes))
+    attention_ms = [] if min(measured) < 0 else [us / 1e3 for us in measured]
     made = _solve(problem, pieces, options, shape)
-    return replace(made, plan_ms=1e3 * (time.perf_counter() - start))
+    plan_ms = 1e3 * (time.perf_counter() - start)
+    return replace(made, plan_ms=plan_ms, attention_ms=attention_ms)
 
 
 def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
@@ -301,8 +347,9 @@ def lay_out(
 
 def _exchange(
     session: Session, pieces: Tensor, words: list[int]
-) -> tuple[Tensor, AttentionShape, list[int]]:
-    """Pieces of all ranks in rank order, the attention shape that all of them know, their nodes."""
+) -> tuple[Tensor, AttentionShape, Tensor]:
+    """Pieces of all ranks in rank order, the attention shape that all of them know, and every
+    rank's words."""
     step = words[HEADER_NAMES.index("step")]
     all_gather = torch.ops.distca.all_gather
     headers = all_gather(torch.tensor([*words, pieces.shape[0]]), session.group_name, step)
@@ -315,7 +362,7 @@ def _exchange(
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
     held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]
     shape = AttentionShape.from_words(agreed.to(torch.int64).tolist())
-    return torch.cat(held).contiguous(), shape, headers[:, NODE_WORD].tolist()
+    return torch.cat(held).contiguous(), shape, headers
 
 
 def check_headers(headers: Tensor) -> None:

@@ -1,20 +1,26 @@
-"""What planning did to the balance: a summary of numbers and a picture. Takes plain lists.
+"""What planning did to the balance: a summary of numbers, a table and a picture.
 
-`seconds_before` and `seconds_after` are [steps][ranks]: predicted attention seconds of one layer,
-as in PlanReport. matplotlib is imported only when something is drawn.
+    python -m distca.report RUN
+
+shows those of a run whose records lie in the folder RUN (Options.run_dir). `seconds_before` and
+`seconds_after` are [steps][ranks]: predicted attention seconds of one layer, as in PlanReport.
+matplotlib is imported only when something is drawn.
 """
 
+import argparse
 import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca.planning import max_over_mean
+from distca.figures import STEPS_FILE, max_over_mean
 
 StepsOfRanks = Sequence[Sequence[float]]
 
 BEFORE_COLOR, AFTER_COLOR, IDEAL_COLOR, WAITING_COLOR = "#c44e52", "#2a7f8e", "#555555", "#e3e3e3"
 MAX_RANKS_IN_LEGEND = 16
+MAX_BARS = 4000  # of a run's picture; more take matplotlib minutes
+SUMMARY_FILE, PICTURE_FILE = "summary.json", "balance.png"
 
 
 def summary(
@@ -83,6 +89,88 @@ def draw_balance(
     figure.savefig(path, dpi=150)
 
 
+def read_steps(folder: str | Path) -> list[dict]:
+    """The records of a run: PlanReport.record() of each step, and "step". A last line that is not
+    whole, because the run goes on, is left out. Raises ValueError where there are none."""
+    path = Path(folder) / STEPS_FILE
+    lines = path.read_text().splitlines() if path.is_file() else []
+    if lines and not lines[-1].endswith("}"):
+        lines.pop()
+    if not lines:
+        raise ValueError(
+            f"{path} has no records; expected the folder that a run was given as run_dir "
+            "(distca.run --run-dir)"
+        )
+    return [json.loads(line) for line in lines]
+
+
+def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
+    """Means over steps, of plan_ms the median. attention_ms: measured, by rank, means of the steps
+    that were timed, [] where none was."""
+    timed = [step["attention_ms"] for step in steps if step["attention_ms"]]
+    before, after = ([step[f"imbalance_{when}"] for step in steps] for when in ("before", "after"))
+    slowest = [sum(max(step[f"seconds_{when}"]) for step in steps) for when in ("before", "after")]
+    return {
+        "steps": len(steps),
+        "ranks": len(steps[0]["seconds_before"]),
+        "imbalance_before": statistics.fmean(before),
+        "imbalance_before_max": max(before),
+        "imbalance_after": statistics.fmean(after),
+        "imbalance_after_max": max(after),
+        "predicted_speedup": slowest[0] / slowest[1] if slowest[1] > 0 else 1.0,
+        "moved_mb": statistics.fmean(step["moved_mb"] for step in steps),
+        "plan_ms": statistics.median(step["plan_ms"] for step in steps),
+        "waited_ms": statistics.fmean(step["waited_ms"] for step in steps),
+        "attention_ms": [statistics.fmean(rank) for rank in zip(*timed, strict=True)],
+    }
+
+
+def table(values: dict) -> str:
+    """A run's summary as lines of text."""
+    measured = values["attention_ms"]
+    rows = [
+        ("steps", f"{values['steps']} on {values['ranks']} ranks"),
+        *(
+            (f"imbalance {when}", f"{values[f'imbalance_{when}']:.3f} (worst {worst:.3f})")
+            for when, worst in (
+                ("before", values["imbalance_before_max"]),
+                ("after", values["imbalance_after_max"]),
+            )
+        ),
+        ("attention, predicted", f"{values['predicted_speedup']:.2f} times faster"),
+        ("moved", f"{values['moved_mb']:.1f} MB a layer, forward and backward, by all ranks"),
+        (
+            "plan",
+            f"{values['plan_ms']:.1f} ms, training waited {values['waited_ms']:.1f} ms for it",
+        ),
+    ]
+    if measured:
+        spread = f"{min(measured):.1f} to {max(measured):.1f} ms a step, by rank"
+        rows.append(("attention, measured", f"{spread}, waits for rows included"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def draw_run(folder: str | Path) -> str:
+    """Writes summary.json and balance.png of a run into its folder; returns the table, and says so
+    where matplotlib is missing. Raises ValueError where the folder has no records."""
+    folder = Path(folder)
+    steps = read_steps(folder)
+    values = run_summary(steps)
+    write_summary(folder / SUMMARY_FILE, values)
+    stride = -(-len(steps) * values["ranks"] // MAX_BARS)
+    shown = steps[:: max(1, stride)]
+    text = table(values)
+    try:
+        draw_balance(
+            folder / PICTURE_FILE,
+            *([step[f"seconds_{when}"] for step in shown] for when in ("before", "after")),
+        )
+    except ImportError as error:
+        return f"{text}\n{error}"
+    return f"{text}\nwrote {folder / PICTURE_FILE} and {folder / SUMMARY_FILE}"
+
+
 def _check(seconds_before: StepsOfRanks, seconds_after: StepsOfRanks) -> None:
     if not seconds_before or len(seconds_before) != len(seconds_after):
         raise ValueError(
@@ -143,6 +231,23 @@ def _draw_ratios(axes, seconds_before: StepsOfRanks, seconds_after: StepsOfRanks
 def _tidy(axes, num_steps: int) -> None:
     axes.set_xlabel("step", fontsize=12)
     axes.set_xlim(0.4, num_steps + 0.6)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m distca.report",
+        description="Shows what was balanced in a run: a table, RUN/summary.json, RUN/balance.png.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder given as run_dir")
+    try:
+        print(draw_run(parser.parse_args(arguments).run))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

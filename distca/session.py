@@ -1,9 +1,10 @@
 """Process groups that share attention: opened once, found again by group."""
 
+import contextlib
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -11,9 +12,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from distca import groups
+from distca.clock import AttentionClock
+from distca.monitor import Monitor
 from distca.options import Options
 from distca.peers import choose_device
+
+TIMED_EVERY = 10  # steps, where log_every does not say it
 
 
 class PlannerThread:
@@ -66,6 +73,30 @@ class Session:
     """Those of a ping-pong step; see `halves_of`."""
     also_plan: Callable | None = None
     """What `distca.plan` plans besides: halves, once ping-pong has run."""
+    monitor: Monitor | None = None
+    """Told of every plan; on the first of all ranks, where the options ask for it."""
+    clock: AttentionClock | None = None
+    """Of the step that is being timed."""
+    attention_us: int = -1
+    """What was timed last, microseconds; -1 before the first."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether someone wants to see records of this group's steps."""
+        return self.options.log_every > 0 or self.options.run_dir is not None
+
+    def clock_of(self, step: int, device: torch.device) -> AttentionClock | None:
+        """A clock for step `step`, if it is one of those that are timed."""
+        if not self.is_watched or step % (self.options.log_every or TIMED_EVERY):
+            return None
+        self.clock = AttentionClock(device, step)
+        return self.clock
+
+    def read_clock(self, step: int) -> None:
+        """Keeps what was timed, once it is known."""
+        milliseconds = None if self.clock is None else self.clock.milliseconds(step)
+        if milliseconds is not None:
+            self.attention_us, self.clock = round(1e3 * milliseconds), None
 
     @property
     def group_name(self) -> str:
@@ -87,6 +118,18 @@ class Session:
                 torch.ops.distca.announce_failure(session.group_name, message)
 
 
+@contextlib.contextmanager
+def announced(session: Session | None) -> Iterator[None]:
+    """Tells the group of a ValueError inside: only this rank's batch may be at fault, and the
+    others are about to wait for its plan."""
+    try:
+        yield
+    except ValueError as error:
+        if session is not None:
+            session.announce(error)
+        raise
+
+
 _sessions: dict[str, Session] = {}  # by name of the group that init was given
 _defaults: list[Options] = [Options()]
 
@@ -101,19 +144,34 @@ def configured() -> Options:
     return _defaults[0]
 
 
-def init(group: ProcessGroup | None = None, options: Options | None = None) -> Session:
-    """Opens `group` (default: all ranks) for balanced attention. Collective over the group; a
-    second call for an open group returns the session that is there.
+def init(group: ProcessGroup | DeviceMesh | None = None, options: Options | None = None) -> Session:
+    """Opens `group` for balanced attention and makes it the default of all calls without a group.
+    Collective over the group; a second call for an open group returns the session that is there.
+
+    `group` are the ranks that hold different tokens of the same layer: the data parallel ranks of
+    one tensor and pipeline parallel coordinate. A ProcessGroup, a DeviceMesh all of whose axes are
+    such (`mesh["dp"]`, or the replicas and shards of HSDP), or None: all ranks, or the group that
+    init was given before.
 
     Raises RuntimeError when torch.distributed is not initialised, ValueError when the group is open
-    with other options.
+    with other options or the mesh has an axis whose ranks share tokens.
     """
+    session = opened(group, options)
+    if group is not None:
+        groups.set_default(session.group)
+    return session
+
+
+def opened(
+    group: ProcessGroup | DeviceMesh | None = None, options: Options | None = None
+) -> Session:
+    """The session of `group` as `init` opens it; the default stays what it is."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "distca.init: torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first (under torchrun)"
         )
-    group = group if group is not None else dist.group.WORLD
+    group = groups.resolve(group)
     wanted = options if options is not None else configured()
     found = find(group)
     if found is not None:
@@ -126,6 +184,8 @@ def init(group: ProcessGroup | None = None, options: Options | None = None) -> S
     session = Session(wanted, group, dist.get_rank(group), dist.get_world_size(group))
     if session.num_ranks > 1:
         _open_groups(session, group)
+    if session.is_watched and dist.get_rank() == 0:
+        session.monitor = Monitor(wanted)
     _sessions[group.group_name] = session
     _announce_uncaught_exceptions()
     return session
@@ -151,9 +211,7 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     configuration = f"version {torch.ops.distca.version()} {session.options}"
     names = (group.group_name for group in (session.data, session.control, session.planning))
     peer_device = choose_device(session.options.transport, backend, session.control)
-    torch.ops.distca.open_session(
-        *names, configuration, session.options.timeout_s, peer_device
-    )
+    torch.ops.distca.open_session(*names, configuration, session.options.timeout_s, peer_device)
 
 
 def halves_of(session: Session) -> list[Session]:
@@ -203,31 +261,39 @@ def _urgent(backend: str, timeout: timedelta):
     return made
 
 
-def find(group: ProcessGroup | None = None) -> Session | None:
-    """The open session of `group` (default: all ranks), or None."""
+def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
+    """The open session of `group` (default: as for `init`), or None."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    group = group if group is not None else dist.group.WORLD
+    group = groups.resolve(group)
     found = _sessions.get(group.group_name)
     # After torch.distributed was ended and initialised again, a new group has the old one's name.
     return found if found is not None and found.group is group else None
 
 
-def close(group: ProcessGroup | None = None) -> None:
-    """Ends the session of `group`. A group that is not open is left alone."""
+def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
+    """Ends the session of `group` (default: as for `init`). A group that is not open is left
+    alone. The process groups of a session of some ranks stay until torch.distributed ends."""
     session = find(group)
     if session is None:
         return
-    group = group if group is not None else dist.group.WORLD
-    del _sessions[group.group_name]
+    del _sessions[session.group.group_name]
+    if session.group is groups.resolve():
+        groups.set_default(None)
     session.planner.close()
+    if session.monitor is not None:
+        session.monitor.close()
     if session.data is None:
         return
+    # Torch names a group of some ranks by how many groups there are: a destroyed one's name would
+    # come back, and with it what its ranks left in the store.
+    keeps_groups = session.num_ranks < dist.get_world_size()
     for each in (*session.halves, session):
         torch.ops.distca.close_session(each.group_name)
-        for own in (each.data, each.control):
+        for own in () if keeps_groups else (each.data, each.control):
             dist.destroy_process_group(own)
-    dist.destroy_process_group(session.planning)
+    if not keeps_groups:
+        dist.destroy_process_group(session.planning)
 
 
 def _announce_uncaught_exceptions() -> None:

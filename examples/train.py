@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from llama import Llama, LlamaConfig, WholeDocuments, torch_attention
-from stdlib_corpus import VOCAB_SIZE, Corpus
+from stdlib_corpus import VOCAB_SIZE, Corpus, Pack
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -88,23 +88,34 @@ def batches(args: argparse.Namespace, device: torch.device, with_distca: bool) -
     corpus = Corpus(args.seed, context=num_tokens)
     while True:
         packs = [corpus.next_pack(num_tokens) for _ in range(num_packs)]
-        pack, rows = packs[rank % num_packs], slice(None)
-        terms = world_size
+        pack, terms = packs[rank % num_packs], world_size
         if with_distca and args.sharded:
-            documents = distca.Documents.sharded(pack.lengths, rank, world_size)
-            rows = slice(rank * args.tokens_per_rank, (rank + 1) * args.tokens_per_rank)
-        elif with_distca:
+            yield sharded_batch(pack, device)
+            continue
+        if with_distca:
             documents = distca.Documents([0, *itertools.accumulate(pack.lengths)])
         else:
             documents = WholeDocuments.of(pack.lengths, device)
             terms = num_packs  # 1 with --sharded: there every rank trains on the entire pack
         yield Batch(
-            tokens=pack.tokens[rows].long().to(device),
-            labels=pack.labels()[rows].to(device),
+            tokens=pack.tokens.long().to(device),
+            labels=pack.labels().to(device),
             position_ids=documents.position_ids.to(device),
             documents=documents,
             loss_scale=terms / sum(each.num_predicted for each in packs),
         )
+
+
+def sharded_batch(pack: Pack, device: torch.device) -> Batch:
+    """This rank's run of a pack that all ranks share."""
+    run = distca.shard_batch(pack.tokens.long(), pack.lengths)
+    return Batch(
+        tokens=run.tokens.to(device),
+        labels=run.labels.to(device),
+        position_ids=run.position_ids.to(device),
+        documents=run.documents,
+        loss_scale=run.loss_scale,
+    )
 
 
 def planned(

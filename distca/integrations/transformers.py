@@ -5,7 +5,6 @@ stay on their rank: documents are computed here, and what documents cannot expre
 cache, padding, bidirectional layers) by torch's own attention under transformers' own mask.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -286,7 +285,7 @@ def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tenso
     window_size = call.window_size
     session = _open_session()
     in_halves = routed_documents()  # of a layer in ping-pong
-    with _announced(session):
+    with sessions.announced(session):
         _check_batch(call, mask)
         known = call.boundaries() if in_halves is None else None
     if in_halves is not None:
@@ -329,7 +328,7 @@ def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Document
     if session is None or not layer.training or not torch.is_grad_enabled():
         return None
     hidden = args[0] if args else kwargs["hidden_states"]
-    with _announced(session):
+    with sessions.announced(session):
         if hidden.shape[0] != 1:
             raise ValueError(
                 f"hidden_states has shape {list(hidden.shape)} in ping-pong; expected one row: "
@@ -353,22 +352,12 @@ def _likely_window(module: nn.Module) -> tuple[int, int]:
 
 
 def _open_session() -> sessions.Session | None:
-    """This rank's part in the group of all ranks, None where nothing is to be balanced."""
+    """This rank's part in the group given to distca.init, else of all ranks; None where nothing is
+    to be balanced."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    session = sessions.init()
+    session = sessions.opened()
     return session if session.options.enabled else None
-
-
-@contextlib.contextmanager
-def _announced(session: sessions.Session | None) -> Iterator[None]:
-    """Only this rank's batch may be at fault, and the others are about to wait for its plan."""
-    try:
-        yield
-    except ValueError as error:
-        if session is not None:
-            session.announce(error)
-        raise
 
 
 def _check_model(call: _Call, is_causal: bool) -> None:

@@ -1,0 +1,70 @@
+"""Which ranks share attention: a process group, or a mesh whose ranks hold different data."""
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+# Axes whose ranks hold the same tokens (tensor parallel) or other layers (pipeline parallel).
+MODEL_AXES = ("tp", "pp", "ep", "etp", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+
+
+class _Default:
+    """The group that distca.init was given last; None: all ranks."""
+
+    group: ProcessGroup | None = None
+
+
+_default = _Default()
+
+
+def set_default(group: ProcessGroup | None) -> None:
+    """What `resolve` answers without a group."""
+    _default.group = group
+
+
+def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
+    """The process group that `group` stands for: itself, all ranks of a mesh, or the default.
+
+    A mesh of several axes is taken whole, such as the replicas and shards of HSDP; where its ranks
+    are some of all, the first call is collective over all ranks of the mesh that it was cut from.
+    Raises ValueError for another type, a mesh without this rank, and a mesh with a tensor, expert
+    or pipeline parallel axis: each of its coordinates is a group of its own.
+    """
+    if group is None:
+        alive = _default.group in dist.distributed_c10d._world.pg_map
+        return _default.group if alive else dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        return _group_of_mesh(group)
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"group is {group!r:.80}; expected a ProcessGroup that this rank is in, a DeviceMesh "
+            "or None, which is all ranks"
+        )
+    return group
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
+    names = mesh.mesh_dim_names
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"group is a DeviceMesh of ranks {mesh.mesh.flatten().tolist()}, and this is rank "
+            f"{dist.get_rank()}; expected a mesh that this rank is in"
+        )
+    if mesh.ndim > 1 and names is None:
+        raise ValueError(
+            f"group is a DeviceMesh of shape {tuple(mesh.shape)} without mesh_dim_names; expected "
+            "names, or one axis of it: the ranks that hold different tokens of one layer"
+        )
+    model_axes = [name for name in names or () if name in MODEL_AXES]
+    if model_axes:
+        data_axes = tuple(name for name in names if name not in model_axes)
+        remedy = f"pass mesh[{data_axes!r}]" if data_axes else "pass the data parallel mesh"
+        raise ValueError(
+            f"group is a DeviceMesh of axes {names}; expected none of {model_axes}, whose ranks "
+            f"share tokens or hold other layers: {remedy}"
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    return mesh._flatten().get_group()

@@ -1,0 +1,246 @@
+"""Overrides for torchtitan: balanced attention in place of its varlen attention, no core edits.
+
+    --override.imports distca.integrations.torchtitan.varlen_attention,\
+distca.integrations.torchtitan.selective_checkpoint,distca.integrations.torchtitan.metrics
+
+`varlen_attention` balances attention over the ranks of the "batch" mesh, `selective_checkpoint`
+keeps its results, so that nothing is sent again when a block is recomputed, and `metrics` adds what
+was balanced to torchtitan's own metrics.
+"""
+
+import collections
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from spmd_types.runtime import get_partition_spec
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.models.common import attention as titan
+from torchtitan.tools.logging import logger
+
+from distca import session as sessions
+from distca.attention import core_attention
+from distca.cost import AttentionShape
+from distca.documents import check_window
+from distca.integrations.boundaries import read_boundaries
+from distca.planning import Plan, plan
+
+# Renamed after torchtitan 0.3.0.
+VarlenAttention = getattr(titan, "VarlenInnerAttention", getattr(titan, "VarlenAttention", None))
+if VarlenAttention is None:
+    raise ImportError(
+        f"distca: torchtitan is {metadata.version('torchtitan')}, without the varlen attention "
+        "that 0.3.0 has: pip install torchtitan==0.3.0"
+    )
+
+MAX_KEPT_PLANS = 1024
+
+_plans: collections.deque[Plan] = collections.deque(maxlen=MAX_KEPT_PLANS)  # since the last log
+
+
+class BalancedAttention(VarlenAttention):
+    """torchtitan's varlen attention, balanced over ranks in training; in evaluation and where data
+    is not parallel it stays on this rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super(VarlenAttention, self).__init__()  # its own loads another attention kernel
+        self.window_size = check_window(config.window_size)
+        self._is_parallelized = False
+        self._group: ProcessGroup | None = None
+
+    def parallelize(self, parallel_dims) -> None:
+        """Takes the group of ranks that hold different tokens. Collective over it."""
+        if parallel_dims.cp_enabled:
+            raise ValueError(
+                f"context_parallel_degree is {parallel_dims.cp}; expected 1 with distca, which "
+                "balances attention itself: --parallelism.context_parallel_degree 1"
+            )
+        mesh = parallel_dims.get_optional_mesh("batch")
+        if mesh is not None:
+            self._group = sessions.init(mesh).group
+        self._is_parallelized = True
+        super().parallelize(parallel_dims)
+
+    @torch.compiler.disable(
+        reason="the documents of a step are planned in Python: leave 'model' out of "
+        "--compile.components"
+    )
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks=None,
+        attention_metadata=None,
+        scale: float | None = None,
+        out_transform: Callable | None = None,
+        enable_gqa: bool = False,
+        **kwargs,
+    ) -> Tensor:
+        """Attention as torchtitan calls it: q [batch, tokens, heads, head_dim] and out like it, of
+        the documents that its VarlenMetadata names. Raises ValueError for what it would have to
+        ignore, in a CUDA graph, and where boundaries do not fit the batch.
+        """
+        self._check(q_BLNH, out_transform, kwargs)
+        given = attention_metadata if attention_metadata is not None else attention_masks
+        with spmd.no_typecheck():
+            out = self._attend(given, (q_BLNH, k_BLNH, v_BLNH), scale)
+        if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
+            spmd.assert_type(out, spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH))
+        return out
+
+    def _check(self, q: Tensor, out_transform: Callable | None, others: dict) -> None:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "attention is captured into a CUDA graph; expected a call outside, because "
+                "documents differ from step to step: --training.disable_cuda_graphs"
+            )
+        if out_transform is not None:
+            others = {"out_transform": out_transform, **others}
+        given = sorted(name for name, value in others.items() if value is not None)
+        if given:
+            raise ValueError(
+                f"{given[0]} is given to {type(self).__name__}; expected None: attention sinks and "
+                "other changes of scores need torchtitan's own attention"
+            )
+
+    def _attend(self, given, inputs: tuple[Tensor, ...], scale: float | None) -> Tensor:
+        batch, num_tokens = inputs[0].shape[:2]
+        q, k, v = (self._rows(tensor) for tensor in inputs)
+        session = self._session()
+        with sessions.announced(session):
+            known = read_boundaries(self._keywords(given), batch, num_tokens, type(self).__name__)
+        documents = known.here
+        if session is not None:
+            documents, is_new_pass = known.of_pass(self)
+            if is_new_pass:
+                shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.element_size())
+                made = plan(
+                    documents,
+                    window_size=self.window_size,
+                    group=session.group,
+                    device=q.device,
+                    shape=shape,
+                )
+                _plans.append(made)
+        out = core_attention(q, k, v, documents, softmax_scale=scale, window_size=self.window_size)
+        return out.unflatten(0, (batch, num_tokens)).to(inputs[0].dtype)
+
+    @staticmethod
+    def _rows(tensor: Tensor) -> Tensor:
+        """[batch * tokens, heads, head_dim], on CUDA in the dtype that torchtitan casts to."""
+        rows = tensor.flatten(0, 1)
+        return rows if rows.dtype == torch.float16 or not rows.is_cuda else rows.bfloat16()
+
+    def _session(self) -> sessions.Session | None:
+        """The group that shares this call, None where it stays on this rank."""
+        if not (self.training and torch.is_grad_enabled()):
+            return None
+        if not self._is_parallelized:
+            found = sessions.find()
+            if found is None and dist.is_initialized() and dist.get_world_size() > 1:
+                raise ValueError(
+                    f"{type(self).__name__} was not parallelized, so that it knows no group; add "
+                    "the override distca.integrations.torchtitan.metrics, or call "
+                    "distca.init(group) first"
+                )
+        else:
+            found = None if self._group is None else sessions.opened(self._group)
+        return found if found is not None and found.options.enabled else None
+
+    @staticmethod
+    def _keywords(given) -> dict:
+        if not isinstance(given, titan.VarlenMetadata):
+            raise ValueError(
+                f"attention metadata is a {type(given).__name__}; expected VarlenMetadata: a model "
+                'with attn_backend="varlen" and packed documents'
+            )
+        return {"cu_seq_lens_q": given.cu_seq_q, "cu_seq_lens_k": given.cu_seq_k}
+
+
+class SavingAC(SelectiveAC):
+    """Selective checkpointing that keeps attention's results: recomputing would send rows again."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | {torch.ops.distca.core_attention.default}
+
+
+class BalanceMetrics(MetricsProcessor):
+    """torchtitan's metrics and, under distca/, means over the plans since the last log."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def __init__(self, config: Config, *, parallel_dims, **kwargs) -> None:
+        mesh = parallel_dims.get_optional_mesh("batch")
+        if mesh is not None:  # models that need no parallelize do not tell attention their group
+            sessions.init(mesh)
+        super().__init__(config, parallel_dims=parallel_dims, **kwargs)
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict | None = None,
+    ) -> None:
+        ours = recent_figures()
+        if ours:
+            extra_metrics = {f"distca/{name}": value for name, value in ours.items()} | (
+                extra_metrics or {}
+            )
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        if ours:
+            logger.info(
+                f"distca: imbalance {ours['imbalance_before']:.3f} -> {ours['imbalance_after']:.3f}"
+                f"  {ours['moved_mb']:.1f} MB a layer  plan {ours['plan_ms']:.1f} ms, "
+                f"waited {ours['waited_ms']:.1f} ms"
+            )
+
+
+def recent_figures() -> dict[str, float]:
+    """Means of PlanReport.figures() over the plans since the last call; {} where nothing was
+    balanced."""
+    reports = [made.report().figures() for made in _plans]
+    _plans.clear()
+    if not reports:
+        return {}
+    return {name: statistics.fmean(each[name] for each in reports) for name in reports[0]}
+
+
+@override(target=VarlenAttention.Config, exact=True, description="distca: balanced attention")
+def varlen_attention(config: VarlenAttention.Config) -> BalancedAttention.Config:
+    """Activates BalancedAttention."""
+    return derive(config, BalancedAttention.Config)
+
+
+@override(target=SelectiveAC.Config, exact=True, description="distca: keeps attention's results")
+def selective_checkpoint(config: SelectiveAC.Config) -> SavingAC.Config:
+    """Activates SavingAC."""
+    return derive(config, SavingAC.Config)
+
+
+@override(target=MetricsProcessor.Config, exact=True, description="distca: what was balanced")
+def metrics(config: MetricsProcessor.Config) -> BalanceMetrics.Config:
+    """Activates BalanceMetrics."""
+    return derive(config, BalanceMetrics.Config)

@@ -1,0 +1,112 @@
+"""What users see while they train: a line every N steps, JSON lines, scalars, a closing summary."""
+
+import atexit
+import json
+import logging
+import statistics
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distca.figures import STEPS_FILE
+from distca.options import Options
+from distca.tensorboard import Scalars
+
+HIDDEN_MS = 0.1  # a plan that was waited for less than this is called hidden
+
+logger = logging.getLogger("distca")
+
+
+class Monitor:
+    """The records of one group, kept by one rank. Records arrive on the planner thread."""
+
+    def __init__(self, options: Options) -> None:
+        self._log_every = options.log_every
+        self._folder = None if options.run_dir is None else Path(options.run_dir)
+        self._recent: list[Mapping] = []
+        self._lock = threading.Lock()
+        self._file = self._scalars = None
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self._folder / STEPS_FILE).open("w", buffering=1)
+        if options.tensorboard:
+            self._scalars = Scalars(self._folder / "tensorboard")
+        _show_lines()
+        atexit.register(self.close)
+
+    def record(self, step: int, record: Mapping) -> None:
+        """One plan's figures, and lists by rank. A full disk ends the records, not the training."""
+        with self._lock:
+            try:
+                self._write(step, record)
+            except OSError as error:
+                logger.warning("records end at step %d: %s", step, error)
+                self._file = self._scalars = None
+            self._recent.append(record)
+            if self._log_every and (step + 1) % self._log_every == 0:
+                logger.info(line(step, self._recent))
+                self._recent = []
+            elif len(self._recent) > max(1, self._log_every):
+                self._recent.pop(0)
+
+    def _write(self, step: int, record: Mapping) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **record}) + "\n")
+        if self._scalars is not None:
+            self._scalars.write(step, scalars(record))
+
+    def close(self) -> None:
+        """Ends the records and draws the summary; a second call does nothing."""
+        atexit.unregister(self.close)
+        with self._lock:
+            file, self._file = self._file, None
+            scalars_file, self._scalars = self._scalars, None
+        if scalars_file is not None:
+            scalars_file.close()
+        if file is None:
+            return
+        file.close()
+        from distca import report  # here, because `python -m distca.report` imports this package
+
+        if (self._folder / STEPS_FILE).stat().st_size:
+            logger.info("%s", report.draw_run(self._folder))
+
+
+def scalars(record: Mapping) -> dict[str, float]:
+    """The record's numbers, lists by rank left out but for the times that were measured."""
+    values = {name: value for name, value in record.items() if not isinstance(value, list)}
+    measured = record.get("attention_ms")
+    if measured:
+        values["attention_ms_mean"] = statistics.fmean(measured)
+        values["attention_ms_max"] = max(measured)
+    return values
+
+
+def line(step: int, records: Sequence[Mapping]) -> str:
+    """The mean of these records on one line."""
+    mean = {
+        name: statistics.fmean(each[name] for each in records)
+        for name, value in records[0].items()
+        if not isinstance(value, list)
+    }
+    measured = next(
+        (each["attention_ms"] for each in reversed(records) if each["attention_ms"]), []
+    )
+    shown = f"attention {min(measured):.1f}-{max(measured):.1f} ms  " if measured else ""
+    wait = mean["waited_ms"]
+    hidden = "hidden" if wait < HIDDEN_MS else f"waited {wait:.1f} ms"
+    return (
+        f"distca  step {step + 1}  imbalance {mean['imbalance_before']:.3f} -> "
+        f"{mean['imbalance_after']:.3f}  {shown}{mean['moved_mb']:.1f} MB a layer  "
+        f"plan {mean['plan_ms']:.1f} ms, {hidden}"
+    )
+
+
+def _show_lines() -> None:
+    """Lines go where the program's own logs go; to stdout where it has none."""
+    logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)

@@ -1,0 +1,139 @@
+"""Writes the pages and pictures of docs/ that are made from the code: python docs/generate.py
+
+options.md and api.md follow from docstrings; tests/test_docs.py compares them. With --pictures the
+project's own commands draw those of docs/pictures, with fewer colours than they draw elsewhere.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import distca
+from distca import options
+
+DOCS = Path(__file__).parent
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+PICTURES = {  # name: arguments of Python, and the picture that they leave in the folder --out
+    "balance.png": (
+        [*TORCHRUN, "4", "examples/train.py", "--steps", "20", "--tokens-per-rank", "2048"],
+        "balance.png",
+    ),
+    "timeline.png": (
+        [
+            *("-m", "distca.simulate", "--distribution", "lognormal:3000:1.4", "--ranks", "8"),
+            *("--model", "8B", "--tokens", "65536", "--steps", "3"),
+            *("--systems", "fixed", "distca", "distca-ping-pong", "limit"),
+        ],
+        "timeline.png",
+    ),
+}
+NUM_COLORS = 160
+
+OPTIONS_HEAD = """\
+# Options
+
+One type, `distca.Options`, whose fields are the launcher's flags:
+
+```
+torchrun --nproc-per-node 8 -m distca.run --tolerance 0.05 --log-every 10 train.py ...
+```
+
+or `distca.init(options=distca.Options(tolerance=0.05))`, or `distca.configure(options)` before
+anything else opens the group. They must be equal on all ranks of a group. No environment variable
+changes what distca does. This page is written by `python docs/generate.py`.
+
+| flag | default | meaning |
+| --- | --- | --- |
+"""
+API_HEAD = """\
+# API
+
+What `import distca` offers, from its docstrings; written by `python docs/generate.py`. Shapes:
+`q [tokens, heads_q, head_dim]`, `k, v [tokens, heads_kv, head_dim]`, packed rows without padding.
+"""
+API_FOOT = """\
+Errors name the argument, its value and what to do; [troubleshooting.md](troubleshooting.md) has
+them by message.
+"""
+
+
+def options_page() -> str:
+    texts = options.field_help()
+    rows = []
+    for field in dataclasses.fields(distca.Options):
+        flag = "--" + field.name.replace("_", "-")
+        both = f"`{flag}`, `--no-{flag[2:]}`" if field.type is bool else f"`{flag}`"
+        rows.append(f"| {both} | `{field.default}` | {texts[field.name]} |")
+    return OPTIONS_HEAD + "\n".join(rows) + "\n"
+
+
+def api_page() -> str:
+    parts = [API_HEAD]
+    for name in distca.__all__:
+        parts.append(_entry(f"distca.{name}", getattr(distca, name)))
+    return "\n".join([*parts, API_FOOT])
+
+
+def _entry(name: str, thing) -> str:
+    head = f"## {name}\n\n"
+    if not inspect.isclass(thing):
+        return f"{head}```python\n{_signature(name, thing)}\n```\n\n{inspect.getdoc(thing)}\n"
+    text = head + f"{inspect.getdoc(thing)}\n"
+    if thing is distca.Options:
+        return text + "\nFields: [options.md](options.md).\n"
+    if dataclasses.is_dataclass(thing):
+        texts = options.field_help(thing)
+        fields = (
+            f"- `{field.name}`: {texts.get(field.name, '')}".rstrip(": ")
+            for field in dataclasses.fields(thing)
+        )
+        text += "\n" + "\n".join(fields) + "\n"
+    for key, value in vars(thing).items():
+        documented = value.fget if isinstance(value, property) else getattr(thing, key)
+        is_hidden = key.startswith("_") and key != "__init__"
+        if is_hidden or not getattr(documented, "__doc__", None) or key == "__doc__":
+            continue
+        if isinstance(value, property):
+            text += f"\n**`.{key}`** {inspect.getdoc(documented)}\n"
+        elif callable(documented) and not (key == "__init__" and dataclasses.is_dataclass(thing)):
+            shown = name if key == "__init__" else f".{key}"
+            text += f"\n**`{_signature(shown, documented)}`** {inspect.getdoc(documented)}\n"
+    return text
+
+
+def _signature(name: str, function) -> str:
+    """Without types, which the text gives in words."""
+    found = inspect.signature(function).parameters.values()
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in found]
+    plain = [each for each in plain if each.name != "self"]
+    return f"{name}{inspect.Signature(plain)}"
+
+
+def draw_pictures() -> None:
+    from PIL import Image
+
+    for name, (arguments, drawn) in PICTURES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, *arguments, "--out", folder]
+            subprocess.run(command, check=True, cwd=DOCS.parent)
+            picture = Image.open(Path(folder) / drawn).convert("RGB")
+        picture.thumbnail((1400, 1400))
+        picture.quantize(NUM_COLORS).save(DOCS / "pictures" / name, optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pictures", action="store_true", help="draw them, too: a minute")
+    args = parser.parse_args()
+    (DOCS / "options.md").write_text(options_page())
+    (DOCS / "api.md").write_text(api_page())
+    if args.pictures:
+        draw_pictures()
+
+
+if __name__ == "__main__":
+    main()

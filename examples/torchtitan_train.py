@@ -1,0 +1,85 @@
+"""Runs torchtitan's trainer on its small Llama, its varlen attention balanced by distca.
+
+    torchrun --nproc-per-node 2 examples/torchtitan_train.py --steps 20
+
+Needs CUDA devices and a PyTorch that torchtitan supports. --attention own runs torchtitan's own
+attention, to compare with. The documents are parts of Python's standard library, a token is a byte:
+nothing is downloaded. Flags that are not listed here go to torchtitan, such as
+
+    --training.seq_len 32768 --training.local_batch_size 1 --parallelism.tensor_parallel_degree 2
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import stdlib_corpus
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+MODULE = "distca.integrations.torchtitan"
+OVERRIDES = ",".join(
+    f"{MODULE}.{name}" for name in ("varlen_attention", "selective_checkpoint", "metrics")
+)
+BEGIN, END = "<begin>", "<end>"
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--attention", choices=("distca", "own"), default="distca")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("runs/torchtitan"))
+    return parser.parse_known_args()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a byte, as torchtitan reads tokenizers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BEGIN, END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": BEGIN, "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_documents(folder: Path) -> None:
+    texts = [part.decode("utf-8", "ignore") for part in stdlib_corpus.all_documents()]
+    random.Random(0).shuffle(texts)
+    lines = (json.dumps({"text": text}) for text in texts if text)
+    (folder / "documents.json").write_text("\n".join(lines))
+
+
+def titan_flags(args: argparse.Namespace, folder: Path) -> list[str]:
+    """torchtitan's own, for a run of `args` on what lies in `folder`."""
+    flags = [
+        *("--module", "llama3", "--config", "llama3_debugmodel_varlen_attn"),
+        *("--training.steps", str(args.steps)),
+        *("--hf_assets_path", str(folder / "tokenizer")),
+        *("--dataloader.dataset_path", str(folder / "documents")),
+        *("--dump_folder", str(args.out)),
+    ]
+    return flags + (["--override.imports", OVERRIDES] if args.attention == "distca" else [])
+
+
+def prepare(folder: Path) -> None:
+    for part, write in (("tokenizer", write_tokenizer), ("documents", write_documents)):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        write(folder / part)
+
+
+def main() -> None:
+    args, others = arguments()
+    folder = args.out / f"assets-{os.environ.get('RANK', '0')}"  # each rank its own: none waits
+    prepare(folder)
+    sys.argv = [sys.argv[0], *titan_flags(args, folder), *others]
+    from torchtitan import train
+
+    train.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The pages of docs/ and the README say what the code does: generated pages, links, messages, and
+every command, in a short form."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distca import report, run
+from distca.explain import __main__ as explain
+from distca.planning import PlanReport
+from distca.simulate import __main__ as simulate
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAX_PICTURE_BYTES = 150_000
+COMMAND = re.compile(r"(make|torchrun|python|pip)\s")
+LENGTHS = [9000, 400, 400, 200, 3000, 50, 1200, 700]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    "OMP_NUM_THREADS": "1",
+}
+
+# Documented commands that are run elsewhere, by how they begin: the test, or why there is none.
+ELSEWHERE = {
+    "python -m distca.calibrate": (
+        "test_calibrate.py::test_the_command_writes_what_the_planner_reads"
+    ),
+    "python benchmarks/planner.py": "test_planner_benchmark.py::test_grid_is_saved",
+    "torchrun --nproc-per-node 2 examples/transformers_finetune.py": (
+        "test_transformers_training.py::test_the_example_trains"
+    ),
+    "torchrun --nproc-per-node 2 examples/torchtitan_train.py": (
+        "test_torchtitan.py::test_the_example_configures_torchtitan"
+    ),
+    "torchrun --nproc-per-node 8 -m torchtitan.train": (
+        "test_torchtitan.py::test_the_example_configures_torchtitan"
+    ),
+    "torchrun --nproc-per-node 4 benchmarks/training_step.py": "needs CUDA devices",
+    "python benchmarks/attention.py": "needs a Hopper GPU",
+    "python docs/generate.py": "test_docs.py::test_generated_pages_follow_the_code",
+    "make PYTHON=": "installs another Python's packages",
+    "make test": "runs these tests",
+    "make format": "writes the sources",
+    "make tidy": "needs clang-tidy",
+    "pip install": "installs",
+    "torchrun --max-restarts": "a flag of torchrun's",
+}
+
+
+def commands_of(page: Path) -> list[str]:
+    """Shell commands of blocks without a language, and of code inside the text."""
+    text, fenced = page.read_text(), r"^```(\w*)\n(.*?)^```"
+    lines = [
+        line.split("#")[0]
+        for language, block in re.findall(fenced, text, re.DOTALL | re.MULTILINE)
+        if not language
+        for line in block.replace("\\\n", "").splitlines()
+    ]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(fenced, "", text, flags=re.DOTALL | re.MULTILINE))
+    return [" ".join(line.split()) for line in lines if COMMAND.match(line.strip())]
+
+
+def run_python(arguments: list, folder: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def torchrun(arguments: list, folder: Path) -> str:
+    started = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run_python([*started, *arguments], folder)
+
+
+def with_lengths(arguments: list[str], folder: Path) -> list[str]:
+    (folder / "lengths.json").write_text(json.dumps(LENGTHS))
+    return [str(folder / each) if each == "lengths.json" else each for each in arguments]
+
+
+def check_explain(arguments: list[str], folder: Path) -> None:
+    explain.main(with_lengths(arguments or ["--lengths", "9,4", "--ranks", "2"], folder))
+
+
+def check_simulate(arguments: list[str], folder: Path) -> None:
+    short = {"--ranks": "16", "--context": "16384", "--tokens": "16384", "--out": str(folder)}
+    arguments = with_lengths(arguments or ["--distribution", "fixed:9000", "--ranks", "8"], folder)
+    for index, name in enumerate(arguments):
+        if name in short:
+            arguments[index + 1] = short[name]
+    simulate.main(
+        [*arguments, "--layers", "2", *([] if "--steps" in arguments else ["--steps", "1"])]
+    )
+
+
+def check_report(arguments: list[str], folder: Path) -> None:
+    record = PlanReport([2.0, 1.0], [1.5, 1.5], [9, 0], [0, 9], 1.0, 0.0).record()
+    (folder / "steps.jsonl").write_text(json.dumps({"step": 0, **record}) + "\n")
+    report.main([str(folder)])
+
+
+def check_launcher(arguments: list[str], folder: Path) -> None:
+    if arguments == ["--help"]:
+        run.parser().format_help()
+        return
+    parsed = run.parser().parse_args(arguments)
+    assert parsed.script == "train.py"
+    run.options.from_flags(parsed)
+
+
+def check_train(arguments: list[str], folder: Path) -> None:
+    """The flags are the example's; the run is below."""
+    text = (ROOT / "examples" / "train.py").read_text()
+    flags = shlex.split(" ".join(arguments).partition("TRAIN_FLAGS=")[2])
+    for flag in shlex.split(flags[0]) if flags else []:
+        assert not flag.startswith("--") or f'"{flag}"' in text
+    assert "examples/train.py $(TRAIN_FLAGS)" in (ROOT / "Makefile").read_text()
+
+
+def check_quickstart(arguments: list[str], folder: Path) -> None:
+    (script,) = re.findall(
+        r"^```python\n(import.*?)^```",
+        (ROOT / "docs" / "quickstart.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    (folder / "quickstart.py").write_text(script)
+    lines = torchrun(arguments, folder).splitlines()
+    assert len(lines) == 20 and all(re.fullmatch(r"1\.[5-9]\d -> 1\.0\d", line) for line in lines)
+
+
+CHECKS = {  # how a command begins, and what takes the rest of it
+    "python -m distca.explain": check_explain,
+    "python -m distca.simulate": check_simulate,
+    "python -m distca.report": check_report,
+    "python -m distca.run": check_launcher,
+    "torchrun --nproc-per-node 8 -m distca.run": check_launcher,
+    "torchrun ... -m distca.run": check_launcher,
+    "torchrun --nproc-per-node 2": check_quickstart,
+    "make train": check_train,
+}
+
+
+def beginning(command: str) -> str | None:
+    """The longest key of both tables that the command begins with."""
+    found = [key for key in [*CHECKS, *ELSEWHERE] if command.startswith(key)]
+    return max(found, key=len, default=None)
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
+
+
+def test_every_command_is_known_and_nothing_known_is_gone():
+    assert len(COMMANDS) > 30
+    assert [command for command in COMMANDS if beginning(command) is None] == []
+    used = {beginning(command) for command in COMMANDS}
+    assert {*CHECKS, *ELSEWHERE} - used == set()
+    for name in ELSEWHERE.values():
+        file, _, test = name.partition("::")
+        assert not test or f"def {test}(" in (ROOT / "tests" / file).read_text()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if beginning(c) in CHECKS])
+def test_command(command, tmp_path, capsys):
+    key = beginning(command)
+    rest = command.removeprefix(key)
+    split = [rest] if key == "make train" else shlex.split(rest)
+    CHECKS[key](split, tmp_path)
+
+
+def test_the_example_trains_the_same_with_documents_across_ranks(tmp_path):
+    flags = ["--compare", "--sharded", "--checkpoint", "--steps", "2", "--tokens-per-rank", "128"]
+    said = torchrun([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
+    assert float(re.search(r"largest loss difference (\S+)", said)[1]) <= 1e-4
+    assert (tmp_path / "balance.png").exists() and (tmp_path / "summary.json").exists()
+
+
+def generator():
+    path = ROOT / "docs" / "generate.py"
+    spec = importlib.util.spec_from_file_location("generate", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_follow_the_code():
+    made = generator()
+    for name, text in (("options.md", made.options_page()), ("api.md", made.api_page())):
+        assert (ROOT / "docs" / name).read_text() == text, "run: python docs/generate.py"
+    assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} == set(made.PICTURES)
+
+
+def test_links_and_pictures_are_there():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        assert picture.stat().st_size <= MAX_PICTURE_BYTES, picture
+
+
+def sources() -> str:
+    """All messages: adjacent literals joined."""
+    files = [ROOT / "setup.py", *(ROOT / "distca").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    text = "\n".join(path.read_text() for path in files)
+    return re.sub(r"\"\s*\n\s*f?\"", "", text).replace('\\"', '"')
+
+
+def test_messages_of_the_troubleshooting_page_are_the_code_s():
+    text, rows = sources(), (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
+    cells = [row.split("|")[1] for row in rows if row.startswith("| `")]
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) > 30
+    assert [message for message in messages if message not in text] == []

@@ -1,0 +1,258 @@
+"""Lines, records, scalars and summaries of a run; what they cost."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small_step import SHARDED, WHOLE, small_step
+from torch.utils.checkpoint import checkpoint
+
+import distca
+from distca import report
+from distca.clock import AttentionClock
+from distca.monitor import Monitor, line, scalars
+from distca.planning import PlanReport
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+NUM_STEPS = 7
+
+
+def plan_report(num_ranks: int = 4, **changes) -> PlanReport:
+    values = {
+        "seconds_before": [1.0 + (rank == 1) for rank in range(num_ranks)],
+        "seconds_after": [1.25] * num_ranks,
+        "bytes_out": [500_000] * num_ranks,
+        "bytes_in": [500_000] * num_ranks,
+        "plan_ms": 4.0,
+        "waited_ms": 0.0,
+        "attention_ms": [],
+    }
+    return PlanReport(**{**values, **changes})
+
+
+def train(rank: int, world_size: int, folder: str, log_every: int) -> list[dict]:
+    """Records of this rank's plans."""
+    distca.close()
+    options = distca.Options(log_every=log_every, run_dir=folder)
+    distca.init(options=options)
+    try:
+        return [_step(rank, world_size, index) for index in range(NUM_STEPS)]
+    finally:
+        distca.close()
+
+
+def _step(rank: int, world_size: int, index: int) -> dict:
+    step = small_step(rank, world_size, WHOLE if index % 2 else SHARDED)
+    plan = distca.plan(step.documents)
+    step.attend().sum().backward()
+    return plan.report().record()
+
+
+def test_a_run_leaves_its_records_and_its_summary(ranks, tmp_path):
+    pytest.importorskip("matplotlib")
+    recorded = ranks(3).run(train, str(tmp_path), 2)
+    steps = report.read_steps(tmp_path)
+    assert [step.pop("step") for step in steps] == list(range(NUM_STEPS))
+    assert steps == json.loads(json.dumps(recorded[0])), "the first rank's plans, in order"
+    timed = [step["attention_ms"] for step in steps]
+    assert timed[0] == timed[1] == [] and len(timed[2]) == 3 and min(timed[2]) > 0
+    assert timed[2] == timed[3] != timed[4], "every second step is timed, and told two steps later"
+    values = json.loads((tmp_path / "summary.json").read_text())
+    assert values == json.loads(json.dumps(report.run_summary(steps)))
+    assert values["ranks"] == 3 and values["steps"] == NUM_STEPS
+    assert values["imbalance_after"] < values["imbalance_before"]
+    assert (tmp_path / "balance.png").stat().st_size > 10_000
+
+
+def test_the_command_draws_a_run_again(tmp_path):
+    (tmp_path / "steps.jsonl").write_text(
+        "".join(
+            json.dumps({"step": step, **plan_report(attention_ms=[8.0, 9, 9, 10]).record()}) + "\n"
+            for step in range(3)
+        )
+        + '{"step": 3, "imba'
+    )
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "distca.report", str(tmp_path)]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    found = dict(text.split("  ", 1) for text in result.stdout.splitlines() if "  " in text)
+    assert {name: text.strip() for name, text in found.items()} == {
+        "steps": "3 on 4 ranks",
+        "imbalance before": "1.600 (worst 1.600)",
+        "imbalance after": "1.000 (worst 1.000)",
+        "attention, predicted": "1.60 times faster",
+        "moved": "2.0 MB a layer, forward and backward, by all ranks",
+        "plan": "4.0 ms, training waited 0.0 ms for it",
+        "attention, measured": "8.0 to 10.0 ms a step, by rank, waits for rows included",
+    }
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_a_folder_without_records_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        report.main([str(tmp_path)])
+    assert stopped.value.code == 2
+    assert f"{tmp_path}/steps.jsonl has no records" in capsys.readouterr().err
+
+
+def test_a_picture_of_a_long_run_is_thinned(tmp_path, monkeypatch):
+    record = json.dumps({"step": 0, **plan_report(num_ranks=64).record()}) + "\n"
+    (tmp_path / "steps.jsonl").write_text(record * 1000)
+    drawn = []
+    monkeypatch.setattr(report, "draw_balance", lambda path, before, after: drawn.append(before))
+    report.draw_run(tmp_path)
+    assert len(drawn[0]) * 64 <= 1.1 * report.MAX_BARS and len(drawn[0]) > 50
+
+
+def test_lines_are_means_of_the_steps_between_them(caplog):
+    caplog.set_level(logging.INFO, "distca")
+    monitor = Monitor(distca.Options(log_every=2))
+    for step in range(5):
+        waited = float(step)
+        monitor.record(step, plan_report(plan_ms=4.0 + step, waited_ms=waited).record())
+    monitor.close()
+    assert [each.getMessage() for each in caplog.records] == [
+        "distca  step 2  imbalance 1.600 -> 1.000  2.0 MB a layer  plan 4.5 ms, waited 0.5 ms",
+        "distca  step 4  imbalance 1.600 -> 1.000  2.0 MB a layer  plan 6.5 ms, waited 2.5 ms",
+    ]
+    hidden = line(0, [plan_report(attention_ms=[7.0, 8.0, 7.5, 9.25]).record()])
+    assert "attention 7.0-9.2 ms" in hidden and hidden.endswith("plan 4.0 ms, hidden")
+
+
+def test_nothing_is_kept_without_lines():
+    monitor = Monitor(distca.Options())
+    for step in range(100):
+        monitor.record(step, plan_report().record())
+    assert len(monitor._recent) <= 1
+
+
+def test_a_full_disk_ends_the_records_and_not_the_training(tmp_path, caplog):
+    monitor = Monitor(distca.Options(run_dir=str(tmp_path)))
+
+    class Full:
+        def write(self, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+    monitor._file.close()
+    monitor._file = Full()
+    for step in range(3):
+        monitor.record(step, plan_report().record())
+    monitor.close()
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == [
+        "records end at step 0: [Errno 28] No space left on device"
+    ]
+
+
+def test_scalars_reach_tensorboard(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monitor = Monitor(distca.Options(run_dir=str(tmp_path), tensorboard=True))
+    record = plan_report(attention_ms=[2.0, 4.0, 2.0, 4.0]).record()
+    for step in range(3):
+        monitor.record(step, record)
+    monitor.close()
+    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    values = scalars(record)
+    assert values["attention_ms_mean"] == 3.0 and values["attention_ms_max"] == 4.0
+    for name, value in values.items():
+        read = found.Scalars(f"distca/{name}")
+        assert [each.step for each in read] == [0, 1, 2]
+        assert read[1].value == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"log_every": -1}, "log_every is -1; expected 0 or more"),
+        ({"tensorboard": True}, "tensorboard is True, run_dir None; expected a folder"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        distca.Options(**options)
+
+
+class Sleep(torch.autograd.Function):
+    """An operator like attention's: 20 ms forward, 30 ms backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(0.02)
+        ctx.save_for_backward(x)
+        return x.clone(), x.detach().clone()
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        time.sleep(0.03)
+        return grad
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_clock_adds_up_passes_of_all_layers(recompute):
+    clock = AttentionClock(torch.device("cpu"), step=5)
+
+    def layer(x):
+        time.sleep(0.02)  # not attention
+        return clock.attend(lambda: Sleep.apply(x)).square()
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+    assert clock.milliseconds(step=7) is None, "backward passes are still to come"
+    x.sum().backward()
+    assert clock.milliseconds(step=6) is None, "more of the step may be to come"
+    wanted = 2 * (20 + 30 + 20 * recompute)
+    assert wanted <= clock.milliseconds(step=7) < 1.6 * wanted
+
+
+def test_a_record_costs_less_than_half_a_percent_of_a_step(tmp_path):
+    """Of 64 ranks and 100 ms, and on the planner's thread."""
+    monitor = Monitor(distca.Options(log_every=10, run_dir=str(tmp_path)))
+    made = plan_report(num_ranks=64, attention_ms=[8.0] * 64)
+    costs = []
+    for step in range(300):
+        start = time.thread_time()
+        monitor.record(step, made.record())
+        costs.append(time.thread_time() - start)
+    monitor.close()
+    assert sorted(costs)[len(costs) // 2] < 0.5e-3
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+import distca
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(4):
+    documents = distca.Documents([0, 900] if rank else [0, 40])
+    q = torch.randn(documents.num_tokens, 2, 8, requires_grad=True)
+    distca.plan(documents)
+    distca.core_attention(q, q, q, documents).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_the_launcher_s_flags_are_all_a_script_needs(tmp_path):
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    flags = ["--log-every", "2", "--run-dir", str(run_dir), str(script)]
+    result = subprocess.run(
+        [*command, "2", "-m", "distca.run", *flags],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [each for each in result.stdout.splitlines() if each.startswith("distca  step")]
+    assert [each.split("  ")[1] for each in lines] == ["step 2", "step 4"]
+    assert "imbalance before" in result.stdout, "the closing table"
+    assert len(report.read_steps(run_dir)) == 4

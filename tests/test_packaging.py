@@ -1,0 +1,95 @@
+"""What is shipped: sources, version, metadata, and the PyTorch that builds are made with."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+from packaging.version import Version
+
+import distca
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("csrc", "distca", "tests", "examples", "tools", "docs")
+SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".txt", ".py", ".typed", ".md"}
+
+
+@pytest.mark.skipif(
+    Version(setuptools.__version__) < Version("77"), reason="needs setuptools 77 or newer"
+)
+def test_the_source_distribution_builds_on_any_machine(tmp_path):
+    command = ["setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path]
+    result = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert archive.name == f"distca-{distca.__version__}.tar.gz"
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+        metadata = packed.extractfile(f"distca-{distca.__version__}/PKG-INFO").read().decode()
+    wanted = {
+        path.relative_to(ROOT).as_posix()
+        for folder in SOURCES
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in SUFFIXES and "__pycache__" not in path.parts
+    }
+    assert len(wanted) > 150 and wanted - names == set(), "kernels too, where CUDA is not built"
+    assert {"LICENSE", "CHANGELOG.md", "Makefile", "pyproject.toml", "setup.py"} <= names
+    assert not [name for name in names if name.endswith(".so") or "__pycache__" in name]
+    assert "License-Expression: Apache-2.0" in metadata and "Typing :: Typed" in metadata
+
+
+def test_one_version():
+    header = (ROOT / "csrc" / "ops" / "version.h").read_text()
+    code = int(re.search(r"kVersion = (\d+)", header)[1])
+    assert torch.ops.distca.version() == code
+    assert distca.__version__ == f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+    newest = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest.rstrip(",") == distca.__version__
+
+
+def backend():
+    path = ROOT / "tools" / "build_backend.py"
+    spec = importlib.util.spec_from_file_location("build_backend", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable", "sdist"])
+def test_a_build_asks_for_torch_only_where_there_is_none(monkeypatch, kind):
+    made = backend()
+    hook = f"get_requires_for_build_{kind}"
+    monkeypatch.setattr(made.build_meta, hook, lambda settings: ["what setuptools wants"])
+    assert getattr(made, hook)() == ["what setuptools wants"]
+    monkeypatch.setattr(made, "_has_torch", lambda: False)
+    assert getattr(made, hook)() == [made.OLDEST_TORCH]
+
+
+def test_an_isolated_build_finds_the_torch_of_its_environment(tmp_path):
+    """As pip isolates: the environment's Python, without its site-packages."""
+    script = tmp_path / "isolated.py"
+    outside = {str(Path(module.__file__).parents[1]) for module in (torch, distca)}
+    script.write_text(
+        "import importlib.util, sys, sysconfig\n"
+        f"sys.path = [path for path in sys.path if path not in {outside!r}]\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "assert importlib.util.find_spec('torch') is None\n"
+        f"sysconfig.get_paths = lambda: {{'purelib': {str(Path(torch.__file__).parents[1])!r}}}\n"
+        f"sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
+        "import build_backend\n"
+        "assert build_backend._has_torch()\n"
+    )
+    site_packages = Path(setuptools.__file__).parents[1]
+    for name in ("setuptools", "_distutils_hack"):
+        (tmp_path / name).symlink_to(site_packages / name)
+    result = subprocess.run(
+        [sys.executable, "-S", script], capture_output=True, text=True, timeout=60, env={}
+    )
+    assert result.returncode == 0, result.stderr

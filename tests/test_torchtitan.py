@@ -1,0 +1,233 @@
+"""torchtitan's Llama with our overrides equals its own varlen attention."""
+
+import argparse
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+
+pytest.importorskip("torchtitan", reason="needs torchtitan, and this environment has none")
+
+import titan_model as tm  # noqa: E402
+from titan_model import titan  # noqa: E402
+from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import torchtitan_train  # noqa: E402
+
+import distca  # noqa: E402
+import distca.integrations.torchtitan as integration  # noqa: E402
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def titan_ranks():
+    """torchtitan leaves state behind in its processes: groups for this module alone."""
+    started: dict[int, Ranks] = {}
+
+    def get(world_size: int) -> Ranks:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size]
+
+    yield get
+    for processes in started.values():
+        processes.stop()
+
+
+@pytest.mark.parametrize(
+    "world_size, tensor_parallel, backend",
+    [
+        (1, 1, "spmd_types"),
+        (2, 1, "spmd_types"),
+        (2, 1, "partial_dtensor"),
+        (4, 2, "partial_dtensor"),
+    ],
+)
+def test_llama_equals_its_own_varlen_attention(titan_ranks, world_size, tensor_parallel, backend):
+    results = titan_ranks(world_size).run(tm.overridden_error, tensor_parallel, backend)
+    for error, moved_mb in results:
+        assert error <= TOLERANCE
+        assert (moved_mb > 0) == (world_size > 1), "the case must move rows"
+
+
+def test_the_comparison_sees_a_lost_boundary():
+    batch = tm.Batch.of(tm.LENGTHS[0], seed=0)
+    truth = tm.own_step(batch)
+    batch.positions[1] = torch.arange(tm.SEQ_LEN)
+    assert tm.worst_error(tm.own_step(batch), truth) > 100 * TOLERANCE
+
+
+def test_selective_checkpointing_sends_nothing_again(titan_ranks):
+    with_save, without = (
+        titan_ranks(2).run(tm.exchanges_with_checkpointing, overrides)
+        for overrides in (tm.OVERRIDES, tm.OVERRIDES[:1])
+    )
+    for (saving, error), (sending_again, error_again) in zip(with_save, without, strict=True):
+        assert 0 < saving < sending_again
+        assert max(error, error_again) <= TOLERANCE
+
+
+def test_overrides_replace_what_they_name_and_keep_its_fields():
+    config = tm.trainer_config([])
+    attention = config.model_spec.model.layers[0].attention.inner_attention
+    attention.window_size = (31, 0)
+    config.metrics.log_freq = 7
+    config.activation_checkpoint.preserve_rng_state = False
+    tm.apply_overrides(tm.OverrideConfig(imports=tm.OVERRIDES), config)
+    made = config.model_spec.model.layers[0].attention.inner_attention
+    assert isinstance(made, integration.BalancedAttention.Config)
+    assert made.sharding_config is attention.sharding_config is not None
+    assert made.build().window_size == (31, 0)
+    assert isinstance(config.metrics, integration.BalanceMetrics.Config)
+    assert config.metrics.log_freq == 7
+    saving = config.activation_checkpoint.build(dump_folder="")
+    assert torch.ops.distca.core_attention.default in saving.get_save_ops()
+    assert not config.activation_checkpoint.preserve_rng_state
+
+
+def evaluate_unevenly(rank: int, world_size: int) -> tuple[float, int]:
+    session = distca.init()
+    model = tm.build(tm.OVERRIDES)[0].eval()
+    num_plans, worst = session.num_plans, 0.0
+    for seed in range(1 + rank):
+        batch = tm.Batch.of(tm.LENGTHS[rank], seed)
+        truth = tm.own_step(batch)[0]
+        with torch.no_grad():
+            worst = max(worst, abs(batch.loss(model).item() - truth) / truth)
+    return worst, session.num_plans - num_plans
+
+
+def test_evaluation_stays_on_its_rank(titan_ranks):
+    for error, num_plans in titan_ranks(2).run(evaluate_unevenly):
+        assert error <= TOLERANCE and num_plans == 0
+
+
+def attention(**arguments) -> torch.Tensor:
+    module = integration.BalancedAttention(integration.BalancedAttention.Config())
+    q, k = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 2, 16)
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    defaults = {"attention_masks": titan.VarlenMetadata(bounds, bounds, 8, 8)}
+    return module(q, k, k, **{**defaults, **arguments})
+
+
+def test_metadata_is_taken_by_both_of_its_names():
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    given = titan.VarlenMetadata(bounds, bounds, 8, 8)
+    named = attention(attention_masks=None, attention_metadata=given, enable_gqa=True)
+    assert named.shape == (1, 8, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"attention_masks": None}, "attention metadata is a NoneType; expected VarlenMetadata"),
+        ({"out_transform": lambda out, lse: out}, "out_transform is given"),
+        ({"sinks": torch.ones(4)}, "sinks is given to BalancedAttention"),
+        (
+            {"attention_masks": titan.VarlenMetadata(*[torch.tensor([0, 7])] * 2, 7, 7)},
+            "cu_seq_lens_q ends at 7",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        attention(**arguments)
+
+
+def test_a_cuda_graph_is_refused(monkeypatch):
+    module = integration.BalancedAttention(integration.BalancedAttention.Config())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="--training.disable_cuda_graphs"):
+        module._check(types.SimpleNamespace(is_cuda=True), None, {})
+    module._check(types.SimpleNamespace(is_cuda=False), None, {})
+
+
+def test_context_parallel_is_refused():
+    module = integration.BalancedAttention(integration.BalancedAttention.Config())
+    with pytest.raises(ValueError, match="context_parallel_degree is 2; expected 1"):
+        module.parallelize(types.SimpleNamespace(cp_enabled=True, cp=2))
+
+
+def test_compiled_blocks_are_refused_with_the_flag_to_change():
+    model, _ = tm.build(tm.OVERRIDES)
+    for layer in model.layers.values():
+        layer.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="--compile.components"):
+        tm.Batch.of(tm.LENGTHS[0], seed=0).loss(model)
+
+
+def train_without_parallelize(rank: int, world_size: int) -> str:
+    distca.close()
+    try:
+        tm.Batch.of(tm.LENGTHS[rank], seed=0).loss(tm.build(tm.OVERRIDES)[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_knows_no_group_says_so(titan_ranks):
+    for message in titan_ranks(2).run(train_without_parallelize):
+        assert "was not parallelized" in message and "distca.init(group)" in message
+
+
+def figures(rank: int, world_size: int) -> dict[str, float]:
+    distca.init()
+    model, _ = tm.build(tm.OVERRIDES)
+    integration.recent_figures()
+    for seed in range(2):
+        tm.step(model, tm.Batch.of(tm.LENGTHS[rank], seed))
+    found = integration.recent_figures()
+    assert integration.recent_figures() == {}
+    return found
+
+
+def test_metrics_show_what_was_balanced(titan_ranks, monkeypatch):
+    ours = titan_ranks(2).run(figures)[0]
+    assert ours["imbalance_before"] > ours["imbalance_after"] >= 1 and ours["moved_mb"] > 0
+    logged = []
+    monkeypatch.setattr(MetricsProcessor, "log", lambda self, *args: logged.append(args))
+    monkeypatch.setattr(integration, "recent_figures", lambda: ours)
+    processor = object.__new__(integration.BalanceMetrics)
+    processor.log(3, 2.0, 2.5, 0.1, extra_metrics={"lr": 1e-3})
+    assert logged[0][:4] == (3, 2.0, 2.5, 0.1)
+    assert logged[0][4] == {"lr": 1e-3} | {f"distca/{name}": ours[name] for name in ours}
+
+
+def test_the_group_comes_with_the_metrics_where_no_module_is_parallelized(monkeypatch):
+    opened = []
+    monkeypatch.setattr(integration.sessions, "init", opened.append)
+    monkeypatch.setattr(MetricsProcessor, "__init__", lambda self, config, **kwargs: None)
+    dims = types.SimpleNamespace(get_optional_mesh=lambda name: f"the mesh {name}")
+    integration.BalanceMetrics(None, parallel_dims=dims)
+    assert opened == ["the mesh batch"]
+
+
+def test_the_example_configures_torchtitan(tmp_path, monkeypatch):
+    texts = [b"def f(x):\n    return x\n", b"class A:\n    pass\n"]
+    monkeypatch.setattr(torchtitan_train.stdlib_corpus, "all_documents", lambda: texts)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["x", "--steps", "7", "--training.seq_len", "64"])
+    args, others = torchtitan_train.arguments()
+    torchtitan_train.prepare(tmp_path)
+    config = ConfigManager().parse_args([*torchtitan_train.titan_flags(args, tmp_path), *others])
+    assert (config.training.steps, config.training.seq_len) == (7, 64)
+    assert config.override.imports == tm.OVERRIDES
+    tokenizer = HuggingFaceTokenizer(tokenizer_path=config.hf_assets_path)
+    dataset = HuggingFaceTextDataset(
+        "c4_test", config.dataloader.dataset_path, tokenizer, seq_len=24
+    )
+    inputs, labels = next(iter(dataset))
+    begin, end = tokenizer.bos_id, tokenizer.eos_id
+    tokens = [*inputs["input"].tolist(), labels[-1].item()]
+    assert tokens[0] == begin and end not in tokens[:17] and max(tokens) < 2048
+    assert tokenizer.decode(tokens[1:17]) in texts[1].decode() + texts[0].decode()
+    own = argparse.Namespace(attention="own", steps=1, out=tmp_path)
+    assert "--override.imports" not in torchtitan_train.titan_flags(own, tmp_path)

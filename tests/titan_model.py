@@ -1,0 +1,171 @@
+"""torchtitan's small Llama on gloo ranks: with its own varlen attention, torch's attention by
+document in the place of its kernel, which has no CPU version, and with our overrides."""
+
+import copy
+import types
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+    # torchtitan 0.3.0 imports it at its top; only its trainer, which is not run here, uses it.
+    torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
+
+from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
+from torchtitan.distributed import parallel_dims, utils  # noqa: E402
+from torchtitan.models.common import attention as titan  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
+
+import distca  # noqa: E402
+import distca.integrations.torchtitan as integration  # noqa: E402
+
+PREFIX = "distca.integrations.torchtitan."
+OVERRIDES = [PREFIX + name for name in ("varlen_attention", "selective_checkpoint", "metrics")]
+SEQ_LEN = 128
+LENGTHS = [[[128], [100, 1, 27]], [[3] * 42 + [2], [60, 68]]]  # by rank and row of the batch
+
+
+class InFloat32(types.ModuleType):
+    """torch for torchtitan's attention: it casts to bfloat16, in which nothing can be compared."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
+def by_document(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, **others):
+    """torch's varlen_attn, causal."""
+    assert window_size == (-1, 0) and torch.equal(cu_seq_q, cu_seq_k)
+    lengths = cu_seq_q.diff().tolist()
+    outs = []
+    for rows in zip(*(each.split(lengths) for each in (q, k, v)), strict=True):
+        heads_first = (each.transpose(0, 1) for each in rows)
+        out = F.scaled_dot_product_attention(
+            *heads_first, is_causal=True, scale=scale, enable_gqa=True
+        )
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+def trainer_config(overrides: list[str]):
+    config = llama3_debugmodel_varlen_attn()
+    config.training.seq_len = SEQ_LEN
+    config.model_spec = copy.deepcopy(config.model_spec)
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.model_spec.model.update_from_config(config=config)
+    if overrides:
+        apply_overrides(OverrideConfig(imports=overrides), config)
+    return config
+
+
+def build(overrides: list[str]) -> tuple[nn.Module, object]:
+    """The model with weights that do not depend on overrides, and its trainer's configuration."""
+    config = trainer_config(overrides)
+    model = config.model_spec.model.build()
+    torch.manual_seed(0)
+    model.init_states()
+    with torch.no_grad():  # scores far from uniform, so that a lost boundary shows
+        for layer in model.layers.values():
+            layer.attention.qkv_linear.wqkv.weight.mul_(5)
+    return model.train(), config
+
+
+@dataclass
+class Batch:
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, rows: list[list[int]], seed: int) -> "Batch":
+        generator = torch.Generator().manual_seed(seed)
+        tokens, labels = torch.randint(0, 2048, (2, len(rows), SEQ_LEN), generator=generator)
+        positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in rows]
+        return cls(tokens, labels, torch.stack(positions))
+
+    def loss(self, model: nn.Module) -> Tensor:
+        masks = model.get_attention_masks(self.positions)
+        logits = model(self.tokens, self.positions, masks)
+        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), self.labels.flatten())
+
+
+def step(model: nn.Module, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = batch.loss(model)
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+    return found
+
+
+def own_step(batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """With torchtitan's own varlen attention module."""
+    kept = titan.varlen_attn, titan.torch
+    titan.varlen_attn, titan.torch = by_document, InFloat32("torch")
+    try:
+        return step(build([])[0], batch)
+    finally:
+        titan.varlen_attn, titan.torch = kept
+
+
+def worst_error(got: tuple[float, dict], truth: tuple[float, dict]) -> float:
+    errors = [abs(got[0] - truth[0]) / truth[0]]
+    for name, grad in truth[1].items():
+        errors.append(((got[1][name] - grad).norm() / grad.norm()).item())
+    return max(errors)
+
+
+def mesh_of(dp: int, tp: int, backend: str) -> parallel_dims.ParallelDims:
+    """torchtitan's meshes on the CPU."""
+    parallel_dims.device_type = "cpu"
+    utils.set_spmd_backend(backend)
+    made = parallel_dims.ParallelDims(1, dp, 1, tp, 1, 1, dp * tp, backend)
+    made.build_mesh()
+    return made
+
+
+def num_exchanges(run) -> int:
+    """Collectives that `run` starts: what the profiler sees of gloo."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return sum(each.count for each in profile.key_averages() if "all_to_all" in each.key)
+
+
+def overridden_error(rank: int, world_size: int, tp: int, backend: str) -> tuple[float, float]:
+    """Worst error of loss and gradients, and megabytes that the step's plan moved."""
+    dp = world_size // tp
+    dims = mesh_of(dp, tp, backend)
+    model, _ = build(OVERRIDES)
+    model.parallelize(dims)
+    place = rank // tp
+    batch = Batch.of(LENGTHS[place % 2], seed=place)
+    integration.recent_figures()
+    error = worst_error(step(model, batch), own_step(batch))
+    moved = integration.recent_figures().get("moved_mb", 0.0)
+    distca.close()
+    return error, moved
+
+
+def exchanges_with_checkpointing(rank: int, world_size: int, overrides: list[str]):
+    """Collectives of a step under selective checkpointing, and the step's worst error."""
+    distca.init()
+    model, config = build(overrides)
+    config.activation_checkpoint.build(dump_folder="").apply(model)
+    batch = Batch.of(LENGTHS[rank], seed=rank)
+    taken = []
+    count = num_exchanges(lambda: taken.append(step(model, batch)))
+    dist.barrier()
+    return count, worst_error(taken[0], own_step(batch))
