@@ -183,7 +183,12 @@ def opened(
         return found
     session = Session(wanted, group, dist.get_rank(group), dist.get_world_size(group))
     if session.num_ranks > 1:
-        _open_groups(session, group)
+        try:
+            _open_groups(session, group)
+        except ValueError:  # on every rank
+            if session.control is not None:
+                _destroy_groups(session)
+            raise
     if session.is_watched and dist.get_rank() == 0:
         session.monitor = Monitor(wanted)
     _sessions[group.group_name] = session
@@ -285,15 +290,20 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
         session.monitor.close()
     if session.data is None:
         return
-    # Torch names a group of some ranks by how many groups there are: a destroyed one's name would
-    # come back, and with it what its ranks left in the store.
-    keeps_groups = session.num_ranks < dist.get_world_size()
     for each in (*session.halves, session):
         torch.ops.distca.close_session(each.group_name)
-        for own in () if keeps_groups else (each.data, each.control):
+    _destroy_groups(session)
+
+
+def _destroy_groups(session: Session) -> None:
+    # Torch names a group of some ranks by how many groups there are: a destroyed one's name would
+    # come back, and with it what its ranks left in the store.
+    if session.num_ranks < dist.get_world_size():
+        return
+    for each in (*session.halves, session):
+        for own in (each.data, each.control):
             dist.destroy_process_group(own)
-    if not keeps_groups:
-        dist.destroy_process_group(session.planning)
+    dist.destroy_process_group(session.planning)
 
 
 def _announce_uncaught_exceptions() -> None:

@@ -110,3 +110,18 @@ def wrong_rows_in_steps(rank: int, world_size: int) -> list[str]:
 def test_step_operators_refuse_rows_that_the_layout_does_not_have(fresh_ranks):
     expected = ["out", "visiting_out", "grad_out", "visiting_grad_q"]
     assert fresh_ranks.run(wrong_rows_in_steps, timeout_s=40) == [expected] * 3
+
+
+def demand_peer_memory(rank: int, world_size: int) -> tuple[str, list[float]]:
+    try:
+        distca.init(options=distca.Options(transport="peer"))
+        error = ""
+    except ValueError as raised:
+        error = str(raised)
+    return error, train(rank, world_size)
+
+
+def test_peer_memory_is_refused_where_there_is_none(fresh_ranks):
+    """On every rank, with the reason; the group can be opened otherwise."""
+    for error, _ in fresh_ranks.run(demand_peer_memory, timeout_s=40):
+        assert error.startswith('transport is "peer", but on rank 0 ')

@@ -150,9 +150,9 @@ def test_measured_steps_stand_beside(tmp_path, capsys):
     made = {
         "variants": {
             "plain": {"step_ms": [9e9, *(x / 1.25 for x in plain)]},
-            "distca": {"step_ms": [9e9, *ours]},
+            "peer": {"step_ms": [9e9, *ours]},
         },
-        "attention_ms": [[1.0] * 4] * 3,
+        "attention_ms": {"plain": [[1.0] * 4] * 3},
     }
     path = tmp_path / "step.json"
     path.write_text(json.dumps(made))
