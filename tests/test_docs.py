@@ -44,7 +44,6 @@ ELSEWHERE = {
         "test_torchtitan.py::test_the_example_configures_torchtitan"
     ),
     "torchrun --nproc-per-node 4 benchmarks/training_step.py": "needs CUDA devices",
-    "torchrun --nproc-per-node 2 benchmarks/transport.py": "needs CUDA devices",
     "python benchmarks/attention.py": "needs a Hopper GPU",
     "torchrun --nproc-per-node 2 benchmarks/transport.py": "needs two Hopper GPUs",
     "python docs/generate.py": "test_docs.py::test_generated_pages_follow_the_code",

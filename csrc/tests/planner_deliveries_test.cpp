@@ -39,18 +39,20 @@ void deliver(const std::vector<RowPlace>& places, int64_t flag,
 std::vector<Received> deliver_all(const Pack& pack, const Plan& plan, const Homes& homes) {
   std::vector<Received> servers(plan.num_ranks);
   for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
-    std::map<int64_t, Place> home_rows;
+    std::map<int64_t, Place> home_queries, home_keys;  // by home row
     for (size_t document = 0; document < homes.size(); ++document) {
       for (size_t position = 0; position < homes[document].size(); ++position) {
         const Home& home = homes[document][position];
-        if (home.rank == rank) home_rows[home.row] = {document, position};
+        if (home.rank != rank) continue;
+        home_keys[home.row] = {document, position};
+        if (home.q_row >= 0) home_queries[home.q_row] = {document, position};
       }
     }
     for (const Delivery& delivery : make_deliveries(pack, plan, rank).sent) {
       Received& server = servers[delivery.server];
       EXPECT_TRUE(server.flags.insert(delivery.flag).second) << "flag raised twice";
-      deliver(delivery.queries, delivery.flag, home_rows, server.queries, server.query_flag);
-      deliver(delivery.keys, delivery.flag, home_rows, server.keys, server.key_flag);
+      deliver(delivery.queries, delivery.flag, home_queries, server.queries, server.query_flag);
+      deliver(delivery.keys, delivery.flag, home_keys, server.keys, server.key_flag);
     }
   }
   return servers;
