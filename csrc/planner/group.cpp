@@ -30,6 +30,10 @@ Group::Group(Assignment& assignment, const PlanOptions& options, const Prices& p
     bytes_before_.push_back(assignment_.bytes_in(rank));
     largest_bytes_ = std::max(largest_bytes_, least_bytes_.back());
   }
+  for (const auto& [minus_surplus, _] : donors_) surplus_at_first_ -= minus_surplus;
+  for (auto at = receivers_.rbegin(); at != receivers_.rend(); ++at) {
+    rooms_at_first_.push_back(at->first);
+  }
 }
 
 void Group::list(int64_t rank) {
@@ -43,16 +47,13 @@ void Group::list(int64_t rank) {
 
 // Rooms of receivers, the largest first, such as the donor will see when all donors take turns.
 std::vector<double> Group::rooms_for(double surplus) const {
-  double total = 0;
-  for (const auto& [minus_surplus, _] : donors_) total -= minus_surplus;
-  const double stride = std::max(1.0, total / surplus);
+  const double stride = std::max(1.0, surplus_at_first_ / surplus);
   std::vector<double> rooms;
-  double index = 0, next = 0;
-  for (auto at = receivers_.rbegin(); at != receivers_.rend() && surplus > 0; ++at, ++index) {
-    if (index < next) continue;
-    next += stride;
-    rooms.push_back(at->first);
-    surplus -= at->first;
+  for (double next = 0; surplus > 0; next += stride) {
+    const auto index = static_cast<size_t>(std::ceil(next));
+    if (index >= rooms_at_first_.size()) break;
+    rooms.push_back(rooms_at_first_[index]);
+    surplus -= rooms.back();
   }
   return rooms;
 }

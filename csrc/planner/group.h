@@ -47,11 +47,13 @@ class Group {
   const Prices& prices_;
   const Style& style_;
   const Range ranks_;
-  Order donors_;                       // by falling surplus
-  Order receivers_;                    // by rising room
-  std::vector<double> least_bytes_;    // [ranks] for each rank's room at first
-  std::vector<int64_t> bytes_before_;  // [ranks] into each rank at first
-  double largest_bytes_ = 0;           // for the largest room
+  Order donors_;                        // by falling surplus
+  Order receivers_;                     // by rising room
+  std::vector<double> least_bytes_;     // [ranks] for each rank's room at first
+  std::vector<int64_t> bytes_before_;   // [ranks] into each rank at first
+  double largest_bytes_ = 0;            // for the largest room
+  double surplus_at_first_ = 0;         // of all donors
+  std::vector<double> rooms_at_first_;  // by falling room; walking the tree for each donor is slow
   const Fairness* fairness_ = nullptr;
   std::map<int64_t, Cutter> cutters_;
 };
