@@ -31,8 +31,6 @@ def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | 
     Collective over `control`, a group for CPU tensors. `transport` is that of Options. Raises
     ValueError on every rank, with the reason, where it is "peer" and some rank cannot.
     """
-    if transport == "process_group" or (transport == "auto" and "nccl" not in backend):
-        return None
     own = _describe_self(transport, backend)
     members = [_Member(*words) for words in _gather(list(astuple(own)), control)]
     problems = _gather(_problem(members, dist.get_rank(control)), control)

@@ -125,3 +125,17 @@ def test_peer_memory_is_refused_where_there_is_none(fresh_ranks):
     """On every rank, with the reason; the group can be opened otherwise."""
     for error, _ in fresh_ranks.run(demand_peer_memory, timeout_s=40):
         assert error.startswith('transport is "peer", but on rank 0 ')
+
+
+def open_with_own_transport(rank: int, world_size: int) -> str:
+    chosen = ("peer", "auto", "process_group")[rank]
+    try:
+        distca.init(options=distca.Options(transport=chosen))
+    except ValueError as raised:
+        return str(raised)
+    return ""
+
+
+def test_ranks_with_different_transports_are_told(fresh_ranks):
+    for error in fresh_ranks.run(open_with_own_transport, timeout_s=40):
+        assert error.startswith('transport is "peer", but on rank ')
