@@ -1,7 +1,6 @@
 """The pages of docs/ and the README say what the code does: generated pages, links, messages, and
 every command, in a short form."""
 
-import importlib.util
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from module_files import module_of
 
 from distca import report, run
 from distca.explain import __main__ as explain
@@ -189,11 +189,7 @@ def test_the_example_trains_the_same_with_documents_across_ranks(tmp_path):
 
 
 def generator():
-    path = ROOT / "docs" / "generate.py"
-    spec = importlib.util.spec_from_file_location("generate", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "docs" / "generate.py")
 
 
 def test_generated_pages_follow_the_code():

@@ -1,6 +1,5 @@
 """What is shipped: sources, version, metadata, and the PyTorch that builds are made with."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
+from module_files import module_of
 from packaging.version import Version
 
 import distca
@@ -55,11 +55,7 @@ def test_one_version():
 
 
 def backend():
-    path = ROOT / "tools" / "build_backend.py"
-    spec = importlib.util.spec_from_file_location("build_backend", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "tools" / "build_backend.py")
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable", "sdist"])

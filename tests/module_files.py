@@ -1,0 +1,13 @@
+"""Python files outside of packages, imported by path."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+
+def module_of(path: Path) -> ModuleType:
+    """The file's module, run anew."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
