@@ -210,7 +210,7 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
         )
 
     backend = str(dist.get_backend_config(group))
-    session.data = new_group(backend, _urgent(backend, timeout))
+    session.data = new_group(backend, _urgent(backend, 2 * timeout))  # ours is first, and says more
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
     configuration = f"version {torch.ops.distca.version()} {session.options}"

@@ -1,9 +1,10 @@
-"""A step through peer memory in which one rank fails: python gpu_fault_script.py FAULT PASS, under
-a launcher's environment. It catches nothing, as users' scripts do not."""
+"""A step in which one rank fails: python gpu_fault_script.py FAULT PASS TRANSPORT, in the environment
+of a launcher. It catches nothing, as users' scripts do not."""
 
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -28,15 +29,28 @@ def raise_error() -> None:
     raise KeyError("layers.417.weight")
 
 
-FAULTS = {function.__name__: function for function in (die, stop, raise_error)}
+def sleep() -> None:
+    time.sleep(4 * TIMEOUT_S)
+
+
+def run_out_of_memory() -> None:
+    """The operator itself cannot allocate its results."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+
+
+FAULTS = {
+    function.__name__: function for function in (die, stop, raise_error, sleep, run_out_of_memory)
+}
 
 
 def main() -> None:
-    fault, failing_pass = FAULTS[sys.argv[1]], sys.argv[2]
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    fault, failing_pass, transport = FAULTS[sys.argv[1]], sys.argv[2], sys.argv[3]
+    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    backend = "gloo" if transport == "peer" else "nccl"
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    distca.init(options=distca.Options(transport="peer", timeout_s=TIMEOUT_S))
+    distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S))
     documents = distca.Documents.sharded([ROWS], rank, world_size)
     distca.plan(documents, device="cuda")
     q, k, v = (

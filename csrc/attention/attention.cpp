@@ -1,5 +1,7 @@
 #include "attention.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include "cpu/cpu.h"
@@ -27,7 +29,7 @@ void check_rows(const char* name, const at::Tensor& x, const at::Tensor& like) {
                     " on ", like.device(), "; they must be equal");
 }
 
-void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   check_rows("q", q, q);
   check_rows("k", k, q);
   check_rows("v", v, q);
@@ -50,6 +52,12 @@ void check_tasks(const std::vector<Task>& tasks, int64_t rows_q, int64_t rows_k)
   }
 }
 
+void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const TaskList& tasks) {
+  check_qkv(q, k, v);
+  check_tasks(tasks.tasks, q.size(0), k.size(0));
+}
+
 // A scale that is not positive turns the order of scores around, which the kernels' running maximum
 // cannot follow.
 bool runs_on_sm90([[maybe_unused]] const at::Tensor& q, [[maybe_unused]] double softmax_scale) {
@@ -59,6 +67,12 @@ bool runs_on_sm90([[maybe_unused]] const at::Tensor& q, [[maybe_unused]] double 
   return false;
 #endif
 }
+
+#ifdef DISTCA_WITH_CUDA
+bool runs_on_aten(const at::Tensor& q, double softmax_scale) {
+  return q.is_cuda() && !runs_on_sm90(q, softmax_scale);
+}
+#endif
 
 [[noreturn]] void throw_unsupported(const at::Device& device) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -86,6 +100,13 @@ void check_saved(const Saved& saved, const at::Tensor& q) {
                     q.sizes(), "; they must be equal");
 }
 
+void check_gradient(const at::Tensor& grad_out, const Saved& saved, const at::Tensor& q) {
+  TORCH_CHECK_VALUE(grad_out.sizes() == q.sizes(), "grad_out has shape ", grad_out.sizes(),
+                    ", q has ", q.sizes(), "; they must be equal");
+  check_rows("grad_out", grad_out, q);
+  check_saved(saved, q);
+}
+
 }  // namespace
 
 bool runs_own_kernels(const at::Tensor& q) {
@@ -98,16 +119,27 @@ bool runs_own_kernels(const at::Tensor& q) {
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params) {
-  check_inputs(q, k, v);
-  check_tasks(tasks.tasks, q.size(0), k.size(0));
-  if (q.is_cpu()) return cpu::forward(q, k, v, tasks, params);
+  check_inputs(q, k, v, tasks);
+#ifdef DISTCA_WITH_CUDA
+  if (runs_on_aten(q, params.softmax_scale)) return aten::forward(q, k, v, tasks, params);
+#endif
+  const auto real = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor out = at::empty(q.sizes(), q.options());
+  const at::Tensor lse = at::empty(q.sizes().slice(0, 2), q.options().dtype(real));
+  forward({q, k, v, tasks, out, lse}, params);
+  return {out, lse};
+}
+
+void forward(const ForwardRows& rows, const Params& params) {
+  check_inputs(rows.q, rows.k, rows.v, rows.tasks);
+  if (rows.q.is_cpu()) return cpu::forward(rows, params);
 #ifdef DISTCA_WITH_SM90
-  if (runs_on_sm90(q, params.softmax_scale)) return sm90::forward(q, k, v, tasks, params);
+  if (runs_on_sm90(rows.q, params.softmax_scale)) return sm90::forward(rows, params);
 #endif
 #ifdef DISTCA_WITH_CUDA
-  if (q.is_cuda()) return aten::forward(q, k, v, tasks, params);
+  if (rows.q.is_cuda()) return aten::forward(rows, params);
 #endif
-  throw_unsupported(q.device());
+  throw_unsupported(rows.q.device());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
@@ -115,28 +147,49 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const at::Tensor& v, const Saved& saved,
                                                         const TaskList& tasks,
                                                         const Params& params) {
-  check_inputs(q, k, v);
-  check_tasks(tasks.tasks, q.size(0), k.size(0));
-  TORCH_CHECK_VALUE(grad_out.sizes() == q.sizes(), "grad_out has shape ", grad_out.sizes(),
-                    ", q has ", q.sizes(), "; they must be equal");
-  check_saved(saved, q);
   // Autograd hands down expanded gradients, whose last dimension has stride 0.
-  const at::Tensor grad = grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous();
-  check_rows("grad_out", grad, q);
-  if (q.is_cpu()) {
-    const at::Tensor delta =
-        saved.delta.defined() ? saved.delta : row_dots(saved.out.contiguous(), grad.contiguous());
-    return cpu::backward(grad, q, k, v, {saved.lse, delta, saved.out}, tasks, params);
+  const at::Tensor grad =
+      grad_out.dim() != 3 || grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous();
+  check_inputs(q, k, v, tasks);
+#ifdef DISTCA_WITH_CUDA
+  if (runs_on_aten(q, params.softmax_scale)) {
+    check_gradient(grad, saved, q);
+    return aten::backward(grad, q, k, v, saved, tasks, params);
+  }
+#endif
+  const at::Tensor dq = at::empty(q.sizes(), q.options());
+  const auto [dk, dv] = new_key_gradients(k, {&tasks});
+  backward({grad, q, k, v, saved, tasks, dq, dk, dv}, params);
+  return {dq, dk, dv};
+}
+
+void backward(const BackwardRows& rows, const Params& params) {
+  check_inputs(rows.q, rows.k, rows.v, rows.tasks);
+  check_gradient(rows.grad_out, rows.saved, rows.q);
+  if (rows.q.is_cpu()) {
+    BackwardRows with_delta = rows;
+    if (!rows.saved.delta.defined()) {
+      with_delta.saved.delta = row_dots(rows.saved.out.contiguous(), rows.grad_out.contiguous());
+    }
+    return cpu::backward(with_delta, params);
   }
 #ifdef DISTCA_WITH_SM90
-  if (runs_on_sm90(q, params.softmax_scale)) {
-    return sm90::backward(grad, q, k, v, saved, tasks, params);
-  }
+  if (runs_on_sm90(rows.q, params.softmax_scale)) return sm90::backward(rows, params);
 #endif
 #ifdef DISTCA_WITH_CUDA
-  if (q.is_cuda()) return aten::backward(grad, q, k, v, saved, tasks, params);
+  if (rows.q.is_cuda()) return aten::backward(rows, params);
 #endif
-  throw_unsupported(q.device());
+  throw_unsupported(rows.q.device());
+}
+
+std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k,
+                                                    std::initializer_list<const TaskList*> lists) {
+#ifdef DISTCA_WITH_SM90
+  if (sm90::supports(k) && sm90::write_all_keys(k, lists)) {
+    return {at::empty(k.sizes(), k.options()), at::empty(k.sizes(), k.options())};
+  }
+#endif
+  return {at::zeros(k.sizes(), k.options()), at::zeros(k.sizes(), k.options())};
 }
 
 }  // namespace distca::attention

@@ -3,7 +3,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "task.h"
@@ -48,6 +50,16 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params);
 
+// Tasks with their rows, and where the results go: contiguous, of the shapes that forward gives.
+struct ForwardRows {
+  at::Tensor q, k, v;
+  const TaskList& tasks;
+  at::Tensor out, lse;
+};
+
+// As above. Rows of no task keep what is in out and lse.
+void forward(const ForwardRows& rows, const Params& params);
+
 // What the backward pass knows of the forward's result: `out`, or delta = rowsum(out * grad_out)
 // [rows_q, heads_q] of lse's dtype, or both. A server that computes for others has no `out`.
 struct Saved {
@@ -63,5 +75,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const at::Tensor& v, const Saved& saved,
                                                         const TaskList& tasks,
                                                         const Params& params);
+
+struct BackwardRows {
+  at::Tensor grad_out, q, k, v;
+  Saved saved;
+  const TaskList& tasks;
+  at::Tensor dq, dk, dv;
+};
+
+// As above. Rows of q of no task, and rows of k that no task reads, keep what is in dq, dk and dv.
+void backward(const BackwardRows& rows, const Params& params);
+
+// dk and dv like k, zero unless the backward passes of these lists, which share no key, write every
+// row.
+std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k,
+                                                    std::initializer_list<const TaskList*> lists);
 
 }  // namespace distca::attention

@@ -1,8 +1,6 @@
 #include "sm90.h"
 
 #include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 
@@ -159,29 +157,9 @@ bool supports(const at::Tensor& q) {
   return device->major == 9 && device->minor == 0;
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
-                                           const at::Tensor& v, const TaskList& tasks,
-                                           const Params& params) {
-  const at::Tensor out = at::empty(q.sizes(), q.options());
-  const at::Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
-  forward({q, k, v, tasks, out, lse}, params);
-  return {out, lse};
-}
-
 void forward(const ForwardRows& rows, const Params& params) {
   const auto prepared = prepare(rows);
   launch(prepared.part, params);
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
-                                                        const at::Tensor& q, const at::Tensor& k,
-                                                        const at::Tensor& v, const Saved& saved,
-                                                        const TaskList& tasks,
-                                                        const Params& params) {
-  const at::Tensor dq = at::empty(q.sizes(), q.options());
-  const auto [dk, dv] = new_key_gradients(k, tasks);
-  backward({grad_out, q, k, v, saved, tasks, dq, dk, dv}, params);
-  return {dq, dk, dv};
 }
 
 void backward(const BackwardRows& rows, const Params& params) {
@@ -189,13 +167,12 @@ void backward(const BackwardRows& rows, const Params& params) {
   launch(prepared.part, params);
 }
 
-std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k, const TaskList& tasks) {
-  const TileTable& table = table_of(tasks, backward_tile_rows(k.size(2)));
-  const bool writes_all_keys = table.num_key_rows == k.size(0);
-  const auto made = [&] {
-    return writes_all_keys ? at::empty(k.sizes(), k.options()) : at::zeros(k.sizes(), k.options());
-  };
-  return {made(), made()};
+bool write_all_keys(const at::Tensor& k, std::initializer_list<const TaskList*> lists) {
+  int64_t num_written = 0;
+  for (const TaskList* tasks : lists) {
+    num_written += table_of(*tasks, backward_tile_rows(k.size(2))).num_key_rows;
+  }
+  return num_written == k.size(0);
 }
 
 }  // namespace distca::attention::sm90

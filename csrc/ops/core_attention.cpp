@@ -22,15 +22,16 @@ Forward balanced_forward(const Call& call, const attention::Params& params) {
   const transport::Where where = session.enter(Pass::kForward);
   Shipment inputs =
       send_to_servers(session, where.in("dispatch"), {{{q}, plan.queries}, {{k, v}, plan.keys}});
-  // Home tasks are computed while visiting rows travel.
-  auto [out, lse] = attention::forward(q, k, v, plan.home, params);
+  auto [out, lse] = attention::forward(q, k, v, plan.early, params);
 
   const auto visiting = inputs.arrive_visiting();
   const auto [visiting_out, visiting_lse] =
       attention::forward(visiting[0][0], visiting[1][0], visiting[1][1], plan.visiting, params);
-  const auto results =
-      send_home(session, where.in("combine"), {{{visiting_out, visiting_lse}, plan.queries}})
-          .arrive();
+  Shipment sent =
+      send_home(session, where.in("combine"), {{{visiting_out, visiting_lse}, plan.queries}});
+  attention::forward({q, k, v, plan.late, out, lse}, params);
+
+  const auto results = sent.arrive();
   transport::scatter_rows(results[0][0], plan.queries.home_row, out);
   transport::scatter_rows(results[0][1], plan.queries.home_row, lse);
   return {out, lse};
@@ -47,17 +48,20 @@ Backward balanced_backward(const Call& call, const at::Tensor& grad_out, const a
   Shipment inputs =
       send_to_servers(session, where.in("dispatch"),
                       {{{q, grad_out, lse, delta}, plan.queries}, {{k, v}, plan.keys}});
-  auto [dq, dk, dv] = attention::backward(grad_out, q, k, v, {lse, delta, out}, plan.home, params);
+  const attention::Saved saved{lse, delta, out};
+  auto [dq, dk, dv] = attention::backward(grad_out, q, k, v, saved, plan.early, params);
 
   const auto visiting = inputs.arrive_visiting();
   const auto& visiting_q = visiting[0];
   const auto [visiting_dq, visiting_dk, visiting_dv] =
       attention::backward(visiting_q[1], visiting_q[0], visiting[1][0], visiting[1][1],
                           {visiting_q[2], visiting_q[3], at::Tensor()}, plan.visiting, params);
-  const auto grads =
+  Shipment sent =
       send_home(session, where.in("combine"),
-                {{{visiting_dq}, plan.queries}, {{visiting_dk, visiting_dv}, plan.keys}})
-          .arrive();
+                {{{visiting_dq}, plan.queries}, {{visiting_dk, visiting_dv}, plan.keys}});
+  attention::backward({grad_out, q, k, v, saved, plan.late, dq, dk, dv}, params);
+
+  const auto grads = sent.arrive();
   transport::scatter_rows(grads[0][0], plan.queries.home_row, dq);
   transport::reduce_rows(grads[1][0], plan.key_gradients, dk);
   transport::reduce_rows(grads[1][1], plan.key_gradients, dv);
@@ -73,8 +77,8 @@ Forward core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   const Call call = begin_call(q, k, v, layout, rows, softmax_scale, std::string(group_name));
   const attention::Params params = attention_params(call.layout, softmax_scale);
   if (!call.session) {
-    return attention::forward(call.inputs.q, call.inputs.k, call.inputs.v, call.layout.home,
-                              params);
+    const auto& [home_q, home_k, home_v] = call.inputs;
+    return attention::forward(home_q, home_k, home_v, call.layout.early, params);
   }
   return announcing(*call.session, [&] {
 #ifdef DISTCA_WITH_SM90
@@ -94,8 +98,9 @@ Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q
   const attention::Params params = attention_params(call.layout, softmax_scale);
   const at::Tensor grad = grad_out.contiguous();
   if (!call.session) {
-    return attention::backward(grad, call.inputs.q, call.inputs.k, call.inputs.v,
-                               {lse, at::Tensor(), out}, call.layout.home, params);
+    const auto& [home_q, home_k, home_v] = call.inputs;
+    return attention::backward(grad, home_q, home_k, home_v, {lse, at::Tensor(), out},
+                               call.layout.early, params);
   }
   return announcing(*call.session, [&] {
     check_saved_rows(grad, "grad_out", q);

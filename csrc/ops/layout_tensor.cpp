@@ -24,7 +24,7 @@
 namespace distca::ops {
 namespace {
 
-constexpr int64_t kMagic = 0x6469737463610007;  // "distca", format 7
+constexpr int64_t kMagic = 0x6469737463610008;  // "distca", format 8
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
@@ -381,8 +381,6 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
                                                  const planner::Plan& plan,
                                                  const LayoutOrigin& origin,
                                                  const std::optional<PeerRoutes>& routes) {
-  const std::vector<attention::Task> home = tasks_of(layout.home_tasks);
-  const std::vector<attention::Task> visiting = tasks_of(layout.visiting_tasks);
   Writer writer;
   writer.host = {kMagic,
                  0,
@@ -409,8 +407,9 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
   }
   write_reduction(layout.send_k_runs, writer);
   const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
-  writer.tasks(home, mask, origin.device_type);
-  writer.tasks(visiting, mask, origin.device_type);
+  for (const auto* tasks : {&layout.early_tasks, &layout.late_tasks, &layout.visiting_tasks}) {
+    writer.tasks(tasks_of(*tasks), mask, origin.device_type);
+  }
   writer.host.push_back(routes.has_value());
   if (routes) append_words(*routes, writer.host);
   const int64_t padding = std::max<int64_t>(0, kMinLength - writer.device.size());
@@ -477,8 +476,9 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
                     "layout: ", words[kNumCounted], " of ", words[kNumRowWords],
                     " words of rows are counted; its sections say ", reader.next_row, " of ",
                     rows.size(0));
-  decoded.home = reader.tasks();
-  decoded.visiting = reader.tasks();
+  for (auto* tasks : {&decoded.early, &decoded.late, &decoded.visiting}) *tasks = reader.tasks();
+  TORCH_CHECK_VALUE(decoded.moves_rows || decoded.late.tasks.empty(),
+                    "layout: ", decoded.late.tasks.size(), " late tasks where no rank moves rows");
   decoded.peers = reader.peer_routes(decoded);
   reader.check_consumed();
   return decoded;

@@ -37,7 +37,8 @@ struct Layout {
   Route queries;
   Route keys;
   transport::Reduction key_gradients;  // returned key slots that add up to each home row
-  attention::TaskList home;
+  attention::TaskList early;           // home tasks for the time in which rows arrive
+  attention::TaskList late;            // and for that in which results travel home
   attention::TaskList visiting;
   std::optional<PeerRoutes> peers;  // of groups so small that peers may write to each other
 

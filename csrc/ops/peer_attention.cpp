@@ -120,7 +120,7 @@ void fetch_queries(const Layout& layout, const Buffers& buffers, const Region& r
       gathers.push_back({rows.data + home_row * rows.row_bytes,
                          num_rows * rows.row_bytes,
                          {{from, delivery.server}},
-                         /*adds=*/false});
+                         peer::Taking::kCopy});
     }
   }
 }
@@ -129,9 +129,9 @@ void add_key_gradients(const Layout& layout, const Buffers& buffers, const Regio
                        const at::Tensor& to, std::vector<peer::Gather>& gathers) {
   const transport::RowView rows = transport::row_view(to);
   for (const KeyGradients& shared : layout.peers->key_gradients) {
-    peer::Gather& gather = gathers.emplace_back(rows.data + shared.home_row * rows.row_bytes,
-                                                shared.num_rows * rows.row_bytes);
-    gather.adds = true;
+    peer::Gather& gather = gathers.emplace_back(
+        rows.data + shared.home_row * rows.row_bytes, shared.num_rows * rows.row_bytes,
+        std::vector<peer::Gather::Source>{}, peer::Taking::kAdd);
     for (const auto& [server, visiting_row] : shared.sources) {
       gather.sources.push_back({buffers.row(region, server, visiting_row), server});
     }
@@ -176,7 +176,7 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attentio
   transport.send(parcels_of(layout, buffers, {{to_q}, {to_k, to_v}}));
   // Two launches, not one that waits for flags: blocks that take tasks of both lists by turns lose
   // the keys that they share in L2, a tenth of their speed and more.
-  sm90::forward({q, k, v, layout.home, out, lse}, params);
+  sm90::forward({q, k, v, layout.early, out, lse}, params);
   transport.await_arrivals(flags_of(layout.visiting));
   sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), layout.visiting,
                  buffers.queries(from_out), buffers.queries(from_lse)},
@@ -185,7 +185,9 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attentio
   std::vector<peer::Gather> gathers;
   fetch_queries(layout, buffers, from_out, out, gathers);
   fetch_queries(layout, buffers, from_lse, lse, gathers);
-  transport.fetch(gathers, addend_of(q));
+  transport.collect(std::move(gathers));
+  sm90::forward({q, k, v, layout.late, out, lse}, params);
+  transport.end(addend_of(q));
   return {out, lse};
 }
 
@@ -198,7 +200,7 @@ void peer_exchange(const Call& call) {
   transport.begin(buffers.num_bytes(), call.session->enter(Pass::kForward));
   transport.send(parcels_of(call.layout, buffers, {{to_q}, {to_k, to_v}}));
   transport.await_arrivals(flags_of(call.layout.visiting));
-  transport.fetch({}, addend_of(q));
+  transport.end(addend_of(q));
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
@@ -213,7 +215,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
   // Formed at home, so that `out` never travels.
   const at::Tensor delta = attention::row_dots(out, grad);
   const at::Tensor dq = at::empty(q.sizes(), q.options());
-  const auto [dk, dv] = sm90::new_key_gradients(k, layout.home);
+  const auto [dk, dv] = attention::new_key_gradients(k, {&layout.early, &layout.late});
 
   Buffers buffers(transport, layout);
   const Region to_q = buffers.for_queries(q), to_grad = buffers.for_queries(grad),
@@ -223,7 +225,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
                from_dv = buffers.for_keys(dv);
   transport.begin(buffers.num_bytes(), call.session->enter(Pass::kBackward));
   transport.send(parcels_of(layout, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
-  sm90::backward({grad, q, k, v, {lse, delta, out}, layout.home, dq, dk, dv}, params);
+  const attention::Saved saved{lse, delta, out};
+  sm90::backward({grad, q, k, v, saved, layout.early, dq, dk, dv}, params);
   transport.await_arrivals(flags_of(layout.visiting));
   sm90::backward({buffers.queries(to_grad),
                   buffers.queries(to_q),
@@ -240,7 +243,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
   fetch_queries(layout, buffers, from_dq, dq, gathers);
   add_key_gradients(layout, buffers, from_dk, dk, gathers);
   add_key_gradients(layout, buffers, from_dv, dv, gathers);
-  transport.fetch(gathers, addend_of(q));
+  transport.collect(std::move(gathers));
+  sm90::backward({grad, q, k, v, saved, layout.late, dq, dk, dv}, params);
+  transport.end(addend_of(q));
   return {dq, dk, dv};
 }
 

@@ -100,8 +100,7 @@ Registry& registry() {
 
 }  // namespace
 
-Session::Session(const GroupNames& names, const std::string& configuration,
-                 [[maybe_unused]] double timeout_s,
+Session::Session(const GroupNames& names, const std::string& configuration, double timeout_s,
                  [[maybe_unused]] std::optional<int64_t> device) {
   const auto data = c10d::resolve_process_group(names.data);
   const auto control = c10d::resolve_process_group(names.control);
@@ -115,7 +114,7 @@ Session::Session(const GroupNames& names, const std::string& configuration,
   const auto plans = std::make_shared<transport::Patience>(failures_, "plans");
   control_ = std::make_unique<transport::ControlPlane>(control, layers);
   planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
-  transport_ = transport::make_process_group_transport(data, layers);
+  transport_ = transport::make_process_group_transport(data, layers, failures_, timeout_s);
 #ifdef DISTCA_WITH_SM90
   if (!device) return;
   const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*device));

@@ -9,10 +9,10 @@
 namespace distca::ops {
 namespace {
 
-const attention::TaskList& task_list(const Layout& layout, c10::string_view tasks) {
+bool is_home(c10::string_view tasks) {
   TORCH_CHECK_VALUE(tasks == "home" || tasks == "visiting", "tasks is '", tasks,
                     "'; expected 'home' or 'visiting'");
-  return tasks == "home" ? layout.home : layout.visiting;
+  return tasks == "home";
 }
 
 // Home rows that a server computes have no home task, so no kernel wrote them.
@@ -100,13 +100,14 @@ Pair attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
             const at::Tensor& rows, double softmax_scale, c10::string_view tasks) {
   const c10::DeviceGuard guard(q.device());
   const Layout plan = decode_layout(layout, rows);
-  auto [out, lse] =
-      attention::forward(with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v),
-                         task_list(plan, tasks), attention_params(plan, softmax_scale));
-  if (tasks == "home") {
-    zero_sent_rows(out, plan);
-    zero_sent_rows(lse, plan);
-  }
+  const attention::Params params = attention_params(plan, softmax_scale);
+  const at::Tensor rows_q = with_contiguous_rows(q), rows_k = with_contiguous_rows(k),
+                   rows_v = with_contiguous_rows(v);
+  if (!is_home(tasks)) return attention::forward(rows_q, rows_k, rows_v, plan.visiting, params);
+  auto [out, lse] = attention::forward(rows_q, rows_k, rows_v, plan.early, params);
+  attention::forward({rows_q, rows_k, rows_v, plan.late, out, lse}, params);
+  zero_sent_rows(out, plan);
+  zero_sent_rows(lse, plan);
   return {out, lse};
 }
 
@@ -116,11 +117,16 @@ Triple attend_backward(const at::Tensor& grad_out, const at::Tensor& q, const at
                        c10::string_view tasks) {
   const c10::DeviceGuard guard(grad_out.device());
   const Layout plan = decode_layout(layout, rows);
-  auto [dq, dk, dv] =
-      attention::backward(grad_out.contiguous(), with_contiguous_rows(q), with_contiguous_rows(k),
-                          with_contiguous_rows(v), {lse, at::Tensor(), out}, task_list(plan, tasks),
-                          attention_params(plan, softmax_scale));
-  if (tasks == "home") zero_sent_rows(dq, plan);
+  const attention::Params params = attention_params(plan, softmax_scale);
+  const attention::Saved saved{lse, at::Tensor(), out};
+  const at::Tensor grad = grad_out.contiguous(), rows_q = with_contiguous_rows(q),
+                   rows_k = with_contiguous_rows(k), rows_v = with_contiguous_rows(v);
+  if (!is_home(tasks)) {
+    return attention::backward(grad, rows_q, rows_k, rows_v, saved, plan.visiting, params);
+  }
+  auto [dq, dk, dv] = attention::backward(grad, rows_q, rows_k, rows_v, saved, plan.early, params);
+  attention::backward({grad, rows_q, rows_k, rows_v, saved, plan.late, dq, dk, dv}, params);
+  zero_sent_rows(dq, plan);
   return {dq, dk, dv};
 }
 

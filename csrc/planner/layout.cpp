@@ -77,19 +77,49 @@ void fill_receives(const std::vector<Arrival>& arrivals, std::vector<int64_t>& r
   }
 }
 
-void fill_home_tasks(const Pack& pack, const Plan& plan, Layout& layout) {
+// A home task, and the (query, key) pairs that it scores.
+struct HomeTask {
+  PlacedTask task;
+  int64_t num_pairs;
+};
+
+// How many of the tasks, which are in order, come before the cut that halves their pairs best and
+// separates their keys.
+int64_t middle_of(const std::vector<HomeTask>& tasks) {
+  int64_t num_pairs = 0, num_before = 0, num_early = static_cast<int64_t>(tasks.size());
+  for (const HomeTask& home : tasks) num_pairs += home.num_pairs;
+  int64_t smallest = num_pairs;  // difference of the two sides
+  for (size_t i = 0; i + 1 < tasks.size(); ++i) {
+    num_before += tasks[i].num_pairs;
+    const PlacedTask& task = tasks[i].task;
+    const int64_t difference = std::abs(num_pairs - 2 * num_before);
+    if (task.k_row + task.num_k_rows > tasks[i + 1].task.k_row || difference >= smallest) continue;
+    smallest = difference;
+    num_early = static_cast<int64_t>(i) + 1;
+  }
+  return num_early;
+}
+
+// `has_traffic`: whether this rank sends or receives rows.
+void fill_home_tasks(const Pack& pack, const Plan& plan, bool has_traffic, Layout& layout) {
+  std::vector<HomeTask> tasks;
   for (const Task& task : tasks_of(plan, layout.rank)) {
     if (!is_home(pack, plan.mask, task)) continue;
     const Document& document = pack.documents[task.document];
     const std::span<const Segment> segments = pack.segments_of(document);
     const Segment& segment = segments[segment_at(segments, task.q_begin)];
     const Range keys = keys_of(plan.mask, queries(task), document.length);
-    layout.home_tasks.push_back({segment.q_row + task.q_begin - segment.start,
-                                 num_rows(queries(task)), segment.row + keys.begin - segment.start,
-                                 num_rows(keys), task.q_begin - keys.begin});
+    tasks.push_back(
+        {{segment.q_row + task.q_begin - segment.start, num_rows(queries(task)),
+          segment.row + keys.begin - segment.start, num_rows(keys), task.q_begin - keys.begin},
+         num_pairs(plan.mask, queries(task), document.length)});
   }
-  std::sort(layout.home_tasks.begin(), layout.home_tasks.end(),
-            [](const PlacedTask& a, const PlacedTask& b) { return a.q_row < b.q_row; });
+  std::sort(tasks.begin(), tasks.end(),
+            [](const HomeTask& a, const HomeTask& b) { return a.task.q_row < b.task.q_row; });
+  int64_t num_left = has_traffic ? middle_of(tasks) : static_cast<int64_t>(tasks.size());
+  for (const HomeTask& home : tasks) {
+    (num_left-- > 0 ? layout.early_tasks : layout.late_tasks).push_back(home.task);
+  }
 }
 
 // Visiting row of `position` among the ranges, of which the first stands at row `row`.
@@ -148,7 +178,10 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank) {
   }
   fill_receives(q_arrivals, layout.recv_q_rows, layout.q_slot_runs);
   fill_receives(k_arrivals, layout.recv_k_rows, layout.k_slot_runs);
-  fill_home_tasks(pack, plan, layout);
+  const auto moves = [](const std::vector<Run>& runs) { return !runs.empty(); };
+  const bool has_traffic =
+      moves(layout.send_q_runs) || moves(layout.send_k_runs) || !visits.empty();
+  fill_home_tasks(pack, plan, has_traffic, layout);
   fill_visiting_tasks(pack, plan, visits, layout);
   return layout;
 }

@@ -30,6 +30,8 @@ struct Run {
 // A home task has its query rows and all their keys in this rank's own rows, contiguous and in
 // document order; it is read in place. Every other task of this server is visiting: all its rows
 // arrive by dispatch, rows that this rank itself is home to included (it sends them to itself).
+// Home tasks stand in two lists: early ones are for the time in which rows arrive, late ones for
+// that in which results travel home. No two tasks of different lists share rows.
 //
 // Rows travel in slots. Sent slots are ordered by peer, then by the order in which the peer's
 // visiting tasks list them; received slots by peer, then by this server's order, so the tables of
@@ -51,8 +53,8 @@ struct Layout {
   // Received slots of the visiting rows, in order; empty when slot i is visiting row i.
   std::vector<Run> q_slot_runs, k_slot_runs;
 
-  std::vector<PlacedTask> home_tasks;      // by q_row; rows of this rank
-  std::vector<PlacedTask> visiting_tasks;  // by q_row; visiting rows
+  std::vector<PlacedTask> early_tasks, late_tasks;  // by q_row; rows of this rank
+  std::vector<PlacedTask> visiting_tasks;           // by q_row; visiting rows
 };
 
 // `plan` must be valid for `pack` (see validate). Throws std::invalid_argument for a bad rank.

@@ -64,6 +64,30 @@ inline std::vector<ServerRows> server_rows(const Pack& pack, const Plan& plan, c
   return servers;
 }
 
+// Early ones, then late ones: that is in order of rows.
+inline std::vector<PlacedTask> home_tasks(const Layout& layout) {
+  std::vector<PlacedTask> tasks = layout.early_tasks;
+  tasks.insert(tasks.end(), layout.late_tasks.begin(), layout.late_tasks.end());
+  return tasks;
+}
+
+// No late task shares a row with an early one, and a rank without traffic has none.
+inline std::string check_late(const Layout& layout) {
+  if (layout.late_tasks.empty()) return "";
+  if (layout.send_k_runs.empty() && layout.send_q_runs.empty() && layout.visiting_tasks.empty()) {
+    return "late tasks without traffic";
+  }
+  int64_t q_end = 0, k_end = 0;
+  for (const PlacedTask& task : layout.early_tasks) {
+    q_end = std::max(q_end, task.q_row + task.num_q_rows);
+    k_end = std::max(k_end, task.k_row + task.num_k_rows);
+  }
+  for (const PlacedTask& task : layout.late_tasks) {
+    if (task.q_row < q_end || task.k_row < k_end) return "a late task shares rows with early ones";
+  }
+  return "";
+}
+
 // Row by row what runs hold; of runs that make no sense, the beginning.
 inline std::vector<int64_t> rows_of(const std::vector<Run>& runs) {
   constexpr size_t kMostRows = 1 << 20;
@@ -160,7 +184,7 @@ inline std::string check_results(const Layout& layout, const Pack& pack) {
   if (layout.num_context_rows != pack.num_context_rows[layout.rank]) return "num_context_rows";
   const int64_t num_rows = layout.num_home_rows - layout.num_context_rows;
   std::vector<int64_t> written = rows_of(layout.send_q_runs);
-  for (const PlacedTask& task : layout.home_tasks) {
+  for (const PlacedTask& task : home_tasks(layout)) {
     for (int64_t i = 0; i < task.num_q_rows; ++i) written.push_back(task.q_row + i);
   }
   std::sort(written.begin(), written.end());
@@ -188,11 +212,10 @@ inline std::string check_layouts(const Pack& pack, const Plan& plan,
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
     const Layout& layout = layouts[rank];
     if (layout.rank != rank || layout.num_ranks != pack.num_ranks) return "rank of a layout";
-    if (!same_tasks(layout.home_tasks, servers[rank].home_tasks)) return "home tasks";
+    if (!same_tasks(home_tasks(layout), servers[rank].home_tasks)) return "home tasks";
     if (!same_tasks(layout.visiting_tasks, servers[rank].visiting_tasks)) return "visiting tasks";
-    if (std::string wrong = check_results(layout, pack); !wrong.empty()) {
-      return wrong;
-    }
+    if (std::string wrong = check_late(layout); !wrong.empty()) return wrong;
+    if (std::string wrong = check_results(layout, pack); !wrong.empty()) return wrong;
   }
   const std::string wrong = check_route(layouts, servers, homes, kQueryRoute);
   return wrong.empty() ? check_route(layouts, servers, homes, kKeyRoute) : wrong;

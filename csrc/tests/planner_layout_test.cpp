@@ -109,7 +109,7 @@ std::map<Pair, int64_t> execute(const Pack& pack, const Plan& plan,
   const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
   std::map<Pair, int64_t> computed;
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
-    for (const PlacedTask& task : layouts[rank].home_tasks) {
+    for (const PlacedTask& task : home_tasks(layouts[rank])) {
       compute(task, plan.mask, own_queries[rank], home[rank], computed);
     }
     for (const PlacedTask& task : layouts[rank].visiting_tasks) {
@@ -148,7 +148,7 @@ TEST(Layout, ComputesEveryPairOnce) {
     const std::vector<Layout> layouts = make_layouts(pack, plan);
     ASSERT_EQ(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
     for (const Layout& layout : layouts) {
-      num_home += static_cast<int64_t>(layout.home_tasks.size());
+      num_home += static_cast<int64_t>(home_tasks(layout).size());
       num_visiting += static_cast<int64_t>(layout.visiting_tasks.size());
       num_permuted += !layout.q_slot_runs.empty() + !layout.k_slot_runs.empty();
     }
@@ -249,15 +249,34 @@ TEST(Layout, WholeDocumentsInBalanceAreReadInPlace) {
   const Plan plan = make_plan(pack, PlanOptions{});
   const Layout layout = make_layout(pack, plan, 1);
   EXPECT_EQ(layout.num_home_rows, 370);
-  ASSERT_EQ(layout.home_tasks.size(), 2u);
-  EXPECT_EQ(layout.home_tasks[1].q_row, 70);
-  EXPECT_EQ(layout.home_tasks[1].num_q_rows, 300);
-  EXPECT_EQ(layout.home_tasks[1].k_row, 70);
-  EXPECT_EQ(layout.home_tasks[1].num_k_rows, 300);
-  EXPECT_EQ(layout.home_tasks[1].q_offset, 0);
+  ASSERT_EQ(layout.early_tasks.size(), 2u);
+  EXPECT_EQ(layout.early_tasks[1].q_row, 70);
+  EXPECT_EQ(layout.early_tasks[1].num_q_rows, 300);
+  EXPECT_EQ(layout.early_tasks[1].k_row, 70);
+  EXPECT_EQ(layout.early_tasks[1].num_k_rows, 300);
+  EXPECT_EQ(layout.early_tasks[1].q_offset, 0);
+  EXPECT_TRUE(layout.late_tasks.empty());
   EXPECT_TRUE(layout.visiting_tasks.empty());
   EXPECT_TRUE(layout.send_q_runs.empty());
   EXPECT_TRUE(layout.send_k_runs.empty());
+}
+
+TEST(Layout, LateTasksAreHalfOfTheWorkAtHome) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 4096}, {1, 1, 0, 300}, {1, 2, 0, 500},
+                                     {1, 3, 0, 400},  {1, 4, 0, 400}, {1, 5, 0, 400}};
+  const Pack pack = make_pack(pieces, 2);
+  Plan plan{2, {}, {{0, 0, 3000, 0}, {0, 3000, 4096, 1}}, {}, 0};
+  for (int64_t document = 1; document < 6; ++document) {
+    plan.tasks.push_back({document, 0, pack.documents[document].length, 1});
+  }
+  const Layout layout = make_layout(pack, plan, 1);
+  // Pairs of a document grow with the square of its length: 9 + 25 of 34 + 48, then 50 of 82.
+  EXPECT_EQ(layout.early_tasks.size(), 2u);
+  ASSERT_EQ(layout.late_tasks.size(), 3u);
+  EXPECT_EQ(layout.late_tasks[0].q_row, 800);
+  EXPECT_EQ(layout.late_tasks[0].k_row, 800);
+  // One document is not cut: its tasks share keys.
+  EXPECT_TRUE(make_layout(pack, plan, 0).late_tasks.empty());
 }
 
 TEST(Layout, WindowedTaskStartsAtItsFirstKey) {

@@ -363,7 +363,7 @@ TEST(PlannerProperties, EveryTamperedLayoutIsFound) {
         }
       }
     }
-    for (const auto tasks : {&Layout::home_tasks, &Layout::visiting_tasks}) {
+    for (const auto tasks : {&Layout::early_tasks, &Layout::late_tasks, &Layout::visiting_tasks}) {
       for (size_t i = 0; i < (layouts[rank].*tasks).size(); ++i) {
         for (const auto field : task_fields) {
           EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*tasks)[i].*field += 1; }));

@@ -22,4 +22,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const TaskList& tasks,
                                                         const Params& params);
 
+// ATen allocates its results: rows of tasks are copied from there.
+void forward(const ForwardRows& rows, const Params& params);
+void backward(const BackwardRows& rows, const Params& params);
+
 }  // namespace distca::attention::aten

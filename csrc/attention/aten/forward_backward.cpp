@@ -59,6 +59,10 @@ std::vector<Call> calls_of(const TaskList& tasks, const Mask& mask) {
   return calls;
 }
 
+void copy_rows(const at::Tensor& from, const at::Tensor& to, int64_t first, int64_t count) {
+  to.narrow(0, first, count).copy_(from.narrow(0, first, count));
+}
+
 const Task& task_at(const TaskList& tasks, int64_t i) {
   return tasks.tasks[tasks.wave_order[i]];
 }
@@ -137,8 +141,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
     }
     for (int64_t i = tasks.waves[w].first_task; i < tasks.waves[w].last_task; ++i) {
       const Task& task = task_at(tasks, i);
-      out.narrow(0, task.q_row, task.num_q_rows)
-          .copy_(wave_out.narrow(0, task.q_row, task.num_q_rows));
+      copy_rows(wave_out, out, task.q_row, task.num_q_rows);
       lse.narrow(1, task.q_row, task.num_q_rows)
           .copy_(wave_lse.narrow(1, task.q_row, task.num_q_rows));
     }
@@ -186,11 +189,28 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
     }
     for (int64_t i = tasks.waves[w].first_task; i < tasks.waves[w].last_task; ++i) {
       const Task& task = task_at(tasks, i);
-      dq.narrow(0, task.q_row, task.num_q_rows)
-          .copy_(wave_dq.narrow(0, task.q_row, task.num_q_rows));
+      copy_rows(wave_dq, dq, task.q_row, task.num_q_rows);
     }
   }
   return {dq, dk.result(k.scalar_type()), dv.result(v.scalar_type())};
+}
+
+void forward(const ForwardRows& rows, const Params& params) {
+  const auto [out, lse] = aten::forward(rows.q, rows.k, rows.v, rows.tasks, params);
+  for (const Task& task : rows.tasks.tasks) {
+    copy_rows(out, rows.out, task.q_row, task.num_q_rows);
+    copy_rows(lse, rows.lse, task.q_row, task.num_q_rows);
+  }
+}
+
+void backward(const BackwardRows& rows, const Params& params) {
+  const auto [dq, dk, dv] =
+      aten::backward(rows.grad_out, rows.q, rows.k, rows.v, rows.saved, rows.tasks, params);
+  for (const Task& task : rows.tasks.tasks) {
+    copy_rows(dq, rows.dq, task.q_row, task.num_q_rows);
+    copy_rows(dk, rows.dk, task.k_row, task.num_k_rows);
+    copy_rows(dv, rows.dv, task.k_row, task.num_k_rows);
+  }
 }
 
 }  // namespace distca::attention::aten

@@ -1,6 +1,3 @@
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 #include <numeric>
 
 #include "cpu.h"
@@ -104,27 +101,20 @@ void run_backward(const BackwardArgs<T>& args, const KeyGradRows<T>& out,
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
-                                                        const at::Tensor& q, const at::Tensor& k,
-                                                        const at::Tensor& v, const Saved& saved,
-                                                        const TaskList& tasks,
-                                                        const Params& params) {
-  at::Tensor dq = at::empty(q.sizes(), q.options());
-  at::Tensor dk = at::zeros(k.sizes(), k.options());
-  at::Tensor dv = at::zeros(v.sizes(), v.options());
-  visit_dtype(q, [&](auto element) {
+void backward(const BackwardRows& rows, const Params& params) {
+  visit_dtype(rows.q, [&](auto element) {
     using T = decltype(element);
-    const BackwardArgs<T> args{.shape = shape_of(q, k, params),
-                               .grad_out = rows_of<const T>(grad_out),
-                               .q = rows_of<const T>(q),
-                               .k = rows_of<const T>(k),
-                               .v = rows_of<const T>(v),
-                               .lse = rows_of<const RealOf<T>>(saved.lse),
-                               .delta = rows_of<const RealOf<T>>(saved.delta),
-                               .dq = rows_of<T>(dq)};
-    run_backward(args, {rows_of<T>(dk), rows_of<T>(dv)}, tasks.tasks, k.size(1));
+    const BackwardArgs<T> args{.shape = shape_of(rows.q, rows.k, params),
+                               .grad_out = rows_of<const T>(rows.grad_out),
+                               .q = rows_of<const T>(rows.q),
+                               .k = rows_of<const T>(rows.k),
+                               .v = rows_of<const T>(rows.v),
+                               .lse = rows_of<const RealOf<T>>(rows.saved.lse),
+                               .delta = rows_of<const RealOf<T>>(rows.saved.delta),
+                               .dq = rows_of<T>(rows.dq)};
+    run_backward(args, {rows_of<T>(rows.dk), rows_of<T>(rows.dv)}, rows.tasks.tasks,
+                 rows.k.size(1));
   });
-  return {dq, dk, dv};
 }
 
 }  // namespace distca::attention::cpu

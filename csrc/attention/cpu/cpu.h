@@ -6,14 +6,9 @@
 // others in float32. Results do not depend on the number of threads.
 namespace distca::attention::cpu {
 
-std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
-                                           const at::Tensor& v, const TaskList& tasks,
-                                           const Params& params);
+void forward(const ForwardRows& rows, const Params& params);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
-                                                        const at::Tensor& q, const at::Tensor& k,
-                                                        const at::Tensor& v, const Saved& saved,
-                                                        const TaskList& tasks,
-                                                        const Params& params);
+// `saved` holds delta.
+void backward(const BackwardRows& rows, const Params& params);
 
 }  // namespace distca::attention::cpu

@@ -1,5 +1,3 @@
-#include <ATen/ops/empty.h>
-
 #include "cpu.h"
 #include "run.h"
 
@@ -47,25 +45,19 @@ Isa isa() {
 #endif
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
-                                           const at::Tensor& v, const TaskList& tasks,
-                                           const Params& params) {
-  const auto real = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor out = at::empty(q.sizes(), q.options());
-  at::Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(real));
-  const Shape shape = shape_of(q, k, params);
-  const auto tiles = query_tiles(tasks.tasks, k.size(1), shape.tile_rows());
-  visit_dtype(q, [&](auto element) {
+void forward(const ForwardRows& rows, const Params& params) {
+  const Shape shape = shape_of(rows.q, rows.k, params);
+  const auto tiles = query_tiles(rows.tasks.tasks, rows.k.size(1), shape.tile_rows());
+  visit_dtype(rows.q, [&](auto element) {
     using T = decltype(element);
     const ForwardArgs<T> args{.shape = shape,
-                              .q = rows_of<const T>(q),
-                              .k = rows_of<const T>(k),
-                              .v = rows_of<const T>(v),
-                              .out = rows_of<T>(out),
-                              .lse = rows_of<RealOf<T>>(lse)};
+                              .q = rows_of<const T>(rows.q),
+                              .k = rows_of<const T>(rows.k),
+                              .v = rows_of<const T>(rows.v),
+                              .out = rows_of<T>(rows.out),
+                              .lse = rows_of<RealOf<T>>(rows.lse)};
     run_forward(args, tiles);
   });
-  return {out, lse};
 }
 
 }  // namespace distca::attention::cpu

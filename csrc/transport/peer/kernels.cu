@@ -96,6 +96,10 @@ __device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t num_blocks) 
   return last;
 }
 
+__global__ void publish_kernel(Board board, uint32_t epoch) {
+  raise_everywhere(board, Word::kResults, epoch);
+}
+
 struct AwaitArguments {
   const uint32_t* words;
   uint32_t epoch;
@@ -199,14 +203,13 @@ struct FetchArguments {
   int64_t num_bytes[kMaxGathers];
   uint32_t first_chunk[kMaxGathers + 1];
   uint16_t first_source[kMaxGathers + 1];
-  bool adds[kMaxGathers];
+  Taking taking[kMaxGathers];
   FetchSource sources[kMaxSources];
   Board board;
   uint32_t* counter;
   uint32_t epoch;
   int num_gathers;
-  bool is_first;  // of the launches of a call
-  bool is_last;
+  bool is_last;  // of the launches of a call
 };
 static_assert(sizeof(FetchArguments) <= kMaxParameterBytes);
 
@@ -282,7 +285,6 @@ __device__ __forceinline__ bool is_aligned(const void* a, const void* b, int64_t
 template <typename T>
 __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__ FetchArguments a) {
   __shared__ bool poisoned;
-  if (a.is_first && blockIdx.x == 0) raise_everywhere(a.board, Word::kResults, a.epoch);
   const uint32_t* results = a.board.words[a.board.rank] + word_index(Word::kResults, 0);
   const uint32_t num_chunks = a.first_chunk[a.num_gathers];
   int gather = 0;
@@ -305,7 +307,9 @@ __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__
     const FetchSource* sources = a.sources + first_source;
     if (poisoned) {
       fill_nan(dst + begin, num_bytes);
-    } else if (a.adds[gather]) {
+    } else if (a.taking[gather] == Taking::kNothing) {
+      continue;
+    } else if (a.taking[gather] == Taking::kAdd) {
       add_chunk<T>(dst, sources, num_sources, begin, num_bytes);
     } else if (is_aligned(dst, sources[0].data, num_bytes)) {
       copy_chunk<uint4>(dst + begin, sources[0].data + begin, num_bytes);
@@ -408,7 +412,6 @@ class FetchLaunch {
     arguments_.board = board;
     arguments_.epoch = epoch;
     arguments_.counter = counter;
-    arguments_.is_first = true;
   }
 
   void add(const Gather& gather) {
@@ -417,7 +420,7 @@ class FetchLaunch {
     const int i = arguments_.num_gathers++;
     arguments_.dst[i] = gather.dst;
     arguments_.num_bytes[i] = gather.num_bytes;
-    arguments_.adds[i] = gather.adds;
+    arguments_.taking[i] = gather.taking;
     for (const auto& [data, rank] : gather.sources) {
       arguments_.sources[num_sources_++] = {data, static_cast<int32_t>(rank)};
     }
@@ -441,7 +444,6 @@ class FetchLaunch {
       fetch_kernel<__nv_bfloat16><<<num_blocks, kThreads, 0, stream_>>>(arguments_);
     }
     check(cudaGetLastError(), "fetch kernel launch");
-    arguments_.is_first = false;
     arguments_.num_gathers = 0;
     num_sources_ = 0;
   }
@@ -486,6 +488,11 @@ void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t last
     launch.raise(flags);
   }
   launch.launch();
+}
+
+void publish(const Board& board, uint32_t epoch, cudaStream_t stream) {
+  publish_kernel<<<1, kMaxPeers, 0, stream>>>(board, epoch);
+  check(cudaGetLastError(), "publish kernel launch");
 }
 
 void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,

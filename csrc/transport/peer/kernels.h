@@ -69,7 +69,12 @@ void await_words(const Board& board, const std::vector<FlagRange>& ranges, uint3
 void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t last_use,
            uint32_t epoch, uint32_t* counters, cudaStream_t stream);
 
-// dst = rows of one rank, or dst += rows of several, added in order in float32 and rounded once.
+// Says that this rank's results of `epoch` are written.
+void publish(const Board& board, uint32_t epoch, cudaStream_t stream);
+
+// dst = rows of one rank, or dst += rows of several, added in order in float32 and rounded once; or
+// nothing, where they have been copied already.
+enum class Taking { kCopy, kAdd, kNothing };
 struct Gather {
   struct Source {
     const char* data;
@@ -78,14 +83,14 @@ struct Gather {
   char* dst;
   int64_t num_bytes;  // consecutive on both sides; a multiple of 4, of 16 where it adds
   std::vector<Source> sources;
-  bool adds;
+  Taking taking;
 };
 
 enum class Addend { kBfloat16, kFloat16 };
 
-// Says that this rank's results are written, fetches those of others as they are, and says that
-// nothing more is needed. Where this rank's board is poisoned, rows become NaN and the others are
-// told nothing. `counter` is zero, and zero again afterwards.
+// Takes results as their ranks publish them, and says that nothing more is needed. Where this
+// rank's board is poisoned, rows become NaN and the others are told nothing. `counter` is zero, and
+// zero again afterwards.
 void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
            uint32_t* counter, cudaStream_t stream);
 

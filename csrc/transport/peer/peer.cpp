@@ -1,11 +1,13 @@
 #include "peer.h"
 
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <cuda.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace distca::transport::peer {
 namespace {
@@ -16,26 +18,36 @@ constexpr int64_t kMaxStoredBytes = int64_t{12} << 20;
 // Copies to one rank by turns in as many queues: a copy starts while another ends.
 constexpr size_t kQueuesPerRank = 2;
 
-// Through the runtime, so that the library needs no libcuda where there is no driver.
-decltype(&cuStreamWriteValue32) stream_write_value() {
-  static const auto function = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuStreamWriteValue32", &address, 12000,
-                                                    cudaEnableDefault, &found));
-    TORCH_CHECK(found == cudaDriverEntryPointSuccess,
-                "distca: cuStreamWriteValue32 is missing from the CUDA driver; install one of CUDA "
-                "12 or newer, or set transport to process_group");
-    return reinterpret_cast<decltype(&cuStreamWriteValue32)>(address);
-  }();
-  return function;
+// Of the driver, through the runtime, so that the library needs no libcuda where there is none.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  C10_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found));
+  TORCH_CHECK(found == cudaDriverEntryPointSuccess, "distca: ", name,
+              " is missing from the CUDA driver; install one of CUDA 12 or newer, or set transport "
+              "to process_group");
+  return reinterpret_cast<Function>(address);
+}
+
+void check_driver(CUresult result, const char* name) {
+  TORCH_CHECK(result == CUDA_SUCCESS, "distca: ", name, " failed with error ",
+              static_cast<int>(result));
 }
 
 void write_word(uint32_t* word, uint32_t value, cudaStream_t stream) {
-  const CUresult result =
-      stream_write_value()(stream, reinterpret_cast<CUdeviceptr>(word), value, 0);
-  TORCH_CHECK(result == CUDA_SUCCESS, "distca: cuStreamWriteValue32 failed with error ",
-              static_cast<int>(result));
+  static const auto write =
+      driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32");
+  check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0),
+               "cuStreamWriteValue32");
+}
+
+// Until the word stands for the epoch.
+void await_word(const uint32_t* word, uint32_t epoch, cudaStream_t stream) {
+  static const auto wait = driver_function<decltype(&cuStreamWaitValue32)>("cuStreamWaitValue32");
+  check_driver(wait(stream, reinterpret_cast<CUdeviceptr>(word), epoch, CU_STREAM_WAIT_VALUE_GEQ),
+               "cuStreamWaitValue32");
 }
 
 void copy_rows(const RowBlock& rows, cudaStream_t stream) {
@@ -59,6 +71,20 @@ int64_t bytes_of(const std::vector<Parcel>& parcels) {
   return num_bytes;
 }
 
+struct GatheredBytes {
+  int64_t copied = 0;
+  int64_t added = 0;
+};
+
+GatheredBytes bytes_of(const std::vector<Gather>& gathers) {
+  GatheredBytes bytes;
+  for (const Gather& gather : gathers) {
+    int64_t& sum = gather.taking == Taking::kAdd ? bytes.added : bytes.copied;
+    sum += gather.num_bytes * static_cast<int64_t>(gather.sources.size());
+  }
+  return bytes;
+}
+
 }  // namespace
 
 Event::Event() {
@@ -79,17 +105,20 @@ void Event::block(cudaStream_t stream) const {
 
 PeerTransport::PeerTransport(Members members, std::shared_ptr<FailureBoard> failures,
                              double timeout_s)
-    : memory_(members), watchdog_(memory_.board(), members.device, std::move(failures), timeout_s) {
+    : memory_(members),
+      watch_(memory_.board(), members.device),
+      watchdog_(watch_, std::move(failures), timeout_s) {
   counters_ = at::zeros({kMaxPeers + 1}, at::TensorOptions(at::kInt).device(members.device));
   for (size_t i = 0; i < members.num_ranks * kQueuesPerRank; ++i) {
     queues_.push_back({c10::cuda::getStreamFromPool(true, members.device.index()),
-                       std::make_unique<Event>(), false});
+                       std::make_unique<Event>(), false, false});
   }
   at::cuda::getCurrentCUDAStream().synchronize();  // counters are zero for every stream
 }
 
 void PeerTransport::begin(int64_t num_bytes, const Where& where) {
-  watchdog_.begin(epoch_ + 1, where);
+  watchdog_.check();
+  watch_.begin(epoch_ + 1, where);
   memory_.reserve(num_bytes);
   ++epoch_;
 }
@@ -108,13 +137,24 @@ void PeerTransport::send(std::vector<Parcel> parcels) {
   copy(parcels);
 }
 
-void PeerTransport::copy(const std::vector<Parcel>& parcels) {
+void PeerTransport::restart_queues() {
   ready_.record(at::cuda::getCurrentCUDAStream());
+  for (Queue& queue : queues_) queue.is_ready = false;
+}
+
+bool PeerTransport::make_ready(Queue& queue) {
+  if (queue.is_ready) return false;
+  ready_.block(queue.stream);
+  queue.is_ready = queue.in_use = true;
+  return true;
+}
+
+void PeerTransport::copy(const std::vector<Parcel>& parcels) {
+  restart_queues();
   for (size_t i = 0; i < parcels.size(); ++i) {
     const auto& [rank, blocks, flag] = parcels[i];
     Queue& queue = queues_[rank * kQueuesPerRank + i % kQueuesPerRank];
-    if (!queue.in_use) ready_.block(queue.stream);
-    queue.in_use = true;
+    make_ready(queue);
     for (const RowBlock& rows : blocks) copy_rows(rows, queue.stream);
     write_word(memory_.board().words[rank] + flag, epoch_, queue.stream);
   }
@@ -125,17 +165,45 @@ void PeerTransport::await_arrivals(std::vector<FlagRange> ranges) {
   await_words(memory_.board(), ranges, epoch_, at::cuda::getCurrentCUDAStream());
 }
 
-void PeerTransport::fetch(const std::vector<Gather>& gathers, Addend addend) {
+void PeerTransport::collect(std::vector<Gather> gathers) {
   const auto stream = at::cuda::getCurrentCUDAStream();
-  transport::peer::fetch(
-      memory_.board(), gathers, addend, epoch_,
-      reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()) + kMaxPeers, stream);
+  publish(memory_.board(), epoch_, stream);
+  gathers_ = std::move(gathers);
+  const GatheredBytes bytes = bytes_of(gathers_);
+  if (bytes.copied + bytes.added > kMaxStoredBytes) pull(bytes.added);
+}
+
+void PeerTransport::pull(int64_t bytes_to_add) {
+  const uint32_t* results =
+      memory_.board().words[memory_.board().rank] + word_index(Word::kResults, 0);
+  addends_ = at::empty({bytes_to_add}, counters_.options().dtype(at::kByte));
+  char* free = reinterpret_cast<char*>(addends_.mutable_data_ptr<uint8_t>());
+  restart_queues();
+  for (size_t i = 0; i < gathers_.size(); ++i) {
+    auto& [dst, num_bytes, sources, taking] = gathers_[i];
+    for (auto& [data, rank] : sources) {
+      Queue& queue = queues_[rank * kQueuesPerRank + i % kQueuesPerRank];
+      if (make_ready(queue)) await_word(results + rank, epoch_, queue.stream);
+      char* to = taking == Taking::kAdd ? std::exchange(free, free + num_bytes) : dst;
+      C10_CUDA_CHECK(cudaMemcpyAsync(to, data, num_bytes, cudaMemcpyDeviceToDevice, queue.stream));
+      data = to;
+    }
+    if (taking == Taking::kCopy) taking = Taking::kNothing;
+  }
+}
+
+void PeerTransport::end(Addend addend) {
+  const auto stream = at::cuda::getCurrentCUDAStream();
   for (Queue& queue : queues_) {
     if (!queue.in_use) continue;
     queue.end->record(queue.stream);
     queue.end->block(stream);
     queue.in_use = false;
   }
+  fetch(memory_.board(), gathers_, addend, epoch_,
+        reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()) + kMaxPeers, stream);
+  gathers_.clear();
+  addends_ = at::Tensor();
 }
 
 }  // namespace distca::transport::peer

@@ -6,10 +6,10 @@
 #include <memory>
 #include <vector>
 
-#include "../failures.h"
+#include "../watchdog.h"
+#include "board_watch.h"
 #include "kernels.h"
 #include "memory.h"
-#include "watchdog.h"
 
 namespace distca::transport::peer {
 
@@ -30,12 +30,13 @@ class Event {
 struct Queue {
   c10::cuda::CUDAStream stream;
   std::unique_ptr<Event> end;
-  bool in_use;  // by the current call
+  bool in_use;    // by the current call
+  bool is_ready;  // waits for the event that its copies start after
 };
 
 // Rows straight from a rank's tensors to the place in another's memory where they are read, and
 // results straight from there to their rows. One call after the other: begin, send, (work that
-// reads and writes this rank's buffer), fetch. Every rank of the group makes the same calls.
+// reads and writes this rank's buffer), collect, end. Every rank of the group makes the same calls.
 class PeerTransport {
  public:
   // Gives up a call in which nothing moves for `timeout_s`.
@@ -60,20 +61,36 @@ class PeerTransport {
   // The current stream waits for arrival flags, of rows that a later kernel reads without waiting.
   void await_arrivals(std::vector<FlagRange> ranges);
 
-  // After the current stream has written this call's results: fetches those of others, and ends the
-  // call. The tensors that were sent are free afterwards.
-  void fetch(const std::vector<Gather>& gathers, Addend addend);
+  // After the current stream has written this call's results: tells the others, and takes theirs
+  // as they come. Many bytes travel beside what the stream does next, by copy engines.
+  void collect(std::vector<Gather> gathers);
+
+  // The current stream waits for what is collected; sums are formed now, of rows that stand here.
+  // Ends the call: the tensors that were sent are free.
+  void end(Addend addend);
 
   int64_t buffer_bytes() const { return memory_.total_bytes(); }
 
  private:
   void copy(const std::vector<Parcel>& parcels);
 
+  // Copies results here when their ranks have published them; `bytes_to_add` of addends.
+  void pull(int64_t bytes_to_add);
+
+  // Copies that follow start after what the current stream has been given.
+  void restart_queues();
+
+  // Whether the queue was not ready since restart_queues.
+  bool make_ready(Queue& queue);
+
   PeerMemory memory_;
-  at::Tensor counters_;        // int32 [kMaxPeers + 1], zero between calls
-  std::vector<Queue> queues_;  // of copies, kQueuesPerRank for each rank
-  Event ready_;                // of what is sent
+  at::Tensor counters_;          // int32 [kMaxPeers + 1], zero between calls
+  std::vector<Queue> queues_;    // of copies, kQueuesPerRank for each rank
+  Event ready_;                  // of what is copied
+  std::vector<Gather> gathers_;  // of the current call
+  at::Tensor addends_;           // that have been copied here
   uint32_t epoch_ = 0;
+  BoardWatch watch_;
   Watchdog watchdog_;
 };
 

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "head_start.h"
+#include "works_watch.h"
 
 namespace distca::transport {
 namespace {
@@ -13,8 +14,8 @@ namespace {
 class ProcessGroupExchange : public Exchange {
  public:
   ProcessGroupExchange(std::vector<RowBatch> batches, std::shared_ptr<Patience> patience,
-                       const Where& where)
-      : batches_(std::move(batches)), patience_(std::move(patience)), where_(where) {
+                       WorksWatch* watch, const Where& where)
+      : batches_(std::move(batches)), patience_(std::move(patience)), watch_(watch), where_(where) {
     for (const RowBatch& batch : batches_) {
       const auto& recv = batch.counts.recv;
       const int64_t num_rows = std::accumulate(recv.begin(), recv.end(), int64_t{0});
@@ -37,8 +38,9 @@ class ProcessGroupExchange : public Exchange {
   }
 
   std::vector<at::Tensor> wait() override {
-    if (batches_[0].rows.is_cuda()) {
+    if (watch_ != nullptr) {
       patience_->wait_on_stream(works_, where_);
+      watch_->add(where_);
     } else {
       patience_->wait_on_host(works_, where_, describe(where_));
     }
@@ -55,34 +57,60 @@ class ProcessGroupExchange : public Exchange {
   std::vector<RowBatch> batches_;
   std::vector<at::Tensor> received_;
   std::shared_ptr<Patience> patience_;
+  WorksWatch* watch_;  // null where the host waits
   Where where_;
   Patience::Works works_;
+};
+
+// Of the streams of one device.
+struct StreamWatchdog {
+  WorksWatch watch;
+  Watchdog watchdog;
+
+  StreamWatchdog(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
+                 std::shared_ptr<FailureBoard> failures, double timeout_s)
+      : watch(std::move(group), device), watchdog(watch, std::move(failures), timeout_s) {}
 };
 
 class ProcessGroupTransport : public Transport {
  public:
   ProcessGroupTransport(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                        std::shared_ptr<Patience> patience)
-      : group_(std::move(group)), patience_(std::move(patience)) {}
+                        std::shared_ptr<Patience> patience, std::shared_ptr<FailureBoard> failures,
+                        double timeout_s)
+      : group_(std::move(group)),
+        patience_(std::move(patience)),
+        failures_(std::move(failures)),
+        timeout_s_(timeout_s) {}
 
   std::unique_ptr<Exchange> start(const std::vector<RowBatch>& batches,
                                   const Where& where) override {
-    auto exchange = std::make_unique<ProcessGroupExchange>(batches, patience_, where);
+    const c10::Device device = batches[0].rows.device();
+    if (device.is_cuda() && !streams_) {
+      streams_ = std::make_unique<StreamWatchdog>(group_, device, failures_, timeout_s_);
+    }
+    if (streams_) streams_->watchdog.check();
+    auto exchange = std::make_unique<ProcessGroupExchange>(
+        batches, patience_, device.is_cuda() ? &streams_->watch : nullptr, where);
     exchange->start(*group_);
-    give_head_start(batches[0].rows.device());
+    give_head_start(device);
     return exchange;
   }
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Patience> patience_;
+  std::shared_ptr<FailureBoard> failures_;
+  double timeout_s_;
+  std::unique_ptr<StreamWatchdog> streams_;
 };
 
 }  // namespace
 
 std::unique_ptr<Transport> make_process_group_transport(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<Patience> patience) {
-  return std::make_unique<ProcessGroupTransport>(std::move(group), std::move(patience));
+    c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<Patience> patience,
+    std::shared_ptr<FailureBoard> failures, double timeout_s) {
+  return std::make_unique<ProcessGroupTransport>(std::move(group), std::move(patience),
+                                                 std::move(failures), timeout_s);
 }
 
 }  // namespace distca::transport

@@ -1,5 +1,5 @@
-"""A rank of a group that uses peer memory dies, stops or raises: the others end with an error that
-names it, within the timeout."""
+"""A rank of a group dies, stops, sleeps or raises: the others end with an error that names it,
+within the timeout, whether rows travel through peer memory or by NCCL."""
 
 import os
 import signal
@@ -19,7 +19,13 @@ pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).parent / "gpu_fault_script.py"
 START_S = 40  # of processes with CUDA
-SAYS = {"die": "is dead", "stop": "is stopped", "raise_error": "KeyError: 'layers.417.weight'"}
+SAYS = {
+    "die": "is dead",
+    "stop": "is stopped",
+    "raise_error": "KeyError: 'layers.417.weight'",
+    "sleep": "",
+    "run_out_of_memory": "out of memory",
+}
 
 
 def survivor(process: subprocess.Popen, deadline: float) -> tuple[int, str]:
@@ -34,9 +40,12 @@ def survivor(process: subprocess.Popen, deadline: float) -> tuple[int, str]:
 
 @pytest.mark.parametrize("failing_pass", ["forward", "backward"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_others_name_the_rank_at_fault(fault, failing_pass):
-    if torch.cuda.get_device_capability() != (9, 0):
+@pytest.mark.parametrize("transport", ["peer", "process_group"])
+def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
+    if transport == "peer" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
+    if transport == "process_group" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a device for every rank")
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(distca.__file__).parents[1]),
@@ -47,7 +56,7 @@ def test_the_others_name_the_rank_at_fault(fault, failing_pass):
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), fault, failing_pass],
+            [sys.executable, str(SCRIPT), fault, failing_pass, transport],
             env={**environment, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,142 @@
+"""Balanced attention and the device's memory: use from other streams, memory that is used again,
+tensors of 2**31 elements, and what a long run holds. By peer memory and by process group."""
+
+import itertools
+import os
+import random
+
+import oracle
+import pytest
+import torch
+from ranks import Ranks
+
+import distca
+from distca import planning
+
+pytestmark = pytest.mark.gpu
+
+NUM_STEPS = int(os.environ.get("DISTCA_NUM_MEMORY_STEPS", "200"))
+LARGEST = 300  # tokens of a document
+MAX_CYCLES = 3_000_000  # of a delay: about 2 ms
+
+
+@pytest.fixture(scope="module", params=["peer", "process_group"])
+def two_ranks(request):
+    if request.param == "peer" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("peer memory needs a Hopper GPU")
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    started = Ranks(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
+    started.run(open_session, request.param)
+    yield started
+    started.stop()
+    del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
+
+
+def open_session(rank, world_size, transport):
+    distca.init(options=distca.Options(transport=transport))
+
+
+def leaves_of(rows: int, heads: tuple[int, int] = (4, 2), head_dim: int = 64):
+    q, k, v, grad_out = (
+        torch.randn(rows, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        for num_heads in (heads[0], heads[1], heads[1], heads[0])
+    )
+    return [tensor.requires_grad_() for tensor in (q, k, v)], grad_out
+
+
+def results_of(leaves, grad_out, documents):
+    """out, dq, dk, dv, balanced."""
+    distca.plan(documents, device="cuda")
+    out = distca.core_attention(*leaves, documents)
+    return out, *torch.autograd.grad(out, leaves, grad_out)
+
+
+def errors_of(results, leaves, grad_out, documents):
+    """Against this rank's own documents computed here."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    local = planning.local_plan(documents, (-1, 0), device)
+    scale = leaves[0].shape[-1] ** -0.5
+    out, _ = torch.ops.distca.core_attention(*leaves, local.layout, local.rows, scale, "")
+    expected = (out, *torch.autograd.grad(out, leaves, grad_out))
+    return [oracle.relative_error(a, b) for a, b in zip(results, expected, strict=True)]
+
+
+def skewed_documents(shared: random.Random, rank: int) -> distca.Documents:
+    """Of rank `rank`: one rank has long documents, the other short ones."""
+    long_rank, count = shared.randrange(2), shared.randint(8, 16)
+    lengths = [
+        [shared.randint(1, LARGEST // (1 if r == long_rank else 8)) for _ in range(count)]
+        for r in range(2)
+    ]
+    return distca.Documents([0, *itertools.accumulate(lengths[rank])])
+
+
+def attend_on_streams(rank, world_size):
+    """Every call on another stream, after random delays, while freed memory is filled with NaN."""
+    shared, own = random.Random(3), random.Random(rank)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    worst = 0.0
+    for _ in range(30):
+        documents = skewed_documents(shared, rank)
+        stream = own.choice(streams)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            leaves, grad_out = leaves_of(documents.num_tokens)
+            torch.cuda._sleep(own.choice([0, 1000, MAX_CYCLES]))
+            results = results_of(leaves, grad_out, documents)
+            for _ in range(8):  # memory that the call has freed
+                torch.full((2**18,), float("nan"), device="cuda")
+            errors = errors_of(results, leaves, grad_out, documents)
+        torch.cuda.current_stream().wait_stream(stream)
+        worst = max(worst, *(error if error == error else float("inf") for error in errors))
+    return worst
+
+
+def test_other_streams(two_ranks):
+    assert max(two_ranks.run(attend_on_streams)) < 0.02
+
+
+def run_steps(rank, world_size, num_steps):
+    """Bytes of the device that are in use by then, after each quarter of the steps."""
+    shared = random.Random(5)
+    used = []
+    for step in range(1, num_steps + 1):
+        documents = skewed_documents(shared, rank)
+        leaves, grad_out = leaves_of(documents.num_tokens)
+        for _ in range(2):
+            results_of(leaves, grad_out, documents)
+        if step % (num_steps // 4) == 0:
+            torch.cuda.synchronize()
+            torch.distributed.barrier()
+            used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    return used
+
+
+def test_memory_is_flat(two_ranks):
+    for used in two_ranks.run(run_steps, NUM_STEPS):
+        allocated, reserved = zip(*used, strict=True)
+        assert max(allocated[1:]) <= max(allocated[0], allocated[1]) + 2**21
+        assert reserved[-1] <= reserved[1]
+
+
+def attend_to_2_31_elements(rank, world_size):
+    """Rank 0 holds 2**31 elements of q, in documents of which about half are computed elsewhere."""
+    length, heads, head_dim = 2048, (32, 8), 128
+    rows = 2**31 // (heads[0] * head_dim) if rank == 0 else 0
+    documents = distca.Documents([*range(0, rows + 1, length)])
+    leaves, grad_out = leaves_of(rows, heads, head_dim)
+    results = results_of(leaves, grad_out, documents)
+    if rank != 0:
+        return None
+    last = slice(rows - 64 * length, None)  # compared in parts: all at once would not fit
+    part = distca.Documents([*range(0, 64 * length + 1, length)])
+    few = [leaf[last].detach().requires_grad_() for leaf in leaves]
+    worst = errors_of([result[last] for result in results], few, grad_out[last], part)
+    return worst, bool(torch.stack([result.isfinite().all() for result in results]).all())
+
+
+def test_2_31_elements(two_ranks):
+    if torch.cuda.device_count() < 2 or torch.cuda.mem_get_info()[1] < 130e9:
+        pytest.skip("needs two devices of 140 GB")
+    worst, is_finite = two_ranks.run(attend_to_2_31_elements)[0]
+    assert is_finite and max(worst) < 0.01
