@@ -1,5 +1,5 @@
-"""A step in which one rank fails: python gpu_fault_script.py FAULT PASS TRANSPORT, in the environment
-of a launcher. It catches nothing, as users' scripts do not."""
+"""A step in which one rank fails: python gpu_fault_script.py FAULT PASS TRANSPORT, as a launcher's
+process. It catches nothing, as users' scripts do not."""
 
 import os
 import signal
