@@ -1,12 +1,55 @@
-"""What a step's device time goes to, by rank, from the kernels' own intervals."""
+"""What a profiled step's device time goes to, on every rank, from the kernels' own intervals.
 
+Four kinds. "communication": NCCL's kernels, distca's that move rows (store, fetch, pack, unpack,
+the pause that gives them a head start), copies on streams that do nothing but copy. "waiting": the
+part of such a kernel in which it waits for a rank that is behind. "attention". "compute": the rest.
+
+A kernel that meets others waits until the last of their ranks has come: an NCCL kernel for its
+like, the kernel that awaits rows for every rank's call to begin, the kernel that fetches results
+for every rank's own fetch, before which its results are not announced. Who came after a kernel had
+ended was not waited for. Kernels are matched by their order; where ranks differ in how many there
+are, nothing is called waiting and all of it is communication.
+"""
+
+import itertools
 import json
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from intervals import Interval, length, merged, without
+from torch.profiler import ProfilerActivity
+
+COMPUTE, ATTENTION, COMMUNICATION, WAITING = "compute", "attention", "communication", "waiting"
+KINDS = (COMPUTE, ATTENTION, COMMUNICATION, WAITING)
+ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CATEGORIES = ("cpu_op", "user_annotation")
+# Chrome traces have demangled names, or mangled ones where that failed.
+PEER_KERNEL = re.compile(r"distca.*(start|store|await|fetch)_kernel")
+ROW_KERNEL = re.compile(r"distca.*(copy_rows|reduce_rows|hold)_kernel")
+ATTENTION_KERNEL = re.compile(r"attention|attend|flash|fmha|sdpa")
+HOST_COMMUNICATION = re.compile(r"^(gloo|c10d)\b")
+HOST_COPY = re.compile(r"HtoD|DtoH|HtoH")
+OPENINGS = ("start", "store")  # a peer call's first kernels
+
+
+@dataclass(frozen=True)
+class Span:
+    begin: float  # us, on a clock that the ranks of a host share
+    end: float
+    kind: str
+    role: str = ""  # what kernels that meet have in common: NCCL's name, or start, await...
+    stream: int = 0
+
+    @property
+    def interval(self) -> Interval:
+        return self.begin, self.end
 
 
 def synchronise(device: torch.device) -> None:
@@ -23,39 +66,183 @@ def gathered(value: float, device: torch.device) -> list[float]:
     return values.tolist()
 
 
-def profiled(train_step: Callable[[], object]) -> dict[str, list[float]]:
-    """Milliseconds by rank of one step's device time, from the kernels' own intervals."""
-    device = torch.device("cuda", torch.cuda.current_device())
+def gathered_text(text: str, device: torch.device) -> list[str]:
+    """Every rank's text, by rank."""
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    sizes = [int(size) for size in gathered(own.numel(), device)]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [
+        each[:size].cpu().numpy().tobytes().decode()
+        for each, size in zip(texts, sizes, strict=True)
+    ]
+
+
+def profiled(train_step: Callable[[], object], device: torch.device) -> list[list[Span]]:
+    """Spans of one step by rank, told apart."""
     synchronise(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[ACTIVITIES[device.type]]) as profiler:
         train_step()
-        synchronise(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    return {name: gathered(ms, device) for name, ms in device_time(events).items()}
+        trace = json.loads(Path(file.name).read_text())
+    own = json.dumps([astuple(span) for span in spans_of(trace)])
+    ranks = [json.loads(text) for text in gathered_text(own, device)]
+    return told_apart([[Span(*each) for each in spans] for spans in ranks])
 
 
-def device_time(events: list[dict]) -> dict[str, float]:
-    """From a Chrome trace: time with computing kernels, with NCCL kernels alone, with neither."""
-    ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    spans = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in ran]
-    if not spans:
-        return {"compute_ms": 0.0, "only_nccl_ms": 0.0, "idle_ms": 0.0}
-    compute = covered([span[:2] for span in spans if not span[2]])
-    either = covered([span[:2] for span in spans])
-    whole = max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)
-    return {
-        "compute_ms": compute / 1e3,
-        "only_nccl_ms": (either - compute) / 1e3,
-        "idle_ms": (whole - either) / 1e3,
+def spans_of(trace: dict) -> list[Span]:
+    """Of a Chrome trace, by begin. On the CPU operators stand for kernels."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    ran = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
+    if ran:
+        kind_and_role = _kinds_on_device(ran)
+    else:
+        ran = [event for event in events if event.get("cat") in HOST_CATEGORIES]
+        kind_and_role = [_kind_on_host(event["name"]) for event in ran]
+    base = trace.get("baseTimeNanoseconds", 0) / 1e3
+    spans = [
+        Span(base + event["ts"], base + event["ts"] + event["dur"], *found, event["tid"])
+        for event, found in zip(ran, kind_and_role, strict=True)
+        if found is not None
+    ]
+    return sorted(spans, key=lambda span: span.begin)
+
+
+def _kinds_on_device(events: list[dict]) -> list[tuple[str, str]]:
+    found = [_kind_of_kernel(event) for event in events]
+    computing = {
+        event["tid"]
+        for event, (kind, _) in zip(events, found, strict=True)
+        if event["cat"] == "kernel" and kind != COMMUNICATION
     }
+    for idx, event in enumerate(events):
+        is_copy = event["cat"] == "gpu_memcpy" and not HOST_COPY.search(event["name"])
+        if is_copy and event["tid"] not in computing:
+            found[idx] = COMMUNICATION, "copy"
+    return found
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of spans."""
-    length, reach = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        length += max(0.0, end - max(begin, reach))
-        reach = max(reach, end)
-    return length
+def _kind_of_kernel(event: dict) -> tuple[str, str]:
+    name = event["name"]
+    if event["cat"] != "kernel":
+        return COMPUTE, ""
+    if "nccl" in name.lower():
+        return COMMUNICATION, name.split("(")[0]
+    if peer := PEER_KERNEL.search(name):
+        return COMMUNICATION, peer[1]
+    if ROW_KERNEL.search(name):
+        return COMMUNICATION, ""
+    return (ATTENTION if ATTENTION_KERNEL.search(name.lower()) else COMPUTE), ""
+
+
+def _kind_on_host(name: str) -> tuple[str, str] | None:
+    if HOST_COMMUNICATION.search(name):
+        return COMMUNICATION, ""
+    if name.startswith("distca::") or "scaled_dot_product" in name:
+        return ATTENTION, ""
+    return (COMPUTE, "") if name.startswith("aten::") else None
+
+
+Meeting = tuple[str, int]  # kernels that meet, and which of them in order
+
+
+@dataclass
+class _Meetings:
+    """Of one rank."""
+
+    came: dict[Meeting, float] = field(default_factory=dict)
+    """When the rank came to each."""
+    waits: dict[int, Meeting] = field(default_factory=dict)
+    """By index of the span: what it waits for."""
+
+    @classmethod
+    def of(cls, spans: list[Span]) -> "_Meetings":
+        made = cls()
+        made._add_nccl(spans)
+        made._add_peer(spans)
+        return made
+
+    def _add_nccl(self, spans: list[Span]) -> None:
+        found = [(idx, span) for idx, span in enumerate(spans) if "nccl" in span.role.lower()]
+        streams = sorted({span.stream for _, span in found})
+        counts: Counter[str] = Counter()
+        for idx, span in found:
+            name = f"{streams.index(span.stream)} {span.role}"
+            self.waits[idx] = name, counts[name]
+            self.came[name, counts[name]] = span.begin
+            counts[name] += 1
+
+    def _add_peer(self, spans: list[Span]) -> None:
+        call, is_open = -1, False
+        for idx, span in enumerate(spans):
+            if span.role in OPENINGS and not is_open:
+                call, is_open = call + 1, True
+                self.came["call", call] = span.begin
+            elif span.role == "await" and is_open:
+                self.waits[idx] = "call", call
+            elif span.role == "fetch" and call >= 0:
+                self.waits[idx] = "results", call
+                self.came.setdefault(("results", call), span.begin)
+                is_open = False
+
+    def counts(self) -> Counter[str]:
+        return Counter(name for name, _ in self.came)
+
+
+def told_apart(ranks: list[list[Span]]) -> list[list[Span]]:
+    """Communication's spans cut where waiting for other ranks ends."""
+    meetings = [_Meetings.of(spans) for spans in ranks]
+    counts = [each.counts() for each in meetings]
+    alike = {name for name, count in counts[0].items() if all(c[name] == count for c in counts)}
+
+    def cut(span: Span, meeting: Meeting | None) -> list[Span]:
+        everyone_came = all(meeting in each.came for each in meetings)
+        if meeting is None or meeting[0] not in alike or not everyone_came:
+            return [span]
+        others = [each.came[meeting] for each in meetings if each.came[meeting] < span.end]
+        ready = max([span.begin, *others])
+        return [replace(span, end=ready, kind=WAITING), replace(span, begin=ready)]
+
+    return [
+        list(
+            itertools.chain.from_iterable(
+                cut(span, own.waits.get(idx)) for idx, span in enumerate(spans)
+            )
+        )
+        for spans, own in zip(ranks, meetings, strict=True)
+    ]
+
+
+def by_kind(spans: list[Span]) -> dict[str, list[Interval]]:
+    """The union of each kind's spans."""
+    return {kind: merged(s.interval for s in spans if s.kind == kind) for kind in KINDS}
+
+
+def step_profile(ranks: list[list[Span]]) -> dict[str, list[float]]:
+    """Milliseconds by rank. "exposed_ms": communication while nothing computes; "waiting_ms":
+    waiting while nothing computes nor communicates; "idle_ms": nothing at all."""
+    rows = [_profile_of_rank(spans) for spans in ranks]
+    return {name: [row[name] / 1e3 for row in rows] for name in rows[0]}
+
+
+def _profile_of_rank(spans: list[Span]) -> dict[str, float]:
+    kinds = by_kind(spans)
+    computing = merged(kinds[COMPUTE] + kinds[ATTENTION])
+    exposed = without(kinds[COMMUNICATION], computing)
+    waiting = without(kinds[WAITING], merged(computing + exposed))
+    busy = merged(span.interval for span in spans)
+    whole = busy[-1][1] - busy[0][0] if busy else 0.0
+    return {
+        "step_ms": whole,
+        "compute_ms": length(computing),
+        "attention_ms": length(kinds[ATTENTION]),
+        "communication_ms": length(kinds[COMMUNICATION]),
+        "exposed_ms": length(exposed),
+        "waiting_ms": length(waiting),
+        "idle_ms": whole - length(busy),
+    }

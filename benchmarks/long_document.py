@@ -1,0 +1,244 @@
+"""Attention of documents that cross ranks: TFLOP/s a rank, against a rank's own kernel and torch's.
+
+    torchrun --nproc-per-node 4 benchmarks/long_document.py --document 524288 --out runs/long
+
+One layer, forward and backward, of one document over all ranks (--document), or of a long one among
+those of a list (--mixed, --lengths). "peer" and "process_group" are distca with equal runs of
+tokens, "context" is context parallelism with distca's kernels (context_parallel.py), "torch cudnn"
+and "torch flash" are torch's context_parallel over these backends of SDPA, for one document on
+CUDA. "alone" is distca's kernel on a document of each rank's own that has as many (query, key)
+pairs as a rank's equal share.
+
+Times are medians over rounds, of the slowest rank, from a barrier to the end on the device,
+communication included. FLOPs are 4 x heads x head_dim for each visible pair, backward 2.5 times as
+many. "difference" is that of out, dq, dk and dv, relative to the first way's, the largest.
+"""
+
+import argparse
+import contextlib
+import csv
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from attention_peers import Unavailable
+from device_time import gathered, synchronise
+from long_document_ways import Way, alone_way, variant_way
+from step_model import add_attention_arguments, attention_shape, dtype_of
+from torch import Tensor
+from torch_context_parallel import BACKENDS, torch_way
+from training_step import free_memory, join
+from workloads import Workload, add_arguments, make_workload
+
+ALONE = "alone"
+WAYS = (ALONE, "peer", "process_group", "context", *BACKENDS)
+BACKWARD_FLOPS = 2.5  # of the forward pass's: five products for two
+
+
+def arguments() -> tuple[argparse.Namespace, Workload]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    add_attention_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=3, help="after one of warm-up")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
+    parser.add_argument("--out", type=Path, help="folder for long_document.csv")
+    args = parser.parse_args()
+    world_size = int(os.environ.get("WORLD_SIZE", 0))
+    if world_size == 0:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
+    try:
+        workload = make_workload(args, world_size, num_steps=1)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not workload.crosses_ranks:
+        parser.error("these documents are whole on their ranks; give --document or --mixed")
+    return args, workload
+
+
+@dataclass(frozen=True)
+class Result:
+    way: str
+    forward_ms: float
+    backward_ms: float
+    forward_tflops: float  # of a rank
+    backward_tflops: float
+    difference: float | None = None  # None of the way that others are compared with, and alone
+
+
+class Inputs:
+    """q, k, v and grad_out of a pack, equal on all ranks, [tokens, heads, head_dim], N(0, 1)."""
+
+    def __init__(self, args: argparse.Namespace, num_tokens: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(args.seed)
+        self.tensors = [
+            torch.randn(
+                (num_tokens, heads, args.head_dim),
+                generator=generator,
+                device=device,
+                dtype=dtype_of(device),
+            )
+            for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
+        ]
+
+    def of(self, way: Way) -> tuple[Tensor, ...]:
+        """This rank's, as the way takes them."""
+        return tuple(way.shaped(tensor[way.rows]) for tensor in self.tensors)
+
+
+def measure(
+    way: Way, inputs: Inputs, num_rounds: int, device: torch.device
+) -> tuple[float, float, list[Tensor]]:
+    """ms of both passes; out, dq, dk and dv of this rank's rows."""
+    q, k, v, grad_out = inputs.of(way)
+    leaves, times = [x.requires_grad_() for x in (q, k, v)], []
+    for _ in range(1 + num_rounds):
+        forward_ms, out = timed(lambda: way.attend(*leaves), device)
+        backward_ms, grads = timed(
+            lambda out=out: torch.autograd.grad(out, leaves, grad_out), device
+        )
+        times.append((forward_ms, backward_ms))
+    medians = [statistics.median(each) for each in zip(*times[1:], strict=True)]
+    forward_ms, backward_ms = (max(gathered(ms, device)) for ms in medians)
+    return forward_ms, backward_ms, [way.rows_of(x.detach()) for x in (out, *grads)]
+
+
+def timed(call: Callable[[], object], device: torch.device) -> tuple[float, object]:
+    synchronise(device)
+    start = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start), result
+
+
+def own_run(result: Tensor, way: Way, workload: Workload) -> Tensor:
+    """From the rows that each rank holds this way to equal runs of rows in order."""
+    whole = result.new_zeros(workload.num_tokens, *result.shape[1:])
+    whole.index_copy_(0, way.rows, result)
+    dist.all_reduce(whole)
+    first = workload.tokens * dist.get_rank()
+    return whole[first : first + workload.tokens].clone()
+
+
+def relative_difference(one: list[Tensor], other: list[Tensor], device: torch.device) -> float:
+    """The largest of all tensors and ranks; NaN where one has it."""
+    found = [
+        ((a.float() - b.float()).norm() / b.float().norm()).item()
+        for a, b in zip(one, other, strict=True)
+    ]
+    ranks = gathered(math.nan if any(map(math.isnan, found)) else max(found), device)
+    return math.nan if any(map(math.isnan, ranks)) else max(ranks)
+
+
+def num_pairs(lengths: list[int]) -> int:
+    return sum(length * (length + 1) // 2 for length in lengths)
+
+
+class Benchmark:
+    def __init__(self, args: argparse.Namespace, workload: Workload, device: torch.device) -> None:
+        self.args, self.workload, self.device = args, workload, device
+        self.inputs = Inputs(args, workload.num_tokens, device)
+        self.pairs = num_pairs(workload.lengths(0)) / dist.get_world_size()  # a rank's share
+        self.num_alone = max(1, round(math.sqrt(2 * self.pairs)))
+        self.results: list[Result] = []
+        self.left_out: dict[str, str] = {}
+        self._reference: list[Tensor] | None = None
+
+    def way(self, name: str) -> contextlib.AbstractContextManager[Way]:
+        args, device = self.args, self.device
+        if name == ALONE:
+            return alone_way(self.num_alone, device)
+        if name in BACKENDS:
+            heads = args.heads, args.kv_heads
+            return torch_way(name, self.workload, heads, args.head_dim, device)
+        if name == "peer" and device.type != "cuda":
+            raise Unavailable("its transport needs CUDA")
+        return variant_way(name, self.workload, attention_shape(args, device), device)
+
+    def run(self, name: str) -> None:
+        try:
+            with self.way(name) as way:
+                forward_ms, backward_ms, tensors = measure(
+                    way, self.inputs, self.args.rounds, self.device
+                )
+                runs = None
+                if name != ALONE:
+                    runs = [own_run(tensor, way, self.workload) for tensor in tensors]
+        except Unavailable as reason:
+            self.left_out[name] = str(reason)
+            return
+        pairs = num_pairs([self.num_alone]) if name == ALONE else self.pairs
+        flops = 4 * self.args.heads * self.args.head_dim * pairs
+        self.results.append(
+            Result(
+                name,
+                forward_ms,
+                backward_ms,
+                flops / forward_ms / 1e9,
+                BACKWARD_FLOPS * flops / backward_ms / 1e9,
+                self._difference(runs),
+            )
+        )
+
+    def _difference(self, runs: list[Tensor] | None) -> float | None:
+        if runs is None:
+            return None
+        if self._reference is None:
+            self._reference = runs
+            return None
+        return relative_difference(runs, self._reference, self.device)
+
+
+def show(benchmark: Benchmark) -> None:
+    lengths = benchmark.workload.lengths(0)
+    print(
+        f"{len(lengths)} document(s), the longest of {max(lengths):,} tokens, on "
+        f"{dist.get_world_size()} ranks; alone: {benchmark.num_alone:,} tokens"
+    )
+    print(f"{'':14} {'forward':>34} {'backward':>34} {'difference':>11}")
+    heading = f"{'ms':>12} {'TFLOP/s':>10} {'of alone':>10}"
+    print(f"{'':14} {heading} {heading}")
+    alone = next((each for each in benchmark.results if each.way == ALONE), None)
+    for each in benchmark.results:
+        line = f"{each.way:14}"
+        for name in ("forward", "backward"):
+            tflops = getattr(each, f"{name}_tflops")
+            line += f" {getattr(each, f'{name}_ms'):12.3f} {tflops:10.4g}"
+            share = "" if alone is None else f"{tflops / getattr(alone, f'{name}_tflops'):.3f}"
+            line += f" {share:>10}"
+        print(line + ("" if each.difference is None else f" {each.difference:11.1e}"))
+    for name, reason in benchmark.left_out.items():
+        print(f"{name} is left out: {reason}")
+
+
+def save(folder: Path, benchmark: Benchmark) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [asdict(each) for each in benchmark.results]
+    with (folder / "long_document.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    args, workload = arguments()
+    device = join(args.device)
+    benchmark = Benchmark(args, workload, device)
+    for name in args.ways:
+        benchmark.run(name)
+        free_memory(device)
+    if dist.get_rank() == 0:
+        show(benchmark)
+        if args.out is not None:
+            save(args.out, benchmark)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

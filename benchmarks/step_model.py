@@ -1,0 +1,71 @@
+"""The Llama of examples/, sharded by FSDP2, as benchmarks train it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import distca
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from llama import CoreAttention, Llama, LlamaConfig, WholeDocuments, torch_attention  # noqa: E402
+
+__all__ = ["CoreAttention", "WholeDocuments", "torch_attention"]
+
+
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=4096)
+    add_attention_arguments(parser)
+    parser.add_argument("--ffn", type=int, default=14336)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
+
+
+def attention_shape(args: argparse.Namespace, device: torch.device) -> distca.AttentionShape:
+    element_bytes = dtype_of(device).itemsize
+    return distca.AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes)
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def build_model(
+    args: argparse.Namespace,
+    device: torch.device,
+    core_attention: CoreAttention,
+    ping_pong: bool,
+) -> Llama:
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=args.vocab,
+        hidden=args.hidden,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        ffn=args.ffn,
+        recompute=args.checkpoint,
+    )
+    with device:
+        model = Llama(config, core_attention)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=dtype_of(device), reduce_dtype=torch.float32)
+    for block in model.blocks:
+        if ping_pong:
+            block = distca.PingPong(block)  # the same module, of another class
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    return fully_shard(model, mesh=mesh, mp_policy=precision)

@@ -1,0 +1,187 @@
+"""What benchmarks/training_step.py prints and saves: table, CSV, JSON, timelines."""
+
+import csv
+import importlib.util
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from device_time import ATTENTION, COMMUNICATION, COMPUTE, KINDS, WAITING, Span, by_kind
+from step_variants import VARIANTS
+
+import distca
+
+NUM_WARM_UP_STEPS = 3
+BASELINES = ("flash", "plain", "context")
+COLORS = {COMPUTE: "#8c6bb1", ATTENTION: "#2a7f8e", COMMUNICATION: "#e1a32f", WAITING: "#c44e52"}
+
+
+@dataclass
+class Run:
+    """A variant's steps."""
+
+    step_ms: list[float] = field(default_factory=list)  # warm-up included
+    losses: list[float] = field(default_factory=list)
+    plans: list[distca.PlanReport] = field(default_factory=list)
+    profile: dict[str, list[float]] = field(default_factory=dict)  # device_time.step_profile
+    peak_gib: float = 0.0  # of the rank that needs most
+
+    def measured_ms(self) -> list[float]:
+        return self.step_ms[NUM_WARM_UP_STEPS:]
+
+
+def excess(ranks: list[float]) -> float:
+    return max(ranks) - statistics.fmean(ranks)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Attention alone by one kernel, and what a step would take if it were balanced for free."""
+
+    attention_ms: list[list[float]]  # [steps][ranks], warm-up included
+    step_ms: list[float]  # of the variant without balance, warm-up left out
+
+    def balanced_ms(self) -> list[float]:
+        ranks = self.attention_ms[NUM_WARM_UP_STEPS:]
+        return [step - excess(each) for step, each in zip(self.step_ms, ranks, strict=True)]
+
+
+def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) -> dict:
+    """Milliseconds are means over the steps after warm-up unless the name says otherwise."""
+    mean = statistics.fmean
+    summary = {"ranks": num_ranks}
+    for kernel, limit in limits.items():
+        ranks = limit.attention_ms[NUM_WARM_UP_STEPS:]
+        summary[f"{kernel}: balanced limit, ms"] = mean(limit.balanced_ms())
+        summary[f"{kernel}: attention, mean rank, ms"] = mean(mean(each) for each in ranks)
+        summary[f"{kernel}: attention, slowest rank, ms"] = mean(max(each) for each in ranks)
+    baselines = [name for name in BASELINES if name in runs]
+    for name, run in runs.items():
+        step_ms = run.measured_ms()
+        figures = {"step, ms": mean(step_ms), "median step, ms": statistics.median(step_ms)}
+        for other in baselines:
+            if other != name:
+                times = mean(runs[other].measured_ms()) / mean(step_ms)
+                figures[f"times faster than {other}"] = times
+        is_balanced = name in VARIANTS and VARIANTS[name].transport is not None
+        if "plain" in limits and (is_balanced or name == "context"):
+            figures["times the balanced limit"] = mean(step_ms) / mean(
+                limits["plain"].balanced_ms()
+            )
+            figures["times plain, median of steps"] = median_ratio(run, runs["plain"])
+        figures |= of_plans(run) | of_profile(run) | {"peak, GiB": run.peak_gib}
+        summary |= {f"{name}: {key}": value for key, value in figures.items()}
+    first, *others = runs
+    for name in others:
+        difference = largest_difference(runs[first], runs[name])
+        summary[f"{name}: max loss difference"] = difference
+    return summary
+
+
+def median_ratio(run: Run, other: Run) -> float:
+    pairs = zip(run.measured_ms(), other.measured_ms(), strict=True)
+    return statistics.median(one / two for one, two in pairs)
+
+
+def of_plans(run: Run) -> dict[str, float]:
+    plans, mean = run.plans[NUM_WARM_UP_STEPS:], statistics.fmean
+    if not plans:
+        return {}
+    return {
+        "imbalance before": mean(plan.imbalance_before for plan in plans),
+        "imbalance after": mean(plan.imbalance_after for plan in plans),
+        "bytes of a layer": mean(sum(plan.bytes_out) for plan in plans),
+        "plan, median ms": statistics.median(plan.plan_ms for plan in plans),
+        "plan waited for, ms": mean(plan.waited_ms for plan in plans),
+    }
+
+
+def of_profile(run: Run) -> dict[str, float]:
+    """Of the rank where most is exposed, and of the rank that hides least."""
+    columns = ("exposed_ms", "communication_ms", "step_ms")
+    ranks = list(zip(*(run.profile[name] for name in columns), strict=True))
+    return {
+        "exposed communication, ms": max(exposed for exposed, *_ in ranks),
+        "exposed communication, of the step": max(
+            exposed / step if step else 0.0 for exposed, _, step in ranks
+        ),
+        "hidden communication": min(
+            1 - exposed / all_of_it if all_of_it else 1.0 for exposed, all_of_it, _ in ranks
+        ),
+    }
+
+
+def largest_difference(one: Run, other: Run) -> float:
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def show(summary: dict, runs: dict[str, Run]) -> None:
+    width = max(len(name) for name in runs)
+    for name, run in runs.items():
+        print(f"loss {name:{width}} " + " ".join(f"{loss:.4f}" for loss in run.losses))
+    for name, run in runs.items():
+        for key, by_rank in run.profile.items():
+            numbers = " ".join(f"{ms:9.1f}" for ms in by_rank)
+            print(f"profiled {name:{width}} {key:16} {numbers}")
+    for key, value in summary.items():
+        text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        if "loss" in key:
+            text = f"{value:.2e}"
+        elif isinstance(value, float) and abs(value) >= 1000:
+            text = f"{value:,.0f}"
+        print(f"{key:60} {text:>16}")
+
+
+def save(
+    path: Path,
+    summary: dict,
+    runs: dict[str, Run],
+    limits: dict[str, Limit],
+    timelines: dict[str, list[list[Span]]],
+) -> None:
+    """The JSON file; beside it the table in CSV and a picture of each variant's profiled step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    by_step = {name: asdict(run) for name, run in runs.items()}
+    attention = {kernel: limit.attention_ms for kernel, limit in limits.items()}
+    record = {"summary": summary, "variants": by_step, "attention_ms": attention}
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("what", "figure", "value"), *table(summary, runs)])
+    if importlib.util.find_spec("matplotlib") is None:
+        print("timelines are left out: matplotlib is not installed")
+        return
+    for name, ranks in timelines.items():
+        picture = f"{path.stem}.{name.replace(' ', '_')}.png"
+        draw_timeline(path.with_name(picture), name, ranks)
+
+
+def table(summary: dict, runs: dict[str, Run]) -> list[tuple[str, str, float]]:
+    """(variant or "all", figure, value): the summary, then the profiled steps by rank."""
+    rows = []
+    for key, value in summary.items():
+        what, _, figure = key.rpartition(": ")
+        rows.append((what or "all", figure, value))
+    for name, run in runs.items():
+        for key, by_rank in run.profile.items():
+            rows += [(name, f"profiled {key}, rank {i}", ms) for i, ms in enumerate(by_rank)]
+    return rows
+
+
+def draw_timeline(path: Path, name: str, ranks: list[list[Span]]) -> None:
+    """A panel for each rank, a line for each kind."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 1.3 * len(ranks) + 1), layout="constrained")
+    panels = figure.subplots(len(ranks), 1, sharex=True, squeeze=False)[:, 0]
+    start = min((span.begin for spans in ranks for span in spans), default=0.0)
+    for rank, (panel, spans) in enumerate(zip(panels, ranks, strict=True)):
+        for row, (kind, intervals) in enumerate(by_kind(spans).items()):
+            bars = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in intervals]
+            panel.broken_barh(bars, (row - 0.42, 0.84), color=COLORS[kind])
+        panel.set_yticks(range(len(KINDS)), KINDS, fontsize=7)
+        panel.set_ylim(len(KINDS) - 0.5, -0.5)
+        panel.set_ylabel(f"rank {rank}")
+    panels[0].set_title(f"{name}: one training step", loc="left")
+    panels[-1].set_xlabel("ms since the first rank began")
+    figure.savefig(path, dpi=110)

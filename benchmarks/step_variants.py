@@ -1,0 +1,145 @@
+"""Ways to compute core attention in a training step, and what a rank holds of it in each."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from context_parallel import HeadTail, context_attention
+from step_model import CoreAttention, WholeDocuments, torch_attention
+from torch import Tensor
+from workloads import Workload
+
+import distca
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a step."""
+
+    rows: Tensor  # int64: of the step's rows, in the order in which the rank holds them
+    documents: object  # as the variant's attention takes them
+
+
+@dataclass(frozen=True)
+class Variant:
+    core_attention: CoreAttention
+    share: Callable[[Workload, int, dist.ProcessGroup, torch.device], Share]
+    transport: str | None = None
+    """distca's; None where nothing is planned."""
+    ping_pong: bool = False
+    takes_crossing: bool = False
+    """Whether documents may cross ranks."""
+    by_default: bool = True
+
+
+def own_rows(workload: Workload, device: torch.device) -> Tensor:
+    first = workload.tokens * dist.get_rank()
+    return torch.arange(first, first + workload.tokens, device=device)
+
+
+def flash_share(
+    workload: Workload, step: int, group: dist.ProcessGroup, device: torch.device
+) -> Share:
+    lengths = workload.packs[step][dist.get_rank()]
+    return Share(own_rows(workload, device), WholeDocuments.of(lengths, device))
+
+
+def own_share(
+    workload: Workload, step: int, group: dist.ProcessGroup, device: torch.device
+) -> Share:
+    rank, packs = dist.get_rank(), workload.packs[step]
+    if workload.crosses_ranks:
+        documents = distca.Documents.sharded(packs[0], rank, dist.get_world_size())
+    else:
+        documents = distca.Documents([0, *itertools.accumulate(packs[rank])])
+    return Share(own_rows(workload, device), documents)
+
+
+def permuted_share(
+    workload: Workload, step: int, group: dist.ProcessGroup, device: torch.device
+) -> Share:
+    """The next rank's documents in another order: sums over rows and ranks are taken in another
+    order, and nothing else differs."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    other = (rank + 1) % num_ranks
+    lengths = workload.packs[step][other]
+    ends = list(itertools.accumulate(lengths, initial=workload.tokens * other))
+    order = random.Random(step).sample(range(len(lengths)), len(lengths))
+    rows = torch.cat([torch.arange(ends[idx], ends[idx + 1]) for idx in order])
+    cu_seqlens = [0, *itertools.accumulate(lengths[idx] for idx in order)]
+    return Share(rows.to(device), distca.Documents(cu_seqlens))
+
+
+def context_share(
+    workload: Workload, step: int, group: dist.ProcessGroup, device: torch.device
+) -> Share:
+    shards = HeadTail.of(workload.lengths(step), group, device)
+    return Share(shards.rows, shards)
+
+
+PERMUTED = "plain permuted"
+PING_PONG = " pingpong"
+VARIANTS = {
+    "flash": Variant(torch_attention, flash_share),
+    "plain": Variant(distca.core_attention, own_share),
+    PERMUTED: Variant(distca.core_attention, permuted_share, by_default=False),
+    "context": Variant(context_attention, context_share, takes_crossing=True),
+    "process_group": Variant(
+        distca.core_attention, own_share, "process_group", takes_crossing=True
+    ),
+    "process_group" + PING_PONG: Variant(
+        distca.core_attention, own_share, "process_group", ping_pong=True
+    ),
+    "peer": Variant(distca.core_attention, own_share, "peer", takes_crossing=True),
+}
+
+
+def chosen_variants(names: list[str] | None, workload: Workload, device_type: str) -> list[str]:
+    """`names`, or all that the workload and the device allow. Raises ValueError for others."""
+    fitting = [
+        name
+        for name, variant in VARIANTS.items()
+        if (variant.takes_crossing or not workload.crosses_ranks)
+        and (variant.transport != "peer" or device_type == "cuda")
+    ]
+    if names is None:
+        return [name for name in fitting if VARIANTS[name].by_default]
+    for name in names:
+        if name not in VARIANTS:
+            reason = f"expected some of {', '.join(VARIANTS)}"
+            if name == "peer" + PING_PONG:
+                reason = f"halves travel by process group; use {'process_group' + PING_PONG!r}"
+            raise ValueError(f"--variants has {name!r}: {reason}")
+        if name not in fitting:
+            raise ValueError(
+                f"--variants has {name!r}; expected some of {', '.join(fitting)}, which run these "
+                f"documents on {device_type}"
+            )
+    return names
+
+
+class Planner:
+    """Documents and plan of the next step, made in the background during the current one."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        steps: list[int],
+        shape: distca.AttentionShape,
+        device: torch.device,
+    ) -> None:
+        self._workload, self._steps, self._device = workload, iter(steps), device
+        self._shape, self._next = shape, None
+        self.advance()
+
+    def advance(self) -> tuple[distca.Documents, distca.Plan]:
+        """Returns the step that was planned last and starts on the one after it."""
+        current, step = self._next, next(self._steps, None)
+        if step is not None:
+            documents = own_share(self._workload, step, None, self._device).documents
+            plan = distca.plan(documents, device=self._device, shape=self._shape, ahead=True)
+            self._next = documents, plan
+        return current

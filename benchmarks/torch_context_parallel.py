@@ -1,0 +1,82 @@
+"""torch's own context_parallel over SDPA, ready to be called on one document."""
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from attention_peers import Unavailable, first_line, heads_last_rows
+from context_parallel import rows_of
+from long_document_ways import Way
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from workloads import Workload
+
+BACKENDS = {
+    "torch cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch flash": SDPBackend.FLASH_ATTENTION,
+}
+NUM_TRIAL_TOKENS = 256  # a rank
+
+
+def attend_grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[1, heads, tokens, head_dim], fewer heads of keys than of queries."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def attend_repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys repeated for every query head first."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def heads_first(rows: Tensor) -> Tensor:
+    """[rows, heads, head_dim] -> [1, heads, rows, head_dim]."""
+    return rows.transpose(0, 1).contiguous().unsqueeze(0)
+
+
+def takes_grouped_heads(heads: tuple[int, int], head_dim: int, device: torch.device) -> bool:
+    """Whether a forward and backward pass of a short document goes through."""
+    leaves = [
+        torch.randn(1, num_heads, NUM_TRIAL_TOKENS, head_dim, device=device).bfloat16()
+        for num_heads in (heads[0], *[heads[1]] * 2)
+    ]
+    try:
+        out = attend_grouped(*(leaf.requires_grad_() for leaf in leaves))
+        torch.autograd.grad(out.sum(), leaves)
+    except Exception:  # whichever layer below refuses it
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def torch_way(
+    name: str, workload: Workload, heads: tuple[int, int], head_dim: int, device: torch.device
+) -> Iterator[Way]:
+    """Load-balanced by head and tail shards. Raises Unavailable where it does not run."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    lengths, num_ranks = workload.lengths(0), dist.get_world_size()
+    if device.type != "cuda":
+        raise Unavailable("its kernels need CUDA")
+    if len(lengths) > 1 or lengths[0] % (2 * num_ranks):
+        raise Unavailable("takes one document of a multiple of 2 x ranks tokens")
+    rows = torch.from_numpy(rows_of(np.array(lengths), dist.get_rank(), num_ranks)).to(device)
+    mesh = init_device_mesh(device.type, (num_ranks,))
+    positions = torch.arange(lengths[0], device=device).unsqueeze(0)  # it wants a buffer to cut
+    failure = None
+    with (
+        sdpa_kernel(BACKENDS[name]),
+        context_parallel(mesh, buffers=[positions], buffer_seq_dims=[1]),
+    ):
+        try:
+            is_grouped = takes_grouped_heads(heads, head_dim, device)
+            attend = attend_grouped if is_grouped else attend_repeated
+            yield Way(rows, attend, heads_first, heads_last_rows)
+        except Exception as error:  # context_parallel puts SDPA back only when none passes it
+            failure = error
+    if failure is not None:
+        raise Unavailable(first_line(failure)) from failure

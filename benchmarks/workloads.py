@@ -1,0 +1,143 @@
+"""Documents of the steps that training_step.py, long_document.py and loss_curve.py run."""
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+IGNORE_INDEX = -100  # cross_entropy's default
+TOKENS = 65536  # per rank, if nothing else says it
+LARGEST_STRIDE = 8  # from a token to the next
+Packs = list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Steps of `tokens` tokens a rank."""
+
+    packs: Packs
+    """Document lengths [steps][ranks][documents]; one entry for all ranks where they cross."""
+    tokens: int
+    crosses_ranks: bool = False
+    """Whether each step is one pack, of which every rank holds an equal run."""
+
+    def lengths(self, step: int) -> list[int]:
+        """Of all documents of the step, in the order of its rows."""
+        return list(itertools.chain(*self.packs[step]))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a step, on all ranks."""
+        return sum(self.lengths(0))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", type=Path, help="JSON list of document lengths to draw from")
+    parser.add_argument(
+        "--equal", type=int, metavar="LENGTH", help="equal documents, whole on their ranks"
+    )
+    parser.add_argument(
+        "--document", type=int, metavar="TOKENS", help="one document over all ranks"
+    )
+    parser.add_argument(
+        "--mixed",
+        type=int,
+        metavar="TOKENS",
+        help="one document of so many tokens among those of --lengths, crossing ranks",
+    )
+    parser.add_argument("--tokens", type=int, help=f"per rank; {TOKENS} unless --document says it")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def make_workload(args: argparse.Namespace, world_size: int, num_steps: int) -> Workload:
+    """Raises ValueError for arguments that do not fit together."""
+    tokens = args.tokens if args.tokens is not None else TOKENS
+    if args.document is not None:
+        if args.tokens is not None or args.document % world_size or args.document < world_size:
+            raise ValueError(
+                f"--document is {args.document} with {world_size} ranks and --tokens "
+                f"{args.tokens}; expected a multiple of the ranks, and no --tokens"
+            )
+        return Workload([[[args.document]]] * num_steps, args.document // world_size, True)
+    if args.equal is not None:
+        if args.equal < 1 or tokens % args.equal:
+            raise ValueError(f"--equal is {args.equal}; expected a divisor of --tokens, {tokens}")
+        return Workload([[[args.equal] * (tokens // args.equal)] * world_size] * num_steps, tokens)
+    if args.lengths is None:
+        raise ValueError("no documents; give --lengths, --equal or --document")
+    stream = Stream(json.loads(args.lengths.read_text()), args.seed)
+    if args.mixed is None:
+        packs = [[stream.take(tokens) for _ in range(world_size)] for _ in range(num_steps)]
+        return Workload(packs, tokens)
+    room = tokens * world_size - args.mixed
+    if args.mixed < 1 or room < 0:
+        raise ValueError(
+            f"--mixed is {args.mixed}; expected 1 to {tokens * world_size}, the tokens of a step"
+        )
+    return Workload([[stream.mixed(args.mixed, room)] for _ in range(num_steps)], tokens, True)
+
+
+class Stream:
+    """Documents in shuffled order, over and over; the rest of one that was cut comes next."""
+
+    def __init__(self, lengths: list[int], seed: int) -> None:
+        lengths = [length for length in lengths if length > 0]
+        self._generator = random.Random(seed)
+        self._generator.shuffle(lengths)
+        self._lengths: Iterator[int] = itertools.cycle(lengths)
+        self._rest = 0
+
+    def take(self, tokens: int) -> list[int]:
+        """Documents of so many tokens in all, the last one cut to fit."""
+        documents, room = [], tokens
+        while room > 0:
+            length = self._rest or next(self._lengths)
+            documents.append(min(length, room))
+            self._rest = length - documents[-1]
+            room -= documents[-1]
+        return documents
+
+    def mixed(self, long: int, room: int) -> list[int]:
+        """One document of `long` tokens anywhere among others of `room` tokens."""
+        documents = self.take(room)
+        documents.insert(self._generator.randint(0, len(documents)), long)
+        return documents
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a step, or those that a rank holds; int64 [rows]."""
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    loss_scale: float
+    """Times the sum of losses over a rank's rows: averaged over ranks it is the loss."""
+
+    def chosen(self, rows: Tensor) -> "Rows":
+        return Rows(self.tokens[rows], self.labels[rows], self.position_ids[rows], self.loss_scale)
+
+
+def make_rows(workload: Workload, step: int, vocab: int, seed: int, device: torch.device) -> Rows:
+    """Of the whole step, on every rank. Tokens walk in random strides: a model learns the next
+    one but for the stride, in few steps."""
+    lengths = torch.tensor(workload.lengths(step))
+    ends = lengths.cumsum(0)
+    generator = torch.Generator(device).manual_seed(seed * len(workload.packs) + step)
+    strides = torch.randint(
+        1, LARGEST_STRIDE + 1, (workload.num_tokens,), generator=generator, device=device
+    )
+    tokens = strides.cumsum(0) % vocab
+    labels = tokens.roll(-1)
+    labels[(ends - 1).to(device)] = IGNORE_INDEX
+    begins = (ends - lengths).repeat_interleave(lengths)
+    position_ids = (torch.arange(workload.num_tokens) - begins).to(device)
+    num_labels = workload.num_tokens - lengths.numel()
+    return Rows(tokens, labels, position_ids, dist.get_world_size() / max(1, num_labels))
