@@ -41,14 +41,14 @@ WAYS = (ALONE, "peer", "process_group", "context", *BACKENDS)
 BACKWARD_FLOPS = 2.5  # of the forward pass's: five products for two
 
 
-def arguments() -> tuple[argparse.Namespace, Workload]:
+def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     add_attention_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3, help="after one of warm-up")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
     parser.add_argument("--out", type=Path, help="folder for long_document.csv")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     if world_size == 0:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
@@ -195,6 +195,14 @@ class Benchmark:
         return relative_difference(runs, self._reference, self.device)
 
 
+def run(args: argparse.Namespace, workload: Workload, device: torch.device) -> Benchmark:
+    benchmark = Benchmark(args, workload, device)
+    for name in args.ways:
+        benchmark.run(name)
+        free_memory(device)
+    return benchmark
+
+
 def show(benchmark: Benchmark) -> None:
     lengths = benchmark.workload.lengths(0)
     print(
@@ -229,10 +237,7 @@ def save(folder: Path, benchmark: Benchmark) -> None:
 def main() -> None:
     args, workload = arguments()
     device = join(args.device)
-    benchmark = Benchmark(args, workload, device)
-    for name in args.ways:
-        benchmark.run(name)
-        free_memory(device)
+    benchmark = run(args, workload, device)
     if dist.get_rank() == 0:
         show(benchmark)
         if args.out is not None:

@@ -16,6 +16,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from step_model import add_model_arguments
 from step_variants import PERMUTED, VARIANTS, chosen_variants
@@ -27,7 +28,7 @@ COLORS = {PLAIN: "#7a7a7a", PERMUTED: "#e1a32f"}
 OURS_COLOR = "#2a7f8e"
 
 
-def arguments() -> tuple[argparse.Namespace, Workload]:
+def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     add_model_arguments(parser)
@@ -36,7 +37,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         "--variant", help="distca's; default: peer on CUDA, process_group on the CPU"
     )
     parser.add_argument("--out", type=Path, help="folder for loss.csv and loss.png")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     if world_size == 0:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
@@ -105,14 +106,22 @@ def draw(path: Path, losses: dict[str, list[float]]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    args, workload = arguments()
-    device = join(args.device)
+def train(
+    args: argparse.Namespace, workload: Workload, device: torch.device
+) -> dict[str, list[float]]:
+    """Losses by variant."""
     losses = {}
     for name in (PLAIN, PERMUTED, args.variant):
         run, _ = run_variant(args, workload, device, VARIANTS[name])
         losses[name] = run.losses
         free_memory(device)
+    return losses
+
+
+def main() -> None:
+    args, workload = arguments()
+    device = join(args.device)
+    losses = train(args, workload, device)
     if dist.get_rank() == 0:
         show(losses)
         if args.out is not None:

@@ -70,7 +70,11 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
                 limits["plain"].balanced_ms()
             )
             figures["times plain, median of steps"] = median_ratio(run, runs["plain"])
-        figures |= of_plans(run) | of_profile(run) | {"peak, GiB": run.peak_gib}
+        figures |= of_plans(run) | of_profile(run)
+        if "plain" in runs and name != "plain":  # what is left is attention's own
+            above = mean(run.profile["exposed_ms"]) - mean(runs["plain"].profile["exposed_ms"])
+            figures["exposed communication above plain's, mean rank, ms"] = above
+        figures["peak, GiB"] = run.peak_gib
         summary |= {f"{name}: {key}": value for key, value in figures.items()}
     first, *others = runs
     for name in others:

@@ -59,9 +59,9 @@ def torch_way(
     """Load-balanced by head and tail shards. Raises Unavailable where it does not run."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    lengths, num_ranks = workload.lengths(0), dist.get_world_size()
     if device.type != "cuda":
         raise Unavailable("its kernels need CUDA")
+    lengths, num_ranks = workload.lengths(0), dist.get_world_size()
     if len(lengths) > 1 or lengths[0] % (2 * num_ranks):
         raise Unavailable("takes one document of a multiple of 2 x ranks tokens")
     rows = torch.from_numpy(rows_of(np.array(lengths), dist.get_rank(), num_ranks)).to(device)

@@ -43,7 +43,15 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 8 -m torchtitan.train": (
         "test_torchtitan.py::test_the_example_configures_torchtitan"
     ),
-    "torchrun --nproc-per-node 4 benchmarks/training_step.py": "needs CUDA devices",
+    "torchrun --nproc-per-node 4 benchmarks/training_step.py": (
+        "test_step_benchmarks.py::test_training_step_leaves_its_figures"
+    ),
+    "torchrun --nproc-per-node 4 benchmarks/long_document.py": (
+        "test_step_benchmarks.py::test_long_document_against_a_rank_alone"
+    ),
+    "torchrun --nproc-per-node 4 benchmarks/loss_curve.py": (
+        "test_step_benchmarks.py::test_loss_curve_against_noise"
+    ),
     "python benchmarks/attention.py": "needs a Hopper GPU",
     "torchrun --nproc-per-node 2 benchmarks/transport.py": "needs two Hopper GPUs",
     "python docs/generate.py": "test_docs.py::test_generated_pages_follow_the_code",

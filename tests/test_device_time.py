@@ -1,0 +1,196 @@
+"""benchmarks/device_time.py: what a profiled step's time goes to, on traces made by hand."""
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from device_time import (  # noqa: E402
+    ATTENTION,
+    COMMUNICATION,
+    COMPUTE,
+    WAITING,
+    Span,
+    spans_of,
+    step_profile,
+    told_apart,
+)
+from intervals import length, merged, without  # noqa: E402
+
+GATHER = "ncclDevKernel_AllGather_RING_LL"
+
+
+def test_intervals_against_counting():
+    generator = random.Random(0)
+    for _ in range(200):
+        one, other = (
+            [
+                tuple(sorted(generator.choices(range(30), k=2)))
+                for _ in range(generator.randint(0, 6))
+            ]
+            for _ in range(2)
+        )
+        inside = [{at for begin, end in each for at in range(begin, end)} for each in (one, other)]
+        left = without(merged(one), merged(other))
+        assert {at for begin, end in left for at in range(begin, end)} == inside[0] - inside[1]
+        assert length(left) == len(inside[0] - inside[1])
+        assert length(merged(one + other)) == len(inside[0] | inside[1])
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(merged(one)))
+
+
+def event(name: str, begin: float, duration: float, stream: int, category: str = "kernel") -> dict:
+    times = {"ts": begin, "dur": duration, "tid": stream}
+    return {"ph": "X", "cat": category, "name": name, **times}
+
+
+@pytest.mark.parametrize(
+    "name, kind, role",
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", COMMUNICATION, None),
+        (
+            "void distca::transport::peer::(anonymous namespace)::store_kernel(",
+            COMMUNICATION,
+            "store",
+        ),
+        (
+            "void distca::transport::peer::(anonymous namespace)::fetch_kernel<",
+            COMMUNICATION,
+            "fetch",
+        ),
+        ("distca::transport::peer::(anonymous namespace)::await_kernel(", COMMUNICATION, "await"),
+        (
+            "_ZN6distca9transport4peer52_GLOBAL__N__12start_kernelENS1_5BoardE",
+            COMMUNICATION,
+            "start",
+        ),
+        (
+            "void distca::transport::(anonymous namespace)::copy_rows_kernel<true>(",
+            COMMUNICATION,
+            "",
+        ),
+        ("distca::transport::(anonymous namespace)::hold_kernel()", COMMUNICATION, ""),
+        ("void distca::attention::sm90::(anonymous namespace)::backward_kernel<", ATTENTION, ""),
+        (
+            "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<",
+            ATTENTION,
+            "",
+        ),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", ATTENTION, ""),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", COMPUTE, ""),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::", COMPUTE, ""),
+    ],
+)
+def test_kernels_are_known(name, kind, role):
+    (span,) = spans_of({"traceEvents": [event(name, 1, 2, 7)]})
+    assert (span.begin, span.end, span.kind) == (1, 3, kind)
+    assert span.role == (name.split("(")[0] if role is None else role)
+
+
+def test_copies_are_communication_where_nothing_computes():
+    copies = [
+        event("Memcpy DtoD (Device -> Device)", 0, 1, 7, "gpu_memcpy"),
+        event("Memcpy DtoD (Device -> Device)", 0, 1, 20, "gpu_memcpy"),
+        event("Memcpy PtoP (Device -> Device)", 0, 1, 21, "gpu_memcpy"),
+        event("Memcpy HtoD (Pinned -> Device)", 0, 1, 22, "gpu_memcpy"),
+        event("cudaLaunchKernel", 0, 1, 1, "cuda_runtime"),
+        event("gemm", 0, 1, 7),
+    ]
+    trace = {"traceEvents": copies, "baseTimeNanoseconds": 5_000}
+    kinds = {(span.stream, span.kind) for span in spans_of(trace)}
+    moved = {(20, COMMUNICATION), (21, COMMUNICATION)}
+    assert kinds == {(7, COMPUTE), (22, COMPUTE), *moved}
+    assert {span.begin for span in spans_of(trace)} == {5}
+
+
+def test_operators_stand_for_kernels_on_the_cpu():
+    names = ("aten::mm", "distca::core_attention", "gloo:all_reduce", "c10d::allreduce_", "other")
+    trace = {"traceEvents": [event(name, 0, 1, 1, "cpu_op") for name in names]}
+    kinds = [span.kind for span in spans_of(trace)]
+    assert kinds == [COMPUTE, ATTENTION, COMMUNICATION, COMMUNICATION]
+
+
+def test_exposed_and_hidden_by_hand():
+    """us 0 to 100: computes [0, 40) and [60, 100), communicates [30, 50), idle [50, 60)."""
+    spans = [
+        Span(0, 30, COMPUTE),
+        Span(20, 40, ATTENTION),
+        Span(30, 50, COMMUNICATION),
+        Span(60, 100, COMPUTE),
+    ]
+    (profile,) = [step_profile([spans])]
+    assert profile == {
+        "step_ms": [0.1],
+        "compute_ms": [0.08],
+        "attention_ms": [0.02],
+        "communication_ms": [0.02],
+        "exposed_ms": [0.01],
+        "waiting_ms": [0],
+        "idle_ms": [0.01],
+    }
+    assert set(step_profile([[]])["step_ms"]) == {0}
+
+
+def kinds_of(spans: list[Span]) -> list[tuple[float, float, str]]:
+    return [(span.begin, span.end, span.kind) for span in spans if span.begin < span.end]
+
+
+def test_an_nccl_kernel_waits_until_the_last_rank_has_come():
+    early = [Span(0, 30, COMPUTE), Span(30, 70, COMMUNICATION, GATHER, 9)]
+    late = [Span(0, 55, COMPUTE), Span(55, 70, COMMUNICATION, GATHER, 12)]
+    ranks = told_apart([early, late])
+    assert kinds_of(ranks[0])[1:] == [(30, 55, WAITING), (55, 70, COMMUNICATION)]
+    assert kinds_of(ranks[1])[1:] == [(55, 70, COMMUNICATION)]
+    profile = step_profile(ranks)
+    assert profile["waiting_ms"] == [0.025, 0]
+    assert profile["exposed_ms"] == profile["communication_ms"] == [0.015, 0.015]
+
+
+def test_kernels_meet_by_order_on_their_stream():
+    one = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (0, 10)]
+    other = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (2, 13)]
+    assert kinds_of(told_apart([one, other])[0]) == [
+        (0, 2, WAITING),
+        (2, 5, COMMUNICATION),
+        (10, 13, WAITING),
+        (13, 15, COMMUNICATION),
+    ]
+    # Another number of kernels: who meets whom is not known.
+    assert told_apart([one, other[:1]]) == [one, other[:1]]
+    # One that came after the kernel had ended was not waited for.
+    after = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (7, 13)]
+    assert kinds_of(told_apart([one, after])[0])[0] == (0, 5, COMMUNICATION)
+
+
+def peer_call(opening: float, results: float, end: float, awaits: tuple = ()) -> list[Span]:
+    spans = [Span(opening, opening + 1, COMMUNICATION, "start")]
+    spans += [Span(*awaits, COMMUNICATION, "await")] if awaits else []
+    fetched = (results + end) / 2
+    spans += [Span(results, fetched, COMMUNICATION, "fetch")]
+    return [*spans, Span(fetched, end, COMMUNICATION, "fetch")]
+
+
+def test_peer_kernels_wait_for_calls_and_for_results():
+    """The second rank begins its first call at 8, and has its results at 30. The first, which
+    serves it, awaits rows from 3 to 12 and results from 20 on."""
+    first = [*peer_call(0, 20, 40, (3, 12)), *peer_call(50, 60, 62)]
+    second = [*peer_call(8, 30, 40), *peer_call(51, 59, 62)]
+    ranks = told_apart([first, second])
+    assert kinds_of(ranks[0]) == [
+        (0, 1, COMMUNICATION),
+        (3, 8, WAITING),
+        (8, 12, COMMUNICATION),
+        (20, 30, COMMUNICATION),  # its rows came without the second rank's results
+        (30, 40, COMMUNICATION),
+        (50, 51, COMMUNICATION),
+        (60, 61, COMMUNICATION),
+        (61, 62, COMMUNICATION),
+    ]
+    assert kinds_of(ranks[1])[-4:] == [
+        (51, 52, COMMUNICATION),
+        (59, 60, WAITING),
+        (60, 60.5, COMMUNICATION),
+        (60.5, 62, COMMUNICATION),
+    ]

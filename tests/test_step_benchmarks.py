@@ -1,0 +1,370 @@
+"""benchmarks/training_step.py, long_document.py and loss_curve.py on the CPU."""
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Case
+from torch import Tensor
+
+from distca.simulate.measured import Measured
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import long_document  # noqa: E402
+import loss_curve  # noqa: E402
+import step_variants  # noqa: E402
+from attention_peers import Unavailable  # noqa: E402
+from context_parallel import HeadTail, context_attention, rows_of  # noqa: E402
+from step_model import add_model_arguments  # noqa: E402
+from step_report import Limit, Run, draw_timeline, summarize  # noqa: E402
+from step_variants import PERMUTED, VARIANTS, chosen_variants  # noqa: E402
+from torch_context_parallel import torch_way  # noqa: E402
+from training_step import run_variant  # noqa: E402
+from workloads import Workload, add_arguments, make_workload  # noqa: E402
+
+LENGTHS = [700, 30, 200, 5, 900, 61, 350, 17, 120]
+MODEL = [
+    "--layers",
+    "2",
+    "--hidden",
+    "32",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--head-dim",
+    "16",
+    "--ffn",
+    "64",
+    "--vocab",
+    "97",
+]
+CPU = torch.device("cpu")
+FLOAT32_NOISE = 5e-6  # of losses near 5 whose sums were taken in another order
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    add_model_arguments(parser)
+    return parser.parse_args([*MODEL, *flags])
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(LENGTHS))
+    return path
+
+
+# Documents.
+
+
+def test_workloads_fill_every_rank(lengths_file):
+    drawn = make_workload(parsed("--lengths", str(lengths_file), "--tokens", "512"), 3, 4)
+    assert [[sum(pack) for pack in step] for step in drawn.packs] == [[512] * 3] * 4
+    assert not drawn.crosses_ranks and drawn.packs[0] != drawn.packs[1]
+    equal = make_workload(parsed("--equal", "128", "--tokens", "512"), 2, 1)
+    assert equal.packs == [[[128] * 4] * 2]
+    one = make_workload(parsed("--document", "1024"), 2, 3)
+    assert one.packs == [[[1024]]] * 3 and one.tokens == 512 and one.crosses_ranks
+    flags = ("--mixed", "800", "--lengths", str(lengths_file), "--tokens", "512")
+    mixed = make_workload(parsed(*flags), 3, 4)
+    assert all(800 in pack and sum(pack) == 3 * 512 for (pack,) in mixed.packs)
+    assert mixed.crosses_ranks and len(mixed.packs[0][0]) > 2
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ([], "give --lengths, --equal or --document"),
+        (["--equal", "100", "--tokens", "512"], "--equal is 100; expected a divisor"),
+        (["--document", "1023"], "--document is 1023 with 2 ranks"),
+        (["--document", "1024", "--tokens", "9"], "no --tokens"),
+        (["--mixed", "64"], "no documents"),
+        (["--mixed", "1025", "--tokens", "512", "--lengths", "LENGTHS"], "expected 1 to 1024"),
+    ],
+)
+def test_workloads_that_do_not_fit_are_refused(flags, said, lengths_file):
+    flags = [str(lengths_file) if flag == "LENGTHS" else flag for flag in flags]
+    with pytest.raises(ValueError, match=said):
+        make_workload(parsed(*flags), 2, 1)
+
+
+WHOLE = Workload([[[300, 212], [512]]] * 4, 512)
+CROSSING = Workload([[[300, 700, 5, 19]]] * 4, 512, crosses_ranks=True)
+
+
+def test_variants_that_cannot_run_are_refused():
+    def default(workload: Workload, device_type: str) -> set[str]:
+        return set(chosen_variants(None, workload, device_type))
+
+    every = {"flash", "plain", "context", "process_group", "process_group pingpong", "peer"}
+    assert default(WHOLE, "cuda") == every
+    assert default(WHOLE, "cpu") == every - {"peer"}
+    assert default(CROSSING, "cuda") == {"context", "process_group", "peer"}
+    assert chosen_variants([PERMUTED], WHOLE, "cpu") == [PERMUTED]
+    for names, workload, said in (
+        (["peer pingpong"], WHOLE, "halves travel by process group"),
+        (["peer"], WHOLE, "expected some of flash"),
+        (["plain"], CROSSING, "expected some of context, process_group,"),
+        (["other"], WHOLE, "expected some of flash"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            chosen_variants(names, workload, "cpu")
+
+
+# Context parallelism.
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_shards_share_every_document(num_ranks):
+    lengths = np.array([1, 2, 5, 64, 1200, 7])
+    held = [rows_of(lengths, rank, num_ranks) for rank in range(num_ranks)]
+    assert sorted(np.concatenate(held)) == list(range(lengths.sum()))
+    assert all((np.diff(rows) > 0).all() for rows in held)
+    position = np.concatenate([np.arange(1, length + 1) for length in lengths])
+    pairs = np.array([position[rows].sum() for rows in held])
+    assert pairs.max() <= 1.01 * pairs.mean()
+
+
+CONTEXT_CASE = Case([[1, 61, 240, 2, 19, 333, 7, 64]], heads_q=4, heads_kv=2, head_dim=16)
+
+
+def context_results(rank: int, world_size: int, drops_keys: bool) -> tuple[Tensor, list[Tensor]]:
+    """Rows held, and out, dq, dk, dv of them."""
+    group = dist.new_group()
+    shards = HeadTail.of(CONTEXT_CASE.all_lengths, group, CPU)
+    if drops_keys:
+        shards = replace(shards, seen=shards.seen.roll(1))
+    q, k, v, grad_out = (tensor[shards.rows] for tensor in CONTEXT_CASE.inputs())
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = context_attention(*leaves, shards)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    dist.destroy_process_group(group)
+    return shards.rows, [out.detach(), *grads]
+
+
+@pytest.mark.parametrize("drops_keys", [False, True])
+def test_context_parallel_attention_is_attention(ranks, drops_keys):
+    truths = oracle.forward_backward(CONTEXT_CASE)
+    results = [torch.full_like(truth, torch.nan) for truth in truths]
+    for rows, tensors in ranks(3).run(context_results, drops_keys):
+        for result, tensor in zip(results, tensors, strict=True):
+            result[rows] = tensor
+    if drops_keys:
+        with pytest.raises(AssertionError):
+            oracle.assert_close(results, truths, [1e-12] * 4)
+    else:
+        oracle.assert_close(results, truths, [1e-12] * 4)
+
+
+def test_torch_context_parallel_says_why_it_cannot_run():
+    with (
+        pytest.raises(Unavailable, match="need CUDA"),
+        torch_way("torch cudnn", CROSSING, (4, 2), 16, CPU),
+    ):
+        pass
+
+
+# Steps.
+
+
+def losses_of(rank: int, world_size: int, workload: Workload, names: list[str]) -> list:
+    """Losses by variant, the profile of the last, and whether it has spans of all ranks."""
+    args = parsed("--device", "cpu", "--learning-rate", "1e-2")
+    found, run, spans = {}, None, []
+    for name in names:
+        run, spans = run_variant(args, workload, CPU, VARIANTS[name])
+        found[name] = run.losses
+    return [found, run.profile, [bool(each) for each in spans]]
+
+
+@pytest.mark.parametrize(
+    "workload, names",
+    [
+        (WHOLE, ["plain", PERMUTED, "process_group"]),
+        (CROSSING, ["process_group", "context"]),
+    ],
+    ids=["whole", "crossing"],
+)
+def test_variants_train_alike(ranks, workload, names):
+    for losses, profile, has_spans in ranks(2).run(losses_of, workload, names):
+        first = losses[names[0]]
+        assert len(first) == 4 and first[0] - first[-1] > 0.1  # it learns
+        for name in names:
+            assert losses[name] == pytest.approx(first, abs=FLOAT32_NOISE)
+        assert has_spans == [True, True]
+        assert all(len(ms) == 2 and min(ms) >= 0 for ms in profile.values())
+        assert min(profile["communication_ms"]) > 0 and min(profile["attention_ms"]) > 0
+
+
+def wrong_losses(rank: int, world_size: int) -> list[list[float]]:
+    """Of the plain run, and of one whose documents see each other."""
+    args, variant = parsed("--device", "cpu", "--learning-rate", "1e-2"), VARIANTS["plain"]
+
+    def joined(workload: Workload, *given) -> step_variants.Share:
+        one = replace(workload, packs=[[[sum(pack)] for pack in step] for step in workload.packs])
+        return step_variants.own_share(one, *given)
+
+    return [
+        run_variant(args, WHOLE, CPU, each)[0].losses
+        for each in (variant, replace(variant, share=joined))
+    ]
+
+
+def test_losses_tell_wrong_attention(ranks):
+    for plain, wrong in ranks(2).run(wrong_losses):
+        assert max(abs(a - b) for a, b in zip(plain, wrong, strict=True)) > 10 * FLOAT32_NOISE
+
+
+def torchrun(script: str, *flags: str | Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", ROOT / "benchmarks" / script, "--device", "cpu"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [*map(str, [*command, *flags])],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_training_step_leaves_its_figures(lengths_file, tmp_path):
+    out = tmp_path / "step.json"
+    flags = ["--lengths", lengths_file, "--tokens", "512", "--steps", "4", "--out", out]
+    flags += ["--learning-rate", "1e-2"]
+    said = torchrun("training_step.py", *MODEL, *flags)
+    names = ["flash", "plain", "context", "process_group", "process_group pingpong"]
+    assert sum(line.startswith("loss ") for line in said.splitlines()) == len(names)
+    made = json.loads(out.read_text())
+    assert list(made["variants"]) == names and len(made["attention_ms"]["plain"]) == 4
+    summary = made["summary"]
+    for name in names[1:]:
+        assert summary[f"{name}: max loss difference"] <= FLOAT32_NOISE
+    for name in names:
+        losses = made["variants"][name]["losses"]
+        assert len(losses) == 4 and losses[3] < losses[0]
+        assert 0 <= summary[f"{name}: hidden communication"] <= 1
+        assert (tmp_path / f"step.{name.replace(' ', '_')}.png").stat().st_size > 1000
+    for figure in ("times the balanced limit", "times faster than context", "peak, GiB"):
+        assert f"process_group pingpong: {figure}" in summary
+    assert (
+        summary["process_group pingpong: bytes of a layer"]
+        == (summary["process_group: bytes of a layer"])
+    )
+    with (tmp_path / "step.csv").open() as file:
+        table = {(row["what"], row["figure"]): row["value"] for row in csv.DictReader(file)}
+    assert float(table["context", "step, ms"]) == summary["context: step, ms"]
+    assert float(table["plain", "profiled exposed_ms, rank 1"]) >= 0
+    measured = Measured.load(out, skip=1, num_steps=3)
+    assert measured.step_ms["distca"] == made["variants"]["process_group"]["step_ms"][1:]
+
+
+def by_main(rank: int, world_size: int, script: str, folder: Path, flags: list[str]) -> str:
+    """What benchmarks/long_document.py or loss_curve.py says, but for joining the group."""
+    module = {"long_document": long_document, "loss_curve": loss_curve}[script]
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)):
+        args, workload = module.arguments([*flags, "--device", "cpu"])
+    run = long_document.run if module is long_document else loss_curve.train
+    result, said = run(args, workload, CPU), io.StringIO()
+    if rank == 0:
+        with contextlib.redirect_stdout(said):
+            module.show(result)
+        module.save(folder, result)
+    return said.getvalue()
+
+
+def test_long_document_against_a_rank_alone(ranks, tmp_path):
+    flags = [
+        "--document",
+        "1000",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--rounds",
+        "1",
+    ]
+    said = ranks(2).run(by_main, "long_document", tmp_path, flags)[0]
+    assert "alone: 707 tokens" in said  # 1000 / sqrt(2): half of its pairs
+    for way in ("peer", "torch cudnn", "torch flash"):
+        assert f"{way} is left out" in said
+    with (tmp_path / "long_document.csv").open() as file:
+        rows = {row["way"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["alone", "process_group", "context"]
+    assert float(rows["context"]["difference"]) < 1e-5
+    flops = 4 * 4 * 16 * 1000 * 1001 / 2 / 2
+    row = rows["process_group"]
+    for name, share in (("forward", 1), ("backward", 2.5)):
+        tflops = share * flops / float(row[f"{name}_ms"]) / 1e9
+        assert float(row[f"{name}_tflops"]) == pytest.approx(tflops)
+
+
+def test_loss_curve_against_noise(ranks, lengths_file, tmp_path):
+    flags = ["--lengths", str(lengths_file), "--tokens", "512", "--steps", "5"]
+    flags = [*MODEL, *flags, "--learning-rate", "1e-2"]
+    said = ranks(2).run(by_main, "loss_curve", tmp_path, flags)[0]
+    assert PERMUTED in said and "root mean square" in said
+    with (tmp_path / "loss.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert len(rows) == 5 and rows[4]["plain"] < rows[0]["plain"]
+    for row in rows:
+        assert row["plain"] == pytest.approx(row["process_group"], abs=FLOAT32_NOISE)
+        assert row["plain"] == pytest.approx(row[PERMUTED], abs=FLOAT32_NOISE)
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+# Figures.
+
+
+def test_differences_by_hand():
+    found = loss_curve.Difference.of([1.0, 2.0, 3.0], [1.0, 5.0, -1.0])
+    assert found == loss_curve.Difference(4.0, pytest.approx((25 / 3) ** 0.5))
+
+
+def test_figures_by_hand():
+    profile = {"exposed_ms": [1.0, 3.0], "communication_ms": [10.0, 4.0], "step_ms": [50.0, 60.0]}
+    still = {**profile, "exposed_ms": [0.5, 1.5]}
+    runs = {
+        "plain": Run([9e9] * 3 + [100.0, 120.0], [2.0] * 5, profile=still),
+        "peer": Run([9e9] * 3 + [90.0, 100.0], [2.0] * 4 + [2.5], profile=profile),
+    }
+    # The slowest rank's attention is 20 above the mean, then 10.
+    limits = {"plain": Limit([[9e9, 0]] * 3 + [[10, 50], [30, 10]], [100.0, 120.0])}
+    summary = summarize(runs, limits, 2)
+    assert summary["plain: balanced limit, ms"] == pytest.approx((80 + 110) / 2)
+    assert summary["peer: times the balanced limit"] == pytest.approx(95 / 95)
+    assert summary["peer: times faster than plain"] == pytest.approx(110 / 95)
+    assert summary["peer: times plain, median of steps"] == pytest.approx(
+        (90 / 100 + 100 / 120) / 2
+    )
+    assert summary["peer: max loss difference"] == 0.5
+    assert summary["peer: exposed communication, ms"] == 3.0
+    assert summary["peer: exposed communication, of the step"] == pytest.approx(3 / 60)
+    assert summary["peer: hidden communication"] == pytest.approx(1 - 3 / 4)
+    assert summary["peer: exposed communication above plain's, mean rank, ms"] == pytest.approx(1.0)
+
+
+def test_timeline_of_ranks_without_spans(tmp_path):
+    draw_timeline(tmp_path / "empty.png", "plain", [[], []])
+    assert (tmp_path / "empty.png").exists()
