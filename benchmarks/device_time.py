@@ -6,12 +6,12 @@ part of such a kernel in which it waits for a rank that is behind. "attention". 
 
 A kernel that meets others waits until the last of their ranks has come: an NCCL kernel for its
 like, the kernel that awaits rows for every rank's call to begin, the kernel that fetches results
-for every rank's own fetch, before which its results are not announced. Who came after a kernel had
-ended was not waited for. Kernels are matched by their order; where ranks differ in how many there
-are, nothing is called waiting and all of it is communication.
+for every rank to publish its own; copy engines wait for that without a kernel, so a rank on which
+nothing computes from then on until it fetches is waiting too. Who came after a kernel had ended was
+not waited for. Kernels are matched by their order; where ranks differ in how many there are,
+nothing is called waiting and all of it is communication.
 """
 
-import itertools
 import json
 import re
 import tempfile
@@ -31,7 +31,7 @@ ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
 # Chrome traces have demangled names, or mangled ones where that failed.
-PEER_KERNEL = re.compile(r"distca.*(start|store|await|fetch)_kernel")
+PEER_KERNEL = re.compile(r"distca.*(start|store|await|publish|fetch)_kernel")
 ROW_KERNEL = re.compile(r"distca.*(copy_rows|reduce_rows|hold)_kernel")
 ATTENTION_KERNEL = re.compile(r"attention|attend|flash|fmha|sdpa")
 HOST_COMMUNICATION = re.compile(r"^(gloo|c10d)\b")
@@ -159,6 +159,8 @@ class _Meetings:
     """When the rank came to each."""
     waits: dict[int, Meeting] = field(default_factory=dict)
     """By index of the span: what it waits for."""
+    fetched: dict[Meeting, float] = field(default_factory=dict)
+    """When the rank began to fetch what others had published."""
 
     @classmethod
     def of(cls, spans: list[Span]) -> "_Meetings":
@@ -185,9 +187,11 @@ class _Meetings:
                 self.came["call", call] = span.begin
             elif span.role == "await" and is_open:
                 self.waits[idx] = "call", call
+            elif span.role == "publish" and is_open:
+                self.came["results", call] = span.begin
             elif span.role == "fetch" and call >= 0:
                 self.waits[idx] = "results", call
-                self.came.setdefault(("results", call), span.begin)
+                self.fetched.setdefault(("results", call), span.begin)
                 is_open = False
 
     def counts(self) -> Counter[str]:
@@ -195,27 +199,33 @@ class _Meetings:
 
 
 def told_apart(ranks: list[list[Span]]) -> list[list[Span]]:
-    """Communication's spans cut where waiting for other ranks ends."""
+    """Communication's spans cut where waiting for other ranks ends, and waiting that has none."""
     meetings = [_Meetings.of(spans) for spans in ranks]
     counts = [each.counts() for each in meetings]
     alike = {name for name, count in counts[0].items() if all(c[name] == count for c in counts)}
 
-    def cut(span: Span, meeting: Meeting | None) -> list[Span]:
-        everyone_came = all(meeting in each.came for each in meetings)
-        if meeting is None or meeting[0] not in alike or not everyone_came:
-            return [span]
-        others = [each.came[meeting] for each in meetings if each.came[meeting] < span.end]
-        ready = max([span.begin, *others])
-        return [replace(span, end=ready, kind=WAITING), replace(span, begin=ready)]
+    def last_came(meeting: Meeting | None, begin: float, end: float) -> float:
+        """When the last rank came, as far as [begin, end) tells."""
+        if meeting is None or meeting[0] not in alike:
+            return begin
+        came = [each.came.get(meeting, end) for each in meetings]
+        return max([begin, *(at for at in came if at < end)])
 
-    return [
-        list(
-            itertools.chain.from_iterable(
-                cut(span, own.waits.get(idx)) for idx, span in enumerate(spans)
-            )
-        )
-        for spans, own in zip(ranks, meetings, strict=True)
-    ]
+    told = []
+    for spans, own in zip(ranks, meetings, strict=True):
+        found = []
+        for idx, span in enumerate(spans):
+            ready = last_came(own.waits.get(idx), span.begin, span.end)
+            if ready > span.begin:
+                found.append(replace(span, end=ready, kind=WAITING))
+            found.append(replace(span, begin=ready))
+        computing = merged(s.interval for s in spans if s.kind in (COMPUTE, ATTENTION))
+        for meeting, end in own.fetched.items():
+            begin = own.came.get(meeting, end)
+            stalled = merged([(begin, last_came(meeting, begin, end))])
+            found += [Span(*each, WAITING) for each in without(stalled, computing)]
+        told.append(sorted(found, key=lambda span: span.begin))
+    return told
 
 
 def by_kind(spans: list[Span]) -> dict[str, list[Interval]]:

@@ -62,6 +62,11 @@ def event(name: str, begin: float, duration: float, stream: int, category: str =
         ),
         ("distca::transport::peer::(anonymous namespace)::await_kernel(", COMMUNICATION, "await"),
         (
+            "distca::transport::peer::(anonymous namespace)::publish_kernel(",
+            COMMUNICATION,
+            "publish",
+        ),
+        (
             "_ZN6distca9transport4peer52_GLOBAL__N__12start_kernelENS1_5BoardE",
             COMMUNICATION,
             "start",
@@ -164,33 +169,43 @@ def test_kernels_meet_by_order_on_their_stream():
     assert kinds_of(told_apart([one, after])[0])[0] == (0, 5, COMMUNICATION)
 
 
-def peer_call(opening: float, results: float, end: float, awaits: tuple = ()) -> list[Span]:
-    spans = [Span(opening, opening + 1, COMMUNICATION, "start")]
-    spans += [Span(*awaits, COMMUNICATION, "await")] if awaits else []
-    fetched = (results + end) / 2
-    spans += [Span(results, fetched, COMMUNICATION, "fetch")]
-    return [*spans, Span(fetched, end, COMMUNICATION, "fetch")]
+def peer_call(began: float, published: float, fetched: float, end: float) -> list[Span]:
+    """Of a rank that computes for nobody."""
+    return [
+        Span(began, began + 1, COMMUNICATION, "store"),
+        Span(began, began + 2, COMMUNICATION, "store"),
+        Span(published, published + 1, COMMUNICATION, "publish"),
+        Span(fetched, end, COMMUNICATION, "fetch"),
+        Span(end, end + 1, COMMUNICATION, "fetch"),
+    ]
+
+
+def waits_of(spans: list[Span]) -> list[tuple[float, float]]:
+    return [each[:2] for each in kinds_of(spans) if each[2] == WAITING]
 
 
 def test_peer_kernels_wait_for_calls_and_for_results():
-    """The second rank begins its first call at 8, and has its results at 30. The first, which
-    serves it, awaits rows from 3 to 12 and results from 20 on."""
-    first = [*peer_call(0, 20, 40, (3, 12)), *peer_call(50, 60, 62)]
-    second = [*peer_call(8, 30, 40), *peer_call(51, 59, 62)]
+    """The second rank begins its call at 8 and publishes at 30. The first awaits its rows from 3 to
+    12 and fetches from 25 on."""
+    first = [*peer_call(0, 20, 25, 40), Span(3, 12, COMMUNICATION, "await")]
+    first = sorted(first, key=lambda span: span.begin)
+    ranks = told_apart([first, peer_call(8, 30, 32, 40)])
+    assert waits_of(ranks[0]) == [(3, 8), (25, 30)] and waits_of(ranks[1]) == []
+    told = kinds_of(ranks[0])
+    assert (8, 12, COMMUNICATION) in told and (30, 40, COMMUNICATION) in told
+    assert step_profile(ranks)["waiting_ms"] == pytest.approx([0.010, 0])
+
+
+def test_copies_wait_for_results_without_a_kernel():
+    """Both ranks compute no more. The first publishes at 20, 52 and the second at 30, 51."""
+    first = [*peer_call(0, 20, 36, 40), *peer_call(50, 52, 53, 54)]
+    second = [*peer_call(0, 30, 32, 40), *peer_call(50, 51, 53, 54)]
     ranks = told_apart([first, second])
-    assert kinds_of(ranks[0]) == [
-        (0, 1, COMMUNICATION),
-        (3, 8, WAITING),
-        (8, 12, COMMUNICATION),
-        (20, 30, COMMUNICATION),  # its rows came without the second rank's results
-        (30, 40, COMMUNICATION),
-        (50, 51, COMMUNICATION),
-        (60, 61, COMMUNICATION),
-        (61, 62, COMMUNICATION),
-    ]
-    assert kinds_of(ranks[1])[-4:] == [
-        (51, 52, COMMUNICATION),
-        (59, 60, WAITING),
-        (60, 60.5, COMMUNICATION),
-        (60.5, 62, COMMUNICATION),
-    ]
+    assert waits_of(ranks[0]) == [(20, 30)] and waits_of(ranks[1]) == [(51, 52)]
+
+
+def test_a_rank_that_computes_does_not_wait_for_results():
+    late = Span(21, 28, ATTENTION)
+    first = sorted([*peer_call(0, 20, 29, 40), late], key=lambda span: span.begin)
+    ranks = told_apart([first, peer_call(0, 27, 32, 40)])
+    assert waits_of(ranks[0]) == [(20, 21)]
