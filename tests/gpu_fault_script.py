@@ -15,6 +15,7 @@ import distca
 VICTIM = 1
 ROWS = 6000
 TIMEOUT_S = 5.0
+TAKEN = []
 
 
 def die() -> None:
@@ -34,9 +35,15 @@ def sleep() -> None:
 
 
 def run_out_of_memory() -> None:
-    """The operator itself cannot allocate its results."""
+    """The operator itself cannot allocate its results: what is free is taken."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
+    for num_bytes in (2**21, 2**16, 2**9):
+        try:
+            while True:
+                TAKEN.append(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
+        except torch.cuda.OutOfMemoryError:
+            continue
 
 
 FAULTS = {

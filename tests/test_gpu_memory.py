@@ -115,7 +115,7 @@ def run_steps(rank, world_size, num_steps):
 def test_memory_is_flat(two_ranks):
     for used in two_ranks.run(run_steps, NUM_STEPS):
         allocated, reserved = zip(*used, strict=True)
-        assert max(allocated[1:]) <= max(allocated[0], allocated[1]) + 2**21
+        assert max(allocated) < 2**23  # a step's own tensors at most
         assert reserved[-1] <= reserved[1]
 
 
