@@ -204,13 +204,15 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     if is_subgroup:
         _check_equal_group_counts(group)
 
-    def new_group(backend: str, options=None) -> ProcessGroup:
+    def new_group(backend: str, timeout: timedelta = timeout, options=None) -> ProcessGroup:
         return dist.new_group(
             ranks, timeout, backend, pg_options=options, use_local_synchronization=is_subgroup
         )
 
     backend = str(dist.get_backend_config(group))
-    session.data = new_group(backend, _urgent(backend, 2 * timeout))  # ours is first, and says more
+    # NCCL's own deadline ends the process without a word on rank and layer: ours comes first.
+    data_timeout = 2 * timeout if "nccl" in backend else timeout
+    session.data = new_group(backend, data_timeout, _urgent(backend, data_timeout))
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
     configuration = f"version {torch.ops.distca.version()} {session.options}"
