@@ -115,7 +115,7 @@ def _make_half(session: Session, problem: Problem, idx: int, whole: Plan, rows: 
         )
     tasks = tasks_of(made.encoded)
     pieces, encoded = half_of(made.pieces, tasks, cuts, problem.window_size, idx)
-    layout, packed_rows = lay_out(problem, pieces, encoded, session.options)
+    layout, packed_rows = lay_out(problem, pieces, encoded, session.options, made.shape)
     return replace(made, layout=layout, packed_rows=packed_rows, pieces=pieces, encoded=encoded)
 
 

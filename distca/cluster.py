@@ -26,6 +26,8 @@ class Cluster:
     memory_cap_bytes: int | None = None
     """What a server may hold of other homes' rows for one layer: queries with their results, and
     keys once, see held_row_bytes. None: no limit."""
+    rounds: int = 1
+    """Of a layer, about: each holds no more than memory_cap_bytes."""
     ranks_per_node: int | None = None
     """Consecutive ranks share a node; the last may have fewer. None: one node."""
     link_bytes_per_second: float = 200e9
@@ -43,6 +45,8 @@ class Cluster:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value}; expected None or an integer above 0")
+        if type(self.rounds) is not int or self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}; expected at least 1")
         for name in ("link_bytes_per_second", "node_link_bytes_per_second"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -77,14 +81,22 @@ def cluster_of(
     inside = link_bytes_per_second(options, device_type)
     nodes = options.ranks_per_node or ranks_per_node
     between = node_link_bytes_per_second(options, device_type)
+    links = {
+        "ranks_per_node": nodes,
+        "link_bytes_per_second": inside,
+        "node_link_bytes_per_second": between,
+    }
     if num_ranks == 1 or not options.enabled:
-        return Cluster(num_ranks, None, None, nodes, inside, between)
+        return Cluster(num_ranks, **links)
     speeds = None
     if options.server_speeds is not None:
         repeated = itertools.cycle(parse_speeds(options.server_speeds))
         speeds = tuple(itertools.islice(repeated, num_ranks))
-    cap = None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
-    return Cluster(num_ranks, speeds, cap, nodes, inside, between)
+    return Cluster(num_ranks, speeds, memory_cap_bytes(options), options.rounds, **links)
+
+
+def memory_cap_bytes(options: Options) -> int | None:
+    return None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
 
 
 def node_link_bytes_per_second(options: Options, device_type: str) -> float:

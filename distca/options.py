@@ -33,6 +33,10 @@ class Options:
     """Most that a rank may hold of other ranks' rows for one layer, 1e9 byte: queries with their
     results, keys once. None: no limit."""
 
+    rounds: int = 1
+    """Rounds of a layer, about, in each of which a rank may hold memory_cap_gb of other ranks'
+    rows: better balance in little memory, but what travels after the first is not hidden."""
+
     attention_tflops: float | None = None
     """Attention speed of one rank, 1e12 FLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
 
@@ -92,6 +96,8 @@ class Options:
             )
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
+        if self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}; expected at least 1")
         if self.log_every < 0:
             raise ValueError(f"log_every is {self.log_every}; expected 0 or more steps")
         if self.tensorboard and self.run_dir is None:

@@ -14,7 +14,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca.clock import AttentionClock
-from distca.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
+from distca.cluster import (
+    Cluster,
+    cluster_of,
+    held_row_bytes,
+    memory_cap_bytes,
+    ranks_of_a_node,
+)
 from distca.cost import AttentionShape, check_device, cost_tensor
 from distca.documents import Documents, check_window
 from distca.figures import max_over_mean
@@ -92,6 +98,7 @@ class Made:
     """Of all ranks."""
     encoded: Tensor
     """As torch.ops.distca.plan returns it."""
+    shape: AttentionShape
     attention_ms: list[float] = field(default_factory=list)
 
 
@@ -309,6 +316,7 @@ def balance(
         cluster.servers(),
         cluster.links(),
         tolerance,
+        cluster.rounds,
     )
 
 
@@ -323,13 +331,13 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
-    layout, packed_rows = lay_out(problem, pieces, encoded, options)
+    layout, packed_rows = lay_out(problem, pieces, encoded, options, shape)
     plan_ms = 1e3 * (time.perf_counter() - start)
-    return Made(layout, packed_rows, loads.tolist(), plan_ms, pieces, encoded)
+    return Made(layout, packed_rows, loads.tolist(), plan_ms, pieces, encoded, shape)
 
 
 def lay_out(
-    problem: Problem, pieces: Tensor, encoded: Tensor, options: Options
+    problem: Problem, pieces: Tensor, encoded: Tensor, options: Options, shape: AttentionShape
 ) -> tuple[Tensor, Tensor]:
     """This rank's layout and packed rows, for the upload to its device."""
     layout, packed_rows = torch.ops.distca.layout(
@@ -339,6 +347,8 @@ def lay_out(
         problem.step,
         problem.device_type,
         options.deterministic,
+        held_row_bytes(shape),
+        memory_cap_bytes(options),
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()

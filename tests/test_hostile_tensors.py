@@ -155,8 +155,8 @@ def _tasks():
                 yield f"word {word} = {value}", lambda w=word, v=value: plan_of(_with(chosen, w, v))
 
 
-FIRST_COUNT = 12  # words before it are used as they are
-NUM_COUNTED, NUM_ROW_WORDS = 12, 13  # of a layout: what its packed rows are unpacked to
+FIRST_COUNT = 11  # words before it are used as they are
+NUM_COUNTED, NUM_ROW_WORDS = 11, 12  # of a layout: what its packed rows are unpacked to
 RUN_WORDS = 5  # of packed rows: first word, word step, value, value step, count
 
 

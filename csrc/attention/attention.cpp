@@ -123,9 +123,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
 #ifdef DISTCA_WITH_CUDA
   if (runs_on_aten(q, params.softmax_scale)) return aten::forward(q, k, v, tasks, params);
 #endif
-  const auto real = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor out = at::empty(q.sizes(), q.options());
-  const at::Tensor lse = at::empty(q.sizes().slice(0, 2), q.options().dtype(real));
+  const auto [out, lse] = new_results(q);
   forward({q, k, v, tasks, out, lse}, params);
   return {out, lse};
 }
@@ -180,6 +178,12 @@ void backward(const BackwardRows& rows, const Params& params) {
   if (rows.q.is_cuda()) return aten::backward(rows, params);
 #endif
   throw_unsupported(rows.q.device());
+}
+
+std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {
+  const auto real = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {at::empty(q.sizes(), q.options()),
+          at::empty(q.sizes().slice(0, 2), q.options().dtype(real))};
 }
 
 std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k,

@@ -86,6 +86,9 @@ struct BackwardRows {
 // As above. Rows of q of no task, and rows of k that no task reads, keep what is in dq, dk and dv.
 void backward(const BackwardRows& rows, const Params& params);
 
+// out and lse for ForwardRows.
+std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q);
+
 // dk and dv like k, zero unless the backward passes of these lists, which share no key, write every
 // row.
 std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k,

@@ -96,9 +96,9 @@ Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
                         ? std::string("equal numbers")
                         : "k to have the documents' " + std::to_string(layout.num_context_rows) +
                               " context rows more");
-  TORCH_CHECK_VALUE(layout.early.cu_seqlens.device() == q.device(), "q is on ", q.device(),
-                    ", but the plan was made for ", layout.early.cu_seqlens.device(),
-                    "; pass device= to distca.plan");
+  TORCH_CHECK_VALUE(layout.rounds[0].early.cu_seqlens.device() == q.device(), "q is on ",
+                    q.device(), ", but the plan was made for ",
+                    layout.rounds[0].early.cu_seqlens.device(), "; pass device= to distca.plan");
   check_device_support(q, layout);
   return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
 }

@@ -1,5 +1,6 @@
 #include "core_attention.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "attention/delta.h"
@@ -12,65 +13,82 @@
 namespace distca::ops {
 namespace {
 
-using Forward = std::tuple<at::Tensor, at::Tensor>;
-using Backward = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
-Forward balanced_forward(const Call& call, const attention::Params& params) {
+void forward_round(const Call& call, const Round& round, const transport::Where& where,
+                   const Results& results, const attention::Params& params) {
   Session& session = *call.session;
-  const Layout& plan = call.layout;
   const auto& [q, k, v] = call.inputs;
-  const transport::Where where = session.enter(Pass::kForward);
+  const auto& [out, lse] = results;
   Shipment inputs =
-      send_to_servers(session, where.in("dispatch"), {{{q}, plan.queries}, {{k, v}, plan.keys}});
-  auto [out, lse] = attention::forward(q, k, v, plan.early, params);
+      send_to_servers(session, where.in("dispatch"), {{{q}, round.queries}, {{k, v}, round.keys}});
+  attention::forward({q, k, v, round.early, out, lse}, params);
 
   const auto visiting = inputs.arrive_visiting();
   const auto [visiting_out, visiting_lse] =
-      attention::forward(visiting[0][0], visiting[1][0], visiting[1][1], plan.visiting, params);
+      attention::forward(visiting[0][0], visiting[1][0], visiting[1][1], round.visiting, params);
   Shipment sent =
-      send_home(session, where.in("combine"), {{{visiting_out, visiting_lse}, plan.queries}});
-  attention::forward({q, k, v, plan.late, out, lse}, params);
+      send_home(session, where.in("combine"), {{{visiting_out, visiting_lse}, round.queries}});
+  attention::forward({q, k, v, round.late, out, lse}, params);
 
-  const auto results = sent.arrive();
-  transport::scatter_rows(results[0][0], plan.queries.home_row, out);
-  transport::scatter_rows(results[0][1], plan.queries.home_row, lse);
-  return {out, lse};
+  const auto arrived = sent.arrive();
+  transport::scatter_rows(arrived[0][0], round.queries.home_row, out);
+  transport::scatter_rows(arrived[0][1], round.queries.home_row, lse);
 }
 
-Backward balanced_backward(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
-                           const at::Tensor& lse, const attention::Params& params) {
+Results balanced_forward(const Call& call, const attention::Params& params) {
+  const transport::Where where = call.session->enter(Pass::kForward);
+  const Results results = attention::new_results(call.inputs.q);
+  for (const Round& round : call.layout.rounds) forward_round(call, round, where, results, params);
+  return results;
+}
+
+void backward_round(const Call& call, const Round& round, const transport::Where& where,
+                    const at::Tensor& grad_out, const attention::Saved& saved,
+                    const Gradients& gradients, const attention::Params& params) {
   Session& session = *call.session;
-  const Layout& plan = call.layout;
   const auto& [q, k, v] = call.inputs;
-  const transport::Where where = session.enter(Pass::kBackward);
-  // Formed at home, so that `out` never travels.
-  const at::Tensor delta = attention::row_dots(out, grad_out);
-  Shipment inputs =
-      send_to_servers(session, where.in("dispatch"),
-                      {{{q, grad_out, lse, delta}, plan.queries}, {{k, v}, plan.keys}});
-  const attention::Saved saved{lse, delta, out};
-  auto [dq, dk, dv] = attention::backward(grad_out, q, k, v, saved, plan.early, params);
+  const auto& [dq, dk, dv] = gradients;
+  Shipment inputs = send_to_servers(
+      session, where.in("dispatch"),
+      {{{q, grad_out, saved.lse, saved.delta}, round.queries}, {{k, v}, round.keys}});
+  attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
 
   const auto visiting = inputs.arrive_visiting();
   const auto& visiting_q = visiting[0];
   const auto [visiting_dq, visiting_dk, visiting_dv] =
       attention::backward(visiting_q[1], visiting_q[0], visiting[1][0], visiting[1][1],
-                          {visiting_q[2], visiting_q[3], at::Tensor()}, plan.visiting, params);
+                          {visiting_q[2], visiting_q[3], at::Tensor()}, round.visiting, params);
   Shipment sent =
       send_home(session, where.in("combine"),
-                {{{visiting_dq}, plan.queries}, {{visiting_dk, visiting_dv}, plan.keys}});
-  attention::backward({grad_out, q, k, v, saved, plan.late, dq, dk, dv}, params);
+                {{{visiting_dq}, round.queries}, {{visiting_dk, visiting_dv}, round.keys}});
+  attention::backward({grad_out, q, k, v, saved, round.late, dq, dk, dv}, params);
 
-  const auto grads = sent.arrive();
-  transport::scatter_rows(grads[0][0], plan.queries.home_row, dq);
-  transport::reduce_rows(grads[1][0], plan.key_gradients, dk);
-  transport::reduce_rows(grads[1][1], plan.key_gradients, dv);
-  return {dq, dk, dv};
+  const auto arrived = sent.arrive();
+  transport::scatter_rows(arrived[0][0], round.queries.home_row, dq);
+  transport::reduce_rows(arrived[1][0], round.key_gradients, dk);
+  transport::reduce_rows(arrived[1][1], round.key_gradients, dv);
+}
+
+Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
+                            const at::Tensor& lse, const attention::Params& params) {
+  const auto& [q, k, v] = call.inputs;
+  const transport::Where where = call.session->enter(Pass::kBackward);
+  // Formed at home, so that `out` never travels.
+  const attention::Saved saved{lse, attention::row_dots(out, grad_out), out};
+  const Round& first = call.layout.rounds[0];  // it has all home tasks
+  const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
+  const Gradients gradients{at::empty(q.sizes(), q.options()), dk, dv};
+  for (const Round& round : call.layout.rounds) {
+    backward_round(call, round, where, grad_out, saved, gradients, params);
+  }
+  return gradients;
 }
 
 }  // namespace
 
-Forward core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+Results core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                        c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
@@ -78,7 +96,7 @@ Forward core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   const attention::Params params = attention_params(call.layout, softmax_scale);
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
-    return attention::forward(home_q, home_k, home_v, call.layout.early, params);
+    return attention::forward(home_q, home_k, home_v, call.layout.rounds[0].early, params);
   }
   return announcing(*call.session, [&] {
 #ifdef DISTCA_WITH_SM90
@@ -88,11 +106,11 @@ Forward core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   });
 }
 
-Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q,
-                                 const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
-                                 const at::Tensor& lse, const at::Tensor& layout,
-                                 const at::Tensor& rows, double softmax_scale,
-                                 c10::string_view group_name) {
+Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q,
+                                  const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
+                                  const at::Tensor& lse, const at::Tensor& layout,
+                                  const at::Tensor& rows, double softmax_scale,
+                                  c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
   const Call call = begin_call(q, k, v, layout, rows, softmax_scale, std::string(group_name));
   const attention::Params params = attention_params(call.layout, softmax_scale);
@@ -100,7 +118,7 @@ Backward core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
     return attention::backward(grad, home_q, home_k, home_v, {lse, at::Tensor(), out},
-                               call.layout.early, params);
+                               call.layout.rounds[0].early, params);
   }
   return announcing(*call.session, [&] {
     check_saved_rows(grad, "grad_out", q);
@@ -127,9 +145,11 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 #endif
     const auto& [home_q, home_k, home_v] = call.inputs;
     const transport::Where where = call.session->enter(Pass::kForward).in("dispatch");
-    send_to_servers(*call.session, where,
-                    {{{home_q}, call.layout.queries}, {{home_k, home_v}, call.layout.keys}})
-        .arrive_visiting();
+    for (const Round& round : call.layout.rounds) {
+      send_to_servers(*call.session, where,
+                      {{{home_q}, round.queries}, {{home_k, home_v}, round.keys}})
+          .arrive_visiting();
+    }
   });
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "attention/attention.h"
 #include "peer_routes.h"
@@ -23,6 +24,17 @@ struct Route {
   int64_t num_visiting = 0;
 };
 
+// What a rank does of a plan at a time: rows arrive, tasks are computed, results travel home.
+struct Round {
+  Route queries;
+  Route keys;
+  transport::Reduction key_gradients;  // returned key slots that add up to each home row
+  attention::TaskList early;           // home tasks for the time in which rows arrive
+  attention::TaskList late;            // and for that in which results travel home
+  attention::TaskList visiting;
+  std::optional<PeerRoutes> peers;  // of groups so small that peers may write to each other
+};
+
 // A rank's layout as operators use it. `layout` int64 on the host holds counts and tasks, `rows`
 // int32 on the attention's device holds row indices, sequence offsets and tile lists.
 struct Layout {
@@ -34,13 +46,7 @@ struct Layout {
   bool moves_rows = false;       // whether any rank sends any row under this plan
   attention::Mask mask;
   bool deterministic = false;
-  Route queries;
-  Route keys;
-  transport::Reduction key_gradients;  // returned key slots that add up to each home row
-  attention::TaskList early;           // home tasks for the time in which rows arrive
-  attention::TaskList late;            // and for that in which results travel home
-  attention::TaskList visiting;
-  std::optional<PeerRoutes> peers;  // of groups so small that peers may write to each other
+  std::vector<Round> rounds;  // one or more, as many on every rank; home tasks are of the first
 
   int64_t num_home_queries() const { return num_home_rows - num_context_rows; }
 };
@@ -56,11 +62,15 @@ inline attention::Params attention_params(const Layout& layout, double softmax_s
   return {layout.mask, softmax_scale, layout.deterministic};
 }
 
+struct PlannedRound {
+  planner::Layout layout;
+  std::optional<PeerRoutes> peers;
+};
+
 // Returns (layout, packed rows), both on the host.
-std::tuple<at::Tensor, at::Tensor> encode_layout(const planner::Layout& layout,
+std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>& rounds,
                                                  const planner::Plan& plan,
-                                                 const LayoutOrigin& origin,
-                                                 const std::optional<PeerRoutes>& routes);
+                                                 const LayoutOrigin& origin);
 
 // `rows` of the layout, on the device of its packed rows. Throws ValueError when they do not belong
 // together.

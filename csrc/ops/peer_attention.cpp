@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -34,17 +35,17 @@ struct Region {
   }
 };
 
-// Regions one after the other, for a call under one layout.
+// Regions one after the other, for a round.
 class Buffers {
  public:
-  Buffers(peer::PeerTransport& transport, const Layout& layout)
-      : transport_(transport), layout_(layout), rank_(transport.rank()) {}
+  Buffers(peer::PeerTransport& transport, const Round& round)
+      : transport_(transport), round_(round), rank_(transport.rank()) {}
 
   Region for_queries(const at::Tensor& rows) {
-    return add(rows, layout_.peers->deliveries.max_visiting_q);
+    return add(rows, round_.peers->deliveries.max_visiting_q);
   }
   Region for_keys(const at::Tensor& rows) {
-    return add(rows, layout_.peers->deliveries.max_visiting_k);
+    return add(rows, round_.peers->deliveries.max_visiting_k);
   }
   int64_t num_bytes() const { return next_; }
 
@@ -54,11 +55,9 @@ class Buffers {
 
   // This rank's visiting rows.
   at::Tensor queries(const Region& region) const {
-    return visiting(region, layout_.queries.num_visiting);
+    return visiting(region, round_.queries.num_visiting);
   }
-  at::Tensor keys(const Region& region) const {
-    return visiting(region, layout_.keys.num_visiting);
-  }
+  at::Tensor keys(const Region& region) const { return visiting(region, round_.keys.num_visiting); }
 
  private:
   Region add(const at::Tensor& rows, int64_t num_rows) {
@@ -74,7 +73,7 @@ class Buffers {
   }
 
   peer::PeerTransport& transport_;
-  const Layout& layout_;
+  const Round& round_;
   int64_t rank_;
   int64_t next_ = 0;
 };
@@ -90,10 +89,9 @@ struct Sent {
   std::vector<Region> queries, keys;
 };
 
-std::vector<peer::Parcel> parcels_of(const Layout& layout, const Buffers& buffers,
-                                     const Sent& sent) {
+std::vector<peer::Parcel> parcels_of(const Round& round, const Buffers& buffers, const Sent& sent) {
   std::vector<peer::Parcel> parcels;
-  for (const planner::Delivery& delivery : layout.peers->deliveries.sent) {
+  for (const planner::Delivery& delivery : round.peers->deliveries.sent) {
     peer::Parcel& parcel =
         parcels.emplace_back(delivery.server, std::vector<peer::RowBlock>{}, delivery.flag);
     const auto add = [&](const Region& region, const std::vector<planner::RowPlace>& places) {
@@ -111,10 +109,10 @@ std::vector<peer::Parcel> parcels_of(const Layout& layout, const Buffers& buffer
 }
 
 // Home rows of `to` from the servers' results in `region`.
-void fetch_queries(const Layout& layout, const Buffers& buffers, const Region& region,
+void fetch_queries(const Round& round, const Buffers& buffers, const Region& region,
                    const at::Tensor& to, std::vector<peer::Gather>& gathers) {
   const transport::RowView rows = transport::row_view(to);
-  for (const planner::Delivery& delivery : layout.peers->deliveries.sent) {
+  for (const planner::Delivery& delivery : round.peers->deliveries.sent) {
     for (const auto& [home_row, visiting_row, num_rows] : delivery.queries) {
       const char* from = buffers.row(region, delivery.server, visiting_row);
       gathers.push_back({rows.data + home_row * rows.row_bytes,
@@ -125,10 +123,10 @@ void fetch_queries(const Layout& layout, const Buffers& buffers, const Region& r
   }
 }
 
-void add_key_gradients(const Layout& layout, const Buffers& buffers, const Region& region,
+void add_key_gradients(const Round& round, const Buffers& buffers, const Region& region,
                        const at::Tensor& to, std::vector<peer::Gather>& gathers) {
   const transport::RowView rows = transport::row_view(to);
-  for (const KeyGradients& shared : layout.peers->key_gradients) {
+  for (const KeyGradients& shared : round.peers->key_gradients) {
     peer::Gather& gather = gathers.emplace_back(
         rows.data + shared.home_row * rows.row_bytes, shared.num_rows * rows.row_bytes,
         std::vector<peer::Gather::Source>{}, peer::Taking::kAdd);
@@ -156,97 +154,125 @@ std::vector<peer::FlagRange> flags_of(const attention::TaskList& tasks) {
 }  // namespace
 
 bool uses_peer_memory(const Call& call, double softmax_scale) {
-  return call.session->peer_transport() != nullptr && call.layout.peers.has_value() &&
-         softmax_scale > 0 && sm90::supports(call.inputs.q);
+  const auto has_peers = [](const Round& round) { return round.peers.has_value(); };
+  return call.session->peer_transport() != nullptr && softmax_scale > 0 &&
+         sm90::supports(call.inputs.q) &&
+         std::all_of(call.layout.rounds.begin(), call.layout.rounds.end(), has_peers);
 }
 
 std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attention::Params& params) {
   peer::PeerTransport& transport = *call.session->peer_transport();
-  const Layout& layout = call.layout;
+  const transport::Where where = call.session->enter(Pass::kForward);
   const at::Tensor q = aligned(call.inputs.q), k = aligned(call.inputs.k),
                    v = aligned(call.inputs.v);
-  const at::Tensor out = at::empty(q.sizes(), q.options());
-  const at::Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
+  const auto [out, lse] = attention::new_results(q);
+  for (const Round& round : call.layout.rounds) {
+    Buffers buffers(transport, round);
+    const Region to_q = buffers.for_queries(q), to_k = buffers.for_keys(k),
+                 to_v = buffers.for_keys(v), from_out = buffers.for_queries(out),
+                 from_lse = buffers.for_queries(lse);
+    transport.begin(buffers.num_bytes(), where);
+    transport.send(parcels_of(round, buffers, {{to_q}, {to_k, to_v}}));
+    // Separate launches, not one that waits for flags: blocks that take tasks of both lists by
+    // turns lose the keys that they share in L2, a tenth of their speed and more.
+    sm90::forward({q, k, v, round.early, out, lse}, params);
+    transport.await_arrivals(flags_of(round.visiting));
+    sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), round.visiting,
+                   buffers.queries(from_out), buffers.queries(from_lse)},
+                  params);
 
-  Buffers buffers(transport, layout);
-  const Region to_q = buffers.for_queries(q), to_k = buffers.for_keys(k),
-               to_v = buffers.for_keys(v), from_out = buffers.for_queries(out),
-               from_lse = buffers.for_queries(lse);
-  transport.begin(buffers.num_bytes(), call.session->enter(Pass::kForward));
-  transport.send(parcels_of(layout, buffers, {{to_q}, {to_k, to_v}}));
-  // Two launches, not one that waits for flags: blocks that take tasks of both lists by turns lose
-  // the keys that they share in L2, a tenth of their speed and more.
-  sm90::forward({q, k, v, layout.early, out, lse}, params);
-  transport.await_arrivals(flags_of(layout.visiting));
-  sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), layout.visiting,
-                 buffers.queries(from_out), buffers.queries(from_lse)},
-                params);
-
-  std::vector<peer::Gather> gathers;
-  fetch_queries(layout, buffers, from_out, out, gathers);
-  fetch_queries(layout, buffers, from_lse, lse, gathers);
-  transport.collect(std::move(gathers));
-  sm90::forward({q, k, v, layout.late, out, lse}, params);
-  transport.end(addend_of(q));
+    std::vector<peer::Gather> gathers;
+    fetch_queries(round, buffers, from_out, out, gathers);
+    fetch_queries(round, buffers, from_lse, lse, gathers);
+    transport.collect(std::move(gathers));
+    sm90::forward({q, k, v, round.late, out, lse}, params);
+    transport.end(addend_of(q));
+  }
   return {out, lse};
 }
 
 void peer_exchange(const Call& call) {
   peer::PeerTransport& transport = *call.session->peer_transport();
+  const transport::Where where = call.session->enter(Pass::kForward);
   const auto& [q, k, v] = call.inputs;
-  Buffers buffers(transport, call.layout);
-  const Region to_q = buffers.for_queries(aligned(q)), to_k = buffers.for_keys(aligned(k)),
-               to_v = buffers.for_keys(aligned(v));
-  transport.begin(buffers.num_bytes(), call.session->enter(Pass::kForward));
-  transport.send(parcels_of(call.layout, buffers, {{to_q}, {to_k, to_v}}));
-  transport.await_arrivals(flags_of(call.layout.visiting));
-  transport.end(addend_of(q));
+  for (const Round& round : call.layout.rounds) {
+    Buffers buffers(transport, round);
+    const Region to_q = buffers.for_queries(aligned(q)), to_k = buffers.for_keys(aligned(k)),
+                 to_v = buffers.for_keys(aligned(v));
+    transport.begin(buffers.num_bytes(), where);
+    transport.send(parcels_of(round, buffers, {{to_q}, {to_k, to_v}}));
+    transport.await_arrivals(flags_of(round.visiting));
+    transport.end(addend_of(q));
+  }
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
-                                                             const at::Tensor& grad_out,
-                                                             const at::Tensor& out,
-                                                             const at::Tensor& lse,
-                                                             const attention::Params& params) {
-  peer::PeerTransport& transport = *call.session->peer_transport();
-  const Layout& layout = call.layout;
-  const at::Tensor q = aligned(call.inputs.q), k = aligned(call.inputs.k),
-                   v = aligned(call.inputs.v), grad = aligned(grad_out);
-  // Formed at home, so that `out` never travels.
-  const at::Tensor delta = attention::row_dots(out, grad);
-  const at::Tensor dq = at::empty(q.sizes(), q.options());
-  const auto [dk, dv] = attention::new_key_gradients(k, {&layout.early, &layout.late});
+namespace {
 
-  Buffers buffers(transport, layout);
+struct BackwardInputs {
+  at::Tensor q, k, v, grad;
+  attention::Saved saved;
+};
+
+struct Gradients {
+  at::Tensor dq, dk, dv;
+};
+
+void backward_round(const Call& call, const Round& round, const transport::Where& where,
+                    const BackwardInputs& inputs, const Gradients& gradients,
+                    const attention::Params& params) {
+  peer::PeerTransport& transport = *call.session->peer_transport();
+  const auto& [q, k, v, grad, saved] = inputs;
+  const auto& [dq, dk, dv] = gradients;
+  Buffers buffers(transport, round);
   const Region to_q = buffers.for_queries(q), to_grad = buffers.for_queries(grad),
-               to_lse = buffers.for_queries(lse), to_delta = buffers.for_queries(delta),
+               to_lse = buffers.for_queries(saved.lse), to_delta = buffers.for_queries(saved.delta),
                to_k = buffers.for_keys(k), to_v = buffers.for_keys(v),
                from_dq = buffers.for_queries(dq), from_dk = buffers.for_keys(dk),
                from_dv = buffers.for_keys(dv);
-  transport.begin(buffers.num_bytes(), call.session->enter(Pass::kBackward));
-  transport.send(parcels_of(layout, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
-  const attention::Saved saved{lse, delta, out};
-  sm90::backward({grad, q, k, v, saved, layout.early, dq, dk, dv}, params);
-  transport.await_arrivals(flags_of(layout.visiting));
+  transport.begin(buffers.num_bytes(), where);
+  transport.send(parcels_of(round, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
+  sm90::backward({grad, q, k, v, saved, round.early, dq, dk, dv}, params);
+  transport.await_arrivals(flags_of(round.visiting));
   sm90::backward({buffers.queries(to_grad),
                   buffers.queries(to_q),
                   buffers.keys(to_k),
                   buffers.keys(to_v),
                   {buffers.queries(to_lse), buffers.queries(to_delta), {}},
-                  layout.visiting,
+                  round.visiting,
                   buffers.queries(from_dq),
                   buffers.keys(from_dk),
                   buffers.keys(from_dv)},
                  params);
 
   std::vector<peer::Gather> gathers;
-  fetch_queries(layout, buffers, from_dq, dq, gathers);
-  add_key_gradients(layout, buffers, from_dk, dk, gathers);
-  add_key_gradients(layout, buffers, from_dv, dv, gathers);
+  fetch_queries(round, buffers, from_dq, dq, gathers);
+  add_key_gradients(round, buffers, from_dk, dk, gathers);
+  add_key_gradients(round, buffers, from_dv, dv, gathers);
   transport.collect(std::move(gathers));
-  sm90::backward({grad, q, k, v, saved, layout.late, dq, dk, dv}, params);
+  sm90::backward({grad, q, k, v, saved, round.late, dq, dk, dv}, params);
   transport.end(addend_of(q));
-  return {dq, dk, dv};
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
+                                                             const at::Tensor& grad_out,
+                                                             const at::Tensor& out,
+                                                             const at::Tensor& lse,
+                                                             const attention::Params& params) {
+  const transport::Where where = call.session->enter(Pass::kBackward);
+  const at::Tensor grad = aligned(grad_out);
+  // Formed at home, so that `out` never travels.
+  const attention::Saved saved{lse, attention::row_dots(out, grad), out};
+  const BackwardInputs inputs{aligned(call.inputs.q), aligned(call.inputs.k),
+                              aligned(call.inputs.v), grad, saved};
+  const Round& first = call.layout.rounds[0];  // it has all home tasks
+  const auto [dk, dv] = attention::new_key_gradients(inputs.k, {&first.early, &first.late});
+  const Gradients gradients{at::empty(inputs.q.sizes(), inputs.q.options()), dk, dv};
+  for (const Round& round : call.layout.rounds) {
+    backward_round(call, round, where, inputs, gradients, params);
+  }
+  return {gradients.dq, dk, dv};
 }
 
 }  // namespace distca::ops

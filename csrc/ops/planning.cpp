@@ -16,6 +16,7 @@
 #include "planner/pack.h"
 #include "planner/plan.h"
 #include "planner/ranges.h"
+#include "planner/rounds.h"
 #include "session.h"
 
 namespace distca::ops {
@@ -203,7 +204,7 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
                                         int64_t window_left, int64_t window_right,
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,
                                         const at::Tensor& servers, const at::Tensor& links,
-                                        double tolerance) {
+                                        double tolerance, int64_t rounds) {
   TORCH_CHECK_VALUE(row_bytes.size() == 2 || row_bytes.size() == 4,
                     "row_bytes: expected (query, key), or (query, key, held query, held key), got ",
                     row_bytes);
@@ -218,7 +219,9 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
   options.servers = decode_servers(servers, num_ranks);
   options.links = decode_links(links);
   options.tolerance = tolerance;
-  const planner::Plan plan = as_value_error([&] { return planner::make_plan(pack, options); });
+  TORCH_CHECK_VALUE(rounds >= 1, "rounds is ", rounds, "; expected at least 1");
+  const planner::Plan plan =
+      as_value_error([&] { return planner::plan_for_rounds(pack, options, rounds); });
   return {encode_plan(plan), encode_loads(plan.loads)};
 }
 
@@ -241,21 +244,35 @@ at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int6
 
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
                                           int64_t rank, int64_t step, c10::string_view device_type,
-                                          bool deterministic) {
+                                          bool deterministic, at::IntArrayRef held_bytes,
+                                          std::optional<double> round_bytes) {
   const auto words = int64_words(plan, "plan");
   TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
   const planner::Plan decoded = decode_plan(plan, pack);
-  const planner::Layout made =
-      as_value_error([&] { return planner::make_layout(pack, decoded, rank); });
-  std::optional<PeerRoutes> routes;
-  if (device_type == "cuda" && decoded.num_ranks > 1 && decoded.num_ranks <= kMaxPeers) {
-    planner::Deliveries deliveries = planner::make_deliveries(pack, decoded, rank);
-    if (deliveries.max_flags <= kMaxFlags) routes = peer_routes(std::move(deliveries));
+  std::vector<PlannedRound> rounds;
+  const auto add_round = [&](const planner::Plan& round) {
+    planner::Layout made = as_value_error([&] { return planner::make_layout(pack, round, rank); });
+    std::optional<PeerRoutes> routes;
+    if (device_type == "cuda" && decoded.num_ranks > 1 && decoded.num_ranks <= kMaxPeers) {
+      planner::Deliveries deliveries = planner::make_deliveries(pack, round, rank);
+      if (deliveries.max_flags <= kMaxFlags) routes = peer_routes(std::move(deliveries));
+    }
+    rounds.push_back({std::move(made), std::move(routes)});
+  };
+  if (round_bytes) {
+    TORCH_CHECK_VALUE(held_bytes.size() == 2, "held_bytes: expected (query, key), got ",
+                      held_bytes);
+    const planner::RowBytes held{held_bytes[0], held_bytes[1]};
+    for (const planner::Plan& round :
+         as_value_error([&] { return planner::rounds_of(pack, decoded, held, *round_bytes); })) {
+      add_round(round);
+    }
+  } else {
+    add_round(decoded);
   }
-  return encode_layout(made, decoded,
-                       {step, moves_rows(pack, decoded), deterministic, std::string(device_type)},
-                       routes);
+  return encode_layout(rounds, decoded,
+                       {step, moves_rows(pack, decoded), deterministic, std::string(device_type)});
 }
 
 }  // namespace distca::ops

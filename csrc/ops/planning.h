@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <tuple>
 
 namespace distca::ops {
@@ -14,13 +15,14 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
                                         int64_t window_left, int64_t window_right,
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,
                                         const at::Tensor& servers, const at::Tensor& links,
-                                        double tolerance);
+                                        double tolerance, int64_t rounds);
 
 at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,
                          int64_t window_left, int64_t window_right);
 
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
                                           int64_t rank, int64_t step, c10::string_view device_type,
-                                          bool deterministic);
+                                          bool deterministic, at::IntArrayRef held_bytes,
+                                          std::optional<double> round_bytes);
 
 }  // namespace distca::ops

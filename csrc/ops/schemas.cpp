@@ -61,7 +61,7 @@ TORCH_LIBRARY(distca, m) {
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes).
   m.def(
       "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
-      "int[] row_bytes, Tensor servers, Tensor links, float tolerance) "
+      "int[] row_bytes, Tensor servers, Tensor links, float tolerance, int rounds=1) "
       "-> (Tensor plan, Tensor loads)");
   // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server).
   m.def(
@@ -69,7 +69,8 @@ TORCH_LIBRARY(distca, m) {
       "int window_right) -> Tensor plan");
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
-      "bool deterministic=False) -> (Tensor layout, Tensor packed_rows)");
+      "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None) "
+      "-> (Tensor layout, Tensor packed_rows)");
   // `rows` from their packed form, on its device.
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows");
 

@@ -15,9 +15,17 @@ bool is_home(c10::string_view tasks) {
   return tasks == "home";
 }
 
+// A plan of steps that users call one by one, whose rows all stand on the servers at once.
+const Round& only_round(const Layout& layout) {
+  TORCH_CHECK_VALUE(layout.rounds.size() == 1, "layout: ", layout.rounds.size(),
+                    " rounds; dispatch, attend and combine take one. Call core_attention, or set "
+                    "rounds to 1");
+  return layout.rounds[0];
+}
+
 // Home rows that a server computes have no home task, so no kernel wrote them.
-void zero_sent_rows(const at::Tensor& home, const Layout& layout) {
-  home.index_fill_(0, layout.queries.home_row.to(at::kLong), 0);
+void zero_sent_rows(const at::Tensor& home, const Round& round) {
+  home.index_fill_(0, round.queries.home_row.to(at::kLong), 0);
 }
 
 at::Tensor zeros_like_rows(const at::Tensor& visiting, int64_t num_rows) {
@@ -52,11 +60,12 @@ Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   const Call call = begin_call(q, k, v, layout, rows, no_scale, std::string(group_name));
   const auto& [home_q, home_k, home_v] = call.inputs;
   if (!call.session) return {no_rows(q), no_rows(k), no_rows(v)};
+  const Round& round = only_round(call.layout);
   Session& session = *call.session;
   return announcing(session, [&]() -> Triple {
     const transport::Where where = session.enter(Pass::kForward).in("dispatch");
-    Shipment inputs = send_to_servers(
-        session, where, {{{home_q}, call.layout.queries}, {{home_k, home_v}, call.layout.keys}});
+    Shipment inputs = send_to_servers(session, where,
+                                      {{{home_q}, round.queries}, {{home_k, home_v}, round.keys}});
     const auto visiting = inputs.arrive_visiting();
     // Parts of one record; with at most one row contiguous() would leave them sharing memory.
     const auto own = [](const at::Tensor& part) {
@@ -71,11 +80,12 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
                          const at::Tensor& rows, c10::string_view group_name) {
   const c10::DeviceGuard guard(visiting_grad_q.device());
   const Layout plan = decode_layout(layout, rows);
+  const Round& round = only_round(plan);
   const auto session = session_of(plan, group_name);
   check_first(session, [&] {
-    check_num_rows(visiting_grad_q, "visiting_grad_q", plan.queries.num_visiting);
-    check_num_rows(visiting_grad_k, "visiting_grad_k", plan.keys.num_visiting);
-    check_num_rows(visiting_grad_v, "visiting_grad_v", plan.keys.num_visiting);
+    check_num_rows(visiting_grad_q, "visiting_grad_q", round.queries.num_visiting);
+    check_num_rows(visiting_grad_k, "visiting_grad_k", round.keys.num_visiting);
+    check_num_rows(visiting_grad_v, "visiting_grad_v", round.keys.num_visiting);
   });
   const at::Tensor dq = zeros_like_rows(visiting_grad_q, plan.num_home_queries());
   const at::Tensor dk = zeros_like_rows(visiting_grad_k, plan.num_home_rows);
@@ -85,13 +95,13 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
     const transport::Where where = session->current(Pass::kBackward).in("combine");
     const auto grads =
         send_home(*session, where,
-                  {{{with_contiguous_rows(visiting_grad_q)}, plan.queries},
+                  {{{with_contiguous_rows(visiting_grad_q)}, round.queries},
                    {{with_contiguous_rows(visiting_grad_k), with_contiguous_rows(visiting_grad_v)},
-                    plan.keys}})
+                    round.keys}})
             .arrive();
-    transport::scatter_rows(grads[0][0], plan.queries.home_row, dq);
-    transport::reduce_rows(grads[1][0], plan.key_gradients, dk);
-    transport::reduce_rows(grads[1][1], plan.key_gradients, dv);
+    transport::scatter_rows(grads[0][0], round.queries.home_row, dq);
+    transport::reduce_rows(grads[1][0], round.key_gradients, dk);
+    transport::reduce_rows(grads[1][1], round.key_gradients, dv);
     return {dq, dk, dv};
   });
 }
@@ -100,14 +110,15 @@ Pair attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
             const at::Tensor& rows, double softmax_scale, c10::string_view tasks) {
   const c10::DeviceGuard guard(q.device());
   const Layout plan = decode_layout(layout, rows);
+  const Round& round = only_round(plan);
   const attention::Params params = attention_params(plan, softmax_scale);
   const at::Tensor rows_q = with_contiguous_rows(q), rows_k = with_contiguous_rows(k),
                    rows_v = with_contiguous_rows(v);
-  if (!is_home(tasks)) return attention::forward(rows_q, rows_k, rows_v, plan.visiting, params);
-  auto [out, lse] = attention::forward(rows_q, rows_k, rows_v, plan.early, params);
-  attention::forward({rows_q, rows_k, rows_v, plan.late, out, lse}, params);
-  zero_sent_rows(out, plan);
-  zero_sent_rows(lse, plan);
+  if (!is_home(tasks)) return attention::forward(rows_q, rows_k, rows_v, round.visiting, params);
+  auto [out, lse] = attention::forward(rows_q, rows_k, rows_v, round.early, params);
+  attention::forward({rows_q, rows_k, rows_v, round.late, out, lse}, params);
+  zero_sent_rows(out, round);
+  zero_sent_rows(lse, round);
   return {out, lse};
 }
 
@@ -117,16 +128,17 @@ Triple attend_backward(const at::Tensor& grad_out, const at::Tensor& q, const at
                        c10::string_view tasks) {
   const c10::DeviceGuard guard(grad_out.device());
   const Layout plan = decode_layout(layout, rows);
+  const Round& round = only_round(plan);
   const attention::Params params = attention_params(plan, softmax_scale);
   const attention::Saved saved{lse, at::Tensor(), out};
   const at::Tensor grad = grad_out.contiguous(), rows_q = with_contiguous_rows(q),
                    rows_k = with_contiguous_rows(k), rows_v = with_contiguous_rows(v);
   if (!is_home(tasks)) {
-    return attention::backward(grad, rows_q, rows_k, rows_v, saved, plan.visiting, params);
+    return attention::backward(grad, rows_q, rows_k, rows_v, saved, round.visiting, params);
   }
-  auto [dq, dk, dv] = attention::backward(grad, rows_q, rows_k, rows_v, saved, plan.early, params);
-  attention::backward({grad, rows_q, rows_k, rows_v, saved, plan.late, dq, dk, dv}, params);
-  zero_sent_rows(dq, plan);
+  auto [dq, dk, dv] = attention::backward(grad, rows_q, rows_k, rows_v, saved, round.early, params);
+  attention::backward({grad, rows_q, rows_k, rows_v, saved, round.late, dq, dk, dv}, params);
+  zero_sent_rows(dq, round);
   return {dq, dk, dv};
 }
 
@@ -135,12 +147,13 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
              c10::string_view group_name) {
   const c10::DeviceGuard guard(out.device());
   const Layout plan = decode_layout(layout, rows);
+  const Round& round = only_round(plan);
   const auto session = session_of(plan, group_name);
   check_first(session, [&] {
     check_num_rows(out, "out", plan.num_home_queries());
     check_num_rows(lse, "lse", plan.num_home_queries());
-    check_num_rows(visiting_out, "visiting_out", plan.queries.num_visiting);
-    check_num_rows(visiting_lse, "visiting_lse", plan.queries.num_visiting);
+    check_num_rows(visiting_out, "visiting_out", round.queries.num_visiting);
+    check_num_rows(visiting_lse, "visiting_lse", round.queries.num_visiting);
   });
   at::Tensor all_out = out.clone(at::MemoryFormat::Contiguous);
   at::Tensor all_lse = lse.clone(at::MemoryFormat::Contiguous);
@@ -148,11 +161,12 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
   return announcing(*session, [&]() -> Pair {
     const transport::Where where = session->current(Pass::kForward).in("combine");
     const auto results =
-        send_home(*session, where,
-                  {{{with_contiguous_rows(visiting_out), visiting_lse.contiguous()}, plan.queries}})
+        send_home(
+            *session, where,
+            {{{with_contiguous_rows(visiting_out), visiting_lse.contiguous()}, round.queries}})
             .arrive();
-    transport::scatter_rows(results[0][0], plan.queries.home_row, all_out);
-    transport::scatter_rows(results[0][1], plan.queries.home_row, all_lse);
+    transport::scatter_rows(results[0][0], round.queries.home_row, all_out);
+    transport::scatter_rows(results[0][1], round.queries.home_row, all_lse);
     return {all_out, all_lse};
   });
 }
@@ -161,15 +175,16 @@ Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, cons
                       c10::string_view group_name) {
   const c10::DeviceGuard guard(grad_out.device());
   const Layout plan = decode_layout(layout, rows);
+  const Round& round = only_round(plan);
   const auto session = session_of(plan, group_name);
   check_first(session, [&] { check_num_rows(grad_out, "grad_out", plan.num_home_queries()); });
   const at::Tensor grad = grad_out.contiguous();
   at::Tensor home_grad = grad.clone();
-  zero_sent_rows(home_grad, plan);
+  zero_sent_rows(home_grad, round);
   if (!session) return {home_grad, no_rows(grad)};
   return announcing(*session, [&]() -> Pair {
     const transport::Where where = session->enter(Pass::kBackward).in("dispatch");
-    Shipment grads = send_to_servers(*session, where, {{{grad}, plan.queries}});
+    Shipment grads = send_to_servers(*session, where, {{{grad}, round.queries}});
     return {home_grad, grads.arrive_visiting()[0][0].contiguous()};
   });
 }

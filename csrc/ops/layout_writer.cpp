@@ -1,0 +1,202 @@
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <utility>
+
+#include "layout_tensor.h"
+#include "layout_words.h"
+#include "planner/shared_rows.h"
+#include "row_words.h"
+#ifdef DISTCA_WITH_CUDA
+#include "attention/aten/waves.h"
+#endif
+
+namespace distca::ops {
+namespace {
+
+at::Tensor padded_tensor(const std::vector<int64_t>& values) {
+  const int64_t length = std::max<int64_t>(static_cast<int64_t>(values.size()), kMinLength);
+  at::Tensor tensor = at::empty({length}, at::kLong);
+  int64_t* data = tensor.mutable_data_ptr<int64_t>();
+  std::copy(values.begin(), values.end(), data);
+  std::fill(data + values.size(), data + length, int64_t{0});
+  return tensor;
+}
+
+int64_t length_of(const std::vector<planner::Run>& runs) {
+  return std::accumulate(runs.begin(), runs.end(), int64_t{0},
+                         [](int64_t sum, planner::Run run) { return sum + run.length; });
+}
+
+// Appends sections, each preceded by its length on the host side.
+struct Writer {
+  std::vector<int64_t> host;
+  RowWords device;
+
+  void counts(const std::vector<int64_t>& values) {
+    host.insert(host.end(), values.begin(), values.end());
+  }
+  void section(const std::vector<int32_t>& words) {
+    host.push_back(static_cast<int64_t>(words.size()));
+    device.append(words);
+  }
+  void section(const std::vector<planner::Run>& runs) {
+    host.push_back(length_of(runs));
+    for (const planner::Run& run : runs) device.append_counted(run.first, run.length);
+  }
+  void routes(const planner::Layout& layout);
+  void tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
+             const std::string& device_type);
+#ifdef DISTCA_WITH_CUDA
+  void tiles(const attention::sm90::TileLists& lists);
+#endif
+};
+
+std::vector<attention::Task> tasks_of(const std::vector<planner::PlacedTask>& placed) {
+  std::vector<attention::Task> tasks;
+  for (const planner::PlacedTask& t : placed) {
+    tasks.push_back(
+        {t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset, t.first_flag, t.last_flag});
+  }
+  return tasks;
+}
+
+void Writer::tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
+                   const std::string& device_type) {
+  host.push_back(static_cast<int64_t>(tasks.size()));
+  for (const attention::Task& t : tasks) {
+    counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset, t.first_flag, t.last_flag});
+  }
+#ifdef DISTCA_WITH_CUDA
+  if (device_type == "cuda") {
+    const attention::aten::Waves waves = attention::aten::make_waves(tasks);
+    host.push_back(static_cast<int64_t>(waves.waves.size()));
+    for (const attention::VarlenWave& w : waves.waves) {
+      counts({w.num_sequences, w.max_q, w.max_k, w.first_task, w.last_task});
+    }
+    host.push_back(static_cast<int64_t>(waves.order.size()));
+    counts(waves.order);
+    section(waves.cu_seqlens);
+    host.push_back(static_cast<int64_t>(std::size(attention::sm90::kTileRows)));
+    for (const int32_t tile_rows : attention::sm90::kTileRows) {
+      tiles(attention::sm90::make_tile_lists(tasks, mask, tile_rows));
+    }
+    return;
+  }
+#endif
+  host.insert(host.end(), {0, 0});  // no waves, no order
+  section(std::vector<int32_t>{});
+  host.push_back(0);  // no tile tables
+}
+
+#ifdef DISTCA_WITH_CUDA
+void Writer::tiles(const attention::sm90::TileLists& lists) {
+  counts({lists.tile_rows, static_cast<int64_t>(lists.tiles.size()),
+          static_cast<int64_t>(lists.blocks.size()), lists.num_runs, lists.num_key_rows});
+  device.append(std::vector<int32_t>(aligned(device.size()) - device.size(), 0));
+  section(words_of(lists));
+}
+#endif
+
+// Home rows whose sent keys come back as gradients, each with its slots in order: rows, where the
+// slots of each begin, slots.
+void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
+  const std::vector<planner::SharedRows> shared = planner::shared_rows(runs);
+  int64_t num_rows = 0, num_slots = 0;
+  for (const planner::SharedRows& rows : shared) {
+    num_rows += rows.length;
+    num_slots += rows.length * static_cast<int64_t>(rows.slots.size());
+  }
+  RowWords& device = writer.device;
+  writer.host.push_back(num_rows);
+  for (const planner::SharedRows& rows : shared) device.append_counted(rows.first, rows.length);
+
+  writer.host.push_back(num_rows + 1);
+  auto at = static_cast<int32_t>(device.reserve(num_rows + 1));
+  device.add({at++, 1, 0, 0, 1});
+  int32_t num_before = 0;
+  for (const planner::SharedRows& rows : shared) {
+    const auto length = static_cast<int32_t>(rows.length);
+    const auto of_row = static_cast<int32_t>(rows.slots.size());
+    device.add({at, 1, num_before + of_row, of_row, length});
+    at += length;
+    num_before += length * of_row;
+  }
+
+  writer.host.push_back(num_slots);
+  at = static_cast<int32_t>(device.reserve(num_slots));
+  for (const planner::SharedRows& rows : shared) {
+    const auto length = static_cast<int32_t>(rows.length);
+    const auto of_row = static_cast<int32_t>(rows.slots.size());
+    for (int32_t j = 0; j < of_row; ++j) device.add({at + j, of_row, rows.slots[j], 1, length});
+    at += length * of_row;
+  }
+}
+
+void Writer::routes(const planner::Layout& layout) {
+  for (const auto* table :
+       {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
+    counts(*table);
+  }
+  for (const auto* runs :
+       {&layout.send_q_runs, &layout.q_slot_runs, &layout.send_k_runs, &layout.k_slot_runs}) {
+    section(*runs);
+  }
+  write_reduction(layout.send_k_runs, *this);
+}
+
+}  // namespace
+
+std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
+  std::vector<int32_t> words;
+  const auto append = [&words](const auto& item) {
+    const auto item_words = std::bit_cast<std::array<int32_t, kItemWords>>(item);
+    words.insert(words.end(), item_words.begin(), item_words.end());
+  };
+  for (const attention::sm90::QueryTile& tile : lists.tiles) append(tile);
+  for (const attention::sm90::KeyBlock& block : lists.blocks) append(block);
+  for (const attention::sm90::FlagRange& flags : lists.flags) {
+    words.insert(words.end(), {flags.begin, flags.end});
+  }
+  return words;
+}
+
+std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>& rounds,
+                                                 const planner::Plan& plan,
+                                                 const LayoutOrigin& origin) {
+  const planner::Layout& any = rounds.front().layout;
+  Writer writer;
+  writer.host = {kMagic,
+                 0,
+                 origin.step,
+                 static_cast<int64_t>(plan.digest),
+                 any.num_ranks,
+                 any.num_home_rows,
+                 origin.moves_rows,
+                 plan.mask.window_left,
+                 plan.mask.window_right,
+                 static_cast<int64_t>(rounds.size()),
+                 origin.deterministic,
+                 0,
+                 0,
+                 any.num_context_rows};
+  for (const PlannedRound& round : rounds) writer.routes(round.layout);
+  const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
+  for (const auto& [layout, peers] : rounds) {
+    for (const auto* tasks : {&layout.early_tasks, &layout.late_tasks, &layout.visiting_tasks}) {
+      writer.tasks(tasks_of(*tasks), mask, origin.device_type);
+    }
+    writer.host.push_back(peers.has_value());
+    if (peers) append_words(*peers, writer.host);
+  }
+  const int64_t padding = std::max<int64_t>(0, kMinLength - writer.device.size());
+  writer.device.append(std::vector<int32_t>(padding, 0));
+  writer.host[kLength] = static_cast<int64_t>(writer.host.size());
+  writer.host[kNumCounted] = writer.device.num_counted();
+  writer.host[kNumRowWords] = writer.device.size();
+  return {padded_tensor(writer.host), writer.device.packed()};
+}
+
+}  // namespace distca::ops

@@ -1,0 +1,137 @@
+#include "rounds.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "ranges.h"
+
+namespace distca::planner {
+namespace {
+
+constexpr int64_t kTileRows = 128;  // of the kernels: cuts elsewhere cost a tile
+
+// Rounds of one server's tasks, which come in plan order.
+class Rounds {
+ public:
+  Rounds(const Pack& pack, const Mask& mask, const RowBytes& held, double cap_bytes,
+         std::vector<std::vector<Task>>& tasks)
+      : pack_(pack), mask_(mask), held_(held), cap_bytes_(cap_bytes), tasks_(tasks) {}
+
+  void begin_server() {
+    round_ = 0;
+    bytes_ = 0;
+    document_ = -1;
+  }
+
+  void add_home(const Task& task) { tasks_[0].push_back(task); }
+
+  void add_visiting(Task task) {
+    if (bytes_ > 0 && bytes_ + bytes_added(queries(task), task.document) > cap_bytes_) open_next();
+    while (bytes_ + bytes_added(queries(task), task.document) > cap_bytes_) {
+      const int64_t cut = task.q_begin + num_that_fit(task);
+      put({task.document, task.q_begin, cut, task.server});
+      task.q_begin = cut;
+      open_next();
+    }
+    put(task);
+  }
+
+ private:
+  // Keys that the round's earlier tasks of the document read are there already. Those begin and
+  // end in the order of the queries.
+  double bytes_added(Range rows, int64_t document) const {
+    const Range keys = keys_of(mask_, rows, pack_.documents[document].length);
+    const int64_t first = document == document_ ? std::max(keys.begin, keys_end_) : keys.begin;
+    return static_cast<double>(num_rows(rows) * held_.query +
+                               std::max<int64_t>(keys.end - first, 0) * held_.key);
+  }
+
+  // Of the first queries of a task that a round of its own cannot hold.
+  int64_t num_that_fit(const Task& task) const {
+    int64_t fit = 0, too_many = task.q_end - task.q_begin;
+    while (too_many - fit > 1) {
+      const int64_t middle = fit + (too_many - fit) / 2;
+      const double bytes = bytes_added({task.q_begin, task.q_begin + middle}, task.document);
+      (bytes <= cap_bytes_ ? fit : too_many) = middle;
+    }
+    if (fit == 0) {
+      const double bytes = bytes_added({task.q_begin, task.q_begin + 1}, task.document);
+      throw std::invalid_argument(
+          "server " + std::to_string(task.server) + " needs " +
+          std::to_string(static_cast<int64_t>(bytes)) + " bytes for one query of document " +
+          std::to_string(task.document) + " with its keys; a round may hold " +
+          std::to_string(static_cast<int64_t>(cap_bytes_)));
+    }
+    return fit > kTileRows ? fit / kTileRows * kTileRows : fit;
+  }
+
+  // A part of a task may be at home although the whole is not.
+  void put(const Task& task) {
+    if (is_home(pack_, mask_, task)) return add_home(task);
+    bytes_ += bytes_added(queries(task), task.document);
+    const Range keys = keys_of(mask_, queries(task), pack_.documents[task.document].length);
+    keys_end_ = task.document == document_ ? std::max(keys_end_, keys.end) : keys.end;
+    document_ = task.document;
+    tasks_[round_].push_back(task);
+  }
+
+  void open_next() {
+    bytes_ = 0;
+    document_ = -1;
+    if (++round_ == tasks_.size()) tasks_.emplace_back();
+  }
+
+  const Pack& pack_;
+  const Mask mask_;
+  const RowBytes held_;
+  const double cap_bytes_;
+  std::vector<std::vector<Task>>& tasks_;  // by round, of all servers
+  size_t round_ = 0;
+  double bytes_ = 0;       // held in the round
+  int64_t document_ = -1;  // the last one of the round
+  int64_t keys_end_ = 0;   // of it, read so far
+};
+
+}  // namespace
+
+std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& held,
+                            double cap_bytes) {
+  std::vector<std::vector<Task>> tasks(1);
+  Rounds rounds(pack, plan.mask, held, cap_bytes, tasks);
+  int64_t server = -1;
+  for (const Task& task : plan.tasks) {
+    if (task.server != server) rounds.begin_server();
+    server = task.server;
+    if (is_home(pack, plan.mask, task)) {
+      rounds.add_home(task);
+    } else {
+      rounds.add_visiting(task);
+    }
+  }
+  std::vector<Plan> plans;
+  for (std::vector<Task>& of_round : tasks) {
+    plans.push_back({plan.num_ranks, plan.mask, std::move(of_round), {}, plan.digest});
+  }
+  return plans;
+}
+
+Plan plan_for_rounds(const Pack& pack, const PlanOptions& options, int64_t rounds) {
+  if (rounds == 1 || options.servers.empty()) return make_plan(pack, options);
+  PlanOptions wide = options;
+  double cap_bytes = std::numeric_limits<double>::infinity();
+  for (Server& server : wide.servers) {
+    cap_bytes = std::min(cap_bytes, server.cap_bytes);
+    server.cap_bytes *= static_cast<double>(rounds);
+  }
+  Plan plan = make_plan(pack, wide);
+  try {
+    rounds_of(pack, plan, options.held_bytes, cap_bytes);
+  } catch (const std::invalid_argument&) {
+    return make_plan(pack, options);
+  }
+  return plan;
+}
+
+}  // namespace distca::planner

@@ -1,0 +1,35 @@
+"""Balanced attention through peer memory under random plans, to be run under
+
+    torchrun --standalone --nproc-per-node 2 --no-python compute-sanitizer --tool memcheck \\
+        --error-exitcode 9 python tests/sanitize_peer_attention.py
+
+with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own. Needs
+Hopper GPUs that reach each other.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from test_gpu_peer import attend_to_random_plans
+
+import distca
+
+NUM_PLANS = int(os.environ.get("DISTCA_NUM_RANDOM_PLANS", "6"))
+
+
+def main() -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    distca.init(options=distca.Options(transport="peer"))
+    worst = attend_to_random_plans(rank, world_size, NUM_PLANS, seed=7)
+    if not worst < 0.02:
+        raise SystemExit(f"rank {rank}: error {worst}")
+    print(f"rank {rank}: {NUM_PLANS} plans, largest error {worst:.1e}", flush=True)
+    distca.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

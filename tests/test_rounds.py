@@ -1,0 +1,54 @@
+"""A rank holds only so much of other ranks' rows: what is beyond that comes in rounds."""
+
+import oracle
+import pytest
+import torch
+from oracle import Case
+from test_core_attention import gathered
+
+import distca
+from distca.cost import AttentionShape
+
+NUM_ROUNDS_WORD = 9  # of a layout's header
+CASES = {  # and key rows that a round may hold
+    "whole": (Case([[900, 1, 0, 55], [37, 64, 64], [12, 80, 80]]), 1100),
+    "window": (Case([[900, 1, 0, 55], [37, 64, 64], [12]], window_size=(90, 0)), 260),
+    "crossing": (Case([[700, 33, 129], [], []], sharded=True), 800),
+    "full": (Case([[600, 7], [64], [1]], window_size=(-1, -1)), 800),
+}
+
+
+def attend_in_rounds(rank, world_size, case: Case, rows: int):
+    """This rank's out, dq, dk, dv, and the number of rounds, where a round holds so many keys."""
+    shape = AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
+    cap_gb = 1e-9 * rows * 4 * case.heads_kv * case.head_dim * 8
+    distca.close()
+    distca.init(options=distca.Options(memory_cap_gb=cap_gb, rounds=4))
+    documents = (
+        distca.Documents.sharded(case.all_lengths, rank, world_size)
+        if case.sharded
+        else distca.Documents([0, *torch.tensor(case.lengths[rank]).cumsum(0).tolist()])
+    )
+    q, k, v, grad_out = (tensor[case.rows_of(rank)] for tensor in case.inputs())
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    made = distca.plan(documents, window_size=case.window_size, shape=shape)
+    out = distca.core_attention(*leaves, documents, window_size=case.window_size)
+    out.backward(grad_out)
+    error = None
+    if made.layout[NUM_ROUNDS_WORD] > 1:
+        with pytest.raises(ValueError, match="rounds; dispatch, attend and combine take one") as e:
+            ops = torch.ops.distca
+            ops.attend(*leaves, made.layout, made.rows, 1.0, "home")
+        error = str(e.value)
+    distca.close()
+    return [out.detach(), *(leaf.grad for leaf in leaves)], int(made.layout[NUM_ROUNDS_WORD]), error
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_equal_the_oracle(ranks, name):
+    case, rows = CASES[name]
+    per_rank = ranks(3).run(attend_in_rounds, case, rows)
+    num_rounds = {rounds for _, rounds, _ in per_rank}
+    assert len(num_rounds) == 1 and num_rounds.pop() > 1
+    results = gathered([results for results, _, _ in per_rank])
+    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
