@@ -1,7 +1,6 @@
 """Core attention as users call it: on packed rows, or with torch's varlen or SDPA signature."""
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -163,13 +162,10 @@ def attend_rows(
     made = _plan_for(documents, window_size, q.device)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
-    forward = functools.partial(
-        torch.ops.distca.core_attention, q, k, v, made.layout, made.rows, scale, made.group_name
+    out, _ = torch.ops.distca.core_attention(
+        q, k, v, made.layout, made.rows, scale, made.group_name
     )
-    # Compiled code is not timed: it must not depend on which steps are.
-    if torch.compiler.is_compiling() or made.clock is None:
-        return forward()[0]
-    return made.clock.attend(forward)
+    return out
 
 
 def scaled_dot_product_attention(

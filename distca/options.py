@@ -66,11 +66,12 @@ class Options:
 
     log_every: int = 0
     """Steps between two lines on what was balanced, by the first rank: imbalance before and after,
-    measured attention time of the ranks, bytes moved, time of plans. 0: no lines."""
+    measured attention time of the ranks and what they waited in it, bytes moved, time of plans. 0:
+    no lines."""
 
     run_dir: str | None = None
-    """Folder for records: steps.jsonl, a line a step, and at the end summary.json and balance.png.
-    `python -m distca.report RUN_DIR` shows them at any time. None: no records."""
+    """Folder for records: steps.jsonl, a line a step, and at the end summary.json, balance.png and
+    trace.json. `python -m distca.report RUN_DIR` shows them at any time. None: no records."""
 
     tensorboard: bool = False
     """Write the same figures as TensorBoard scalars into run_dir/tensorboard."""

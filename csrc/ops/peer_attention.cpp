@@ -172,22 +172,26 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attentio
   const Region to_q = buffers.for_queries(q), to_k = buffers.for_keys(k),
                to_v = buffers.for_keys(v), from_out = buffers.for_queries(out),
                from_lse = buffers.for_queries(lse);
-  transport.begin(buffers.num_bytes(), call.session->enter(Pass::kForward));
-  transport.send(parcels_of(layout, buffers, {{to_q}, {to_k, to_v}}));
+  transport.begin(buffers.num_bytes(), call.where);
+  in_phase(call, kDispatch, [&] {
+    transport.send(parcels_of(layout, buffers, {{to_q}, {to_k, to_v}}));
+  });
   // Two launches, not one that waits for flags: blocks that take tasks of both lists by turns lose
   // the keys that they share in L2, a tenth of their speed and more.
-  sm90::forward({q, k, v, layout.early, out, lse}, params);
-  transport.await_arrivals(flags_of(layout.visiting));
-  sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), layout.visiting,
-                 buffers.queries(from_out), buffers.queries(from_lse)},
-                params);
+  in_phase(call, kEarlyTasks, [&] { sm90::forward({q, k, v, layout.early, out, lse}, params); });
+  in_phase(call, kWaitForRows, [&] { transport.await_arrivals(flags_of(layout.visiting)); });
+  in_phase(call, kVisitingTasks, [&] {
+    sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), layout.visiting,
+                   buffers.queries(from_out), buffers.queries(from_lse)},
+                  params);
+  });
 
   std::vector<peer::Gather> gathers;
   fetch_queries(layout, buffers, from_out, out, gathers);
   fetch_queries(layout, buffers, from_lse, lse, gathers);
-  transport.collect(std::move(gathers));
-  sm90::forward({q, k, v, layout.late, out, lse}, params);
-  transport.end(addend_of(q));
+  in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
+  in_phase(call, kLateTasks, [&] { sm90::forward({q, k, v, layout.late, out, lse}, params); });
+  in_phase(call, kWaitForResults, [&] { transport.end(addend_of(q)); });
   return {out, lse};
 }
 
@@ -197,7 +201,7 @@ void peer_exchange(const Call& call) {
   Buffers buffers(transport, call.layout);
   const Region to_q = buffers.for_queries(aligned(q)), to_k = buffers.for_keys(aligned(k)),
                to_v = buffers.for_keys(aligned(v));
-  transport.begin(buffers.num_bytes(), call.session->enter(Pass::kForward));
+  transport.begin(buffers.num_bytes(), call.where);
   transport.send(parcels_of(call.layout, buffers, {{to_q}, {to_k, to_v}}));
   transport.await_arrivals(flags_of(call.layout.visiting));
   transport.end(addend_of(q));
@@ -223,29 +227,37 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
                to_k = buffers.for_keys(k), to_v = buffers.for_keys(v),
                from_dq = buffers.for_queries(dq), from_dk = buffers.for_keys(dk),
                from_dv = buffers.for_keys(dv);
-  transport.begin(buffers.num_bytes(), call.session->enter(Pass::kBackward));
-  transport.send(parcels_of(layout, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
+  transport.begin(buffers.num_bytes(), call.where);
+  in_phase(call, kDispatch, [&] {
+    transport.send(parcels_of(layout, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
+  });
   const attention::Saved saved{lse, delta, out};
-  sm90::backward({grad, q, k, v, saved, layout.early, dq, dk, dv}, params);
-  transport.await_arrivals(flags_of(layout.visiting));
-  sm90::backward({buffers.queries(to_grad),
-                  buffers.queries(to_q),
-                  buffers.keys(to_k),
-                  buffers.keys(to_v),
-                  {buffers.queries(to_lse), buffers.queries(to_delta), {}},
-                  layout.visiting,
-                  buffers.queries(from_dq),
-                  buffers.keys(from_dk),
-                  buffers.keys(from_dv)},
-                 params);
+  in_phase(call, kEarlyTasks, [&, &dk = dk, &dv = dv] {
+    sm90::backward({grad, q, k, v, saved, layout.early, dq, dk, dv}, params);
+  });
+  in_phase(call, kWaitForRows, [&] { transport.await_arrivals(flags_of(layout.visiting)); });
+  in_phase(call, kVisitingTasks, [&] {
+    sm90::backward({buffers.queries(to_grad),
+                    buffers.queries(to_q),
+                    buffers.keys(to_k),
+                    buffers.keys(to_v),
+                    {buffers.queries(to_lse), buffers.queries(to_delta), {}},
+                    layout.visiting,
+                    buffers.queries(from_dq),
+                    buffers.keys(from_dk),
+                    buffers.keys(from_dv)},
+                   params);
+  });
 
   std::vector<peer::Gather> gathers;
   fetch_queries(layout, buffers, from_dq, dq, gathers);
   add_key_gradients(layout, buffers, from_dk, dk, gathers);
   add_key_gradients(layout, buffers, from_dv, dv, gathers);
-  transport.collect(std::move(gathers));
-  sm90::backward({grad, q, k, v, saved, layout.late, dq, dk, dv}, params);
-  transport.end(addend_of(q));
+  in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
+  in_phase(call, kLateTasks, [&, &dk = dk, &dv = dv] {
+    sm90::backward({grad, q, k, v, saved, layout.late, dq, dk, dv}, params);
+  });
+  in_phase(call, kWaitForResults, [&] { transport.end(addend_of(q)); });
   return {dq, dk, dv};
 }
 
