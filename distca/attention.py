@@ -27,6 +27,10 @@ class _Scope:
 
     documents: Documents | None = None
     """As `distca.documents` says."""
+    batch: tuple[int, int] | None = None
+    """(rows, tokens) of the tensor that they were read from, if they were."""
+    missing: str | None = None
+    """Why there should be documents, where scaled_dot_product_attention is an error without."""
     route: Callable[..., Tensor] | None = None
     """Takes calls of core_attention, as `routed` says."""
     routed: Documents | None = None
@@ -49,8 +53,24 @@ def documents(
     it was already (collective). Otherwise attention stays on this rank. With activation
     checkpointing keep the backward pass inside the scope. Scopes nest; they hold for all threads.
     """
-    window_size = check_window(window_size)
-    if torch.is_grad_enabled() and window_size not in packed._plans:
+    prepare(packed, check_window(window_size), group, is_balanced=torch.is_grad_enabled())
+    previous = _scope.documents, _scope.batch
+    put_in_force(packed)
+    try:
+        yield packed
+    finally:
+        put_in_force(*previous)
+
+
+def prepare(
+    packed: Documents,
+    window_size: tuple[int, int],
+    group: ProcessGroup | DeviceMesh | None,
+    *,
+    is_balanced: bool,
+) -> None:
+    """Makes plans that are missing, of all ranks (collective) or of this one; waits for them."""
+    if is_balanced and window_size not in packed._plans:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and sessions.opened(group).options.enabled:
             plan(packed, window_size=window_size, group=group)
@@ -58,11 +78,18 @@ def documents(
         local_plan(packed, window_size, _default_device())  # compiled code cannot make it
     for made in packed._plans.values():
         made.wait()
-    previous, _scope.documents = _scope.documents, packed
-    try:
-        yield packed
-    finally:
-        _scope.documents = previous
+
+
+def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None) -> None:
+    """What `distca.documents` does on entry and exit. `batch` (rows, tokens), where it is given, is
+    what calls of scaled_dot_product_attention must have."""
+    _scope.documents, _scope.batch = packed, batch
+
+
+def require_documents(reason: str | None) -> None:
+    """From now on scaled_dot_product_attention outside any documents is an error that says
+    `reason`; None: it is torch's again."""
+    _scope.missing = reason
 
 
 def documents_in_force() -> Documents | None:
@@ -187,6 +214,8 @@ def scaled_dot_product_attention(
     """
     packed = _scope.documents
     if packed is None:
+        if _scope.missing is not None:
+            raise ValueError(f"no documents are in force: {_scope.missing}")
         return _torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -216,6 +245,12 @@ def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
                 f"{name} has shape {list(tensor.shape)} under distca.documents; expected "
                 "[batch, heads, tokens, head_dim]"
             )
+    rows = (query.shape[0], query.shape[2])
+    if _scope.batch not in (None, rows):
+        raise ValueError(
+            f"query has {rows[0]} rows of {rows[1]} tokens, but the documents were read from a "
+            f"tensor of {_scope.batch[0]} rows of {_scope.batch[1]} tokens; expected equal shapes"
+        )
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             f"query has {query.shape[2]} tokens, key {key.shape[2]}, under distca.documents; "
