@@ -182,6 +182,7 @@ def attend_rows(
     """core_attention of these rows, whatever is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
+    check_no_capture(q, "core attention")
     if tensor_parallel.is_distributed(q, k, v):
         local = tensor_parallel.local_heads(q, k, v)
         out = attend_rows(*local, documents, softmax_scale=softmax_scale, window_size=window_size)
@@ -193,6 +194,15 @@ def attend_rows(
         q, k, v, made.layout, made.rows, scale, made.group_name
     )
     return out
+
+
+def check_no_capture(q: Tensor, name: str, remedy: str = "") -> None:
+    """Refuses a call that a CUDA graph would repeat with the documents of this step."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name} is captured into a CUDA graph; expected a call outside, because documents "
+            f"differ from step to step, and so do their plans{remedy}"
+        )
 
 
 def scaled_dot_product_attention(

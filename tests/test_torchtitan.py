@@ -50,6 +50,7 @@ def titan_ranks():
         (1, 1, "spmd_types"),
         (2, 1, "spmd_types"),
         (2, 1, "partial_dtensor"),
+        (4, 1, "partial_dtensor"),
         (4, 2, "partial_dtensor"),
     ],
 )
