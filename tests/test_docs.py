@@ -42,6 +42,9 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 2 examples/transformers_finetune.py": (
         "test_transformers_training.py::test_the_example_trains"
     ),
+    "torchrun --nproc-per-node 2 examples/trl_packing.py": (
+        "test_transformers_training.py::test_the_example_trains"
+    ),
     "torchrun --nproc-per-node 8 -m torchtitan.train": (
         "test_torchtitan.py::test_the_documented_command_configures_torchtitan"
     ),
