@@ -361,11 +361,11 @@ def _exchange(
     step = words[HEADER_NAMES.index("step")]
     all_gather = torch.ops.distca.all_gather
     headers = all_gather(torch.tensor([*words, pieces.shape[0]]), session.group_name, step)
+    check_headers(headers)  # all ranks stop here alike, also one that cuts halves
     most = max(1, int(headers[:, -1].max()))
     padded = torch.zeros(most, pieces.shape[1], dtype=torch.int64)
     padded[: pieces.shape[0]] = pieces
     gathered = all_gather(padded, session.group_name, step)
-    check_headers(headers)
     shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
     held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]

@@ -97,6 +97,7 @@ def test_the_trace_shows_the_timed_step_as_planned_and_as_measured(ranks, tmp_pa
         for name, key in (("planned", "after"), ("without distca, predicted", "before")):
             total = sum(duration for _, duration in lengths[name])
             assert total == pytest.approx(1e6 * record[f"seconds_{key}"][rank])
+            assert dict(lengths[name])[passes[0]] == pytest.approx(total / 3.5)
         measured = [duration for name, duration in lengths["measured"] if name in passes]
         assert sum(measured) == pytest.approx(1e3 * told[rank], abs=10)
         assert {"layer 0 forward wait for rows", "layer 0 backward late home tasks"} <= {
