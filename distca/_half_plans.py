@@ -11,7 +11,7 @@ from torch import Tensor
 from distca.documents import Documents
 from distca.planning import (
     HEADER_WORDS,
-    NODE_WORD,
+    NUM_WORDS,
     Made,
     Plan,
     Problem,
@@ -99,7 +99,7 @@ def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
     """On the planner thread: where each rank cuts its documents, int64 [num_ranks]."""
     step = -1 - problem.step  # no plan has it: a rank that plans another step instead is found out
     header = header_of(step, session.options, problem.window_size)
-    words = torch.tensor([*header, *[0] * (NODE_WORD + 1 - HEADER_WORDS), row])
+    words = torch.tensor([*header, *[0] * (NUM_WORDS - HEADER_WORDS), row])
     headers = torch.ops.distca.all_gather(words, session.group_name, problem.step)
     check_headers(headers)
     return headers[:, -1]

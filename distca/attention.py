@@ -1,7 +1,6 @@
 """Core attention as users call it: on packed rows, or with torch's varlen or SDPA signature."""
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -28,6 +27,10 @@ class _Scope:
 
     documents: Documents | None = None
     """As `distca.documents` says."""
+    batch: tuple[int, int] | None = None
+    """(rows, tokens) of the tensor that they were read from, if they were."""
+    missing: str | None = None
+    """Why there should be documents, where scaled_dot_product_attention is an error without."""
     route: Callable[..., Tensor] | None = None
     """Takes calls of core_attention, as `routed` says."""
     routed: Documents | None = None
@@ -50,8 +53,24 @@ def documents(
     it was already (collective). Otherwise attention stays on this rank. With activation
     checkpointing keep the backward pass inside the scope. Scopes nest; they hold for all threads.
     """
-    window_size = check_window(window_size)
-    if torch.is_grad_enabled() and window_size not in packed._plans:
+    prepare(packed, check_window(window_size), group, is_balanced=torch.is_grad_enabled())
+    previous = _scope.documents, _scope.batch
+    put_in_force(packed)
+    try:
+        yield packed
+    finally:
+        put_in_force(*previous)
+
+
+def prepare(
+    packed: Documents,
+    window_size: tuple[int, int],
+    group: ProcessGroup | DeviceMesh | None,
+    *,
+    is_balanced: bool,
+) -> None:
+    """Makes plans that are missing, of all ranks (collective) or of this one; waits for them."""
+    if is_balanced and window_size not in packed._plans:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and sessions.opened(group).options.enabled:
             plan(packed, window_size=window_size, group=group)
@@ -59,11 +78,18 @@ def documents(
         local_plan(packed, window_size, _default_device())  # compiled code cannot make it
     for made in packed._plans.values():
         made.wait()
-    previous, _scope.documents = _scope.documents, packed
-    try:
-        yield packed
-    finally:
-        _scope.documents = previous
+
+
+def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None) -> None:
+    """What `distca.documents` does on entry and exit. `batch` (rows, tokens), where it is given, is
+    what calls of scaled_dot_product_attention must have."""
+    _scope.documents, _scope.batch = packed, batch
+
+
+def require_documents(reason: str | None) -> None:
+    """From now on scaled_dot_product_attention outside any documents is an error that says
+    `reason`; None: it is torch's again."""
+    _scope.missing = reason
 
 
 def documents_in_force() -> Documents | None:
@@ -156,6 +182,7 @@ def attend_rows(
     """core_attention of these rows, whatever is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
+    check_no_capture(q, "core attention")
     if tensor_parallel.is_distributed(q, k, v):
         local = tensor_parallel.local_heads(q, k, v)
         out = attend_rows(*local, documents, softmax_scale=softmax_scale, window_size=window_size)
@@ -163,13 +190,19 @@ def attend_rows(
     made = _plan_for(documents, window_size, q.device)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
-    forward = functools.partial(
-        torch.ops.distca.core_attention, q, k, v, made.layout, made.rows, scale, made.group_name
+    out, _ = torch.ops.distca.core_attention(
+        q, k, v, made.layout, made.rows, scale, made.group_name
     )
-    # Compiled code is not timed: it must not depend on which steps are.
-    if torch.compiler.is_compiling() or made.clock is None:
-        return forward()[0]
-    return made.clock.attend(forward)
+    return out
+
+
+def check_no_capture(q: Tensor, name: str, remedy: str = "") -> None:
+    """Refuses a call that a CUDA graph would repeat with the documents of this step."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name} is captured into a CUDA graph; expected a call outside, because documents "
+            f"differ from step to step, and so do their plans{remedy}"
+        )
 
 
 def scaled_dot_product_attention(
@@ -191,6 +224,8 @@ def scaled_dot_product_attention(
     """
     packed = _scope.documents
     if packed is None:
+        if _scope.missing is not None:
+            raise ValueError(f"no documents are in force: {_scope.missing}")
         return _torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -220,6 +255,12 @@ def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
                 f"{name} has shape {list(tensor.shape)} under distca.documents; expected "
                 "[batch, heads, tokens, head_dim]"
             )
+    rows = (query.shape[0], query.shape[2])
+    if _scope.batch not in (None, rows):
+        raise ValueError(
+            f"query has {rows[0]} rows of {rows[1]} tokens, but the documents were read from a "
+            f"tensor of {_scope.batch[0]} rows of {_scope.batch[1]} tokens; expected equal shapes"
+        )
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             f"query has {query.shape[2]} tokens, key {key.shape[2]}, under distca.documents; "

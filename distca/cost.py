@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distca.figures import BACKWARD_OVER_FORWARD
 from distca.options import Options
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
@@ -59,8 +60,10 @@ class AttentionShape:
         return 2 * (query_bytes * key_bytes * num_pairs) ** 0.5
 
     def tile_flops(self, tile: int) -> float:
-        """FLOPs of a full tile: 4 * rows * keys * head_dim a head, and 2.5 times that backward."""
-        return 3.5 * 4 * tile * tile * self.heads_q * self.head_dim
+        """FLOPs of a full tile: 4 * rows * keys * head_dim a head, and backward so many times
+        that."""
+        forward = 4 * tile * tile * self.heads_q * self.head_dim
+        return (1 + BACKWARD_OVER_FORWARD) * forward
 
 
 @dataclass(frozen=True)

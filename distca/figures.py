@@ -4,6 +4,11 @@ import statistics
 from collections.abc import Sequence
 
 STEPS_FILE = "steps.jsonl"  # of a run's records, a JSON object a line
+SPANS_FOLDER = "spans"  # of a run: when a step's phases began and ended, a file a rank
+
+# FLOPs of attention's backward pass over the forward pass's: five products of two matrices to two.
+BACKWARD_OVER_FORWARD = 2.5
+FORWARD_SHARE = 1 / (1 + BACKWARD_OVER_FORWARD)
 
 
 def max_over_mean(seconds: Sequence[float]) -> float:

@@ -12,7 +12,9 @@ from pathlib import Path
 from distca.figures import STEPS_FILE
 from distca.options import Options
 from distca.tensorboard import Scalars
+from distca.trace import forget_spans
 
+MEASURED = ("attention_ms", "exposed_ms")  # lists by rank that are measured, not predicted
 HIDDEN_MS = 0.1  # a plan that was waited for less than this is called hidden
 
 logger = logging.getLogger("distca")
@@ -29,6 +31,7 @@ class Monitor:
         self._file = self._scalars = None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
+            forget_spans(self._folder)
             self._file = (self._folder / STEPS_FILE).open("w", buffering=1)
         if options.tensorboard:
             self._scalars = Scalars(self._folder / "tensorboard")
@@ -76,10 +79,10 @@ class Monitor:
 def scalars(record: Mapping) -> dict[str, float]:
     """The record's numbers, lists by rank left out but for the times that were measured."""
     values = {name: value for name, value in record.items() if not isinstance(value, list)}
-    measured = record.get("attention_ms")
-    if measured:
-        values["attention_ms_mean"] = statistics.fmean(measured)
-        values["attention_ms_max"] = max(measured)
+    for name in MEASURED:
+        if measured := record.get(name):
+            values[f"{name}_mean"] = statistics.fmean(measured)
+            values[f"{name}_max"] = max(measured)
     return values
 
 
@@ -90,10 +93,13 @@ def line(step: int, records: Sequence[Mapping]) -> str:
         for name, value in records[0].items()
         if not isinstance(value, list)
     }
-    measured = next(
-        (each["attention_ms"] for each in reversed(records) if each["attention_ms"]), []
-    )
-    shown = f"attention {min(measured):.1f}-{max(measured):.1f} ms  " if measured else ""
+    measured = next((each for each in reversed(records) if each["attention_ms"]), None)
+    shown = ""
+    if measured is not None:
+        attention, exposed = (
+            f"{min(measured[name]):.1f}-{max(measured[name]):.1f} ms" for name in MEASURED
+        )
+        shown = f"attention {attention}, exposed {exposed}  "
     wait = mean["waited_ms"]
     hidden = "hidden" if wait < HIDDEN_MS else f"waited {wait:.1f} ms"
     return (

@@ -70,17 +70,26 @@ class Options:
 
     log_every: int = 0
     """Steps between two lines on what was balanced, by the first rank: imbalance before and after,
-    measured attention time of the ranks, bytes moved, time of plans. 0: no lines."""
+    measured attention time of the ranks and what they waited in it, bytes moved, time of plans. 0:
+    no lines."""
 
     run_dir: str | None = None
-    """Folder for records: steps.jsonl, a line a step, and at the end summary.json and balance.png.
-    `python -m distca.report RUN_DIR` shows them at any time. None: no records."""
+    """Folder for records: steps.jsonl, a line a step, and at the end summary.json, balance.png and
+    trace.json. `python -m distca.report RUN_DIR` shows them at any time. None: no records."""
 
     tensorboard: bool = False
     """Write the same figures as TensorBoard scalars into run_dir/tensorboard."""
 
     patch_sdpa: bool = False
     """Replace torch.nn.functional.scaled_dot_product_attention for the whole process (launcher)."""
+
+    document_end_id: int | None = None
+    """Token id that ends a document in the integers that the script's model is called with: the
+    documents of patch_sdpa, without an edit of the script (launcher)."""
+
+    document_positions: str | None = None
+    """Name of the model's argument whose positions restart at 0 with each document: the same from
+    position ids (launcher)."""
 
     transformers: bool = False
     """Register attn_implementation="distca" with transformers for the script (launcher)."""
@@ -102,6 +111,7 @@ class Options:
             raise ValueError(f"log_every is {self.log_every}; expected 0 or more steps")
         if self.tensorboard and self.run_dir is None:
             raise ValueError("tensorboard is True, run_dir None; expected a folder for the scalars")
+        self._check_sources()
         for name in (
             "attention_tflops",
             "memory_cap_gb",
@@ -112,6 +122,24 @@ class Options:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value}; expected a positive number")
+
+    def _check_sources(self) -> None:
+        """Where documents are read from: one source, and somebody who uses them."""
+        given = [
+            name
+            for name in ("document_end_id", "document_positions")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(
+                f"document_end_id is {self.document_end_id} and document_positions "
+                f"{self.document_positions!r}; expected one of them"
+            )
+        if given and not self.patch_sdpa:
+            raise ValueError(
+                f"{given[0]} is {getattr(self, given[0])!r}, patch_sdpa False; expected both: it "
+                "says where documents of scaled_dot_product_attention begin"
+            )
 
     def digest(self) -> int:
         """63 bits that differ when any option differs."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca.clock import AttentionClock
 from distca.cluster import (
     Cluster,
     cluster_of,
@@ -25,7 +24,7 @@ from distca.cost import AttentionShape, check_device, cost_tensor
 from distca.documents import Documents, check_window
 from distca.figures import max_over_mean
 from distca.options import Options
-from distca.session import Session, configured, opened
+from distca.session import NOT_TIMED, Session, configured, opened
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -36,7 +35,9 @@ SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 TASK_WORDS = 4
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # of what ranks exchange: the node, by its host name
-MEASURED_WORD = NODE_WORD + 1  # microseconds of attention in an earlier step; -1: not measured
+# In an earlier step: microseconds of attention, and of waiting for other ranks; -1: not measured.
+TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
+NUM_WORDS = TIMES_WORDS.stop
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class PlanReport:
     attention_ms: list[float] = field(default_factory=list)
     """Measured, by rank: what all layers of an earlier step spent in attention, forward and
     backward, waits for rows included. Empty where nothing was measured (Options.log_every)."""
+    exposed_ms: list[float] = field(default_factory=list)
+    """Measured, by rank: the part of attention_ms in which nothing was computed, because rows of
+    other ranks were on their way or not sent yet."""
 
     @property
     def imbalance_before(self) -> float:
@@ -100,6 +104,7 @@ class Made:
     """As torch.ops.distca.plan returns it."""
     shape: AttentionShape
     attention_ms: list[float] = field(default_factory=list)
+    exposed_ms: list[float] = field(default_factory=list)
 
 
 class Plan:
@@ -110,7 +115,6 @@ class Plan:
         self._device = device
         self._report: PlanReport | None = None
         self.group_name = group_name
-        self.clock: AttentionClock | None = None  # times this step's attention
         self.observer: Callable[[PlanReport], object] | None = None  # told of the report
         self.layout: Tensor | None = None  # int64, CPU
         self.rows: Tensor | None = None  # int32, on the device
@@ -140,6 +144,7 @@ class Plan:
             made.plan_ms,
             waited_ms,
             made.attention_ms,
+            made.exposed_ms,
         )
         if self.observer is not None:
             self.observer(self._report)
@@ -147,7 +152,10 @@ class Plan:
 
     def made(self) -> Made:
         """What the planner thread makes; waits for it."""
-        return self._pending.result()
+        if self._pending.done():
+            return self._pending.result()
+        with torch.profiler.record_function("distca wait for plan"):
+            return self._pending.result()
 
     def report(self) -> PlanReport:
         """The plan's figures; waits for it."""
@@ -198,13 +206,13 @@ def submit(
     shape: AttentionShape | None,
 ) -> Plan:
     """A plan that the planner thread will make, attached to `documents`."""
-    session.read_clock(session.num_plans)
+    session.read_times()
     problem = next_problem(session, window_size, device)
     pending = session.planner.submit(
         _make, session, documents, problem, _shape_words(session, shape)
     )
     made = documents._plans[window_size] = Plan(pending, device, session.group_name)
-    made.clock = session.clock_of(problem.step, device)
+    session.time_step(problem.step)
     if session.monitor is not None:
         made.observer = functools.partial(_record, session, problem.step)
     return made
@@ -219,7 +227,7 @@ def next_problem(session: Session, window_size: tuple[int, int], device: torch.d
         window_size,
         device.type,
         step,
-        attention_us=session.attention_us,
+        times_us=session.times_us,
     )
 
 
@@ -259,7 +267,7 @@ class Problem:
     device_type: str
     step: int
     ranks_per_node: int | None = None  # as host names say
-    attention_us: int = -1  # what this rank measured last, to tell the others
+    times_us: tuple[int, int] = NOT_TIMED  # what this rank measured last, to tell the others
 
 
 def _node() -> int:
@@ -280,17 +288,17 @@ def _make(session: Session, documents: Documents, problem: Problem, shape_words:
     start = time.perf_counter()
     options = session.options
     pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(shape_words)
-    measured = [problem.attention_us]
+    times = torch.tensor([problem.times_us])
     if session.num_ranks > 1:
         words = [*header_of(problem.step, options, problem.window_size), *shape_words]
-        words += [_node(), problem.attention_us]
+        words += [_node(), *problem.times_us]
         pieces, shape, headers = _exchange(session, pieces, words)
-        nodes, measured = headers[:, NODE_WORD].tolist(), headers[:, MEASURED_WORD].tolist()
+        nodes, times = headers[:, NODE_WORD].tolist(), headers[:, TIMES_WORDS]
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes))
-    attention_ms = [] if min(measured) < 0 else [us / 1e3 for us in measured]
+    measured = (times / 1e3).T.tolist() if (times >= 0).all() else [[], []]
     made = _solve(problem, pieces, options, shape)
     plan_ms = 1e3 * (time.perf_counter() - start)
-    return replace(made, plan_ms=plan_ms, attention_ms=attention_ms)
+    return replace(made, plan_ms=plan_ms, attention_ms=measured[0], exposed_ms=measured[1])
 
 
 def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
@@ -363,11 +371,11 @@ def _exchange(
     step = words[HEADER_NAMES.index("step")]
     all_gather = torch.ops.distca.all_gather
     headers = all_gather(torch.tensor([*words, pieces.shape[0]]), session.group_name, step)
+    check_headers(headers)  # all ranks stop here alike, also one that cuts halves
     most = max(1, int(headers[:, -1].max()))
     padded = torch.zeros(most, pieces.shape[1], dtype=torch.int64)
     padded[: pieces.shape[0]] = pieces
     gathered = all_gather(padded, session.group_name, step)
-    check_headers(headers)
     shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
     held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distca.figures import STEPS_FILE, max_over_mean
+from distca.trace import chrome_trace, read_spans
 
 StepsOfRanks = Sequence[Sequence[float]]
 
 BEFORE_COLOR, AFTER_COLOR, IDEAL_COLOR, WAITING_COLOR = "#c44e52", "#2a7f8e", "#555555", "#e3e3e3"
 MAX_RANKS_IN_LEGEND = 16
 MAX_BARS = 4000  # of a run's picture; more take matplotlib minutes
-SUMMARY_FILE, PICTURE_FILE = "summary.json", "balance.png"
+SUMMARY_FILE, PICTURE_FILE, TRACE_FILE = "summary.json", "balance.png", "trace.json"
 
 
 def summary(
@@ -105,9 +106,9 @@ def read_steps(folder: str | Path) -> list[dict]:
 
 
 def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
-    """Means over steps, of plan_ms the median. attention_ms: measured, by rank, means of the steps
-    that were timed, [] where none was."""
-    timed = [step["attention_ms"] for step in steps if step["attention_ms"]]
+    """Means over steps, of plan_ms the median. attention_ms, exposed_ms: measured, by rank, means
+    of the steps that were timed, [] where none was."""
+    timed = [step for step in steps if step["attention_ms"]]
     before, after = ([step[f"imbalance_{when}"] for step in steps] for when in ("before", "after"))
     slowest = [sum(max(step[f"seconds_{when}"]) for step in steps) for when in ("before", "after")]
     return {
@@ -121,13 +122,17 @@ def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
         "moved_mb": statistics.fmean(step["moved_mb"] for step in steps),
         "plan_ms": statistics.median(step["plan_ms"] for step in steps),
         "waited_ms": statistics.fmean(step["waited_ms"] for step in steps),
-        "attention_ms": [statistics.fmean(rank) for rank in zip(*timed, strict=True)],
+        **{
+            name: [
+                statistics.fmean(rank) for rank in zip(*(each[name] for each in timed), strict=True)
+            ]
+            for name in ("attention_ms", "exposed_ms")
+        },
     }
 
 
 def table(values: dict) -> str:
     """A run's summary as lines of text."""
-    measured = values["attention_ms"]
     rows = [
         ("steps", f"{values['steps']} on {values['ranks']} ranks"),
         *(
@@ -144,20 +149,22 @@ def table(values: dict) -> str:
             f"{values['plan_ms']:.1f} ms, training waited {values['waited_ms']:.1f} ms for it",
         ),
     ]
-    if measured:
-        spread = f"{min(measured):.1f} to {max(measured):.1f} ms a step, by rank"
-        rows.append(("attention, measured", f"{spread}, waits for rows included"))
+    for name, what in (("attention, measured", "attention_ms"), ("of that exposed", "exposed_ms")):
+        if measured := values[what]:
+            rows.append((name, f"{min(measured):.1f} to {max(measured):.1f} ms a step, by rank"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
 
 
 def draw_run(folder: str | Path) -> str:
-    """Writes summary.json and balance.png of a run into its folder; returns the table, and says so
-    where matplotlib is missing. Raises ValueError where the folder has no records."""
+    """Writes a run's summary.json, balance.png and trace.json (of the step timed last) into its
+    folder; returns the table, and says so where matplotlib is missing. Raises ValueError where
+    the folder has no records."""
     folder = Path(folder)
     steps = read_steps(folder)
     values = run_summary(steps)
     write_summary(folder / SUMMARY_FILE, values)
+    written = [SUMMARY_FILE, *_write_trace(folder, steps)]
     stride = -(-len(steps) * values["ranks"] // MAX_BARS)
     shown = steps[:: max(1, stride)]
     text = table(values)
@@ -168,7 +175,18 @@ def draw_run(folder: str | Path) -> str:
         )
     except ImportError as error:
         return f"{text}\n{error}"
-    return f"{text}\nwrote {folder / PICTURE_FILE} and {folder / SUMMARY_FILE}"
+    written.append(PICTURE_FILE)
+    return f"{text}\nwrote {', '.join(written)} to {folder}"
+
+
+def _write_trace(folder: Path, steps: Sequence[dict]) -> list[str]:
+    """Names of the files written: none where no step was timed, or its record is missing."""
+    saved = read_spans(folder)
+    record = next((each for each in steps if saved and each["step"] == saved[0]["step"]), None)
+    if record is None or not any(each["spans"] for each in saved):
+        return []
+    (folder / TRACE_FILE).write_text(json.dumps(chrome_trace(record, saved)))
+    return [TRACE_FILE]
 
 
 def _check(seconds_before: StepsOfRanks, seconds_after: StepsOfRanks) -> None:
@@ -240,7 +258,8 @@ def _tidy(axes, num_steps: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m distca.report",
-        description="Shows what was balanced in a run: a table, RUN/summary.json, RUN/balance.png.",
+        description="Shows what was balanced in a run: a table, RUN/summary.json, RUN/balance.png, "
+        "RUN/trace.json.",
     )
     parser.add_argument("run", metavar="RUN", help="the folder given as run_dir")
     try:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from distca import attention, options, session
+from distca.integrations import plain
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     session.configure(chosen)
     if chosen.patch_sdpa:
         torch.nn.functional.scaled_dot_product_attention = attention.scaled_dot_product_attention
+    if chosen.document_end_id is not None or chosen.document_positions is not None:
+        plain.derive_documents(chosen)
     if chosen.transformers:
         importlib.import_module("distca.integrations.transformers")
     sys.argv = [parsed.script, *parsed.arguments]

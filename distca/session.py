@@ -15,12 +15,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import groups
-from distca.clock import AttentionClock
 from distca.monitor import Monitor
 from distca.options import Options
 from distca.peers import choose_device
+from distca.trace import save_spans
 
 TIMED_EVERY = 10  # steps, where log_every does not say it
+NOT_TIMED = (-1, -1)
 
 
 class PlannerThread:
@@ -75,28 +76,40 @@ class Session:
     """What `distca.plan` plans besides: halves, once ping-pong has run."""
     monitor: Monitor | None = None
     """Told of every plan; on the first of all ranks, where the options ask for it."""
-    clock: AttentionClock | None = None
-    """Of the step that is being timed."""
-    attention_us: int = -1
-    """What was timed last, microseconds; -1 before the first."""
+    timed_step: int | None = None
+    """The step whose attention is being timed."""
+    times_us: tuple[int, int] = NOT_TIMED
+    """What was timed last: attention, and of that waiting for other ranks; microseconds."""
 
     @property
     def is_watched(self) -> bool:
         """Whether someone wants to see records of this group's steps."""
         return self.options.log_every > 0 or self.options.run_dir is not None
 
-    def clock_of(self, step: int, device: torch.device) -> AttentionClock | None:
-        """A clock for step `step`, if it is one of those that are timed."""
-        if not self.is_watched or step % (self.options.log_every or TIMED_EVERY):
-            return None
-        self.clock = AttentionClock(device, step)
-        return self.clock
+    def time_step(self, step: int) -> None:
+        """Times the attention of step `step`, if it is one of those to be timed and no other is
+        under way."""
+        every = self.options.log_every or TIMED_EVERY
+        if self.is_watched and self.timed_step is None and step % every == 0:
+            torch.ops.distca.watch_step(self.group_name, step)
+            self.timed_step = step
 
-    def read_clock(self, step: int) -> None:
+    def read_times(self) -> None:
         """Keeps what was timed, once it is known."""
-        milliseconds = None if self.clock is None else self.clock.milliseconds(step)
-        if milliseconds is not None:
-            self.attention_us, self.clock = round(1e3 * milliseconds), None
+        times = [] if self.timed_step is None else torch.ops.distca.attention_times(self.group_name)
+        if not times:
+            return
+        self.times_us, step, self.timed_step = tuple(times), self.timed_step, None
+        if self.options.run_dir is not None and self.is_first:
+            self.planner.submit(self._save_spans, step)
+
+    def _save_spans(self, step: int) -> None:
+        save_spans(self.options.run_dir, self.rank, step, *torch.ops.distca.spans(self.group_name))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the first of all ranks, which keeps records, is in this group."""
+        return 0 in dist.get_process_group_ranks(self.group)
 
     @property
     def group_name(self) -> str:

@@ -68,15 +68,18 @@ class Corpus:
 
     def __init__(self, seed: int, context: int) -> None:
         self._context = context
-        self._documents = self._stream(random.Random(seed))
+        self._stream = self._all(random.Random(seed))
         self._rest = b""
+
+    def next_document(self) -> bytes:
+        return next(self._stream)[: self._context]
 
     def next_pack(self, num_tokens: int) -> Pack:
         """A document that does not fit is cut; the rest is a document of the next pack."""
         parts: list[bytes] = []
         room = num_tokens
         while room > 0:
-            document = self._rest or next(self._documents)[: self._context]
+            document = self._rest or self.next_document()
             parts.append(document[:room])
             self._rest = document[room:]
             room -= len(parts[-1])
@@ -84,7 +87,7 @@ class Corpus:
         return Pack(tokens, [len(part) for part in parts])
 
     @staticmethod
-    def _stream(generator: random.Random) -> Iterator[bytes]:
+    def _all(generator: random.Random) -> Iterator[bytes]:
         documents = all_documents()
         while True:
             yield from generator.sample(documents, len(documents))

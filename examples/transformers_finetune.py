@@ -31,8 +31,8 @@ from distca.integrations.transformers import latest_plan  # registers attn_imple
 LONGEST = 4096  # tokens of a document
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--attention", default="distca", help="sdpa or eager to compare with")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--documents-per-rank", type=int, default=4, help="in each step")
@@ -73,8 +73,30 @@ class Balance(TrainerCallback):
             self.reports.append(latest_plan().report())
 
 
+def closing_lines(trainer: Trainer, balance: Balance) -> str:
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    lines = [f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"]
+    if balance.reports:
+        before = statistics.fmean(each.imbalance_before for each in balance.reports)
+        after = statistics.fmean(each.imbalance_after for each in balance.reports)
+        lines.append(
+            f"imbalance {before:.3f} -> {after:.3f} (predicted max/mean attention time of the "
+            "ranks, mean of steps)"
+        )
+    return "\n".join(lines)
+
+
+def end(closing: str) -> None:
+    if closing:
+        print(closing)
+    distca.close()
+    gc.collect()  # the Trainer's cycles keep the group, and with it gloo's threads, alive into exit
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def train(args: argparse.Namespace) -> str:
-    """The closing lines."""
+    """The closing lines, on the first rank."""
     on_cpu = not torch.cuda.is_available()
     balance = Balance()
     trainer = Trainer(
@@ -97,26 +119,11 @@ def train(args: argparse.Namespace) -> str:
         callbacks=[balance],
     )
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    lines = [f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"]
-    if balance.reports:
-        before = statistics.fmean(each.imbalance_before for each in balance.reports)
-        after = statistics.fmean(each.imbalance_after for each in balance.reports)
-        lines.append(
-            f"imbalance {before:.3f} -> {after:.3f} (predicted max/mean attention time of the "
-            "ranks, mean of steps)"
-        )
-    return "\n".join(lines) if trainer.is_world_process_zero() else ""
+    return closing_lines(trainer, balance) if trainer.is_world_process_zero() else ""
 
 
 def main() -> None:
-    closing = train(arguments())
-    if closing:
-        print(closing)
-    distca.close()
-    gc.collect()  # the Trainer's cycles keep the group, and with it gloo's threads, alive into exit
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end(train(arguments(__doc__)))
 
 
 if __name__ == "__main__":

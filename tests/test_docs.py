@@ -10,8 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import setuptools
+import torch
+import torch.distributed.run as torch_run
 from module_files import module_of
+from packaging.version import Version
 
+import distca
 from distca import report, run
 from distca.explain import __main__ as explain
 from distca.planning import PlanReport
@@ -28,7 +33,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-# Documented commands that are run elsewhere, by how they begin: the test, or why there is none.
+# Documented commands that other tests run, by how they begin.
 ELSEWHERE = {
     "python -m distca.calibrate": (
         "test_calibrate.py::test_the_command_writes_what_the_planner_reads"
@@ -37,11 +42,11 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 2 examples/transformers_finetune.py": (
         "test_transformers_training.py::test_the_example_trains"
     ),
-    "torchrun --nproc-per-node 2 examples/torchtitan_train.py": (
-        "test_torchtitan.py::test_the_example_configures_torchtitan"
+    "torchrun --nproc-per-node 2 examples/trl_packing.py": (
+        "test_transformers_training.py::test_the_example_trains"
     ),
     "torchrun --nproc-per-node 8 -m torchtitan.train": (
-        "test_torchtitan.py::test_the_example_configures_torchtitan"
+        "test_torchtitan.py::test_the_documented_command_configures_torchtitan"
     ),
     "torchrun --nproc-per-node 4 benchmarks/training_step.py": (
         "test_step_benchmarks.py::test_training_step_leaves_its_figures"
@@ -52,15 +57,10 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 benchmarks/loss_curve.py": (
         "test_step_benchmarks.py::test_loss_curve_against_noise"
     ),
-    "python benchmarks/attention.py": "needs a Hopper GPU",
-    "torchrun --nproc-per-node 2 benchmarks/transport.py": "needs two Hopper GPUs",
     "python docs/generate.py": "test_docs.py::test_generated_pages_follow_the_code",
-    "make PYTHON=": "installs another Python's packages",
-    "make test": "runs these tests",
-    "make format": "writes the sources",
-    "make tidy": "needs clang-tidy",
-    "pip install": "installs",
-    "torchrun --max-restarts": "a flag of torchrun's",
+    "python benchmarks/attention.py": "test_docs.py::test_gpu_command",
+    "torchrun --nproc-per-node 2 benchmarks/transport.py": "test_docs.py::test_gpu_command",
+    "torchrun --nproc-per-node 2 examples/torchtitan_train.py": "test_docs.py::test_gpu_command",
 }
 
 
@@ -121,6 +121,46 @@ def check_report(arguments: list[str], folder: Path) -> None:
     report.main([str(folder)])
 
 
+def check_pip(arguments: list[str], folder: Path) -> None:
+    """What it would install; other packages are those that the Makefile installs for the tests."""
+    names = [each for each in arguments if not each.startswith("-")]
+    if names != ["."]:
+        known = (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()
+        assert [each for each in names if each not in known] == []
+        return
+    if Version(setuptools.__version__) < Version("77"):
+        pytest.skip("needs setuptools 77 or newer")
+    offline = ["--dry-run", "--no-deps", "--no-build-isolation", "--no-index"]
+    said = run_python(["-m", "pip", "install", *offline, ROOT], folder)
+    assert f"Would install distca-{distca.__version__}" in said
+
+
+def check_make(arguments: list[str], folder: Path) -> None:
+    """What it would do, of everything that is up to date or not."""
+    command = ["make", "--dry-run", "--always-make", "-C", str(ROOT), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and len(result.stdout.splitlines()) > 3, result.stderr
+
+
+def check_watching(arguments: list[str], folder: Path) -> None:
+    small = ["--layers", "1", "--tokens", "64", "--blocks", "2", "--out", folder]
+    said = torchrun([ROOT / "benchmarks" / "watching.py", *small], folder)
+    assert re.search(r"us a step of 1 layers, \S+ % of a training step", said)
+
+
+def check_plain_example(arguments: list[str], folder: Path) -> None:
+    *flags, script = arguments
+    launcher = ["-m", "distca.run", *flags, ROOT / script]
+    said = torchrun([*launcher, "--steps", "12", "--tokens-per-rank", "512"], folder)
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+)", said).groups())
+    assert last < first
+    assert ("imbalance" in said) == ("--log-every" in flags)
+
+
+def check_torchrun(arguments: list[str], folder: Path) -> None:
+    torch_run.get_args_parser().parse_args(["--max-restarts", "3", "train.py"])
+
+
 def check_launcher(arguments: list[str], folder: Path) -> None:
     if arguments == ["--help"]:
         run.parser().format_help()
@@ -158,7 +198,17 @@ CHECKS = {  # how a command begins, and what takes the rest of it
     "torchrun --nproc-per-node 8 -m distca.run": check_launcher,
     "torchrun ... -m distca.run": check_launcher,
     "torchrun --nproc-per-node 2 quickstart.py": check_quickstart,
+    "torchrun --nproc-per-node 2 -m distca.run": check_plain_example,
+    "torchrun --nproc-per-node 2 benchmarks/watching.py": check_watching,
+    "torchrun --max-restarts": check_torchrun,
     "make train": check_train,
+    "make ": check_make,
+    "pip install": check_pip,
+}
+GPU_COMMANDS = {  # what makes them short, by how they begin
+    "python benchmarks/attention.py": "--quick --out .",
+    "torchrun --nproc-per-node 2 benchmarks/transport.py": "--mib 1 --tokens 8192 --batches 2",
+    "torchrun --nproc-per-node 2 examples/torchtitan_train.py": "--steps 3",
 }
 
 
@@ -178,7 +228,24 @@ def test_every_command_is_known_and_nothing_known_is_gone():
     assert {*CHECKS, *ELSEWHERE} - used == set()
     for name in ELSEWHERE.values():
         file, _, test = name.partition("::")
-        assert not test or f"def {test}(" in (ROOT / "tests" / file).read_text()
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+    of_gpus = {key for key, name in ELSEWHERE.items() if name.endswith("::test_gpu_command")}
+    assert of_gpus == set(GPU_COMMANDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("command", [c for c in COMMANDS if beginning(c) in GPU_COMMANDS])
+def test_gpu_command(command, tmp_path):
+    if command.startswith("torchrun") and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices, and this machine has one")
+    if "torchtitan" in command:
+        pytest.importorskip("torchtitan", reason="needs torchtitan, and this environment has none")
+    program, *arguments = shlex.split(command)
+    short = shlex.split(GPU_COMMANDS[beginning(command)])
+    if program == "torchrun":
+        arguments = arguments[arguments.index("2") + 1 :]
+    arguments = [ROOT / arguments[0], *with_lengths(arguments[1:], tmp_path), *short]
+    assert (torchrun if program == "torchrun" else run_python)(arguments, tmp_path)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if beginning(c) in CHECKS])

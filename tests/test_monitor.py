@@ -9,13 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from small_step import SHARDED, WHOLE, small_step
-from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca import report
-from distca.clock import AttentionClock
 from distca.monitor import Monitor, line, scalars
 from distca.planning import PlanReport
 
@@ -33,6 +30,7 @@ def plan_report(num_ranks: int = 4, **changes) -> PlanReport:
         "plan_ms": 4.0,
         "waited_ms": 0.0,
         "attention_ms": [],
+        "exposed_ms": [],
     }
     return PlanReport(**{**values, **changes})
 
@@ -64,6 +62,9 @@ def test_a_run_leaves_its_records_and_its_summary(ranks, tmp_path):
     timed = [step["attention_ms"] for step in steps]
     assert timed[0] == timed[1] == [] and len(timed[2]) == 3 and min(timed[2]) > 0
     assert timed[2] == timed[3] != timed[4], "every second step is timed, and told two steps later"
+    for step in steps:
+        pairs = zip(step["exposed_ms"], step["attention_ms"], strict=True)
+        assert all(0 < exposed < attention for exposed, attention in pairs)
     values = json.loads((tmp_path / "summary.json").read_text())
     assert values == json.loads(json.dumps(report.run_summary(steps)))
     assert values["ranks"] == 3 and values["steps"] == NUM_STEPS
@@ -71,12 +72,44 @@ def test_a_run_leaves_its_records_and_its_summary(ranks, tmp_path):
     assert (tmp_path / "balance.png").stat().st_size > 10_000
 
 
+def test_the_trace_shows_the_timed_step_as_planned_and_as_measured(ranks, tmp_path):
+    spans = tmp_path / "spans"
+    spans.mkdir()
+    (spans / "7.json").write_text(json.dumps({"rank": 7, "step": 99, "spans": []}))  # of a past run
+    ranks(3).run(train, str(tmp_path), 2)
+    steps = report.read_steps(tmp_path)
+    (told,) = {tuple(step["attention_ms"]) for step in steps[-1:]}
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(rows.values()) == ["without distca, predicted", "planned", "measured"]
+    for rank in range(3):
+        lengths = {
+            name: [
+                (e["name"], e["dur"])
+                for e in events
+                if e["ph"] == "X" and e["pid"] == rank and rows[e["tid"]] == name
+            ]
+            for name in rows.values()
+        }
+        passes = ["layer 0 forward attention", "layer 0 backward attention"]
+        assert [name for name, _ in lengths["planned"]] == passes
+        record = steps[4]  # the timed step whose times the last record tells
+        for name, key in (("planned", "after"), ("without distca, predicted", "before")):
+            total = sum(duration for _, duration in lengths[name])
+            assert total == pytest.approx(1e6 * record[f"seconds_{key}"][rank])
+            assert dict(lengths[name])[passes[0]] == pytest.approx(total / 3.5)
+        measured = [duration for name, duration in lengths["measured"] if name in passes]
+        assert sum(measured) == pytest.approx(1e3 * told[rank], abs=10)
+        assert {"layer 0 forward wait for rows", "layer 0 backward late home tasks"} <= {
+            name for name, _ in lengths["measured"]
+        }
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in events if e["ph"] == "X")
+
+
 def test_the_command_draws_a_run_again(tmp_path):
+    made = plan_report(attention_ms=[8.0, 9, 9, 10], exposed_ms=[0.5, 2, 1, 1.5])
     (tmp_path / "steps.jsonl").write_text(
-        "".join(
-            json.dumps({"step": step, **plan_report(attention_ms=[8.0, 9, 9, 10]).record()}) + "\n"
-            for step in range(3)
-        )
+        "".join(json.dumps({"step": step, **made.record()}) + "\n" for step in range(3))
         + '{"step": 3, "imba'
     )
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "distca.report", str(tmp_path)]
@@ -90,7 +123,8 @@ def test_the_command_draws_a_run_again(tmp_path):
         "attention, predicted": "1.60 times faster",
         "moved": "2.0 MB a layer, forward and backward, by all ranks",
         "plan": "4.0 ms, training waited 0.0 ms for it",
-        "attention, measured": "8.0 to 10.0 ms a step, by rank, waits for rows included",
+        "attention, measured": "8.0 to 10.0 ms a step, by rank",
+        "of that exposed": "0.5 to 2.0 ms a step, by rank",
     }
     assert (tmp_path / "summary.json").exists()
 
@@ -122,8 +156,10 @@ def test_lines_are_means_of_the_steps_between_them(caplog):
         "distca  step 2  imbalance 1.600 -> 1.000  2.0 MB a layer  plan 4.5 ms, waited 0.5 ms",
         "distca  step 4  imbalance 1.600 -> 1.000  2.0 MB a layer  plan 6.5 ms, waited 2.5 ms",
     ]
-    hidden = line(0, [plan_report(attention_ms=[7.0, 8.0, 7.5, 9.25]).record()])
-    assert "attention 7.0-9.2 ms" in hidden and hidden.endswith("plan 4.0 ms, hidden")
+    timed = plan_report(attention_ms=[7.0, 8.0, 7.5, 9.25], exposed_ms=[0.5, 1.0, 1.5, 0.75])
+    hidden = line(0, [timed.record()])
+    assert "attention 7.0-9.2 ms, exposed 0.5-1.5 ms  " in hidden
+    assert hidden.endswith("plan 4.0 ms, hidden")
 
 
 def test_nothing_is_kept_without_lines():
@@ -153,7 +189,8 @@ def test_a_full_disk_ends_the_records_and_not_the_training(tmp_path, caplog):
 def test_scalars_reach_tensorboard(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monitor = Monitor(distca.Options(run_dir=str(tmp_path), tensorboard=True))
-    record = plan_report(attention_ms=[2.0, 4.0, 2.0, 4.0]).record()
+    times = {"attention_ms": [2.0, 4.0, 2.0, 4.0], "exposed_ms": [0.5, 1.0, 0.5, 0.0]}
+    record = plan_report(**times).record()
     for step in range(3):
         monitor.record(step, record)
     monitor.close()
@@ -161,6 +198,7 @@ def test_scalars_reach_tensorboard(tmp_path):
     found.Reload()
     values = scalars(record)
     assert values["attention_ms_mean"] == 3.0 and values["attention_ms_max"] == 4.0
+    assert values["exposed_ms_mean"] == 0.5 and values["exposed_ms_max"] == 1.0
     for name, value in values.items():
         read = found.Scalars(f"distca/{name}")
         assert [each.step for each in read] == [0, 1, 2]
@@ -179,44 +217,11 @@ def test_options_that_cannot_be_are_refused(options, message):
         distca.Options(**options)
 
 
-class Sleep(torch.autograd.Function):
-    """An operator like attention's: 20 ms forward, 30 ms backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        time.sleep(0.02)
-        ctx.save_for_backward(x)
-        return x.clone(), x.detach().clone()
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        time.sleep(0.03)
-        return grad
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_clock_adds_up_passes_of_all_layers(recompute):
-    clock = AttentionClock(torch.device("cpu"), step=5)
-
-    def layer(x):
-        time.sleep(0.02)  # not attention
-        return clock.attend(lambda: Sleep.apply(x)).square()
-
-    x = torch.ones(2, requires_grad=True)
-    for _ in range(2):
-        x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
-    assert clock.milliseconds(step=7) is None, "backward passes are still to come"
-    x.sum().backward()
-    assert clock.milliseconds(step=6) is None, "more of the step may be to come"
-    wanted = 2 * (20 + 30 + 20 * recompute)
-    assert wanted <= clock.milliseconds(step=7) < 1.6 * wanted
-
-
 def test_a_record_costs_less_than_half_a_percent_of_a_step(tmp_path):
     """Of 64 ranks and 100 ms, and on the planner's thread. Of many records the cheap ones count:
     the others shared the processor's caches with somebody else."""
     monitor = Monitor(distca.Options(log_every=10, run_dir=str(tmp_path)))
-    made = plan_report(num_ranks=64, attention_ms=[8.0] * 64)
+    made = plan_report(num_ranks=64, attention_ms=[8.0] * 64, exposed_ms=[0.5] * 64)
     costs = []
     for step in range(300):
         start = time.thread_time()

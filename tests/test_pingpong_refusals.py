@@ -1,9 +1,12 @@
 """What ping-pong refuses, naming it; the other ranks are told of what one rank alone may meet."""
 
 import pytest
+import torch
 from pingpong_blocks import LENGTHS, Block, block_of, documents_of, pair_of, step_of
 
 import distca
+from distca._half_plans import plan_halves
+from distca.pingpong import middle
 
 
 def start_again(rank: int, world_size: int) -> None:
@@ -101,6 +104,28 @@ def test_a_cut_outside_the_rows_is_told_to_all(ranks):
     found = ranks(2).run(bad_cut, timeout_s=40)
     assert "cut is 1000 for Documents(3 whole pieces, 80 tokens); expected 0 to 80" in found[1]
     assert "rank 1" in found[0] and "cut is 1000" in found[0]
+    ranks(2).run(start_again)
+
+
+def plan_while_the_other_cuts(rank: int, world_size: int) -> str:
+    distca.close()
+    distca.init(options=distca.Options(timeout_s=20))
+    documents, causal = documents_of(LENGTHS[rank]), (-1, 0)
+    on = {"window_size": causal, "device": torch.device("cpu")}
+    distca.plan(documents)
+    for half in plan_halves(documents, cut=middle, **on):
+        half._plans[causal].wait()
+    with pytest.raises(ValueError) as refused:
+        if rank == 0:
+            plan_halves(documents, cut=lambda documents: 1, **on)[0]._plans[causal].wait()
+        else:
+            distca.plan(documents_of(LENGTHS[rank]))
+    return str(refused.value)
+
+
+def test_a_rank_that_plans_a_step_while_others_cut_is_told(ranks):
+    for message in ranks(2).run(plan_while_the_other_cuts, timeout_s=40):
+        assert "ranks disagree on the plan, nothing was sent: step: -" in message
     ranks(2).run(start_again)
 
 

@@ -1,6 +1,8 @@
 """torchtitan's Llama with our overrides equals its own varlen attention."""
 
 import argparse
+import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -48,6 +50,7 @@ def titan_ranks():
         (1, 1, "spmd_types"),
         (2, 1, "spmd_types"),
         (2, 1, "partial_dtensor"),
+        (4, 1, "partial_dtensor"),
         (4, 2, "partial_dtensor"),
     ],
 )
@@ -208,6 +211,16 @@ def test_the_group_comes_with_the_metrics_where_no_module_is_parallelized(monkey
     dims = types.SimpleNamespace(get_optional_mesh=lambda name: f"the mesh {name}")
     integration.BalanceMetrics(None, parallel_dims=dims)
     assert opened == ["the mesh batch"]
+
+
+def test_the_documented_command_configures_torchtitan():
+    page = (Path(__file__).parent.parent / "docs" / "torchtitan.md").read_text()
+    (command,) = re.findall(r"-m torchtitan\.train (.*?)^```", page, re.DOTALL | re.MULTILINE)
+    config = ConfigManager().parse_args(shlex.split(command.replace("\\\n", " ")))
+    assert config.override.imports == tm.OVERRIDES
+    assert config.training.disable_cuda_graphs
+    layer = config.model_spec.model.layers[0]
+    assert isinstance(layer.attention.inner_attention, integration.VarlenAttention.Config)
 
 
 def test_the_example_configures_torchtitan(tmp_path, monkeypatch):

@@ -261,8 +261,19 @@ def test_dtensors(ranks):
     ranks(1).run(as_dtensor)
 
 
+def test_a_capture(monkeypatch):
+    """The layer's own check, where there is no device to capture."""
+    query = torch.ones(1, 4, NUM_TOKENS, 8)
+    call = integration._Call(Layer(), query, query, query, None, {})
+    integration._check_model(call, is_causal=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    with refused("Layer is captured into a CUDA graph; expected a call outside"):
+        integration._check_model(call, is_causal=True)
+
+
 @pytest.mark.gpu
-def test_a_capture():
+def test_a_capture_on_a_device():
     query = torch.ones(1, 4, 8, 64, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(8, device="cuda")[None]
     with torch.cuda.graph(torch.cuda.CUDAGraph()), refused("captured into a CUDA graph"):

@@ -122,8 +122,9 @@ def test_the_launcher_registers_the_attention(tmp_path, monkeypatch):
     assert AttentionMaskInterface()["distca"] is registered.forward_mask
 
 
-def test_the_example_trains(tmp_path):
-    script = ROOT / "examples" / "transformers_finetune.py"
+@pytest.mark.parametrize("name", ["transformers_finetune.py", "trl_packing.py"])
+def test_the_example_trains(tmp_path, name):
+    script = ROOT / "examples" / name
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     result = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", script, "--steps", "5", "--out", tmp_path],

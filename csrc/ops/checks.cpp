@@ -124,14 +124,15 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
   return tensor.size(0) > 1 && tensor.stride(0) < expected ? tensor.contiguous() : tensor;
 }
 
-Call begin_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                 const std::string& group_name) {
   if (group_name.empty()) {
-    Call call{decode_layout(layout, rows), {}, nullptr};
+    Call call{decode_layout(layout, rows), {}, nullptr, timeline_of(group_name), {}};
     TORCH_CHECK_VALUE(call.layout.num_ranks == 1, "group_name is empty, but the layout is one of ",
                       call.layout.num_ranks, " ranks; pass the plan's group_name");
     call.inputs = check_inputs(q, k, v, call.layout);
+    call.where = {"", name_of(pass), -1, call.layout.step};
     return call;
   }
   Call call;
@@ -151,6 +152,8 @@ Call begin_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     throw;
   }
   call.session->agree(signature_of(call.layout, q, k, softmax_scale));
+  call.timeline = call.session->timeline();
+  call.where = call.session->enter(pass);
   if (!call.layout.moves_rows) call.session.reset();
   return call;
 }

@@ -35,14 +35,23 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 struct Call {
   Layout layout;
   Inputs inputs;
-  std::shared_ptr<Session> session;  // null when no rank moves rows
+  std::shared_ptr<Session> session;    // null when no rank moves rows
+  std::shared_ptr<Timeline> timeline;  // of the group
+  transport::Where where;              // in the step
 };
 
 // Decodes and checks on this rank, then makes sure that all ranks agree. A refusal here reaches the
 // other ranks too, before any row is sent.
-Call begin_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                 const std::string& group_name);
+
+// Runs a part of a call as a phase of it.
+template <typename F>
+auto in_phase(const Call& call, const char* phase, F&& part) {
+  const Range range(*call.timeline, call.where.in(phase), call.inputs.q.device());
+  return part();
+}
 
 // Runs a step of a call; an exception on this rank is told to the others, which wait for it.
 template <typename F>

@@ -7,7 +7,10 @@
 namespace distca::ops {
 
 std::vector<std::vector<at::Tensor>> Shipment::arrive() {
-  const std::vector<at::Tensor> received = exchange_->wait();
+  const std::vector<at::Tensor> received = [&] {
+    const Range range(*timeline_, wait_, routes_[0]->home_row.device());
+    return exchange_->wait();
+  }();
   exchange_.reset();
   std::vector<std::vector<at::Tensor>> cargos(records_.size());
   for (size_t i = 0; i < records_.size(); ++i) {
@@ -35,8 +38,9 @@ namespace {
 
 // Starts one exchange; `pack(cargo, record)` gives each cargo's rows and counts.
 template <typename Pack>
-Shipment ship(Session& session, const transport::Where& where, const std::vector<Cargo>& cargos,
-              Pack&& pack) {
+Shipment ship(Session& session, const transport::Where& where, const char* wait,
+              const std::vector<Cargo>& cargos, Pack&& pack) {
+  const Range range(*session.timeline(), where, cargos[0].tensors[0].device());
   std::vector<transport::Record> records;
   std::vector<const Route*> routes;
   std::vector<transport::RowBatch> batches;
@@ -46,33 +50,36 @@ Shipment ship(Session& session, const transport::Where& where, const std::vector
     batches.push_back(pack(cargo, record));
   }
   auto exchange = session.transport().start(batches, where);
-  return {std::move(records), std::move(routes), std::move(exchange)};
+  return {std::move(records), std::move(routes), std::move(exchange), session.timeline(),
+          where.in(wait)};
 }
 
 }  // namespace
 
 Shipment send_to_servers(Session& session, const transport::Where& where,
                          const std::vector<Cargo>& home) {
-  return ship(session, where, home, [](const Cargo& cargo, const transport::Record& record) {
-    const auto& [tensors, route] = cargo;
-    const at::Tensor rows = record.allocate(route.home_row.size(0));
-    for (size_t idx = 0; idx < tensors.size(); ++idx) {
-      transport::gather_rows(tensors[idx], route.home_row, record.part(rows, idx));
-    }
-    return transport::RowBatch{rows, route.counts};
-  });
+  return ship(session, where, kWaitForRows, home,
+              [](const Cargo& cargo, const transport::Record& record) {
+                const auto& [tensors, route] = cargo;
+                const at::Tensor rows = record.allocate(route.home_row.size(0));
+                for (size_t idx = 0; idx < tensors.size(); ++idx) {
+                  transport::gather_rows(tensors[idx], route.home_row, record.part(rows, idx));
+                }
+                return transport::RowBatch{rows, route.counts};
+              });
 }
 
 Shipment send_home(Session& session, const transport::Where& where,
                    const std::vector<Cargo>& visiting) {
-  return ship(session, where, visiting, [](const Cargo& cargo, const transport::Record& record) {
-    const auto& [tensors, route] = cargo;
-    const at::Tensor rows = record.allocate(route.num_visiting);
-    for (size_t idx = 0; idx < tensors.size(); ++idx) {
-      transport::scatter_rows(tensors[idx], route.slot, record.part(rows, idx));
-    }
-    return transport::RowBatch{rows, {route.counts.recv, route.counts.send}};
-  });
+  return ship(session, where, kWaitForResults, visiting,
+              [](const Cargo& cargo, const transport::Record& record) {
+                const auto& [tensors, route] = cargo;
+                const at::Tensor rows = record.allocate(route.num_visiting);
+                for (size_t idx = 0; idx < tensors.size(); ++idx) {
+                  transport::scatter_rows(tensors[idx], route.slot, record.part(rows, idx));
+                }
+                return transport::RowBatch{rows, {route.counts.recv, route.counts.send}};
+              });
 }
 
 }  // namespace distca::ops

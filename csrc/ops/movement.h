@@ -20,9 +20,15 @@ struct Cargo {
 // Rows on their way: for each cargo, the tensors that arrive.
 class Shipment {
  public:
+  // `wait` is the phase of arriving.
   Shipment(std::vector<transport::Record> records, std::vector<const Route*> routes,
-           std::unique_ptr<transport::Exchange> exchange)
-      : records_(std::move(records)), routes_(std::move(routes)), exchange_(std::move(exchange)) {}
+           std::unique_ptr<transport::Exchange> exchange, std::shared_ptr<Timeline> timeline,
+           const transport::Where& wait)
+      : records_(std::move(records)),
+        routes_(std::move(routes)),
+        exchange_(std::move(exchange)),
+        timeline_(std::move(timeline)),
+        wait_(wait) {}
 
   // Received rows by slot: strided views of one buffer per cargo.
   std::vector<std::vector<at::Tensor>> arrive();
@@ -34,6 +40,8 @@ class Shipment {
   std::vector<transport::Record> records_;
   std::vector<const Route*> routes_;
   std::unique_ptr<transport::Exchange> exchange_;
+  std::shared_ptr<Timeline> timeline_;
+  transport::Where wait_;
 };
 
 // Home rows to the servers that visit them.

@@ -162,7 +162,6 @@ bool uses_peer_memory(const Call& call, double softmax_scale) {
 
 std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attention::Params& params) {
   peer::PeerTransport& transport = *call.session->peer_transport();
-  const transport::Where where = call.session->enter(Pass::kForward);
   const at::Tensor q = aligned(call.inputs.q), k = aligned(call.inputs.k),
                    v = aligned(call.inputs.v);
   const auto [out, lse] = attention::new_results(q);
@@ -171,35 +170,40 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attentio
     const Region to_q = buffers.for_queries(q), to_k = buffers.for_keys(k),
                  to_v = buffers.for_keys(v), from_out = buffers.for_queries(out),
                  from_lse = buffers.for_queries(lse);
-    transport.begin(buffers.num_bytes(), where);
-    transport.send(parcels_of(round, buffers, {{to_q}, {to_k, to_v}}));
+    transport.begin(buffers.num_bytes(), call.where);
+    in_phase(call, kDispatch, [&] {
+      transport.send(parcels_of(round, buffers, {{to_q}, {to_k, to_v}}));
+    });
     // Separate launches, not one that waits for flags: blocks that take tasks of both lists by
     // turns lose the keys that they share in L2, a tenth of their speed and more.
-    sm90::forward({q, k, v, round.early, out, lse}, params);
-    transport.await_arrivals(flags_of(round.visiting));
-    sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), round.visiting,
-                   buffers.queries(from_out), buffers.queries(from_lse)},
-                  params);
+    const attention::ForwardRows early{q, k, v, round.early, out, lse};
+    in_phase(call, kEarlyTasks, [&] { sm90::forward(early, params); });
+    in_phase(call, kWaitForRows, [&] { transport.await_arrivals(flags_of(round.visiting)); });
+    in_phase(call, kVisitingTasks, [&] {
+      sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), round.visiting,
+                     buffers.queries(from_out), buffers.queries(from_lse)},
+                    params);
+    });
 
     std::vector<peer::Gather> gathers;
     fetch_queries(round, buffers, from_out, out, gathers);
     fetch_queries(round, buffers, from_lse, lse, gathers);
-    transport.collect(std::move(gathers));
-    sm90::forward({q, k, v, round.late, out, lse}, params);
-    transport.end(addend_of(q));
+    in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
+    const attention::ForwardRows late{q, k, v, round.late, out, lse};
+    in_phase(call, kLateTasks, [&] { sm90::forward(late, params); });
+    in_phase(call, kWaitForResults, [&] { transport.end(addend_of(q)); });
   }
   return {out, lse};
 }
 
 void peer_exchange(const Call& call) {
   peer::PeerTransport& transport = *call.session->peer_transport();
-  const transport::Where where = call.session->enter(Pass::kForward);
   const auto& [q, k, v] = call.inputs;
   for (const Round& round : call.layout.rounds) {
     Buffers buffers(transport, round);
     const Region to_q = buffers.for_queries(aligned(q)), to_k = buffers.for_keys(aligned(k)),
                  to_v = buffers.for_keys(aligned(v));
-    transport.begin(buffers.num_bytes(), where);
+    transport.begin(buffers.num_bytes(), call.where);
     transport.send(parcels_of(round, buffers, {{to_q}, {to_k, to_v}}));
     transport.await_arrivals(flags_of(round.visiting));
     transport.end(addend_of(q));
@@ -217,9 +221,8 @@ struct Gradients {
   at::Tensor dq, dk, dv;
 };
 
-void backward_round(const Call& call, const Round& round, const transport::Where& where,
-                    const BackwardInputs& inputs, const Gradients& gradients,
-                    const attention::Params& params) {
+void backward_round(const Call& call, const Round& round, const BackwardInputs& inputs,
+                    const Gradients& gradients, const attention::Params& params) {
   peer::PeerTransport& transport = *call.session->peer_transport();
   const auto& [q, k, v, grad, saved] = inputs;
   const auto& [dq, dk, dv] = gradients;
@@ -229,28 +232,34 @@ void backward_round(const Call& call, const Round& round, const transport::Where
                to_k = buffers.for_keys(k), to_v = buffers.for_keys(v),
                from_dq = buffers.for_queries(dq), from_dk = buffers.for_keys(dk),
                from_dv = buffers.for_keys(dv);
-  transport.begin(buffers.num_bytes(), where);
-  transport.send(parcels_of(round, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
-  sm90::backward({grad, q, k, v, saved, round.early, dq, dk, dv}, params);
-  transport.await_arrivals(flags_of(round.visiting));
-  sm90::backward({buffers.queries(to_grad),
-                  buffers.queries(to_q),
-                  buffers.keys(to_k),
-                  buffers.keys(to_v),
-                  {buffers.queries(to_lse), buffers.queries(to_delta), {}},
-                  round.visiting,
-                  buffers.queries(from_dq),
-                  buffers.keys(from_dk),
-                  buffers.keys(from_dv)},
-                 params);
+  transport.begin(buffers.num_bytes(), call.where);
+  in_phase(call, kDispatch, [&] {
+    transport.send(parcels_of(round, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
+  });
+  const attention::BackwardRows early{grad, q, k, v, saved, round.early, dq, dk, dv};
+  in_phase(call, kEarlyTasks, [&] { sm90::backward(early, params); });
+  in_phase(call, kWaitForRows, [&] { transport.await_arrivals(flags_of(round.visiting)); });
+  in_phase(call, kVisitingTasks, [&] {
+    sm90::backward({buffers.queries(to_grad),
+                    buffers.queries(to_q),
+                    buffers.keys(to_k),
+                    buffers.keys(to_v),
+                    {buffers.queries(to_lse), buffers.queries(to_delta), {}},
+                    round.visiting,
+                    buffers.queries(from_dq),
+                    buffers.keys(from_dk),
+                    buffers.keys(from_dv)},
+                   params);
+  });
 
   std::vector<peer::Gather> gathers;
   fetch_queries(round, buffers, from_dq, dq, gathers);
   add_key_gradients(round, buffers, from_dk, dk, gathers);
   add_key_gradients(round, buffers, from_dv, dv, gathers);
-  transport.collect(std::move(gathers));
-  sm90::backward({grad, q, k, v, saved, round.late, dq, dk, dv}, params);
-  transport.end(addend_of(q));
+  in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
+  const attention::BackwardRows late{grad, q, k, v, saved, round.late, dq, dk, dv};
+  in_phase(call, kLateTasks, [&] { sm90::backward(late, params); });
+  in_phase(call, kWaitForResults, [&] { transport.end(addend_of(q)); });
 }
 
 }  // namespace
@@ -260,7 +269,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
                                                              const at::Tensor& out,
                                                              const at::Tensor& lse,
                                                              const attention::Params& params) {
-  const transport::Where where = call.session->enter(Pass::kBackward);
   const at::Tensor grad = aligned(grad_out);
   // Formed at home, so that `out` never travels.
   const attention::Saved saved{lse, attention::row_dots(out, grad), out};
@@ -270,7 +278,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
   const auto [dk, dv] = attention::new_key_gradients(inputs.k, {&first.early, &first.late});
   const Gradients gradients{at::empty(inputs.q.sizes(), inputs.q.options()), dk, dv};
   for (const Round& round : call.layout.rounds) {
-    backward_round(call, round, where, inputs, gradients, params);
+    backward_round(call, round, inputs, gradients, params);
   }
   return {gradients.dq, dk, dv};
 }

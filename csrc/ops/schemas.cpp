@@ -94,6 +94,20 @@ TORCH_LIBRARY(distca, m) {
     const auto shape = distca::ops::find_session(group_name)->attention_shape();
     return std::vector<int64_t>(shape.begin(), shape.end());
   });
+  // Times of one step's attention: see timeline.h. attention_times: microseconds of attention and,
+  // of these, of waiting for other ranks; empty while they are not known.
+  m.def("watch_step(str group_name, int step) -> ()",
+        [](const std::string& group_name, int64_t step) {
+          distca::ops::timeline_of(group_name)->watch(step);
+        });
+  m.def("attention_times(str group_name) -> int[]", [](const std::string& group_name) {
+    const auto totals = distca::ops::timeline_of(group_name)->finish();
+    return totals ? std::vector<int64_t>{totals->attention_us, totals->waiting_us}
+                  : std::vector<int64_t>{};
+  });
+  m.def("spans(str group_name) -> (str[] phases, Tensor times)", [](const std::string& group_name) {
+    return distca::ops::timeline_of(group_name)->finished();
+  });
   m.def("announce_failure(str group_name, str message) -> ()",
         [](const std::string& group_name, const std::string& message) {
           distca::ops::find_session(group_name)->failures().announce(message);

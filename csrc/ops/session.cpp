@@ -100,6 +100,10 @@ Registry& registry() {
 
 }  // namespace
 
+const char* name_of(Pass pass) {
+  return pass == Pass::kForward ? "forward" : "backward";
+}
+
 Session::Session(const GroupNames& names, const std::string& configuration, double timeout_s,
                  [[maybe_unused]] std::optional<int64_t> device) {
   const auto data = c10d::resolve_process_group(names.data);
@@ -140,6 +144,7 @@ std::vector<Signature> Session::gather(const Signature& mine, const std::string&
   at::Tensor sent = at::empty({num_fields}, at::kLong);
   std::memcpy(sent.mutable_data_ptr<int64_t>(), mine.values.data(), sizeof(mine.values));
   const transport::Where where{"agreement", "", -1, mine.values[Signature::kStep]};
+  const Range range(*timeline_, {where.phase, "", -1, -1}, at::kCPU);  // of no layer
   const at::Tensor received = control_->all_gather(sent, where, activity);
   std::vector<Signature> all(num_ranks_);
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
@@ -201,9 +206,8 @@ std::array<int64_t, 4> Session::attention_shape() const {
 transport::Where Session::enter(Pass pass) {
   std::lock_guard<std::mutex> lock(mutex_);
   const int64_t step = agreed_.empty() ? -1 : agreed_.front().values[Signature::kStep];
-  transport::Where where{"", "forward", 0, step};
+  transport::Where where{"", name_of(pass), 0, step};
   if (pass == Pass::kBackward) {
-    where.pass = "backward";
     where.layer = num_forward_ - ++num_backward_;
   } else if (torch::autograd::get_current_graph_task_id() != -1) {
     // A forward call inside the backward pass is activation checkpointing computing a layer again.
@@ -239,6 +243,11 @@ std::shared_ptr<Session> find_session(const std::string& group_name) {
   TORCH_CHECK_VALUE(found != registry().sessions.end(), "distca: no session for process group '",
                     group_name, "'; call distca.init(group) on every rank of the group first");
   return found->second;
+}
+
+std::shared_ptr<Timeline> timeline_of(const std::string& group_name) {
+  static const auto of_one_rank = std::make_shared<Timeline>();
+  return group_name.empty() ? of_one_rank : find_session(group_name)->timeline();
 }
 
 }  // namespace distca::ops

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "timeline.h"
 #include "transport/failures.h"
 #include "transport/process_group/control.h"
 #include "transport/transport.h"
@@ -44,6 +45,7 @@ constexpr bool kHasPeerTransport = false;
 #endif
 
 enum class Pass { kForward, kBackward };
+const char* name_of(Pass pass);
 
 // Names of a session's process groups: rows, agreement before a step's first layer, planning. Each
 // is used by nothing else and by one thread at a time, so that its calls stay in order.
@@ -68,6 +70,7 @@ class Session {
   int64_t peer_memory_bytes() const;
   transport::FailureBoard& failures() { return *failures_; }
   transport::ControlPlane& planning() { return *planning_; }
+  const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
   // Collective on the first call with a new signature under a plan; free afterwards. Throws on
   // every rank, naming ranks and difference, unless all ranks have the same signature.
@@ -91,6 +94,7 @@ class Session {
   std::vector<Signature> gather(const Signature& mine, const std::string& activity);
 
   mutable std::mutex mutex_;
+  std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;
   std::unique_ptr<transport::ControlPlane> planning_;
@@ -110,5 +114,8 @@ void open_session(const GroupNames& names, const std::string& configuration, dou
                   std::optional<int64_t> device);
 void close_session(const std::string& group_name);
 std::shared_ptr<Session> find_session(const std::string& group_name);
+
+// That of a session; without a group name, that of all calls under plans of one rank.
+std::shared_ptr<Timeline> timeline_of(const std::string& group_name);
 
 }  // namespace distca::ops

@@ -57,14 +57,14 @@ Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
   const double no_scale = 0;
-  const Call call = begin_call(q, k, v, layout, rows, no_scale, std::string(group_name));
+  const Call call =
+      begin_call(Pass::kForward, q, k, v, layout, rows, no_scale, std::string(group_name));
   const auto& [home_q, home_k, home_v] = call.inputs;
   if (!call.session) return {no_rows(q), no_rows(k), no_rows(v)};
   const Round& round = only_round(call.layout);
   Session& session = *call.session;
   return announcing(session, [&]() -> Triple {
-    const transport::Where where = session.enter(Pass::kForward).in("dispatch");
-    Shipment inputs = send_to_servers(session, where,
+    Shipment inputs = send_to_servers(session, call.where.in(kDispatch),
                                       {{{home_q}, round.queries}, {{home_k, home_v}, round.keys}});
     const auto visiting = inputs.arrive_visiting();
     // Parts of one record; with at most one row contiguous() would leave them sharing memory.
@@ -92,7 +92,7 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
   const at::Tensor dv = zeros_like_rows(visiting_grad_v, plan.num_home_rows);
   if (!session) return {dq, dk, dv};
   return announcing(*session, [&]() -> Triple {
-    const transport::Where where = session->current(Pass::kBackward).in("combine");
+    const transport::Where where = session->current(Pass::kBackward).in(kCombine);
     const auto grads =
         send_home(*session, where,
                   {{{with_contiguous_rows(visiting_grad_q)}, round.queries},
@@ -159,7 +159,7 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
   at::Tensor all_lse = lse.clone(at::MemoryFormat::Contiguous);
   if (!session) return {all_out, all_lse};
   return announcing(*session, [&]() -> Pair {
-    const transport::Where where = session->current(Pass::kForward).in("combine");
+    const transport::Where where = session->current(Pass::kForward).in(kCombine);
     const auto results =
         send_home(
             *session, where,
@@ -183,7 +183,7 @@ Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, cons
   zero_sent_rows(home_grad, round);
   if (!session) return {home_grad, no_rows(grad)};
   return announcing(*session, [&]() -> Pair {
-    const transport::Where where = session->enter(Pass::kBackward).in("dispatch");
+    const transport::Where where = session->enter(Pass::kBackward).in(kDispatch);
     Shipment grads = send_to_servers(*session, where, {{{grad}, round.queries}});
     return {home_grad, grads.arrive_visiting()[0][0].contiguous()};
   });

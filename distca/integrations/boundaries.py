@@ -76,7 +76,7 @@ def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) ->
     if known is not None and version is not None and known.state == state:
         return known
     if cu_seqlens is None:
-        offsets = _offsets_of_positions(position_ids, batch, num_tokens)
+        offsets = offsets_of_positions(position_ids, batch, num_tokens)
     else:
         offsets = _offsets_of_cu_seqlens(keywords, batch, num_tokens)
     rows = torch.arange(batch + 1) * num_tokens
@@ -121,7 +121,7 @@ def _check_restarts(position_ids: Tensor | None, offsets: Tensor, num_rows: int)
         )
 
 
-def _offsets_of_positions(position_ids: Tensor, batch: int, num_tokens: int) -> Tensor:
+def offsets_of_positions(position_ids: Tensor, batch: int, num_tokens: int) -> Tensor:
     """Where `position_ids` restart at 0; rows of the batch begin documents, too."""
     shape = list(position_ids.shape)
     if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != num_tokens:

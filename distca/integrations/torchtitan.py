@@ -28,7 +28,7 @@ from torchtitan.models.common import attention as titan
 from torchtitan.tools.logging import logger
 
 from distca import session as sessions
-from distca.attention import core_attention
+from distca.attention import check_no_capture, core_attention
 from distca.cost import AttentionShape
 from distca.documents import check_window
 from distca.integrations.boundaries import read_boundaries
@@ -104,11 +104,7 @@ class BalancedAttention(VarlenAttention):
         return out
 
     def _check(self, q: Tensor, out_transform: Callable | None, others: dict) -> None:
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "attention is captured into a CUDA graph; expected a call outside, because "
-                "documents differ from step to step: --training.disable_cuda_graphs"
-            )
+        check_no_capture(q, "attention", ": --training.disable_cuda_graphs")
         if out_transform is not None:
             others = {"out_transform": out_transform, **others}
         given = sorted(name for name, value in others.items() if value is not None)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca import session as sessions
-from distca.attention import FULL, core_attention, routed_documents
+from distca.attention import FULL, check_no_capture, core_attention, routed_documents
 from distca.cost import AttentionShape
 from distca.documents import Documents
 from distca.integrations.boundaries import PACK, Boundaries, read_boundaries
@@ -374,11 +374,7 @@ def _check_model(call: _Call, is_causal: bool) -> None:
             raise ValueError(
                 f"{argument} is a DTensor in {name}; expected this rank's own heads: .to_local()"
             )
-    if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            f"{name} is captured into a CUDA graph; expected a call outside: documents differ from "
-            "step to step, and so do their plans"
-        )
+    check_no_capture(call.query, name)
     layer_type = _layer_type(call.module)
     if layer_type not in PLAIN_LAYERS:
         raise ValueError(

@@ -1,0 +1,246 @@
+"""Plain code under documents that are read from what its model is called with equals the model run
+document by document, on any number of ranks; where they cannot be read it is an error."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import distca
+from distca import attention
+from distca.integrations import plain
+
+ROOT = Path(__file__).parent.parent
+TOLERANCE = 1e-5
+END = 3
+HEADS, HEAD_DIM, VOCAB_SIZE = 4, 8, 31
+LENGTHS = [[61, 1, 138], [7, 30, 3, 160], [200], [99, 101]]  # by rank
+BY_POSITIONS = distca.Options(patch_sdpa=True, document_positions="position_ids")
+BY_END = distca.Options(patch_sdpa=True, document_end_id=END)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM)
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(3 * q, 3 * k, v, is_causal=True)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """Plain code: it knows nothing of documents."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB_SIZE, HEADS * HEAD_DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.recompute = recompute
+
+    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            if self.recompute:
+                x = checkpoint(block, x, position_ids, use_reentrant=False)
+            else:
+                x = block(x, position_ids)
+        return {"logits": x @ self.embedding.weight.T}
+
+
+class Loss(nn.Module):
+    """Called with integers, like a model."""
+
+    def forward(self, outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def tokens_of(lengths: list[int], seed: int = 0) -> Tensor:
+    """[1, tokens]; END is the last token of each document and no other."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(END + 1, VOCAB_SIZE, (1, sum(lengths)), generator=generator)
+    ids[0, torch.tensor(lengths).cumsum(0) - 1] = END
+    return ids
+
+
+def positions_of(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+
+def true_gradients(batches: list[tuple[Tensor, list[int]]]) -> dict[str, Tensor]:
+    model = Model()
+    for ids, lengths in batches:
+        for document in ids.split(lengths, dim=1):
+            Loss()(model(document), document).backward()
+    return gradients(model)
+
+
+def worst_error(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    return max(((got[n] - truth[n]).norm() / truth[n].norm()).item() for n in truth)
+
+
+class Derived:
+    """As the launcher switches it on."""
+
+    def __init__(self, options: distca.Options) -> None:
+        self.options = options
+
+    def __enter__(self) -> None:
+        F.scaled_dot_product_attention = distca.scaled_dot_product_attention
+        self.end = plain.derive_documents(self.options)
+
+    def __exit__(self, *error) -> None:
+        self.end()
+        F.scaled_dot_product_attention = attention._torch_sdpa
+
+
+def train(rank: int, world_size: int, options: distca.Options, way: str) -> tuple[float, int]:
+    """Error of the gradients of two batches whose backward passes come after both, and plans."""
+    lengths = [LENGTHS[rank], LENGTHS[(rank + 1) % 4]]  # as many tokens in both
+    batches = [(tokens_of(each, seed), each) for seed, each in enumerate(lengths)]
+    truth = true_gradients(batches)
+    num_plans = distca.init().num_plans if world_size > 1 else 0
+    with Derived(options):
+        made = Model(recompute=way == "recompute")
+        model = made
+        if way == "compiled":
+            model = torch.compile(made, backend="eager")
+        elif way == "compiled in place":
+            made.compile(backend="eager")
+        losses = [Loss()(model(ids, position_ids=positions_of(each)), ids) for ids, each in batches]
+        sum(losses).backward()
+        assert attention.documents_in_force() is None
+    num_plans = distca.init().num_plans - num_plans if world_size > 1 else 0
+    return worst_error(gradients(made), truth), num_plans
+
+
+@pytest.mark.parametrize("way", ["eager", "recompute", "compiled", "compiled in place"])
+@pytest.mark.parametrize("options", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
+def test_gradients_equal_the_model_by_document(ranks, options, way):
+    for error, num_plans in ranks(2).run(train, options, way):
+        assert error <= TOLERANCE and num_plans == 2
+
+
+@pytest.mark.parametrize("options", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
+def test_on_four_ranks_and_without_a_group(ranks, options):
+    for error, num_plans in ranks(4).run(train, options, "recompute"):
+        assert error <= TOLERANCE and num_plans == 2
+    assert train(0, 1, options, "eager")[0] <= TOLERANCE
+
+
+def test_the_comparison_sees_a_lost_boundary():
+    model, ids = Model(), tokens_of(LENGTHS[0])
+    Loss()(model(ids), ids).backward()
+    assert worst_error(gradients(model), true_gradients([(ids, LENGTHS[0])])) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("options", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
+def test_rows_of_a_batch_and_positional_arguments(options):
+    ids = tokens_of([6, 2, 5, 3]).view(2, 8)
+    positions = positions_of([6, 2, 5, 3]).view(2, 8)
+    with torch.no_grad():
+        rows = ids.view(1, 16).split([6, 2, 5, 3], dim=1)
+        truth = torch.cat([Model()(row)["logits"] for row in rows], dim=1).view(2, 8, -1)
+        with Derived(options):
+            got = nn.Sequential(Model())[0](ids, positions)["logits"]
+    assert (got - truth).norm() <= TOLERANCE * truth.norm()
+
+
+def evaluate_unevenly(rank: int, world_size: int) -> tuple[float, int]:
+    """In eval mode with gradients, and without gradients; rank 1 alone."""
+    num_plans, worst = distca.init().num_plans, 0.0
+    ids = tokens_of(LENGTHS[0])
+    truth = torch.cat([Model()(each)["logits"] for each in ids.split(LENGTHS[0], dim=1)], dim=1)
+    with Derived(BY_END):
+        for trains in [True, False] * rank:
+            with torch.set_grad_enabled(not trains):
+                got = Model().train(trains)(ids)["logits"]
+            worst = max(worst, ((got - truth).norm() / truth.norm()).item())
+    return worst, distca.init().num_plans - num_plans
+
+
+def test_evaluation_stays_on_its_rank(ranks):
+    for error, num_plans in ranks(2).run(evaluate_unevenly):
+        assert error <= TOLERANCE and num_plans == 0
+
+
+WRONG = {
+    "positions that jump": (
+        BY_POSITIONS,
+        {"position_ids": torch.tensor([[0, 1, 2, 5, 6, 0, 1, 2, 3, 4, 5, 6]])},
+        "position_ids is 5 at token 3 of row 0",
+    ),
+    "3-D positions": (
+        BY_POSITIONS,
+        {"position_ids": torch.zeros(3, 1, 12, dtype=torch.int64)},
+        r"position_ids has shape \[3, 1, 12\]; expected \[tokens\] or",
+    ),
+    "positions of fewer tokens": (
+        BY_POSITIONS,
+        {"position_ids": torch.arange(5)[None]},
+        "query has 1 rows of 12 tokens, but the documents were read from .* 1 rows of 5 tokens",
+    ),
+    "no positions": (BY_POSITIONS, {}, "--document-positions is given, but no model"),
+    "one-hot tokens": (
+        BY_END,
+        {"ids": torch.zeros(1, 3, 4, dtype=torch.int64)},
+        r"the tensor of token ids has shape \[1, 3, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_read_is_an_error(case):
+    options, keywords, message = WRONG[case]
+    model = Model()
+    with Derived(options):
+        with pytest.raises(ValueError, match=message):
+            model(**{"ids": tokens_of([12]), **keywords})
+        good = model(tokens_of([12]), torch.arange(12)[None])  # the next batch is read again
+    assert good["logits"].isfinite().all()
+
+
+def test_attention_without_a_model_is_an_error():
+    q = torch.ones(1, 1, 4, 8)
+    with Derived(BY_END), pytest.raises(ValueError, match="--document-end-id is given, but no"):
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert F.scaled_dot_product_attention(q, q, q, is_causal=True).shape == q.shape
+
+
+def fail_on_one_rank(rank: int, world_size: int) -> str:
+    positions = positions_of([5, 5]) + (rank == 1)
+    distca.init()
+    with Derived(BY_POSITIONS), pytest.raises(Exception, match="position_ids") as raised:
+        Model()(tokens_of([5, 5]), positions)
+    return str(raised.value)
+
+
+def test_a_bad_batch_on_one_rank_is_an_error_on_all(ranks):
+    for message in ranks(2).run(fail_on_one_rank):
+        assert "position_ids is 1 at token 0 of row 0" in message
+    ranks(2).stop()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"document_end_id": 2}, "document_end_id is 2, patch_sdpa False; expected both"),
+        (
+            {"document_end_id": 2, "document_positions": "x", "patch_sdpa": True},
+            "document_end_id is 2 and document_positions 'x'; expected one of them",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        distca.Options(**arguments)
