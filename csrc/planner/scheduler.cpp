@@ -245,7 +245,10 @@ bool schedule(Assignment& assignment, const Pack& pack, const PlanOptions& optio
       Group(assignment, options, prices, style, ranks).run();
     }
   }
-  return Group(assignment, options, prices, style, all).run();
+  Group group(assignment, options, prices, style, all);
+  const bool balanced = group.run();
+  group.save_bytes();
+  return balanced;
 }
 
 }  // namespace distca::planner
