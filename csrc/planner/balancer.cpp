@@ -28,10 +28,8 @@ constexpr int64_t kManyRanks = 512;     // from which one style has to do
 constexpr Style kUnfair{8, true, false, 0, 0.8};
 
 // Where links between nodes take longer than servers.
-constexpr Style kTight[] = {{8, true, false, 4, 1},
-                            {8, true, false, 1, 1},
-                            {8, true, false, 4, 0.8},
-                            {8, true, false, 1, 0.8}};
+constexpr Style kTight[] = {
+    {8, true, false, 4, 1}, {8, true, false, 2, 0.9}, {8, true, false, 1, 0.8}};
 
 // Tried in this order; the first alone where ranks are many.
 constexpr Style kStyles[] = {
