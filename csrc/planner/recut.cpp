@@ -57,6 +57,7 @@ std::vector<Given> by_room(const Assignment& assignment, std::span<const Given> 
 
 std::vector<double> rooms_of(const Assignment& assignment, const std::vector<Given>& sorted) {
   std::vector<double> rooms;
+  rooms.reserve(sorted.size());
   for (const Given& given : sorted) rooms.push_back(room_of(assignment, given));
   return rooms;
 }
