@@ -1,22 +1,30 @@
 """For benchmarks/planner.py: clusters of unequal servers and links, and the least time that any
 plan needs there.
 
-The optimum is the least T for which work, were it divisible at will, could be spread so that every
-server computes, and every link sends and receives, for at most T. It is a lower bound: no plan is
-faster under the planner's own costs. For a given T
+The optimum is a lower bound: no plan is faster under the planner's own costs. It is the least T for
+which
 
-- all servers together must do all work: sum of work <= T * sum of speeds;
-- a rank must be able to give away what it has too much of, over both its links, and a node what its
-  ranks together have too much of, over their links to other nodes;
-- what ranks can take in, over both their links and up to T of compute, must be enough for all that
-  has to leave.
+- all servers together can do all work: sum of work <= T * sum of speeds;
+- every rank can give away what it has too much of, over both its links;
+- every node can give away what its ranks together have too much of, over their links to other
+  nodes.
 
-What a rank can give away for given bytes is a fractional knapsack of its documents, those that give
-most work a byte first. n query tiles up to key tile m are n * (m - n / 2 + 1 / 2) tiles and take
-A * n + B * m bytes a row of tiles, A and B those of a query and a key row. A document of length L
-gives most a byte at m = L + 1 / 2, where n / m solves a quadratic; and a slice that nobody could
-compute within T gives no more than the best slice of that size, 2 * sqrt(B * (A + B / 2) * tiles)
-bytes less the half tile of keys.
+What a rank can give away for b bytes. Lengths are in tiles. Row y of a document, k = floor(y),
+is k + 1 tiles of work; no cut makes the rest less than its rows, since a query tile costs for each
+of its rows what the last one costs. A visit is what one server computes of one document: rows that
+hold at most D tiles, what a server does in T. It takes A a row and, for keys, B * e, e being the
+end of its last row. Let a tile of work be worth c bytes, and a row
+
+    v(y) = max(0, c * (k + 1) - A - B * y * sqrt(y^2 + D) / D).
+
+No visit is worth more than its rows, c * work - A * rows - B * e <= integral of v, if the integral
+of B * y * sqrt(y^2 + D) / D over them does not pass B * e. In u = y^2 / 2, of which they hold
+U <= D since y <= k + 1, it is the integral of B * sqrt(2 * u + D) / D, largest for the rows just
+below e, where U = min(D, e^2 / 2). The root is concave, so its mean over them is no more than
+sqrt(e^2 - U + D). For U = D that is e; for U = e^2 / 2 < D the integral is no more than
+B * e * (e * sqrt(e^2 / 2 + D)) / (2 * D) <= B * e, as e and the root are at most sqrt(2 * D).
+Visits share no rows, so c * work - b <= V, what all rows of the rank's documents are worth: for
+every c, work is at most (V + b) / c.
 """
 
 import math
@@ -28,7 +36,8 @@ from planner_reference import Pack, Prices
 from distca.cluster import Cluster
 
 ONE_WAY = 2 / 3  # of a row's bytes go the same way at most, see csrc/planner/loads.h
-NUM_BISECTIONS = 40
+NUM_BISECTIONS = 24
+PRICES_OF_TILE = np.geomspace(0.9, 8, 40)  # any are right; more bring the bound closer
 NODE_RANKS = 8
 NODE_LINK = 50e9  # bytes per second
 
@@ -65,83 +74,82 @@ CLUSTERS = {"alike": alike, "mixed": mixed, "dedicated": dedicated, "nodes": nod
 
 @dataclass(frozen=True)
 class Problem:
-    """Work and links of every rank."""
+    """Work, in tiles, and links of every rank."""
 
-    work: np.ndarray  # [num_ranks] seconds at speed 1, nothing moved
-    speeds: np.ndarray  # [num_ranks]
+    speeds: np.ndarray  # [num_ranks] tiles per second
     node: np.ndarray  # [num_ranks]
     inside: float  # bytes per second
     between: float
-    first: np.ndarray  # [num_ranks + 1] first document of each rank, its longest first
-    tiles: np.ndarray  # [documents] work
-    lengths: np.ndarray  # [documents] in tiles
+    home: np.ndarray  # [documents] rank
+    full: np.ndarray  # [documents] tiles of query rows that are full
+    part: np.ndarray  # [documents] of the last one that is not
+    query_bytes: float  # of a tile of rows
+    key_bytes: float
 
     @classmethod
-    def of(cls, pack: Pack, home_seconds: np.ndarray, cluster: Cluster, prices: Prices):
+    def of(cls, pack: Pack, cluster: Cluster, prices: Prices) -> "Problem":
         ranks_per_node, inside, between = cluster.links().tolist()
-        ranks = np.arange(pack.num_ranks)
-        order = np.lexsort((-pack.lengths, pack.home))
-        lengths = pack.lengths[order]
+        speeds = np.ones(pack.num_ranks) if cluster.speeds is None else np.array(cluster.speeds)
+        full, rest = np.divmod(pack.lengths, prices.tile)
         return cls(
-            home_seconds,
-            np.ones(pack.num_ranks) if cluster.speeds is None else np.array(cluster.speeds),
-            ranks // int(ranks_per_node),
-            inside,
-            between if ranks_per_node < pack.num_ranks else 0.0,
-            np.searchsorted(pack.home[order], np.arange(pack.num_ranks + 1)),
-            prices.tiles(np.zeros_like(lengths), lengths).astype(np.float64),
-            -(-lengths // prices.tile) + 0.5,
+            speeds / prices.seconds_per_tile,
+            np.arange(pack.num_ranks) // int(ranks_per_node),
+            inside / ONE_WAY,
+            between / ONE_WAY if ranks_per_node < pack.num_ranks else 0.0,
+            pack.home,
+            full,
+            rest / prices.tile,
+            float(prices.query_bytes * prices.tile),
+            float(prices.key_bytes * prices.tile),
         )
+
+    def by_rank(self, of_documents: np.ndarray) -> np.ndarray:
+        return np.bincount(self.home, of_documents, self.speeds.size)
+
+    @property
+    def work(self) -> np.ndarray:
+        """[num_ranks] Tiles, nothing moved, each row counted by itself."""
+        return self.by_rank((self.full + 1) * (self.full / 2 + self.part))
 
 
 def optimum(pack: Pack, home_seconds: np.ndarray, cluster: Cluster, prices: Prices) -> float:
     """Seconds that no plan's makespan is below; see the module."""
-    problem = Problem.of(pack, home_seconds, cluster, prices)
-    low = home_seconds.sum() / problem.speeds.sum()
-    if is_possible(problem, prices, low):
+    problem = Problem.of(pack, cluster, prices)
+    low = home_seconds.sum() / (problem.speeds.sum() * prices.seconds_per_tile)
+    if is_possible(problem, low):
         return low
     high = 2 * low
-    while not is_possible(problem, prices, high):
+    while not is_possible(problem, high):
         low, high = high, 2 * high
     for _ in range(NUM_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if is_possible(problem, prices, middle) else (middle, high)
+        low, high = (low, middle) if is_possible(problem, middle) else (middle, high)
     return low
 
 
-def is_possible(problem: Problem, prices: Prices, seconds: float) -> bool:
-    ratio = tiles_of_byte(problem, prices, seconds * problem.speeds.max() / prices.seconds_per_tile)
-    inside, between = (seconds * link / ONE_WAY for link in (problem.inside, problem.between))
+def is_possible(problem: Problem, seconds: float) -> bool:
+    largest = seconds * problem.speeds.max()
+    inside, between = seconds * problem.inside, seconds * problem.between
     surplus = problem.work - seconds * problem.speeds
-    slack = 1e-9 * seconds
-    give_all = given(problem, ratio, inside + between) * prices.seconds_per_tile
-    if (np.maximum(surplus, 0) > give_all + slack).any():
+    slack = 1e-9 * problem.work.sum()
+    if (surplus > most_given(problem, inside + between, largest) + slack).any():
         return False
-    give_out = given(problem, ratio, between) * prices.seconds_per_tile
+    give_out = most_given(problem, between, largest)
     surplus_of_node = np.bincount(problem.node, surplus)
-    if (surplus_of_node > np.bincount(problem.node, give_out) + slack).any():
-        return False
-    most_in = ratio.max() * (inside + between) * prices.seconds_per_tile
-    taken = np.minimum(np.maximum(-surplus, 0), most_in).sum()
-    return bool(np.maximum(surplus, 0).sum() <= taken + slack * surplus.size)
+    return bool((surplus_of_node <= np.bincount(problem.node, give_out) + slack).all())
 
 
-def tiles_of_byte(problem: Problem, prices: Prices, largest: float) -> np.ndarray:
-    """[documents] most work that a byte out of the document brings, in tiles; `largest` is the most
-    that a server computes."""
-    query, key = prices.query_bytes * prices.tile, prices.key_bytes * prices.tile
-    # (x - x^2 / 2) / (A * x + B) is greatest at x = n / m, where A / 2 * x^2 + B * x - B = 0.
-    share = min(1.0, (math.sqrt(key * key + 2 * query * key) - key) / query)
-    of_length = (share - share * share / 2) / (query * share + key) * problem.lengths
-    of_length *= problem.lengths / (problem.lengths - 0.5)  # keys end half a tile before that m
-    of_size = largest / (2 * math.sqrt(key * (query + key / 2) * largest) - key / 2)
-    return np.minimum(of_length, of_size)
-
-
-def given(problem: Problem, ratio: np.ndarray, num_bytes: float) -> np.ndarray:
-    """[num_ranks] most tiles that each rank gives away for so many bytes."""
-    by_bytes = np.concatenate([[0.0], (problem.tiles / ratio).cumsum()])
-    by_tiles = np.concatenate([[0.0], problem.tiles.cumsum()])
-    first, last = problem.first[:-1], problem.first[1:]
-    end = np.minimum(by_bytes[first] + num_bytes, by_bytes[last])
-    return np.interp(end, by_bytes, by_tiles) - by_tiles[first]
+def most_given(problem: Problem, num_bytes: float, largest: float) -> np.ndarray:
+    """[num_ranks] Most tiles that each rank gives away for so many bytes to servers that compute
+    at most `largest` tiles each; see the module."""
+    query, key = problem.query_bytes, problem.key_bytes
+    row = np.arange(problem.full.max() + 1.0)
+    row_bytes = query + key * row * np.sqrt(row * row + largest) / largest
+    least = problem.work
+    # About the bytes a tile in the visit of fewest for its size, and more.
+    for price in PRICES_OF_TILE * 2 * math.sqrt(key * (query + key / 2) / largest):
+        worth = np.maximum(0, price * (row + 1) - row_bytes)
+        before = np.concatenate([[0.0], worth.cumsum()])
+        of_documents = before[problem.full] + problem.part * worth[problem.full]
+        least = np.minimum(least, (problem.by_rank(of_documents) + num_bytes) / price)
+    return least

@@ -193,6 +193,64 @@ void Assignment::apply(const Move& move) {
   count(share.document, move.receiver, 1);
 }
 
+std::vector<Given> Assignment::given() const {
+  std::vector<Given> all;
+  for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
+    for (const Share& guest : ranks_[rank].guests) {
+      const std::span<const Segment> segments = pack_.segments_of(pack_.documents[guest.document]);
+      if (segments.size() > 1) continue;
+      all.push_back({guest.document, segments[0].rank, rank, guest.rows});
+    }
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Given& a, const Given& b) { return a.document < b.document; });
+  return all;
+}
+
+Share Assignment::whole(int64_t document) const {
+  const Document& entry = pack_.documents[document];
+  const Range rows{entry.first_query, entry.length};
+  return {document, rows, seconds(document, rows)};
+}
+
+void Assignment::take_back(std::span<const Given> given) {
+  const Share all = whole(given[0].document);
+  const auto is_of = [&](const Share& share) { return share.document == all.document; };
+  for (const Given& each : given) {
+    std::vector<Share>& guests = ranks_[each.receiver].guests;
+    count(all.document, each.receiver, -1);
+    for (const Share& guest : guests) {
+      if (is_of(guest)) seconds_[each.receiver] -= guest.seconds;
+    }
+    std::erase_if(guests, is_of);
+  }
+  const int64_t donor = given[0].donor;
+  std::vector<Share>& own = ranks_[donor].own;
+  for (const Share& share : own) {
+    if (is_of(share)) seconds_[donor] -= share.seconds;
+  }
+  std::erase_if(own, is_of);
+  own.insert(std::upper_bound(own.begin(), own.end(), all, dearer), all);
+  seconds_[donor] += all.seconds;
+}
+
+Move Assignment::move_of(const Given& given) const {
+  const std::vector<Share>& own = ranks_[given.donor].own;
+  const auto share = std::find_if(own.begin(), own.end(), [&](const Share& each) {
+    return each.document == given.document && each.rows.begin <= given.rows.begin &&
+           given.rows.end <= each.rows.end;
+  });
+  const double kept = seconds(given.document, {share->rows.begin, given.rows.begin}) +
+                      seconds(given.document, {given.rows.end, share->rows.end});
+  return {given.donor,
+          given.receiver,
+          static_cast<size_t>(share - own.begin()),
+          given.rows,
+          share->seconds - kept,
+          seconds(given.document, given.rows),
+          bytes_of(given.document, given.rows, RangeSet())};
+}
+
 bool Assignment::is_valid() const {
   for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
     if (is_over_cap(rank)) return false;

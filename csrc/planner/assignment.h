@@ -42,6 +42,14 @@ struct Move {
   int64_t bytes;   // into the receiver
 };
 
+// Rows of a document that lies on one rank, the donor, and that a receiver computes.
+struct Given {
+  int64_t document;
+  int64_t donor;
+  int64_t receiver;
+  Range rows;
+};
+
 // Who computes what while a plan is being made, and what that costs servers and links.
 class Assignment {
  public:
@@ -72,6 +80,14 @@ class Assignment {
   bool links_fit(const Move& move) const;
 
   void apply(const Move& move);
+
+  // Of all documents that lie on one rank, by document.
+  std::vector<Given> given() const;
+  Share whole(int64_t document) const;
+  // Gives back to the donor what the receivers have of one document, of which it has the rest.
+  void take_back(std::span<const Given> given);
+  // To give rows of a document that the donor still computes.
+  Move move_of(const Given& given) const;
   // Whether memory caps are kept and ranks that serve nothing compute nothing.
   bool is_valid() const;
   bool is_over_cap(int64_t rank) const {

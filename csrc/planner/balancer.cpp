@@ -25,10 +25,11 @@ constexpr double kLeastRelief = 1e-4;   // of the mean compute
 constexpr int64_t kManyRanks = 512;     // from which one style has to do
 
 // Fair shares of bytes take more of them out of a server, whose link may be too slow for that.
-constexpr Style kUnfair{8, true, false, false, 0.8};
+constexpr Style kUnfair{8, true, false, 0, 0.8};
 
 // Where links between nodes take longer than servers.
-constexpr Style kTight[] = {{8, true, false, true, 1}, {8, true, false, true, 0.8}};
+constexpr Style kTight[] = {
+    {8, true, false, 4, 1}, {8, true, false, 2, 0.9}, {8, true, false, 1, 0.8}};
 
 // Tried in this order; the first alone where ranks are many.
 constexpr Style kStyles[] = {

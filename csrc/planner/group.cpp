@@ -5,6 +5,8 @@
 #include <iterator>
 #include <limits>
 
+#include "recut.h"
+
 namespace distca::planner {
 namespace {
 
@@ -177,6 +179,16 @@ std::optional<Move> Group::next_fair_move(int64_t donor) {
   }
   fairness_ = nullptr;
   return move ? move : next_move(donor);
+}
+
+void Group::save_bytes() {
+  fairness_ = style_.is_fair ? &kFairness[0] : nullptr;
+  std::vector<double> most_bytes;
+  for (int64_t rank = ranks_.begin; rank < ranks_.end; ++rank) {
+    most_bytes.push_back(static_cast<double>(assignment_.bytes_in(rank)) + fair_bytes(rank));
+  }
+  recut(assignment_, options_, prices_, most_bytes);
+  fairness_ = nullptr;
 }
 
 bool Group::run() {

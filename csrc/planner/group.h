@@ -27,6 +27,8 @@ class Group {
 
   // Whether every rank's seconds are within the limit then.
   bool run();
+  // Then cuts documents anew; for the group of all ranks.
+  void save_bytes();
 
  private:
   using Order = std::set<std::pair<double, int64_t>>;  // (key, rank)

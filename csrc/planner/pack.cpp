@@ -47,10 +47,9 @@ void check(const Piece& piece, int64_t num_ranks) {
   }
 }
 
-// Places pieces on their ranks' rows, in order of (document, start).
-std::vector<PlacedPiece> place(std::span<const Piece> pieces, Pack& pack) {
-  std::vector<PlacedPiece> placed;
-  placed.reserve(pieces.size());
+// Calls visit(placed piece) for every piece that is not empty, placed on its rank's rows.
+template <typename Visit>
+void place(std::span<const Piece> pieces, Pack& pack, Visit visit) {
   for (const Piece& piece : pieces) {
     check(piece, pack.num_ranks);
     if (piece.length == 0) continue;
@@ -62,18 +61,11 @@ std::vector<PlacedPiece> place(std::span<const Piece> pieces, Pack& pack) {
     }
     int64_t& num_context_rows = pack.num_context_rows[piece.rank];
     num_context_rows += piece.num_context;
-    placed.push_back({piece.document,
+    visit(PlacedPiece{piece.document,
                       piece.num_context,
                       {piece.start, piece.length, piece.rank, row, row - num_context_rows}});
     row += piece.length;
   }
-  const auto precedes = [](const PlacedPiece& a, const PlacedPiece& b) {
-    return std::tie(a.document, a.segment.start) < std::tie(b.document, b.segment.start);
-  };
-  if (!std::is_sorted(placed.begin(), placed.end(), precedes)) {
-    std::stable_sort(placed.begin(), placed.end(), precedes);
-  }
-  return placed;
 }
 
 // Adds the segment to the pack's last document, whose end it has to continue without overlap or
@@ -99,6 +91,33 @@ void append(Pack& pack, const Segment& segment) {
   ++document.num_segments;
 }
 
+void append(Pack& pack, const PlacedPiece& piece) {
+  if (pack.documents.empty() || pack.documents.back().id != piece.document) {
+    const auto first_segment = static_cast<int64_t>(pack.segments.size());
+    pack.documents.push_back({piece.document, 0, first_segment, 0, piece.num_context});
+  }
+  append(pack, piece.segment);
+}
+
+// Pieces in order of (document, start), as they mostly come, are not copied for sorting.
+void append_in_order(std::span<const Piece> pieces, Pack& pack) {
+  const auto piece_precedes = [](const Piece& a, const Piece& b) {
+    return std::tie(a.document, a.start) < std::tie(b.document, b.start);
+  };
+  if (std::is_sorted(pieces.begin(), pieces.end(), piece_precedes)) {
+    place(pieces, pack, [&](const PlacedPiece& piece) { append(pack, piece); });
+    return;
+  }
+  std::vector<PlacedPiece> placed;
+  placed.reserve(pieces.size());
+  place(pieces, pack, [&](const PlacedPiece& piece) { placed.push_back(piece); });
+  const auto precedes = [](const PlacedPiece& a, const PlacedPiece& b) {
+    return std::tie(a.document, a.segment.start) < std::tie(b.document, b.segment.start);
+  };
+  std::stable_sort(placed.begin(), placed.end(), precedes);
+  for (const PlacedPiece& piece : placed) append(pack, piece);
+}
+
 }  // namespace
 
 Pack make_pack(std::span<const Piece> pieces, int64_t num_ranks) {
@@ -108,16 +127,9 @@ Pack make_pack(std::span<const Piece> pieces, int64_t num_ranks) {
   }
   const std::vector<int64_t> zeros(num_ranks, 0);
   Pack pack{num_ranks, zeros, zeros, {}, {}};
-  const std::vector<PlacedPiece> placed = place(pieces, pack);
-  pack.documents.reserve(placed.size());
-  pack.segments.reserve(placed.size());
-  for (const PlacedPiece& piece : placed) {
-    if (pack.documents.empty() || pack.documents.back().id != piece.document) {
-      const auto first_segment = static_cast<int64_t>(pack.segments.size());
-      pack.documents.push_back({piece.document, 0, first_segment, 0, piece.num_context});
-    }
-    append(pack, piece.segment);
-  }
+  pack.documents.reserve(pieces.size());
+  pack.segments.reserve(pieces.size());
+  append_in_order(pieces, pack);
   const auto precedes = [&pack](const Document& a, const Document& b) {
     const Segment& first = pack.segments[a.first_segment];
     const Segment& other = pack.segments[b.first_segment];

@@ -18,6 +18,9 @@ namespace {
 constexpr double kNodeSlack = 0.004;
 constexpr size_t kMaxNodes = 8;  // receiving nodes tried per move
 
+// Of a rank's limit: a node whose ranks all have less room empties one.
+constexpr double kEmptyPart = 0.8;
+
 // Moves what nodes have too much of between nodes. A rank gives to another node whatever it has,
 // also when it is not above the limit itself: its own node's ranks fill it up again.
 class Nodes {
@@ -34,6 +37,7 @@ class Nodes {
   void list(int64_t node);
   std::vector<double> rooms_for(double surplus) const;
   double planned_by(int64_t donor, double room) const;
+  int64_t roomiest(Range ranks) const;
   void empty(int64_t node);
   std::optional<Move> next_move(int64_t node);
   std::optional<Move> next_move(int64_t donor, double surplus);
@@ -46,7 +50,7 @@ class Nodes {
   const Style& style_;
   std::vector<double> surplus_;   // [nodes] seconds at speed 1
   std::vector<char> is_spent_;    // [ranks] whether the rank can give no more to other nodes
-  std::vector<char> is_emptied_;  // [nodes]
+  std::vector<int> num_emptied_;  // [nodes]
   Order donors_;                  // nodes by falling surplus
   Order receivers_;               // nodes by rising room
   std::map<int64_t, Cutter> cutters_;
@@ -68,7 +72,7 @@ Nodes::Nodes(Assignment& assignment, const Pack& pack, const PlanOptions& option
       surplus += assignment.seconds(rank) - assignment.limit(rank) * (1 - kNodeSlack);
     }
     surplus_.push_back(surplus);
-    is_emptied_.push_back(0);
+    num_emptied_.push_back(0);
     list(node);
   }
 }
@@ -102,6 +106,14 @@ double Nodes::planned_by(int64_t donor, double room) const {
   return style_.node_part * assignment_.node_bytes_left(donor) / bytes_per_second;
 }
 
+int64_t Nodes::roomiest(Range ranks) const {
+  int64_t best = ranks.begin;
+  for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
+    if (assignment_.room(rank) > assignment_.room(best)) best = rank;
+  }
+  return best;
+}
+
 // To the roomiest rank of the node whose room is just enough, or of the roomiest.
 std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
   auto cutter = cutters_.find(donor);
@@ -119,10 +131,11 @@ std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
   }
   for (const auto& [node_room, node] : nodes) {
     const Range ranks = ranks_of(node);
-    if (style_.empties && !is_emptied_[node]) empty(node);
-    int64_t receiver = ranks.begin;
-    for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
-      if (assignment_.room(rank) > assignment_.room(receiver)) receiver = rank;
+    int64_t receiver = roomiest(ranks);
+    if (num_emptied_[node] < style_.num_emptied &&
+        assignment_.room(receiver) < kEmptyPart * assignment_.limit(receiver)) {
+      empty(node);
+      receiver = roomiest(ranks);
     }
     const double room = std::min(node_room, -assignment_.surplus(receiver));
     if (room <= 0) continue;
@@ -166,7 +179,7 @@ void Nodes::apply(const Move& move) {
 // Moves what the rank of fewest documents computes to the other ranks of its node, so that it can
 // take slices as large as a server: their bytes grow with the root of work.
 void Nodes::empty(int64_t node) {
-  is_emptied_[node] = 1;
+  ++num_emptied_[node];
   const Range ranks = ranks_of(node);
   int64_t donor = -1;
   for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
@@ -245,7 +258,10 @@ bool schedule(Assignment& assignment, const Pack& pack, const PlanOptions& optio
       Group(assignment, options, prices, style, ranks).run();
     }
   }
-  return Group(assignment, options, prices, style, all).run();
+  Group group(assignment, options, prices, style, all);
+  const bool balanced = group.run();
+  group.save_bytes();
+  return balanced;
 }
 
 }  // namespace distca::planner

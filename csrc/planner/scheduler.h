@@ -11,8 +11,8 @@ struct Style {
   int num_roomiest = 8;     // receivers of which the one that a slice fills best gets it
   bool takes_turns = true;  // donors give by turns, so that all get large rooms for dear rows
   bool is_fair = true;      // no receiver gets more bytes than its room is worth
-  bool empties = false;     // a rank of every receiving node, which then takes the largest slices
-  double node_part = 1;     // of what links between nodes could take away, what is planned for
+  int num_emptied = 0;   // ranks of a receiving node, at most, which then take the largest slices
+  double node_part = 1;  // of what links between nodes could take away, what is planned for
 };
 
 // Moves work off the servers above the assignment's limit to servers and over links that stay

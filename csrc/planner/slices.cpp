@@ -209,26 +209,49 @@ int64_t Cutter::last_end(double wanted, const Share& share, int64_t end) const {
   return assignment_.seconds(share.document, {share.rows.begin, last}) < wanted ? end : last;
 }
 
-// Bytes of slices cut downward from `end` for one receiver after the other.
-double Cutter::bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const {
+// The longest slice down from `end` that takes at most `most` seconds, but at least `grain` rows.
+Range Cutter::slice_below(const Share& share, int64_t grain, int64_t end, double most) const {
   const Steps steps{share.rows, grain};
-  const RangeSet nothing;
-  double bytes = 0;
+  const int64_t last = steps.index(end);
+  const auto slice = [&](int64_t count) { return Range{steps.at(last - count), end}; };
+  const auto seconds = [&](int64_t count) {
+    return assignment_.seconds(share.document, slice(count));
+  };
+  const double all = seconds(last);
+  if (all <= most) return slice(last);
+  return slice(std::max<int64_t>(1, last_within(last, all, most, seconds)));
+}
+
+// The slice that brings what is wanted, or the most below it if that has no room.
+Range Cutter::last_slice(const Share& share, int64_t grain, int64_t end, double wanted,
+                         double room) const {
+  const Steps steps{share.rows, grain};
+  end = steps.at(steps.index(last_end(wanted, share, end)));
+  const Range below = slice_below(share, grain, end, wanted);
+  if (assignment_.seconds(share.document, below) >= wanted) return below;
+  const Range above{std::max(share.rows.begin, below.begin - grain), end};
+  return assignment_.seconds(share.document, above) <= room ? above : below;
+}
+
+std::vector<Range> Cutter::row_of_slices(const Share& share, int64_t grain, int64_t end,
+                                         double wanted) const {
+  std::vector<Range> slices;
   for (const double room : rooms_) {
     if (wanted <= 0 || end <= share.rows.begin) break;
-    const double most = std::min(room, wanted);
-    if (wanted <= room) end = last_end(wanted, share, end);
-    const int64_t last = steps.index(end);
-    const auto slice = [&](int64_t count) { return Range{steps.at(last - count), end}; };
-    const auto seconds = [&](int64_t count) {
-      return assignment_.seconds(share.document, slice(count));
-    };
-    const double all = seconds(last);
-    const int64_t count =
-        all <= most ? last : std::max<int64_t>(1, last_within(last, all, most, seconds));
-    bytes += static_cast<double>(assignment_.bytes_of(share.document, slice(count), nothing));
-    wanted -= seconds(count);
-    end = steps.at(last - count);
+    slices.push_back(wanted <= room ? last_slice(share, grain, end, wanted, room)
+                                    : slice_below(share, grain, end, room));
+    wanted -= assignment_.seconds(share.document, slices.back());
+    end = slices.back().begin;
+  }
+  return slices;
+}
+
+// Bytes of slices cut downward from `end` for one receiver after the other.
+double Cutter::bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const {
+  const RangeSet nothing;
+  double bytes = 0;
+  for (const Range slice : row_of_slices(share, grain, end, wanted)) {
+    bytes += static_cast<double>(assignment_.bytes_of(share.document, slice, nothing));
   }
   return bytes;
 }

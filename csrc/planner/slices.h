@@ -39,6 +39,10 @@ class Cutter {
   std::optional<Move> best_slice(const Wish& wish, int64_t grain);
   // A slice at the beginning of one of the donor's own shares.
   std::optional<Move> first_rows(const Wish& wish, size_t index, int64_t grain);
+  // Slices of a share cut downward from `end`, one for each of the rooms, until they hold what is
+  // wanted.
+  std::vector<Range> row_of_slices(const Share& share, int64_t grain, int64_t end,
+                                   double wanted) const;
   // To be called for the document of every move that is applied.
   void remember(int64_t document);
 
@@ -58,6 +62,9 @@ class Cutter {
   int64_t end_of(const Wish& wish, const Share& share, int64_t grain);
   int64_t best_end(double wanted, const Share& share, int64_t grain) const;
   int64_t last_end(double wanted, const Share& share, int64_t end) const;
+  Range slice_below(const Share& share, int64_t grain, int64_t end, double most) const;
+  Range last_slice(const Share& share, int64_t grain, int64_t end, double wanted,
+                   double room) const;
   double bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const;
   double cost(const Wish& wish, const Share& share, const Move& move) const;
 
