@@ -3,6 +3,7 @@
 import oracle
 import pytest
 import torch
+from layout_words import numbers_of_rows
 from oracle import Case
 from torch.autograd.gradcheck import GradcheckError
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,7 +18,6 @@ ops = torch.ops.distca
 SKEWED = [[150, 1, 0, 55], [37]]  # rank 1 serves rows of rank 0
 MASKS = [(-1, 0), (-1, -1), (20, 11)]
 SCALE = 0.3
-HEADER_WORDS = 14  # of a layout
 
 
 def case_for(world_size: int, **kwargs) -> Case:
@@ -68,9 +68,7 @@ def made_for(device_type: str, rank: int, num_ranks: int) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("rank", range(4))
 def test_layouts_of_all_devices_hold_the_same_tasks(rank):
     on_cpu, for_cuda = made_for("cpu", rank, 4), made_for("cuda", rank, 4)
-    num_home_rows = on_cpu[0][5].item()
-    counts = on_cpu[0][HEADER_WORDS:][: 4 * 4].reshape(4, 4)  # queries sent, received; keys
-    num_q, num_k = counts[1].sum().item(), counts[3].sum().item()
+    num_home_rows, num_q, num_k = numbers_of_rows(on_cpu[0])
     for tasks, num_q_rows, num_k_rows in (
         ("home", num_home_rows, num_home_rows),
         ("visiting", num_q, num_k),

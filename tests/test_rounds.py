@@ -3,13 +3,13 @@
 import oracle
 import pytest
 import torch
+from layout_words import num_rounds
 from oracle import Case
 from test_core_attention import gathered
 
 import distca
 from distca.cost import AttentionShape
 
-NUM_ROUNDS_WORD = 9  # of a layout's header
 CASES = {  # and key rows that a round may hold
     "whole": (Case([[900, 1, 0, 55], [37, 64, 64], [12, 80, 80]]), 1100),
     "window": (Case([[900, 1, 0, 55], [37, 64, 64], [12]], window_size=(90, 0)), 260),
@@ -35,20 +35,20 @@ def attend_in_rounds(rank, world_size, case: Case, rows: int):
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     out.backward(grad_out)
     error = None
-    if made.layout[NUM_ROUNDS_WORD] > 1:
+    if num_rounds(made.layout) > 1:
         with pytest.raises(ValueError, match="rounds; dispatch, attend and combine take one") as e:
             ops = torch.ops.distca
             ops.attend(*leaves, made.layout, made.rows, 1.0, "home")
         error = str(e.value)
     distca.close()
-    return [out.detach(), *(leaf.grad for leaf in leaves)], int(made.layout[NUM_ROUNDS_WORD]), error
+    return [out.detach(), *(leaf.grad for leaf in leaves)], num_rounds(made.layout), error
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rounds_equal_the_oracle(ranks, name):
     case, rows = CASES[name]
     per_rank = ranks(3).run(attend_in_rounds, case, rows)
-    num_rounds = {rounds for _, rounds, _ in per_rank}
-    assert len(num_rounds) == 1 and num_rounds.pop() > 1
+    numbers = {number for _, number, _ in per_rank}
+    assert len(numbers) == 1 and numbers.pop() > 1
     results = gathered([results for results, _, _ in per_rank])
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)

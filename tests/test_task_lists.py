@@ -3,6 +3,7 @@ task list, and rejects errors as small as one key of two hundred."""
 
 import pytest
 import torch
+from layout_words import numbers_of_rows
 from plain_attention import Heads, Outside, Results, attend, random_inputs, reference
 from task_lists import Document, cut, task_list, whole
 
@@ -37,7 +38,7 @@ def test_kernels_of_the_cpu_are_accepted(dtype, name, window_size):
 def test_lists_have_as_many_rows_as_the_layout(name):
     """The numbers of rows that the helper derives by itself are the layout's."""
     tasks = task_list(some_documents(), (40, 0), name)
-    num_home_rows, num_q, num_k = (tasks.layout[i].item() for i in (5, 9, 10))
+    num_home_rows, num_q, num_k = numbers_of_rows(tasks.layout)
     expected = (num_home_rows, num_home_rows) if name == "home" else (num_q, num_k)
     assert (tasks.num_q_rows, tasks.num_k_rows) == expected
     assert tasks.num_q_rows > 0
