@@ -20,8 +20,8 @@ def save_spans(
 ) -> None:
     """Keeps when phases of step `step` began and ended on rank `rank`, in place of an earlier step.
 
-    `phases`, such as "forward early home tasks", and `times` int64 [num_spans, 3] (layer, begin, end) are
-    as torch.ops.distca.spans returns them: nanoseconds since 1970.
+    `phases`, such as "forward early home tasks", and `times` int64 [num_spans, 3] (layer, begin,
+    end) are as torch.ops.distca.spans returns them: nanoseconds since 1970.
     """
     path = Path(folder) / SPANS_FOLDER / f"{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,7 @@ def check_plain_example(arguments: list[str], folder: Path) -> None:
     said = torchrun([*launcher, "--steps", "12", "--tokens-per-rank", "512"], folder)
     first, last = map(float, re.search(r"loss (\S+) -> (\S+)", said).groups())
     assert last < first
-    assert ("imbalance" in said) == ("--log-every" in flags)
+    assert "imbalance" in said
 
 
 def check_torchrun(arguments: list[str], folder: Path) -> None:

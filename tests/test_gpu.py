@@ -1,5 +1,7 @@
 """Core attention on CUDA devices: a device a rank by NCCL, else all on one device by gloo."""
 
+import time
+
 import oracle
 import pytest
 import torch
@@ -126,6 +128,32 @@ def test_nan_stays_in_its_document(gpu_ranks):
     finite = gpu_ranks(4).run(attend_beside_nan, Case(LENGTHS, 8, 2, 128, dtype=torch.bfloat16))
     assert not any(finite[2])
     assert all(all(finite[rank]) for rank in (0, 1, 3))
+
+
+def timed(rank, world_size, case):
+    """Times and spans of the first of two steps."""
+    session = distca.init()
+    torch.ops.distca.watch_step(session.group_name, session.num_plans)
+    for _ in range(2):
+        attend(rank, world_size, case)  # ends with copies to the host
+    times = torch.ops.distca.attention_times(session.group_name)
+    return times, *torch.ops.distca.spans(session.group_name)
+
+
+def test_phases_are_timed_on_the_device(gpu_ranks):
+    case = Case(LENGTHS[:2], 8, 2, 128, dtype=torch.bfloat16)
+    for (attention_us, waiting_us), phases, times in gpu_ranks(2).run(timed, case):
+        assert 0 < waiting_us < attention_us < 60e6
+        begins, ends = times[:, 1], times[:, 2]
+        assert (ends >= begins).all()
+        for direction in ("forward", "backward"):
+            spans = [idx for idx, phase in enumerate(phases) if phase.startswith(direction)]
+            *inner, whole = spans
+            assert phases[whole] == f"{direction} attention" and len(inner) == 7
+            rounding = 1000  # ns
+            assert (begins[inner] >= begins[whole] - rounding).all()
+            assert (ends[inner] <= ends[whole] + rounding).all()
+        assert abs(ends.max().item() / 1e9 - time.time()) < 600, "since 1970"
 
 
 def refusals(rank, world_size):

@@ -109,7 +109,7 @@ def test_a_cut_outside_the_rows_is_told_to_all(ranks):
 
 def plan_while_the_other_cuts(rank: int, world_size: int) -> str:
     distca.close()
-    distca.init(options=distca.Options(timeout_s=20))
+    distca.init(options=distca.Options(timeout_s=5))
     documents, causal = documents_of(LENGTHS[rank]), (-1, 0)
     on = {"window_size": causal, "device": torch.device("cpu")}
     distca.plan(documents)
