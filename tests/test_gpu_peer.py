@@ -151,8 +151,9 @@ def test_copy_engines(peer_ranks, world_size):
         assert max(errors) < 0.01 and not any(map(math.isnan, errors))
 
 
-def attend_to_random_plans(rank, world_size, num_plans, seed):
-    """Largest error of any result against this rank's own documents computed here."""
+def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
+    """Largest error of any result against this rank's own documents computed here. A rank holds at
+    most `round_rows` visiting rows in a round."""
     shared, own = random.Random(seed), random.Random(seed * world_size + rank)
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(rank)
@@ -160,7 +161,9 @@ def attend_to_random_plans(rank, world_size, num_plans, seed):
     worst = 0.0
     for _ in range(num_plans):
         lengths, pieces, plan = random_plan(shared, world_size)
-        layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda")
+        layout, packed_rows = ops.layout(
+            pieces, plan, rank, opened.num_plans, "cuda", False, [1, 1], round_rows
+        )
         opened.num_plans += 1
         balanced = (layout, ops.unpack_rows(layout, packed_rows.to(device)))
         documents = distca.Documents([0, *itertools.accumulate(lengths[rank])])
@@ -188,3 +191,8 @@ def test_random_plans_with_random_delays(peer_ranks, world_size):
     num_plans = int(os.environ.get("DISTCA_NUM_RANDOM_PLANS", "100"))
     errors = peer_ranks(world_size).run(attend_to_random_plans, num_plans, 7)
     assert max(errors) < 0.02
+
+
+def test_rounds(peer_ranks):
+    """777 keys of one query, the most, fit."""
+    assert max(peer_ranks(2).run(attend_to_random_plans, 30, 8, 900.0)) < 0.02
