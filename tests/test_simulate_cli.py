@@ -164,11 +164,16 @@ def test_measured_steps_stand_beside(tmp_path, capsys):
     cli.main([*DRAWN, *flags, "--measured", str(path), "--skip", "1"])
     shown = capsys.readouterr().out
     assert "step, fixed packing" in shown and "attention, slowest rank" in shown
-    drop = dict(made, variants={})
-    path.write_text(json.dumps(drop))
-    with pytest.raises(SystemExit):
-        cli.main([*DRAWN, *flags, "--measured", str(path), "--skip", "1"])
-    assert "expected a file of benchmarks/training_step.py" in capsys.readouterr().err
+    alone = {"plain": made["variants"]["plain"]}  # all that one rank runs
+    path.write_text(json.dumps(dict(made, variants=alone)))
+    cli.main([*DRAWN, *flags, "--measured", str(path), "--skip", "1"])
+    shown = capsys.readouterr().out
+    assert "step, fixed packing" in shown and "step, distca" not in shown
+    for wrong, message in (({"variants": {}}, "no variant plain"), ({}, "expected a file of")):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(SystemExit):
+            cli.main([*DRAWN, *flags, "--measured", str(path), "--skip", "1"])
+        assert message in capsys.readouterr().err
 
 
 def test_differences_to_measured_steps():
