@@ -280,7 +280,10 @@ def _shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
         return list(astuple(shape))
     if session.num_ranks == 1:
         return [0] * SHAPE_WORDS
-    return torch.ops.distca.attention_shape(session.group_name)
+    seen = (
+        torch.ops.distca.attention_shape(each.group_name) for each in (session, *session.halves)
+    )
+    return next((words for words in seen if any(words)), [0] * SHAPE_WORDS)
 
 
 def _make(session: Session, documents: Documents, problem: Problem, shape_words: list[int]) -> Made:

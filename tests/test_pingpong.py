@@ -7,6 +7,9 @@ import oracle
 import pytest
 import torch
 from pingpong_blocks import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
     LENGTHS,
     Block,
     SdpaBlock,
@@ -381,3 +384,22 @@ def test_names_attributes_and_class_are_the_blocks():
     block.load_state_dict(bare.state_dict())
     assert block.windows == bare.windows and not block.eval().training
     assert type(block_of()) is Block, "other instances are as they were"
+
+
+def learn_the_shape(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """Predicted loads of a plan after a step in ping-pong alone, and of the plan for its shape."""
+    distca.close()
+    distca.init()
+    block = distca.PingPong(block_of())
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    step.run(block, step.documents)
+    shape = distca.AttentionShape(HEADS, KV_HEADS, HEAD_DIM, 8)
+    learned = distca.plan(documents_of(LENGTHS[rank])).made().loads
+    given = distca.plan(documents_of(LENGTHS[rank]), shape=shape).made().loads
+    return learned, given
+
+
+def test_the_shape_of_attention_is_learned_from_the_halves(ranks):
+    for learned, given in ranks(2).run(learn_the_shape):
+        assert learned == given
