@@ -111,6 +111,7 @@ std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& 
     }
   }
   std::vector<Plan> plans;
+  plans.reserve(tasks.size());
   for (std::vector<Task>& of_round : tasks) {
     plans.push_back({plan.num_ranks, plan.mask, std::move(of_round), {}, plan.digest});
   }
