@@ -33,7 +33,7 @@ from long_document_ways import Way, alone_way, variant_way
 from step_model import add_attention_arguments, attention_shape, dtype_of
 from torch import Tensor
 from torch_context_parallel import BACKENDS, torch_way
-from training_step import free_memory, join
+from training_step import free_memory, join, leave
 from workloads import Workload, add_arguments, make_workload
 
 ALONE = "alone"
@@ -242,7 +242,7 @@ def main() -> None:
         show(benchmark)
         if args.out is not None:
             save(args.out, benchmark)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

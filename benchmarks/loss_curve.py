@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from step_model import add_model_arguments
 from step_variants import PERMUTED, VARIANTS, chosen_variants
-from training_step import free_memory, join, run_variant
+from training_step import free_memory, join, leave, run_variant
 from workloads import Workload, add_arguments, make_workload
 
 PLAIN = "plain"
@@ -126,7 +126,7 @@ def main() -> None:
         show(losses)
         if args.out is not None:
             save(args.out, losses)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -80,6 +80,14 @@ def join(device_type: str) -> torch.device:
     return device
 
 
+def leave() -> None:
+    """Closes the process group. A thread of gloo lets go of tensors after the call that used them
+    has returned; if Python ends before, the process aborts. The barrier gives it time."""
+    distca.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 class Trainer:
     """A variant's model from the initial weights."""
 
@@ -199,8 +207,7 @@ def main() -> None:
         show(summary, runs)
         if args.out is not None:
             save(args.out, summary, runs, limits, timelines)
-    distca.close()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def main() -> None:
             f"training step of {1e3 * step:.0f} ms"
         )
     distca.close()
+    dist.barrier()  # gloo's threads let go of tensors before Python ends
     dist.destroy_process_group()
 
 
