@@ -37,17 +37,13 @@ from training_step import run_variant  # noqa: E402
 from workloads import Workload, add_arguments, make_workload  # noqa: E402
 
 LENGTHS = [700, 30, 200, 5, 900, 61, 350, 17, 120]
+HEADS = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 MODEL = [
     "--layers",
     "2",
     "--hidden",
     "32",
-    "--heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--head-dim",
-    "16",
+    *HEADS,
     "--ffn",
     "64",
     "--vocab",
@@ -293,18 +289,7 @@ def by_main(rank: int, world_size: int, script: str, folder: Path, flags: list[s
 
 
 def test_long_document_against_a_rank_alone(ranks, tmp_path):
-    flags = [
-        "--document",
-        "1000",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "16",
-        "--rounds",
-        "1",
-    ]
+    flags = ["--document", "1000", *HEADS, "--rounds", "1"]
     said = ranks(2).run(by_main, "long_document", tmp_path, flags)[0]
     assert "alone: 707 tokens" in said  # 1000 / sqrt(2): half of its pairs
     for way in ("peer", "torch cudnn", "torch flash"):

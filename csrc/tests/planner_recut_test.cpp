@@ -36,13 +36,18 @@ void give(Assignment& assignment, int64_t receiver, int64_t begin, int64_t end) 
   assignment.apply(assignment.move_of({0, 0, receiver, {begin * kTile, end * kTile}}));
 }
 
+// Of 40 tiles: the second lies apart from the others.
+void give_three_slices(Assignment& assignment) {
+  give(assignment, 1, 35, 40);
+  give(assignment, 2, 10, 17);
+  give(assignment, 3, 29, 35);
+}
+
 TEST(Recut, JoinsSlicesFurtherDown) {
   const Step step;
   const Home home(step.pack, step.options);
   Assignment assignment(step.pack, step.options, home, step.tiles(400));
-  give(assignment, 1, 35, 40);
-  give(assignment, 2, 10, 17);
-  give(assignment, 3, 29, 35);
+  give_three_slices(assignment);
   ASSERT_LE(assignment.surplus(0), 0);
   const double before = assignment.total_bytes();
   recut(assignment, step.options, step.prices(), std::vector<double>(4, kUnlimited));
@@ -62,9 +67,7 @@ TEST(Recut, LeavesReceiversBelowTheirBytes) {
   const Step step;
   const Home home(step.pack, step.options);
   Assignment assignment(step.pack, step.options, home, step.tiles(400));
-  give(assignment, 1, 35, 40);
-  give(assignment, 2, 10, 17);
-  give(assignment, 3, 29, 35);
+  give_three_slices(assignment);
   std::vector<int64_t> before;
   for (int64_t rank = 0; rank < 4; ++rank) before.push_back(assignment.bytes_in(rank));
   recut(assignment, step.options, step.prices(), std::vector<double>(4, 0));
@@ -84,9 +87,7 @@ TEST(Recut, TakesSlicesBackWhereMemoryHasNoPlace) {
   step.options.servers[2].cap_bytes = held(7, 17);
   step.options.servers[3].cap_bytes = held(6, 35);
   Assignment assignment(step.pack, step.options, home, step.tiles(400));
-  give(assignment, 1, 35, 40);
-  give(assignment, 2, 10, 17);
-  give(assignment, 3, 29, 35);
+  give_three_slices(assignment);
   const std::vector<Task> before = assignment.tasks();
   recut(assignment, step.options, step.prices(), std::vector<double>(4, kUnlimited));
   const std::vector<Task> after = assignment.tasks();
