@@ -17,6 +17,7 @@ from distca.planning import (
     Problem,
     check_headers,
     header_of,
+    kept_rows_of,
     lay_out,
     next_problem,
     submit,
@@ -116,7 +117,15 @@ def _make_half(session: Session, problem: Problem, idx: int, whole: Plan, rows: 
     tasks = tasks_of(made.encoded)
     pieces, encoded = half_of(made.pieces, tasks, cuts, problem.window_size, idx)
     layout, packed_rows = lay_out(problem, pieces, encoded, session.options, made.shape)
-    return replace(made, layout=layout, packed_rows=packed_rows, pieces=pieces, encoded=encoded)
+    kept_rows = kept_rows_of(layout, session.options)
+    return replace(
+        made,
+        layout=layout,
+        packed_rows=packed_rows,
+        pieces=pieces,
+        encoded=encoded,
+        kept_rows=kept_rows,
+    )
 
 
 def half_of(
@@ -126,7 +135,7 @@ def half_of(
     returns them. Queries stay on their servers, which are balanced over both halves together.
 
     `pieces` int64 [num_pieces, 5] are the whole documents of all ranks, in row order, `tasks`
-    [num_tasks, 4] those of a plan for them; rank r's halves are its rows before rows[r] and the
+    [num_tasks, 5] those of a plan for them; rank r's halves are its rows before rows[r] and the
     rest, as Documents.halves cuts them.
     """
     rank, document, start, length, _ = pieces.unbind(1)
@@ -138,7 +147,7 @@ def half_of(
     if window_size[0] >= 0:
         context = context.clamp(max=window_size[0])
 
-    index, q_begin, q_end, server = tasks.unbind(1)
+    index, q_begin, q_end, server, is_kept = tasks.unbind(1)
     piece = length.nonzero()[:, 0][index]  # documents of a plan are those that are not empty
     cut, shift = first[piece], (context - first)[piece]
     if idx == 0:
@@ -148,5 +157,5 @@ def half_of(
         q_begin, q_end = torch.maximum(q_begin, cut) + shift, q_end + shift
     held = torch.stack([rank, document, start, num_rows, context], dim=1)
     index = ((num_rows > 0).cumsum(0) - 1)[piece]
-    own = torch.stack([index, q_begin, q_end, server], dim=1)[q_begin < q_end]
+    own = torch.stack([index, q_begin, q_end, server, is_kept], dim=1)[q_begin < q_end]
     return held, torch.ops.distca.plan_of_tasks(held, own, rows.numel(), *window_size)

@@ -190,8 +190,9 @@ def attend_rows(
     made = _plan_for(documents, window_size, q.device)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
-    out, _ = torch.ops.distca.core_attention(
-        q, k, v, made.layout, made.rows, scale, made.group_name
+    kept_rows = made.kept_rows if torch.is_grad_enabled() else (0, 0)
+    out, *_ = torch.ops.distca.core_attention(
+        q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows
     )
     return out
 

@@ -28,6 +28,9 @@ class Cluster:
     keys once, see held_row_bytes. None: no limit."""
     rounds: int = 1
     """Of a layer, about: each holds no more than memory_cap_bytes."""
+    kept_cap_bytes: int = 0
+    """What a server may keep of other homes' q, k and v for one layer, from the forward to the
+    backward pass."""
     ranks_per_node: int | None = None
     """Consecutive ranks share a node; the last may have fewer. None: one node."""
     link_bytes_per_second: float = 200e9
@@ -47,6 +50,8 @@ class Cluster:
                 raise ValueError(f"{name} is {value}; expected None or an integer above 0")
         if type(self.rounds) is not int or self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}; expected at least 1")
+        if type(self.kept_cap_bytes) is not int or self.kept_cap_bytes < 0:
+            raise ValueError(f"kept_cap_bytes is {self.kept_cap_bytes}; expected 0 or more")
         for name in ("link_bytes_per_second", "node_link_bytes_per_second"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -92,7 +97,8 @@ def cluster_of(
     if options.server_speeds is not None:
         repeated = itertools.cycle(parse_speeds(options.server_speeds))
         speeds = tuple(itertools.islice(repeated, num_ranks))
-    return Cluster(num_ranks, speeds, memory_cap_bytes(options), options.rounds, **links)
+    kept = int(1e9 * options.keep_inputs_gb)
+    return Cluster(num_ranks, speeds, memory_cap_bytes(options), options.rounds, kept, **links)
 
 
 def memory_cap_bytes(options: Options) -> int | None:
@@ -133,3 +139,9 @@ def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:
     """
     row = shape.head_dim * shape.element_bytes
     return 3 * shape.heads_q * row + 8 * shape.heads_q, 4 * shape.heads_kv * row
+
+
+def input_row_bytes(shape: AttentionShape) -> tuple[int, int]:
+    """Bytes of q of a query row, and of k and v of a key row: what a server keeps of them."""
+    row = shape.head_dim * shape.element_bytes
+    return shape.heads_q * row, 2 * shape.heads_kv * row

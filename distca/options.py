@@ -37,6 +37,11 @@ class Options:
     """Rounds of a layer, about, in each of which a rank may hold memory_cap_gb of other ranks'
     rows: better balance in little memory, but what travels after the first is not hidden."""
 
+    keep_inputs_gb: float = 0.0
+    """Most that a rank may keep for one layer of other ranks' queries, keys and values, 1e9 byte,
+    from the forward to the backward pass, for which they then need not travel again. Of no use
+    where activation checkpointing computes attention again. 0: nothing."""
+
     attention_tflops: float | None = None
     """Attention speed of one rank, 1e12 FLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
 
@@ -107,6 +112,10 @@ class Options:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
         if self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}; expected at least 1")
+        if not 0 <= self.keep_inputs_gb < math.inf:
+            raise ValueError(
+                f"keep_inputs_gb is {self.keep_inputs_gb}; expected 0 or a positive number"
+            )
         if self.log_every < 0:
             raise ValueError(f"log_every is {self.log_every}; expected 0 or more steps")
         if self.tensorboard and self.run_dir is None:

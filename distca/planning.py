@@ -17,6 +17,7 @@ from distca.cluster import (
     Cluster,
     cluster_of,
     held_row_bytes,
+    input_row_bytes,
     memory_cap_bytes,
     ranks_of_a_node,
 )
@@ -33,7 +34,7 @@ HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_righ
 HEADER_WORDS = len(HEADER_NAMES)
 SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
-TASK_WORDS = 4
+TASK_WORDS = 5
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # of what ranks exchange: the node, by its host name
 # In an earlier step: microseconds of attention, and of waiting for other ranks; -1: not measured.
 TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
@@ -103,6 +104,7 @@ class Made:
     encoded: Tensor
     """As torch.ops.distca.plan returns it."""
     shape: AttentionShape
+    kept_rows: tuple[int, int]
     attention_ms: list[float] = field(default_factory=list)
     exposed_ms: list[float] = field(default_factory=list)
 
@@ -118,6 +120,7 @@ class Plan:
         self.observer: Callable[[PlanReport], object] | None = None  # told of the report
         self.layout: Tensor | None = None  # int64, CPU
         self.rows: Tensor | None = None  # int32, on the device
+        self.kept_rows = (0, 0)  # room for so many queries, keys: see kept_rows_of
 
     def wait(self) -> "Plan":
         """Waits for the planner thread; raises what went wrong there, on every use."""
@@ -133,6 +136,7 @@ class Plan:
         packed_rows = made.packed_rows.to(self._device, non_blocking=True)
         self.rows = torch.ops.distca.unpack_rows(made.layout, packed_rows)
         self.layout = made.layout
+        self.kept_rows = made.kept_rows
         for tensor in (self.layout, self.rows):  # lengths differ from plan to plan: compile once
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         columns = list(zip(*made.loads, strict=True))
@@ -323,16 +327,18 @@ def balance(
         cluster.num_ranks,
         *window_size,
         cost,
-        [*shape.row_bytes(), *held_row_bytes(shape)],
+        [*shape.row_bytes(), *held_row_bytes(shape), *input_row_bytes(shape)],
         cluster.servers(),
         cluster.links(),
         tolerance,
         cluster.rounds,
+        cluster.kept_cap_bytes,
     )
 
 
 def tasks_of(encoded: Tensor) -> Tensor:
-    """int64 [num_tasks, 4]: document, first query, last query + 1, server; a view of the plan."""
+    """int64 [num_tasks, 5]: document, first query, last query + 1, server, whether the server keeps
+    their inputs for the backward pass; a view of the plan."""
     return encoded[PLAN_HEADER_WORDS:].reshape(-1, TASK_WORDS)
 
 
@@ -343,8 +349,18 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
     layout, packed_rows = lay_out(problem, pieces, encoded, options, shape)
+    kept_rows = kept_rows_of(layout, options)
     plan_ms = 1e3 * (time.perf_counter() - start)
-    return Made(layout, packed_rows, loads.tolist(), plan_ms, pieces, encoded, shape)
+    return Made(layout, packed_rows, loads.tolist(), plan_ms, pieces, encoded, shape, kept_rows)
+
+
+def kept_rows_of(layout: Tensor, options: Options) -> tuple[int, int]:
+    """Query and key rows of other ranks for whose inputs core_attention makes room, to keep them
+    for the backward pass. Two at least where any may be: torch.compile specialises 0 and 1."""
+    if options.keep_inputs_gb == 0:
+        return 0, 0
+    queries, keys = torch.ops.distca.kept_rows(layout)
+    return max(2, queries), max(2, keys)
 
 
 def lay_out(

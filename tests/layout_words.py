@@ -3,7 +3,7 @@
 from torch import Tensor
 
 NUM_RANKS, NUM_HOME_ROWS, NUM_ROUNDS = 4, 5, 9
-HEADER_WORDS = 14  # then rows by peer: queries sent, queries received, keys sent, keys received
+HEADER_WORDS = 16  # then rows by peer: queries sent, queries received, keys sent, keys received
 
 
 def num_rounds(layout: Tensor) -> int:

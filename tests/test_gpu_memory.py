@@ -56,7 +56,7 @@ def errors_of(results, leaves, grad_out, documents):
     device = torch.device("cuda", torch.cuda.current_device())
     local = planning.local_plan(documents, (-1, 0), device)
     scale = leaves[0].shape[-1] ** -0.5
-    out, _ = torch.ops.distca.core_attention(*leaves, local.layout, local.rows, scale, "")
+    out, *_ = torch.ops.distca.core_attention(*leaves, local.layout, local.rows, scale, "")
     expected = (out, *torch.autograd.grad(out, leaves, grad_out))
     return [oracle.relative_error(a, b) for a, b in zip(results, expected, strict=True)]
 

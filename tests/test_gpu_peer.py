@@ -113,7 +113,7 @@ def random_plan(generator, world_size):
 
 def forward_backward(leaves, grad_out, share, group_name):
     scale = leaves[0].shape[-1] ** -0.5
-    out, _ = torch.ops.distca.core_attention(*leaves, *share, scale, group_name)
+    out, *_ = torch.ops.distca.core_attention(*leaves, *share, scale, group_name)
     return out, *torch.autograd.grad(out, leaves, grad_out)
 
 

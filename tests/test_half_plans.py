@@ -19,17 +19,18 @@ def documents_of(lengths: list[int]) -> distca.Documents:
     return distca.Documents([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
 
 
-def servers_by_token(pieces: Tensor, tasks: Tensor) -> dict[tuple[int, int], int]:
-    """By (document, queries before its end): the end is where both halves agree."""
+def servers_by_token(pieces: Tensor, tasks: Tensor) -> dict[tuple[int, int], tuple[int, int]]:
+    """Server and whether it keeps inputs, by (document, queries before its end): the end is where
+    both halves agree."""
     held = pieces[pieces[:, 3] > 0]
     found = {}
-    for index, begin, end, server in tasks.tolist():
+    for index, begin, end, server, is_kept in tasks.tolist():
         _, document, _, length, context = held[index].tolist()
         assert context <= begin < end <= length
         for query in range(begin, end):
             key = document, length - query
             assert key not in found, "computed twice"
-            found[key] = server
+            found[key] = server, is_kept
     return found
 
 
@@ -45,7 +46,7 @@ def test_queries_stay_on_their_servers(seed, window):
     documents = [documents_of(each) for each in lengths]
     rows = [generator.randint(0, each.num_tokens) for each in documents]
     pieces = torch.cat([each.pieces(rank) for rank, each in enumerate(documents)])
-    cost, cluster = cost_tensor(distca.Options(), SHAPE, "cpu"), Cluster(num_ranks)
+    cost, cluster = cost_tensor(distca.Options(), SHAPE, "cpu"), Cluster(num_ranks, kept_cap_bytes=3000)
     encoded, _ = balance(pieces, window, cost, SHAPE, cluster, 0.01)
     tasks = tasks_of(encoded)
     whole = servers_by_token(pieces, tasks)

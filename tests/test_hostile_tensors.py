@@ -137,7 +137,7 @@ def _encoded_plans():
 
 
 def _tasks():
-    chosen = _plan()[5:].reshape(-1, 4)
+    chosen = _plan()[5:].reshape(-1, 5)
 
     def plan_of(tasks=chosen, num_ranks=2, window=(-1, 0)):
         return torch.ops.distca.plan_of_tasks(PIECES, tasks, num_ranks, *window)

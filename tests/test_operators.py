@@ -87,7 +87,7 @@ def check_operators(rank: int, world_size: int) -> int:
     share = plan.layout, plan.rows
     q, k, v, grad = (tensor[case.rows_of(rank)] for tensor in case.inputs())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    out, lse = ops.core_attention(q, k, v, *share, SCALE, plan.group_name)
+    out, lse, _ = ops.core_attention(q, k, v, *share, SCALE, plan.group_name)
     visiting = ops.dispatch(q, k, v, *share, plan.group_name)
     home_out, home_lse = ops.attend(q, k, v, *share, SCALE, "home")
     served_out, served_lse = ops.attend(*visiting, *share, SCALE, "visiting")
@@ -122,7 +122,7 @@ def compare_steps(rank: int, world_size: int, case: Case) -> list[list[torch.Ten
     plan = plan_of(case, rank, world_size)
     results = []
     for attend in (
-        lambda *qkv: ops.core_attention(*qkv, plan.layout, plan.rows, SCALE, plan.group_name),
+        lambda *qkv: ops.core_attention(*qkv, plan.layout, plan.rows, SCALE, plan.group_name)[:2],
         lambda *qkv: compose(*qkv, plan, SCALE),
     ):
         q, k, v, grad = (tensor[case.rows_of(rank)] for tensor in case.inputs())
@@ -233,7 +233,7 @@ def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        out, lse = ops.core_attention(*leaves, plan.layout, plan.rows, SCALE, plan.group_name)
+        out, lse, _ = ops.core_attention(*leaves, plan.layout, plan.rows, SCALE, plan.group_name)
         out.backward(grad)
     allowed = storages([*leaves, out, lse, plan.layout, plan.rows])
     return sum(storages(saved).values()), sum(allowed.values())

@@ -27,7 +27,7 @@ constexpr int64_t kMaxRanksDrawn = 6;
 constexpr int64_t kMaxLayouts = 32;
 constexpr int64_t kMaxTokens = 4096;  // of all documents
 constexpr size_t kPieceWords = 5;     // rank, document, start, length, context
-constexpr size_t kTaskWords = 4;      // document, q_begin, q_end, server
+constexpr size_t kTaskWords = 5;      // document, q_begin, q_end, server, is_kept
 
 using Words = std::vector<int64_t>;
 
@@ -53,7 +53,8 @@ Words encode(const Input& input) {
                {plan.num_ranks, plan.mask.window_left, plan.mask.window_right,
                 static_cast<int64_t>(plan.digest), static_cast<int64_t>(plan.tasks.size())});
   for (const Task& task : plan.tasks) {
-    words.insert(words.end(), {task.document, task.q_begin, task.q_end, task.server});
+    words.insert(words.end(),
+                 {task.document, task.q_begin, task.q_end, task.server, int64_t{task.is_kept}});
   }
   return words;
 }
@@ -76,7 +77,7 @@ std::optional<Input> decode(const Words& words) {
   input.plan.digest = static_cast<uint64_t>(next[kDigest]);
   next += kPlanHeader;
   for (size_t i = 0; i < num_tasks; ++i, next += kTaskWords) {
-    input.plan.tasks.push_back({next[0], next[1], next[2], next[3]});
+    input.plan.tasks.push_back({next[0], next[1], next[2], next[3], next[4] % 2 != 0});
   }
   return input;
 }
@@ -118,6 +119,7 @@ bool is_small(const Pack& pack) {
 
 void check_all(const Pack& pack, const Plan& plan, const std::string& whose) {
   std::string wrong = check_cover(pack, plan);
+  if (wrong.empty()) wrong = check_kept_alike(pack, plan);
   if (wrong.empty()) wrong = check_layouts(pack, plan, make_layouts(pack, plan));
   if (!wrong.empty()) fail(whose + ": " + wrong);
 }
@@ -130,7 +132,8 @@ void check_accepted(const Pack& pack, Plan plan, bool repair) {
   if (!is_small(pack)) return;
   if (refused.empty()) {
     check_all(pack, plan, "accepted plan");
-  } else if (refusal([&] { validate(plan.mask); }).empty() && check_cover(pack, plan).empty()) {
+  } else if (refusal([&] { validate(plan.mask); }).empty() && check_cover(pack, plan).empty() &&
+             check_kept_alike(pack, plan).empty()) {
     fail("refused a good plan: " + refused);
   }
 }
@@ -145,8 +148,8 @@ void check_made(const Pack& pack, const Mask& mask, int64_t choices) {
   if (!refusal([&] { plan = make_plan(pack, options); }).empty()) return;
   validate(plan, pack);
   check_all(pack, plan, "made plan");
-  for (const std::string& wrong :
-       {check_loads(pack, options, plan), check_servers(options, plan)}) {
+  for (const std::string& wrong : {check_loads(pack, options, plan), check_servers(options, plan),
+                                   check_kept(pack, options, plan)}) {
     if (!wrong.empty()) fail("made plan: " + wrong);
   }
 }
@@ -173,7 +176,7 @@ void rearrange(Random& random, Plan& plan) {
   if (draw(random, 0, 15) == 0) cut = task.q_end;
   if (cut > task.q_begin) {
     plan.tasks[at].q_end = cut;
-    plan.tasks.push_back({task.document, cut, task.q_end, server});
+    plan.tasks.push_back({task.document, cut, task.q_end, server, task.is_kept});
   } else {
     plan.tasks[at].server = server;
   }

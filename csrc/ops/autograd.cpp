@@ -30,19 +30,27 @@ constexpr char kAttendBackward[] = "distca::attend_backward";
 constexpr char kCombine[] = "distca::combine";
 constexpr char kCombineBackward[] = "distca::combine_backward";
 
+// As core_attention, whose lengths may be symbols under torch.compile.
+using CoreAttentionFunction = Triple(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                     const at::Tensor&, const at::Tensor&, double, c10::string_view,
+                                     c10::SymInt, c10::SymInt);
+
 class CoreAttention : public torch::autograd::Function<CoreAttention> {
  public:
   static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
                                const Variable& v, const Variable& layout, const Variable& rows,
-                               double softmax_scale, const std::string& group_name) {
+                               double softmax_scale, const std::string& group_name,
+                               const c10::SymInt& num_kept_queries,
+                               const c10::SymInt& num_kept_keys) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, lse] = redispatch<kCoreAttention>(&core_attention, q, k, v, layout, rows,
-                                                 softmax_scale, c10::string_view(group_name));
-    ctx->save_for_backward({q, k, v, out, lse, layout, rows});
-    ctx->mark_non_differentiable({lse});
+    auto [out, lse, kept] = redispatch<kCoreAttention, CoreAttentionFunction>(
+        nullptr, q, k, v, layout, rows, softmax_scale, c10::string_view(group_name),
+        num_kept_queries, num_kept_keys);
+    ctx->save_for_backward({q, k, v, out, lse, layout, rows, kept});
+    ctx->mark_non_differentiable({lse, kept});
     ctx->saved_data["softmax_scale"] = softmax_scale;
     ctx->saved_data["group_name"] = group_name;
-    return {out, lse};
+    return {out, lse, kept};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -51,8 +59,8 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
     auto [dq, dk, dv] = redispatch<kCoreAttentionBackward>(
         &core_attention_backward, grads[0], saved[0], saved[1], saved[2], saved[3], saved[4],
         saved[5], saved[6], ctx->saved_data["softmax_scale"].toDouble(),
-        c10::string_view(group_name));
-    return {dq, dk, dv, Variable(), Variable(), Variable(), Variable()};
+        c10::string_view(group_name), std::optional<at::Tensor>(saved[7]));
+    return {dq, dk, dv, Variable(), Variable(), Variable(), Variable(), Variable(), Variable()};
   }
 };
 
@@ -128,12 +136,13 @@ class Combine : public torch::autograd::Function<Combine> {
   }
 };
 
-Pair core_attention_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
-                             c10::string_view group_name) {
-  auto results =
-      CoreAttention::apply(q, k, v, layout, rows, softmax_scale, std::string(group_name));
-  return {results[0], results[1]};
+Triple core_attention_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const at::Tensor& layout, const at::Tensor& rows,
+                               double softmax_scale, c10::string_view group_name,
+                               c10::SymInt num_kept_queries, c10::SymInt num_kept_keys) {
+  auto results = CoreAttention::apply(q, k, v, layout, rows, softmax_scale, std::string(group_name),
+                                      num_kept_queries, num_kept_keys);
+  return {results[0], results[1], results[2]};
 }
 
 Triple dispatch_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -5,6 +5,7 @@
 
 #include "attention/delta.h"
 #include "checks.h"
+#include "keeping.h"
 #include "movement.h"
 #ifdef DISTCA_WITH_SM90
 #include "peer_attention.h"
@@ -17,7 +18,7 @@ using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
 void forward_round(const Call& call, const Round& round, const Results& results,
-                   const attention::Params& params) {
+                   const VisitingInputs& kept, const attention::Params& params) {
   Session& session = *call.session;
   const auto& [q, k, v] = call.inputs;
   const auto& [out, lse] = results;
@@ -33,6 +34,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   });
   Shipment sent =
       send_home(session, call.where.in(kCombine), {{{visiting_out, visiting_lse}, round.queries}});
+  keep(round, {visiting[0][0], visiting[1][0], visiting[1][1]}, kept);
   const attention::ForwardRows late{q, k, v, round.late, out, lse};
   in_phase(call, kLateTasks, [&] { attention::forward(late, params); });
 
@@ -41,30 +43,35 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   transport::scatter_rows(arrived[0][1], round.queries.home_row, lse);
 }
 
-Results balanced_forward(const Call& call, const attention::Params& params) {
+Results balanced_forward(const Call& call, const Kept& kept, const attention::Params& params) {
   const Results results = attention::new_results(call.inputs.q);
-  for (const Round& round : call.layout.rounds) forward_round(call, round, results, params);
+  const std::vector<Round>& rounds = call.layout.rounds;
+  for (size_t i = 0; i < rounds.size(); ++i) {
+    forward_round(call, rounds[i], results, kept.rounds[i], params);
+  }
   return results;
 }
 
 void backward_round(const Call& call, const Round& round, const at::Tensor& grad_out,
-                    const attention::Saved& saved, const Gradients& gradients,
-                    const attention::Params& params) {
+                    const attention::Saved& saved, const VisitingInputs& kept,
+                    const Gradients& gradients, const attention::Params& params) {
   Session& session = *call.session;
   const auto& [q, k, v] = call.inputs;
   const auto& [dq, dk, dv] = gradients;
-  Shipment inputs = send_to_servers(
-      session, call.where.in(kDispatch),
-      {{{q, grad_out, saved.lse, saved.delta}, round.queries}, {{k, v}, round.keys}});
+  Shipment inputs = send_to_servers(session, call.where.in(kDispatch),
+                                    {{{grad_out, saved.lse, saved.delta}, round.queries},
+                                     {{q}, queries_again(round)},
+                                     {{k, v}, keys_again(round)}});
   const attention::BackwardRows early{grad_out, q, k, v, saved, round.early, dq, dk, dv};
   in_phase(call, kEarlyTasks, [&] { attention::backward(early, params); });
 
   const auto visiting = inputs.arrive_visiting();
-  const auto& visiting_q = visiting[0];
+  const auto& of_grad = visiting[0];
   const auto [visiting_dq, visiting_dk, visiting_dv] = in_phase(call, kVisitingTasks, [&] {
-    return attention::backward(visiting_q[1], visiting_q[0], visiting[1][0], visiting[1][1],
-                               {visiting_q[2], visiting_q[3], at::Tensor()}, round.visiting,
-                               params);
+    const auto [visiting_q, visiting_k, visiting_v] =
+        whole(round, kept, {visiting[1][0], visiting[2][0], visiting[2][1]});
+    return attention::backward(of_grad[0], visiting_q, visiting_k, visiting_v,
+                               {of_grad[1], of_grad[2], at::Tensor()}, round.visiting, params);
   });
   Shipment sent =
       send_home(session, call.where.in(kCombine),
@@ -79,24 +86,27 @@ void backward_round(const Call& call, const Round& round, const at::Tensor& grad
 }
 
 Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
-                            const at::Tensor& lse, const attention::Params& params) {
+                            const at::Tensor& lse, const Kept& kept,
+                            const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   // Formed at home, so that `out` never travels.
   const attention::Saved saved{lse, attention::row_dots(out, grad_out), out};
   const Round& first = call.layout.rounds[0];  // it has all home tasks
   const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
   const Gradients gradients{at::empty(q.sizes(), q.options()), dk, dv};
-  for (const Round& round : call.layout.rounds) {
-    backward_round(call, round, grad_out, saved, gradients, params);
+  const std::vector<Round>& rounds = call.layout.rounds;
+  for (size_t i = 0; i < rounds.size(); ++i) {
+    backward_round(call, rounds[i], grad_out, saved, kept.rounds[i], gradients, params);
   }
   return gradients;
 }
 
 }  // namespace
 
-Results core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
-                       c10::string_view group_name) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
+    const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
+    int64_t num_kept_queries, int64_t num_kept_keys) {
   const c10::DeviceGuard guard(q.device());
   const Call call =
       begin_call(Pass::kForward, q, k, v, layout, rows, softmax_scale, std::string(group_name));
@@ -104,13 +114,19 @@ Results core_attention(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
-    return attention::forward(home_q, home_k, home_v, call.layout.rounds[0].early, params);
+    const Kept nothing = new_kept(call, num_kept_queries, num_kept_keys);
+    return std::tuple_cat(
+        attention::forward(home_q, home_k, home_v, call.layout.rounds[0].early, params),
+        std::tuple(nothing.elements));
   }
   return announcing(*call.session, [&] {
+    const Kept kept = new_kept(call, num_kept_queries, num_kept_keys);
 #ifdef DISTCA_WITH_SM90
-    if (uses_peer_memory(call, softmax_scale)) return peer_forward(call, params);
+    if (uses_peer_memory(call, softmax_scale)) {
+      return std::tuple_cat(peer_forward(call, kept, params), std::tuple(kept.elements));
+    }
 #endif
-    return balanced_forward(call, params);
+    return std::tuple_cat(balanced_forward(call, kept, params), std::tuple(kept.elements));
   });
 }
 
@@ -118,15 +134,18 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
                                   const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
                                   const at::Tensor& lse, const at::Tensor& layout,
                                   const at::Tensor& rows, double softmax_scale,
-                                  c10::string_view group_name) {
+                                  c10::string_view group_name,
+                                  const std::optional<at::Tensor>& kept) {
   const c10::DeviceGuard guard(q.device());
   const Call call =
       begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale, std::string(group_name));
   const attention::Params params = attention_params(call.layout, softmax_scale);
   const at::Tensor grad = grad_out.contiguous();
+  const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
+    kept_of(call, elements);
     return attention::backward(grad, home_q, home_k, home_v, {lse, at::Tensor(), out},
                                call.layout.rounds[0].early, params);
   }
@@ -134,12 +153,13 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
     check_saved_rows(grad, "grad_out", q);
     check_saved_rows(out, "out", q);
     check_saved_rows(lse, "lse", q);
+    const Kept inputs = kept_of(call, elements);
 #ifdef DISTCA_WITH_SM90
     if (uses_peer_memory(call, softmax_scale)) {
-      return peer_backward(call, grad, out.contiguous(), lse.contiguous(), params);
+      return peer_backward(call, grad, out.contiguous(), lse.contiguous(), inputs, params);
     }
 #endif
-    return balanced_backward(call, grad, out.contiguous(), lse.contiguous(), params);
+    return balanced_backward(call, grad, out.contiguous(), lse.contiguous(), inputs, params);
   });
 }
 

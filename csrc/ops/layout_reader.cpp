@@ -72,6 +72,8 @@ struct Reader {
     const bool is_identity = next_host < num_host && host[next_host] == 0;
     return indices(is_identity ? 0 : num_visiting, num_visiting);
   }
+  void movement(const Layout& layout, Route& queries, Route& keys);
+  std::optional<Keeping> keeping(const Layout& layout, const Round& round);
   void routes(const Layout& layout, Round& round);
   attention::TaskList tasks();
   attention::TileTable tiles(const std::vector<attention::Task>& tasks,
@@ -181,21 +183,39 @@ transport::Reduction Reader::reduction(int64_t num_rows, int64_t num_slots) {
   return result;
 }
 
-void Reader::routes(const Layout& layout, Round& round) {
-  for (Route* route : {&round.queries, &round.keys}) {
+void Reader::movement(const Layout& layout, Route& queries, Route& keys) {
+  for (Route* route : {&queries, &keys}) {
     route->counts.send = row_counts(layout.num_ranks);
     route->counts.recv = row_counts(layout.num_ranks);
     route->num_visiting = sum(route->counts.recv);
     TORCH_CHECK_VALUE(route->num_visiting <= kMaxRows, "layout: ", route->num_visiting,
                       " rows arrive; expected at most ", kMaxRows);
   }
-  for (Route* route : {&round.queries, &round.keys}) {
-    const bool is_queries = route == &round.queries;
+  for (Route* route : {&queries, &keys}) {
+    const bool is_queries = route == &queries;
     route->home_row = indices(sum(route->counts.send),
                               is_queries ? layout.num_home_queries() : layout.num_home_rows);
     route->slot = slots(route->num_visiting);
   }
+}
+
+std::optional<Keeping> Reader::keeping(const Layout& layout, const Round& round) {
+  if (word() == 0) return std::nullopt;
+  Keeping keeping;
+  movement(layout, keeping.queries, keeping.keys);
+  const int64_t num_q = round.queries.num_visiting, num_k = round.keys.num_visiting;
+  const int64_t moved_q = keeping.queries.num_visiting, moved_k = keeping.keys.num_visiting;
+  keeping.moved_q = indices(moved_q, num_q);
+  keeping.moved_k = indices(moved_k, num_k);
+  keeping.kept_q = indices(num_q - moved_q, num_q);
+  keeping.kept_k = indices(num_k - moved_k, num_k);
+  return keeping;
+}
+
+void Reader::routes(const Layout& layout, Round& round) {
+  movement(layout, round.queries, round.keys);
   round.key_gradients = reduction(layout.num_home_rows, sum(round.keys.counts.send));
+  round.keeping = keeping(layout, round);
 }
 
 std::span<const int64_t> checked_words(const at::Tensor& layout) {
@@ -220,6 +240,11 @@ at::Tensor unpack_rows(const at::Tensor& layout, const at::Tensor& packed_rows) 
                     " words of rows are counted; expected 0 <= counted <= words <= ", kMaxRows);
   const c10::DeviceGuard guard(packed_rows.device());
   return unpack_words(packed_rows, num_counted, num_words);
+}
+
+std::vector<int64_t> kept_rows(const at::Tensor& layout) {
+  const std::span<const int64_t> words = checked_words(layout);
+  return {words[kNumKeptQueries], words[kNumKeptKeys]};
 }
 
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
@@ -249,7 +274,16 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   decoded.mask = reader.mask;
   decoded.deterministic = words[kDeterministic] != 0;
   decoded.rounds.resize(words[kNumRounds]);
-  for (Round& round : decoded.rounds) reader.routes(decoded, round);
+  int64_t num_kept_q = 0, num_kept_k = 0;
+  for (Round& round : decoded.rounds) {
+    reader.routes(decoded, round);
+    if (!round.keeping) continue;
+    num_kept_q += round.keeping->kept_q.size(0);
+    num_kept_k += round.keeping->kept_k.size(0);
+  }
+  TORCH_CHECK_VALUE(num_kept_q == words[kNumKeptQueries] && num_kept_k == words[kNumKeptKeys],
+                    "layout: ", words[kNumKeptQueries], " queries and ", words[kNumKeptKeys],
+                    " keys are kept; its sections say ", num_kept_q, " and ", num_kept_k);
   TORCH_CHECK_VALUE(reader.next_row == words[kNumCounted] && rows.size(0) == words[kNumRowWords],
                     "layout: ", words[kNumCounted], " of ", words[kNumRowWords],
                     " words of rows are counted; its sections say ", reader.next_row, " of ",

@@ -24,6 +24,13 @@ struct Route {
   int64_t num_visiting = 0;
 };
 
+// Inputs of visiting rows, in part kept by their servers from the forward to the backward pass.
+struct Keeping {
+  Route queries, keys;          // what travels again
+  at::Tensor moved_q, moved_k;  // int32, device: visiting row of each that arrives again
+  at::Tensor kept_q, kept_k;    // and of each that this rank keeps
+};
+
 // What a rank does of a plan at a time: rows arrive, tasks are computed, results travel home.
 struct Round {
   Route queries;
@@ -32,6 +39,7 @@ struct Round {
   attention::TaskList early;           // home tasks for the time in which rows arrive
   attention::TaskList late;            // and for that in which results travel home
   attention::TaskList visiting;
+  std::optional<Keeping> keeping;   // where any inputs that this rank sends or receives are kept
   std::optional<PeerRoutes> peers;  // of groups so small that peers may write to each other
 };
 
@@ -75,6 +83,10 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>
 // `rows` of the layout, on the device of its packed rows. Throws ValueError when they do not belong
 // together.
 at::Tensor unpack_rows(const at::Tensor& layout, const at::Tensor& packed_rows);
+
+// Visiting query rows and key rows whose inputs this rank keeps, of all rounds. Throws ValueError
+// for another tensor.
+std::vector<int64_t> kept_rows(const at::Tensor& layout);
 
 // Throws ValueError when the tensors are not what encode_layout and unpack_rows made.
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows);

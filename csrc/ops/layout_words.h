@@ -13,7 +13,7 @@
 // it.
 namespace distca::ops {
 
-constexpr int64_t kMagic = 0x6469737463610008;  // "distca", format 8
+constexpr int64_t kMagic = 0x6469737463610009;  // "distca", format 9
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
@@ -44,6 +44,8 @@ enum Header : int64_t {
   kNumCounted,
   kNumRowWords,
   kNumContextRows,
+  kNumKeptQueries,
+  kNumKeptKeys,
   kHeaderLength
 };
 

@@ -46,6 +46,7 @@ struct Writer {
     host.push_back(length_of(runs));
     for (const planner::Run& run : runs) device.append_counted(run.first, run.length);
   }
+  void movement(const planner::Movement& movement);
   void routes(const planner::Layout& layout);
   void tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
              const std::string& device_type);
@@ -135,16 +136,27 @@ void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
   }
 }
 
-void Writer::routes(const planner::Layout& layout) {
-  for (const auto* table :
-       {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
+void Writer::movement(const planner::Movement& movement) {
+  for (const auto* table : {&movement.send_q_rows, &movement.recv_q_rows, &movement.send_k_rows,
+                            &movement.recv_k_rows}) {
     counts(*table);
   }
-  for (const auto* runs :
-       {&layout.send_q_runs, &layout.q_slot_runs, &layout.send_k_runs, &layout.k_slot_runs}) {
+  for (const auto* runs : {&movement.send_q_runs, &movement.q_slot_runs, &movement.send_k_runs,
+                           &movement.k_slot_runs}) {
     section(*runs);
   }
+}
+
+void Writer::routes(const planner::Layout& layout) {
+  movement(layout);
   write_reduction(layout.send_k_runs, *this);
+  host.push_back(layout.keeping.has_value());
+  if (!layout.keeping) return;
+  const auto& [again, moved, kept] = *layout.keeping;
+  movement(again);
+  for (const auto* runs : {&moved.queries, &moved.keys, &kept.queries, &kept.keys}) section(*runs);
+  host[kNumKeptQueries] += length_of(kept.queries);
+  host[kNumKeptKeys] += length_of(kept.keys);
 }
 
 }  // namespace
@@ -181,7 +193,9 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>
                  origin.deterministic,
                  0,
                  0,
-                 any.num_context_rows};
+                 any.num_context_rows,
+                 0,
+                 0};
   for (const PlannedRound& round : rounds) writer.routes(round.layout);
   const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
   for (const auto& [layout, peers] : rounds) {

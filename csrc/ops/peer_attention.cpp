@@ -85,8 +85,11 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return can || tensor.dim() < 3 ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
+// What goes with each query row, and with each key row. Inputs go in the forward pass and, where
+// their server did not keep them, again in the backward pass.
 struct Sent {
-  std::vector<Region> queries, keys;
+  std::vector<Region> queries, query_inputs, key_inputs;
+  bool again;
 };
 
 std::vector<peer::Parcel> parcels_of(const Round& round, const Buffers& buffers, const Sent& sent) {
@@ -103,7 +106,9 @@ std::vector<peer::Parcel> parcels_of(const Round& round, const Buffers& buffers,
       }
     };
     for (const Region& region : sent.queries) add(region, delivery.queries);
-    for (const Region& region : sent.keys) add(region, delivery.keys);
+    if (sent.again && delivery.is_kept) continue;
+    for (const Region& region : sent.query_inputs) add(region, delivery.queries);
+    for (const Region& region : sent.key_inputs) add(region, delivery.keys);
   }
   return parcels;
 }
@@ -160,19 +165,21 @@ bool uses_peer_memory(const Call& call, double softmax_scale) {
          std::all_of(call.layout.rounds.begin(), call.layout.rounds.end(), has_peers);
 }
 
-std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attention::Params& params) {
+std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& kept,
+                                                const attention::Params& params) {
   peer::PeerTransport& transport = *call.session->peer_transport();
   const at::Tensor q = aligned(call.inputs.q), k = aligned(call.inputs.k),
                    v = aligned(call.inputs.v);
   const auto [out, lse] = attention::new_results(q);
-  for (const Round& round : call.layout.rounds) {
+  for (size_t i = 0; i < call.layout.rounds.size(); ++i) {
+    const Round& round = call.layout.rounds[i];
     Buffers buffers(transport, round);
     const Region to_q = buffers.for_queries(q), to_k = buffers.for_keys(k),
                  to_v = buffers.for_keys(v), from_out = buffers.for_queries(out),
                  from_lse = buffers.for_queries(lse);
     transport.begin(buffers.num_bytes(), call.where);
     in_phase(call, kDispatch, [&] {
-      transport.send(parcels_of(round, buffers, {{to_q}, {to_k, to_v}}));
+      transport.send(parcels_of(round, buffers, {{}, {to_q}, {to_k, to_v}, false}));
     });
     // Separate launches, not one that waits for flags: blocks that take tasks of both lists by
     // turns lose the keys that they share in L2, a tenth of their speed and more.
@@ -189,6 +196,7 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attentio
     fetch_queries(round, buffers, from_out, out, gathers);
     fetch_queries(round, buffers, from_lse, lse, gathers);
     in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
+    keep(round, {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)}, kept.rounds[i]);
     const attention::ForwardRows late{q, k, v, round.late, out, lse};
     in_phase(call, kLateTasks, [&] { sm90::forward(late, params); });
     in_phase(call, kWaitForResults, [&] { transport.end(addend_of(q)); });
@@ -204,7 +212,7 @@ void peer_exchange(const Call& call) {
     const Region to_q = buffers.for_queries(aligned(q)), to_k = buffers.for_keys(aligned(k)),
                  to_v = buffers.for_keys(aligned(v));
     transport.begin(buffers.num_bytes(), call.where);
-    transport.send(parcels_of(round, buffers, {{to_q}, {to_k, to_v}}));
+    transport.send(parcels_of(round, buffers, {{}, {to_q}, {to_k, to_v}, false}));
     transport.await_arrivals(flags_of(round.visiting));
     transport.end(addend_of(q));
   }
@@ -222,7 +230,8 @@ struct Gradients {
 };
 
 void backward_round(const Call& call, const Round& round, const BackwardInputs& inputs,
-                    const Gradients& gradients, const attention::Params& params) {
+                    const VisitingInputs& kept, const Gradients& gradients,
+                    const attention::Params& params) {
   peer::PeerTransport& transport = *call.session->peer_transport();
   const auto& [q, k, v, grad, saved] = inputs;
   const auto& [dq, dk, dv] = gradients;
@@ -234,7 +243,10 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
                from_dv = buffers.for_keys(dv);
   transport.begin(buffers.num_bytes(), call.where);
   in_phase(call, kDispatch, [&] {
-    transport.send(parcels_of(round, buffers, {{to_q, to_grad, to_lse, to_delta}, {to_k, to_v}}));
+    transport.send(
+        parcels_of(round, buffers, {{to_grad, to_lse, to_delta}, {to_q}, {to_k, to_v}, true}));
+    // Nobody uses the buffer any more, once the stream gets here.
+    restore(round, kept, {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)});
   });
   const attention::BackwardRows early{grad, q, k, v, saved, round.early, dq, dk, dv};
   in_phase(call, kEarlyTasks, [&] { sm90::backward(early, params); });
@@ -264,11 +276,9 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
-                                                             const at::Tensor& grad_out,
-                                                             const at::Tensor& out,
-                                                             const at::Tensor& lse,
-                                                             const attention::Params& params) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(
+    const Call& call, const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
+    const Kept& kept, const attention::Params& params) {
   const at::Tensor grad = aligned(grad_out);
   // Formed at home, so that `out` never travels.
   const attention::Saved saved{lse, attention::row_dots(out, grad), out};
@@ -277,8 +287,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
   const Round& first = call.layout.rounds[0];  // it has all home tasks
   const auto [dk, dv] = attention::new_key_gradients(inputs.k, {&first.early, &first.late});
   const Gradients gradients{at::empty(inputs.q.sizes(), inputs.q.options()), dk, dv};
-  for (const Round& round : call.layout.rounds) {
-    backward_round(call, round, inputs, gradients, params);
+  for (size_t i = 0; i < call.layout.rounds.size(); ++i) {
+    backward_round(call, call.layout.rounds[i], inputs, kept.rounds[i], gradients, params);
   }
   return {gradients.dq, dk, dv};
 }

@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "checks.h"
+#include "keeping.h"
 
 namespace distca::ops {
 
@@ -12,13 +13,12 @@ bool uses_peer_memory(const Call& call, double softmax_scale);
 
 // core_attention and its backward pass with rows that are written straight into the servers' memory
 // while home tasks run, and results that the homes fetch from there.
-std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const attention::Params& params);
+std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& kept,
+                                                const attention::Params& params);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(const Call& call,
-                                                             const at::Tensor& grad_out,
-                                                             const at::Tensor& out,
-                                                             const at::Tensor& lse,
-                                                             const attention::Params& params);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(
+    const Call& call, const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
+    const Kept& kept, const attention::Params& params);
 
 // What the forward pass sends, until all that comes here is here.
 void peer_exchange(const Call& call);

@@ -90,7 +90,7 @@ void append_words(const PeerRoutes& routes, std::vector<int64_t>& words) {
   words.insert(words.end(),
                {max_visiting_q, max_visiting_k, max_flags, static_cast<int64_t>(sent.size())});
   for (const planner::Delivery& delivery : sent) {
-    words.insert(words.end(), {delivery.server, delivery.flag});
+    words.insert(words.end(), {delivery.server, delivery.flag, delivery.is_kept});
     append_places(delivery.queries, words);
     append_places(delivery.keys, words);
   }
@@ -111,10 +111,11 @@ PeerRoutes read_peer_routes(std::span<const int64_t>& words, int64_t num_ranks,
   max_visiting_q = next(words, kMaxRows, "visiting queries");
   max_visiting_k = next(words, kMaxRows, "visiting keys");
   max_flags = next(words, kMaxFlags + 1, "arrival flags");
-  sent.resize(next_count(words, 4, "deliveries"));
+  sent.resize(next_count(words, 5, "deliveries"));
   for (planner::Delivery& delivery : sent) {
     delivery.server = next(words, num_ranks, "server");
     delivery.flag = next(words, max_flags, "flag");
+    delivery.is_kept = next(words, 2, "whether it is kept") == 1;
     delivery.queries = read_places(words, num_home_queries, max_visiting_q);
     delivery.keys = read_places(words, num_home_rows, max_visiting_k);
   }

@@ -26,7 +26,7 @@ constexpr int64_t kMaxRanks = 65536;
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxPosition = int64_t{1} << 48;
 constexpr int64_t kPieceWords = 4;   // rank, document, start, length; then context or nothing
-constexpr int64_t kTaskWords = 4;    // document, q_begin, q_end, server
+constexpr int64_t kTaskWords = 5;    // document, q_begin, q_end, server, is_kept
 constexpr int64_t kLoadColumns = 7;  // see schemas.cpp
 enum PlanHeader : int64_t { kNumRanks, kWindowLeft, kWindowRight, kDigest, kNumTasks, kPlanHeader };
 
@@ -142,16 +142,22 @@ at::Tensor encode_plan(const planner::Plan& plan) {
   words[kNumTasks] = num_tasks;
   int64_t* next = words + kPlanHeader;
   for (const planner::Task& task : plan.tasks) {
-    for (const int64_t word : {task.document, task.q_begin, task.q_end, task.server})
+    for (const int64_t word :
+         {task.document, task.q_begin, task.q_end, task.server, int64_t{task.is_kept}}) {
       *next++ = word;
+    }
   }
   return encoded;
 }
 
-void append_tasks(std::span<const int64_t> words, planner::Plan& plan) {
-  plan.tasks.reserve(words.size() / kTaskWords);
-  for (size_t i = 0; i < words.size(); i += kTaskWords) {
-    plan.tasks.push_back({words[i], words[i + 1], words[i + 2], words[i + 3]});
+// Of `task_words` each; without the last nothing is kept.
+void append_tasks(std::span<const int64_t> words, int64_t task_words, planner::Plan& plan) {
+  plan.tasks.reserve(words.size() / task_words);
+  for (size_t i = 0; i < words.size(); i += task_words) {
+    const int64_t is_kept = task_words == kTaskWords ? words[i + 4] : 0;
+    TORCH_CHECK_VALUE(is_kept == 0 || is_kept == 1, "task ", i / task_words, ": is_kept is ",
+                      is_kept, "; expected 0 or 1");
+    plan.tasks.push_back({words[i], words[i + 1], words[i + 2], words[i + 3], is_kept == 1});
   }
 }
 
@@ -166,7 +172,7 @@ planner::Plan decode_plan(const at::Tensor& encoded, const planner::Pack& pack) 
   plan.mask = {words[kWindowLeft], words[kWindowRight]};
   plan.digest = static_cast<uint64_t>(words[kDigest]);
   plan.loads.resize(pack.num_ranks);  // figures that a layout does not need
-  append_tasks(words.subspan(kPlanHeader, kTaskWords * words[kNumTasks]), plan);
+  append_tasks(words.subspan(kPlanHeader, kTaskWords * words[kNumTasks]), kTaskWords, plan);
   as_value_error([&] { planner::validate(plan, pack); });
   return plan;
 }
@@ -204,10 +210,14 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
                                         int64_t window_left, int64_t window_right,
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,
                                         const at::Tensor& servers, const at::Tensor& links,
-                                        double tolerance, int64_t rounds) {
-  TORCH_CHECK_VALUE(row_bytes.size() == 2 || row_bytes.size() == 4,
-                    "row_bytes: expected (query, key), or (query, key, held query, held key), got ",
+                                        double tolerance, int64_t rounds, double kept_cap_bytes) {
+  TORCH_CHECK_VALUE(row_bytes.size() == 2 || row_bytes.size() == 4 || row_bytes.size() == 6,
+                    "row_bytes: expected (query, key), or (query, key, held query, held key), or "
+                    "(query, key, held query, held key, kept query, kept key), got ",
                     row_bytes);
+  TORCH_CHECK_VALUE(kept_cap_bytes == 0 || row_bytes.size() == 6, "kept_cap_bytes is ",
+                    kept_cap_bytes, ", but row_bytes ", row_bytes,
+                    " do not say what a kept row takes");
   TORCH_CHECK_VALUE(window_left >= -1 && window_right >= -1, "window is (", window_left, ", ",
                     window_right, "); expected -1 (no limit) or more");
   const planner::Pack pack = decode_pack(pieces, num_ranks);
@@ -215,7 +225,10 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
   options.mask = {window_left, window_right};
   options.cost = decode_cost(cost);
   options.row_bytes = {row_bytes[0], row_bytes[1]};
-  options.held_bytes = {row_bytes[row_bytes.size() - 2], row_bytes[row_bytes.size() - 1]};
+  const size_t held = row_bytes.size() > 2 ? 2 : 0;
+  options.held_bytes = {row_bytes[held], row_bytes[held + 1]};
+  if (row_bytes.size() > 4) options.kept_bytes = {row_bytes[4], row_bytes[5]};
+  options.kept_cap_bytes = kept_cap_bytes;
   options.servers = decode_servers(servers, num_ranks);
   options.links = decode_links(links);
   options.tolerance = tolerance;
@@ -228,15 +241,16 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
 at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,
                          int64_t window_left, int64_t window_right) {
   const auto words = int64_words(tasks, "tasks");
-  TORCH_CHECK_VALUE(tasks.dim() == 2 && tasks.size(1) == kTaskWords, "tasks has shape ",
-                    tasks.sizes(), "; expected [num_tasks, ", kTaskWords,
-                    "]: document, q_begin, q_end, server");
+  TORCH_CHECK_VALUE(
+      tasks.dim() == 2 && (tasks.size(1) == kTaskWords || tasks.size(1) == kTaskWords - 1),
+      "tasks has shape ", tasks.sizes(), "; expected [num_tasks, ", kTaskWords - 1,
+      "]: document, q_begin, q_end, server; or a column more: whether inputs are kept");
   const planner::Pack pack = decode_pack(pieces, num_ranks);
   planner::Plan plan;
   plan.num_ranks = num_ranks;
   plan.mask = {window_left, window_right};
   plan.loads.resize(num_ranks);  // figures that a layout does not need
-  append_tasks(words, plan);
+  append_tasks(words, tasks.size(1), plan);
   plan.digest = planner::digest_of(pack, plan.mask, plan.tasks);
   as_value_error([&] { planner::validate(plan, pack); });
   return encode_plan(plan);

@@ -15,14 +15,17 @@
 // q [tokens, heads_q, head_dim], k, v [context rows + tokens, heads_kv, head_dim], out like q, lse
 // [tokens, heads_q].
 TORCH_LIBRARY(distca, m) {
-  // The whole of core attention, forward and backward.
+  // The whole of core attention, forward and backward. `kept` [elements], of q's dtype, holds q, k
+  // and v of other ranks' rows for the backward pass: it has room for so many query and key rows,
+  // at least those that kept_rows says of the layout, or none where no backward pass follows.
   m.def(
       "core_attention(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, "
-      "float softmax_scale, str group_name) -> (Tensor out, Tensor lse)");
+      "float softmax_scale, str group_name, SymInt num_kept_queries=0, SymInt num_kept_keys=0) "
+      "-> (Tensor out, Tensor lse, Tensor kept)");
   m.def(
       "core_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
-      "Tensor lse, Tensor layout, Tensor rows, float softmax_scale, str group_name) "
-      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "Tensor lse, Tensor layout, Tensor rows, float softmax_scale, str group_name, "
+      "Tensor? kept=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
 
   // Its dispatch alone, to be timed.
   m.def("exchange(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) -> ()");
@@ -55,15 +58,19 @@ TORCH_LIBRARY(distca, m) {
   // Planning: pieces int64 [num_pieces, 4] (rank, document, start, length) of all ranks, in row
   // order within each rank, or 5 with the number of their first tokens that are context: keys
   // without queries, which only a document's first piece has; row_bytes (query, key) that travel
-  // for a layer, or these and what a server holds of them; servers float64 [num_ranks, 2] (speed,
-  // memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [3] (ranks of a
-  // node, bytes per second of a rank within it, and between nodes); loads float64 [num_ranks, 7]
-  // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes).
+  // for a layer, or these and what a server holds of them, or these and what their inputs take, of
+  // which a server may keep kept_cap_bytes for the backward pass; servers float64 [num_ranks, 2]
+  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [3] (ranks
+  // of a node, bytes per second of a rank within it, and between nodes); loads float64 [num_ranks,
+  // 7] (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes).
   m.def(
       "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
-      "int[] row_bytes, Tensor servers, Tensor links, float tolerance, int rounds=1) "
+      "int[] row_bytes, Tensor servers, Tensor links, float tolerance, int rounds=1, "
+      "float kept_cap_bytes=0) "
       "-> (Tensor plan, Tensor loads)");
-  // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server).
+  // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server), or 5 with
+  // whether the server keeps inputs, which is alike for all that it computes of a document away
+  // from home.
   m.def(
       "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
       "int window_right) -> Tensor plan");
@@ -73,6 +80,8 @@ TORCH_LIBRARY(distca, m) {
       "-> (Tensor layout, Tensor packed_rows)");
   // `rows` from their packed form, on its device.
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows");
+  // (query rows, key rows) of other ranks whose inputs this one keeps for the backward pass.
+  m.def("kept_rows(Tensor layout) -> int[]", distca::ops::kept_rows);
 
   // Sessions: see session.h.
   m.def(

@@ -53,7 +53,7 @@ Deliveries make_deliveries(const Pack& pack, const Plan& plan, int64_t rank) {
     for (const Visit& visit : visits_of(pack, plan.mask, tasks_of(plan, server))) {
       const std::set<int64_t> homes = homes_of(pack, visit);
       const auto own = static_cast<int64_t>(std::distance(homes.begin(), homes.find(rank)));
-      Delivery ours{server, num_flags + own, {}, {}};
+      Delivery ours{server, num_flags + own, {}, {}, visit.is_kept};
       num_flags += static_cast<int64_t>(homes.size());
       ours.queries = places_of(home, visit.document, &HomeRun::q_row, visit.queries, q_row);
       ours.keys = places_of(home, visit.document, &HomeRun::row, visit.keys.ranges(), k_row);

@@ -21,6 +21,7 @@ struct Delivery {
   int64_t flag;  // of the server: raised when these rows are there
   std::vector<RowPlace> queries;
   std::vector<RowPlace> keys;
+  bool is_kept;  // whether the server keeps q, k and v of these rows for the backward pass
 };
 
 // What a rank sends when rows go straight to their place in the server's memory.

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "deliveries.h"
 #include "visits.h"
@@ -24,26 +25,58 @@ int64_t append_home_rows(const HomeRuns& home, int64_t document, int64_t HomeRun
   return num_sent;
 }
 
-void fill_sends(const Pack& pack, const Plan& plan, Layout& layout) {
-  const HomeRuns home(pack, layout.rank);
-  const auto is_ours = [&](const Task& task) { return !home.of(task.document).empty(); };
-  std::vector<Task> ours;  // of documents that this rank holds a part of
+// Which visits' rows move.
+enum class Moving { kAll, kNotKept };
+
+bool moves(const Visit& visit, Moving moving) {
+  return moving == Moving::kAll || !visit.is_kept;
+}
+
+// What a rank sends, to all servers.
+class Sender {
+ public:
+  Sender(const Pack& pack, const Plan& plan, int64_t rank);
+
+  void fill(Moving moving, Movement& movement) const;
+  bool spares_any() const { return spares_any_; }
+
+ private:
+  struct ServerVisits {
+    int64_t server;
+    std::vector<Visit> visits;  // of documents that the rank holds a part of
+  };
+
+  HomeRuns home_;
+  std::vector<ServerVisits> servers_;
+  bool spares_any_ = false;  // whether any server keeps what it sends
+};
+
+Sender::Sender(const Pack& pack, const Plan& plan, int64_t rank) : home_(pack, rank) {
+  const auto is_ours = [&](const Task& task) { return !home_.of(task.document).empty(); };
+  std::vector<Task> ours;
   std::copy_if(plan.tasks.begin(), plan.tasks.end(), std::back_inserter(ours), is_ours);
   for (auto task = ours.begin(); task != ours.end();) {
     const auto last = std::find_if(
         task, ours.end(), [task](const Task& other) { return other.server != task->server; });
-    const int64_t peer = task->server;
-    for (const Visit& visit : visits_of(pack, plan.mask, {task, last})) {
+    servers_.push_back({task->server, visits_of(pack, plan.mask, {task, last})});
+    for (const Visit& visit : servers_.back().visits) spares_any_ = spares_any_ || visit.is_kept;
+    task = last;
+  }
+}
+
+void Sender::fill(Moving moving, Movement& movement) const {
+  for (const auto& [peer, visits] : servers_) {
+    for (const Visit& visit : visits) {
+      if (!moves(visit, moving)) continue;
       for (Range rows : visit.queries) {
-        layout.send_q_rows[peer] +=
-            append_home_rows(home, visit.document, &HomeRun::q_row, rows, layout.send_q_runs);
+        movement.send_q_rows[peer] +=
+            append_home_rows(home_, visit.document, &HomeRun::q_row, rows, movement.send_q_runs);
       }
       for (Range keys : visit.keys.ranges()) {
-        layout.send_k_rows[peer] +=
-            append_home_rows(home, visit.document, &HomeRun::row, keys, layout.send_k_runs);
+        movement.send_k_rows[peer] +=
+            append_home_rows(home_, visit.document, &HomeRun::row, keys, movement.send_k_runs);
       }
     }
-    task = last;
   }
 }
 
@@ -75,6 +108,50 @@ void fill_receives(const std::vector<Arrival>& arrivals, std::vector<int64_t>& r
     slots.push_back({next[arrival.home], arrival.num_rows});
     next[arrival.home] += arrival.num_rows;
   }
+}
+
+void fill_receives(const Pack& pack, const std::vector<Visit>& visits, Moving moving,
+                   Movement& movement) {
+  std::vector<Arrival> q_arrivals, k_arrivals;
+  for (const Visit& visit : visits) {
+    if (!moves(visit, moving)) continue;
+    const std::span<const Segment> segments = pack.segments_of(pack.documents[visit.document]);
+    for (Range rows : visit.queries) append_arrivals(segments, rows, q_arrivals);
+    for (Range keys : visit.keys.ranges()) append_arrivals(segments, keys, k_arrivals);
+  }
+  fill_receives(q_arrivals, movement.recv_q_rows, movement.q_slot_runs);
+  fill_receives(k_arrivals, movement.recv_k_rows, movement.k_slot_runs);
+}
+
+Movement movement_of(const Pack& pack, const Sender& sender, const std::vector<Visit>& visits,
+                     Moving moving) {
+  Movement movement;
+  for (std::vector<int64_t>* rows : {&movement.send_q_rows, &movement.recv_q_rows,
+                                     &movement.send_k_rows, &movement.recv_k_rows}) {
+    rows->assign(pack.num_ranks, 0);
+  }
+  sender.fill(moving, movement);
+  fill_receives(pack, visits, moving, movement);
+  return movement;
+}
+
+// Nothing where neither this rank nor a server of its rows keeps any.
+std::optional<Keeping> keeping_of(const Pack& pack, const Sender& sender,
+                                  const std::vector<Visit>& visits) {
+  const auto is_kept = [](const Visit& visit) { return visit.is_kept; };
+  if (!sender.spares_any() && std::none_of(visits.begin(), visits.end(), is_kept)) return {};
+  Keeping keeping{movement_of(pack, sender, visits, Moving::kNotKept), {}, {}};
+  int64_t q_row = 0, k_row = 0;
+  for (const Visit& visit : visits) {
+    auto& [q_runs, k_runs] = visit.is_kept ? keeping.kept : keeping.moved;
+    for (Range rows : visit.queries) {
+      q_runs.push_back({std::exchange(q_row, q_row + num_rows(rows)), num_rows(rows)});
+    }
+    for (Range keys : visit.keys.ranges()) {
+      k_runs.push_back({std::exchange(k_row, k_row + num_rows(keys)), num_rows(keys)});
+    }
+  }
+  return keeping;
 }
 
 // A home task, and the (query, key) pairs that it scores.
@@ -158,29 +235,17 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank) {
     throw std::invalid_argument("rank is " + std::to_string(rank) + "; expected 0 <= rank < " +
                                 std::to_string(plan.num_ranks));
   }
+  const Sender sender(pack, plan, rank);
+  const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan, rank));
   Layout layout;
+  static_cast<Movement&>(layout) = movement_of(pack, sender, visits, Moving::kAll);
   layout.rank = rank;
   layout.num_ranks = plan.num_ranks;
   layout.num_home_rows = pack.num_rows[rank];
   layout.num_context_rows = pack.num_context_rows[rank];
-  for (std::vector<int64_t>* rows :
-       {&layout.send_q_rows, &layout.recv_q_rows, &layout.send_k_rows, &layout.recv_k_rows}) {
-    rows->assign(plan.num_ranks, 0);
-  }
-  fill_sends(pack, plan, layout);
-
-  const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan, rank));
-  std::vector<Arrival> q_arrivals, k_arrivals;
-  for (const Visit& visit : visits) {
-    const std::span<const Segment> segments = pack.segments_of(pack.documents[visit.document]);
-    for (Range rows : visit.queries) append_arrivals(segments, rows, q_arrivals);
-    for (Range keys : visit.keys.ranges()) append_arrivals(segments, keys, k_arrivals);
-  }
-  fill_receives(q_arrivals, layout.recv_q_rows, layout.q_slot_runs);
-  fill_receives(k_arrivals, layout.recv_k_rows, layout.k_slot_runs);
-  const auto moves = [](const std::vector<Run>& runs) { return !runs.empty(); };
+  layout.keeping = keeping_of(pack, sender, visits);
   const bool has_traffic =
-      moves(layout.send_q_runs) || moves(layout.send_k_runs) || !visits.empty();
+      !layout.send_q_runs.empty() || !layout.send_k_runs.empty() || !visits.empty();
   fill_home_tasks(pack, plan, has_traffic, layout);
   fill_visiting_tasks(pack, plan, visits, layout);
   return layout;

@@ -10,6 +10,7 @@
 
 #include "assignment.h"
 #include "balancer.h"
+#include "keeping.h"
 #include "loads.h"
 #include "ranges.h"
 
@@ -77,7 +78,7 @@ void check_size(const Pack& pack, const PlanOptions& options) {
     tokens += static_cast<double>(document.length);
   }
   const double ranks = static_cast<double>(pack.num_ranks);
-  for (const RowBytes& bytes : {options.row_bytes, options.held_bytes}) {
+  for (const RowBytes& bytes : {options.row_bytes, options.held_bytes, options.kept_bytes}) {
     const double most = static_cast<double>(bytes.query) + static_cast<double>(bytes.key) * ranks;
     if (tokens * most > kMaxTotal) {
       reject("row_bytes",
@@ -92,6 +93,10 @@ void check(const Pack& pack, const PlanOptions& options) {
   validate(options.cost);
   check(options.row_bytes, "row_bytes");
   check(options.held_bytes, "held_bytes");
+  check(options.kept_bytes, "kept_bytes");
+  if (!(options.kept_cap_bytes >= 0)) {
+    reject("kept_cap_bytes", std::to_string(options.kept_cap_bytes), "0 or more");
+  }
   check(options.links);
   check(options.servers, pack.num_ranks);
   if (!(options.tolerance >= 0) || !std::isfinite(options.tolerance)) {
@@ -182,6 +187,25 @@ void check_cover(const std::vector<Task>& tasks, const Pack& pack) {
   }
 }
 
+// Of one document a server keeps the inputs of all its visiting tasks, or of none: they share keys.
+void check_keeping(const Plan& plan, const Pack& pack) {
+  for (auto task = plan.tasks.begin(); task != plan.tasks.end();) {
+    const auto last = std::find_if(task, plan.tasks.end(), [task](const Task& other) {
+      return other.server != task->server || other.document != task->document;
+    });
+    if (std::any_of(task, last, [](const Task& each) { return each.is_kept; })) {
+      const auto wrong = std::find_if(task, last, [&](const Task& each) {
+        return each.is_kept == is_home(pack, plan.mask, each);
+      });
+      if (wrong != last) {
+        reject(to_string(*wrong) + ": a server keeps the inputs of all visiting tasks of a " +
+               "document or of none, and of no home task");
+      }
+    }
+    task = last;
+  }
+}
+
 }  // namespace
 
 Plan make_plan(const Pack& pack, const PlanOptions& options) {
@@ -193,6 +217,7 @@ Plan make_plan(const Pack& pack, const PlanOptions& options) {
     const double speed = options.speed(rank);
     plan.loads[rank].seconds_home = home.seconds[rank] / (speed > 0 ? speed : 1.0);
   }
+  if (options.kept_cap_bytes > 0) keep_inputs(pack, options, plan);
   plan.digest = digest_of(pack, plan.mask, plan.tasks);
   return plan;
 }
@@ -212,6 +237,7 @@ void validate(const Plan& plan, const Pack& pack) {
     reject("tasks are not in order of (server, document, q_begin)");
   }
   check_cover(plan.tasks, pack);
+  check_keeping(plan, pack);
   const uint64_t digest = digest_of(pack, plan.mask, plan.tasks);
   if (plan.digest != digest) {
     reject("digest is " + std::to_string(plan.digest) + "; pack, mask and tasks give " +
@@ -240,6 +266,7 @@ uint64_t digest_of(const Pack& pack, const Mask& mask, std::span<const Task> tas
   digest.add(static_cast<int64_t>(tasks.size()));
   for (const Task& task : tasks) {
     for (int64_t value : {task.document, task.q_begin, task.q_end, task.server}) digest.add(value);
+    if (task.is_kept) digest.add(1);
   }
   return digest.value();
 }

@@ -15,7 +15,8 @@ struct Task {
   int64_t document;  // index into Pack::documents
   int64_t q_begin;   // positions in the document
   int64_t q_end;
-  int64_t server;  // rank that computes it
+  int64_t server;        // rank that computes it
+  bool is_kept = false;  // whether the server keeps its inputs for the backward pass
 };
 
 // Bytes of one row that travels forward and backward together, one layer.
@@ -47,6 +48,8 @@ struct PlanOptions {
   RowBytes row_bytes;
   RowBytes held_bytes;          // what a visiting row occupies on its server
   std::vector<Server> servers;  // [num_ranks], or empty: all of speed 1 without a cap
+  RowBytes kept_bytes;          // of a row's inputs: what a server holds that keeps them
+  double kept_cap_bytes = 0;    // of them, most that any server may keep for one layer
   Links links;
   // Excess of the slowest server's seconds, or link's, over the mean compute to be left alone.
   double tolerance = 0.01;
@@ -61,7 +64,8 @@ struct PlanOptions {
 struct Load {
   double seconds_home = 0;  // attention of its own tokens, at its own speed, or at 1 if that is 0
   double seconds = 0;       // attention of the tasks it serves, at its speed
-  int64_t bytes_out = 0;    // RowBytes of its rows on other servers, whichever way they travel
+  int64_t bytes_out = 0;    // RowBytes of its rows on other servers, whichever way they travel; of
+                            // rows that are kept without their inputs, which travel once
   int64_t bytes_in = 0;     // RowBytes of other homes' rows here
   int64_t node_bytes_out = 0;  // part of bytes_out that goes to other nodes
   int64_t node_bytes_in = 0;   // part of bytes_in that comes from other nodes
@@ -83,7 +87,7 @@ struct Plan {
 Plan make_plan(const Pack& pack, const PlanOptions& options);
 
 // Throws std::invalid_argument unless every query row of every document is covered exactly once by
-// tasks in range and the digest is right.
+// tasks in range, a server keeps inputs by document, and the digest is right.
 void validate(const Plan& plan, const Pack& pack);
 
 uint64_t digest_of(const Pack& pack, const Mask& mask, std::span<const Task> tasks);

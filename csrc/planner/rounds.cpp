@@ -31,7 +31,7 @@ class Rounds {
     if (bytes_ > 0 && bytes_ + bytes_added(queries(task), task.document) > cap_bytes_) open_next();
     while (bytes_ + bytes_added(queries(task), task.document) > cap_bytes_) {
       const int64_t cut = task.q_begin + num_that_fit(task);
-      put({task.document, task.q_begin, cut, task.server});
+      put({task.document, task.q_begin, cut, task.server, task.is_kept});
       task.q_begin = cut;
       open_next();
     }

@@ -16,7 +16,7 @@ std::vector<Visit> visits_of(const Pack& pack, const Mask& mask, std::span<const
   for (const Task& task : tasks) {
     if (is_home(pack, mask, task)) continue;
     if (visits.empty() || visits.back().document != task.document) {
-      visits.push_back({task.document, {}, {}});
+      visits.push_back({task.document, {}, {}, task.is_kept});
     }
     const int64_t length = pack.documents[task.document].length;
     visits.back().queries.push_back(queries(task));

@@ -14,6 +14,7 @@ struct Visit {
   int64_t document;
   std::vector<Range> queries;  // of its tasks, in order
   RangeSet keys;               // the union of its tasks' keys
+  bool is_kept;                // whether their inputs are
 };
 
 // The tasks of one server, in plan order.

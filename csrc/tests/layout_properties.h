@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -102,20 +103,20 @@ inline std::vector<int64_t> rows_of(const std::vector<Run>& runs) {
 
 // The tables that bring queries, or keys, to their servers and what becomes of them home.
 struct RouteTables {
-  std::vector<int64_t> Layout::*send_rows;
-  std::vector<int64_t> Layout::*recv_rows;
-  std::vector<Run> Layout::*index;
-  std::vector<Run> Layout::*slot;
+  std::vector<int64_t> Movement::*send_rows;
+  std::vector<int64_t> Movement::*recv_rows;
+  std::vector<Run> Movement::*index;
+  std::vector<Run> Movement::*slot;
   std::vector<Token> ServerRows::*visiting;
   int64_t Home::*home_row;
 };
 
-inline const RouteTables kQueryRoute = {&Layout::send_q_rows, &Layout::recv_q_rows,
-                                        &Layout::send_q_runs, &Layout::q_slot_runs,
-                                        &ServerRows::queries, &Home::q_row};
-inline const RouteTables kKeyRoute = {&Layout::send_k_rows, &Layout::recv_k_rows,
-                                      &Layout::send_k_runs, &Layout::k_slot_runs,
-                                      &ServerRows::keys,    &Home::row};
+inline const RouteTables kQueryRoute = {&Movement::send_q_rows, &Movement::recv_q_rows,
+                                        &Movement::send_q_runs, &Movement::q_slot_runs,
+                                        &ServerRows::queries,   &Home::q_row};
+inline const RouteTables kKeyRoute = {&Movement::send_k_rows, &Movement::recv_k_rows,
+                                      &Movement::send_k_runs, &Movement::k_slot_runs,
+                                      &ServerRows::keys,      &Home::row};
 
 // First slot of each peer, and the number of all slots.
 inline std::vector<int64_t> slot_begins(const std::vector<int64_t>& rows) {
@@ -125,44 +126,44 @@ inline std::vector<int64_t> slot_begins(const std::vector<int64_t>& rows) {
 }
 
 // Counts transpose, and tables are as long as the counts say.
-inline std::string check_counts(const std::vector<Layout>& layouts,
+inline std::string check_counts(const std::vector<Movement>& ranks,
                                 const std::vector<ServerRows>& servers, const RouteTables& route) {
-  for (size_t rank = 0; rank < layouts.size(); ++rank) {
-    const Layout& layout = layouts[rank];
-    const std::vector<int64_t>& send = layout.*route.send_rows;
-    const std::vector<int64_t>& recv = layout.*route.recv_rows;
-    if (send.size() != layouts.size() || recv.size() != layouts.size()) return "number of peers";
-    for (size_t peer = 0; peer < layouts.size(); ++peer) {
-      if (send[peer] < 0 || send[peer] != (layouts[peer].*route.recv_rows)[rank]) {
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const Movement& movement = ranks[rank];
+    const std::vector<int64_t>& send = movement.*route.send_rows;
+    const std::vector<int64_t>& recv = movement.*route.recv_rows;
+    if (send.size() != ranks.size() || recv.size() != ranks.size()) return "number of peers";
+    for (size_t peer = 0; peer < ranks.size(); ++peer) {
+      if (send[peer] < 0 || send[peer] != (ranks[peer].*route.recv_rows)[rank]) {
         return "rows from " + std::to_string(rank) + " to " + std::to_string(peer);
       }
     }
     const size_t num_visiting = (servers[rank].*route.visiting).size();
-    const size_t num_slots = rows_of(layout.*route.slot).size();
+    const size_t num_slots = rows_of(movement.*route.slot).size();
     const auto is_total = [](const std::vector<int64_t>& counts, size_t total) {
       return slot_begins(counts).back() == static_cast<int64_t>(total);
     };
     if (!is_total(recv, num_visiting)) return "rows received";
     if (num_slots != 0 && num_slots != num_visiting) return "number of slots";
-    if (!is_total(send, rows_of(layout.*route.index).size())) return "rows sent";
+    if (!is_total(send, rows_of(movement.*route.index).size())) return "rows sent";
   }
   return "";
 }
 
 // Every visiting row is the one that stands at its slot, and so comes back to where it left.
-inline std::string check_route(const std::vector<Layout>& layouts,
+inline std::string check_route(const std::vector<Movement>& ranks,
                                const std::vector<ServerRows>& servers, const Homes& homes,
                                const RouteTables& route) {
-  if (std::string wrong = check_counts(layouts, servers, route); !wrong.empty()) return wrong;
+  if (std::string wrong = check_counts(ranks, servers, route); !wrong.empty()) return wrong;
   std::vector<std::vector<int64_t>> sent_begins, sent_rows;
-  for (const Layout& layout : layouts) {
-    sent_begins.push_back(slot_begins(layout.*route.send_rows));
-    sent_rows.push_back(rows_of(layout.*route.index));
+  for (const Movement& movement : ranks) {
+    sent_begins.push_back(slot_begins(movement.*route.send_rows));
+    sent_rows.push_back(rows_of(movement.*route.index));
   }
-  for (size_t server = 0; server < layouts.size(); ++server) {
+  for (size_t server = 0; server < ranks.size(); ++server) {
     const std::vector<Token>& visiting = servers[server].*route.visiting;
-    const std::vector<int64_t> slots = rows_of(layouts[server].*route.slot);
-    const std::vector<int64_t> begins = slot_begins(layouts[server].*route.recv_rows);
+    const std::vector<int64_t> slots = rows_of(ranks[server].*route.slot);
+    const std::vector<int64_t> begins = slot_begins(ranks[server].*route.recv_rows);
     std::vector<int64_t> next = begins;
     bool in_order = true;
     for (size_t row = 0; row < visiting.size(); ++row) {
@@ -203,6 +204,57 @@ inline bool same_tasks(const std::vector<PlacedTask>& a, const std::vector<Place
                     [&](const auto& x, const auto& y) { return fields(x) == fields(y); });
 }
 
+// Server and document of all tasks whose inputs are kept.
+using Keepers = std::set<std::pair<int64_t, int64_t>>;
+
+inline Keepers keepers_of(const Plan& plan) {
+  Keepers keepers;
+  for (const Task& task : plan.tasks) {
+    if (task.is_kept) keepers.insert({task.server, task.document});
+  }
+  return keepers;
+}
+
+// Rows that are kept and rows that move again are those that the plan says; removes the former.
+inline std::string take_kept(const Keepers& keepers, int64_t server, const std::vector<Run>& kept,
+                             const std::vector<Run>& moved, std::vector<Token>& rows) {
+  std::vector<int64_t> expected_kept, expected_moved;
+  std::vector<Token> left;
+  for (size_t row = 0; row < rows.size(); ++row) {
+    const bool is_kept = keepers.contains({server, rows[row].document});
+    (is_kept ? expected_kept : expected_moved).push_back(static_cast<int64_t>(row));
+    if (!is_kept) left.push_back(rows[row]);
+  }
+  if (rows_of(kept) != expected_kept) return "rows kept";
+  if (rows_of(moved) != expected_moved) return "rows that move again";
+  rows = std::move(left);
+  return "";
+}
+
+// What moves for the backward pass is what is not kept.
+inline std::string check_keeping(const std::vector<Layout>& layouts, const Plan& plan,
+                                 std::vector<ServerRows> servers, const Homes& homes) {
+  const Keepers keepers = keepers_of(plan);
+  std::vector<Movement> again;
+  for (const Layout& layout : layouts) {
+    again.push_back(layout.keeping ? layout.keeping->again : Movement(layout));
+    if (!layout.keeping) continue;
+    const auto& [movement, moved, kept] = *layout.keeping;
+    ServerRows& rows = servers[layout.rank];
+    for (const std::string& wrong :
+         {take_kept(keepers, layout.rank, kept.queries, moved.queries, rows.queries),
+          take_kept(keepers, layout.rank, kept.keys, moved.keys, rows.keys)}) {
+      if (!wrong.empty()) return wrong;
+    }
+  }
+  for (const RouteTables* route : {&kQueryRoute, &kKeyRoute}) {
+    if (std::string wrong = check_route(again, servers, homes, *route); !wrong.empty()) {
+      return wrong + ", again";
+    }
+  }
+  return "";
+}
+
 // All ranks' layouts together. The plan covers the pack.
 inline std::string check_layouts(const Pack& pack, const Plan& plan,
                                  const std::vector<Layout>& layouts) {
@@ -217,8 +269,12 @@ inline std::string check_layouts(const Pack& pack, const Plan& plan,
     if (std::string wrong = check_late(layout); !wrong.empty()) return wrong;
     if (std::string wrong = check_results(layout, pack); !wrong.empty()) return wrong;
   }
-  const std::string wrong = check_route(layouts, servers, homes, kQueryRoute);
-  return wrong.empty() ? check_route(layouts, servers, homes, kKeyRoute) : wrong;
+  const std::vector<Movement> movements(layouts.begin(), layouts.end());
+  for (const RouteTables* route : {&kQueryRoute, &kKeyRoute}) {
+    const std::string wrong = check_route(movements, servers, homes, *route);
+    if (!wrong.empty()) return wrong;
+  }
+  return check_keeping(layouts, plan, servers, homes);
 }
 
 inline std::vector<Layout> make_layouts(const Pack& pack, const Plan& plan) {

@@ -229,13 +229,16 @@ TEST(Layout, LoadsAreTheRowsThatTravel) {
     const PlanOptions options = draw_options(random);
     const Plan plan = make_plan(pack, options);
     for (const Layout& layout : make_layouts(pack, plan)) {
+      const RowBytes &all = options.row_bytes, &inputs = options.kept_bytes;
+      const RowBytes once{all.query - inputs.query, all.key - inputs.key};
+      const Movement& again = layout.keeping ? layout.keeping->again : layout;
       int64_t bytes_in = 0, bytes_out = 0;
       for (int64_t peer = 0; peer < 5; ++peer) {
         if (peer == layout.rank) continue;
-        bytes_in += layout.recv_q_rows[peer] * options.row_bytes.query +
-                    layout.recv_k_rows[peer] * options.row_bytes.key;
-        bytes_out += layout.send_q_rows[peer] * options.row_bytes.query +
-                     layout.send_k_rows[peer] * options.row_bytes.key;
+        bytes_in += layout.recv_q_rows[peer] * once.query + layout.recv_k_rows[peer] * once.key +
+                    again.recv_q_rows[peer] * inputs.query + again.recv_k_rows[peer] * inputs.key;
+        bytes_out += layout.send_q_rows[peer] * once.query + layout.send_k_rows[peer] * once.key +
+                     again.send_q_rows[peer] * inputs.query + again.send_k_rows[peer] * inputs.key;
       }
       EXPECT_EQ(plan.loads[layout.rank].bytes_in, bytes_in);
       EXPECT_EQ(plan.loads[layout.rank].bytes_out, bytes_out);

@@ -125,6 +125,21 @@ inline bool in_place(const std::vector<Home>& rows, Range keys, int64_t server) 
   return true;
 }
 
+// A server keeps the inputs of all its visiting tasks of a document or of none, and of no other.
+inline std::string check_kept_alike(const Pack& pack, const Plan& plan) {
+  const Homes homes = homes_of(pack);
+  std::string wrong;
+  for_each_visit(plan.tasks, [&](auto first, auto last) {
+    if (std::none_of(first, last, [](const Task& task) { return task.is_kept; })) return;
+    const std::vector<Home>& rows = homes[first->document];
+    for (auto task = first; task != last; ++task) {
+      const Range keys = keys_seen(plan.mask, *task, static_cast<int64_t>(rows.size()));
+      if (task->is_kept == in_place(rows, keys, task->server)) wrong = "kept: " + describe(*task);
+    }
+  });
+  return wrong;
+}
+
 // A row of `home` that visits `server`.
 inline void count_visit(const PlanOptions& options, int64_t home, int64_t server, int64_t bytes,
                         int64_t held, std::vector<Load>& loads) {
@@ -141,7 +156,7 @@ inline std::vector<Load> count_loads(const Pack& pack, const PlanOptions& option
                                      const std::vector<Task>& tasks) {
   const Homes homes = homes_of(pack);
   std::vector<Load> loads(pack.num_ranks);
-  const RowBytes &sent = options.row_bytes, &held = options.held_bytes;
+  const RowBytes &held = options.held_bytes, &once = options.kept_bytes;
   const auto seconds = [&](int64_t document, Range q, int64_t rank) {
     const double speed = options.servers.empty() ? 1 : options.servers[rank].speed;
     return options.cost.seconds(options.mask, q, pack.documents[document].length) /
@@ -149,6 +164,9 @@ inline std::vector<Load> count_loads(const Pack& pack, const PlanOptions& option
   };
   for_each_visit(tasks, [&](auto first, auto last) {
     const std::vector<Home>& rows = homes[first->document];
+    const bool is_kept = std::any_of(first, last, [](const Task& task) { return task.is_kept; });
+    RowBytes sent = options.row_bytes;
+    if (is_kept) sent = {sent.query - once.query, sent.key - once.key};
     std::vector<bool> reads(rows.size(), false);
     for (auto task = first; task != last; ++task) {
       loads[first->server].seconds +=
@@ -191,6 +209,39 @@ inline std::string check_loads(const Pack& pack, const PlanOptions& options, con
     if (load.node_bytes_in != expected.node_bytes_in) return "node_bytes_in" + of_rank;
     if (load.node_bytes_out != expected.node_bytes_out) return "node_bytes_out" + of_rank;
     if (load.held_bytes != expected.held_bytes) return "held_bytes" + of_rank;
+  }
+  return "";
+}
+
+// What each visit of each server keeps, or would.
+struct Keepable {
+  int64_t server;
+  int64_t bytes;
+  bool is_kept;
+};
+
+// Servers keep no more than the cap, and nothing that they do not keep would fit beside what is
+// larger or as large.
+inline std::string check_kept(const Pack& pack, const PlanOptions& options, const Plan& plan) {
+  PlanOptions inputs = options;
+  inputs.held_bytes = options.kept_bytes;
+  inputs.servers.clear();
+  std::vector<Keepable> all;
+  for_each_visit(plan.tasks, [&](auto first, auto last) {
+    const std::vector<Load> loads = count_loads(pack, inputs, {first, last});
+    const bool is_kept = std::any_of(first, last, [](const Task& task) { return task.is_kept; });
+    all.push_back({first->server, loads[first->server].held_bytes, is_kept});
+  });
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Keepable& a, const Keepable& b) { return a.bytes > b.bytes; });
+  std::vector<double> left(pack.num_ranks, options.kept_cap_bytes);
+  for (const auto& [server, bytes, is_kept] : all) {
+    const auto needs = static_cast<double>(bytes);
+    if (is_kept && needs > left[server]) return "kept_cap_bytes of " + std::to_string(server);
+    if (!is_kept && needs > 0 && needs <= left[server]) {
+      return "room to keep on " + std::to_string(server);
+    }
+    if (is_kept) left[server] -= needs;
   }
   return "";
 }

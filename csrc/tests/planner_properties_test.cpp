@@ -118,7 +118,8 @@ std::string check_step(const Pack& pack, const PlanOptions& options, const Plan&
   validate(plan, pack);
   for (const std::string& wrong :
        {check_cover(pack, plan), check_loads(pack, options, plan), check_moves(pack, options, plan),
-        check_servers(options, plan), check_same(plan, make_plan(pack, options))}) {
+        check_servers(options, plan), check_kept(pack, options, plan),
+        check_same(plan, make_plan(pack, options))}) {
     if (!wrong.empty()) return wrong;
   }
   return check_layouts(pack, plan, make_layouts(pack, plan));

@@ -125,6 +125,11 @@ inline PlanOptions draw_options(Random& random) {
   options.row_bytes = {draw(random, 0, 500), draw(random, 0, 200)};
   options.links.bytes_per_second = draw(random, 0, 2) == 0 ? 1e8 : 1e12;
   options.tolerance = 0.01 * static_cast<double>(draw(random, 0, 5));
+  if (draw(random, 0, 2) == 0) {
+    options.kept_bytes = {draw(random, 0, options.row_bytes.query),
+                          draw(random, 0, options.row_bytes.key)};
+    options.kept_cap_bytes = static_cast<double>(draw(random, 0, 1 << draw(random, 0, 20)));
+  }
   return options;
 }
 

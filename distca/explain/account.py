@@ -143,7 +143,7 @@ def explain(step: Step) -> Account:
     encoded, loads = balance(
         pieces, step.window, step.cost, step.shape, step.cluster, step.tolerance
     )
-    tasks, transfers = account_for(step, tasks_of(encoded))
+    tasks, transfers = account_for(step, tasks_of(encoded)[:, :4])
     columns = dict(zip(LOAD_NAMES, loads.numpy().T, strict=False))
     return Account(
         step,

@@ -1,0 +1,99 @@
+#include "keeping.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include "transport/rows.h"
+
+namespace distca::ops {
+namespace {
+
+int64_t num_rows(const Round& round, at::Tensor Keeping::*rows) {
+  return round.keeping ? ((*round.keeping).*rows).size(0) : 0;
+}
+
+int64_t num_elements(const Call& call) {
+  const auto& [q, k, v] = call.inputs;
+  int64_t num = 0;
+  for (const Round& round : call.layout.rounds) {
+    num += num_rows(round, &Keeping::kept_q) * q.size(1) * q.size(2);
+    num += 2 * num_rows(round, &Keeping::kept_k) * k.size(1) * k.size(2);
+  }
+  return num;
+}
+
+Kept in_parts(const Call& call, const at::Tensor& elements) {
+  const auto& [q, k, v] = call.inputs;
+  Kept kept{elements, {}};
+  int64_t next = 0;
+  const auto part = [&](int64_t num_rows, const at::Tensor& like) {
+    const int64_t num = num_rows * like.size(1) * like.size(2);
+    const at::Tensor rows =
+        elements.narrow(0, next, num).view({num_rows, like.size(1), like.size(2)});
+    next += num;
+    return rows;
+  };
+  for (const Round& round : call.layout.rounds) {
+    const int64_t num_q = num_rows(round, &Keeping::kept_q);
+    const int64_t num_k = num_rows(round, &Keeping::kept_k);
+    kept.rounds.push_back({part(num_q, q), part(num_k, k), part(num_k, v)});
+  }
+  return kept;
+}
+
+}  // namespace
+
+Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
+  const at::Tensor& q = call.inputs.q;
+  if (num_queries == 0 && num_keys == 0) {
+    return {at::empty({0}, q.options()), std::vector<VisitingInputs>(call.layout.rounds.size())};
+  }
+  const int64_t room =
+      (num_queries * q.size(1) + 2 * num_keys * call.inputs.k.size(1)) * q.size(2);
+  const int64_t expected = num_elements(call);
+  TORCH_CHECK_VALUE(num_queries >= 0 && num_keys >= 0 && room >= expected, "num_kept_queries is ",
+                    num_queries, " and num_kept_keys ", num_keys, ", which is room for ", room,
+                    " elements; expected ", expected,
+                    ", for which torch.ops.distca.kept_rows(layout) makes room, or zeros");
+  return in_parts(call, at::empty({room}, q.options()));
+}
+
+Kept kept_of(const Call& call, const at::Tensor& elements) {
+  const int64_t expected = num_elements(call);
+  TORCH_CHECK_VALUE(elements.dim() == 1 && elements.size(0) >= expected &&
+                        elements.scalar_type() == call.inputs.q.scalar_type(),
+                    "kept has ", elements.sizes(), " elements; expected the ", expected,
+                    " that the forward pass of this plan returns while gradients are enabled");
+  return in_parts(call, elements);
+}
+
+void keep(const Round& round, const VisitingInputs& visiting, const VisitingInputs& kept) {
+  if (!round.keeping || !kept.q.defined()) return;
+  transport::gather_rows(visiting.q, round.keeping->kept_q, kept.q);
+  transport::gather_rows(visiting.k, round.keeping->kept_k, kept.k);
+  transport::gather_rows(visiting.v, round.keeping->kept_k, kept.v);
+}
+
+void restore(const Round& round, const VisitingInputs& kept, const VisitingInputs& visiting) {
+  if (!round.keeping) return;
+  transport::scatter_rows(kept.q, round.keeping->kept_q, visiting.q);
+  transport::scatter_rows(kept.k, round.keeping->kept_k, visiting.k);
+  transport::scatter_rows(kept.v, round.keeping->kept_k, visiting.v);
+}
+
+VisitingInputs whole(const Round& round, const VisitingInputs& kept, const VisitingInputs& again) {
+  if (!round.keeping) return again;
+  const Keeping& keeping = *round.keeping;
+  const auto all_rows = [](const at::Tensor& rows, const at::Tensor& row, int64_t num_rows) {
+    const at::Tensor all = at::empty({num_rows, rows.size(1), rows.size(2)}, rows.options());
+    transport::scatter_rows(rows, row, all);
+    return all;
+  };
+  const VisitingInputs visiting{all_rows(again.q, keeping.moved_q, round.queries.num_visiting),
+                                all_rows(again.k, keeping.moved_k, round.keys.num_visiting),
+                                all_rows(again.v, keeping.moved_k, round.keys.num_visiting)};
+  restore(round, kept, visiting);
+  return visiting;
+}
+
+}  // namespace distca::ops

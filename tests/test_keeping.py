@@ -1,0 +1,251 @@
+"""Servers keep inputs of other ranks' rows from the forward to the backward pass."""
+
+import oracle
+import pytest
+import torch
+from oracle import Case
+from pingpong_blocks import LENGTHS, pair_of, step_of
+from test_compile import train_compiled
+from test_core_attention import PACKS, WHOLE, gathered
+from torch.utils.checkpoint import checkpoint
+
+import distca
+from distca.cost import AttentionShape
+
+ops = torch.ops.distca
+CASES = {
+    "whole": Case(WHOLE["skewed"]),
+    "window": Case(WHOLE["skewed"], window_size=(90, 0)),
+    "crossing": Case([PACKS["mixed"], [], [], []], sharded=True),
+    "over all": Case([PACKS["one_over_all"], [], [], []], sharded=True),
+    "full": Case(WHOLE["skewed"], window_size=(-1, -1)),
+}
+FEW_ROWS = 1e-9 * 250 * 8 * 24 * (4 + 2 * 2)  # GB for 250 queries with as many keys
+
+
+def shape_of(case: Case) -> AttentionShape:
+    return AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
+
+
+def open_with(**options) -> None:
+    distca.close()
+    distca.init(options=distca.Options(**options))
+
+
+def place(rank, world_size, case):
+    """documents, leaves, grad_out of this rank."""
+    documents = (
+        distca.Documents.sharded(case.all_lengths, rank, world_size)
+        if case.sharded
+        else distca.Documents([0, *torch.tensor(case.lengths[rank]).cumsum(0).tolist()])
+    )
+    q, k, v, grad_out = (tensor[case.rows_of(rank)] for tensor in case.inputs())
+    return documents, [tensor.clone().requires_grad_() for tensor in (q, k, v)], grad_out
+
+
+def attend_keeping(rank, world_size, case, options):
+    """This rank's results, its kept rows, rows that visit it, and the report."""
+    open_with(**options)
+    documents, leaves, grad_out = place(rank, world_size, case)
+    made = distca.plan(documents, window_size=case.window_size, shape=shape_of(case))
+    out = distca.core_attention(*leaves, documents, window_size=case.window_size)
+    out.backward(grad_out)
+    visiting = [0, 0]
+    if not options.get("memory_cap_gb"):
+        visiting = [rows.shape[0] for rows in dispatched(leaves, made)[:2]]
+    report = made.report()
+    distca.close()
+    results = [out.detach(), *(leaf.grad for leaf in leaves)]
+    kept = ops.kept_rows(made.layout)
+    return results, kept, visiting, (report.bytes_out, report.bytes_in)
+
+
+def dispatched(leaves, made):
+    return ops.dispatch(
+        *(leaf.detach() for leaf in leaves), made.layout, made.rows, made.group_name
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_kept_equals_the_oracle(ranks, name):
+    case = CASES[name]
+    per_rank = ranks(4).run(attend_keeping, case, {"keep_inputs_gb": 1.0})
+    assert [kept for _, kept, _, _ in per_rank] == [visiting for _, _, visiting, _ in per_rank]
+    assert any(any(kept) for _, kept, _, _ in per_rank), "no rank keeps anything"
+    results = gathered([results for results, *_ in per_rank])
+    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_some_kept_equals_the_oracle_within_the_budget(ranks, name):
+    case = CASES[name]
+    per_rank = ranks(4).run(attend_keeping, case, {"keep_inputs_gb": FEW_ROWS})
+    row = 8 * case.head_dim
+    kept = [case.heads_q * row * q + 2 * case.heads_kv * row * k for _, (q, k), *_ in per_rank]
+    assert max(kept) <= 1e9 * FEW_ROWS
+    results = gathered([results for results, *_ in per_rank])
+    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
+
+
+def test_rounds_keep_too(ranks):
+    case = Case([[900, 1, 0, 55], [37, 64, 64], [12, 80, 80]])
+    cap_gb = 1e-9 * 1100 * 4 * case.heads_kv * case.head_dim * 8
+    options = {"memory_cap_gb": cap_gb, "rounds": 4, "keep_inputs_gb": 1.0}
+    per_rank = ranks(3).run(attend_keeping, case, options)
+    assert any(any(kept) for _, kept, *_ in per_rank)
+    results = gathered([results for results, *_ in per_rank])
+    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
+
+
+def test_reported_bytes_are_those_that_travel(ranks):
+    case = CASES["whole"]
+    without, keeping = (
+        ranks(4).run(attend_keeping, case, {"keep_inputs_gb": budget}) for budget in (0.0, 1.0)
+    )
+    row = 8 * case.head_dim
+    for rank, (_, (kept_q, kept_k), _, (_, bytes_in)) in enumerate(keeping):
+        spared = case.heads_q * row * kept_q + 2 * case.heads_kv * row * kept_k
+        assert without[rank][3][1][rank] - bytes_in[rank] == spared
+    assert sum(without[0][3][0]) - sum(keeping[0][3][0]) == sum(
+        a - b for a, b in zip(without[0][3][1], keeping[0][3][1], strict=True)
+    )
+
+
+def sent_bytes(rank, world_size, case, budget):
+    """Bytes of q, k and v that this rank sends for the backward pass."""
+    open_with(keep_inputs_gb=budget)
+    documents, leaves, grad_out = place(rank, world_size, case)
+    distca.plan(documents, window_size=case.window_size, shape=shape_of(case))
+    out = distca.core_attention(*leaves, documents, window_size=case.window_size)
+    for leaf in leaves:
+        leaf.data.fill_(float("nan"))  # unnoticed by autograd: what is sent again is NaN
+    out.backward(grad_out)
+    distca.close()
+    return leaves[0].grad.isfinite().all(dim=(1, 2))
+
+
+def test_kept_rows_do_not_travel_again(ranks):
+    """Queries whose server kept their inputs have gradients although their home lost them. Home
+    tasks read them again, so their gradients are NaN."""
+    case = CASES["whole"]
+    keeping = torch.cat(ranks(4).run(sent_bytes, case, 1.0))
+    without = torch.cat(ranks(4).run(sent_bytes, case, 0.0))
+    assert keeping.any() and not without.any()
+
+
+def attend_otherwise(rank, world_size, case):
+    """Results without gradients, with activation checkpointing of both kinds, and plain."""
+    open_with(keep_inputs_gb=1.0)
+    documents, leaves, grad_out = place(rank, world_size, case)
+    made = distca.plan(documents, shape=shape_of(case))
+
+    def attend(*qkv):
+        return distca.core_attention(*qkv, documents)
+
+    with torch.no_grad():
+        inferred = attend(*leaves)
+    results = []
+    for run in (
+        attend,
+        lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False),
+        lambda *qkv: checkpoint(attend, *qkv, use_reentrant=True),
+    ):
+        out = run(*leaves)
+        out.backward(grad_out)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        for leaf in leaves:
+            leaf.grad = None
+    *_, nothing = ops.core_attention(
+        *(leaf.detach() for leaf in leaves), made.layout, made.rows, 0.2, made.group_name
+    )
+    distca.close()
+    return [torch.equal(inferred, results[0][0])], results, nothing.numel()
+
+
+def test_checkpointing_and_inference(ranks):
+    case = CASES["whole"]
+    for same, results, num_kept in ranks(4).run(attend_otherwise, case):
+        assert all(same) and num_kept == 0
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def wrong_calls(rank, world_size, case):
+    open_with(keep_inputs_gb=1.0)
+    documents, leaves, _ = place(rank, world_size, case)
+    made = distca.plan(documents, shape=shape_of(case))
+    tensors = [leaf.detach() for leaf in leaves]
+    share = made.layout, made.rows, 0.2, made.group_name
+    out, lse, _ = ops.core_attention(*tensors, *share)
+    messages = []
+    for call in (
+        lambda: ops.core_attention(*tensors, *share, -1, 1),
+        lambda: ops.core_attention_backward(out, *tensors, out, lse, *share, out.new_empty(1, 1)),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    distca.close()
+    return messages
+
+
+def test_wrong_numbers_are_refused(ranks):
+    for messages in ranks(1).run(wrong_calls, Case([[100, 20]])):
+        assert len(messages) == 2, messages
+        assert "num_kept_queries is -1 and num_kept_keys 1, which is room for 0" in messages[0]
+        assert "kept has [1, 1] elements; expected the 0" in messages[1]
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_bad_options_are_refused(value):
+    with pytest.raises(ValueError, match="keep_inputs_gb is"):
+        distca.Options(keep_inputs_gb=value)
+
+
+def test_tasks_of_one_document_are_kept_alike():
+    pieces = torch.tensor([[0, 0, 0, 100], [1, 1, 0, 50]])
+    tasks = [[1, 0, 50, 1, 0], [0, 0, 20, 1, 1], [0, 20, 100, 1, 0]]
+    columns = torch.tensor(sorted(tasks))
+    with pytest.raises(ValueError, match="a server keeps the inputs of all visiting tasks"):
+        ops.plan_of_tasks(pieces, columns, 2, -1, 0)
+    columns[:, 4] = 1
+    with pytest.raises(ValueError, match="and of no home task"):
+        ops.plan_of_tasks(pieces, columns, 2, -1, 0)
+    columns[:, 4] = torch.tensor([1, 1, 0])
+    assert ops.plan_of_tasks(pieces, columns, 2, -1, 0).numel() > 0
+
+
+def compile_keeping(rank, world_size):
+    """train_compiled, and whether any step kept anything."""
+    open_with(keep_inputs_gb=1.0)
+    found = train_compiled(rank, world_size, "argument", "aot_eager")
+    distca.close()
+    return found
+
+
+def test_compiles_once_for_all_documents(ranks):
+    for found in ranks(2).run(compile_keeping):
+        assert found["worst"] <= 1e-5
+        assert found["num_graphs"] <= 2
+
+
+def ping_pong_keeping(rank, world_size):
+    """Largest error against the bare block, and the rows that both halves keep."""
+    open_with(keep_inputs_gb=1.0)
+    bare, block = pair_of()
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    truth = step.run(bare, step.documents)
+    errors = map(oracle.relative_error, step.run(block, step.documents), truth)
+    (halves,) = step.documents._halves.values()
+    kept = [sum(ops.kept_rows(half._plans[-1, 0].layout)) for half in halves]
+    distca.close()
+    return max(errors), kept
+
+
+def test_ping_pong_keeps(ranks):
+    found = ranks(4).run(ping_pong_keeping)
+    assert max(error for error, _ in found) <= 1e-12
+    for half in zip(*(kept for _, kept in found), strict=True):
+        assert any(half)
