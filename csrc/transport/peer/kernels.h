@@ -72,6 +72,9 @@ void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t last
 // Says that this rank's results of `epoch` are written.
 void publish(const Board& board, uint32_t epoch, cudaStream_t stream);
 
+// Says that this rank needs nothing more of the others in the call of `epoch`.
+void finish(const Board& board, uint32_t epoch, cudaStream_t stream);
+
 // dst = rows of one rank, or dst += rows of several, added in order in float32 and rounded once; or
 // nothing, where they have been copied already.
 enum class Taking { kCopy, kAdd, kNothing };

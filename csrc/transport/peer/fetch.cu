@@ -1,0 +1,239 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "launch.cuh"
+#include "words.cuh"
+
+namespace distca::transport::peer {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kFewGathers = 64;  // of a launch that sends few parameters
+constexpr int kFewSources = 96;
+constexpr int kManyGathers = 512;
+constexpr int kManySources = 1024;
+constexpr int kMaxCtas = 96;  // leaves multiprocessors to other communication
+constexpr int64_t kChunkBytes = int64_t{32} << 10;
+
+struct FetchSource {
+  const char* data;
+  int32_t rank;
+};
+
+struct FetchTarget {
+  char* dst;
+  int64_t num_bytes;
+  uint16_t first_source;
+  uint16_t num_sources;
+  Taking taking;
+};
+
+struct FetchCall {
+  Board board;
+  uint32_t* counter;
+  uint32_t epoch;
+  int num_gathers;
+  bool is_last;  // of the launches of a call
+};
+
+// All of it goes to the device with every launch, whatever it holds: so there are two sizes.
+template <int kGathers, int kSources>
+struct FetchArguments {
+  FetchCall call;
+  uint32_t first_chunk[kGathers + 1];
+  FetchTarget gathers[kGathers];
+  FetchSource sources[kSources];
+};
+using FewFetches = FetchArguments<kFewGathers, kFewSources>;
+using ManyFetches = FetchArguments<kManyGathers, kManySources>;
+static_assert(sizeof(FewFetches) <= 4096 && sizeof(ManyFetches) <= 32764);
+
+template <typename T>
+__device__ __forceinline__ void add_to(float (&sum)[8], const uint4& words) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const auto* pairs = reinterpret_cast<const Pair*>(&words);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 values;
+    if constexpr (std::is_same_v<T, __half>) {
+      values = __half22float2(pairs[i]);
+    } else {
+      values = __bfloat1622float2(pairs[i]);
+    }
+    sum[2 * i] += values.x;
+    sum[2 * i + 1] += values.y;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  uint4 words;
+  auto* pairs = reinterpret_cast<Pair*>(&words);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, __half>) {
+      pairs[i] = __floats2half2_rn(sum[2 * i], sum[2 * i + 1]);
+    } else {
+      pairs[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
+    }
+  }
+  return words;
+}
+
+// dst and sources from byte `begin` of a gather on.
+template <typename WordT>
+__device__ __forceinline__ void copy_chunk(char* dst, const char* src, int64_t num_bytes) {
+  const int64_t num_words = num_bytes / static_cast<int64_t>(sizeof(WordT));
+  const auto* from = reinterpret_cast<const WordT*>(src);
+  auto* to = reinterpret_cast<WordT*>(dst);
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < num_words; i += kThreads) to[i] = from[i];
+}
+
+template <typename T>
+__device__ __forceinline__ void add_chunk(char* dst, const FetchSource* sources, int num_sources,
+                                          int64_t begin, int64_t num_bytes) {
+  auto* to = reinterpret_cast<uint4*>(dst + begin);
+  const int64_t num_words = num_bytes / 16;
+  for (int64_t i = threadIdx.x; i < num_words; i += kThreads) {
+    float sum[8] = {};
+    add_to<T>(sum, to[i]);
+    for (int s = 0; s < num_sources; ++s) {
+      add_to<T>(sum, reinterpret_cast<const uint4*>(sources[s].data + begin)[i]);
+    }
+    to[i] = rounded<T>(sum);
+  }
+}
+
+__device__ __forceinline__ void fill_nan(char* dst, int64_t num_bytes) {
+  auto* to = reinterpret_cast<uint32_t*>(dst);
+  for (int64_t i = threadIdx.x; i < num_bytes / 4; i += kThreads) to[i] = 0xffffffffu;
+}
+
+__device__ __forceinline__ bool is_aligned(const void* a, const void* b, int64_t num_bytes) {
+  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
+           static_cast<uintptr_t>(num_bytes)) &
+          15) == 0;
+}
+
+template <typename T>
+__device__ __forceinline__ void take_chunk(const FetchTarget& gather, const FetchSource* sources,
+                                           int64_t begin) {
+  const int64_t num_bytes = min(kChunkBytes, gather.num_bytes - begin);
+  if (gather.taking == Taking::kNothing) return;
+  if (gather.taking == Taking::kAdd) {
+    add_chunk<T>(gather.dst, sources, gather.num_sources, begin, num_bytes);
+  } else if (is_aligned(gather.dst, sources[0].data, num_bytes)) {
+    copy_chunk<uint4>(gather.dst + begin, sources[0].data + begin, num_bytes);
+  } else {
+    copy_chunk<uint32_t>(gather.dst + begin, sources[0].data + begin, num_bytes);
+  }
+}
+
+// Whether a rank gave up the call in place of publishing, for all threads of the block.
+__device__ __forceinline__ bool await_results(const FetchCall& call, const FetchSource* sources,
+                                              int num_sources) {
+  __shared__ bool poisoned;
+  __syncthreads();  // what was here has been read
+  if (threadIdx.x == 0) {
+    const uint32_t* results = call.board.words[call.board.rank] + word_index(Word::kResults, 0);
+    uint32_t ahead = 0;
+    for (int s = 0; s < num_sources; ++s) {
+      ahead = max(ahead, spin(results + sources[s].rank, call.epoch));
+    }
+    poisoned = is_poisoned(ahead);
+  }
+  __syncthreads();
+  return poisoned;
+}
+
+template <typename T, typename Arguments>
+__global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__ Arguments a) {
+  await_predecessor();
+  const uint32_t num_chunks = a.first_chunk[a.call.num_gathers];
+  int i = 0;
+  for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    while (a.first_chunk[i + 1] <= chunk) ++i;
+    const FetchTarget& gather = a.gathers[i];
+    const FetchSource* sources = a.sources + gather.first_source;
+    const int64_t begin = (chunk - a.first_chunk[i]) * kChunkBytes;
+    if (await_results(a.call, sources, gather.num_sources)) {
+      fill_nan(gather.dst + begin, min(kChunkBytes, gather.num_bytes - begin));
+    } else {
+      take_chunk<T>(gather, sources, begin);
+    }
+  }
+  if (!a.call.is_last || !is_last(a.call.counter, gridDim.x)) return;
+  raise_everywhere(a.call.board, Word::kFinished, a.call.epoch);
+}
+
+// Launches that hold kManyGathers gathers at most.
+class FetchLaunch {
+ public:
+  FetchLaunch(const Board& board, Addend addend, uint32_t epoch, uint32_t* counter,
+              cudaStream_t stream)
+      : call_{board, counter, epoch, 0, false}, addend_(addend), stream_(stream) {}
+
+  void add(const Gather& gather) {
+    const size_t num_sources = gather.sources.size();
+    if (gathers_.size() == kManyGathers || sources_.size() + num_sources > kManySources) launch();
+    gathers_.push_back({gather.dst, gather.num_bytes, static_cast<uint16_t>(sources_.size()),
+                        static_cast<uint16_t>(num_sources), gather.taking});
+    for (const auto& [data, rank] : gather.sources) {
+      sources_.push_back({data, static_cast<int32_t>(rank)});
+    }
+    const int64_t num_chunks = (gather.num_bytes + kChunkBytes - 1) / kChunkBytes;
+    first_chunk_.push_back(first_chunk_.back() + static_cast<uint32_t>(num_chunks));
+  }
+
+  void launch_last() {
+    call_.is_last = true;
+    launch();
+  }
+
+ private:
+  void launch() {
+    call_.num_gathers = static_cast<int>(gathers_.size());
+    const bool are_few = gathers_.size() <= kFewGathers && sources_.size() <= kFewSources;
+    are_few ? launch_with<FewFetches>() : launch_with<ManyFetches>();
+    gathers_.clear();
+    sources_.clear();
+    first_chunk_ = {0};
+  }
+
+  template <typename Arguments>
+  void launch_with() const {
+    Arguments arguments = {call_, {}, {}, {}};
+    std::copy(first_chunk_.begin(), first_chunk_.end(), arguments.first_chunk);
+    std::copy(gathers_.begin(), gathers_.end(), arguments.gathers);
+    std::copy(sources_.begin(), sources_.end(), arguments.sources);
+    const auto kernel = addend_ == Addend::kFloat16 ? fetch_kernel<__half, Arguments>
+                                                    : fetch_kernel<__nv_bfloat16, Arguments>;
+    const int num_ctas = std::clamp(static_cast<int>(first_chunk_.back()), 1, kMaxCtas);
+    launch_dependent(kernel, num_ctas, kThreads, stream_, arguments);
+  }
+
+  FetchCall call_;
+  std::vector<uint32_t> first_chunk_ = {0};  // by gather, and one more
+  std::vector<FetchTarget> gathers_;
+  std::vector<FetchSource> sources_;
+  Addend addend_;
+  cudaStream_t stream_;
+};
+
+}  // namespace
+
+void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
+           uint32_t* counter, cudaStream_t stream) {
+  if (gathers.empty()) return finish(board, epoch, stream);
+  FetchLaunch launch(board, addend, epoch, counter, stream);
+  for (const Gather& gather : gathers) launch.add(gather);
+  launch.launch_last();
+}
+
+}  // namespace distca::transport::peer

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace distca::transport::peer {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(error));
+}
+
+// A dependent kernel comes to the device while the one before it in the stream still runs, which
+// hides what its launch takes. It sees nothing too early: all of its threads begin with
+// await_predecessor, which returns when the kernel before has ended and what that wrote is visible.
+// That kernel began in the same way, or is an ordinary one, which starts when all before it have
+// ended; and an ordinary one that follows waits for all of this. Kernels of the model might skip
+// the wait, so the first of a call, start or store, is ordinary; none of theirs is between it and
+// ours.
+
+// Lets the next kernel come now, if it is a dependent one.
+__device__ __forceinline__ void admit_dependent() {
+#if __CUDA_ARCH__ >= 900  // peer memory is for Hopper: nothing runs what is built for others
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void await_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <typename... Parameters>
+void launch_dependent(void (*kernel)(Parameters...), dim3 grid, int num_threads,
+                      cudaStream_t stream, const Parameters&... arguments) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "peer memory kernel launch");
+}
+
+}  // namespace distca::transport::peer
