@@ -3,6 +3,9 @@
 import pytest
 import torch
 from peer_canaries import BACKWARD, CANARY, FORWARD, are_intact, used_ranges
+from ranks import Ranks
+
+import distca
 
 ROW_BYTES = {"query": 512, "key": 256, "statistic": 16}
 OWN, MOST = (3, 5), (4, 5)  # rows of queries, of keys
@@ -42,3 +45,19 @@ def test_an_expectation_one_row_short_fails(missing):
     few = (OWN[0] - missing[0], OWN[1] - missing[1])
     short = used_ranges(FORWARD, ROW_BYTES, few, MOST)
     assert not are_intact(memory, short, backward)
+
+
+def ask_for_peer_memory(rank, world_size):
+    name = distca.init().group_name
+    with pytest.raises(ValueError) as refused:
+        torch.ops.distca.peer_memory(name)
+    return str(refused.value), torch.ops.distca.peer_memory_bytes(name)
+
+
+def test_there_is_no_peer_memory_by_process_group():
+    ranks = Ranks(2, start_method="forkserver")
+    try:
+        for error, num_bytes in ranks.run(ask_for_peer_memory):
+            assert "set transport to peer" in error and num_bytes == 0
+    finally:
+        ranks.stop()
