@@ -16,6 +16,7 @@ import distca
 
 VICTIM = 1
 ROWS = 6000
+MORE_ROWS = 8 * ROWS  # whose buffers are megabytes, and grow from the forward to the backward pass
 TIMEOUT_S = 5.0
 FAULT_AFTER_S = 1.0  # in a call that is under way
 CYCLES_PER_S = 2e9  # of the fastest of these devices
@@ -86,10 +87,21 @@ def fail_between_calls(faults: Faults) -> None:
         attend(*step, faults if layer == 2 else {})
 
 
+def fail_before_growth(faults: Faults) -> None:
+    """Before a forward call, when the host goes on to the backward one, whose buffers must grow."""
+    documents, leaves = make_step(MORE_ROWS)
+    distca.core_attention(*leaves, documents)
+    torch.cuda.synchronize()
+    faults.get("forward", lambda: None)()
+    out = distca.core_attention(*leaves, documents)
+    out.backward(torch.ones_like(out))
+    torch.cuda.synchronize()
+
+
 def fail_in_growth(faults: Faults) -> None:
     """In calls for which buffers must grow: all of the second step's, whose plan is larger."""
     attend(*make_step(ROWS), {})
-    attend(*make_step(4 * ROWS), {name: lambda f=f: fail_soon(f) for name, f in faults.items()})
+    attend(*make_step(MORE_ROWS), {name: lambda f=f: fail_soon(f) for name, f in faults.items()})
 
 
 def fail_soon(fault: Callable[[], None]) -> None:
@@ -106,7 +118,10 @@ def end_process(error: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-MOMENTS = {function.__name__: function for function in (fail_between_calls, fail_in_growth)}
+MOMENTS = {
+    function.__name__: function
+    for function in (fail_between_calls, fail_before_growth, fail_in_growth)
+}
 
 
 def main() -> None:

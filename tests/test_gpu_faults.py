@@ -85,6 +85,13 @@ def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
     assert f"{failing_pass} pass" in said
 
 
+def test_a_rank_fails_before_buffers_grow():
+    """The device still waits for it, in an earlier call, which is the one that is named."""
+    said = last_named(errors_of_survivor("die", "fail_before_growth", "forward", "peer"))
+    assert f"rank {VICTIM} is dead" in said
+    assert "of attention layer 1, forward pass, step 0" in said
+
+
 @pytest.mark.parametrize(
     "fault, failing_pass",
     [("die", "forward"), ("stop", "backward"), ("raise_error", "backward"), ("sleep", "forward")],
