@@ -1,10 +1,12 @@
-"""A step in which one rank fails: python gpu_fault_script.py FAULT PASS TRANSPORT, as a launcher's
-process. It catches nothing, as users' scripts do not."""
+"""A step in which one rank fails: python gpu_fault_script.py FAULT MOMENT PASS TRANSPORT, as a
+launcher's process. It catches nothing, as users' scripts do not."""
 
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -14,8 +16,13 @@ import distca
 
 VICTIM = 1
 ROWS = 6000
+MORE_ROWS = 8 * ROWS  # whose buffers are megabytes, and grow from the forward to the backward pass
 TIMEOUT_S = 5.0
+FAULT_AFTER_S = 1.0  # in a call that is under way
+CYCLES_PER_S = 2e9  # of the fastest of these devices
 TAKEN = []
+
+Faults = dict[str, Callable[[], None]]  # by the pass that they come before
 
 
 def die() -> None:
@@ -51,30 +58,79 @@ FAULTS = {
 }
 
 
-def main() -> None:
-    fault, failing_pass, transport = FAULTS[sys.argv[1]], sys.argv[2], sys.argv[3]
-    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
-    backend = "gloo" if transport == "peer" else "nccl"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S))
-    documents = distca.Documents.sharded([ROWS], rank, world_size)
+def make_step(rows: int) -> tuple[distca.Documents, list[torch.Tensor]]:
+    documents = distca.Documents.sharded([rows], dist.get_rank(), dist.get_world_size())
     distca.plan(documents, device="cuda")
-    q, k, v = (
+    leaves = [
         torch.randn(documents.num_tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
         .requires_grad_()
         for heads in (4, 2, 2)
-    )  # fmt: skip
+    ]  # fmt: skip
+    return documents, leaves
+
+
+def attend(documents: distca.Documents, leaves: list[torch.Tensor], faults: Faults) -> None:
+    """One layer, forward and backward."""
+    if "forward" in faults:
+        faults["forward"]()
+    out = distca.core_attention(*leaves, documents)
+    torch.cuda.synchronize()
+    if "backward" in faults:
+        faults["backward"]()
+    out.backward(torch.ones_like(out))
+    torch.cuda.synchronize()
+
+
+def fail_between_calls(faults: Faults) -> None:
+    step = make_step(ROWS)
     for layer in range(4):
-        is_last = rank == VICTIM and layer == 2
-        if is_last and failing_pass == "forward":
-            fault()
-        out = distca.core_attention(q, k, v, documents)
-        torch.cuda.synchronize()
-        if is_last and failing_pass == "backward":
-            fault()
-        out.backward(torch.ones_like(out))
-        torch.cuda.synchronize()
+        attend(*step, faults if layer == 2 else {})
+
+
+def fail_before_growth(faults: Faults) -> None:
+    """Before a forward call, when the host goes on to the backward one, whose buffers must grow."""
+    documents, leaves = make_step(MORE_ROWS)
+    distca.core_attention(*leaves, documents)
+    torch.cuda.synchronize()
+    faults.get("forward", lambda: None)()
+    out = distca.core_attention(*leaves, documents)
+    out.backward(torch.ones_like(out))
+    torch.cuda.synchronize()
+
+
+def fail_in_growth(faults: Faults) -> None:
+    """In calls for which buffers must grow: all of the second step's, whose plan is larger."""
+    attend(*make_step(ROWS), {})
+    attend(*make_step(MORE_ROWS), {name: lambda f=f: fail_soon(f) for name, f in faults.items()})
+
+
+def fail_soon(fault: Callable[[], None]) -> None:
+    """`fault` strikes while this rank waits for its own device, before it meets the others."""
+    busy_s = 4 * TIMEOUT_S if fault is sleep else 3 * FAULT_AFTER_S
+    torch.cuda._sleep(int(busy_s * CYCLES_PER_S))
+    threading.excepthook = end_process
+    threading.Timer(FAULT_AFTER_S, fault).start()
+
+
+def end_process(error: threading.ExceptHookArgs) -> None:
+    """An exception in any thread does what one in the main thread does."""
+    sys.excepthook(error.exc_type, error.exc_value, error.exc_traceback)
+    os._exit(1)
+
+
+MOMENTS = {
+    function.__name__: function
+    for function in (fail_between_calls, fail_before_growth, fail_in_growth)
+}
+
+
+def main() -> None:
+    fault, moment, failing_pass, transport = sys.argv[1:]
+    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    backend = "gloo" if transport == "peer" else "nccl"
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S))
+    MOMENTS[moment]({failing_pass: FAULTS[fault]} if dist.get_rank() == VICTIM else {})
     print("nothing was noticed", file=sys.stderr)
 
 

@@ -38,10 +38,8 @@ def survivor(process: subprocess.Popen, deadline: float) -> tuple[int, str]:
     return process.returncode, error
 
 
-@pytest.mark.parametrize("failing_pass", ["forward", "backward"])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("transport", ["peer", "process_group"])
-def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
+def errors_of_survivor(fault: str, moment: str, failing_pass: str, transport: str) -> str:
+    """What the rank that is not at fault wrote before it ended, not well."""
     if transport == "peer" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
     if transport == "process_group" and torch.cuda.device_count() < 2:
@@ -56,7 +54,7 @@ def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), fault, failing_pass, transport],
+            [sys.executable, str(SCRIPT), fault, moment, failing_pass, transport],
             env={**environment, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -69,7 +67,36 @@ def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
         processes[VICTIM].send_signal(signal.SIGKILL)
         processes[VICTIM].communicate()
     assert code != 0, error
+    return error
+
+
+def last_named(error: str) -> str:
     named = [line for line in error.splitlines() if "DistBackendError: distca: " in line]
     assert named, error
-    assert f"rank {VICTIM} " in named[-1] and SAYS[fault] in named[-1], error
-    assert f"{failing_pass} pass" in named[-1], error
+    return named[-1]
+
+
+@pytest.mark.parametrize("failing_pass", ["forward", "backward"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("transport", ["peer", "process_group"])
+def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
+    said = last_named(errors_of_survivor(fault, "fail_between_calls", failing_pass, transport))
+    assert f"rank {VICTIM} " in said and SAYS[fault] in said
+    assert f"{failing_pass} pass" in said
+
+
+def test_a_rank_fails_before_buffers_grow():
+    """The device still waits for it, in an earlier call, which is the one that is named."""
+    said = last_named(errors_of_survivor("die", "fail_before_growth", "forward", "peer"))
+    assert f"rank {VICTIM} is dead" in said
+    assert "of attention layer 1, forward pass, step 0" in said
+
+
+@pytest.mark.parametrize(
+    "fault, failing_pass",
+    [("die", "forward"), ("stop", "backward"), ("raise_error", "backward"), ("sleep", "forward")],
+)
+def test_a_rank_fails_while_buffers_grow(fault, failing_pass):
+    said = last_named(errors_of_survivor(fault, "fail_in_growth", failing_pass, "peer"))
+    assert f"rank {VICTIM} " in said and SAYS[fault] in said
+    assert f"growth of peer memory of attention layer 0, {failing_pass} pass, step 1" in said

@@ -8,9 +8,12 @@ import random
 import oracle
 import pytest
 import torch
+from layout_words import numbers_of_rows
 from oracle import Case
+from peer_canaries import BACKWARD, FORWARD, Canaries, used_ranges
 from ranks import Ranks
 from test_gpu import LENGTHS, MASKS, assert_as_good_as_the_reference, attend, place
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 import distca
 from distca import planning, session
@@ -151,16 +154,30 @@ def test_copy_engines(peer_ranks, world_size):
         assert max(errors) < 0.01 and not any(map(math.isnan, errors))
 
 
+def ranges_of_calls(pieces, plan, rank, world_size):
+    """Bytes that a forward and a backward call may touch in this rank's buffers, q of 4 heads and k
+    and v of 2, bfloat16 of head_dim 64."""
+    layouts = (torch.ops.distca.layout(pieces, plan, r, 0, "cpu")[0] for r in range(world_size))
+    rows = [numbers_of_rows(layout)[1:] for layout in layouts]
+    most = tuple(map(max, zip(*rows, strict=True)))
+    row_bytes = {"query": 4 * 64 * 2, "key": 2 * 64 * 2, "statistic": 4 * 4}
+    return [used_ranges(regions, row_bytes, rows[rank], most) for regions in (FORWARD, BACKWARD)]
+
+
 def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
-    """Largest error of any result against this rank's own documents computed here. A rank holds at
-    most `round_rows` visiting rows in a round."""
+    """Largest error of any result against this rank's own documents computed here, and in how many
+    plans canaries were seen to stand. A rank holds at most `round_rows` visiting rows in a round.
+
+    Canaries make the ranks wait for each other, so half of the plans, at random, go without."""
     shared, own = random.Random(seed), random.Random(seed * world_size + rank)
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(rank)
     opened, ops = session.find(), torch.ops.distca
-    worst = 0.0
+    worst, num_checked = 0.0, 0
     for _ in range(num_plans):
         lengths, pieces, plan = random_plan(shared, world_size)
+        has_buffers = ops.peer_memory_bytes(opened.group_name) > 0
+        has_canaries = has_buffers and round_rows is None and shared.random() < 0.5
         layout, packed_rows = ops.layout(
             pieces, plan, rank, opened.num_plans, "cuda", False, [1, 1], round_rows
         )
@@ -177,22 +194,49 @@ def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
         )  # fmt: skip
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
 
+        canaries = Canaries(opened.group_name) if has_canaries else None
         if own.random() < 0.3:
             torch.cuda._sleep(own.randint(0, 3_000_000))  # cycles
         results = forward_backward(leaves, grad_out, balanced, opened.group_name)
+        if canaries is not None:
+            num_checked += canaries.check(*ranges_of_calls(pieces, plan, rank, world_size))
         expected = forward_backward(leaves, grad_out, (local.layout, local.rows), "")
         errors = map(oracle.relative_error, results, expected)
         worst = max(worst, *(error if error == error else math.inf for error in errors))
-    return worst
+    return worst, num_checked
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_random_plans_with_random_delays(peer_ranks, world_size):
     num_plans = int(os.environ.get("DISTCA_NUM_RANDOM_PLANS", "100"))
-    errors = peer_ranks(world_size).run(attend_to_random_plans, num_plans, 7)
-    assert max(errors) < 0.02
+    for worst, num_checked in peer_ranks(world_size).run(attend_to_random_plans, num_plans, 7):
+        assert worst < 0.02 and num_checked > num_plans // 4
 
 
 def test_rounds(peer_ranks):
     """777 keys of one query, the most, fit."""
-    assert max(peer_ranks(2).run(attend_to_random_plans, 30, 8, 900.0)) < 0.02
+    for worst, _ in peer_ranks(2).run(attend_to_random_plans, 30, 8, 900.0):
+        assert worst < 0.02
+
+
+def attend_without_memory(rank, world_size, poor_rank):
+    """What a plan says for which a rank has no memory, then errors under a smaller one."""
+    pad_bytes = symmetric_memory.get_signal_pad_size()
+    if rank == poor_rank:  # of every allocation, more than any device has
+        symmetric_memory.set_signal_pad_size(2**44)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            attend_to_large_plan(rank, world_size, 60_001, 0.6)
+    finally:
+        symmetric_memory.set_signal_pad_size(pad_bytes)
+    num_bytes = torch.ops.distca.peer_memory_bytes(session.find().group_name)
+    return str(raised.value), num_bytes, attend_to_large_plan(rank, world_size, 6_001, 0.6)
+
+
+def test_no_memory_for_larger_buffers_on_one_rank(peer_ranks):
+    poor_rank = 1
+    for said, num_bytes, errors in peer_ranks(2).run(attend_without_memory, poor_rank):
+        assert f"out of memory on rank(s) {poor_rank}, where" in said
+        assert "growth of peer memory of attention layer 0, forward pass" in said
+        assert f"keeps the {num_bytes} bytes" in said
+        assert max(errors) < 0.01 and not any(map(math.isnan, errors))

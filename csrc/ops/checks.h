@@ -53,11 +53,14 @@ auto in_phase(const Call& call, const char* phase, F&& part) {
   return part();
 }
 
-// Runs a step of a call; an exception on this rank is told to the others, which wait for it.
+// Runs a step of a call; an exception on this rank is told to the others, which wait for it. Not
+// one that they throw too: what is announced ends the group.
 template <typename F>
 auto announcing(Session& session, F&& step) {
   try {
     return step();
+  } catch (const transport::GroupOutOfMemory&) {
+    throw;
   } catch (const std::exception& error) {
     session.failures().announce(transport::message_of(error));
     throw;

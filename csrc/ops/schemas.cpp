@@ -97,6 +97,10 @@ TORCH_LIBRARY(distca, m) {
   m.def("peer_memory_bytes(str group_name) -> int", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->peer_memory_bytes();
   });
+  // These bytes, uint8, for tests: see session.h.
+  m.def("peer_memory(str group_name) -> Tensor", [](const std::string& group_name) {
+    return distca::ops::find_session(group_name)->peer_memory();
+  });
   m.def("close_session(str group_name) -> ()",
         [](const std::string& group_name) { distca::ops::close_session(group_name); });
   m.def("attention_shape(str group_name) -> int[]", [](const std::string& group_name) {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/engine.h>
@@ -124,8 +125,17 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*device));
   const c10::DeviceGuard guard(own);
   peer_transport_ = std::make_shared<transport::peer::PeerTransport>(
-      transport::peer::Members{names.data, rank_, num_ranks_, own}, failures_, timeout_s);
+      transport::peer::Members{names.data, rank_, num_ranks_, own},
+      [this](int64_t says, const transport::Where& where) { return meet(says, where); }, failures_,
+      timeout_s);
 #endif
+}
+
+std::vector<int64_t> Session::meet(int64_t says, const transport::Where& where) {
+  const at::Tensor all =
+      control_->all_gather(at::scalar_tensor(says, at::kLong), where, where.phase);
+  const auto* first = all.const_data_ptr<int64_t>();
+  return {first, first + num_ranks_};
 }
 
 int64_t Session::peer_memory_bytes() const {
@@ -133,6 +143,18 @@ int64_t Session::peer_memory_bytes() const {
   if (peer_transport_) return peer_transport_->buffer_bytes();
 #endif
   return 0;
+}
+
+at::Tensor Session::peer_memory() const {
+  at::Tensor buffers;
+#ifdef DISTCA_WITH_SM90
+  if (peer_transport_) buffers = peer_transport_->buffers();
+#endif
+  TORCH_CHECK_VALUE(
+      buffers.defined(),
+      "distca: no rows have travelled through peer memory in this group; set "
+      "transport to peer, and call core_attention under a plan that moves rows first");
+  return buffers;
 }
 
 bool Session::has_agreed_on(int64_t step) const {

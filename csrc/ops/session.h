@@ -68,6 +68,9 @@ class Session {
   // Null where ranks do not reach each other's memory.
   transport::peer::PeerTransport* peer_transport() { return peer_transport_.get(); }
   int64_t peer_memory_bytes() const;
+  // What others write to, uint8 [peer_memory_bytes()]: both buffers, which calls use by turns.
+  // Throws ValueError where there is none (yet).
+  at::Tensor peer_memory() const;
   transport::FailureBoard& failures() { return *failures_; }
   transport::ControlPlane& planning() { return *planning_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
@@ -92,6 +95,11 @@ class Session {
  private:
   bool has_agreed_on(int64_t step) const;
   std::vector<Signature> gather(const Signature& mine, const std::string& activity);
+
+  // What every rank says, [num_ranks]. On the control plane, as agreements: a call meets after its
+  // own agreement and before the next call's, on every rank, so that the order is one. Holds no
+  // lock while it waits but that of the channel.
+  std::vector<int64_t> meet(int64_t says, const transport::Where& where);
 
   mutable std::mutex mutex_;
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();

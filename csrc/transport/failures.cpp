@@ -1,6 +1,5 @@
 #include "failures.h"
 
-#include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <algorithm>

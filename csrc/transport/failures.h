@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -11,7 +13,7 @@ namespace distca::transport {
 
 // Where in a step a rank communicates, for the error that names it.
 struct Where {
-  const char* phase;  // "plan", "agreement", "dispatch", "combine"
+  const char* phase;  // "plan", "agreement", "dispatch", "combine", ...
   const char* pass;   // "forward", "backward"; "" outside the layers
   int64_t layer;      // attention calls of this pass under the current plan, from 0; -1 outside
   int64_t step;       // plans this group has used before; -1 before the first
@@ -20,6 +22,12 @@ struct Where {
 };
 
 std::string describe(const Where& where);
+
+// Memory is short on some ranks of a group, and all of its ranks throw this at the same point:
+// nobody is left waiting, and the group goes on.
+class GroupOutOfMemory : public c10::OutOfMemoryError {
+  using c10::OutOfMemoryError::OutOfMemoryError;
+};
 
 // What an exception says, without the C++ stack that torch's errors carry.
 std::string message_of(const std::exception& error);

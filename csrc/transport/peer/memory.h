@@ -3,9 +3,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "../failures.h"
 #include "kernels.h"
 
 namespace distca::transport::peer {
@@ -18,16 +20,23 @@ struct Members {
   c10::Device device;
 };
 
+// What every rank says, [num_ranks], once all have said something. Throws DistBackendError naming
+// `where` and the ranks at fault when one is gone, has failed or does not come in time.
+using Meeting = std::function<std::vector<int64_t>(int64_t says, const Where& where)>;
+
 // Memory of the ranks of a group that all of them read and write: each rank's board, and two
 // buffers that calls use in turns. Symmetric: everything lies at the same place on every rank.
 class PeerMemory {
  public:
   // Collective; waits for the other ranks.
-  explicit PeerMemory(Members members);
+  PeerMemory(Members members, Meeting meet);
 
-  // Makes each buffer hold `num_bytes`, which are equal on all ranks. Collective where that is more
-  // than before: it waits for the device and the other ranks.
-  void reserve(int64_t num_bytes);
+  bool holds(int64_t num_bytes) const { return num_bytes <= num_bytes_; }
+
+  // Makes each buffer hold `num_bytes`, which are equal on all ranks, and forgets what is in them.
+  // Collective; this rank's device is idle. Throws GroupOutOfMemory, on every rank, naming ranks
+  // and bytes where one has no memory; then the buffers stay as they are.
+  void grow(int64_t num_bytes, const Where& where);
 
   const Board& board() const { return board_; }
 
@@ -39,6 +48,9 @@ class PeerMemory {
   // Of both buffers on this rank.
   int64_t total_bytes() const { return kNumBuffers * num_bytes_; }
 
+  // Both buffers on this rank, uint8 [total_bytes()]; undefined before they first grow.
+  const at::Tensor& tensor() const { return data_.tensor; }
+
   static constexpr int64_t kNumBuffers = 2;
 
  private:
@@ -47,9 +59,13 @@ class PeerMemory {
     at::Tensor tensor;
     std::vector<char*> addresses;
   };
-  Shared share(int64_t num_bytes) const;
+  Shared share(int64_t num_bytes, const Where& where) const;
+  at::Tensor allocate(int64_t num_bytes) const;
+  void check_that_all_have(int64_t num_bytes, const std::string& own_problem,
+                           const Where& where) const;
 
   Members members_;
+  Meeting meet_;
   Shared words_;
   Board board_ = {};
   Shared data_;

@@ -103,9 +103,9 @@ void Event::block(cudaStream_t stream) const {
   C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_));
 }
 
-PeerTransport::PeerTransport(Members members, std::shared_ptr<FailureBoard> failures,
+PeerTransport::PeerTransport(Members members, Meeting meet, std::shared_ptr<FailureBoard> failures,
                              double timeout_s)
-    : memory_(members),
+    : memory_(members, std::move(meet)),
       watch_(memory_.board(), members.device),
       watchdog_(watch_, std::move(failures), timeout_s) {
   counters_ = at::zeros({kMaxPeers + 1}, at::TensorOptions(at::kInt).device(members.device));
@@ -118,9 +118,17 @@ PeerTransport::PeerTransport(Members members, std::shared_ptr<FailureBoard> fail
 
 void PeerTransport::begin(int64_t num_bytes, const Where& where) {
   watchdog_.check();
-  watch_.begin(epoch_ + 1, where);
-  memory_.reserve(num_bytes);
+  if (!memory_.holds(num_bytes)) grow(num_bytes, where.in("growth of peer memory"));
   ++epoch_;
+  watch_.begin(epoch_, where);
+}
+
+void PeerTransport::grow(int64_t num_bytes, const Where& where) {
+  C10_CUDA_CHECK(cudaDeviceSynchronize());
+  // Earlier calls may have waited for a rank that is gone, until the watchdog released them.
+  watchdog_.check();
+  // From here on no stream waits, so the watchdog has nothing to say: the meeting has a timeout.
+  memory_.grow(num_bytes, where);
 }
 
 void PeerTransport::send(std::vector<Parcel> parcels) {

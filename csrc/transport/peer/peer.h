@@ -40,10 +40,12 @@ struct Queue {
 class PeerTransport {
  public:
   // Gives up a call in which nothing moves for `timeout_s`.
-  PeerTransport(Members members, std::shared_ptr<FailureBoard> failures, double timeout_s);
+  PeerTransport(Members members, Meeting meet, std::shared_ptr<FailureBoard> failures,
+                double timeout_s);
 
   // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every
-  // rank's buffer, as many on every rank.
+  // rank's buffer, as many on every rank. Where no call needed as many before, it waits for the
+  // device and the other ranks, and throws as PeerMemory::grow; then no call has started.
   void begin(int64_t num_bytes, const Where& where);
 
   int64_t rank() const { return memory_.board().rank; }
@@ -70,8 +72,12 @@ class PeerTransport {
   void end(Addend addend);
 
   int64_t buffer_bytes() const { return memory_.total_bytes(); }
+  // Both buffers of this rank; undefined before the first call.
+  const at::Tensor& buffers() const { return memory_.tensor(); }
 
  private:
+  void grow(int64_t num_bytes, const Where& where);
+
   void copy(const std::vector<Parcel>& parcels);
 
   // Copies results here when their ranks have published them; `bytes_to_add` of addends.
