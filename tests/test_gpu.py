@@ -99,6 +99,20 @@ def test_steps_equal_the_oracle(gpu_ranks, sharded):
     assert_as_good_as_the_reference(gpu_ranks(4).run(attend_in_steps, case), case)
 
 
+def attend_keeping(rank, world_size, case):
+    distca.close()
+    distca.init(options=distca.Options(keep_inputs_gb=1.0))
+    results = attend(rank, world_size, case)
+    distca.close()
+    return results
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_kept_inputs_equal_the_oracle(gpu_ranks, sharded):
+    case = Case(LENGTHS, 8, 2, 128, sharded=sharded, dtype=torch.bfloat16)
+    assert_as_good_as_the_reference(gpu_ranks(4).run(attend_keeping, case), case)
+
+
 def forward_bits(rank, world_size, case):
     documents, leaves, _ = place(case, rank, world_size)
     distca.plan(documents, device="cuda")

@@ -95,41 +95,44 @@ def test_views_of_a_fused_projection(peer_ranks):
 
 
 def random_plan(generator, world_size):
-    """Lengths of each rank's documents and a plan of all ranks: every document is cut anywhere, and
-    each part is computed anywhere."""
+    """Lengths of each rank's documents and a plan of all ranks: every document is cut anywhere,
+    each part is computed anywhere, and servers keep inputs of any document."""
     lengths = [
         [generator.choice((0, 1, 63, 128, 300, 777)) for _ in range(3)] for _ in range(world_size)
     ]
     held = [(rank, length) for rank in range(world_size) for length in lengths[rank] if length]
     pieces = [(rank, document, 0, length) for document, (rank, length) in enumerate(held)]
     tasks = []
-    for _, document, _, length in pieces:
+    for home, document, _, length in pieces:
         cuts = sorted({0, length, *(generator.randint(0, length) for _ in range(3))})
+        keepers = {server for server in range(world_size) if generator.random() < 0.4} - {home}
         for begin, end in itertools.pairwise(cuts):
-            tasks.append((generator.randrange(world_size), document, begin, end))
+            server = generator.randrange(world_size)
+            tasks.append((server, document, begin, end, int(server in keepers)))
     pieces = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 4)
-    order = torch.tensor(sorted(tasks), dtype=torch.int64).reshape(-1, 4)
-    columns = order[:, [1, 2, 3, 0]].contiguous()
+    order = torch.tensor(sorted(tasks), dtype=torch.int64).reshape(-1, 5)
+    columns = order[:, [1, 2, 3, 0, 4]].contiguous()
     plan = torch.ops.distca.plan_of_tasks(pieces, columns, world_size, -1, 0)
     return lengths, pieces, plan
 
 
 def forward_backward(leaves, grad_out, share, group_name):
     scale = leaves[0].shape[-1] ** -0.5
-    out, *_ = torch.ops.distca.core_attention(*leaves, *share, scale, group_name)
+    kept_rows = torch.ops.distca.kept_rows(share[0])
+    out, *_ = torch.ops.distca.core_attention(*leaves, *share, scale, group_name, *kept_rows)
     return out, *torch.autograd.grad(out, leaves, grad_out)
 
 
-def attend_to_large_plan(rank, world_size, rows, share_moved):
+def attend_to_large_plan(rank, world_size, rows, share_moved, is_kept=0):
     """Errors against this rank's own document computed here, where much of every document goes to
-    the next rank: copy engines carry it."""
+    the next rank, which keeps its inputs or does not: copy engines carry it."""
     device = torch.device("cuda", torch.cuda.current_device())
     opened, ops = session.find(), torch.ops.distca
     pieces = torch.tensor([(r, r, 0, rows) for r in range(world_size)])
-    kept = int(rows * (1 - share_moved))
-    tasks = [(r, (r, 0, kept)) for r in range(world_size)]
-    tasks += [((r + 1) % world_size, (r, kept, rows)) for r in range(world_size)]
-    columns = torch.tensor([(*queries, server) for server, queries in sorted(tasks)])
+    cut = int(rows * (1 - share_moved))
+    tasks = [(r, r, 0, cut, 0) for r in range(world_size)]
+    tasks += [((r + 1) % world_size, r, cut, rows, is_kept) for r in range(world_size)]
+    columns = torch.tensor(sorted(tasks))[:, [1, 2, 3, 0, 4]].contiguous()
     plan = ops.plan_of_tasks(pieces, columns, world_size, -1, 0)
     local = planning.local_plan(distca.Documents([0, rows]), (-1, 0), device)
     errors = []
@@ -148,9 +151,10 @@ def attend_to_large_plan(rank, world_size, rows, share_moved):
     return errors
 
 
+@pytest.mark.parametrize("is_kept", [0, 1])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_copy_engines(peer_ranks, world_size):
-    for errors in peer_ranks(world_size).run(attend_to_large_plan, 12_001, 0.6):
+def test_copy_engines(peer_ranks, world_size, is_kept):
+    for errors in peer_ranks(world_size).run(attend_to_large_plan, 12_001, 0.6, is_kept):
         assert max(errors) < 0.01 and not any(map(math.isnan, errors))
 
 

@@ -46,7 +46,10 @@ def test_queries_stay_on_their_servers(seed, window):
     documents = [documents_of(each) for each in lengths]
     rows = [generator.randint(0, each.num_tokens) for each in documents]
     pieces = torch.cat([each.pieces(rank) for rank, each in enumerate(documents)])
-    cost, cluster = cost_tensor(distca.Options(), SHAPE, "cpu"), Cluster(num_ranks, kept_cap_bytes=3000)
+    cost, cluster = (
+        cost_tensor(distca.Options(), SHAPE, "cpu"),
+        Cluster(num_ranks, kept_cap_bytes=3000),
+    )
     encoded, _ = balance(pieces, window, cost, SHAPE, cluster, 0.01)
     tasks = tasks_of(encoded)
     whole = servers_by_token(pieces, tasks)
