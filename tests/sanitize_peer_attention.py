@@ -4,7 +4,7 @@
         --error-exitcode 9 python tests/sanitize_peer_attention.py
 
 with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own. Needs
-Hopper GPUs that reach each other.
+Hopper GPUs that reach each other; with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 ranks share one.
 """
 
 import os
@@ -20,8 +20,9 @@ NUM_PLANS = int(os.environ.get("DISTCA_NUM_RANDOM_PLANS", "6"))
 
 def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    num_devices = torch.cuda.device_count()
+    torch.cuda.set_device(rank % num_devices)
+    dist.init_process_group("nccl" if num_devices >= world_size else "gloo")
     distca.init(options=distca.Options(transport="peer"))
     worst, num_checked = attend_to_random_plans(rank, world_size, NUM_PLANS, seed=7)
     if not worst < 0.02:

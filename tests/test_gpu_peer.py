@@ -213,7 +213,9 @@ def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_random_plans_with_random_delays(peer_ranks, world_size):
     num_plans = int(os.environ.get("DISTCA_NUM_RANDOM_PLANS", "100"))
-    for worst, num_checked in peer_ranks(world_size).run(attend_to_random_plans, num_plans, 7):
+    ranks, timeout_s = peer_ranks(world_size), 60 + num_plans // 10
+    found = ranks.run(attend_to_random_plans, num_plans, 7, timeout_s=timeout_s)
+    for worst, num_checked in found:
         assert worst < 0.02 and num_checked > num_plans // 4
 
 

@@ -9,7 +9,6 @@ namespace distca::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kPeriod{250};
-constexpr std::chrono::milliseconds kReleasePeriod{50};
 constexpr std::chrono::seconds kCalm{1};  // of waiting before others are asked how they are
 
 }  // namespace
@@ -52,8 +51,7 @@ void Watchdog::watch() {
     const std::string reason = reason_to_give_up(Clock::now() - since);
     if (reason.empty()) continue;
     fail(reason);
-    while (watched_.release() && !sleep_until_stopped(kReleasePeriod)) {
-    }
+    watched_.release();
     return;
   }
 }

@@ -24,9 +24,8 @@ class Watched {
   // Of what is waited for.
   virtual Where place() = 0;
 
-  // Lets the streams drain, whatever becomes of their results. Returns whether to do it again:
-  // there may be more to come.
-  virtual bool release() = 0;
+  // Lets the streams drain, now and from now on, whatever becomes of their results.
+  virtual void release() = 0;
 };
 
 // Sees to it that no stream waits for ever for a rank that is gone. When a rank has failed, or

@@ -1,44 +1,38 @@
 #pragma once
 
-#include <c10/core/Device.h>
-
 #include <cstdint>
 #include <deque>
 #include <mutex>
-#include <vector>
 
 #include "../watchdog.h"
-#include "kernels.h"
+#include "host_words.h"
 
 namespace distca::transport::peer {
 
-// Kernels that wait for words of this rank's board. Poison releases them: it stands for every
-// epoch, and stays.
+// Kernels that wait for words of this rank's board.
 class BoardWatch : public Watched {
  public:
-  BoardWatch(const Board& board, c10::Device device);
-  BoardWatch(const BoardWatch&) = delete;
-  ~BoardWatch() override;
+  explicit BoardWatch(HostWords& words) : words_(words) {}
 
   void begin(uint32_t epoch, const Where& where);
 
   State look() override;
   Where place() override;
-  bool release() override;
+  void release() override;
 
  private:
   struct Call {
     uint32_t epoch;
     Where where;
   };
+  struct Seen {
+    uint32_t started, results, finished;
+    bool operator==(const Seen&) const = default;
+  };
+  Seen read() const;
 
-  bool read_words();
-  uint32_t word(Word word) const { return words_[word_index(word, board_.rank)]; }
-
-  Board board_;
-  c10::Device device_;
-  cudaStream_t stream_ = nullptr;
-  std::vector<uint32_t> words_;  // as last read, the first of the board
+  HostWords& words_;
+  Seen last_ = {};
 
   std::mutex mutex_;
   std::deque<Call> calls_;  // the latest

@@ -135,18 +135,17 @@ __device__ __forceinline__ void take_chunk(const FetchTarget& gather, const Fetc
   }
 }
 
-// Whether a rank gave up the call in place of publishing, for all threads of the block.
+// Whether the call was cut short before a rank had published, for all threads of the block.
 __device__ __forceinline__ bool await_results(const FetchCall& call, const FetchSource* sources,
                                               int num_sources) {
   __shared__ bool poisoned;
   __syncthreads();  // what was here has been read
   if (threadIdx.x == 0) {
-    const uint32_t* results = call.board.words[call.board.rank] + word_index(Word::kResults, 0);
-    uint32_t ahead = 0;
+    uint32_t* results = own_word(call.board, Word::kResults, 0);
     for (int s = 0; s < num_sources; ++s) {
-      ahead = max(ahead, spin(results + sources[s].rank, call.epoch));
+      spin(call.board, results + sources[s].rank, call.epoch);
     }
-    poisoned = is_poisoned(ahead);
+    poisoned = is_cut_short(call.board, call.epoch);
   }
   __syncthreads();
   return poisoned;

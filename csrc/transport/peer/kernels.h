@@ -15,6 +15,7 @@ constexpr int kMaxPeers = 64;
 // word stands for an epoch if it is that epoch or later.
 struct Board {
   uint32_t* words[kMaxPeers];  // [num_ranks] each rank's board, as this process sees it
+  uint32_t* host;              // this rank's HostWords, as its device sees them
   int rank;
   int num_ranks;
 };
@@ -28,7 +29,11 @@ constexpr int64_t word_index(Word word, int64_t rank) {
 constexpr int64_t kFirstFlag = 3 * kMaxPeers;
 constexpr int64_t kMaxFlags = int64_t{1} << 18;
 
-// A word about this far ahead of its epoch was raised by a watchdog, so that streams drain.
+// In this rank's host memory: its own words of the board again, and whether its watchdog has given
+// up. Then kernels stop waiting.
+enum class HostWord { kResults, kFinished, kStarted, kReleased };
+
+// A word about this far ahead of its epoch was raised by a kernel that had to stop waiting for it.
 constexpr uint32_t kPoison = uint32_t{1} << 30;
 
 // Rows from anywhere to anywhere: [num_rows] of row_bytes each.

@@ -39,6 +39,7 @@ PeerMemory::PeerMemory(Members members, Meeting meet)
   TORCH_CHECK_VALUE(members_.num_ranks <= kMaxPeers, "the group has ", members_.num_ranks,
                     " ranks; peer memory serves up to ", kMaxPeers);
   words_ = share(kBoardBytes, {"opening of peer memory", "", -1, -1});
+  board_.host = host_words_.on_device();
   board_.rank = static_cast<int>(members_.rank);
   board_.num_ranks = static_cast<int>(members_.num_ranks);
   for (int64_t rank = 0; rank < members_.num_ranks; ++rank) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../failures.h"
+#include "host_words.h"
 #include "kernels.h"
 
 namespace distca::transport::peer {
@@ -39,6 +40,7 @@ class PeerMemory {
   void grow(int64_t num_bytes, const Where& where);
 
   const Board& board() const { return board_; }
+  HostWords& host_words() { return host_words_; }
 
   // The buffer of `rank` that calls of this epoch use.
   char* buffer(int64_t rank, uint32_t epoch) const {
@@ -67,6 +69,7 @@ class PeerMemory {
   Members members_;
   Meeting meet_;
   Shared words_;
+  HostWords host_words_;
   Board board_ = {};
   Shared data_;
   std::vector<char*> buffers_;

@@ -85,6 +85,18 @@ GatheredBytes bytes_of(const std::vector<Gather>& gathers) {
   return bytes;
 }
 
+// Words of this rank's board that say that the ranks of all sources have published.
+std::vector<FlagRange> results_awaited(const std::vector<Gather>& gathers) {
+  std::vector<FlagRange> words;
+  for (const Gather& gather : gathers) {
+    for (const Gather::Source& source : gather.sources) {
+      const int64_t word = word_index(Word::kResults, source.rank);
+      words.push_back({word, word + 1});
+    }
+  }
+  return words;
+}
+
 }  // namespace
 
 Event::Event() {
@@ -106,7 +118,7 @@ void Event::block(cudaStream_t stream) const {
 PeerTransport::PeerTransport(Members members, Meeting meet, std::shared_ptr<FailureBoard> failures,
                              double timeout_s)
     : memory_(members, std::move(meet)),
-      watch_(memory_.board(), members.device),
+      watch_(memory_.host_words()),
       watchdog_(watch_, std::move(failures), timeout_s) {
   counters_ = at::zeros({kMaxPeers + 1}, at::TensorOptions(at::kInt).device(members.device));
   for (size_t i = 0; i < members.num_ranks * kQueuesPerRank; ++i) {
@@ -202,6 +214,11 @@ void PeerTransport::pull(int64_t bytes_to_add) {
 
 void PeerTransport::end(Addend addend) {
   const auto stream = at::cuda::getCurrentCUDAStream();
+  if (addends_.defined()) {
+    // Queues wait for words as long as it takes. This kernel stops where the watchdog has given up,
+    // and poisons the words, so that they stop too.
+    await_words(memory_.board(), results_awaited(gathers_), epoch_, stream);
+  }
   for (Queue& queue : queues_) {
     if (!queue.in_use) continue;
     queue.end->record(queue.stream);

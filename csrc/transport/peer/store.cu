@@ -7,7 +7,7 @@ namespace distca::transport::peer {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kFew = 56;  // blocks, and flags, of a launch that sends few parameters
+constexpr int kFew = 54;  // blocks, and flags, of a launch that sends few parameters
 constexpr int kMany = 560;
 constexpr int64_t kBytesPerCta = int64_t{16} << 10;
 constexpr int kMaxCtas = 128;  // nothing else runs: the stream's next kernel waits

@@ -26,7 +26,7 @@ void raise(const Board& board, Word word, uint32_t epoch, cudaStream_t stream) {
 }
 
 struct AwaitArguments {
-  const uint32_t* words;
+  Board board;
   uint32_t epoch;
   int num_ranges;
   struct {
@@ -40,7 +40,7 @@ __global__ void await_kernel(const __grid_constant__ AwaitArguments a) {
   for (int i = 0; i < a.num_ranges; ++i) {
     for (uint32_t word = a.ranges[i].first + threadIdx.x; word < a.ranges[i].last;
          word += blockDim.x) {
-      spin(a.words + word, a.epoch);
+      spin(a.board, a.board.words[a.board.rank] + word, a.epoch);
     }
   }
 }
@@ -72,7 +72,7 @@ void await_words(const Board& board, const std::vector<FlagRange>& ranges, uint3
                  cudaStream_t stream) {
   const std::vector<FlagRange> awaited = merged(ranges);
   for (auto next = awaited.begin(); next != awaited.end();) {
-    AwaitArguments arguments = {board.words[board.rank], epoch, 0, {}};
+    AwaitArguments arguments = {board, epoch, 0, {}};
     for (; next != awaited.end() && arguments.num_ranges < kMaxRanges; ++next) {
       arguments.ranges[arguments.num_ranges++] = {static_cast<uint32_t>(next->first),
                                                   static_cast<uint32_t>(next->last)};

@@ -7,7 +7,11 @@
 // What kernels do with the words of boards.
 namespace distca::transport::peer {
 
+static_assert(static_cast<int>(HostWord::kResults) == static_cast<int>(Word::kResults) &&
+              static_cast<int>(HostWord::kFinished) == static_cast<int>(Word::kFinished));
+
 constexpr uint32_t kPauseNs = 32;  // between two looks at a word
+constexpr uint32_t kLooks = 64;    // until the next one at the host's memory, which is far
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
   uint32_t value;
@@ -36,42 +40,61 @@ __device__ __forceinline__ uint32_t count_one(uint32_t* counter) {
   return before;
 }
 
-// How far ahead of the epoch the word is when it stands for it.
-__device__ __forceinline__ uint32_t spin(const uint32_t* word, uint32_t epoch) {
-  uint32_t ahead = load_acquire(word) - epoch;
-  while (static_cast<int32_t>(ahead) < 0) {
-    __nanosleep(kPauseNs);
-    ahead = load_acquire(word) - epoch;
-  }
-  return ahead;
+__device__ __forceinline__ uint32_t* own_word(const Board& board, Word word, int64_t rank) {
+  return board.words[board.rank] + word_index(word, rank);
+}
+
+__device__ __forceinline__ uint32_t* host_word(const Board& board, HostWord word) {
+  return board.host + static_cast<int>(word);
 }
 
 __device__ __forceinline__ bool is_poisoned(uint32_t ahead) {
   return static_cast<int32_t>(ahead) >= static_cast<int32_t>(kPoison / 2);
 }
 
+// Whether this rank's call of the epoch was cut short.
+__device__ __forceinline__ bool is_cut_short(const Board& board, uint32_t epoch) {
+  return is_poisoned(load_acquire(own_word(board, Word::kStarted, board.rank)) - epoch);
+}
+
+// How far ahead of the epoch the word is when it stands for it. Where the watchdog has given up
+// before, poisons it, for whoever else waits for it, and the call that this rank is in.
+__device__ __forceinline__ uint32_t spin(const Board& board, uint32_t* word, uint32_t epoch) {
+  uint32_t ahead = load_acquire(word) - epoch;
+  for (uint32_t look = 1; static_cast<int32_t>(ahead) < 0; ++look) {
+    __nanosleep(kPauseNs);
+    if (look % kLooks == 0 && load_acquire(host_word(board, HostWord::kReleased)) != 0) {
+      store_release(own_word(board, Word::kStarted, board.rank), epoch + kPoison);
+      store_release(word, epoch + kPoison);
+      return kPoison;
+    }
+    ahead = load_acquire(word) - epoch;
+  }
+  return ahead;
+}
+
 // Results of a call that was cut short are worth nothing: the others go on waiting, until they
 // learn why.
 __device__ __forceinline__ void raise_everywhere(const Board& board, Word word, uint32_t epoch) {
   const int rank = static_cast<int>(threadIdx.x);
-  const uint32_t* started = board.words[board.rank] + word_index(Word::kStarted, board.rank);
-  if (rank >= board.num_ranks || is_poisoned(load_acquire(started) - epoch)) return;
+  if (rank >= board.num_ranks || is_cut_short(board, epoch)) return;
   store_release(board.words[rank] + word_index(word, board.rank), epoch);
+  if (rank == board.rank) store_relaxed(board.host + static_cast<int>(word), epoch);
 }
 
 // By all threads of a block.
 __device__ __forceinline__ void await_buffers(const Board& board, uint32_t last_use) {
-  const uint32_t* finished = board.words[board.rank] + word_index(Word::kFinished, 0);
-  if (threadIdx.x < board.num_ranks) spin(finished + threadIdx.x, last_use);
+  uint32_t* finished = own_word(board, Word::kFinished, 0);
+  if (threadIdx.x < board.num_ranks) spin(board, finished + threadIdx.x, last_use);
   __syncthreads();
 }
 
-// By the last thread, which waits for no other word in a block of many. The watchdog reads no
-// memory because of this word: it orders nothing.
+// By the last thread, which waits for no other word in a block of many. Nobody reads memory because
+// of this word: it orders nothing.
 __device__ __forceinline__ void say_started(const Board& board, uint32_t epoch) {
-  uint32_t* started = board.words[board.rank] + word_index(Word::kStarted, board.rank);
-  if (threadIdx.x != blockDim.x - 1 || is_poisoned(load_acquire(started) - epoch)) return;
-  store_relaxed(started, epoch);
+  if (threadIdx.x != blockDim.x - 1 || is_cut_short(board, epoch)) return;
+  store_relaxed(own_word(board, Word::kStarted, board.rank), epoch);
+  store_relaxed(host_word(board, HostWord::kStarted), epoch);
 }
 
 // Whether this is the last of `num_blocks` blocks to get here, for all of its threads. What all of

@@ -28,9 +28,8 @@ Where WorksWatch::place() {
   return waits_.front().where;
 }
 
-bool WorksWatch::release() {
+void WorksWatch::release() {
   group_->getBackend(device_.type())->abort();
-  return false;
 }
 
 }  // namespace distca::transport

@@ -22,7 +22,7 @@ class WorksWatch : public Watched {
 
   State look() override;
   Where place() override;
-  bool release() override;
+  void release() override;
 
  private:
   struct Wait {

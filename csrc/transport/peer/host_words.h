@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace distca::transport::peer {
+
+// Words in the host's memory that kernels and the watchdog share: see HostWord. The watchdog needs
+// no driver for them, which another thread may have locked while it waits for the device, as it
+// does where a kernel is launched for the first time, or memory is given back.
+class HostWords {
+ public:
+  HostWords();
+  HostWords(const HostWords&) = delete;
+  ~HostWords();
+
+  uint32_t* on_device() const { return on_device_; }
+  uint32_t read(HostWord word) const;
+  void write(HostWord word, uint32_t value);
+
+ private:
+  uint32_t* words_ = nullptr;
+  uint32_t* on_device_ = nullptr;
+};
+
+}  // namespace distca::transport::peer
