@@ -48,8 +48,7 @@ Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
   if (num_queries == 0 && num_keys == 0) {
     return {at::empty({0}, q.options()), std::vector<VisitingInputs>(call.layout.rounds.size())};
   }
-  const int64_t room =
-      (num_queries * q.size(1) + 2 * num_keys * call.inputs.k.size(1)) * q.size(2);
+  const int64_t room = (num_queries * q.size(1) + 2 * num_keys * call.inputs.k.size(1)) * q.size(2);
   const int64_t expected = num_elements(call);
   TORCH_CHECK_VALUE(num_queries >= 0 && num_keys >= 0 && room >= expected, "num_kept_queries is ",
                     num_queries, " and num_kept_keys ", num_keys, ", which is room for ", room,
