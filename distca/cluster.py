@@ -29,7 +29,7 @@ class Cluster:
     rounds: int = 1
     """Of a layer, about: each holds no more than memory_cap_bytes."""
     kept_cap_bytes: int = 0
-    """What a server may keep of other homes' q, k and v for one layer, from the forward to the
+    """What a server may keep of visiting rows' q, k and v for one layer, from the forward to the
     backward pass."""
     ranks_per_node: int | None = None
     """Consecutive ranks share a node; the last may have fewer. None: one node."""

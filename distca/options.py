@@ -38,9 +38,9 @@ class Options:
     rows: better balance in little memory, but what travels after the first is not hidden."""
 
     keep_inputs_gb: float = 0.0
-    """Most that a rank may keep for one layer of other ranks' queries, keys and values, 1e9 byte,
-    from the forward to the backward pass, for which they then need not travel again. Of no use
-    where activation checkpointing computes attention again. 0: nothing."""
+    """Most that a rank keeps for one layer of queries, keys and values that arrive for its tasks,
+    1e9 byte, from the forward to the backward pass, for which they then need not travel again. Keys
+    that rounds, or halves of ping-pong, share are kept by each and count once. 0: nothing."""
 
     attention_tflops: float | None = None
     """Attention speed of one rank, 1e12 FLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""

@@ -355,8 +355,8 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
 
 
 def kept_rows_of(layout: Tensor, options: Options) -> tuple[int, int]:
-    """Query and key rows of other ranks for whose inputs core_attention makes room, to keep them
-    for the backward pass. Two at least where any may be: torch.compile specialises 0 and 1."""
+    """Visiting query and key rows for whose inputs core_attention makes room, to keep them for the
+    backward pass. Two at least where any may be: torch.compile specialises 0 and 1."""
     if options.keep_inputs_gb == 0:
         return 0, 0
     queries, keys = torch.ops.distca.kept_rows(layout)

@@ -272,14 +272,19 @@ def _gradients():
     layout, rows = _alone()
     q, lse = torch.ones(100, 2, 4), torch.ones(100, 2)
 
-    def backward(grad_out=q, out=q, lse=lse):
-        torch.ops.distca.core_attention_backward(grad_out, q, q, q, out, lse, layout, rows, 1.0, "")
+    def backward(grad_out=q, out=q, lse=lse, kept=None):
+        torch.ops.distca.core_attention_backward(
+            grad_out, q, q, q, out, lse, layout, rows, 1.0, "", kept
+        )
 
     yield "grad_out too short", lambda: backward(grad_out=q[:3])
     yield "grad_out of another dtype", lambda: backward(grad_out=q.double())
     yield "out too short", lambda: backward(out=q[:3])
     yield "lse too short", lambda: backward(lse=lse[:3])
     yield "lse of another dtype", lambda: backward(lse=lse.double())
+    yield "kept 2-D", lambda: backward(kept=q[0])
+    yield "kept of another dtype", lambda: backward(kept=q.double().flatten())
+    yield "kept with gaps", lambda: backward(kept=q.flatten()[::2])
 
 
 GROUPS = {

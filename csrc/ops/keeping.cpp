@@ -54,14 +54,19 @@ Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
                     num_queries, " and num_kept_keys ", num_keys, ", which is room for ", room,
                     " elements; expected ", expected,
                     ", for which torch.ops.distca.kept_rows(layout) makes room, or zeros");
-  return in_parts(call, at::empty({room}, q.options()));
+  const at::Tensor elements = at::empty({room}, q.options());
+  elements.narrow(0, expected, room - expected).zero_();  // equal inputs give equal outputs
+  return in_parts(call, elements);
 }
 
 Kept kept_of(const Call& call, const at::Tensor& elements) {
   const int64_t expected = num_elements(call);
+  const at::Tensor& q = call.inputs.q;
   TORCH_CHECK_VALUE(elements.dim() == 1 && elements.size(0) >= expected &&
-                        elements.scalar_type() == call.inputs.q.scalar_type(),
-                    "kept has ", elements.sizes(), " elements; expected the ", expected,
+                        elements.is_contiguous() && elements.scalar_type() == q.scalar_type() &&
+                        elements.device() == q.device(),
+                    "kept is ", elements.toString(), " of ", elements.sizes(),
+                    " elements; expected the ", expected, " of ", q.toString(),
                     " that the forward pass of this plan returns while gradients are enabled");
   return in_parts(call, elements);
 }
@@ -81,7 +86,7 @@ void restore(const Round& round, const VisitingInputs& kept, const VisitingInput
 }
 
 VisitingInputs whole(const Round& round, const VisitingInputs& kept, const VisitingInputs& again) {
-  if (!round.keeping) return again;
+  if (!round.keeping || round.keeping->kept_q.size(0) == 0) return again;
   const Keeping& keeping = *round.keeping;
   const auto all_rows = [](const at::Tensor& rows, const at::Tensor& row, int64_t num_rows) {
     const at::Tensor all = at::empty({num_rows, rows.size(1), rows.size(2)}, rows.options());

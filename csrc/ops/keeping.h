@@ -13,7 +13,7 @@ struct VisitingInputs {
   at::Tensor q, k, v;
 };
 
-// What a rank keeps of other ranks' rows from the forward to the backward pass: one tensor of q's
+// What a rank keeps of visiting rows from the forward to the backward pass: one tensor of q's
 // dtype, [elements], and its parts by round.
 struct Kept {
   at::Tensor elements;

@@ -195,8 +195,9 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& ke
     std::vector<peer::Gather> gathers;
     fetch_queries(round, buffers, from_out, out, gathers);
     fetch_queries(round, buffers, from_lse, lse, gathers);
-    in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
+    // Before copy engines wait for results: a kernel's first launch might wait for them.
     keep(round, {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)}, kept.rounds[i]);
+    in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
     const attention::ForwardRows late{q, k, v, round.late, out, lse};
     in_phase(call, kLateTasks, [&] { sm90::forward(late, params); });
     in_phase(call, kWaitForResults, [&] { transport.end(addend_of(q)); });

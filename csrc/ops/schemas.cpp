@@ -16,7 +16,7 @@
 // [tokens, heads_q].
 TORCH_LIBRARY(distca, m) {
   // The whole of core attention, forward and backward. `kept` [elements], of q's dtype, holds q, k
-  // and v of other ranks' rows for the backward pass: it has room for so many query and key rows,
+  // and v of visiting rows for the backward pass: it has room for so many query and key rows,
   // at least those that kept_rows says of the layout, or none where no backward pass follows.
   m.def(
       "core_attention(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, "
@@ -80,7 +80,7 @@ TORCH_LIBRARY(distca, m) {
       "-> (Tensor layout, Tensor packed_rows)");
   // `rows` from their packed form, on its device.
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows");
-  // (query rows, key rows) of other ranks whose inputs this one keeps for the backward pass.
+  // Visiting (query rows, key rows) whose inputs this rank keeps for the backward pass.
   m.def("kept_rows(Tensor layout) -> int[]", distca::ops::kept_rows);
 
   // Sessions: see session.h.

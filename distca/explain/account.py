@@ -1,6 +1,6 @@
 """What a plan's tasks cost, each on its own: seconds, bytes, and the ranks they come from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -138,11 +138,11 @@ def seconds_per_pair(cost: Tensor) -> float:
 
 
 def explain(step: Step) -> Account:
-    """Plans the step and accounts for its tasks."""
+    """Plans the step and accounts for its tasks. Inputs travel twice, whatever servers keep: who
+    computes what is the same."""
     pieces = step.pack.as_tensor()
-    encoded, loads = balance(
-        pieces, step.window, step.cost, step.shape, step.cluster, step.tolerance
-    )
+    cluster = replace(step.cluster, kept_cap_bytes=0)
+    encoded, loads = balance(pieces, step.window, step.cost, step.shape, cluster, step.tolerance)
     tasks, transfers = account_for(step, tasks_of(encoded)[:, :4])
     columns = dict(zip(LOAD_NAMES, loads.numpy().T, strict=False))
     return Account(

@@ -89,7 +89,7 @@ def plan(scenario: Scenario, homes: Homes, cluster: Cluster, cost: AttentionCost
     """Tasks, int64 [num_tasks, 4]: document, first query, last query + 1, server."""
     shape, tolerance = scenario.attention_shape, scenario.tolerance
     encoded, _ = balance(homes.pieces(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
-    return tasks_of(encoded).numpy()
+    return tasks_of(encoded)[:, :4].numpy()
 
 
 def work_of(homes: Homes, tasks: np.ndarray, cost: AttentionCost) -> Work:

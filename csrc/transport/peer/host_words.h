@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "kernels.h"
 
@@ -20,7 +21,7 @@ class HostWords {
   void write(HostWord word, uint32_t value);
 
  private:
-  uint32_t* words_ = nullptr;
+  std::unique_ptr<uint32_t, void (*)(void*)> words_;  // a page
   uint32_t* on_device_ = nullptr;
 };
 

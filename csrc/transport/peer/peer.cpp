@@ -125,7 +125,11 @@ PeerTransport::PeerTransport(Members members, Meeting meet, std::shared_ptr<Fail
     queues_.push_back({c10::cuda::getStreamFromPool(true, members.device.index()),
                        std::make_unique<Event>(), false, false});
   }
-  at::cuda::getCurrentCUDAStream().synchronize();  // counters are zero for every stream
+  // Loaded now: while copy engines wait, loading might wait for them, and it is what stops them.
+  const int64_t any_word = word_index(Word::kStarted, members.rank);
+  const auto stream = at::cuda::getCurrentCUDAStream();
+  await_words(memory_.board(), {{any_word, any_word + 1}}, 0, stream);
+  stream.synchronize();  // counters are zero for every stream
 }
 
 void PeerTransport::begin(int64_t num_bytes, const Where& where) {

@@ -51,10 +51,6 @@ class PeerTransport {
   int64_t rank() const { return memory_.board().rank; }
   char* buffer(int64_t rank) const { return memory_.buffer(rank, epoch_); }
 
-  // Arrival flags of this rank: a kernel that reads rows waits until theirs stand for epoch().
-  const uint32_t* flags() const { return memory_.board().words[memory_.board().rank] + kFirstFlag; }
-  uint32_t epoch() const { return epoch_; }
-
   // Sends parcels, ordered by rank, whose flags count from kFirstFlag, once nobody uses the buffers
   // any more; the current stream waits for that too. Few bytes are stored before what the stream
   // does next; many travel beside it, by copy engines.
