@@ -21,16 +21,20 @@ PACKS = {  # one global pack, cut into equal runs
 }
 
 
-def attend(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
-    """This rank's out, dq, dk, dv under a plan."""
+def place(rank: int, world_size: int, case: Case):
+    """This rank's documents, q, k, v (leaves) and grad_out."""
     documents = (
         distca.Documents.sharded(case.all_lengths, rank, world_size)
         if case.sharded
         else distca.Documents([0, *torch.tensor(case.lengths[rank]).cumsum(0).tolist()])
     )
-    rows = case.rows_of(rank)
-    q, k, v, grad_out = (tensor[rows] for tensor in case.inputs())
-    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    q, k, v, grad_out = (tensor[case.rows_of(rank)] for tensor in case.inputs())
+    return documents, [tensor.clone().requires_grad_() for tensor in (q, k, v)], grad_out
+
+
+def attend(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
+    """This rank's out, dq, dk, dv under a plan."""
+    documents, leaves, grad_out = place(rank, world_size, case)
     distca.plan(documents, window_size=case.window_size)
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     out.backward(grad_out)

@@ -1,4 +1,4 @@
-"""Servers keep inputs of other ranks' rows from the forward to the backward pass."""
+"""Servers keep inputs of visiting rows from the forward to the backward pass."""
 
 import oracle
 import pytest
@@ -6,7 +6,7 @@ import torch
 from oracle import Case
 from pingpong_blocks import LENGTHS, pair_of, step_of
 from test_compile import NUM_STEPS, documents_of, train_compiled
-from test_core_attention import PACKS, WHOLE, gathered
+from test_core_attention import PACKS, WHOLE, gathered, place
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -45,17 +45,6 @@ def shape_of(case: Case) -> AttentionShape:
 def open_with(**options) -> None:
     distca.close()
     distca.init(options=distca.Options(**options))
-
-
-def place(rank, world_size, case):
-    """documents, leaves, grad_out of this rank."""
-    documents = (
-        distca.Documents.sharded(case.all_lengths, rank, world_size)
-        if case.sharded
-        else distca.Documents([0, *torch.tensor(case.lengths[rank]).cumsum(0).tolist()])
-    )
-    q, k, v, grad_out = (tensor[case.rows_of(rank)] for tensor in case.inputs())
-    return documents, [tensor.clone().requires_grad_() for tensor in (q, k, v)], grad_out
 
 
 def attend_keeping(rank, world_size, case, options):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from layout_words import num_rounds
 from oracle import Case
-from test_core_attention import gathered
+from test_core_attention import gathered, place
 
 import distca
 from distca.cost import AttentionShape
@@ -24,13 +24,7 @@ def attend_in_rounds(rank, world_size, case: Case, rows: int):
     cap_gb = 1e-9 * rows * 4 * case.heads_kv * case.head_dim * 8
     distca.close()
     distca.init(options=distca.Options(memory_cap_gb=cap_gb, rounds=4))
-    documents = (
-        distca.Documents.sharded(case.all_lengths, rank, world_size)
-        if case.sharded
-        else distca.Documents([0, *torch.tensor(case.lengths[rank]).cumsum(0).tolist()])
-    )
-    q, k, v, grad_out = (tensor[case.rows_of(rank)] for tensor in case.inputs())
-    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    documents, leaves, grad_out = place(rank, world_size, case)
     made = distca.plan(documents, window_size=case.window_size, shape=shape)
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     out.backward(grad_out)

@@ -12,12 +12,17 @@ int64_t num_rows(const Round& round, at::Tensor Keeping::*rows) {
   return round.keeping ? ((*round.keeping).*rows).size(0) : 0;
 }
 
-int64_t num_elements(const Call& call) {
-  const auto& [q, k, v] = call.inputs;
+// Of q of so many rows, and of k and v.
+int64_t num_elements(const Inputs& inputs, int64_t num_queries, int64_t num_keys) {
+  const auto& [q, k, v] = inputs;
+  return (num_queries * q.size(1) + 2 * num_keys * k.size(1)) * q.size(2);
+}
+
+int64_t num_kept_elements(const Call& call) {
   int64_t num = 0;
   for (const Round& round : call.layout.rounds) {
-    num += num_rows(round, &Keeping::kept_q) * q.size(1) * q.size(2);
-    num += 2 * num_rows(round, &Keeping::kept_k) * k.size(1) * k.size(2);
+    num += num_elements(call.inputs, num_rows(round, &Keeping::kept_q),
+                        num_rows(round, &Keeping::kept_k));
   }
   return num;
 }
@@ -48,8 +53,8 @@ Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
   if (num_queries == 0 && num_keys == 0) {
     return {at::empty({0}, q.options()), std::vector<VisitingInputs>(call.layout.rounds.size())};
   }
-  const int64_t room = (num_queries * q.size(1) + 2 * num_keys * call.inputs.k.size(1)) * q.size(2);
-  const int64_t expected = num_elements(call);
+  const int64_t room = num_elements(call.inputs, num_queries, num_keys);
+  const int64_t expected = num_kept_elements(call);
   TORCH_CHECK_VALUE(num_queries >= 0 && num_keys >= 0 && room >= expected, "num_kept_queries is ",
                     num_queries, " and num_kept_keys ", num_keys, ", which is room for ", room,
                     " elements; expected ", expected,
@@ -60,7 +65,7 @@ Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
 }
 
 Kept kept_of(const Call& call, const at::Tensor& elements) {
-  const int64_t expected = num_elements(call);
+  const int64_t expected = num_kept_elements(call);
   const at::Tensor& q = call.inputs.q;
   TORCH_CHECK_VALUE(elements.dim() == 1 && elements.size(0) >= expected &&
                         elements.is_contiguous() && elements.scalar_type() == q.scalar_type() &&

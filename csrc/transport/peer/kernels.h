@@ -46,6 +46,9 @@ struct RowBlock {
   int64_t row_bytes;  // a multiple of 4, like addresses and strides
 
   int64_t num_bytes() const { return num_rows * row_bytes; }
+  bool has_gaps() const {
+    return num_rows > 1 && (src_stride != row_bytes || dst_stride != row_bytes);
+  }
 };
 
 // Rows for one rank, and the arrival flag there that stands for them: a word of its board.

@@ -51,9 +51,7 @@ void await_word(const uint32_t* word, uint32_t epoch, cudaStream_t stream) {
 }
 
 void copy_rows(const RowBlock& rows, cudaStream_t stream) {
-  const bool has_gaps =
-      rows.num_rows > 1 && (rows.src_stride != rows.row_bytes || rows.dst_stride != rows.row_bytes);
-  if (!has_gaps) {
+  if (!rows.has_gaps()) {
     C10_CUDA_CHECK(
         cudaMemcpyAsync(rows.dst, rows.src, rows.num_bytes(), cudaMemcpyDeviceToDevice, stream));
     return;

@@ -118,9 +118,7 @@ StoreBlock store_block_of(const RowBlock& rows) {
   const auto bits = reinterpret_cast<uintptr_t>(rows.src) | reinterpret_cast<uintptr_t>(rows.dst) |
                     static_cast<uintptr_t>(rows.src_stride | rows.dst_stride | rows.row_bytes);
   const uint32_t word_bytes = bits % 16 == 0 ? 16 : 4;
-  const bool has_gaps =
-      rows.num_rows > 1 && (rows.src_stride != rows.row_bytes || rows.dst_stride != rows.row_bytes);
-  const auto row_words = static_cast<uint32_t>(has_gaps ? rows.row_bytes / word_bytes : 0);
+  const auto row_words = static_cast<uint32_t>(rows.has_gaps() ? rows.row_bytes / word_bytes : 0);
   return {rows.src, rows.dst, rows.src_stride, rows.dst_stride, row_words, word_bytes};
 }
 
