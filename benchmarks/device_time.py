@@ -6,10 +6,9 @@ part of such a kernel in which it waits for a rank that is behind. "attention". 
 
 A kernel that meets others waits until the last of their ranks has come: an NCCL kernel for its
 like, the kernel that awaits rows for every rank's call to begin, the kernel that fetches results
-for every rank to publish its own; copy engines wait for that without a kernel, so a rank on which
-nothing computes from then on until it fetches is waiting too. Who came after a kernel had ended was
-not waited for. Kernels are matched by their order; where ranks differ in how many there are,
-nothing is called waiting and all of it is communication.
+for every rank to have its own. Who came after a kernel had ended was not waited for. Kernels are
+matched by their order; where ranks differ in how many there are, nothing is called waiting and all
+of it is communication.
 """
 
 import json
@@ -31,7 +30,7 @@ ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
 # Chrome traces have demangled names, or mangled ones where that failed.
-PEER_KERNEL = re.compile(r"distca.*(start|store|await|publish|fetch)_kernel")
+PEER_KERNEL = re.compile(r"distca.*(start|store|await|raise|fetch)_kernel")
 ROW_KERNEL = re.compile(r"distca.*(copy_rows|reduce_rows|hold)_kernel")
 ATTENTION_KERNEL = re.compile(r"attention|attend|flash|fmha|sdpa")
 HOST_COMMUNICATION = re.compile(r"^(gloo|c10d)\b")
@@ -159,8 +158,6 @@ class _Meetings:
     """When the rank came to each."""
     waits: dict[int, Meeting] = field(default_factory=dict)
     """By index of the span: what it waits for."""
-    fetched: dict[Meeting, float] = field(default_factory=dict)
-    """When the rank began to fetch what others had published."""
 
     @classmethod
     def of(cls, spans: list[Span]) -> "_Meetings":
@@ -187,11 +184,10 @@ class _Meetings:
                 self.came["call", call] = span.begin
             elif span.role == "await" and is_open:
                 self.waits[idx] = "call", call
-            elif span.role == "publish" and is_open:
-                self.came["results", call] = span.begin
+            elif span.role == "raise" and is_open:  # first for results, then where none are fetched
+                is_open = self.came.setdefault(("results", call), span.begin) == span.begin
             elif span.role == "fetch" and call >= 0:
                 self.waits[idx] = "results", call
-                self.fetched.setdefault(("results", call), span.begin)
                 is_open = False
 
     def counts(self) -> Counter[str]:
@@ -219,11 +215,6 @@ def told_apart(ranks: list[list[Span]]) -> list[list[Span]]:
             if ready > span.begin:
                 found.append(replace(span, end=ready, kind=WAITING))
             found.append(replace(span, begin=ready))
-        computing = merged(s.interval for s in spans if s.kind in (COMPUTE, ATTENTION))
-        for meeting, end in own.fetched.items():
-            begin = own.came.get(meeting, end)
-            stalled = merged([(begin, last_came(meeting, begin, end))])
-            found += [Span(*each, WAITING) for each in without(stalled, computing)]
         told.append(sorted(found, key=lambda span: span.begin))
     return told
 

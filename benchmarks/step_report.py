@@ -24,11 +24,23 @@ class Run:
     step_ms: list[float] = field(default_factory=list)  # warm-up included
     losses: list[float] = field(default_factory=list)
     plans: list[distca.PlanReport] = field(default_factory=list)
-    profile: dict[str, list[float]] = field(default_factory=dict)  # device_time.step_profile
+    profiles: list[dict[str, list[float]]] = field(default_factory=list)
+    """device_time.step_profile of further steps."""
     peak_gib: float = 0.0  # of the rank that needs most
 
     def measured_ms(self) -> list[float]:
         return self.step_ms[NUM_WARM_UP_STEPS:]
+
+    def mean_profile(self) -> dict[str, list[float]]:
+        """Of the profiled steps, by rank."""
+        if not self.profiles:
+            return {}
+        return {
+            name: [
+                statistics.fmean(ms) for ms in zip(*(p[name] for p in self.profiles), strict=True)
+            ]
+            for name in self.profiles[0]
+        }
 
 
 def excess(ranks: list[float]) -> float:
@@ -70,9 +82,10 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
                 limits["plain"].balanced_ms()
             )
             figures["times plain, median of steps"] = median_ratio(run, runs["plain"])
-        figures |= of_plans(run) | of_profile(run)
+        figures |= of_plans(run) | of_profiles(run)
         if "plain" in runs and name != "plain":  # what is left is attention's own
-            above = mean(run.profile["exposed_ms"]) - mean(runs["plain"].profile["exposed_ms"])
+            exposed, plain = (each.mean_profile()["exposed_ms"] for each in (run, runs["plain"]))
+            above = mean(exposed) - mean(plain)
             figures["exposed communication above plain's, mean rank, ms"] = above
         figures["peak, GiB"] = run.peak_gib
         summary |= {f"{name}: {key}": value for key, value in figures.items()}
@@ -101,10 +114,19 @@ def of_plans(run: Run) -> dict[str, float]:
     }
 
 
-def of_profile(run: Run) -> dict[str, float]:
+def of_profiles(run: Run) -> dict[str, float]:
+    """Means over the profiled steps, and what the worst of them exposes."""
+    steps = [of_profile(profile) for profile in run.profiles]
+    share = "exposed communication, of the step"
+    return {name: statistics.fmean(step[name] for step in steps) for name in steps[0]} | {
+        f"{share}, worst": max(step[share] for step in steps)
+    }
+
+
+def of_profile(profile: dict[str, list[float]]) -> dict[str, float]:
     """Of the rank where most is exposed, and of the rank that hides least."""
     columns = ("exposed_ms", "communication_ms", "step_ms")
-    ranks = list(zip(*(run.profile[name] for name in columns), strict=True))
+    ranks = list(zip(*(profile[name] for name in columns), strict=True))
     return {
         "exposed communication, ms": max(exposed for exposed, *_ in ranks),
         "exposed communication, of the step": max(
@@ -125,7 +147,7 @@ def show(summary: dict, runs: dict[str, Run]) -> None:
     for name, run in runs.items():
         print(f"loss {name:{width}} " + " ".join(f"{loss:.4f}" for loss in run.losses))
     for name, run in runs.items():
-        for key, by_rank in run.profile.items():
+        for key, by_rank in run.mean_profile().items():
             numbers = " ".join(f"{ms:9.1f}" for ms in by_rank)
             print(f"profiled {name:{width}} {key:16} {numbers}")
     for key, value in summary.items():
@@ -144,7 +166,8 @@ def save(
     limits: dict[str, Limit],
     timelines: dict[str, list[list[Span]]],
 ) -> None:
-    """The JSON file; beside it the table in CSV and a picture of each variant's profiled step."""
+    """The JSON file; beside it the table in CSV and a picture of each variant's last
+    profiled step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     by_step = {name: asdict(run) for name, run in runs.items()}
     attention = {kernel: limit.attention_ms for kernel, limit in limits.items()}
@@ -161,13 +184,13 @@ def save(
 
 
 def table(summary: dict, runs: dict[str, Run]) -> list[tuple[str, str, float]]:
-    """(variant or "all", figure, value): the summary, then the profiled steps by rank."""
+    """(variant or "all", figure, value): the summary, then means of the profiled steps by rank."""
     rows = []
     for key, value in summary.items():
         what, _, figure = key.rpartition(": ")
         rows.append((what or "all", figure, value))
     for name, run in runs.items():
-        for key, by_rank in run.profile.items():
+        for key, by_rank in run.mean_profile().items():
             rows += [(name, f"profiled {key}, rank {i}", ms) for i, ms in enumerate(by_rank)]
     return rows
 

@@ -18,9 +18,9 @@ time by which the slowest rank's attention exceeds the mean. Attention alone (fo
 of each rank's own documents, one layer) is timed by itself for it, and multiplied by the layers.
 Limits of different steps are compared with the steps of the same documents.
 
-An extra step of each variant is profiled (device_time.py): communication that is exposed, waiting
-for ranks that are behind, and the rest, by rank. --out also leaves the figures in a CSV file and a
-timeline of every variant's profiled step beside the JSON file.
+The last steps are repeated, profiled (device_time.py): communication that is exposed, waiting for
+ranks that are behind, and the rest, by rank. --out also leaves the figures in a CSV file and a
+timeline of every variant's last step beside the JSON file.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from workloads import Rows, Workload, add_arguments, make_rows, make_workload
 import distca
 
 AGAIN = " again"  # a variant run twice
+NUM_PROFILED_STEPS = 3
 LIMITS = ("flash", "plain")  # variants in which each rank computes its own documents
 
 
@@ -123,13 +124,16 @@ class Trainer:
 def run_variant(
     args: argparse.Namespace, workload: Workload, device: torch.device, variant: Variant
 ) -> tuple[Run, list[list[Span]]]:
-    """All steps from the initial weights; the last step's documents once more, profiled: its spans
-    by rank."""
+    """All steps from the initial weights; documents of the last ones once more, profiled: spans of
+    the last by rank."""
     cuda, num_steps = device.type == "cuda", len(workload.packs)
-    steps, planner = [*range(num_steps), num_steps - 1], None
+    again = range(max(0, num_steps - NUM_PROFILED_STEPS), num_steps)
+    steps, planner = [*range(num_steps), *again], None
     group = dist.new_group()  # of its own: FSDP's collectives are not in the way
+    group_name = ""
     if variant.transport is not None:
-        distca.init(options=distca.Options(transport=variant.transport))
+        options = distca.Options(transport=variant.transport, peer_memory_gb=args.peer_memory_gb)
+        group_name = distca.init(options=options).group_name
         planner = Planner(workload, steps, attention_shape(args, device), device)
     trainer, run, spans = Trainer(args, variant, planner, device), Run(), []
     if cuda:
@@ -137,9 +141,10 @@ def run_variant(
     for index, step in enumerate(steps):
         share = variant.share(workload, step, group, device)
         rows = make_rows(workload, step, args.vocab, args.seed, device).chosen(share.rows)
-        if index == num_steps:
+        if index >= num_steps:
             spans = profiled(lambda rows=rows, share=share: trainer.step(rows, share), device)
-            break
+            run.profiles.append(step_profile(spans))
+            continue
         synchronise(device)
         start = time.perf_counter()
         loss = trainer.step(rows, share)
@@ -147,9 +152,12 @@ def run_variant(
         run.step_ms.append(1e3 * (time.perf_counter() - start))
         dist.all_reduce(loss)
         run.losses.append(loss.item() / dist.get_world_size())
-    run.profile, run.plans = step_profile(spans), trainer.plans[:num_steps]
+    run.plans = trainer.plans[:num_steps]
     if cuda:
-        run.peak_gib = max(gathered(torch.cuda.max_memory_allocated() / 2**30, device))
+        peak_bytes = torch.cuda.max_memory_allocated()
+        if group_name:
+            peak_bytes += torch.ops.distca.peer_memory_bytes(group_name)
+        run.peak_gib = max(gathered(peak_bytes / 2**30, device))
     distca.close()
     dist.destroy_process_group(group)
     return run, spans

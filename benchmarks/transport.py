@@ -8,8 +8,10 @@ the transport through peer memory, "process_group" that of NCCL with packing and
 "all_to_all" NCCL's raw all_to_all_single of as many bytes.
 
 Beside attention: every rank has the same documents. "home" computes them where they are; "moved"
-computes a share of them on the next rank, so that every rank computes as much as before, and all
-that it takes longer is communication. Forward and backward of one layer.
+computes a share of them on the next rank, so that every rank computes as much as before. "still" is
+the same tasks as "moved" on rows that are there already: all that "moved" takes longer than that
+is communication, what "still" takes longer than "home" is computing documents in pieces. Forward
+and backward of one layer.
 
 Times are medians over batches of calls between CUDA events, of the slowest rank.
 """
@@ -31,6 +33,7 @@ from distca.session import Session
 
 MIB = 2**20
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
+SCALE = HEAD_DIM**-0.5
 ROW_BYTES = 2 * HEAD_DIM * (HEADS_Q + 2 * HEADS_KV)  # a query with its own key and value
 CALLS = 10  # in a batch
 Task = tuple[int, int, int, int]  # document, first query, last query + 1, server
@@ -41,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mib", type=float, nargs="+", default=[1, 8, 64, 256], help="out per rank"
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072], help="per rank")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[32768, 131072], help="per rank")
     parser.add_argument("--share", type=float, default=0.25, help="of the documents that moves")
     parser.add_argument("--documents", type=int, default=4, help="per rank")
     parser.add_argument("--batches", type=int, default=20)
@@ -52,8 +55,8 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def slowest_ms(call: Callable[[], None], batches: int) -> float:
-    """Of one call."""
+def slowest_ms(call: Callable[[], None], batches: int, calls: int = CALLS) -> float:
+    """Of one call, in batches of `calls`."""
     for _ in range(3):
         call()
     times = []
@@ -61,13 +64,14 @@ def slowest_ms(call: Callable[[], None], batches: int) -> float:
         torch.cuda.synchronize()
         dist.barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # a millisecond, in which the host enqueues the batch
+        torch.cuda._sleep(4_000_000)  # 2 ms, in which the host enqueues the batch
+        call()  # ranks' devices meet: their hosts left the barrier one after the other
         start.record()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / CALLS)
+        times.append(start.elapsed_time(end) / calls)
     slowest = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
@@ -117,44 +121,85 @@ def exchange_ms(mib: float, documents: int, transport: str, batches: int) -> tup
     return ms, part * documents * (ranks - 1) * ROW_BYTES / MIB
 
 
-def all_to_all_ms(mib: float, batches: int) -> float:
-    ranks = dist.get_world_size()
-    sent = torch.randn(int(mib * MIB / 2 / (ranks - 1)) * ranks, device="cuda").bfloat16()
+def all_to_all_ms(mib: float, batches: int) -> tuple[float, float]:
+    """(ms, MiB out per rank)."""
+    own, ranks = dist.get_rank(), dist.get_world_size()
+    row = HEADS_Q * HEAD_DIM  # NCCL is slower where parts begin at odd addresses
+    part = max(1, round(mib * MIB / 2 / (ranks - 1) / row)) * row
+    sent = torch.randn(part * ranks, device="cuda").bfloat16()
     received = torch.empty_like(sent)
-    own, part = dist.get_rank(), sent.numel() // ranks
     splits = [0 if rank == own else part for rank in range(ranks)]
     rows = part * (ranks - 1)
     return slowest_ms(
         lambda: dist.all_to_all_single(received[:rows], sent[:rows], splits, splits), batches
-    )
+    ), rows * 2 / MIB
+
+
+class BesideAttention:
+    """A forward and backward pass of one layer, of which a share is computed on the next rank."""
+
+    def __init__(self, session: Session, tokens: int, documents: int, share_moved: float) -> None:
+        ranks, length = session.num_ranks, tokens // documents
+        kept = int(length * (1 - share_moved)) // 128 * 128
+        tasks = []
+        for document in range(ranks * documents):
+            home = document // documents
+            tasks += [(document, 0, kept, home), (document, kept, length, (home + 1) % ranks)]
+        self.group_name = session.group_name
+        self.share = Steps(session).share_of([length] * documents, tasks, (-1, 0))
+        starts = range(0, tokens + 1, length)
+        self.own = local_plan(
+            distca.Documents([*starts]), (-1, 0), torch.device("cuda", session.rank)
+        )
+        self.q, self.k, self.v = (x.requires_grad_() for x in inputs(length * documents))
+        self.grad_out = torch.randn_like(self.q)
+        self.lists = {
+            "home": (self.q.detach(), self.k.detach(), self.v.detach(), self.grad_out),
+            "visiting": (
+                *(
+                    torch.randn(documents * rows, *like.shape[1:], device="cuda").to(like.dtype)
+                    for rows, like in (
+                        (length - kept, self.q),
+                        (length, self.k),
+                        (length, self.v),
+                        (length - kept, self.q),
+                    )
+                ),
+            ),
+        }
+
+    def home(self) -> None:
+        """All of it where it is."""
+        self._pass_through((self.own.layout, self.own.rows), "")
+
+    def still(self) -> None:
+        """The tasks of `moved` on rows that are here already, and results that stay."""
+        for tasks, (q, k, v, grad_out) in self.lists.items():
+            ops, share = torch.ops.distca, (*self.share, SCALE, tasks)
+            out, lse = ops.attend(q, k, v, *share)
+            ops.attend_backward(grad_out, q, k, v, out, lse, *share)
+
+    def moved(self) -> None:
+        self._pass_through(self.share, self.group_name)
+
+    def _pass_through(self, share: tuple, group_name: str) -> None:
+        leaves = self.q, self.k, self.v
+        out, *_ = torch.ops.distca.core_attention(*leaves, *share, SCALE, group_name)
+        torch.autograd.grad(out, leaves, self.grad_out)
 
 
 def beside_attention_ms(
     tokens: int, documents: int, share_moved: float, transport: str, batches: int
-) -> tuple[float, float]:
-    """(home, moved) ms of a forward and backward pass."""
+) -> dict[str, float]:
+    """ms of "home", "still" and "moved"."""
     session = distca.init(options=distca.Options(transport=transport))
-    ranks, length = session.num_ranks, tokens // documents
-    lengths, kept = [length] * documents, int(length * (1 - share_moved)) // 128 * 128
-    tasks = []
-    for document in range(ranks * documents):
-        home = document // documents
-        tasks += [(document, 0, kept, home), (document, kept, length, (home + 1) % ranks)]
-    moved = Steps(session).share_of(lengths, tasks, (-1, 0))
-    starts = range(0, tokens + 1, length)
-    home = local_plan(distca.Documents([*starts]), (-1, 0), torch.device("cuda", session.rank))
-    q, k, v = (tensor.requires_grad_() for tensor in inputs(length * documents))
-    grad_out = torch.randn_like(q)
-
-    def pass_through(share: tuple, group_name: str) -> None:
-        scale = HEAD_DIM**-0.5
-        out, *_ = torch.ops.distca.core_attention(q, k, v, *share, scale, group_name)
-        torch.autograd.grad(out, (q, k, v), grad_out)
-
-    home_ms = slowest_ms(lambda: pass_through((home.layout, home.rows), ""), batches)
-    moved_ms = slowest_ms(lambda: pass_through(moved, session.group_name), batches)
+    layer = BesideAttention(session, tokens, documents, share_moved)
+    ms = {
+        call.__name__: slowest_ms(call, batches, 1)
+        for call in (layer.home, layer.still, layer.moved)
+    }
     distca.close()
-    return home_ms, moved_ms
+    return ms
 
 
 def main() -> None:
@@ -174,17 +219,16 @@ def main() -> None:
             ms, sent_mib = exchange_ms(mib, args.documents, transport, args.batches)
             add(f"{mib:g} MiB out per rank, {transport}", "GB/s", sent_mib * MIB / ms / 1e6)
             add(f"{mib:g} MiB out per rank, {transport}", "us", 1e3 * ms)
-        ms = all_to_all_ms(mib, args.batches)
-        add(f"{mib:g} MiB out per rank, all_to_all", "GB/s", mib * MIB / ms / 1e6)
+        ms, sent_mib = all_to_all_ms(mib, args.batches)
+        add(f"{mib:g} MiB out per rank, all_to_all", "GB/s", sent_mib * MIB / ms / 1e6)
     for tokens in args.tokens:
         for transport in ("peer", "process_group"):
-            home, moved = beside_attention_ms(
-                tokens, args.documents, args.share, transport, args.batches
-            )
+            ms = beside_attention_ms(tokens, args.documents, args.share, transport, args.batches)
             name = f"{tokens} tokens, {args.share:g} moved, {transport}"
-            add(name, "home, ms", home)
-            add(name, "moved, ms", moved)
-            add(name, "longer, %", 100 * (moved / home - 1))
+            for way, each in ms.items():
+                add(name, f"{way}, ms", each)
+            for way in ("home", "still"):
+                add(name, f"longer than {way}, %", 100 * (ms["moved"] / ms[way] - 1))
     if is_first and args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         with (args.out / "transport.csv").open("w", newline="") as file:

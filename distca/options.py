@@ -70,6 +70,11 @@ class Options:
     attention, which takes Hopper GPUs of one node. "process_group": NCCL or gloo, which is what
     ping-pong's halves take. "auto": peer where that works."""
 
+    peer_memory_gb: float = 0.0
+    """Peer memory that a rank takes when rows first travel, 1e9 byte, so that later plans find it:
+    it grows where a plan needs more than any before, for which all ranks wait, some 10 ms for each
+    GB. 0: what plans need."""
+
     timeout_s: float = 600.0
     """Seconds that a rank waits for another before it raises."""
 
@@ -112,10 +117,11 @@ class Options:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
         if self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}; expected at least 1")
-        if not 0 <= self.keep_inputs_gb < math.inf:
-            raise ValueError(
-                f"keep_inputs_gb is {self.keep_inputs_gb}; expected 0 or a positive number"
-            )
+        for name in ("keep_inputs_gb", "peer_memory_gb"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; expected 0 or a positive number"
+                )
         if self.log_every < 0:
             raise ValueError(f"log_every is {self.log_every}; expected 0 or more steps")
         if self.tensorboard and self.run_dir is None:

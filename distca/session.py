@@ -231,7 +231,10 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     configuration = f"version {torch.ops.distca.version()} {session.options}"
     names = (group.group_name for group in (session.data, session.control, session.planning))
     peer_device = choose_device(session.options.transport, backend, session.control)
-    torch.ops.distca.open_session(*names, configuration, session.options.timeout_s, peer_device)
+    peer_memory_bytes = int(1e9 * session.options.peer_memory_gb)
+    torch.ops.distca.open_session(
+        *names, configuration, session.options.timeout_s, peer_device, peer_memory_bytes
+    )
 
 
 def halves_of(session: Session) -> list[Session]:

@@ -3,15 +3,24 @@
 from torch import Tensor
 
 NUM_RANKS, NUM_HOME_ROWS, NUM_ROUNDS = 4, 5, 9
-HEADER_WORDS = 16  # then rows by peer: queries sent, queries received, keys sent, keys received
+RANK = 16
+HEADER_WORDS = 17  # then rows by peer: queries sent, queries received, keys sent, keys received
 
 
 def num_rounds(layout: Tensor) -> int:
     return layout[NUM_ROUNDS].item()
 
 
-def numbers_of_rows(layout: Tensor) -> tuple[int, int, int]:
-    """Of a rank's own rows, of visiting queries and of visiting keys."""
-    num_ranks = layout[NUM_RANKS].item()
-    counts = layout[HEADER_WORDS : HEADER_WORDS + 4 * num_ranks].reshape(4, num_ranks).sum(1)
-    return layout[NUM_HOME_ROWS].item(), counts[1].item(), counts[3].item()
+def numbers_of_rows(layout: Tensor) -> tuple[int, dict[str, int]]:
+    """Of a rank's own rows; of those that visit it, and of those that other ranks return to it."""
+    num_ranks, rank = layout[NUM_RANKS].item(), layout[RANK].item()
+    counts = layout[HEADER_WORDS : HEADER_WORDS + 4 * num_ranks].reshape(4, num_ranks)
+    sent_q, visiting_q, sent_k, visiting_k = counts.sum(1).tolist()
+    own_q, own_k = counts[0, rank].item(), counts[2, rank].item()
+    rows = {
+        "visiting queries": visiting_q,
+        "visiting keys": visiting_k,
+        "returned queries": sent_q - own_q,
+        "returned keys": sent_k - own_k,
+    }
+    return layout[NUM_HOME_ROWS].item(), rows

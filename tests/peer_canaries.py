@@ -1,7 +1,8 @@
 """Bytes of the buffers in peer memory that no call has business with: canaries stand there.
 
-A buffer holds one region after the other, each with room for the rows of the server that has most;
-this rank's own rows are at the beginning of each. Calls use a rank's two buffers by turns.
+A buffer holds one region after the other, of rows that visit this rank and of results that are
+returned to it, each with room for the rank that has most; this rank's own rows are at the beginning
+of each. Calls use a rank's two buffers by turns.
 """
 
 import itertools
@@ -12,26 +13,38 @@ from torch import Tensor
 
 CANARY = 0xFF  # a byte: NaN in every dtype
 ALIGNMENT = 1024  # of regions, in bytes
-# What a row of each region belongs to, in their order. Forward: q, k, v, out, lse; backward: q,
-# grad_out, lse, delta, k, v, dq, dk, dv.
-FORWARD = ("query", "key", "key", "query", "statistic")
-BACKWARD = ("query", "query", "statistic", "statistic", "key", "key", "query", "key", "key")
+# (rows, what each belongs to) of the regions in their order. Forward: q, k, v, out and lse;
+# backward: q, grad_out, lse, delta, k, v, dq, dk and dv. Results are there twice.
+VISITING_QUERY, VISITING_KEY = ("visiting queries", "query"), ("visiting keys", "key")
+VISITING_STATISTIC = ("visiting queries", "statistic")
+RETURNED_QUERY, RETURNED_KEY = ("returned queries", "query"), ("returned keys", "key")
+RETURNED_STATISTIC = ("returned queries", "statistic")
+FORWARD = (
+    VISITING_QUERY,
+    *[VISITING_KEY] * 2,
+    *(VISITING_QUERY, RETURNED_QUERY),
+    *(VISITING_STATISTIC, RETURNED_STATISTIC),
+)
+BACKWARD = (
+    *[VISITING_QUERY] * 2,
+    *[VISITING_STATISTIC] * 2,
+    *[VISITING_KEY] * 2,
+    *(VISITING_QUERY, RETURNED_QUERY),
+    *[VISITING_KEY, RETURNED_KEY] * 2,
+)
 
 Ranges = list[tuple[int, int]]
+Rows = dict[str, int]  # of each kind
 
 
 def used_ranges(
-    regions: tuple[str, ...],
-    row_bytes: dict[str, int],
-    own_rows: tuple[int, int],
-    most_rows: tuple[int, int],
+    regions: tuple[tuple[str, str], ...], row_bytes: dict[str, int], own: Rows, most: Rows
 ) -> Ranges:
-    """Bytes [begin, end) of a buffer that a call may touch. Rows are (queries, keys)."""
+    """Bytes [begin, end) of a buffer that a call may touch."""
     ranges, begin = [], 0
-    for kind in regions:
-        is_key = kind == "key"
-        ranges.append((begin, begin + own_rows[is_key] * row_bytes[kind]))
-        region_bytes = most_rows[is_key] * row_bytes[kind]
+    for rows, kind in regions:
+        ranges.append((begin, begin + own[rows] * row_bytes[kind]))
+        region_bytes = most[rows] * row_bytes[kind]
         begin += -(-region_bytes // ALIGNMENT) * ALIGNMENT
     return ranges
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from device_time import (  # noqa: E402
     ATTENTION,
     COMMUNICATION,
     COMPUTE,
+    PEER_KERNEL,
     WAITING,
     Span,
     spans_of,
@@ -62,9 +64,9 @@ def event(name: str, begin: float, duration: float, stream: int, category: str =
         ),
         ("distca::transport::peer::(anonymous namespace)::await_kernel(", COMMUNICATION, "await"),
         (
-            "distca::transport::peer::(anonymous namespace)::publish_kernel(",
+            "distca::transport::peer::(anonymous namespace)::raise_kernel(",
             COMMUNICATION,
-            "publish",
+            "raise",
         ),
         (
             "_ZN6distca9transport4peer52_GLOBAL__N__12start_kernelENS1_5BoardE",
@@ -173,8 +175,8 @@ def peer_call(began: float, published: float, fetched: float, end: float) -> lis
     """Of a rank that computes for nobody."""
     return [
         Span(began, began + 1, COMMUNICATION, "store"),
-        Span(began, began + 2, COMMUNICATION, "store"),
-        Span(published, published + 1, COMMUNICATION, "publish"),
+        Span(published, published + 1, COMMUNICATION, "raise"),
+        Span(published + 1, published + 2, COMMUNICATION, "store"),
         Span(fetched, end, COMMUNICATION, "fetch"),
         Span(end, end + 1, COMMUNICATION, "fetch"),
     ]
@@ -196,16 +198,17 @@ def test_peer_kernels_wait_for_calls_and_for_results():
     assert step_profile(ranks)["waiting_ms"] == pytest.approx([0.010, 0])
 
 
-def test_copies_wait_for_results_without_a_kernel():
-    """Both ranks compute no more. The first publishes at 20, 52 and the second at 30, 51."""
-    first = [*peer_call(0, 20, 36, 40), *peer_call(50, 52, 53, 54)]
-    second = [*peer_call(0, 30, 32, 40), *peer_call(50, 51, 53, 54)]
-    ranks = told_apart([first, second])
-    assert waits_of(ranks[0]) == [(20, 30)] and waits_of(ranks[1]) == [(51, 52)]
+def test_a_rank_that_fetches_nothing_is_through_with_its_call():
+    """Its second raised word ends it: what it raises next is of another call."""
+    calls = {0: "start", 10: "raise", 12: "raise", 20: "start", 30: "raise"}
+    own = [Span(at, at + 1, COMMUNICATION, role) for at, role in calls.items()]
+    other = [*peer_call(0, 5, 6, 14), *peer_call(20, 22, 24, 33)]
+    assert waits_of(told_apart([own, other])[1]) == [(6, 10), (24, 30)]
 
 
-def test_a_rank_that_computes_does_not_wait_for_results():
-    late = Span(21, 28, ATTENTION)
-    first = sorted([*peer_call(0, 20, 29, 40), late], key=lambda span: span.begin)
-    ranks = told_apart([first, peer_call(0, 27, 32, 40)])
-    assert waits_of(ranks[0]) == [(20, 21)]
+def test_names_of_peer_kernels_are_those_of_the_sources():
+    sources = (Path(__file__).parent.parent / "csrc/transport/peer").glob("*.cu")
+    text = "".join(source.read_text() for source in sources)
+    assert {*re.findall(r"(\w+)_kernel\(const __grid", text)} == {
+        *re.search(r"\((.*)\)", PEER_KERNEL.pattern)[1].split("|")
+    }

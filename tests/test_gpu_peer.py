@@ -162,8 +162,8 @@ def ranges_of_calls(pieces, plan, rank, world_size):
     """Bytes that a forward and a backward call may touch in this rank's buffers, q of 4 heads and k
     and v of 2, bfloat16 of head_dim 64."""
     layouts = (torch.ops.distca.layout(pieces, plan, r, 0, "cpu")[0] for r in range(world_size))
-    rows = [numbers_of_rows(layout)[1:] for layout in layouts]
-    most = tuple(map(max, zip(*rows, strict=True)))
+    rows = [numbers_of_rows(layout)[1] for layout in layouts]
+    most = {kind: max(own[kind] for own in rows) for kind in rows[0]}
     row_bytes = {"query": 4 * 64 * 2, "key": 2 * 64 * 2, "statistic": 4 * 4}
     return [used_ranges(regions, row_bytes, rows[rank], most) for regions in (FORWARD, BACKWARD)]
 
@@ -219,6 +219,53 @@ def test_random_plans_with_random_delays(peer_ranks, world_size):
         assert worst < 0.02 and num_checked > num_plans // 4
 
 
+def attend_while_another_is_ahead(rank, world_size, rows):
+    """Errors under two plans, where rank 1 is late for the first, in which rank 0 computes its
+    document, and rank 2, which sends nothing in the first, is already in the second."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    opened, ops = session.find(), torch.ops.distca
+    pieces = torch.tensor([(r, r, 0, rows) for r in range(world_size)])
+    local = planning.local_plan(distca.Documents([0, rows]), (-1, 0), device)
+    shares = []
+    for guest in (1, 2):
+        servers = [0 if r == guest else r for r in range(world_size)]
+        tasks = sorted((servers[r], r, 0, rows, 0) for r in range(world_size))
+        columns = torch.tensor(tasks)[:, [1, 2, 3, 0, 4]].contiguous()
+        plan = ops.plan_of_tasks(pieces, columns, world_size, -1, 0)
+        layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda")
+        opened.num_plans += 1
+        shares.append((layout, ops.unpack_rows(layout, packed_rows.to(device))))
+
+    def attend_twice():
+        both = [
+            [
+                torch.randn(rows, heads, 64, device=device, dtype=torch.bfloat16)
+                for heads in (4, 2, 2)
+            ]
+            for _ in shares
+        ]
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        if rank == 1:
+            torch.cuda._sleep(200_000_000)  # cycles
+        outs = [
+            ops.core_attention(*qkv, *share, 64**-0.5, opened.group_name)[0]
+            for qkv, share in zip(both, shares, strict=True)
+        ]
+        expected = [
+            ops.core_attention(*qkv, local.layout, local.rows, 64**-0.5, "")[0] for qkv in both
+        ]
+        return [*map(oracle.relative_error, outs, expected)]
+
+    attend_twice()  # buffers grow, which all ranks wait for
+    return attend_twice()
+
+
+def test_a_rank_is_a_call_ahead(peer_ranks):
+    for errors in peer_ranks(4).run(attend_while_another_is_ahead, 500):
+        assert max(errors) < 0.01 and not any(map(math.isnan, errors))
+
+
 def test_rounds(peer_ranks):
     """777 keys of one query, the most, fit."""
     for worst, _ in peer_ranks(2).run(attend_to_random_plans, 30, 8, 900.0):
@@ -237,6 +284,27 @@ def attend_without_memory(rank, world_size, poor_rank):
         symmetric_memory.set_signal_pad_size(pad_bytes)
     num_bytes = torch.ops.distca.peer_memory_bytes(session.find().group_name)
     return str(raised.value), num_bytes, attend_to_large_plan(rank, world_size, 6_001, 0.6)
+
+
+def attend_with_reserved_memory(rank, world_size, gb):
+    """Bytes of peer memory after a small plan and after a larger one, and errors."""
+    distca.close()
+    distca.init(options=distca.Options(transport="peer", peer_memory_gb=gb))
+    group_name, sizes, errors = session.find().group_name, [], []
+    for rows in (500, 2_001):
+        errors += attend_to_large_plan(rank, world_size, rows, 0.6)
+        sizes.append(torch.ops.distca.peer_memory_bytes(group_name))
+    distca.close()
+    open_session(rank, world_size)
+    return sizes, errors
+
+
+def test_reserved_memory_holds_larger_plans(peer_ranks):
+    for sizes, errors in peer_ranks(2).run(attend_with_reserved_memory, 0.5):
+        assert 0.5e9 <= sizes[0] == sizes[1] < 0.6e9
+        assert max(errors) < 0.01 and not any(map(math.isnan, errors))
+    for (small, large), _ in peer_ranks(2).run(attend_with_reserved_memory, 0.0):
+        assert 0 < small < large < 0.5e9
 
 
 def test_no_memory_for_larger_buffers_on_one_rank(peer_ranks):

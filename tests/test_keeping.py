@@ -204,10 +204,11 @@ def test_wrong_numbers_are_refused(ranks):
         assert "kept is torch.DoubleTensor of [1, 1] elements; expected the 0" in messages[1]
 
 
+@pytest.mark.parametrize("name", ["keep_inputs_gb", "peer_memory_gb"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_bad_options_are_refused(value):
-    with pytest.raises(ValueError, match="keep_inputs_gb is"):
-        distca.Options(keep_inputs_gb=value)
+def test_bad_options_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} is"):
+        distca.Options(**{name: value})
 
 
 def test_tasks_of_one_document_are_kept_alike():

@@ -68,7 +68,8 @@ def made_for(device_type: str, rank: int, num_ranks: int) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("rank", range(4))
 def test_layouts_of_all_devices_hold_the_same_tasks(rank):
     on_cpu, for_cuda = made_for("cpu", rank, 4), made_for("cuda", rank, 4)
-    num_home_rows, num_q, num_k = numbers_of_rows(on_cpu[0])
+    num_home_rows, rows = numbers_of_rows(on_cpu[0])
+    num_q, num_k = rows["visiting queries"], rows["visiting keys"]
     for tasks, num_q_rows, num_k_rows in (
         ("home", num_home_rows, num_home_rows),
         ("visiting", num_q, num_k),

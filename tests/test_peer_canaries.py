@@ -8,8 +8,13 @@ from ranks import Ranks
 import distca
 
 ROW_BYTES = {"query": 512, "key": 256, "statistic": 16}
-OWN, MOST = (3, 5), (4, 5)  # rows of queries, of keys
-FORWARD_BYTES = [(0, 1536), (2048, 3328), (4096, 5376), (6144, 7680), (8192, 8240)]
+VISITING, RETURNED = ("visiting queries", "visiting keys"), ("returned queries", "returned keys")
+OWN = dict(zip(VISITING + RETURNED, (3, 5, 1, 1), strict=True))
+MOST = dict(zip(VISITING + RETURNED, (4, 5, 2, 6), strict=True))
+FORWARD_BYTES = [
+    *[(0, 1536), (2048, 3328), (4096, 5376)],
+    *[(6144, 7680), (8192, 8704), (9216, 9264), (10240, 10256)],
+]
 BUFFER_BYTES = 40960
 
 
@@ -23,7 +28,7 @@ def touched_memory(first, second):
 
 def test_regions_have_room_for_the_server_with_most():
     assert used_ranges(FORWARD, ROW_BYTES, OWN, MOST) == FORWARD_BYTES
-    assert used_ranges(BACKWARD, ROW_BYTES, OWN, MOST)[-1] == (14336, 15616)
+    assert used_ranges(BACKWARD, ROW_BYTES, OWN, MOST)[-1] == (19456, 19712)
 
 
 def test_whatever_is_touched_beyond_is_noticed():
@@ -38,13 +43,13 @@ def test_whatever_is_touched_beyond_is_noticed():
                 buffer[byte] = CANARY
 
 
-@pytest.mark.parametrize("missing", [(1, 0), (0, 1)])
+@pytest.mark.parametrize("missing", VISITING + RETURNED)
 def test_an_expectation_one_row_short_fails(missing):
     backward = used_ranges(BACKWARD, ROW_BYTES, OWN, MOST)
     memory = touched_memory(FORWARD_BYTES, backward).flatten()
-    few = (OWN[0] - missing[0], OWN[1] - missing[1])
-    short = used_ranges(FORWARD, ROW_BYTES, few, MOST)
-    assert not are_intact(memory, short, backward)
+    few = OWN | {missing: OWN[missing] - 1}
+    short = [used_ranges(regions, ROW_BYTES, few, MOST) for regions in (FORWARD, BACKWARD)]
+    assert not are_intact(memory, *short)
 
 
 def ask_for_peer_memory(rank, world_size):

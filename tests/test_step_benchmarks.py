@@ -187,7 +187,7 @@ def losses_of(rank: int, world_size: int, workload: Workload, names: list[str]) 
     for name in names:
         run, spans = run_variant(args, workload, CPU, VARIANTS[name])
         found[name] = run.losses
-    return [found, run.profile, [bool(each) for each in spans]]
+    return [found, run.mean_profile(), [bool(each) for each in spans]]
 
 
 @pytest.mark.parametrize(
@@ -330,9 +330,10 @@ def test_differences_by_hand():
 def test_figures_by_hand():
     profile = {"exposed_ms": [1.0, 3.0], "communication_ms": [10.0, 4.0], "step_ms": [50.0, 60.0]}
     still = {**profile, "exposed_ms": [0.5, 1.5]}
+    worse = {**profile, "exposed_ms": [1.0, 9.0], "communication_ms": [10.0, 10.0]}
     runs = {
-        "plain": Run([9e9] * 3 + [100.0, 120.0], [2.0] * 5, profile=still),
-        "peer": Run([9e9] * 3 + [90.0, 100.0], [2.0] * 4 + [2.5], profile=profile),
+        "plain": Run([9e9] * 3 + [100.0, 120.0], [2.0] * 5, profiles=[still]),
+        "peer": Run([9e9] * 3 + [90.0, 100.0], [2.0] * 4 + [2.5], profiles=[profile, worse]),
     }
     # The slowest rank's attention is 20 above the mean, then 10.
     limits = {"plain": Limit([[9e9, 0]] * 3 + [[10, 50], [30, 10]], [100.0, 120.0])}
@@ -344,10 +345,14 @@ def test_figures_by_hand():
         (90 / 100 + 100 / 120) / 2
     )
     assert summary["peer: max loss difference"] == 0.5
-    assert summary["peer: exposed communication, ms"] == 3.0
-    assert summary["peer: exposed communication, of the step"] == pytest.approx(3 / 60)
-    assert summary["peer: hidden communication"] == pytest.approx(1 - 3 / 4)
-    assert summary["peer: exposed communication above plain's, mean rank, ms"] == pytest.approx(1.0)
+    assert summary["peer: exposed communication, ms"] == (3.0 + 9.0) / 2
+    assert summary["peer: exposed communication, of the step"] == pytest.approx((3 + 9) / 2 / 60)
+    assert summary["peer: exposed communication, of the step, worst"] == pytest.approx(9 / 60)
+    hidden = (1 - 3 / 4 + 1 - 9 / 10) / 2
+    assert summary["peer: hidden communication"] == pytest.approx(hidden)
+    above = (1 + 6) / 2 - 1
+    assert summary["peer: exposed communication above plain's, mean rank, ms"] == above
+    assert runs["peer"].mean_profile()["exposed_ms"] == [1.0, 6.0]
 
 
 def test_timeline_of_ranks_without_spans(tmp_path):

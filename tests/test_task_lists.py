@@ -38,7 +38,8 @@ def test_kernels_of_the_cpu_are_accepted(dtype, name, window_size):
 def test_lists_have_as_many_rows_as_the_layout(name):
     """The numbers of rows that the helper derives by itself are the layout's."""
     tasks = task_list(some_documents(), (40, 0), name)
-    num_home_rows, num_q, num_k = numbers_of_rows(tasks.layout)
+    num_home_rows, rows = numbers_of_rows(tasks.layout)
+    num_q, num_k = rows["visiting queries"], rows["visiting keys"]
     expected = (num_home_rows, num_home_rows) if name == "home" else (num_q, num_k)
     assert (tasks.num_q_rows, tasks.num_k_rows) == expected
     assert tasks.num_q_rows > 0

@@ -142,6 +142,9 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
     TORCH_CHECK_VALUE(call.layout.num_ranks == call.session->num_ranks(), "the layout is one of ",
                       call.layout.num_ranks, " ranks, but group '", group_name, "' has ",
                       call.session->num_ranks(), "; plan over this group");
+    TORCH_CHECK_VALUE(call.layout.rank == call.session->rank(), "the layout is that of rank ",
+                      call.layout.rank, ", but this is rank ", call.session->rank(), " of group '",
+                      group_name, "'; pass this rank's own");
     call.inputs = check_inputs(q, k, v, call.layout);
   } catch (const std::exception& error) {
     try {

@@ -90,12 +90,10 @@ attention::TaskList Reader::tasks() {
   list.tasks.reserve(num_tasks);
   for (int64_t i = 0; i < num_tasks; ++i) {
     const int64_t* t = words.data() + kTaskWords * i;
-    list.tasks.push_back({t[0], t[1], t[2], t[3], t[4], t[5], t[6]});
+    list.tasks.push_back({t[0], t[1], t[2], t[3], t[4]});
     TORCH_CHECK_VALUE(
         std::all_of(t, t + kTaskWords, [](int64_t word) { return 0 <= word && word <= kMaxRows; }),
         "layout: task ", i, " is ", at::IntArrayRef(t, kTaskWords), "; expected 0 to ", kMaxRows);
-    TORCH_CHECK_VALUE(t[5] <= t[6], "layout: task ", i, " waits for flags [", t[5], ", ", t[6],
-                      ")");
   }
   const int64_t num_waves = small_word("waves");
   int64_t num_cu_seqlens = 0;
@@ -153,18 +151,15 @@ attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
 std::optional<PeerRoutes> Reader::peer_routes(const Layout& layout, const Round& round) {
   if (word() == 0) return std::nullopt;
   std::span<const int64_t> left(host + next_host, num_host - next_host);
-  PeerRoutes routes =
-      read_peer_routes(left, layout.num_ranks, layout.num_home_rows, layout.num_home_queries());
+  PeerRoutes routes = read_peer_routes(
+      left, {layout.rank, layout.num_ranks, layout.num_home_rows, layout.num_home_queries()});
   next_host = num_host - static_cast<int64_t>(left.size());
-  const auto& [sent, max_visiting_q, max_visiting_k, max_flags] = routes.deliveries;
-  for (const attention::Task& task : round.visiting.tasks) {
-    TORCH_CHECK_VALUE(task.last_flag <= max_flags, "layout: a task waits for flag ", task.last_flag,
-                      " of ", max_flags);
-  }
-  TORCH_CHECK_VALUE(
-      round.queries.num_visiting <= max_visiting_q && round.keys.num_visiting <= max_visiting_k,
-      "layout: ", round.queries.num_visiting, " queries and ", round.keys.num_visiting,
-      " keys visit, more than the most of any server, ", max_visiting_q, " and ", max_visiting_k);
+  const planner::Deliveries& most = routes.deliveries;
+  TORCH_CHECK_VALUE(round.queries.num_visiting <= most.max_visiting_q &&
+                        round.keys.num_visiting <= most.max_visiting_k,
+                    "layout: ", round.queries.num_visiting, " queries and ",
+                    round.keys.num_visiting, " keys visit, more than the most of any server, ",
+                    most.max_visiting_q, " and ", most.max_visiting_k);
   return routes;
 }
 
@@ -255,6 +250,8 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   TORCH_CHECK_VALUE(0 < words[kNumRanks] && words[kNumRanks] <= words[kLength],
                     "layout: ", words[kNumRanks], " ranks do not fit in ", words[kLength],
                     " words");
+  TORCH_CHECK_VALUE(0 <= words[kRank] && words[kRank] < words[kNumRanks], "layout: rank ",
+                    words[kRank], " of ", words[kNumRanks]);
   Reader reader{
       words.data(), words[kLength], rows, {words[kWindowLeft], words[kWindowRight]}, kHeaderLength};
   TORCH_CHECK_VALUE(0 <= words[kNumHomeRows] && words[kNumHomeRows] <= kMaxRows,
@@ -268,6 +265,7 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   decoded.step = words[kStep];
   decoded.plan_digest = static_cast<uint64_t>(words[kPlanDigest]);
   decoded.num_ranks = words[kNumRanks];
+  decoded.rank = words[kRank];
   decoded.num_home_rows = words[kNumHomeRows];
   decoded.num_context_rows = words[kNumContextRows];
   decoded.moves_rows = words[kMovesRows] != 0;

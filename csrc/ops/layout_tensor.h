@@ -49,6 +49,7 @@ struct Layout {
   int64_t step = -1;  // plans made by the group before this one; -1: no group
   uint64_t plan_digest = 0;
   int64_t num_ranks = 1;
+  int64_t rank = 0;
   int64_t num_home_rows = 0;     // of keys
   int64_t num_context_rows = 0;  // of them without queries
   bool moves_rows = false;       // whether any rank sends any row under this plan

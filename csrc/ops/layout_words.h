@@ -13,7 +13,7 @@
 // it.
 namespace distca::ops {
 
-constexpr int64_t kMagic = 0x6469737463610009;  // "distca", format 9
+constexpr int64_t kMagic = 0x646973746361000a;  // "distca", format 10
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
@@ -21,7 +21,7 @@ constexpr int64_t kItemWords = 8;    // of a QueryTile, of a KeyBlock
 static_assert(sizeof(attention::sm90::QueryTile) == kItemWords * sizeof(int32_t));
 static_assert(sizeof(attention::sm90::KeyBlock) == kItemWords * sizeof(int32_t));
 static_assert(sizeof(attention::sm90::FlagRange) == 2 * sizeof(int32_t));
-constexpr int64_t kTaskWords = 7;
+constexpr int64_t kTaskWords = 5;
 
 inline int64_t aligned(int64_t word) {
   return (word + kVectorWords - 1) / kVectorWords * kVectorWords;
@@ -46,6 +46,7 @@ enum Header : int64_t {
   kNumContextRows,
   kNumKeptQueries,
   kNumKeptKeys,
+  kRank,
   kHeaderLength
 };
 

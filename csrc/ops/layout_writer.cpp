@@ -58,8 +58,7 @@ struct Writer {
 std::vector<attention::Task> tasks_of(const std::vector<planner::PlacedTask>& placed) {
   std::vector<attention::Task> tasks;
   for (const planner::PlacedTask& t : placed) {
-    tasks.push_back(
-        {t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset, t.first_flag, t.last_flag});
+    tasks.push_back({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
   }
   return tasks;
 }
@@ -68,7 +67,7 @@ void Writer::tasks(const std::vector<attention::Task>& tasks, const attention::M
                    const std::string& device_type) {
   host.push_back(static_cast<int64_t>(tasks.size()));
   for (const attention::Task& t : tasks) {
-    counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset, t.first_flag, t.last_flag});
+    counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
   }
 #ifdef DISTCA_WITH_CUDA
   if (device_type == "cuda") {
@@ -195,7 +194,8 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>
                  0,
                  any.num_context_rows,
                  0,
-                 0};
+                 0,
+                 any.rank};
   for (const PlannedRound& round : rounds) writer.routes(round.layout);
   const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
   for (const auto& [layout, peers] : rounds) {

@@ -17,10 +17,10 @@ namespace {
 
 namespace peer = transport::peer;
 namespace sm90 = attention::sm90;
-static_assert(kMaxPeers == peer::kMaxPeers && kMaxFlags == peer::kMaxFlags);
+static_assert(kMaxPeers == peer::kMaxPeers);
 
-// A tensor of visiting rows in the buffer of every rank: at the same place on all, with room for
-// the rank that has most. `rows` gives dtype and shape of a row.
+// A tensor of visiting rows, or of returned ones, in the buffer of every rank: at the same place on
+// all, with room for the rank that has most. `rows` gives dtype and shape of a row.
 struct Region {
   at::Tensor rows;
   int64_t offset = 0;
@@ -35,6 +35,12 @@ struct Region {
   }
 };
 
+// Results of visiting rows, where their server writes them and where their home gets them.
+struct Results {
+  Region visiting;
+  Region returned;
+};
+
 // Regions one after the other, for a round.
 class Buffers {
  public:
@@ -47,10 +53,26 @@ class Buffers {
   Region for_keys(const at::Tensor& rows) {
     return add(rows, round_.peers->deliveries.max_visiting_k);
   }
+  Results for_query_results(const at::Tensor& rows) {
+    return {for_queries(rows), add(rows, round_.peers->deliveries.max_returned_q)};
+  }
+  Results for_key_results(const at::Tensor& rows) {
+    return {for_keys(rows), add(rows, round_.peers->deliveries.max_returned_k)};
+  }
   int64_t num_bytes() const { return next_; }
+
+  // Where a rank's own server, or another, left a result for this one.
+  peer::Gather::Source source(const Results& results, int64_t server, int64_t result_row) const {
+    const Region& region = server == rank_ ? results.visiting : results.returned;
+    return {own_row(region, result_row), server};
+  }
 
   char* row(const Region& region, int64_t rank, int64_t visiting_row) const {
     return transport_.buffer(rank) + region.offset + visiting_row * region.row_bytes();
+  }
+
+  char* own_row(const Region& region, int64_t row_index) const {
+    return row(region, rank_, row_index);
   }
 
   // This rank's visiting rows.
@@ -92,17 +114,23 @@ struct Sent {
   bool again;
 };
 
+// The last parcel, if it is for this rank, or a new one.
+peer::Parcel& parcel_for(int64_t rank, std::vector<peer::Parcel>& parcels) {
+  if (!parcels.empty() && parcels.back().rank == rank) return parcels.back();
+  return parcels.emplace_back(rank, std::vector<peer::RowBlock>{});
+}
+
 std::vector<peer::Parcel> parcels_of(const Round& round, const Buffers& buffers, const Sent& sent) {
   std::vector<peer::Parcel> parcels;
   for (const planner::Delivery& delivery : round.peers->deliveries.sent) {
-    peer::Parcel& parcel =
-        parcels.emplace_back(delivery.server, std::vector<peer::RowBlock>{}, delivery.flag);
+    peer::Parcel& parcel = parcel_for(delivery.server, parcels);
     const auto add = [&](const Region& region, const std::vector<planner::RowPlace>& places) {
       const transport::RowView rows = transport::row_view(region.rows);
-      for (const auto& [home_row, visiting_row, num_rows] : places) {
-        parcel.blocks.push_back({rows.data + home_row * rows.stride_bytes,
-                                 buffers.row(region, delivery.server, visiting_row),
-                                 rows.stride_bytes, rows.row_bytes, num_rows, rows.row_bytes});
+      for (const planner::RowPlace& place : places) {
+        parcel.blocks.push_back({rows.data + place.home_row * rows.stride_bytes,
+                                 buffers.row(region, delivery.server, place.visiting_row),
+                                 rows.stride_bytes, rows.row_bytes, place.num_rows,
+                                 rows.row_bytes});
       }
     };
     for (const Region& region : sent.queries) add(region, delivery.queries);
@@ -113,47 +141,68 @@ std::vector<peer::Parcel> parcels_of(const Round& round, const Buffers& buffers,
   return parcels;
 }
 
-// Home rows of `to` from the servers' results in `region`.
-void fetch_queries(const Round& round, const Buffers& buffers, const Region& region,
-                   const at::Tensor& to, std::vector<peer::Gather>& gathers) {
+// What other homes get back from this rank.
+std::vector<peer::Parcel> returned_parcels(const Round& round, const Buffers& buffers,
+                                           const std::vector<Results>& of_queries,
+                                           const std::vector<Results>& of_keys) {
+  std::vector<peer::Parcel> parcels;
+  for (const planner::Return& returned : round.peers->deliveries.returned) {
+    peer::Parcel& parcel = parcel_for(returned.home, parcels);
+    const auto add = [&](const Results& results, const std::vector<planner::RowPlace>& places) {
+      const int64_t row_bytes = results.visiting.row_bytes();
+      for (const planner::RowPlace& place : places) {
+        parcel.blocks.push_back({buffers.own_row(results.visiting, place.visiting_row),
+                                 buffers.row(results.returned, returned.home, place.result_row),
+                                 row_bytes, row_bytes, place.num_rows, row_bytes});
+      }
+    };
+    for (const Results& results : of_queries) add(results, returned.queries);
+    for (const Results& results : of_keys) add(results, returned.keys);
+  }
+  return parcels;
+}
+
+// Ranks whose rows visit this one, itself included.
+peer::RankSet senders_of(const Round& round, int64_t rank) {
+  peer::RankSet ranks = 0;
+  for (const planner::Return& returned : round.peers->deliveries.returned) {
+    ranks |= peer::RankSet{1} << returned.home;
+  }
+  for (const planner::Delivery& delivery : round.peers->deliveries.sent) {
+    if (delivery.server == rank) ranks |= peer::RankSet{1} << rank;
+  }
+  return ranks;
+}
+
+// Home rows of `to` from the servers' results.
+void take_queries(const Round& round, const Buffers& buffers, const Results& results,
+                  const at::Tensor& to, std::vector<peer::Gather>& gathers) {
   const transport::RowView rows = transport::row_view(to);
   for (const planner::Delivery& delivery : round.peers->deliveries.sent) {
-    for (const auto& [home_row, visiting_row, num_rows] : delivery.queries) {
-      const char* from = buffers.row(region, delivery.server, visiting_row);
-      gathers.push_back({rows.data + home_row * rows.row_bytes,
-                         num_rows * rows.row_bytes,
-                         {{from, delivery.server}},
-                         peer::Taking::kCopy});
+    for (const planner::RowPlace& place : delivery.queries) {
+      gathers.push_back({rows.data + place.home_row * rows.row_bytes,
+                         place.num_rows * rows.row_bytes,
+                         {buffers.source(results, delivery.server, place.result_row)},
+                         false});
     }
   }
 }
 
-void add_key_gradients(const Round& round, const Buffers& buffers, const Region& region,
+void add_key_gradients(const Round& round, const Buffers& buffers, const Results& results,
                        const at::Tensor& to, std::vector<peer::Gather>& gathers) {
   const transport::RowView rows = transport::row_view(to);
   for (const KeyGradients& shared : round.peers->key_gradients) {
-    peer::Gather& gather = gathers.emplace_back(
-        rows.data + shared.home_row * rows.row_bytes, shared.num_rows * rows.row_bytes,
-        std::vector<peer::Gather::Source>{}, peer::Taking::kAdd);
-    for (const auto& [server, visiting_row] : shared.sources) {
-      gather.sources.push_back({buffers.row(region, server, visiting_row), server});
+    peer::Gather& gather = gathers.emplace_back(rows.data + shared.home_row * rows.row_bytes,
+                                                shared.num_rows * rows.row_bytes,
+                                                std::vector<peer::Gather::Source>{}, true);
+    for (const auto& [server, result_row] : shared.sources) {
+      gather.sources.push_back(buffers.source(results, server, result_row));
     }
   }
 }
 
 peer::Addend addend_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? peer::Addend::kFloat16 : peer::Addend::kBfloat16;
-}
-
-std::vector<peer::FlagRange> flags_of(const attention::TaskList& tasks) {
-  std::vector<peer::FlagRange> ranges;
-  for (const attention::Task& task : tasks.tasks) {
-    if (ranges.empty() || ranges.back().first != task.first_flag ||
-        ranges.back().last != task.last_flag) {
-      ranges.push_back({task.first_flag, task.last_flag});
-    }
-  }
-  return ranges;
 }
 
 }  // namespace
@@ -175,8 +224,8 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& ke
     const Round& round = call.layout.rounds[i];
     Buffers buffers(transport, round);
     const Region to_q = buffers.for_queries(q), to_k = buffers.for_keys(k),
-                 to_v = buffers.for_keys(v), from_out = buffers.for_queries(out),
-                 from_lse = buffers.for_queries(lse);
+                 to_v = buffers.for_keys(v);
+    const Results outs = buffers.for_query_results(out), lses = buffers.for_query_results(lse);
     transport.begin(buffers.num_bytes(), call.where);
     in_phase(call, kDispatch, [&] {
       transport.send(parcels_of(round, buffers, {{}, {to_q}, {to_k, to_v}, false}));
@@ -185,22 +234,23 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& ke
     // turns lose the keys that they share in L2, a tenth of their speed and more.
     const attention::ForwardRows early{q, k, v, round.early, out, lse};
     in_phase(call, kEarlyTasks, [&] { sm90::forward(early, params); });
-    in_phase(call, kWaitForRows, [&] { transport.await_arrivals(flags_of(round.visiting)); });
+    in_phase(call, kWaitForRows,
+             [&] { transport.await_arrivals(senders_of(round, transport.rank())); });
     in_phase(call, kVisitingTasks, [&] {
       sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), round.visiting,
-                     buffers.queries(from_out), buffers.queries(from_lse)},
+                     buffers.queries(outs.visiting), buffers.queries(lses.visiting)},
                     params);
     });
-
-    std::vector<peer::Gather> gathers;
-    fetch_queries(round, buffers, from_out, out, gathers);
-    fetch_queries(round, buffers, from_lse, lse, gathers);
-    // Before copy engines wait for results: a kernel's first launch might wait for them.
+    in_phase(call, kCombine, [&] {
+      transport.return_results(returned_parcels(round, buffers, {outs, lses}, {}));
+    });
     keep(round, {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)}, kept.rounds[i]);
-    in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
     const attention::ForwardRows late{q, k, v, round.late, out, lse};
     in_phase(call, kLateTasks, [&] { sm90::forward(late, params); });
-    in_phase(call, kWaitForResults, [&] { transport.end(addend_of(q)); });
+    std::vector<peer::Gather> gathers;
+    take_queries(round, buffers, outs, out, gathers);
+    take_queries(round, buffers, lses, lse, gathers);
+    in_phase(call, kWaitForResults, [&] { transport.end(gathers, addend_of(q)); });
   }
   return {out, lse};
 }
@@ -214,8 +264,8 @@ void peer_exchange(const Call& call) {
                  to_v = buffers.for_keys(aligned(v));
     transport.begin(buffers.num_bytes(), call.where);
     transport.send(parcels_of(round, buffers, {{}, {to_q}, {to_k, to_v}, false}));
-    transport.await_arrivals(flags_of(round.visiting));
-    transport.end(addend_of(q));
+    transport.await_arrivals(senders_of(round, transport.rank()));
+    transport.end({}, addend_of(q));
   }
 }
 
@@ -239,9 +289,9 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   Buffers buffers(transport, round);
   const Region to_q = buffers.for_queries(q), to_grad = buffers.for_queries(grad),
                to_lse = buffers.for_queries(saved.lse), to_delta = buffers.for_queries(saved.delta),
-               to_k = buffers.for_keys(k), to_v = buffers.for_keys(v),
-               from_dq = buffers.for_queries(dq), from_dk = buffers.for_keys(dk),
-               from_dv = buffers.for_keys(dv);
+               to_k = buffers.for_keys(k), to_v = buffers.for_keys(v);
+  const Results dqs = buffers.for_query_results(dq), dks = buffers.for_key_results(dk),
+                dvs = buffers.for_key_results(dv);
   transport.begin(buffers.num_bytes(), call.where);
   in_phase(call, kDispatch, [&] {
     transport.send(
@@ -251,7 +301,8 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   });
   const attention::BackwardRows early{grad, q, k, v, saved, round.early, dq, dk, dv};
   in_phase(call, kEarlyTasks, [&] { sm90::backward(early, params); });
-  in_phase(call, kWaitForRows, [&] { transport.await_arrivals(flags_of(round.visiting)); });
+  in_phase(call, kWaitForRows,
+           [&] { transport.await_arrivals(senders_of(round, transport.rank())); });
   in_phase(call, kVisitingTasks, [&] {
     sm90::backward({buffers.queries(to_grad),
                     buffers.queries(to_q),
@@ -259,20 +310,21 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
                     buffers.keys(to_v),
                     {buffers.queries(to_lse), buffers.queries(to_delta), {}},
                     round.visiting,
-                    buffers.queries(from_dq),
-                    buffers.keys(from_dk),
-                    buffers.keys(from_dv)},
+                    buffers.queries(dqs.visiting),
+                    buffers.keys(dks.visiting),
+                    buffers.keys(dvs.visiting)},
                    params);
   });
-
-  std::vector<peer::Gather> gathers;
-  fetch_queries(round, buffers, from_dq, dq, gathers);
-  add_key_gradients(round, buffers, from_dk, dk, gathers);
-  add_key_gradients(round, buffers, from_dv, dv, gathers);
-  in_phase(call, kCombine, [&] { transport.collect(std::move(gathers)); });
+  in_phase(call, kCombine, [&] {
+    transport.return_results(returned_parcels(round, buffers, {dqs}, {dks, dvs}));
+  });
   const attention::BackwardRows late{grad, q, k, v, saved, round.late, dq, dk, dv};
   in_phase(call, kLateTasks, [&] { sm90::backward(late, params); });
-  in_phase(call, kWaitForResults, [&] { transport.end(addend_of(q)); });
+  std::vector<peer::Gather> gathers;
+  take_queries(round, buffers, dqs, dq, gathers);
+  add_key_gradients(round, buffers, dks, dk, gathers);
+  add_key_gradients(round, buffers, dvs, dv, gathers);
+  in_phase(call, kWaitForResults, [&] { transport.end(gathers, addend_of(q)); });
 }
 
 }  // namespace

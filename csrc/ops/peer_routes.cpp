@@ -12,10 +12,10 @@ namespace {
 
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
-// A key row that was sent, by slot.
+// Key rows that were sent, by slot.
 struct SentKeys {
   int64_t server;
-  planner::RowPlace place;
+  int64_t result_row;
   int64_t first_slot;
 };
 
@@ -40,20 +40,29 @@ void check_rows(int64_t first, int64_t count, int64_t limit, const char* name) {
 
 void append_places(const std::vector<planner::RowPlace>& places, std::vector<int64_t>& words) {
   words.push_back(static_cast<int64_t>(places.size()));
-  for (const auto& [home_row, visiting_row, num_rows] : places) {
-    words.insert(words.end(), {home_row, visiting_row, num_rows});
+  for (const auto& [home_row, visiting_row, result_row, num_rows] : places) {
+    words.insert(words.end(), {home_row, visiting_row, result_row, num_rows});
   }
 }
 
-std::vector<planner::RowPlace> read_places(std::span<const int64_t>& words, int64_t num_home_rows,
-                                           int64_t max_visiting) {
-  std::vector<planner::RowPlace> places(next_count(words, 3, "places"));
-  for (auto& [home_row, visiting_row, num_rows] : places) {
-    home_row = next(words, num_home_rows, "home row");
-    visiting_row = next(words, max_visiting, "visiting row");
+// Rows of queries, or of keys, that there are of each kind.
+struct PlaceLimits {
+  int64_t home;
+  int64_t visiting;
+  int64_t result;
+};
+
+std::vector<planner::RowPlace> read_places(std::span<const int64_t>& words,
+                                           const PlaceLimits& limits) {
+  std::vector<planner::RowPlace> places(next_count(words, 4, "places"));
+  for (auto& [home_row, visiting_row, result_row, num_rows] : places) {
+    home_row = next(words, limits.home, "home row");
+    visiting_row = next(words, limits.visiting, "visiting row");
+    result_row = next(words, limits.result, "result row");
     num_rows = next(words, kMaxRows, "rows");
-    check_rows(home_row, num_rows, num_home_rows, "home rows");
-    check_rows(visiting_row, num_rows, max_visiting, "visiting rows");
+    check_rows(home_row, num_rows, limits.home, "home rows");
+    check_rows(visiting_row, num_rows, limits.visiting, "visiting rows");
+    check_rows(result_row, num_rows, limits.result, "result rows");
   }
   return places;
 }
@@ -67,7 +76,7 @@ PeerRoutes peer_routes(planner::Deliveries deliveries) {
   for (const planner::Delivery& delivery : deliveries.sent) {
     for (const planner::RowPlace& place : delivery.keys) {
       runs.push_back({place.home_row, place.num_rows});
-      sent.push_back({delivery.server, place, slot});
+      sent.push_back({delivery.server, place.result_row, slot});
       slot += place.num_rows;
     }
   }
@@ -79,56 +88,75 @@ PeerRoutes peer_routes(planner::Deliveries deliveries) {
       const auto after = std::partition_point(
           sent.begin(), sent.end(), [first](const SentKeys& s) { return s.first_slot <= first; });
       const SentKeys& keys = *(after - 1);
-      rows.sources.push_back({keys.server, keys.place.visiting_row + first - keys.first_slot});
+      rows.sources.push_back({keys.server, keys.result_row + first - keys.first_slot});
     }
   }
   return routes;
 }
 
 void append_words(const PeerRoutes& routes, std::vector<int64_t>& words) {
-  const auto& [sent, max_visiting_q, max_visiting_k, max_flags] = routes.deliveries;
-  words.insert(words.end(),
-               {max_visiting_q, max_visiting_k, max_flags, static_cast<int64_t>(sent.size())});
-  for (const planner::Delivery& delivery : sent) {
-    words.insert(words.end(), {delivery.server, delivery.flag, delivery.is_kept});
+  const planner::Deliveries& all = routes.deliveries;
+  words.insert(words.end(), {all.max_visiting_q, all.max_visiting_k, all.max_returned_q,
+                             all.max_returned_k, static_cast<int64_t>(all.sent.size())});
+  for (const planner::Delivery& delivery : all.sent) {
+    words.insert(words.end(), {delivery.server, delivery.is_kept});
     append_places(delivery.queries, words);
     append_places(delivery.keys, words);
+  }
+  words.push_back(static_cast<int64_t>(all.returned.size()));
+  for (const planner::Return& returned : all.returned) {
+    words.push_back(returned.home);
+    append_places(returned.queries, words);
+    append_places(returned.keys, words);
   }
   words.push_back(static_cast<int64_t>(routes.key_gradients.size()));
   for (const KeyGradients& rows : routes.key_gradients) {
     words.insert(words.end(),
                  {rows.home_row, rows.num_rows, static_cast<int64_t>(rows.sources.size())});
-    for (const auto& [server, visiting_row] : rows.sources) {
-      words.insert(words.end(), {server, visiting_row});
+    for (const auto& [server, result_row] : rows.sources) {
+      words.insert(words.end(), {server, result_row});
     }
   }
 }
 
-PeerRoutes read_peer_routes(std::span<const int64_t>& words, int64_t num_ranks,
-                            int64_t num_home_rows, int64_t num_home_queries) {
+PeerRoutes read_peer_routes(std::span<const int64_t>& words, const RouteLimits& limits) {
   PeerRoutes routes;
-  auto& [sent, max_visiting_q, max_visiting_k, max_flags] = routes.deliveries;
-  max_visiting_q = next(words, kMaxRows, "visiting queries");
-  max_visiting_k = next(words, kMaxRows, "visiting keys");
-  max_flags = next(words, kMaxFlags + 1, "arrival flags");
-  sent.resize(next_count(words, 5, "deliveries"));
-  for (planner::Delivery& delivery : sent) {
-    delivery.server = next(words, num_ranks, "server");
-    delivery.flag = next(words, max_flags, "flag");
+  planner::Deliveries& all = routes.deliveries;
+  all.max_visiting_q = next(words, kMaxRows, "visiting queries");
+  all.max_visiting_k = next(words, kMaxRows, "visiting keys");
+  all.max_returned_q = next(words, kMaxRows, "returned queries");
+  all.max_returned_k = next(words, kMaxRows, "returned keys");
+  const auto results_of = [&limits](int64_t server, int64_t visiting, int64_t returned) {
+    return server == limits.rank ? visiting : returned;
+  };
+  all.sent.resize(next_count(words, 4, "deliveries"));
+  for (planner::Delivery& delivery : all.sent) {
+    delivery.server = next(words, limits.num_ranks, "server");
     delivery.is_kept = next(words, 2, "whether it is kept") == 1;
-    delivery.queries = read_places(words, num_home_queries, max_visiting_q);
-    delivery.keys = read_places(words, num_home_rows, max_visiting_k);
+    delivery.queries =
+        read_places(words, {limits.num_home_queries, all.max_visiting_q,
+                            results_of(delivery.server, all.max_visiting_q, all.max_returned_q)});
+    delivery.keys =
+        read_places(words, {limits.num_home_rows, all.max_visiting_k,
+                            results_of(delivery.server, all.max_visiting_k, all.max_returned_k)});
+  }
+  all.returned.resize(next_count(words, 3, "returns"));
+  for (planner::Return& returned : all.returned) {
+    returned.home = next(words, limits.num_ranks, "home");
+    returned.queries = read_places(words, {kMaxRows, all.max_visiting_q, all.max_returned_q});
+    returned.keys = read_places(words, {kMaxRows, all.max_visiting_k, all.max_returned_k});
   }
   routes.key_gradients.resize(next_count(words, 3, "key gradients"));
   for (KeyGradients& rows : routes.key_gradients) {
-    rows.home_row = next(words, num_home_rows, "home row");
+    rows.home_row = next(words, limits.num_home_rows, "home row");
     rows.num_rows = next(words, kMaxRows, "rows");
-    check_rows(rows.home_row, rows.num_rows, num_home_rows, "home rows");
+    check_rows(rows.home_row, rows.num_rows, limits.num_home_rows, "home rows");
     rows.sources.resize(next_count(words, 2, "sources"));
-    for (auto& [server, visiting_row] : rows.sources) {
-      server = next(words, num_ranks, "server");
-      visiting_row = next(words, max_visiting_k, "visiting row");
-      check_rows(visiting_row, rows.num_rows, max_visiting_k, "visiting rows");
+    for (auto& [server, result_row] : rows.sources) {
+      server = next(words, limits.num_ranks, "server");
+      const int64_t num_results = results_of(server, all.max_visiting_k, all.max_returned_k);
+      result_row = next(words, num_results, "result row");
+      check_rows(result_row, rows.num_rows, num_results, "result rows");
     }
   }
   return routes;

@@ -8,22 +8,22 @@
 
 namespace distca::ops {
 
-// Home rows whose keys went to servers, and where each of those keeps their gradients.
+// Home rows whose keys went to servers, and where their gradients are: see RowPlace.
 struct KeyGradients {
   struct Source {
     int64_t server;
-    int64_t visiting_row;
+    int64_t result_row;
   };
   int64_t home_row;
   int64_t num_rows;
   std::vector<Source> sources;  // added up in this order
 };
 
-// Ranks that may write to each other's memory: those of a node. And their arrival flags.
+// Ranks that may write to each other's memory: those of a node.
 constexpr int64_t kMaxPeers = 64;
-constexpr int64_t kMaxFlags = int64_t{1} << 18;
 
-// Where a rank's rows go when they are written straight to the servers' memory.
+// Where a rank's rows go when they are written straight to the servers' memory, and where results
+// go that it returns.
 struct PeerRoutes {
   planner::Deliveries deliveries;
   std::vector<KeyGradients> key_gradients;
@@ -33,10 +33,16 @@ PeerRoutes peer_routes(planner::Deliveries deliveries);
 
 void append_words(const PeerRoutes& routes, std::vector<int64_t>& words);
 
-// Reads from the front of `words` and moves it on. Throws ValueError for rows outside
-// [0, num_home_rows), queries outside [0, num_home_queries), or of servers outside [0, num_ranks),
-// or past the most that a server has.
-PeerRoutes read_peer_routes(std::span<const int64_t>& words, int64_t num_ranks,
-                            int64_t num_home_rows, int64_t num_home_queries);
+// Whose routes they are, and the rows that are there.
+struct RouteLimits {
+  int64_t rank;
+  int64_t num_ranks;
+  int64_t num_home_rows;
+  int64_t num_home_queries;
+};
+
+// Reads from the front of `words` and moves it on. Throws ValueError for rows outside the limits,
+// or past the most that a server or a home has.
+PeerRoutes read_peer_routes(std::span<const int64_t>& words, const RouteLimits& limits);
 
 }  // namespace distca::ops

@@ -269,8 +269,7 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
     planner::Layout made = as_value_error([&] { return planner::make_layout(pack, round, rank); });
     std::optional<PeerRoutes> routes;
     if (device_type == "cuda" && decoded.num_ranks > 1 && decoded.num_ranks <= kMaxPeers) {
-      planner::Deliveries deliveries = planner::make_deliveries(pack, round, rank);
-      if (deliveries.max_flags <= kMaxFlags) routes = peer_routes(std::move(deliveries));
+      routes = peer_routes(planner::make_deliveries(pack, round, rank));
     }
     rounds.push_back({std::move(made), std::move(routes)});
   };

@@ -86,10 +86,12 @@ TORCH_LIBRARY(distca, m) {
   // Sessions: see session.h.
   m.def(
       "open_session(str data_group, str control_group, str planning_group, str configuration, "
-      "float timeout_s, int? peer_device=None) -> ()",
+      "float timeout_s, int? peer_device=None, int peer_memory_bytes=0) -> ()",
       [](const std::string& data, const std::string& control, const std::string& planning,
-         const std::string& configuration, double timeout_s, std::optional<int64_t> peer_device) {
-        distca::ops::open_session({data, control, planning}, configuration, timeout_s, peer_device);
+         const std::string& configuration, double timeout_s, std::optional<int64_t> peer_device,
+         int64_t peer_memory_bytes) {
+        distca::ops::open_session({data, control, planning}, configuration, timeout_s,
+                                  {peer_device, peer_memory_bytes});
       });
   // Whether this build can write to other ranks' memory.
   m.def("has_peer_transport() -> bool", [] { return distca::ops::kHasPeerTransport; });

@@ -106,7 +106,7 @@ const char* name_of(Pass pass) {
 }
 
 Session::Session(const GroupNames& names, const std::string& configuration, double timeout_s,
-                 [[maybe_unused]] std::optional<int64_t> device) {
+                 [[maybe_unused]] const PeerChoice& peer) {
   const auto data = c10d::resolve_process_group(names.data);
   const auto control = c10d::resolve_process_group(names.control);
   const auto planning = c10d::resolve_process_group(names.planning);
@@ -121,13 +121,13 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
   transport_ = transport::make_process_group_transport(data, layers, failures_, timeout_s);
 #ifdef DISTCA_WITH_SM90
-  if (!device) return;
-  const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*device));
+  if (!peer.device) return;
+  const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*peer.device));
   const c10::DeviceGuard guard(own);
   peer_transport_ = std::make_shared<transport::peer::PeerTransport>(
       transport::peer::Members{names.data, rank_, num_ranks_, own},
-      [this](int64_t says, const transport::Where& where) { return meet(says, where); }, failures_,
-      timeout_s);
+      [this](int64_t says, const transport::Where& where) { return meet(says, where); },
+      peer.num_bytes, failures_, timeout_s);
 #endif
 }
 
@@ -248,8 +248,8 @@ transport::Where Session::current(Pass pass) const {
 }
 
 void open_session(const GroupNames& names, const std::string& configuration, double timeout_s,
-                  std::optional<int64_t> device) {
-  auto session = std::make_shared<Session>(names, configuration, timeout_s, device);
+                  const PeerChoice& peer) {
+  auto session = std::make_shared<Session>(names, configuration, timeout_s, peer);
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().sessions[names.data] = std::move(session);
 }

@@ -55,15 +55,22 @@ struct GroupNames {
   std::string planning;
 };
 
+// Where rows go straight to the other ranks' memory.
+struct PeerChoice {
+  std::optional<int64_t> device;  // nullopt: they go by the process group
+  int64_t num_bytes = 0;          // that a rank takes for them at least
+};
+
 // One group of ranks that shares attention: its transport, its control planes and what the ranks
 // have agreed on.
 class Session {
  public:
   // `device` is where this rank's memory is that the others reach, if all ranks reach all others'.
   Session(const GroupNames& names, const std::string& configuration, double timeout_s,
-          std::optional<int64_t> device);
+          const PeerChoice& peer);
 
   int64_t num_ranks() const { return num_ranks_; }
+  int64_t rank() const { return rank_; }
   transport::Transport& transport() { return *transport_; }
   // Null where ranks do not reach each other's memory.
   transport::peer::PeerTransport* peer_transport() { return peer_transport_.get(); }
@@ -119,7 +126,7 @@ class Session {
 // Sessions by group name. `find` throws when there is none, naming the call that opens one.
 // `configuration` is what all ranks must have set alike, as text.
 void open_session(const GroupNames& names, const std::string& configuration, double timeout_s,
-                  std::optional<int64_t> device);
+                  const PeerChoice& peer);
 void close_session(const std::string& group_name);
 std::shared_ptr<Session> find_session(const std::string& group_name);
 

@@ -1,68 +1,75 @@
 #include "deliveries.h"
 
 #include <algorithm>
-#include <iterator>
-#include <set>
+#include <map>
+#include <utility>
 
 namespace distca::planner {
 namespace {
 
-std::set<int64_t> homes_of(const Pack& pack, const Visit& visit) {
-  const std::span<const Segment> segments = pack.segments_of(pack.documents[visit.document]);
-  std::set<int64_t> homes;
-  const auto add = [&](Range range) {
-    for_each_segment(segments, range, [&](const Segment& s, Range) { homes.insert(s.rank); });
-  };
-  for (Range rows : visit.queries) add(rows);
-  for (Range keys : visit.keys.ranges()) add(keys);
-  return homes;
-}
+// Rows of a visit that come from one home.
+struct Part {
+  std::vector<RowPlace> queries, keys;
+};
 
-// The parts of `ranges` that are at home here; `next_row` is the visiting row of the first range,
-// and then of what follows the last.
-std::vector<RowPlace> places_of(const HomeRuns& home, int64_t document, int64_t HomeRun::*row,
-                                const std::vector<Range>& ranges, int64_t& next_row) {
-  std::vector<RowPlace> places;
-  for (Range range : ranges) {
-    home.for_each_part(document, row, range, [&](int64_t home_row, Range part) {
-      places.push_back({home_row, next_row + part.begin - range.begin, num_rows(part)});
-    });
-    next_row += num_rows(range);
-  }
-  return places;
+// Next rows of queries and of keys, of one rank.
+struct NextRows {
+  int64_t q = 0;
+  int64_t k = 0;
+};
+
+// By home. `next` are the server's visiting rows, `returned` those returned to each rank; both move
+// on.
+std::map<int64_t, Part> parts_of(const Pack& pack, const Visit& visit, int64_t server,
+                                 NextRows& next, std::vector<NextRows>& returned) {
+  const std::span<const Segment> segments = pack.segments_of(pack.documents[visit.document]);
+  std::map<int64_t, Part> parts;
+  const auto add = [&](const std::vector<Range>& ranges, int64_t Segment::*row,
+                       int64_t NextRows::*next_row, std::vector<RowPlace> Part::*places) {
+    for (Range range : ranges) {
+      for_each_segment(segments, range, [&](const Segment& segment, Range rows) {
+        const int64_t visiting_row = next.*next_row + rows.begin - range.begin;
+        int64_t& returned_row = returned[segment.rank].*next_row;
+        const bool is_own = segment.rank == server;
+        (parts[segment.rank].*places)
+            .push_back({segment.*row + rows.begin - segment.start, visiting_row,
+                        is_own ? visiting_row : returned_row, num_rows(rows)});
+        if (!is_own) returned_row += num_rows(rows);
+      });
+      next.*next_row += num_rows(range);
+    }
+  };
+  add(visit.queries, &Segment::q_row, &NextRows::q, &Part::queries);
+  add(visit.keys.ranges(), &Segment::row, &NextRows::k, &Part::keys);
+  return parts;
 }
 
 }  // namespace
 
-std::vector<Flags> flags_of(const Pack& pack, const std::vector<Visit>& visits) {
-  std::vector<Flags> flags;
-  int64_t next = 0;
-  for (const Visit& visit : visits) {
-    const auto num_homes = static_cast<int64_t>(homes_of(pack, visit).size());
-    flags.push_back({next, next + num_homes});
-    next += num_homes;
-  }
-  return flags;
-}
-
 Deliveries make_deliveries(const Pack& pack, const Plan& plan, int64_t rank) {
-  const HomeRuns home(pack, rank);
   Deliveries deliveries;
+  std::vector<NextRows> returned(plan.num_ranks);
   for (int64_t server = 0; server < plan.num_ranks; ++server) {
-    int64_t q_row = 0, k_row = 0, num_flags = 0;
+    NextRows next;
     for (const Visit& visit : visits_of(pack, plan.mask, tasks_of(plan, server))) {
-      const std::set<int64_t> homes = homes_of(pack, visit);
-      const auto own = static_cast<int64_t>(std::distance(homes.begin(), homes.find(rank)));
-      Delivery ours{server, num_flags + own, {}, {}, visit.is_kept};
-      num_flags += static_cast<int64_t>(homes.size());
-      ours.queries = places_of(home, visit.document, &HomeRun::q_row, visit.queries, q_row);
-      ours.keys = places_of(home, visit.document, &HomeRun::row, visit.keys.ranges(), k_row);
-      if (homes.contains(rank)) deliveries.sent.push_back(std::move(ours));
+      for (auto& [home, part] : parts_of(pack, visit, server, next, returned)) {
+        if (home == rank) {
+          deliveries.sent.push_back(
+              {server, std::move(part.queries), std::move(part.keys), visit.is_kept});
+        } else if (server == rank) {
+          deliveries.returned.push_back({home, std::move(part.queries), std::move(part.keys)});
+        }
+      }
     }
-    deliveries.max_visiting_q = std::max(deliveries.max_visiting_q, q_row);
-    deliveries.max_visiting_k = std::max(deliveries.max_visiting_k, k_row);
-    deliveries.max_flags = std::max(deliveries.max_flags, num_flags);
+    deliveries.max_visiting_q = std::max(deliveries.max_visiting_q, next.q);
+    deliveries.max_visiting_k = std::max(deliveries.max_visiting_k, next.k);
   }
+  for (const NextRows& rows : returned) {
+    deliveries.max_returned_q = std::max(deliveries.max_returned_q, rows.q);
+    deliveries.max_returned_k = std::max(deliveries.max_returned_k, rows.k);
+  }
+  std::stable_sort(deliveries.returned.begin(), deliveries.returned.end(),
+                   [](const Return& a, const Return& b) { return a.home < b.home; });
   return deliveries;
 }
 

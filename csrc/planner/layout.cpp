@@ -210,18 +210,15 @@ int64_t visiting_row(const std::vector<Range>& ranges, int64_t position, int64_t
 
 void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<Visit>& visits,
                          Layout& layout) {
-  const std::vector<Flags> flags = flags_of(pack, visits);
-  auto flags_of_visit = flags.begin();
   int64_t q_row = 0;
   int64_t k_row = 0;
   for (const Visit& visit : visits) {
-    const auto [first_flag, last_flag] = *flags_of_visit++;
     const int64_t length = pack.documents[visit.document].length;
     for (Range rows : visit.queries) {
       const Range keys = keys_of(plan.mask, rows, length);
-      layout.visiting_tasks.push_back(
-          {q_row, num_rows(rows), visiting_row(visit.keys.ranges(), keys.begin, k_row),
-           num_rows(keys), rows.begin - keys.begin, first_flag, last_flag});
+      layout.visiting_tasks.push_back({q_row, num_rows(rows),
+                                       visiting_row(visit.keys.ranges(), keys.begin, k_row),
+                                       num_rows(keys), rows.begin - keys.begin});
       q_row += num_rows(rows);
     }
     for (Range keys : visit.keys.ranges()) k_row += num_rows(keys);

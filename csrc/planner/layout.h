@@ -16,8 +16,6 @@ struct PlacedTask {
   int64_t k_row;
   int64_t num_k_rows;
   int64_t q_offset;
-  int64_t first_flag = 0;  // of visiting tasks: arrival flags [first_flag, last_flag), see
-  int64_t last_flag = 0;   // deliveries.h
 };
 
 // Consecutive rows, or slots.

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <map>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -11,98 +10,138 @@
 #include "random_steps.h"
 
 // Rows that homes write straight into a server's memory have to be those that its tasks read, each
-// in its place, under flags that its tasks wait for.
+// in its place; and what servers return has to be what homes look for, each in its place.
 namespace distca::planner {
 namespace {
 
 using Place = std::pair<int64_t, int64_t>;  // document, position
+using Rows = std::map<int64_t, Place>;
 
-// What lies in a server's visiting rows once all ranks have sent.
-struct Received {
-  std::map<int64_t, Place> queries, keys;  // by visiting row
-  std::map<int64_t, int64_t> query_flag, key_flag;
-  std::set<int64_t> flags;
+struct BothRows {
+  Rows queries, keys;
 };
 
-void deliver(const std::vector<RowPlace>& places, int64_t flag,
-             const std::map<int64_t, Place>& home_rows, std::map<int64_t, Place>& received,
-             std::map<int64_t, int64_t>& flags) {
-  for (const auto& [home_row, visiting_row, count] : places) {
-    for (int64_t i = 0; i < count; ++i) {
-      EXPECT_TRUE(received.emplace(visiting_row + i, home_rows.at(home_row + i)).second)
-          << "visiting row " << visiting_row + i << " is written twice";
-      flags[visiting_row + i] = flag;
-    }
-  }
+void put(int64_t row, const Place& place, Rows& rows) {
+  EXPECT_TRUE(rows.emplace(row, place).second) << "row " << row << " is written twice";
 }
 
-std::vector<Received> deliver_all(const Pack& pack, const Plan& plan, const Homes& homes) {
-  std::vector<Received> servers(plan.num_ranks);
-  for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
-    std::map<int64_t, Place> home_queries, home_keys;  // by home row
-    for (size_t document = 0; document < homes.size(); ++document) {
-      for (size_t position = 0; position < homes[document].size(); ++position) {
-        const Home& home = homes[document][position];
-        if (home.rank != rank) continue;
-        home_keys[home.row] = {document, position};
-        if (home.q_row >= 0) home_queries[home.q_row] = {document, position};
-      }
+// What every rank is home to, by home row.
+std::vector<BothRows> home_rows(const Homes& homes, int64_t num_ranks) {
+  std::vector<BothRows> ranks(num_ranks);
+  for (size_t document = 0; document < homes.size(); ++document) {
+    for (size_t position = 0; position < homes[document].size(); ++position) {
+      const Home& home = homes[document][position];
+      ranks[home.rank].keys[home.row] = {document, position};
+      if (home.q_row >= 0) ranks[home.rank].queries[home.q_row] = {document, position};
     }
-    for (const Delivery& delivery : make_deliveries(pack, plan, rank).sent) {
-      Received& server = servers[delivery.server];
-      EXPECT_TRUE(server.flags.insert(delivery.flag).second) << "flag raised twice";
-      deliver(delivery.queries, delivery.flag, home_queries, server.queries, server.query_flag);
-      deliver(delivery.keys, delivery.flag, home_keys, server.keys, server.key_flag);
+  }
+  return ranks;
+}
+
+// What lies in each server's visiting rows once all ranks have sent.
+std::vector<BothRows> deliver_all(const std::vector<Deliveries>& all,
+                                  const std::vector<BothRows>& homes) {
+  std::vector<BothRows> servers(all.size());
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const auto deliver = [](const std::vector<RowPlace>& places, const Rows& home, Rows& server) {
+      for (const RowPlace& place : places) {
+        for (int64_t i = 0; i < place.num_rows; ++i) {
+          put(place.visiting_row + i, home.at(place.home_row + i), server);
+        }
+      }
+    };
+    for (const Delivery& delivery : all[rank].sent) {
+      deliver(delivery.queries, homes[rank].queries, servers[delivery.server].queries);
+      deliver(delivery.keys, homes[rank].keys, servers[delivery.server].keys);
     }
   }
   return servers;
 }
 
-void expect_rows(const std::map<int64_t, Place>& received, const std::vector<Token>& expected) {
+// What lies in each home's returned rows once all servers have returned results.
+std::vector<BothRows> return_all(const std::vector<Deliveries>& all,
+                                 const std::vector<BothRows>& servers) {
+  std::vector<BothRows> homes(all.size());
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const auto bring = [](const std::vector<RowPlace>& places, const Rows& server, Rows& home) {
+      for (const RowPlace& place : places) {
+        for (int64_t i = 0; i < place.num_rows; ++i) {
+          put(place.result_row + i, server.at(place.visiting_row + i), home);
+        }
+      }
+    };
+    int64_t last_home = 0;
+    for (const Return& returned : all[rank].returned) {
+      EXPECT_NE(returned.home, static_cast<int64_t>(rank)) << "own results stay where they are";
+      EXPECT_GE(returned.home, std::exchange(last_home, returned.home));
+      bring(returned.queries, servers[rank].queries, homes[returned.home].queries);
+      bring(returned.keys, servers[rank].keys, homes[returned.home].keys);
+    }
+  }
+  return homes;
+}
+
+// Every home finds results of what it sent; returns how many rows others returned to it.
+std::pair<int64_t, int64_t> expect_results(const Deliveries& deliveries, int64_t rank,
+                                           const BothRows& home, const BothRows& visiting,
+                                           const BothRows& returned) {
+  int64_t num_queries = 0, num_keys = 0;
+  for (const Delivery& delivery : deliveries.sent) {
+    const bool is_own = delivery.server == rank;
+    const auto look = [is_own](const std::vector<RowPlace>& places, const Rows& sent,
+                               const Rows& own, const Rows& others, int64_t& count) {
+      for (const RowPlace& place : places) {
+        for (int64_t i = 0; i < place.num_rows; ++i) {
+          EXPECT_EQ((is_own ? own : others).at(place.result_row + i), sent.at(place.home_row + i));
+        }
+        if (!is_own) count += place.num_rows;
+      }
+    };
+    look(delivery.queries, home.queries, visiting.queries, returned.queries, num_queries);
+    look(delivery.keys, home.keys, visiting.keys, returned.keys, num_keys);
+  }
+  return {num_queries, num_keys};
+}
+
+void expect_rows(const Rows& received, const std::vector<Token>& expected) {
   ASSERT_EQ(received.size(), expected.size());
   for (size_t row = 0; row < expected.size(); ++row) {
     EXPECT_EQ(received.at(row), Place(expected[row].document, expected[row].position));
   }
 }
 
-void expect_flags(const PlacedTask& task, const Received& server) {
-  const auto waits_for = [&task](int64_t flag) {
-    return task.first_flag <= flag && flag < task.last_flag;
-  };
-  for (int64_t i = 0; i < task.num_q_rows; ++i) {
-    EXPECT_TRUE(waits_for(server.query_flag.at(task.q_row + i)));
-  }
-  for (int64_t i = 0; i < task.num_k_rows; ++i) {
-    EXPECT_TRUE(waits_for(server.key_flag.at(task.k_row + i)));
-  }
-  for (int64_t flag = task.first_flag; flag < task.last_flag; ++flag) {
-    EXPECT_TRUE(server.flags.contains(flag)) << "flag " << flag << " is never raised";
-  }
-}
-
 void check(const Pack& pack, const Plan& plan) {
   const Homes homes = homes_of(pack);
-  const std::vector<Received> received = deliver_all(pack, plan, homes);
-  const std::vector<ServerRows> expected = server_rows(pack, plan, homes);
-  int64_t most_queries = 0, most_keys = 0;
+  const std::vector<BothRows> held = home_rows(homes, plan.num_ranks);
+  std::vector<Deliveries> all;
   for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
-    expect_rows(received[rank].queries, expected[rank].queries);
-    expect_rows(received[rank].keys, expected[rank].keys);
-    for (const PlacedTask& task : make_layout(pack, plan, rank).visiting_tasks) {
-      expect_flags(task, received[rank]);
-    }
-    most_queries = std::max<int64_t>(most_queries, expected[rank].queries.size());
-    most_keys = std::max<int64_t>(most_keys, expected[rank].keys.size());
+    all.push_back(make_deliveries(pack, plan, rank));
   }
-  const Deliveries deliveries = make_deliveries(pack, plan, 0);
-  EXPECT_EQ(deliveries.max_visiting_q, most_queries);
-  EXPECT_EQ(deliveries.max_visiting_k, most_keys);
-  for (const Received& server : received) {
-    for (const int64_t flag : server.flags) EXPECT_LT(flag, deliveries.max_flags);
+  const std::vector<BothRows> visiting = deliver_all(all, held);
+  const std::vector<BothRows> returned = return_all(all, visiting);
+  const std::vector<ServerRows> expected = server_rows(pack, plan, homes);
+  Deliveries most;
+  for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
+    expect_rows(visiting[rank].queries, expected[rank].queries);
+    expect_rows(visiting[rank].keys, expected[rank].keys);
+    most.max_visiting_q = std::max<int64_t>(most.max_visiting_q, visiting[rank].queries.size());
+    most.max_visiting_k = std::max<int64_t>(most.max_visiting_k, visiting[rank].keys.size());
+    const auto [num_queries, num_keys] =
+        expect_results(all[rank], rank, held[rank], visiting[rank], returned[rank]);
+    EXPECT_EQ(num_queries, static_cast<int64_t>(returned[rank].queries.size()));
+    EXPECT_EQ(num_keys, static_cast<int64_t>(returned[rank].keys.size()));
+    most.max_returned_q = std::max(most.max_returned_q, num_queries);
+    most.max_returned_k = std::max(most.max_returned_k, num_keys);
+  }
+  for (const Deliveries& deliveries : all) {
+    EXPECT_EQ(deliveries.max_visiting_q, most.max_visiting_q);
+    EXPECT_EQ(deliveries.max_visiting_k, most.max_visiting_k);
+    EXPECT_EQ(deliveries.max_returned_q, most.max_returned_q);
+    EXPECT_EQ(deliveries.max_returned_k, most.max_returned_k);
   }
 }
 
-TEST(Deliveries, BringEveryRowToItsPlaceUnderItsFlag) {
+TEST(Deliveries, BringEveryRowAndItsResultsToTheirPlaces) {
   Random random(11);
   for (int i = 0; i < 150 && !::testing::Test::HasFailure(); ++i) {
     const int64_t num_ranks = draw(random, 1, 6);

@@ -204,7 +204,7 @@ TEST(Layout, DeliveriesBringTheVisitingRows) {
       for (const Delivery& delivery : make_deliveries(pack, plan, rank).sent) {
         const auto bring = [&](const std::vector<RowPlace>& places, const Rows& from,
                                const Rows& to) {
-          for (const auto& [home_row, visiting_row, num_rows] : places) {
+          for (const auto& [home_row, visiting_row, result_row, num_rows] : places) {
             num_brought[delivery.server] += static_cast<size_t>(num_rows);
             for (int64_t i = 0; i < num_rows; ++i) {
               ASSERT_EQ(from.at(home_row + i), to.at(visiting_row + i));

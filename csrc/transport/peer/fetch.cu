@@ -12,6 +12,7 @@ namespace distca::transport::peer {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int kUnrolled = 4;
 constexpr int kFewGathers = 64;  // of a launch that sends few parameters
 constexpr int kFewSources = 96;
 constexpr int kManyGathers = 512;
@@ -29,7 +30,7 @@ struct FetchTarget {
   int64_t num_bytes;
   uint16_t first_source;
   uint16_t num_sources;
-  Taking taking;
+  bool adds;
 };
 
 struct FetchCall {
@@ -85,28 +86,49 @@ __device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
   return words;
 }
 
-// dst and sources from byte `begin` of a gather on.
+// Loads are together, before the stores, so that many are on their way at a time.
 template <typename WordT>
 __device__ __forceinline__ void copy_chunk(char* dst, const char* src, int64_t num_bytes) {
   const int64_t num_words = num_bytes / static_cast<int64_t>(sizeof(WordT));
   const auto* from = reinterpret_cast<const WordT*>(src);
   auto* to = reinterpret_cast<WordT*>(dst);
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < num_words; i += kThreads) to[i] = from[i];
+  for (int64_t first = threadIdx.x; first < num_words; first += kUnrolled * kThreads) {
+    WordT words[kUnrolled];
+#pragma unroll
+    for (int j = 0; j < kUnrolled; ++j) {
+      if (first + j * kThreads < num_words) words[j] = from[first + j * kThreads];
+    }
+#pragma unroll
+    for (int j = 0; j < kUnrolled; ++j) {
+      if (first + j * kThreads < num_words) to[first + j * kThreads] = words[j];
+    }
+  }
 }
 
+// dst and sources from byte `begin` of a gather on.
 template <typename T>
 __device__ __forceinline__ void add_chunk(char* dst, const FetchSource* sources, int num_sources,
                                           int64_t begin, int64_t num_bytes) {
   auto* to = reinterpret_cast<uint4*>(dst + begin);
   const int64_t num_words = num_bytes / 16;
-  for (int64_t i = threadIdx.x; i < num_words; i += kThreads) {
-    float sum[8] = {};
-    add_to<T>(sum, to[i]);
-    for (int s = 0; s < num_sources; ++s) {
-      add_to<T>(sum, reinterpret_cast<const uint4*>(sources[s].data + begin)[i]);
+  for (int64_t first = threadIdx.x; first < num_words; first += kUnrolled * kThreads) {
+    float sums[kUnrolled][8] = {};
+    for (int s = -1; s < num_sources; ++s) {
+      const uint4* from = s < 0 ? to : reinterpret_cast<const uint4*>(sources[s].data + begin);
+      uint4 words[kUnrolled];
+#pragma unroll
+      for (int j = 0; j < kUnrolled; ++j) {
+        if (first + j * kThreads < num_words) words[j] = from[first + j * kThreads];
+      }
+#pragma unroll
+      for (int j = 0; j < kUnrolled; ++j) {
+        if (first + j * kThreads < num_words) add_to<T>(sums[j], words[j]);
+      }
     }
-    to[i] = rounded<T>(sum);
+#pragma unroll
+    for (int j = 0; j < kUnrolled; ++j) {
+      if (first + j * kThreads < num_words) to[first + j * kThreads] = rounded<T>(sums[j]);
+    }
   }
 }
 
@@ -125,8 +147,7 @@ template <typename T>
 __device__ __forceinline__ void take_chunk(const FetchTarget& gather, const FetchSource* sources,
                                            int64_t begin) {
   const int64_t num_bytes = min(kChunkBytes, gather.num_bytes - begin);
-  if (gather.taking == Taking::kNothing) return;
-  if (gather.taking == Taking::kAdd) {
+  if (gather.adds) {
     add_chunk<T>(gather.dst, sources, gather.num_sources, begin, num_bytes);
   } else if (is_aligned(gather.dst, sources[0].data, num_bytes)) {
     copy_chunk<uint4>(gather.dst + begin, sources[0].data + begin, num_bytes);
@@ -135,33 +156,51 @@ __device__ __forceinline__ void take_chunk(const FetchTarget& gather, const Fetc
   }
 }
 
-// Whether the call was cut short before a rank had published, for all threads of the block.
-__device__ __forceinline__ bool await_results(const FetchCall& call, const FetchSource* sources,
-                                              int num_sources) {
-  __shared__ bool poisoned;
-  __syncthreads();  // what was here has been read
-  if (threadIdx.x == 0) {
-    uint32_t* results = own_word(call.board, Word::kResults, 0);
-    for (int s = 0; s < num_sources; ++s) {
-      spin(call.board, results + sources[s].rank, call.epoch);
+// What ranks have returned to this one, as all threads of a block know it.
+class Returned {
+ public:
+  __device__ explicit Returned(const FetchCall& call) : call_(call) {}
+
+  // Waits for what the sources brought. Returns whether the call was cut short before. Copies may
+  // bring what is worth nothing: results that count have been published too.
+  __device__ __forceinline__ bool await(const FetchSource* sources, int num_sources) {
+    RankSet awaited = 0;
+    for (int s = 0; s < num_sources; ++s) awaited |= RankSet{1} << sources[s].rank;
+    if ((awaited & ~ranks_) == 0) return is_cut_short_;
+    __shared__ bool is_cut_short_now;
+    __syncthreads();  // what was here has been read
+    if (threadIdx.x == 0) {
+      for (int rank = 0; rank < call_.board.num_ranks; ++rank) {
+        if (((awaited & ~ranks_) >> rank & 1) == 0) continue;
+        if (rank == call_.board.rank) continue;  // an earlier kernel's
+        spin(call_.board, own_word(call_.board, Word::kResults, rank), call_.epoch);
+        spin(call_.board, own_word(call_.board, Word::kReturned, rank), call_.epoch);
+      }
+      is_cut_short_now = is_cut_short(call_.board, call_.epoch);
     }
-    poisoned = is_cut_short(call.board, call.epoch);
+    __syncthreads();
+    ranks_ |= awaited;
+    return is_cut_short_ = is_cut_short_now;
   }
-  __syncthreads();
-  return poisoned;
-}
+
+ private:
+  const FetchCall& call_;
+  RankSet ranks_ = 0;
+  bool is_cut_short_ = false;
+};
 
 template <typename T, typename Arguments>
 __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__ Arguments a) {
   await_predecessor();
   const uint32_t num_chunks = a.first_chunk[a.call.num_gathers];
+  Returned returned(a.call);
   int i = 0;
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     while (a.first_chunk[i + 1] <= chunk) ++i;
     const FetchTarget& gather = a.gathers[i];
     const FetchSource* sources = a.sources + gather.first_source;
     const int64_t begin = (chunk - a.first_chunk[i]) * kChunkBytes;
-    if (await_results(a.call, sources, gather.num_sources)) {
+    if (returned.await(sources, gather.num_sources)) {
       fill_nan(gather.dst + begin, min(kChunkBytes, gather.num_bytes - begin));
     } else {
       take_chunk<T>(gather, sources, begin);
@@ -182,7 +221,7 @@ class FetchLaunch {
     const size_t num_sources = gather.sources.size();
     if (gathers_.size() == kManyGathers || sources_.size() + num_sources > kManySources) launch();
     gathers_.push_back({gather.dst, gather.num_bytes, static_cast<uint16_t>(sources_.size()),
-                        static_cast<uint16_t>(num_sources), gather.taking});
+                        static_cast<uint16_t>(num_sources), gather.adds});
     for (const auto& [data, rank] : gather.sources) {
       sources_.push_back({data, static_cast<int32_t>(rank)});
     }

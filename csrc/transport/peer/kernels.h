@@ -20,14 +20,14 @@ struct Board {
   int num_ranks;
 };
 
-// Of a board: who has written its results, who needs nothing of others any more, and, for this rank
-// alone, which call it is in. Then the arrival flags of the rows that come here.
-enum class Word { kResults, kFinished, kStarted };
+// Of a board, by the rank that raises it: who has written its results, who needs nothing of others
+// any more, and, for this rank alone, which call it is in; whose rows have arrived here, and whose
+// results, returned.
+enum class Word { kResults, kFinished, kStarted, kArrived, kReturned };
 constexpr int64_t word_index(Word word, int64_t rank) {
   return static_cast<int64_t>(word) * kMaxPeers + rank;
 }
-constexpr int64_t kFirstFlag = 3 * kMaxPeers;
-constexpr int64_t kMaxFlags = int64_t{1} << 18;
+constexpr int64_t kNumWords = 5 * kMaxPeers;
 
 // In this rank's host memory: its own words of the board again, and whether its watchdog has given
 // up. Then kernels stop waiting.
@@ -51,30 +51,25 @@ struct RowBlock {
   }
 };
 
-// Rows for one rank, and the arrival flag there that stands for them: a word of its board.
+// Rows for one rank.
 struct Parcel {
   int64_t rank;
   std::vector<RowBlock> blocks;
-  int64_t flag;
 };
 
-// Words [first, last) of a board.
-struct FlagRange {
-  int64_t first;
-  int64_t last;
-};
+using RankSet = uint64_t;  // bit r is rank r's
+static_assert(kMaxPeers <= 64);
 
 // Says that this rank is in the call of `epoch`, and waits until nobody needs what was done in
 // `last_use`.
 void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t stream);
 
-// Waits until words of this rank's board stand for `epoch`.
-void await_words(const Board& board, const std::vector<FlagRange>& ranges, uint32_t epoch,
-                 cudaStream_t stream);
+// Waits until this rank's words of `ranks` stand for `epoch`.
+void await_words(const Board& board, Word word, RankSet ranks, uint32_t epoch, cudaStream_t stream);
 
-// As start; then stores rows and raises the parcels' flags to `epoch`. Parcels are ordered by rank.
-// `counters` are kMaxPeers zeros, and zero again afterwards.
-void store(const Board& board, const std::vector<Parcel>& parcels, uint32_t last_use,
+// As start; then stores rows and raises the targets' words of this rank to `epoch`. One parcel a
+// rank. `counters` are kMaxPeers zeros, and zero again afterwards.
+void store(const Board& board, const std::vector<Parcel>& parcels, Word word, uint32_t last_use,
            uint32_t epoch, uint32_t* counters, cudaStream_t stream);
 
 // Says that this rank's results of `epoch` are written.
@@ -83,25 +78,23 @@ void publish(const Board& board, uint32_t epoch, cudaStream_t stream);
 // Says that this rank needs nothing more of the others in the call of `epoch`.
 void finish(const Board& board, uint32_t epoch, cudaStream_t stream);
 
-// dst = rows of one rank, or dst += rows of several, added in order in float32 and rounded once; or
-// nothing, where they have been copied already.
-enum class Taking { kCopy, kAdd, kNothing };
+// dst = rows of one rank, or dst += rows of several, added in order in float32 and rounded once.
 struct Gather {
   struct Source {
-    const char* data;
-    int64_t rank;
+    const char* data;  // in this rank's memory
+    int64_t rank;      // that brought it there
   };
   char* dst;
   int64_t num_bytes;  // consecutive on both sides; a multiple of 4, of 16 where it adds
   std::vector<Source> sources;
-  Taking taking;
+  bool adds;
 };
 
 enum class Addend { kBfloat16, kFloat16 };
 
-// Takes results as their ranks publish them, and says that nothing more is needed. Where this
-// rank's board is poisoned, rows become NaN and the others are told nothing. `counter` is zero, and
-// zero again afterwards.
+// Takes results as they are returned, if their ranks have published them, and says that nothing
+// more is needed. Where this rank's board is poisoned, rows become NaN and the others are told
+// nothing. `counter` is zero, and zero again afterwards.
 void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
            uint32_t* counter, cudaStream_t stream);
 

@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 namespace distca::transport::peer {
@@ -12,13 +13,12 @@ namespace {
 
 namespace symmetric = c10d::symmetric_memory;
 
-constexpr int64_t kBoardBytes = (kFirstFlag + kMaxFlags) * sizeof(uint32_t);
+constexpr int64_t kBoardBytes = kNumWords * sizeof(uint32_t);
 constexpr int64_t kGranularity = int64_t{2} << 20;
 constexpr int64_t kTableBytes = 2 * kMaxPeers * sizeof(void*);
 
-int64_t with_room(int64_t num_bytes) {
-  const int64_t wanted = num_bytes + num_bytes / 4;  // plans differ from step to step
-  return (wanted + kGranularity - 1) / kGranularity * kGranularity;
+int64_t in_granules(int64_t num_bytes) {
+  return (num_bytes + kGranularity - 1) / kGranularity * kGranularity;
 }
 
 // PyTorch holds back what tensors have freed: where memory is short, tries again without that.
@@ -34,8 +34,8 @@ auto with_cache_emptied(F&& allocate) {
 
 }  // namespace
 
-PeerMemory::PeerMemory(Members members, Meeting meet)
-    : members_(std::move(members)), meet_(std::move(meet)) {
+PeerMemory::PeerMemory(Members members, Meeting meet, int64_t reserved_bytes)
+    : members_(std::move(members)), meet_(std::move(meet)), reserved_bytes_(reserved_bytes) {
   TORCH_CHECK_VALUE(members_.num_ranks <= kMaxPeers, "the group has ", members_.num_ranks,
                     " ranks; peer memory serves up to ", kMaxPeers);
   words_ = share(kBoardBytes, {"opening of peer memory", "", -1, -1});
@@ -88,11 +88,13 @@ void PeerMemory::check_that_all_have(int64_t num_bytes, const std::string& own_p
       c10::str("distca: ", describe(where), ": out of memory on rank(s)", without, ", where ",
                num_bytes, " bytes for other ranks' rows were wanted. Every rank keeps the ",
                total_bytes(), " bytes it has, and the group goes on: free memory, or lower ",
-               "memory_cap_gb (and raise rounds where no plan keeps to it).", here));
+               "memory_cap_gb (and raise rounds where no plan keeps to it), or peer_memory_gb.",
+               here));
 }
 
 void PeerMemory::grow(int64_t num_bytes, const Where& where) {
-  const int64_t wanted = with_room(num_bytes);
+  const int64_t with_room = num_bytes + num_bytes / 4;  // plans differ from step to step
+  const int64_t wanted = in_granules(std::max(with_room, reserved_bytes_ / kNumBuffers));
   // Nobody uses this rank's old buffers: the others' devices are idle too when they meet.
   data_ = share(kNumBuffers * wanted, where);
   buffers_ = data_.addresses;

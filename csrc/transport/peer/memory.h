@@ -29,12 +29,14 @@ using Meeting = std::function<std::vector<int64_t>(int64_t says, const Where& wh
 // buffers that calls use in turns. Symmetric: everything lies at the same place on every rank.
 class PeerMemory {
  public:
-  // Collective; waits for the other ranks.
-  PeerMemory(Members members, Meeting meet);
+  // Collective; waits for the other ranks. Once there are buffers they take `reserved_bytes`, or
+  // more.
+  PeerMemory(Members members, Meeting meet, int64_t reserved_bytes);
 
   bool holds(int64_t num_bytes) const { return num_bytes <= num_bytes_; }
 
-  // Makes each buffer hold `num_bytes`, which are equal on all ranks, and forgets what is in them.
+  // Makes each buffer hold `num_bytes`, which are equal on all ranks, or more, and forgets what is
+  // in them.
   // Collective; this rank's device is idle. Throws GroupOutOfMemory, on every rank, naming ranks
   // and bytes where one has no memory; then the buffers stay as they are.
   void grow(int64_t num_bytes, const Where& where);
@@ -68,6 +70,7 @@ class PeerMemory {
 
   Members members_;
   Meeting meet_;
+  int64_t reserved_bytes_;
   Shared words_;
   HostWords host_words_;
   Board board_ = {};

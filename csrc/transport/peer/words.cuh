@@ -13,6 +13,12 @@ static_assert(static_cast<int>(HostWord::kResults) == static_cast<int>(Word::kRe
 constexpr uint32_t kPauseNs = 32;  // between two looks at a word
 constexpr uint32_t kLooks = 64;    // until the next one at the host's memory, which is far
 
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
@@ -52,9 +58,10 @@ __device__ __forceinline__ bool is_poisoned(uint32_t ahead) {
   return static_cast<int32_t>(ahead) >= static_cast<int32_t>(kPoison / 2);
 }
 
-// Whether this rank's call of the epoch was cut short.
+// Whether this rank's call of the epoch was cut short: by an earlier kernel, or by a thread that
+// poisoned a word which this one has seen.
 __device__ __forceinline__ bool is_cut_short(const Board& board, uint32_t epoch) {
-  return is_poisoned(load_acquire(own_word(board, Word::kStarted, board.rank)) - epoch);
+  return is_poisoned(load_relaxed(own_word(board, Word::kStarted, board.rank)) - epoch);
 }
 
 // How far ahead of the epoch the word is when it stands for it. Where the watchdog has given up
@@ -62,7 +69,7 @@ __device__ __forceinline__ bool is_cut_short(const Board& board, uint32_t epoch)
 __device__ __forceinline__ uint32_t spin(const Board& board, uint32_t* word, uint32_t epoch) {
   uint32_t ahead = load_acquire(word) - epoch;
   for (uint32_t look = 1; static_cast<int32_t>(ahead) < 0; ++look) {
-    __nanosleep(kPauseNs);
+    if (look > kLooks) __nanosleep(kPauseNs);
     if (look % kLooks == 0 && load_acquire(host_word(board, HostWord::kReleased)) != 0) {
       store_release(own_word(board, Word::kStarted, board.rank), epoch + kPoison);
       store_release(word, epoch + kPoison);
@@ -73,13 +80,18 @@ __device__ __forceinline__ uint32_t spin(const Board& board, uint32_t* word, uin
   return ahead;
 }
 
-// Results of a call that was cut short are worth nothing: the others go on waiting, until they
-// learn why.
+// By a block of more than kMaxPeers threads, the last of which tells the host: neither way is
+// short, and no thread goes both. Results of a call that was cut short are worth nothing: the
+// others go on waiting, until they learn why.
 __device__ __forceinline__ void raise_everywhere(const Board& board, Word word, uint32_t epoch) {
   const int rank = static_cast<int>(threadIdx.x);
-  if (rank >= board.num_ranks || is_cut_short(board, epoch)) return;
-  store_release(board.words[rank] + word_index(word, board.rank), epoch);
-  if (rank == board.rank) store_relaxed(board.host + static_cast<int>(word), epoch);
+  const bool tells_host = threadIdx.x == blockDim.x - 1;
+  if ((rank >= board.num_ranks && !tells_host) || is_cut_short(board, epoch)) return;
+  if (tells_host) {
+    store_relaxed(board.host + static_cast<int>(word), epoch);
+  } else {
+    store_release(board.words[rank] + word_index(word, board.rank), epoch);
+  }
 }
 
 // By all threads of a block.
