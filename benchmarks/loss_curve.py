@@ -112,7 +112,7 @@ def train(
     """Losses by variant."""
     losses = {}
     for name in (PLAIN, PERMUTED, args.variant):
-        run, _ = run_variant(args, workload, device, VARIANTS[name])
+        run, _ = run_variant(args, workload, device, VARIANTS[name], num_profiled=0)
         losses[name] = run.losses
         free_memory(device)
     return losses

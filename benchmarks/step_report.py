@@ -4,7 +4,8 @@ import csv
 import importlib.util
 import json
 import statistics
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from device_time import ATTENTION, COMMUNICATION, COMPUTE, KINDS, WAITING, Span, by_kind
@@ -27,6 +28,15 @@ class Run:
     profiles: list[dict[str, list[float]]] = field(default_factory=list)
     """device_time.step_profile of further steps."""
     peak_gib: float = 0.0  # of the rank that needs most
+    turns_ms: list[float] = field(default_factory=list)
+    """Mean step of each run, where these are several."""
+
+    @classmethod
+    def mean_of(cls, runs: Sequence["Run"]) -> "Run":
+        """Steps' mean times over runs of one variant; the rest is that of the last."""
+        steps = [statistics.fmean(ms) for ms in zip(*(run.step_ms for run in runs), strict=True)]
+        turns = [statistics.fmean(run.measured_ms()) for run in runs]
+        return replace(runs[-1], step_ms=steps, turns_ms=turns)
 
     def measured_ms(self) -> list[float]:
         return self.step_ms[NUM_WARM_UP_STEPS:]
@@ -88,6 +98,8 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
             above = mean(exposed) - mean(plain)
             figures["exposed communication above plain's, mean rank, ms"] = above
         figures["peak, GiB"] = run.peak_gib
+        if len(run.turns_ms) > 1:
+            figures["spread of its runs"] = max(run.turns_ms) / min(run.turns_ms) - 1
         summary |= {f"{name}: {key}": value for key, value in figures.items()}
     first, *others = runs
     for name in others:

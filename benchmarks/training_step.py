@@ -41,7 +41,6 @@ from workloads import Rows, Workload, add_arguments, make_rows, make_workload
 
 import distca
 
-AGAIN = " again"  # a variant run twice
 NUM_PROFILED_STEPS = 3
 LIMITS = ("flash", "plain")  # variants in which each rank computes its own documents
 
@@ -54,12 +53,16 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     parser.add_argument(
         "--variants", nargs="+", metavar="NAME", help=f"default: all that can run: {list(VARIANTS)}"
     )
-    parser.add_argument("--noise", action="store_true", help="run the first variant twice")
+    parser.add_argument(
+        "--turns", type=int, default=1, help="runs of each variant, one after the other's"
+    )
     parser.add_argument("--out", type=Path, help="JSON file; CSV and PNG files go beside it")
     args = parser.parse_args()
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     if world_size == 0:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
+    if args.turns < 1:
+        parser.error(f"--turns is {args.turns}; needs at least 1")
     if args.steps <= NUM_WARM_UP_STEPS:
         parser.error(f"--steps is {args.steps}; needs more than {NUM_WARM_UP_STEPS} warm-up steps")
     try:
@@ -122,12 +125,16 @@ class Trainer:
 
 
 def run_variant(
-    args: argparse.Namespace, workload: Workload, device: torch.device, variant: Variant
+    args: argparse.Namespace,
+    workload: Workload,
+    device: torch.device,
+    variant: Variant,
+    num_profiled: int = NUM_PROFILED_STEPS,
 ) -> tuple[Run, list[list[Span]]]:
     """All steps from the initial weights; documents of the last ones once more, profiled: spans of
     the last by rank."""
     cuda, num_steps = device.type == "cuda", len(workload.packs)
-    again = range(max(0, num_steps - NUM_PROFILED_STEPS), num_steps)
+    again = range(max(0, num_steps - num_profiled), num_steps)
     steps, planner = [*range(num_steps), *again], None
     group = dist.new_group()  # of its own: FSDP's collectives are not in the way
     group_name = ""
@@ -199,12 +206,13 @@ def free_memory(device: torch.device) -> None:
 def main() -> None:
     args, workload = arguments()
     device = join(args.device)
-    runs, timelines = {}, {}
-    again = [args.variants[0] + AGAIN] if args.noise else []
-    for name in (*args.variants, *again):
-        variant = VARIANTS[name.removesuffix(AGAIN)]
-        runs[name], timelines[name] = run_variant(args, workload, device, variant)
-        free_memory(device)
+    runs, timelines = {name: [] for name in args.variants}, {}
+    for num_profiled in [*[0] * (args.turns - 1), NUM_PROFILED_STEPS]:
+        for name in args.variants:
+            run, timelines[name] = run_variant(args, workload, device, VARIANTS[name], num_profiled)
+            runs[name].append(run)
+            free_memory(device)
+    runs = {name: Run.mean_of(each) for name, each in runs.items()}
     limits = {
         kernel: Limit(attention_alone(args, workload, device, kernel), runs[kernel].measured_ms())
         for kernel in LIMITS

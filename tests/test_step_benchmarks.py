@@ -246,7 +246,7 @@ def torchrun(script: str, *flags: str | Path) -> str:
 def test_training_step_leaves_its_figures(lengths_file, tmp_path):
     out = tmp_path / "step.json"
     flags = ["--lengths", lengths_file, "--tokens", "512", "--steps", "4", "--out", out]
-    flags += ["--learning-rate", "1e-2"]
+    flags += ["--learning-rate", "1e-2", "--turns", "2"]
     said = torchrun("training_step.py", *MODEL, *flags)
     names = ["flash", "plain", "context", "process_group", "process_group pingpong"]
     assert sum(line.startswith("loss ") for line in said.splitlines()) == len(names)
@@ -259,6 +259,7 @@ def test_training_step_leaves_its_figures(lengths_file, tmp_path):
         losses = made["variants"][name]["losses"]
         assert len(losses) == 4 and losses[3] < losses[0]
         assert 0 <= summary[f"{name}: hidden communication"] <= 1
+        assert summary[f"{name}: spread of its runs"] >= 0
         assert (tmp_path / f"step.{name.replace(' ', '_')}.png").stat().st_size > 1000
     for figure in ("times the balanced limit", "times faster than context", "peak, GiB"):
         assert f"process_group pingpong: {figure}" in summary
@@ -353,6 +354,15 @@ def test_figures_by_hand():
     above = (1 + 6) / 2 - 1
     assert summary["peer: exposed communication above plain's, mean rank, ms"] == above
     assert runs["peer"].mean_profile()["exposed_ms"] == [1.0, 6.0]
+
+
+def test_turns_by_hand():
+    turns = [
+        Run([9e9] * 3 + ms, [2.0], profiles=[{}] * i) for i, ms in enumerate([[10, 20], [14, 22]])
+    ]
+    run = Run.mean_of(turns)
+    assert run.measured_ms() == [12, 21] and run.turns_ms == [15, 18]
+    assert run.profiles == [{}] and run.losses == [2.0]
 
 
 def test_timeline_of_ranks_without_spans(tmp_path):

@@ -29,18 +29,23 @@ void row_dots_cpu(const at::Tensor& a, const at::Tensor& b, const at::Tensor& do
 
 }  // namespace
 
-at::Tensor row_dots(const at::Tensor& a, const at::Tensor& b) {
+at::Tensor empty_row_dots(const at::Tensor& a) {
   const auto dtype = a.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor dots = at::empty({a.size(0), a.size(1)}, a.options().dtype(dtype));
-  if (dots.numel() == 0) return dots;
+  return at::empty({a.size(0), a.size(1)}, a.options().dtype(dtype));
+}
+
+void row_dots_into(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) {
+  if (dots.numel() == 0) return;
 #ifdef DISTCA_WITH_CUDA
-  if (a.is_cuda()) {
-    row_dots_cuda(a, b, dots);
-    return dots;
-  }
+  if (a.is_cuda()) return row_dots_cuda(a, b, dots);
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, a.scalar_type(), "row_dots",
                                  [&] { row_dots_cpu<scalar_t>(a, b, dots); });
+}
+
+at::Tensor row_dots(const at::Tensor& a, const at::Tensor& b) {
+  at::Tensor dots = empty_row_dots(a);
+  row_dots_into(a, b, dots);
   return dots;
 }
 

@@ -9,6 +9,12 @@ namespace distca::attention {
 // delta.
 at::Tensor row_dots(const at::Tensor& a, const at::Tensor& b);
 
+// [rows, heads], of the type that row_dots gives.
+at::Tensor empty_row_dots(const at::Tensor& a);
+
+// The same into `dots`, contiguous.
+void row_dots_into(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
+
 #ifdef DISTCA_WITH_CUDA
 void row_dots_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
 #endif

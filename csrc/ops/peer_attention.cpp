@@ -274,7 +274,38 @@ namespace {
 struct BackwardInputs {
   at::Tensor q, k, v, grad;
   attention::Saved saved;
+  at::Tensor delta;  // of the rows that are sent
 };
+
+// Of the rows that are sent, and of few between them; the others hold anything. It is formed at
+// home, so that `out` never travels. Home tasks form their own.
+at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out,
+                         const at::Tensor& grad) {
+  constexpr int64_t kRowsOfALaunch = 1024;  // what it takes, about
+  std::vector<planner::Run> runs;
+  for (const Round& round : rounds) {
+    for (const planner::Delivery& delivery : round.peers->deliveries.sent) {
+      for (const planner::RowPlace& place : delivery.queries) {
+        runs.push_back({place.home_row, place.num_rows});
+      }
+    }
+  }
+  std::sort(runs.begin(), runs.end(),
+            [](const planner::Run& a, const planner::Run& b) { return a.first < b.first; });
+  const at::Tensor delta = attention::empty_row_dots(out);
+  for (size_t i = 0; i < runs.size();) {
+    const int64_t first = runs[i].first;
+    int64_t last = first;
+    for (; i < runs.size() && (last == first || runs[i].first <= last + kRowsOfALaunch); ++i) {
+      last = std::max(last, runs[i].first + runs[i].length);
+    }
+    const auto rows = [&](const at::Tensor& tensor) {
+      return tensor.narrow(0, first, last - first);
+    };
+    attention::row_dots_into(rows(out), rows(grad), rows(delta));
+  }
+  return delta;
+}
 
 struct Gradients {
   at::Tensor dq, dk, dv;
@@ -284,11 +315,11 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
                     const VisitingInputs& kept, const Gradients& gradients,
                     const attention::Params& params) {
   peer::PeerTransport& transport = *call.session->peer_transport();
-  const auto& [q, k, v, grad, saved] = inputs;
+  const auto& [q, k, v, grad, saved, delta] = inputs;
   const auto& [dq, dk, dv] = gradients;
   Buffers buffers(transport, round);
   const Region to_q = buffers.for_queries(q), to_grad = buffers.for_queries(grad),
-               to_lse = buffers.for_queries(saved.lse), to_delta = buffers.for_queries(saved.delta),
+               to_lse = buffers.for_queries(saved.lse), to_delta = buffers.for_queries(delta),
                to_k = buffers.for_keys(k), to_v = buffers.for_keys(v);
   const Results dqs = buffers.for_query_results(dq), dks = buffers.for_key_results(dk),
                 dvs = buffers.for_key_results(dv);
@@ -333,10 +364,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(
     const Call& call, const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
     const Kept& kept, const attention::Params& params) {
   const at::Tensor grad = aligned(grad_out);
-  // Formed at home, so that `out` never travels.
-  const attention::Saved saved{lse, attention::row_dots(out, grad), out};
   const BackwardInputs inputs{aligned(call.inputs.q), aligned(call.inputs.k),
-                              aligned(call.inputs.v), grad, saved};
+                              aligned(call.inputs.v), grad,
+                              {lse, {}, out},         delta_of_sent(call.layout.rounds, out, grad)};
   const Round& first = call.layout.rounds[0];  // it has all home tasks
   const auto [dk, dv] = attention::new_key_gradients(inputs.k, {&first.early, &first.late});
   const Gradients gradients{at::empty(inputs.q.sizes(), inputs.q.options()), dk, dv};
