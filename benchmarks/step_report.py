@@ -28,6 +28,7 @@ class Run:
     profiles: list[dict[str, list[float]]] = field(default_factory=list)
     """device_time.step_profile of further steps."""
     peak_gib: float = 0.0  # of the rank that needs most
+    peer_memory_gib: float = 0.0  # of a rank, beside that
     turns_ms: list[float] = field(default_factory=list)
     """Mean step of each run, where these are several."""
 
@@ -98,6 +99,8 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
             above = mean(exposed) - mean(plain)
             figures["exposed communication above plain's, mean rank, ms"] = above
         figures["peak, GiB"] = run.peak_gib
+        if run.peer_memory_gib:
+            figures["peer memory, GiB"] = run.peer_memory_gib
         if len(run.turns_ms) > 1:
             figures["spread of its runs"] = max(run.turns_ms) / min(run.turns_ms) - 1
         summary |= {f"{name}: {key}": value for key, value in figures.items()}

@@ -161,10 +161,9 @@ def run_variant(
         run.losses.append(loss.item() / dist.get_world_size())
     run.plans = trainer.plans[:num_steps]
     if cuda:
-        peak_bytes = torch.cuda.max_memory_allocated()
+        run.peak_gib = max(gathered(torch.cuda.max_memory_allocated() / 2**30, device))
         if group_name:
-            peak_bytes += torch.ops.distca.peer_memory_bytes(group_name)
-        run.peak_gib = max(gathered(peak_bytes / 2**30, device))
+            run.peer_memory_gib = torch.ops.distca.peer_memory_bytes(group_name) / 2**30
     distca.close()
     dist.destroy_process_group(group)
     return run, spans

@@ -10,8 +10,8 @@ the transport through peer memory, "process_group" that of NCCL with packing and
 Beside attention: every rank has the same documents. "home" computes them where they are; "moved"
 computes a share of them on the next rank, so that every rank computes as much as before. "still" is
 the same tasks as "moved" on rows that are there already: all that "moved" takes longer than that
-is communication, what "still" takes longer than "home" is computing documents in pieces. Forward
-and backward of one layer.
+is communication, what "still" takes longer than "home" is computing documents in pieces, and 0.2 to
+0.7 % for clearing rows that are computed elsewhere. Forward and backward of one layer.
 
 Times are medians over batches of calls between CUDA events, of the slowest rank.
 """

@@ -31,7 +31,7 @@ class Options:
 
     memory_cap_gb: float | None = None
     """Most that a rank may hold of other ranks' rows for one layer, 1e9 byte: queries with their
-    results, keys once. None: no limit."""
+    results, keys once. What returns to a rank through peer memory comes on top. None: no limit."""
 
     rounds: int = 1
     """Rounds of a layer, about, in each of which a rank may hold memory_cap_gb of other ranks'
@@ -72,8 +72,8 @@ class Options:
 
     peer_memory_gb: float = 0.0
     """Peer memory that a rank takes when rows first travel, 1e9 byte, so that later plans find it:
-    it grows where a plan needs more than any before, for which all ranks wait, some 10 ms for each
-    GB. 0: what plans need."""
+    where a plan needs more than any before, all ranks wait while it grows. It must be there: a rank
+    without it raises. 0: what plans need."""
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another before it raises."""

@@ -151,3 +151,22 @@ def test_inputs_of_any_strides(ranks):
     case = Case(WHOLE["skewed"])
     results = gathered(ranks(4).run(attend_strided, case))
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
+
+
+def attend_with_the_layout_of_another(rank, world_size):
+    opened = distca.init()
+    pieces = torch.tensor([[0, 0, 0, 10], [1, 1, 0, 10]])
+    tasks = torch.tensor([[1, 0, 10, 0], [0, 0, 10, 1]])
+    plan = torch.ops.distca.plan_of_tasks(pieces, tasks, world_size, -1, 0)
+    layout, packed = torch.ops.distca.layout(pieces, plan, 1 - rank, opened.num_plans, "cpu")
+    q = torch.ones(10, 2, 8, dtype=torch.float64)
+    share = layout, torch.ops.distca.unpack_rows(layout, packed)
+    with pytest.raises(ValueError) as refused:
+        torch.ops.distca.core_attention(q, q, q, *share, 1.0, opened.group_name)
+    distca.close()
+    return str(refused.value)
+
+
+def test_the_layout_of_another_rank_is_refused(ranks):
+    for rank, message in enumerate(ranks(2).run(attend_with_the_layout_of_another)):
+        assert f"the layout is that of rank {1 - rank}, but this is rank {rank} of" in message

@@ -158,6 +158,54 @@ def test_copy_engines(peer_ranks, world_size, is_kept):
         assert max(errors) < 0.01 and not any(map(math.isnan, errors))
 
 
+def attend_to_sharded_plans(rank, world_size, sizes):
+    """Errors of layers one after the other, of `sizes` rows a rank: a document over all ranks, of
+    which each computes what another holds. Many rows go by copy engines, few by a kernel."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    opened, ops = session.find(), torch.ops.distca
+    layers = []
+    for step, rows in enumerate(sizes):
+        pieces = torch.tensor([(r, 0, r * rows, rows) for r in range(world_size)])
+        tasks = torch.tensor(
+            [(0, rows * (s - 1), rows * s, s % world_size) for s in range(1, world_size + 1)]
+        )
+        order = tasks[tasks[:, 3].argsort()]
+        plan = ops.plan_of_tasks(pieces, order, world_size, -1, 0)
+        layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda")
+        opened.num_plans += 1
+        share = layout, ops.unpack_rows(layout, packed_rows.to(device))
+        generator = torch.Generator(device).manual_seed(step)
+        whole = [
+            torch.randn(
+                world_size * rows, heads, 128, device=device, dtype=torch.bfloat16,
+                generator=generator,
+            )
+            for heads in (8, 2, 2, 8)
+        ]  # fmt: skip
+        own = slice(rank * rows, (rank + 1) * rows)
+        *leaves, grad_out = (tensor[own].clone() for tensor in whole)
+        layers.append((own, whole, [leaf.requires_grad_() for leaf in leaves], grad_out, share))
+    torch.cuda.synchronize()
+    found = [
+        forward_backward(leaves, grad_out, share, opened.group_name)
+        for _, _, leaves, grad_out, share in layers
+    ]
+    errors = []
+    for (own, (*whole, grad_out), *_), results in zip(layers, found, strict=True):
+        local = planning.local_plan(distca.Documents([0, len(grad_out)]), (-1, 0), device)
+        leaves = [tensor.requires_grad_() for tensor in whole]
+        expected = forward_backward(leaves, grad_out, (local.layout, local.rows), "")
+        errors += [oracle.relative_error(a, b[own]) for a, b in zip(results, expected, strict=True)]
+    return errors
+
+
+def test_a_document_over_all_ranks_by_copies_and_stores(peer_ranks):
+    """Homes whose keys were sent and no queries get no results in the forward pass."""
+    sizes = [6_001, 301, 6_001, 301, 301, 7_003]
+    for errors in peer_ranks(4).run(attend_to_sharded_plans, sizes):
+        assert max(errors) < 0.01 and not any(map(math.isnan, errors))
+
+
 def ranges_of_calls(pieces, plan, rank, world_size):
     """Bytes that a forward and a backward call may touch in this rank's buffers, q of 4 heads and k
     and v of 2, bfloat16 of head_dim 64."""

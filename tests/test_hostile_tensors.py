@@ -251,6 +251,45 @@ def _tile_tables():
     yield "rows not aligned", lambda: _attend(layout, torch.cat([rows[:1], rows])[1:])
 
 
+def _peer_routes():
+    """Where rows go in other ranks' memory, which the decoder of any attention call reads."""
+    pieces = torch.tensor([[0, 0, 0, 300], [1, 0, 300, 300], [0, 1, 0, 64], [1, 2, 0, 100]])
+    tasks = torch.tensor([[0, 300, 600, 0], [2, 0, 100, 0], [0, 0, 300, 1], [1, 0, 64, 1]])
+    plan = torch.ops.distca.plan_of_tasks(pieces, tasks, 2, -1, 0)
+    layout, rows = _layout(plan, 0, pieces=pieces, device="cuda")
+    q = torch.ones(364, 2, 8)
+
+    def attend(layout):
+        torch.ops.distca.attend(q, q, q, layout, rows, 1.0, "home")
+
+    # Rank 0 computes rows [300, 600) of rank 1's half of document 0 with all 600 keys, and document
+    # 2: 400 queries visit it, 400 of their keys are rank 1's. Rank 0's deliveries follow: keys to
+    # itself, then its two documents to rank 1.
+    words = layout.tolist()
+    most = [400, 700, 400, 400, 3]
+    first = next(i for i in range(len(words)) if words[i : i + len(most)] == most)
+    attend(layout)
+    for word in range(first, words[1]):
+        for value in HUGE:
+            yield (
+                f"word {word - first} = {value}",
+                lambda w=word, v=value: attend(_with(layout, w, v)),
+            )
+    servers = [first + len(most)]
+    for _ in range(2):  # a server, whether it keeps, (queries, keys): a count and 4 words each
+        at = servers[-1] + 2
+        for _ in range(2):
+            at += 1 + 4 * words[at]
+        servers.append(at)
+    assert [words[at] for at in servers] == [0, 1, 1]
+    yield "servers out of order", lambda: attend(_with(layout, servers[2], 0))
+    returned = servers[-1] + 2
+    for _ in range(2):
+        returned += 1 + 4 * words[returned]
+    assert words[returned : returned + 2] == [2, 1]  # two returns, the first to rank 1
+    yield "own results returned", lambda: attend(_with(layout, returned + 1, 0))
+
+
 def _layouts_of_two_ranks():
     layout, rows = _layout(_plan())
     q = torch.ones(900, 2, 4)
@@ -296,6 +335,7 @@ GROUPS = {
         _layouts,
         _packed_rows,
         _tile_tables,
+        _peer_routes,
         _layouts_of_two_ranks,
         _gradients,
     )

@@ -141,7 +141,8 @@ std::vector<peer::Parcel> parcels_of(const Round& round, const Buffers& buffers,
   return parcels;
 }
 
-// What other homes get back from this rank.
+// What other homes get back from this rank. Homes that get nothing have no parcel: a word that
+// nobody waits for might be raised after the next call's.
 std::vector<peer::Parcel> returned_parcels(const Round& round, const Buffers& buffers,
                                            const std::vector<Results>& of_queries,
                                            const std::vector<Results>& of_keys) {
@@ -159,6 +160,7 @@ std::vector<peer::Parcel> returned_parcels(const Round& round, const Buffers& bu
     for (const Results& results : of_queries) add(results, returned.queries);
     for (const Results& results : of_keys) add(results, returned.keys);
   }
+  std::erase_if(parcels, [](const peer::Parcel& parcel) { return parcel.blocks.empty(); });
   return parcels;
 }
 
@@ -207,6 +209,27 @@ peer::Addend addend_of(const at::Tensor& tensor) {
 
 }  // namespace
 
+namespace {
+
+// What is sent stays as it is until it has left, also where an exception ends the call.
+class Sending {
+ public:
+  explicit Sending(peer::PeerTransport& transport) : transport_(transport) {}
+  Sending(const Sending&) = delete;
+  ~Sending() {
+    try {
+      transport_.await_sent();
+    } catch (const std::exception&) {
+      // The device is lost: nothing is sent any more.
+    }
+  }
+
+ private:
+  peer::PeerTransport& transport_;
+};
+
+}  // namespace
+
 bool uses_peer_memory(const Call& call, double softmax_scale) {
   const auto has_peers = [](const Round& round) { return round.peers.has_value(); };
   return call.session->peer_transport() != nullptr && softmax_scale > 0 &&
@@ -227,6 +250,7 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& ke
                  to_v = buffers.for_keys(v);
     const Results outs = buffers.for_query_results(out), lses = buffers.for_query_results(lse);
     transport.begin(buffers.num_bytes(), call.where);
+    const Sending sending(transport);
     in_phase(call, kDispatch, [&] {
       transport.send(parcels_of(round, buffers, {{}, {to_q}, {to_k, to_v}, false}));
     });
@@ -324,6 +348,7 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   const Results dqs = buffers.for_query_results(dq), dks = buffers.for_key_results(dk),
                 dvs = buffers.for_key_results(dv);
   transport.begin(buffers.num_bytes(), call.where);
+  const Sending sending(transport);
   in_phase(call, kDispatch, [&] {
     transport.send(
         parcels_of(round, buffers, {{to_grad, to_lse, to_delta}, {to_q}, {to_k, to_v}, true}));

@@ -12,7 +12,7 @@ namespace distca::ops {
 bool uses_peer_memory(const Call& call, double softmax_scale);
 
 // core_attention and its backward pass with rows that are written straight into the servers' memory
-// while home tasks run, and results that the homes fetch from there.
+// while home tasks run, and results that come back to the homes' memory in the same way.
 std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& kept,
                                                 const attention::Params& params);
 

@@ -130,8 +130,12 @@ PeerRoutes read_peer_routes(std::span<const int64_t>& words, const RouteLimits& 
     return server == limits.rank ? visiting : returned;
   };
   all.sent.resize(next_count(words, 4, "deliveries"));
+  int64_t last_server = 0, last_home = 0;
   for (planner::Delivery& delivery : all.sent) {
     delivery.server = next(words, limits.num_ranks, "server");
+    TORCH_CHECK_VALUE(std::exchange(last_server, delivery.server) <= delivery.server,
+                      "layout: deliveries to rank ", delivery.server,
+                      " follow those to a later one");
     delivery.is_kept = next(words, 2, "whether it is kept") == 1;
     delivery.queries =
         read_places(words, {limits.num_home_queries, all.max_visiting_q,
@@ -143,6 +147,10 @@ PeerRoutes read_peer_routes(std::span<const int64_t>& words, const RouteLimits& 
   all.returned.resize(next_count(words, 3, "returns"));
   for (planner::Return& returned : all.returned) {
     returned.home = next(words, limits.num_ranks, "home");
+    TORCH_CHECK_VALUE(
+        std::exchange(last_home, returned.home) <= returned.home && returned.home != limits.rank,
+        "layout: rank ", limits.rank, " returns results to rank ", returned.home,
+        "; expected other ranks in order");
     returned.queries = read_places(words, {kMaxRows, all.max_visiting_q, all.max_returned_q});
     returned.keys = read_places(words, {kMaxRows, all.max_visiting_k, all.max_returned_k});
   }

@@ -65,7 +65,7 @@ struct PeerChoice {
 // have agreed on.
 class Session {
  public:
-  // `device` is where this rank's memory is that the others reach, if all ranks reach all others'.
+  // `peer` has a device if all ranks reach all others' memory.
   Session(const GroupNames& names, const std::string& configuration, double timeout_s,
           const PeerChoice& peer);
 

@@ -50,6 +50,7 @@ void keep_inputs(const Pack& pack, const PlanOptions& options, Plan& plan) {
                                 found.size());
     const std::vector<Visit> visits = visits_of(pack, plan.mask, found);
     std::vector<double> bytes;
+    bytes.reserve(visits.size());
     for (const Visit& visit : visits) bytes.push_back(bytes_kept(visit, options.kept_bytes));
     const std::vector<bool> is_kept = choose(bytes, options.kept_cap_bytes);
     for (size_t i = 0; i < visits.size(); ++i) {

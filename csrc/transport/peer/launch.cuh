@@ -14,7 +14,8 @@ inline void check(cudaError_t error, const char* what) {
 
 // A dependent kernel comes to the device while the one before it in the stream still runs, which
 // hides what its launch takes. It sees nothing too early: all of its threads call await_predecessor
-// before they touch what that kernel may write or read, and before they end. It returns when the
+// before they touch what that kernel may write or read, but for words, which kernels wait for
+// whoever raises them, and before they end. It returns when the
 // kernel before has ended and what that wrote is visible. That kernel waited in the same way, or is
 // an ordinary one, which starts when all before it have ended; and an ordinary one that follows
 // waits for all of this. Kernels of the model might skip

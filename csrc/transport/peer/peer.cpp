@@ -113,6 +113,12 @@ PeerTransport::PeerTransport(Members members, Meeting meet, int64_t reserved_byt
   at::cuda::getCurrentCUDAStream().synchronize();  // counters are zero for every stream
 }
 
+PeerTransport::~PeerTransport() {
+  // Freeing peer memory waits for the device, and the device perhaps for a rank that is gone: the
+  // watchdog still looks.
+  C10_CUDA_CHECK_WARN(cudaDeviceSynchronize());
+}
+
 void PeerTransport::begin(int64_t num_bytes, const Where& where) {
   watchdog_.check();
   if (!memory_.holds(num_bytes)) grow(num_bytes, where.in("growth of peer memory"));
@@ -189,11 +195,15 @@ void PeerTransport::return_results(std::vector<Parcel> parcels) {
   if (!parcels.empty()) move(std::move(parcels), Word::kReturned);
 }
 
+void PeerTransport::await_sent() {
+  if (std::exchange(is_sending_, false)) sent_.block(at::cuda::getCurrentCUDAStream());
+}
+
 void PeerTransport::end(const std::vector<Gather>& gathers, Addend addend) {
-  const auto stream = at::cuda::getCurrentCUDAStream();
-  if (std::exchange(is_sending_, false)) sent_.block(stream);
+  await_sent();
   fetch(memory_.board(), gathers, addend, epoch_,
-        reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()) + kMaxPeers, stream);
+        reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()) + kMaxPeers,
+        at::cuda::getCurrentCUDAStream());
 }
 
 }  // namespace distca::transport::peer

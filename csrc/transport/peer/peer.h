@@ -35,6 +35,8 @@ class PeerTransport {
   // Buffers take `reserved_bytes` at least. Gives up a call in which nothing moves for `timeout_s`.
   PeerTransport(Members members, Meeting meet, int64_t reserved_bytes,
                 std::shared_ptr<FailureBoard> failures, double timeout_s);
+  PeerTransport(const PeerTransport&) = delete;
+  ~PeerTransport();
 
   // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every
   // rank's buffer, as many on every rank. Where no call needed as many before, it waits for the
@@ -48,6 +50,10 @@ class PeerTransport {
   // that too. Few bytes are stored before what the stream does next; many travel beside it, by a
   // copy engine.
   void send(std::vector<Parcel> parcels);
+
+  // The current stream waits for what travels beside it: the tensors that were sent are free. `end`
+  // does it; for calls that do not get there.
+  void await_sent();
 
   // The current stream waits for what these ranks send.
   void await_arrivals(RankSet ranks);

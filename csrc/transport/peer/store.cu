@@ -47,15 +47,17 @@ class Buffers {
  public:
   __device__ Buffers(const Board& board, uint32_t last_use) : board_(board), last_use_(last_use) {}
 
-  // Until nobody needs what is there.
-  __device__ __forceinline__ void await() {
-    if (!are_free_) await_buffers(board_, last_use_);
-    are_free_ = true;
+  // Whether nobody needs what is there, once that is known.
+  __device__ __forceinline__ bool are_free() {
+    if (!is_known_) are_free_ = await_buffers(board_, last_use_);
+    is_known_ = true;
+    return are_free_;
   }
 
  private:
   const Board& board_;
   uint32_t last_use_;
+  bool is_known_ = false;
   bool are_free_ = false;
 };
 
@@ -75,7 +77,7 @@ __device__ __forceinline__ void store_words(const StoreBlock& block, int64_t beg
       const auto* src = reinterpret_cast<const WordT*>(block.src + rows[j] * block.src_stride);
       if (i < end) words[j] = src[i - rows[j] * block.row_words];
     }
-    buffers.await();
+    if (!buffers.are_free()) return;
 #pragma unroll
     for (int j = 0; j < kUnrolled; ++j) {
       const int64_t i = begin + j * kThreads + threadIdx.x;
@@ -129,8 +131,7 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x == 0 && target == 0) say_started(board, targets.epoch);
   Buffers buffers(board, targets.last_use);
   store_share(a, target, buffers);
-  buffers.await();
-  if ((targets.are_whole >> target & 1) == 0) return;
+  if (!buffers.are_free() || (targets.are_whole >> target & 1) == 0) return;
   if (!is_last(targets.counters + target, gridDim.x) || threadIdx.x != 0) return;
   store_release(board.words[targets.ranks[target]] + word_index(targets.word, board.rank),
                 targets.epoch);

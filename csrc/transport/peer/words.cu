@@ -27,7 +27,7 @@ __global__ void await_kernel(const __grid_constant__ Board board, Word word, Ran
                              uint32_t epoch) {
   admit_dependent();
   if (ranks >> threadIdx.x & 1) spin(board, own_word(board, word, threadIdx.x), epoch);
-  await_predecessor();  // only now: words of others come whatever it still does
+  await_predecessor();  // only now: others' words come whatever it still does
 }
 
 }  // namespace

@@ -94,11 +94,14 @@ __device__ __forceinline__ void raise_everywhere(const Board& board, Word word, 
   }
 }
 
-// By all threads of a block.
-__device__ __forceinline__ void await_buffers(const Board& board, uint32_t last_use) {
-  uint32_t* finished = own_word(board, Word::kFinished, 0);
-  if (threadIdx.x < board.num_ranks) spin(board, finished + threadIdx.x, last_use);
-  __syncthreads();
+// By all threads of a block. Returns whether nobody needs the buffers any more: not where the
+// watchdog has given up.
+__device__ __forceinline__ bool await_buffers(const Board& board, uint32_t last_use) {
+  uint32_t ahead = 0;
+  if (threadIdx.x < board.num_ranks) {
+    ahead = spin(board, own_word(board, Word::kFinished, threadIdx.x), last_use);
+  }
+  return !__syncthreads_or(is_poisoned(ahead));
 }
 
 // By the last thread, which waits for no other word in a block of many. Nobody reads memory because
