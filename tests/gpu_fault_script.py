@@ -17,6 +17,7 @@ import distca
 VICTIM = 1
 ROWS = 6000
 MORE_ROWS = 8 * ROWS  # whose buffers are megabytes, and grow from the forward to the backward pass
+MOST_ROWS = 50 * ROWS  # which copy engines carry: 77 MB of keys and values
 TIMEOUT_S = 5.0
 FAULT_AFTER_S = 1.0  # in a call that is under way
 CYCLES_PER_S = 2e9  # of the fastest of these devices
@@ -87,6 +88,12 @@ def fail_between_calls(faults: Faults) -> None:
         attend(*step, faults if layer == 2 else {})
 
 
+def fail_between_copies(faults: Faults) -> None:
+    step = make_step(MOST_ROWS)
+    for layer in range(3):
+        attend(*step, faults if layer == 1 else {})
+
+
 def fail_before_growth(faults: Faults) -> None:
     """Before a forward call, when the host goes on to the backward one, whose buffers must grow."""
     documents, leaves = make_step(MORE_ROWS)
@@ -120,7 +127,7 @@ def end_process(error: threading.ExceptHookArgs) -> None:
 
 MOMENTS = {
     function.__name__: function
-    for function in (fail_between_calls, fail_before_growth, fail_in_growth)
+    for function in (fail_between_calls, fail_between_copies, fail_before_growth, fail_in_growth)
 }
 
 

@@ -85,6 +85,14 @@ def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
     assert f"{failing_pass} pass" in said
 
 
+@pytest.mark.parametrize("failing_pass", ["forward", "backward"])
+@pytest.mark.parametrize("fault", ["die", "stop", "sleep"])
+def test_copies_to_a_rank_at_fault(fault, failing_pass):
+    said = last_named(errors_of_survivor(fault, "fail_between_copies", failing_pass, "peer"))
+    assert f"rank {VICTIM} " in said and SAYS[fault] in said
+    assert f"attention layer 1, {failing_pass} pass" in said
+
+
 def test_a_rank_fails_before_buffers_grow():
     """The device still waits for it, in an earlier call, which is the one that is named."""
     said = last_named(errors_of_survivor("die", "fail_before_growth", "forward", "peer"))
