@@ -107,8 +107,11 @@ __device__ __forceinline__ bool await_buffers(const Board& board, uint32_t last_
 // By the last thread, which waits for no other word in a block of many. Nobody reads memory because
 // of this word: it orders nothing.
 __device__ __forceinline__ void say_started(const Board& board, uint32_t epoch) {
-  if (threadIdx.x != blockDim.x - 1 || is_cut_short(board, epoch)) return;
-  store_relaxed(own_word(board, Word::kStarted, board.rank), epoch);
+  if (threadIdx.x != blockDim.x - 1) return;
+  uint32_t* started = own_word(board, Word::kStarted, board.rank);
+  const uint32_t before = load_relaxed(started);
+  if (is_poisoned(before - epoch)) return;
+  atomicCAS(started, before, epoch);  // not over poison that has come since
   store_relaxed(host_word(board, HostWord::kStarted), epoch);
 }
 
