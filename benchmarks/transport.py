@@ -153,19 +153,11 @@ class BesideAttention:
         )
         self.q, self.k, self.v = (x.requires_grad_() for x in inputs(length * documents))
         self.grad_out = torch.randn_like(self.q)
+        visiting_q, *_ = inputs(documents * (length - kept))
+        _, visiting_k, visiting_v = inputs(documents * length)
         self.lists = {
             "home": (self.q.detach(), self.k.detach(), self.v.detach(), self.grad_out),
-            "visiting": (
-                *(
-                    torch.randn(documents * rows, *like.shape[1:], device="cuda").to(like.dtype)
-                    for rows, like in (
-                        (length - kept, self.q),
-                        (length, self.k),
-                        (length, self.v),
-                        (length - kept, self.q),
-                    )
-                ),
-            ),
+            "visiting": (visiting_q, visiting_k, visiting_v, torch.randn_like(visiting_q)),
         }
 
     def home(self) -> None:

@@ -110,10 +110,22 @@ def random_plan(generator, world_size):
             server = generator.randrange(world_size)
             tasks.append((server, document, begin, end, int(server in keepers)))
     pieces = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 4)
+    return lengths, pieces, plan_by_server(pieces, tasks, world_size)
+
+
+def share_of(pieces, plan, rank, *rounds):
+    """(layout, rows) of this rank in a plan that is the open session's next."""
+    opened, ops = session.find(), torch.ops.distca
+    layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda", False, *rounds)
+    opened.num_plans += 1
+    return layout, ops.unpack_rows(layout, packed_rows.to("cuda"))
+
+
+def plan_by_server(pieces, tasks, world_size):
+    """Of tasks (server, document, first query, last query + 1, whether inputs are kept)."""
     order = torch.tensor(sorted(tasks), dtype=torch.int64).reshape(-1, 5)
     columns = order[:, [1, 2, 3, 0, 4]].contiguous()
-    plan = torch.ops.distca.plan_of_tasks(pieces, columns, world_size, -1, 0)
-    return lengths, pieces, plan
+    return torch.ops.distca.plan_of_tasks(pieces, columns, world_size, -1, 0)
 
 
 def forward_backward(leaves, grad_out, share, group_name):
@@ -127,19 +139,16 @@ def attend_to_large_plan(rank, world_size, rows, share_moved, is_kept=0):
     """Errors against this rank's own document computed here, where much of every document goes to
     the next rank, which keeps its inputs or does not: copy engines carry it."""
     device = torch.device("cuda", torch.cuda.current_device())
-    opened, ops = session.find(), torch.ops.distca
+    opened = session.find()
     pieces = torch.tensor([(r, r, 0, rows) for r in range(world_size)])
     cut = int(rows * (1 - share_moved))
     tasks = [(r, r, 0, cut, 0) for r in range(world_size)]
     tasks += [((r + 1) % world_size, r, cut, rows, is_kept) for r in range(world_size)]
-    columns = torch.tensor(sorted(tasks))[:, [1, 2, 3, 0, 4]].contiguous()
-    plan = ops.plan_of_tasks(pieces, columns, world_size, -1, 0)
+    plan = plan_by_server(pieces, tasks, world_size)
     local = planning.local_plan(distca.Documents([0, rows]), (-1, 0), device)
     errors = []
     for _ in range(5):
-        layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda")
-        opened.num_plans += 1
-        balanced = (layout, ops.unpack_rows(layout, packed_rows.to(device)))
+        balanced = share_of(pieces, plan, rank)
         leaves = [
             torch.randn(rows, heads, 128, device=device, dtype=torch.bfloat16).requires_grad_()
             for heads in (16, 4, 4)
@@ -162,18 +171,12 @@ def attend_to_sharded_plans(rank, world_size, sizes):
     """Errors of layers one after the other, of `sizes` rows a rank: a document over all ranks, of
     which each computes what another holds. Many rows go by copy engines, few by a kernel."""
     device = torch.device("cuda", torch.cuda.current_device())
-    opened, ops = session.find(), torch.ops.distca
+    opened = session.find()
     layers = []
     for step, rows in enumerate(sizes):
         pieces = torch.tensor([(r, 0, r * rows, rows) for r in range(world_size)])
-        tasks = torch.tensor(
-            [(0, rows * (s - 1), rows * s, s % world_size) for s in range(1, world_size + 1)]
-        )
-        order = tasks[tasks[:, 3].argsort()]
-        plan = ops.plan_of_tasks(pieces, order, world_size, -1, 0)
-        layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda")
-        opened.num_plans += 1
-        share = layout, ops.unpack_rows(layout, packed_rows.to(device))
+        tasks = [((r + 1) % world_size, 0, r * rows, (r + 1) * rows, 0) for r in range(world_size)]
+        share = share_of(pieces, plan_by_server(pieces, tasks, world_size), rank)
         generator = torch.Generator(device).manual_seed(step)
         whole = [
             torch.randn(
@@ -230,11 +233,7 @@ def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
         lengths, pieces, plan = random_plan(shared, world_size)
         has_buffers = ops.peer_memory_bytes(opened.group_name) > 0
         has_canaries = has_buffers and round_rows is None and shared.random() < 0.5
-        layout, packed_rows = ops.layout(
-            pieces, plan, rank, opened.num_plans, "cuda", False, [1, 1], round_rows
-        )
-        opened.num_plans += 1
-        balanced = (layout, ops.unpack_rows(layout, packed_rows.to(device)))
+        balanced = share_of(pieces, plan, rank, [1, 1], round_rows)
         documents = distca.Documents([0, *itertools.accumulate(lengths[rank])])
         local = planning.local_plan(documents, (-1, 0), device)
         q, k, v, grad_out = (
@@ -277,12 +276,8 @@ def attend_while_another_is_ahead(rank, world_size, rows):
     shares = []
     for guest in (1, 2):
         servers = [0 if r == guest else r for r in range(world_size)]
-        tasks = sorted((servers[r], r, 0, rows, 0) for r in range(world_size))
-        columns = torch.tensor(tasks)[:, [1, 2, 3, 0, 4]].contiguous()
-        plan = ops.plan_of_tasks(pieces, columns, world_size, -1, 0)
-        layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda")
-        opened.num_plans += 1
-        shares.append((layout, ops.unpack_rows(layout, packed_rows.to(device))))
+        tasks = [(servers[r], r, 0, rows, 0) for r in range(world_size)]
+        shares.append(share_of(pieces, plan_by_server(pieces, tasks, world_size), rank))
 
     def attend_twice():
         both = [

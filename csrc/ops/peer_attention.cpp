@@ -67,13 +67,10 @@ class Buffers {
     return {own_row(region, result_row), server};
   }
 
-  char* row(const Region& region, int64_t rank, int64_t visiting_row) const {
-    return transport_.buffer(rank) + region.offset + visiting_row * region.row_bytes();
+  char* row(const Region& region, int64_t rank, int64_t index) const {
+    return transport_.buffer(rank) + region.offset + index * region.row_bytes();
   }
-
-  char* own_row(const Region& region, int64_t row_index) const {
-    return row(region, rank_, row_index);
-  }
+  char* own_row(const Region& region, int64_t index) const { return row(region, rank_, index); }
 
   // This rank's visiting rows.
   at::Tensor queries(const Region& region) const {
@@ -91,7 +88,7 @@ class Buffers {
   at::Tensor visiting(const Region& region, int64_t num_rows) const {
     std::vector<int64_t> sizes = region.rows.sizes().vec();
     sizes[0] = num_rows;
-    return at::from_blob(row(region, rank_, 0), sizes, region.rows.options());
+    return at::from_blob(own_row(region, 0), sizes, region.rows.options());
   }
 
   peer::PeerTransport& transport_;
@@ -206,10 +203,6 @@ void add_key_gradients(const Round& round, const Buffers& buffers, const Results
 peer::Addend addend_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? peer::Addend::kFloat16 : peer::Addend::kBfloat16;
 }
-
-}  // namespace
-
-namespace {
 
 // What is sent stays as it is until it has left, also where an exception ends the call.
 class Sending {

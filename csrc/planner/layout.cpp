@@ -7,7 +7,6 @@
 #include <string>
 #include <utility>
 
-#include "deliveries.h"
 #include "visits.h"
 
 namespace distca::planner {

@@ -25,6 +25,16 @@ void put(int64_t row, const Place& place, Rows& rows) {
   EXPECT_TRUE(rows.emplace(row, place).second) << "row " << row << " is written twice";
 }
 
+// What lies in rows `from_row` of the places comes to their rows `to_row`.
+void carry(const std::vector<RowPlace>& places, int64_t RowPlace::*from_row, const Rows& from,
+           int64_t RowPlace::*to_row, Rows& to) {
+  for (const RowPlace& place : places) {
+    for (int64_t i = 0; i < place.num_rows; ++i) {
+      put(place.*to_row + i, from.at(place.*from_row + i), to);
+    }
+  }
+}
+
 // What every rank is home to, by home row.
 std::vector<BothRows> home_rows(const Homes& homes, int64_t num_ranks) {
   std::vector<BothRows> ranks(num_ranks);
@@ -43,16 +53,12 @@ std::vector<BothRows> deliver_all(const std::vector<Deliveries>& all,
                                   const std::vector<BothRows>& homes) {
   std::vector<BothRows> servers(all.size());
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    const auto deliver = [](const std::vector<RowPlace>& places, const Rows& home, Rows& server) {
-      for (const RowPlace& place : places) {
-        for (int64_t i = 0; i < place.num_rows; ++i) {
-          put(place.visiting_row + i, home.at(place.home_row + i), server);
-        }
-      }
-    };
     for (const Delivery& delivery : all[rank].sent) {
-      deliver(delivery.queries, homes[rank].queries, servers[delivery.server].queries);
-      deliver(delivery.keys, homes[rank].keys, servers[delivery.server].keys);
+      BothRows& server = servers[delivery.server];
+      carry(delivery.queries, &RowPlace::home_row, homes[rank].queries, &RowPlace::visiting_row,
+            server.queries);
+      carry(delivery.keys, &RowPlace::home_row, homes[rank].keys, &RowPlace::visiting_row,
+            server.keys);
     }
   }
   return servers;
@@ -63,19 +69,15 @@ std::vector<BothRows> return_all(const std::vector<Deliveries>& all,
                                  const std::vector<BothRows>& servers) {
   std::vector<BothRows> homes(all.size());
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    const auto bring = [](const std::vector<RowPlace>& places, const Rows& server, Rows& home) {
-      for (const RowPlace& place : places) {
-        for (int64_t i = 0; i < place.num_rows; ++i) {
-          put(place.result_row + i, server.at(place.visiting_row + i), home);
-        }
-      }
-    };
     int64_t last_home = 0;
     for (const Return& returned : all[rank].returned) {
       EXPECT_NE(returned.home, static_cast<int64_t>(rank)) << "own results stay where they are";
       EXPECT_GE(returned.home, std::exchange(last_home, returned.home));
-      bring(returned.queries, servers[rank].queries, homes[returned.home].queries);
-      bring(returned.keys, servers[rank].keys, homes[returned.home].keys);
+      BothRows& home = homes[returned.home];
+      carry(returned.queries, &RowPlace::visiting_row, servers[rank].queries, &RowPlace::result_row,
+            home.queries);
+      carry(returned.keys, &RowPlace::visiting_row, servers[rank].keys, &RowPlace::result_row,
+            home.keys);
     }
   }
   return homes;

@@ -86,7 +86,17 @@ __device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
   return words;
 }
 
-// Loads are together, before the stores, so that many are on their way at a time.
+// A thread's share of a step of kUnrolled x kThreads words. Loads are together, before the stores,
+// so that many are on their way at a time.
+template <typename WordT>
+__device__ __forceinline__ void load_step(WordT (&words)[kUnrolled], const WordT* from,
+                                          int64_t first, int64_t num_words) {
+#pragma unroll
+  for (int j = 0; j < kUnrolled; ++j) {
+    if (first + j * kThreads < num_words) words[j] = from[first + j * kThreads];
+  }
+}
+
 template <typename WordT>
 __device__ __forceinline__ void copy_chunk(char* dst, const char* src, int64_t num_bytes) {
   const int64_t num_words = num_bytes / static_cast<int64_t>(sizeof(WordT));
@@ -94,10 +104,7 @@ __device__ __forceinline__ void copy_chunk(char* dst, const char* src, int64_t n
   auto* to = reinterpret_cast<WordT*>(dst);
   for (int64_t first = threadIdx.x; first < num_words; first += kUnrolled * kThreads) {
     WordT words[kUnrolled];
-#pragma unroll
-    for (int j = 0; j < kUnrolled; ++j) {
-      if (first + j * kThreads < num_words) words[j] = from[first + j * kThreads];
-    }
+    load_step(words, from, first, num_words);
 #pragma unroll
     for (int j = 0; j < kUnrolled; ++j) {
       if (first + j * kThreads < num_words) to[first + j * kThreads] = words[j];
@@ -116,10 +123,7 @@ __device__ __forceinline__ void add_chunk(char* dst, const FetchSource* sources,
     for (int s = -1; s < num_sources; ++s) {
       const uint4* from = s < 0 ? to : reinterpret_cast<const uint4*>(sources[s].data + begin);
       uint4 words[kUnrolled];
-#pragma unroll
-      for (int j = 0; j < kUnrolled; ++j) {
-        if (first + j * kThreads < num_words) words[j] = from[first + j * kThreads];
-      }
+      load_step(words, from, first, num_words);
 #pragma unroll
       for (int j = 0; j < kUnrolled; ++j) {
         if (first + j * kThreads < num_words) add_to<T>(sums[j], words[j]);

@@ -55,6 +55,12 @@ struct RowBlock {
 struct Parcel {
   int64_t rank;
   std::vector<RowBlock> blocks;
+
+  int64_t num_bytes() const {
+    int64_t sum = 0;
+    for (const RowBlock& rows : blocks) sum += rows.num_bytes();
+    return sum;
+  }
 };
 
 using RankSet = uint64_t;  // bit r is rank r's

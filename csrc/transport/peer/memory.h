@@ -36,9 +36,8 @@ class PeerMemory {
   bool holds(int64_t num_bytes) const { return num_bytes <= num_bytes_; }
 
   // Makes each buffer hold `num_bytes`, which are equal on all ranks, or more, and forgets what is
-  // in them.
-  // Collective; this rank's device is idle. Throws GroupOutOfMemory, on every rank, naming ranks
-  // and bytes where one has no memory; then the buffers stay as they are.
+  // in them. Collective; this rank's device is idle. Throws GroupOutOfMemory, on every rank, naming
+  // ranks and bytes where one has no memory; then the buffers stay as they are.
   void grow(int64_t num_bytes, const Where& where);
 
   const Board& board() const { return board_; }

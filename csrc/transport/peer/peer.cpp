@@ -7,6 +7,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace distca::transport::peer {
@@ -15,7 +16,7 @@ namespace {
 // Copy engines need 20 us and more for small transfers, stores take multiprocessors.
 constexpr int64_t kMaxStoredBytes = int64_t{12} << 20;
 
-// Parcels wait for each other up to here, 0.2 ms: a copy engine needs 5 us to raise a word and go
+// Parcels wait for each other up to here, 0.2 ms: a copy engine needs 6 us to raise a word and go
 // on.
 constexpr int64_t kMinBytesTogether = int64_t{64} << 20;
 
@@ -77,12 +78,10 @@ void copy_together(const std::vector<RowBlock>& blocks, cudaStream_t stream) {
 #endif
 }
 
-int64_t bytes_of(const std::vector<Parcel>& parcels) {
-  int64_t num_bytes = 0;
-  for (const Parcel& parcel : parcels) {
-    for (const RowBlock& rows : parcel.blocks) num_bytes += rows.num_bytes();
-  }
-  return num_bytes;
+bool are_few_bytes(const std::vector<Parcel>& parcels) {
+  int64_t sum = 0;
+  for (const Parcel& parcel : parcels) sum += parcel.num_bytes();
+  return sum <= kMaxStoredBytes;
 }
 
 }  // namespace
@@ -135,30 +134,26 @@ void PeerTransport::grow(int64_t num_bytes, const Where& where) {
 }
 
 void PeerTransport::send(std::vector<Parcel> parcels) {
-  is_sending_ = move(std::move(parcels), Word::kArrived);
-  if (is_sending_) sent_.record(copies_);
+  if (!parcels.empty() && are_few_bytes(parcels)) return store(parcels, Word::kArrived);
+  start(memory_.board(), last_use(), epoch_, at::cuda::getCurrentCUDAStream());
+  // No link is in the way of what stays on this device.
+  const auto own = std::partition(parcels.begin(), parcels.end(),
+                                  [this](const Parcel& parcel) { return parcel.rank != rank(); });
+  const std::vector<Parcel> stays(std::make_move_iterator(own),
+                                  std::make_move_iterator(parcels.end()));
+  parcels.erase(own, parcels.end());
+  if (!parcels.empty()) {
+    copy(std::move(parcels), Word::kArrived);
+    sent_.record(copies_);
+    is_sending_ = true;
+  }
+  if (!stays.empty()) store(stays, Word::kArrived);
 }
 
-bool PeerTransport::move(std::vector<Parcel> parcels, Word word) {
-  const Board& board = memory_.board();
-  const auto stream = at::cuda::getCurrentCUDAStream();
-  const uint32_t last_use = epoch_ - PeerMemory::kNumBuffers;
-  const auto store_all = [&] {
-    auto* counters = reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>());
-    store(board, parcels, word, last_use, epoch_, counters, stream);
-  };
-  if (!parcels.empty() && bytes_of(parcels) <= kMaxStoredBytes) {
-    store_all();
-    return false;
-  }
-  start(board, last_use, epoch_, stream);
-  // What stays on this device takes a kernel a tenth of the time.
-  const auto own = std::stable_partition(
-      parcels.begin(), parcels.end(), [&](const Parcel& each) { return each.rank != board.rank; });
-  copy({parcels.begin(), own}, word);
-  parcels.erase(parcels.begin(), own);
-  if (!parcels.empty()) store_all();
-  return true;
+void PeerTransport::store(const std::vector<Parcel>& parcels, Word word) {
+  auto* counters = reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>());
+  peer::store(memory_.board(), parcels, word, last_use(), epoch_, counters,
+              at::cuda::getCurrentCUDAStream());
 }
 
 // Ranks send to the next one first, then to the one after it: as long as they keep step no two send
@@ -178,7 +173,7 @@ void PeerTransport::copy(std::vector<Parcel> parcels, Word word) {
   for (const Parcel& parcel : parcels) {
     blocks.insert(blocks.end(), parcel.blocks.begin(), parcel.blocks.end());
     words.push_back(board.words[parcel.rank] + word_index(word, board.rank));
-    num_bytes += bytes_of({parcel});
+    num_bytes += parcel.num_bytes();
     if (num_bytes < kMinBytesTogether && &parcel != &parcels.back()) continue;
     copy_together(std::exchange(blocks, {}), copies_);
     for (uint32_t* each : std::exchange(words, {})) write_word(each, epoch_, copies_);
@@ -192,7 +187,9 @@ void PeerTransport::await_arrivals(RankSet ranks) {
 
 void PeerTransport::return_results(std::vector<Parcel> parcels) {
   publish(memory_.board(), epoch_, at::cuda::getCurrentCUDAStream());
-  if (!parcels.empty()) move(std::move(parcels), Word::kReturned);
+  if (parcels.empty()) return;
+  if (are_few_bytes(parcels)) return store(parcels, Word::kReturned);
+  copy(std::move(parcels), Word::kReturned);
 }
 
 void PeerTransport::await_sent() {

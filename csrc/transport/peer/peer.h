@@ -73,11 +73,12 @@ class PeerTransport {
  private:
   void grow(int64_t num_bytes, const Where& where);
 
-  // Moves rows and raises `word` of their ranks; returns whether they travel beside the current
-  // stream.
-  bool move(std::vector<Parcel> parcels, Word word);
+  // The call that used this call's buffers before.
+  uint32_t last_use() const { return epoch_ - PeerMemory::kNumBuffers; }
 
-  // After what the current stream has been given.
+  // Both move rows and raise `word` of their ranks: before what the current stream does next, or
+  // beside that.
+  void store(const std::vector<Parcel>& parcels, Word word);
   void copy(std::vector<Parcel> parcels, Word word);
 
   PeerMemory memory_;

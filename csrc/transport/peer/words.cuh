@@ -88,7 +88,7 @@ __device__ __forceinline__ void raise_everywhere(const Board& board, Word word, 
   const bool tells_host = threadIdx.x == blockDim.x - 1;
   if ((rank >= board.num_ranks && !tells_host) || is_cut_short(board, epoch)) return;
   if (tells_host) {
-    store_relaxed(board.host + static_cast<int>(word), epoch);
+    store_relaxed(host_word(board, static_cast<HostWord>(word)), epoch);
   } else {
     store_release(board.words[rank] + word_index(word, board.rank), epoch);
   }
