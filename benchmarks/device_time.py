@@ -30,7 +30,7 @@ ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
 # Chrome traces have demangled names, or mangled ones where that failed.
-PEER_KERNEL = re.compile(r"distca.*(start|store|await|raise|fetch)_kernel")
+PEER_KERNEL = re.compile(r"distca.*(start|store|await|raise|fetch|close)_kernel")
 ROW_KERNEL = re.compile(r"distca.*(copy_rows|reduce_rows|hold)_kernel")
 ATTENTION_KERNEL = re.compile(r"attention|attend|flash|fmha|sdpa")
 HOST_COMMUNICATION = re.compile(r"^(gloo|c10d)\b")
@@ -186,6 +186,8 @@ class _Meetings:
                 self.waits[idx] = "call", call
             elif span.role == "raise" and is_open:  # first for results, then where none are fetched
                 is_open = self.came.setdefault(("results", call), span.begin) == span.begin
+            elif span.role == "close" and is_open:
+                self.waits[idx], is_open = ("call", call), False
             elif span.role == "fetch" and call >= 0:
                 self.waits[idx] = "results", call
                 is_open = False

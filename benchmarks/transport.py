@@ -91,7 +91,12 @@ class Steps:
         in_order = torch.tensor(sorted(tasks, key=lambda task: (task[3], *task[:2])))
         plan = ops.plan_of_tasks(pieces, in_order, ranks, *window)
         layout, packed = ops.layout(
-            pieces, plan, self.session.rank, self.session.num_plans, "cuda", False
+            pieces,
+            plan,
+            self.session.rank,
+            self.session.num_plans,
+            "cuda",
+            by_peer_memory=self.session.by_peer_memory,
         )
         self.session.num_plans += 1
         return layout, ops.unpack_rows(layout, packed.cuda())

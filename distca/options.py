@@ -62,8 +62,8 @@ class Options:
     than the model's are scaled by FLOPs, with a warning."""
 
     deterministic: bool = False
-    """Gradients equal bit by bit in every run of the same plan; the backward pass is up to a tenth
-    slower on Hopper. Off: as torch.use_deterministic_algorithms says."""
+    """Results and gradients equal bit by bit in every run of the same plan; the backward pass is up
+    to a tenth slower on Hopper. Off: as torch.use_deterministic_algorithms says."""
 
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside

@@ -232,6 +232,7 @@ def next_problem(session: Session, window_size: tuple[int, int], device: torch.d
         device.type,
         step,
         times_us=session.times_us,
+        by_peer_memory=session.by_peer_memory,
     )
 
 
@@ -272,6 +273,7 @@ class Problem:
     step: int
     ranks_per_node: int | None = None  # as host names say
     times_us: tuple[int, int] = NOT_TIMED  # what this rank measured last, to tell the others
+    by_peer_memory: bool = False  # how rows travel
 
 
 def _node() -> int:
@@ -376,6 +378,7 @@ def lay_out(
         options.deterministic,
         held_row_bytes(shape),
         memory_cap_bytes(options),
+        problem.by_peer_memory,
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()

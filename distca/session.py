@@ -68,6 +68,8 @@ class Session:
     """Pieces are exchanged here (gloo), by the planner thread alone."""
     control: ProcessGroup | None = None
     """Ranks agree here (gloo) before a step's first layer."""
+    by_peer_memory: bool = False
+    """Whether rows go straight to other ranks' memory, where the attention allows it."""
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)
@@ -231,6 +233,7 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     configuration = f"version {torch.ops.distca.version()} {session.options}"
     names = (group.group_name for group in (session.data, session.control, session.planning))
     peer_device = choose_device(session.options.transport, backend, session.control)
+    session.by_peer_memory = peer_device is not None
     peer_memory_bytes = int(1e9 * session.options.peer_memory_gb)
     torch.ops.distca.open_session(
         *names, configuration, session.options.timeout_s, peer_device, peer_memory_bytes

@@ -89,9 +89,19 @@ def fail_between_calls(faults: Faults) -> None:
 
 
 def fail_between_copies(faults: Faults) -> None:
-    step = make_step(MOST_ROWS)
+    """In the middle one of three layers."""
+    documents, leaves = make_step(MOST_ROWS)
+    outs = []
     for layer in range(3):
-        attend(*step, faults if layer == 1 else {})
+        if layer == 1:
+            faults.get("forward", lambda: None)()
+        outs.append(distca.core_attention(*leaves, documents))
+        torch.cuda.synchronize()
+    for layer in reversed(range(3)):
+        if layer == 1:
+            faults.get("backward", lambda: None)()
+        outs[layer].backward(torch.ones_like(outs[layer]))
+        torch.cuda.synchronize()
 
 
 def fail_before_growth(faults: Faults) -> None:

@@ -299,6 +299,26 @@ def test_forward_gives_the_same_bits_in_both_modes():
     assert same_bits(fast, exact)[:2] == [True, True]
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs tens of GB")
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_items_of_many_keys_begin_where_others_are(mask):
+    """More items than multiprocessors: later ones go round their keys from somewhere inside, but
+    not in deterministic mode."""
+    if not has_hopper_kernels(GQA.head_dim):
+        pytest.skip("kernels of Hopper alone begin anywhere")
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free device memory")
+    length = 70_001
+    tasks = make([whole(3), Document(length, ((length - 2200, length),))], MASKS[mask], "visiting")
+    inputs = random_inputs(tasks, GQA, torch.bfloat16)
+    truth = reference(tasks, inputs, GQA.scale)
+    fast, exact = (attend(tasks, inputs, GQA.scale, mode) for mode in MODES)
+    for results in (fast, exact):
+        truth.check(results)
+    assert not torch.equal(fast.lse, exact.lse)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
 def test_order_of_documents_changes_no_bits(mask, head_dim):

@@ -95,12 +95,19 @@ Prepared<ForwardPart> prepare(const ForwardRows& rows) {
   return made;
 }
 
+bool is_deterministic(const Params& params) {
+  return params.deterministic || at::globalContext().deterministicAlgorithms();
+}
+
 void launch(const ForwardPart& part, const Params& params) {
   if (part.tiles.num_tiles == 0) return;
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
+  const c10::DataPtr words =
+      zeros(kNumFronts * sizeof(uint64_t) + kNumTickets * sizeof(int32_t), stream);
+  auto* fronts = static_cast<uint64_t*>(words.get());
   forward(ForwardCall{.home = part,
-                      .tickets = static_cast<int32_t*>(tickets.get()),
+                      .tickets = reinterpret_cast<int32_t*>(fronts + kNumFronts),
+                      .fronts = is_deterministic(params) ? nullptr : fronts,
                       .window = window_of(params.mask),
                       .softmax_scale = static_cast<float>(params.softmax_scale)},
           stream);
@@ -131,11 +138,10 @@ Prepared<BackwardPart> prepare(const BackwardRows& rows) {
 void launch(const BackwardPart& part, const Params& params) {
   if (part.tiles.num_tiles + part.tiles.num_blocks == 0) return;
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  BackwardCall call{
-      .home = part,
-      .window = window_of(params.mask),
-      .softmax_scale = static_cast<float>(params.softmax_scale),
-      .deterministic = params.deterministic || at::globalContext().deterministicAlgorithms()};
+  BackwardCall call{.home = part,
+                    .window = window_of(params.mask),
+                    .softmax_scale = static_cast<float>(params.softmax_scale),
+                    .deterministic = is_deterministic(params)};
   const BackwardSizes sizes = backward_sizes(call);
   const c10::DataPtr dq_sums = workspace(sizes.dq_sums);
   const c10::DataPtr row_stats = workspace(sizes.row_stats);

@@ -259,14 +259,16 @@ at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int6
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
                                           int64_t rank, int64_t step, c10::string_view device_type,
                                           bool deterministic, at::IntArrayRef held_bytes,
-                                          std::optional<double> round_bytes) {
+                                          std::optional<double> round_bytes, bool by_peer_memory) {
   const auto words = int64_words(plan, "plan");
   TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
   const planner::Plan decoded = decode_plan(plan, pack);
+  const auto results = by_peer_memory ? planner::Results::kWritten : planner::Results::kTaken;
   std::vector<PlannedRound> rounds;
   const auto add_round = [&](const planner::Plan& round) {
-    planner::Layout made = as_value_error([&] { return planner::make_layout(pack, round, rank); });
+    planner::Layout made =
+        as_value_error([&] { return planner::make_layout(pack, round, rank, results); });
     std::optional<PeerRoutes> routes;
     if (device_type == "cuda" && decoded.num_ranks > 1 && decoded.num_ranks <= kMaxPeers) {
       routes = peer_routes(planner::make_deliveries(pack, round, rank));

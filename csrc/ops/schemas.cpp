@@ -76,7 +76,8 @@ TORCH_LIBRARY(distca, m) {
       "int window_right) -> Tensor plan");
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
-      "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None) "
+      "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None, "
+      "bool by_peer_memory=False) "
       "-> (Tensor layout, Tensor packed_rows)");
   // `rows` from their packed form, on its device.
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows");

@@ -176,8 +176,8 @@ int64_t middle_of(const std::vector<HomeTask>& tasks) {
   return num_early;
 }
 
-// `has_traffic`: whether this rank sends or receives rows.
-void fill_home_tasks(const Pack& pack, const Plan& plan, bool has_traffic, Layout& layout) {
+// `are_cut`: whether something comes between early and late ones.
+void fill_home_tasks(const Pack& pack, const Plan& plan, bool are_cut, Layout& layout) {
   std::vector<HomeTask> tasks;
   for (const Task& task : tasks_of(plan, layout.rank)) {
     if (!is_home(pack, plan.mask, task)) continue;
@@ -192,7 +192,7 @@ void fill_home_tasks(const Pack& pack, const Plan& plan, bool has_traffic, Layou
   }
   std::sort(tasks.begin(), tasks.end(),
             [](const HomeTask& a, const HomeTask& b) { return a.task.q_row < b.task.q_row; });
-  int64_t num_left = has_traffic ? middle_of(tasks) : static_cast<int64_t>(tasks.size());
+  int64_t num_left = are_cut ? middle_of(tasks) : static_cast<int64_t>(tasks.size());
   for (const HomeTask& home : tasks) {
     (num_left-- > 0 ? layout.early_tasks : layout.late_tasks).push_back(home.task);
   }
@@ -226,7 +226,7 @@ void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<V
 
 }  // namespace
 
-Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank) {
+Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results results) {
   if (rank < 0 || rank >= plan.num_ranks) {
     throw std::invalid_argument("rank is " + std::to_string(rank) + "; expected 0 <= rank < " +
                                 std::to_string(plan.num_ranks));
@@ -240,9 +240,8 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank) {
   layout.num_home_rows = pack.num_rows[rank];
   layout.num_context_rows = pack.num_context_rows[rank];
   layout.keeping = keeping_of(pack, sender, visits);
-  const bool has_traffic =
-      !layout.send_q_runs.empty() || !layout.send_k_runs.empty() || !visits.empty();
-  fill_home_tasks(pack, plan, has_traffic, layout);
+  const bool sends = !layout.send_q_runs.empty() || !layout.send_k_runs.empty();
+  fill_home_tasks(pack, plan, !visits.empty() || (sends && results == Results::kTaken), layout);
   fill_visiting_tasks(pack, plan, visits, layout);
   return layout;
 }

@@ -51,7 +51,8 @@ struct Keeping {
 // document order; it is read in place. Every other task of this server is visiting: all its rows
 // arrive by dispatch, rows that this rank itself is home to included (it sends them to itself).
 // Home tasks stand in two lists: early ones are for the time in which rows arrive, late ones for
-// that in which results travel home. No two tasks of different lists share rows.
+// that in which results travel home. No two tasks of different lists share rows. A rank that has
+// nothing to do between them has early ones only.
 //
 // Rows travel in slots. Sent slots are ordered by peer, then by the order in which the peer's
 // visiting tasks list them; received slots by peer, then by this server's order, so the tables of
@@ -70,7 +71,12 @@ struct Layout : Movement {
   std::vector<PlacedTask> visiting_tasks;           // by q_row; visiting rows
 };
 
+// How results come home: written by their server alone, or taken in between home tasks, where the
+// rank's own stream has a part in it.
+enum class Results { kWritten, kTaken };
+
 // `plan` must be valid for `pack` (see validate). Throws std::invalid_argument for a bad rank.
-Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank);
+Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank,
+                   Results results = Results::kTaken);
 
 }  // namespace distca::planner

@@ -282,6 +282,27 @@ TEST(Layout, LateTasksAreHalfOfTheWorkAtHome) {
   EXPECT_TRUE(make_layout(pack, plan, 0).late_tasks.empty());
 }
 
+TEST(Layout, HomeTasksOfARankThatOnlySendsAreCutForResultsThatItTakes) {
+  const std::vector<Piece> pieces = {
+      {0, 0, 0, 4096}, {0, 1, 0, 2000}, {0, 2, 0, 2000}, {1, 3, 0, 400}, {1, 4, 0, 400}};
+  const Pack pack = make_pack(pieces, 2);
+  const Plan plan{2,
+                  {},
+                  {{0, 0, 3000, 0},
+                   {0, 3000, 4096, 1},
+                   {1, 0, 2000, 0},
+                   {2, 0, 2000, 0},
+                   {3, 0, 400, 1},
+                   {4, 0, 400, 1}},
+                  {},
+                  0};
+  EXPECT_FALSE(make_layout(pack, plan, 0, Results::kTaken).late_tasks.empty());
+  EXPECT_TRUE(make_layout(pack, plan, 0, Results::kWritten).late_tasks.empty());
+  for (const Results results : {Results::kTaken, Results::kWritten}) {
+    EXPECT_FALSE(make_layout(pack, plan, 1, results).late_tasks.empty());
+  }
+}
+
 TEST(Layout, WindowedTaskStartsAtItsFirstKey) {
   PlanOptions options;
   options.mask = {10, 0};

@@ -201,7 +201,7 @@ class Step {
       return in_place ? Arrivals{} : Arrivals{flags.device(), lists.flags.device(), epoch};
     };
     if (pass == Pass::kForward) {
-      ForwardCall call{home.forward_part(), {}, tickets_.device(), {-1, 0}, scale};
+      ForwardCall call{home.forward_part(), {}, tickets_.device(), nullptr, {-1, 0}, scale};
       if (visiting) {
         call.visiting = visiting->forward_part();
         call.visiting.arrivals = arrivals(visiting->forward_lists);

@@ -58,14 +58,16 @@ struct ForwardPart {
   Arrivals arrivals;
 };
 
+constexpr int32_t kNumTickets = 2;  // one for each part
+constexpr int32_t kNumFronts = 4;
+
 struct ForwardCall {
   ForwardPart home, visiting;
   int32_t* tickets;  // kNumTickets words, zero
+  uint64_t* fronts;  // kNumFronts words, zero; null: sums are taken in the same order every time
   Window window;
   float softmax_scale;
 };
-
-constexpr int32_t kNumTickets = 2;  // one for each part
 
 void forward(const ForwardCall& call, cudaStream_t stream);
 

@@ -17,7 +17,7 @@ constexpr int kFewGathers = 64;  // of a launch that sends few parameters
 constexpr int kFewSources = 96;
 constexpr int kManyGathers = 512;
 constexpr int kManySources = 1024;
-constexpr int kMaxCtas = 96;  // leaves multiprocessors to other communication
+constexpr int kMaxCtas = 132;  // one a multiprocessor of 2048 threads, which has room for others
 constexpr int64_t kChunkBytes = int64_t{32} << 10;
 
 struct FetchSource {

@@ -73,6 +73,10 @@ void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t s
 // Waits until this rank's words of `ranks` stand for `epoch`.
 void await_words(const Board& board, Word word, RankSet ranks, uint32_t epoch, cudaStream_t stream);
 
+// As await_words, and then finish.
+void await_and_finish(const Board& board, Word word, RankSet ranks, uint32_t epoch,
+                      cudaStream_t stream);
+
 // As start; then stores rows and raises the targets' words of this rank to `epoch`. One parcel a
 // rank. `counters` are kMaxPeers zeros, and zero again afterwards.
 void store(const Board& board, const std::vector<Parcel>& parcels, Word word, uint32_t last_use,

@@ -30,6 +30,18 @@ __global__ void await_kernel(const __grid_constant__ Board board, Word word, Ran
   await_predecessor();  // only now: others' words come whatever it still does
 }
 
+// Awaits and raises: where nothing is done in between, one kernel's way to the device is spared.
+__global__ void close_kernel(const __grid_constant__ Board board, Word awaited, RankSet ranks,
+                             Word word, uint32_t epoch) {
+  admit_dependent();
+  if (threadIdx.x < kMaxPeers && (ranks >> threadIdx.x & 1)) {
+    spin(board, own_word(board, awaited, threadIdx.x), epoch);
+  }
+  await_predecessor();
+  __syncthreads();  // all have come before any is told
+  raise_everywhere(board, word, epoch);
+}
+
 }  // namespace
 
 void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t stream) {
@@ -41,6 +53,12 @@ void await_words(const Board& board, Word word, RankSet ranks, uint32_t epoch,
                  cudaStream_t stream) {
   if (ranks == 0) return;
   launch_dependent(await_kernel, 1, kMaxPeers, stream, board, word, ranks, epoch);
+}
+
+void await_and_finish(const Board& board, Word word, RankSet ranks, uint32_t epoch,
+                      cudaStream_t stream) {
+  launch_dependent(close_kernel, 1, kMaxPeers + kWarp, stream, board, word, ranks, Word::kFinished,
+                   epoch);
 }
 
 void publish(const Board& board, uint32_t epoch, cudaStream_t stream) {
