@@ -10,7 +10,8 @@ CUDA. "alone" is distca's kernel on a document of each rank's own that has as ma
 pairs as a rank's equal share.
 
 Times are medians over rounds, of the slowest rank, from a barrier to the end on the device,
-communication included. FLOPs are 4 x heads x head_dim for each visible pair, backward 2.5 times as
+communication included; a further round is profiled (device_time.py), for what each rank's device
+does meanwhile. FLOPs are 4 x heads x head_dim for each visible pair, backward 2.5 times as
 many. "difference" is that of out, dq, dk and dv, relative to the first way's, the largest.
 """
 
@@ -21,14 +22,14 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from attention_peers import Unavailable
-from device_time import gathered, synchronise
+from device_time import gathered, profiled, step_profile, synchronise
 from long_document_ways import Way, alone_way, variant_way
 from step_model import add_attention_arguments, attention_shape, dtype_of
 from torch import Tensor
@@ -39,6 +40,7 @@ from workloads import Workload, add_arguments, make_workload
 ALONE = "alone"
 WAYS = (ALONE, "peer", "process_group", "context", *BACKENDS)
 BACKWARD_FLOPS = 2.5  # of the forward pass's: five products for two
+RANK_FIGURES = ("attention_ms", "exposed_ms", "waiting_ms", "idle_ms")
 
 
 def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
@@ -71,6 +73,14 @@ class Result:
     difference: float | None = None  # None of the way that others are compared with, and alone
 
 
+@dataclass(frozen=True)
+class Measured:
+    forward_ms: float
+    backward_ms: float
+    tensors: list[Tensor]  # out, dq, dk and dv of this rank's rows
+    profiles: dict[str, dict[str, list[float]]]  # device_time.step_profile by pass
+
+
 class Inputs:
     """q, k, v and grad_out of a pack, equal on all ranks, [tokens, heads, head_dim], N(0, 1)."""
 
@@ -91,10 +101,7 @@ class Inputs:
         return tuple(way.shaped(tensor[way.rows]) for tensor in self.tensors)
 
 
-def measure(
-    way: Way, inputs: Inputs, num_rounds: int, device: torch.device
-) -> tuple[float, float, list[Tensor]]:
-    """ms of both passes; out, dq, dk and dv of this rank's rows."""
+def measure(way: Way, inputs: Inputs, num_rounds: int, device: torch.device) -> Measured:
     q, k, v, grad_out = inputs.of(way)
     leaves, times = [x.requires_grad_() for x in (q, k, v)], []
     for _ in range(1 + num_rounds):
@@ -105,7 +112,17 @@ def measure(
         times.append((forward_ms, backward_ms))
     medians = [statistics.median(each) for each in zip(*times[1:], strict=True)]
     forward_ms, backward_ms = (max(gathered(ms, device)) for ms in medians)
-    return forward_ms, backward_ms, [way.rows_of(x.detach()) for x in (out, *grads)]
+    outs = []
+    spans = {
+        "forward": profiled(lambda: outs.append(way.attend(*leaves)), device),
+        "backward": profiled(lambda: torch.autograd.grad(outs[0], leaves, grad_out), device),
+    }
+    return Measured(
+        forward_ms,
+        backward_ms,
+        [way.rows_of(x.detach()) for x in (out, *grads)],
+        {name: step_profile(each) for name, each in spans.items()},
+    )
 
 
 def timed(call: Callable[[], object], device: torch.device) -> tuple[float, object]:
@@ -147,6 +164,7 @@ class Benchmark:
         self.pairs = num_pairs(workload.lengths(0)) / dist.get_world_size()  # a rank's share
         self.num_alone = max(1, round(math.sqrt(2 * self.pairs)))
         self.results: list[Result] = []
+        self.profiles: dict[str, dict[str, dict[str, list[float]]]] = {}  # by way and pass
         self.left_out: dict[str, str] = {}
         self._reference: list[Tensor] | None = None
 
@@ -164,24 +182,23 @@ class Benchmark:
     def run(self, name: str) -> None:
         try:
             with self.way(name) as way:
-                forward_ms, backward_ms, tensors = measure(
-                    way, self.inputs, self.args.rounds, self.device
-                )
+                measured = measure(way, self.inputs, self.args.rounds, self.device)
                 runs = None
                 if name != ALONE:
-                    runs = [own_run(tensor, way, self.workload) for tensor in tensors]
+                    runs = [own_run(tensor, way, self.workload) for tensor in measured.tensors]
         except Unavailable as reason:
             self.left_out[name] = str(reason)
             return
         pairs = num_pairs([self.num_alone]) if name == ALONE else self.pairs
         flops = 4 * self.args.heads * self.args.head_dim * pairs
+        self.profiles[name] = measured.profiles
         self.results.append(
             Result(
                 name,
-                forward_ms,
-                backward_ms,
-                flops / forward_ms / 1e9,
-                BACKWARD_FLOPS * flops / backward_ms / 1e9,
+                measured.forward_ms,
+                measured.backward_ms,
+                flops / measured.forward_ms / 1e9,
+                BACKWARD_FLOPS * flops / measured.backward_ms / 1e9,
                 self._difference(runs),
             )
         )
@@ -221,17 +238,30 @@ def show(benchmark: Benchmark) -> None:
             share = "" if alone is None else f"{tflops / getattr(alone, f'{name}_tflops'):.3f}"
             line += f" {share:>10}"
         print(line + ("" if each.difference is None else f" {each.difference:11.1e}"))
+    for way, figure, by_rank in rank_figures(benchmark):
+        print(f"{way:14} {figure:24}" + "".join(f"{ms:12.3f}" for ms in by_rank))
     for name, reason in benchmark.left_out.items():
         print(f"{name} is left out: {reason}")
 
 
+def rank_figures(benchmark: Benchmark) -> Iterator[tuple[str, str, list[float]]]:
+    """(way, figure, ms by rank)"""
+    for way, passes in benchmark.profiles.items():
+        for name, profile in passes.items():
+            for figure in RANK_FIGURES:
+                yield way, f"{name} {figure}", profile[figure]
+
+
 def save(folder: Path, benchmark: Benchmark) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(each) for each in benchmark.results]
     with (folder / "long_document.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=[field.name for field in fields(Result)])
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(asdict(each) for each in benchmark.results)
+    with (folder / "long_document_ranks.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["way", "figure", *range(dist.get_world_size())])
+        writer.writerows([way, name, *each] for way, name, each in rank_figures(benchmark))
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ the same tasks as "moved" on rows that are there already: all that "moved" takes
 is communication, what "still" takes longer than "home" is computing documents in pieces, and 0.2 to
 0.7 % for clearing rows that are computed elsewhere. Forward and backward of one layer.
 
-Times are medians over batches of calls between CUDA events, of the slowest rank.
+Times are medians over batches of calls between CUDA events, of the slowest rank. What the devices
+do meanwhile is of one further call, profiled (device_time.py), and the largest of the ranks.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from device_time import profiled, step_profile
 from torch import Tensor
 
 import distca
@@ -36,6 +38,7 @@ HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 ROW_BYTES = 2 * HEAD_DIM * (HEADS_Q + 2 * HEADS_KV)  # a query with its own key and value
 CALLS = 10  # in a batch
+FIGURES = ("attention_ms", "exposed_ms", "waiting_ms", "idle_ms")
 Task = tuple[int, int, int, int]  # document, first query, last query + 1, server
 
 
@@ -187,16 +190,16 @@ class BesideAttention:
 
 def beside_attention_ms(
     tokens: int, documents: int, share_moved: float, transport: str, batches: int
-) -> dict[str, float]:
-    """ms of "home", "still" and "moved"."""
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """ms of "home", "still" and "moved", and FIGURES of each."""
     session = distca.init(options=distca.Options(transport=transport))
     layer = BesideAttention(session, tokens, documents, share_moved)
-    ms = {
-        call.__name__: slowest_ms(call, batches, 1)
-        for call in (layer.home, layer.still, layer.moved)
-    }
+    calls = {call.__name__: call for call in (layer.home, layer.still, layer.moved)}
+    ms = {name: slowest_ms(call, batches, 1) for name, call in calls.items()}
+    device = torch.device("cuda", torch.cuda.current_device())
+    profiles = {name: step_profile(profiled(call, device)) for name, call in calls.items()}
     distca.close()
-    return ms
+    return ms, {name: {x: max(each[x]) for x in FIGURES} for name, each in profiles.items()}
 
 
 def main() -> None:
@@ -220,10 +223,14 @@ def main() -> None:
         add(f"{mib:g} MiB out per rank, all_to_all", "GB/s", sent_mib * MIB / ms / 1e6)
     for tokens in args.tokens:
         for transport in ("peer", "process_group"):
-            ms = beside_attention_ms(tokens, args.documents, args.share, transport, args.batches)
+            ms, profiles = beside_attention_ms(
+                tokens, args.documents, args.share, transport, args.batches
+            )
             name = f"{tokens} tokens, {args.share:g} moved, {transport}"
             for way, each in ms.items():
                 add(name, f"{way}, ms", each)
+                for figure, most in profiles[way].items():
+                    add(name, f"{way}, {figure}", most)
             for way in ("home", "still"):
                 add(name, f"longer than {way}, %", 100 * (ms["moved"] / ms[way] - 1))
     if is_first and args.out is not None:

@@ -299,6 +299,10 @@ def test_long_document_against_a_rank_alone(ranks, tmp_path):
         rows = {row["way"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["alone", "process_group", "context"]
     assert float(rows["context"]["difference"]) < 1e-5
+    with (tmp_path / "long_document_ranks.csv").open() as file:
+        profiled = {(row["way"], row["figure"]): row for row in csv.DictReader(file)}
+    assert {way for way, _ in profiled} == set(rows)
+    assert float(profiled["process_group", "backward attention_ms"]["1"]) > 0
     flops = 4 * 4 * 16 * 1000 * 1001 / 2 / 2
     row = rows["process_group"]
     for name, share in (("forward", 1), ("backward", 2.5)):
