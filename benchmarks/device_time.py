@@ -5,8 +5,8 @@ the pause that gives them a head start), copies on streams that do nothing but c
 part of such a kernel in which it waits for a rank that is behind. "attention". "compute": the rest.
 
 A kernel that meets others waits until the last of their ranks has come: an NCCL kernel for its
-like, the kernel that awaits rows for every rank's call to begin, the kernel that fetches results
-for every rank to have its own. Who came after a kernel had ended was not waited for. Kernels are
+like, the kernel that awaits rows for every rank's call to begin, the one that awaits results for
+every rank to have its own. Who came after a kernel had ended was not waited for. Kernels are
 matched by their order; where ranks differ in how many there are, nothing is called waiting and all
 of it is communication.
 """
@@ -182,14 +182,14 @@ class _Meetings:
             if span.role in OPENINGS and not is_open:
                 call, is_open = call + 1, True
                 self.came["call", call] = span.begin
-            elif span.role == "await" and is_open:
-                self.waits[idx] = "call", call
+            elif span.role == "await" and is_open:  # for rows, then, once its own are out, results
+                results = "results", call
+                self.waits[idx] = results if results in self.came else ("call", call)
             elif span.role == "raise" and is_open:  # first for results, then where none are fetched
                 is_open = self.came.setdefault(("results", call), span.begin) == span.begin
             elif span.role == "close" and is_open:
                 self.waits[idx], is_open = ("call", call), False
-            elif span.role == "fetch" and call >= 0:
-                self.waits[idx] = "results", call
+            elif span.role == "fetch":
                 is_open = False
 
     def counts(self) -> Counter[str]:

@@ -70,6 +70,14 @@ class Limit:
         return [step - excess(each) for step, each in zip(self.step_ms, ranks, strict=True)]
 
 
+def of_profiled_limit(run: Run, unbalanced: Run) -> dict[str, float]:
+    """Against the limit of the profiled steps, by attention as it takes in the step: longer than
+    alone, where a device that has rested runs at a higher clock."""
+    limit_ms = sum(max(p["step_ms"]) - excess(p["attention_ms"]) for p in unbalanced.profiles)
+    step_ms = sum(max(profile["step_ms"]) for profile in run.profiles)
+    return {"times the balanced limit, profiled steps": step_ms / limit_ms} if limit_ms else {}
+
+
 def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) -> dict:
     """Milliseconds are means over the steps after warm-up unless the name says otherwise."""
     mean = statistics.fmean
@@ -92,6 +100,7 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
             figures["times the balanced limit"] = mean(step_ms) / mean(
                 limits["plain"].balanced_ms()
             )
+            figures |= of_profiled_limit(run, runs["plain"])
             figures["times plain, median of steps"] = median_ratio(run, runs["plain"])
         figures |= of_plans(run) | of_profiles(run)
         if "plain" in runs and name != "plain":  # what is left is attention's own

@@ -19,8 +19,9 @@ of each rank's own documents, one layer) is timed by itself for it, and multipli
 Limits of different steps are compared with the steps of the same documents.
 
 The last steps are repeated, profiled (device_time.py): communication that is exposed, waiting for
-ranks that are behind, and the rest, by rank. --out also leaves the figures in a CSV file and a
-timeline of every variant's last step beside the JSON file.
+ranks that are behind, and the rest, by rank; and their limit again, by attention within the step.
+--out also leaves the figures in a CSV file and a timeline of every variant's last step beside the
+JSON file.
 """
 
 import argparse

@@ -171,13 +171,13 @@ def test_kernels_meet_by_order_on_their_stream():
     assert kinds_of(told_apart([one, after])[0])[0] == (0, 5, COMMUNICATION)
 
 
-def peer_call(began: float, published: float, fetched: float, end: float) -> list[Span]:
+def peer_call(began: float, published: float, awaits: float, end: float) -> list[Span]:
     """Of a rank that computes for nobody."""
     return [
         Span(began, began + 1, COMMUNICATION, "store"),
         Span(published, published + 1, COMMUNICATION, "raise"),
         Span(published + 1, published + 2, COMMUNICATION, "store"),
-        Span(fetched, end, COMMUNICATION, "fetch"),
+        Span(awaits, end, COMMUNICATION, "await"),
         Span(end, end + 1, COMMUNICATION, "fetch"),
     ]
 
@@ -188,7 +188,7 @@ def waits_of(spans: list[Span]) -> list[tuple[float, float]]:
 
 def test_peer_kernels_wait_for_calls_and_for_results():
     """The second rank begins its call at 8 and publishes at 30. The first awaits its rows from 3 to
-    12 and fetches from 25 on."""
+    12 and its results from 25 on."""
     first = [*peer_call(0, 20, 25, 40), Span(3, 12, COMMUNICATION, "await")]
     first = sorted(first, key=lambda span: span.begin)
     ranks = told_apart([first, peer_call(8, 30, 32, 40)])

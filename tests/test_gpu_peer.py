@@ -116,7 +116,9 @@ def random_plan(generator, world_size):
 def share_of(pieces, plan, rank, *rounds):
     """(layout, rows) of this rank in a plan that is the open session's next."""
     opened, ops = session.find(), torch.ops.distca
-    layout, packed_rows = ops.layout(pieces, plan, rank, opened.num_plans, "cuda", False, *rounds)
+    layout, packed_rows = ops.layout(
+        pieces, plan, rank, opened.num_plans, "cuda", False, *rounds, by_peer_memory=True
+    )
     opened.num_plans += 1
     return layout, ops.unpack_rows(layout, packed_rows.to("cuda"))
 

@@ -334,7 +334,7 @@ def test_differences_by_hand():
 
 def test_figures_by_hand():
     profile = {"exposed_ms": [1.0, 3.0], "communication_ms": [10.0, 4.0], "step_ms": [50.0, 60.0]}
-    still = {**profile, "exposed_ms": [0.5, 1.5]}
+    still = {**profile, "exposed_ms": [0.5, 1.5], "attention_ms": [10.0, 30.0]}
     worse = {**profile, "exposed_ms": [1.0, 9.0], "communication_ms": [10.0, 10.0]}
     runs = {
         "plain": Run([9e9] * 3 + [100.0, 120.0], [2.0] * 5, profiles=[still]),
@@ -345,6 +345,8 @@ def test_figures_by_hand():
     summary = summarize(runs, limits, 2)
     assert summary["plain: balanced limit, ms"] == pytest.approx((80 + 110) / 2)
     assert summary["peer: times the balanced limit"] == pytest.approx(95 / 95)
+    of_profiled = summary["peer: times the balanced limit, profiled steps"]
+    assert of_profiled == pytest.approx((60 + 60) / (60 - (30 - 20)))
     assert summary["peer: times faster than plain"] == pytest.approx(110 / 95)
     assert summary["peer: times plain, median of steps"] == pytest.approx(
         (90 / 100 + 100 / 120) / 2

@@ -204,59 +204,22 @@ peer::Addend addend_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? peer::Addend::kFloat16 : peer::Addend::kBfloat16;
 }
 
-// What is sent stays as it is until it has left, and what the branch uses until it has ended, also
-// where an exception ends the call.
-class Joining {
+// What is sent stays as it is until it has left, also where an exception ends the call.
+class Sending {
  public:
-  explicit Joining(peer::PeerTransport& transport) : transport_(transport) {}
-  Joining(const Joining&) = delete;
-  ~Joining() {
+  explicit Sending(peer::PeerTransport& transport) : transport_(transport) {}
+  Sending(const Sending&) = delete;
+  ~Sending() {
     try {
-      transport_.join();
+      transport_.await_sent();
     } catch (const std::exception&) {
-      // The device is lost: nothing runs any more.
+      // The device is lost: nothing is sent any more.
     }
   }
 
  private:
   peer::PeerTransport& transport_;
 };
-
-// Whether visiting tasks run beside home tasks or between them.
-enum class Place { kBeside, kBetween };
-
-// Runs `tasks` once the rows of others are there. Beside: on the branch, so that multiprocessors
-// which find no more early task go on with them, and from them to late ones. Not in one launch,
-// whose blocks would take from each list by turns and lose the keys that they share in L2.
-template <typename Tasks>
-void serve(const Call& call, const Round& round, Place place, Tasks&& tasks) {
-  peer::PeerTransport& transport = *call.session->peer_transport();
-  const auto await_rows = [&] { transport.await_arrivals(senders_of(round, transport.rank())); };
-  if (place == Place::kBetween) {
-    in_phase(call, kWaitForRows, await_rows);
-    return tasks();
-  }
-  peer::Branch& branch = transport.branch();
-  branch.run([&] {
-    await_rows();
-    branch.mark();
-    tasks();
-  });
-  in_phase(call, kWaitForRows, [&] { branch.await_mark(); });
-}
-
-// Blocks that begin while others end read other queries than these. Where a document is long,
-// theirs do not stay in L2 until all have had them, which costs a tenth of the backward pass's
-// speed; forward, blocks begin where others are.
-Place place_in_backward(const Round& round) {
-  constexpr int64_t kMostKeysBeside = 16 * 1024;
-  for (const attention::TaskList* list : {&round.early, &round.visiting, &round.late}) {
-    for (const attention::Task& task : list->tasks) {
-      if (task.num_k_rows > kMostKeysBeside) return Place::kBetween;
-    }
-  }
-  return Place::kBeside;
-}
 
 }  // namespace
 
@@ -280,28 +243,27 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& ke
                  to_v = buffers.for_keys(v);
     const Results outs = buffers.for_query_results(out), lses = buffers.for_query_results(lse);
     transport.begin(buffers.num_bytes(), call.where);
-    const Joining joining(transport);
+    const Sending sending(transport);
     in_phase(call, kDispatch, [&] {
       transport.send(parcels_of(round, buffers, {{}, {to_q}, {to_k, to_v}, false}));
     });
-    transport.branch().fork();
+    // Separate launches, not one that waits for flags: blocks that take tasks of both lists by
+    // turns lose the keys that they share in L2, a tenth of their speed and more.
     const attention::ForwardRows early{q, k, v, round.early, out, lse};
     in_phase(call, kEarlyTasks, [&] { sm90::forward(early, params); });
-    serve(call, round, Place::kBeside, [&] {
-      const VisitingInputs inputs{buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)};
-      in_phase(call, kVisitingTasks, [&] {
-        sm90::forward({inputs.q, inputs.k, inputs.v, round.visiting, buffers.queries(outs.visiting),
-                       buffers.queries(lses.visiting)},
-                      params);
-      });
-      in_phase(call, kCombine, [&] {
-        transport.return_results(returned_parcels(round, buffers, {outs, lses}, {}));
-      });
-      keep(round, inputs, kept.rounds[i]);
+    in_phase(call, kWaitForRows,
+             [&] { transport.await_arrivals(senders_of(round, transport.rank())); });
+    in_phase(call, kVisitingTasks, [&] {
+      sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), round.visiting,
+                     buffers.queries(outs.visiting), buffers.queries(lses.visiting)},
+                    params);
     });
+    in_phase(call, kCombine, [&] {
+      transport.return_results(returned_parcels(round, buffers, {outs, lses}, {}));
+    });
+    keep(round, {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)}, kept.rounds[i]);
     const attention::ForwardRows late{q, k, v, round.late, out, lse};
     in_phase(call, kLateTasks, [&] { sm90::forward(late, params); });
-    transport.join();
     std::vector<peer::Gather> gathers;
     take_queries(round, buffers, outs, out, gathers);
     take_queries(round, buffers, lses, lse, gathers);
@@ -378,36 +340,34 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   const Results dqs = buffers.for_query_results(dq), dks = buffers.for_key_results(dk),
                 dvs = buffers.for_key_results(dv);
   transport.begin(buffers.num_bytes(), call.where);
-  const Joining joining(transport);
+  const Sending sending(transport);
   in_phase(call, kDispatch, [&] {
     transport.send(
         parcels_of(round, buffers, {{to_grad, to_lse, to_delta}, {to_q}, {to_k, to_v}, true}));
+    // Nobody uses the buffer any more, once the stream gets here.
+    restore(round, kept, {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)});
   });
-  const VisitingInputs visiting{buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)};
-  restore(round, kept, visiting);  // nobody uses the buffer any more, once the stream gets here
-  transport.branch().fork();
   const attention::BackwardRows early{grad, q, k, v, saved, round.early, dq, dk, dv};
   in_phase(call, kEarlyTasks, [&] { sm90::backward(early, params); });
-  serve(call, round, place_in_backward(round), [&] {
-    in_phase(call, kVisitingTasks, [&] {
-      sm90::backward({buffers.queries(to_grad),
-                      visiting.q,
-                      visiting.k,
-                      visiting.v,
-                      {buffers.queries(to_lse), buffers.queries(to_delta), {}},
-                      round.visiting,
-                      buffers.queries(dqs.visiting),
-                      buffers.keys(dks.visiting),
-                      buffers.keys(dvs.visiting)},
-                     params);
-    });
-    in_phase(call, kCombine, [&] {
-      transport.return_results(returned_parcels(round, buffers, {dqs}, {dks, dvs}));
-    });
+  in_phase(call, kWaitForRows,
+           [&] { transport.await_arrivals(senders_of(round, transport.rank())); });
+  in_phase(call, kVisitingTasks, [&] {
+    sm90::backward({buffers.queries(to_grad),
+                    buffers.queries(to_q),
+                    buffers.keys(to_k),
+                    buffers.keys(to_v),
+                    {buffers.queries(to_lse), buffers.queries(to_delta), {}},
+                    round.visiting,
+                    buffers.queries(dqs.visiting),
+                    buffers.keys(dks.visiting),
+                    buffers.keys(dvs.visiting)},
+                   params);
+  });
+  in_phase(call, kCombine, [&] {
+    transport.return_results(returned_parcels(round, buffers, {dqs}, {dks, dvs}));
   });
   const attention::BackwardRows late{grad, q, k, v, saved, round.late, dq, dk, dv};
   in_phase(call, kLateTasks, [&] { sm90::backward(late, params); });
-  transport.join();
   std::vector<peer::Gather> gathers;
   take_queries(round, buffers, dqs, dq, gathers);
   add_key_gradients(round, buffers, dks, dk, gathers);

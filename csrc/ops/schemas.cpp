@@ -74,6 +74,7 @@ TORCH_LIBRARY(distca, m) {
   m.def(
       "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
       "int window_right) -> Tensor plan");
+  // by_peer_memory: rows go by peer memory, so that results come home without this rank's stream.
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
       "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None, "

@@ -102,7 +102,7 @@ struct ForwardMemory {
   static constexpr uint32_t kKey = kOut + Shape::Queries::kBytes;
   static constexpr uint32_t kValue = kKey + 2 * Shape::Keys::kBytes;
   static constexpr uint32_t kJobs = kValue + 2 * Shape::Keys::kBytes;
-  static constexpr uint32_t kBarriers = kJobs + 128;
+  static constexpr uint32_t kBarriers = kJobs + 2 * sizeof(Job);
   static constexpr uint32_t kBytes = kBarriers + 128;
 };
 
@@ -188,10 +188,10 @@ struct ForwardProducer {
 #pragma unroll 1
     for (; rows.row >= first_row; ++num_blocks) {
       const uint32_t stage = num_blocks & 1, phase = (num_blocks >> 1) & 1;
-      const auto copy = [&](const CUtensorMap* map, uint32_t full, uint32_t empty, uint32_t to) {
+      const auto copy = [&](const CUtensorMap* map, uint32_t full, uint32_t empty, uint32_t at) {
         barrier_wait(barrier_at(barriers, empty + stage), phase ^ 1);
         barrier_arrive_expecting(barrier_at(barriers, full + stage), Keys::kBytes);
-        load_tile<Keys>(shared + to + stage * Keys::kBytes, map, rows,
+        load_tile<Keys>(shared + at + stage * Keys::kBytes, map, rows,
                         barrier_at(barriers, full + stage));
       };
       copy(&part.k, kKeyFull, kKeyEmpty, Memory::kKey);

@@ -17,13 +17,8 @@ constexpr int kFewGathers = 64;  // of a launch that sends few parameters
 constexpr int kFewSources = 96;
 constexpr int kManyGathers = 512;
 constexpr int kManySources = 1024;
-constexpr int kMaxCtas = 132;  // one a multiprocessor of 2048 threads, which has room for others
+constexpr int kMaxCtas = 96;  // leaves multiprocessors to other communication
 constexpr int64_t kChunkBytes = int64_t{32} << 10;
-
-struct FetchSource {
-  const char* data;
-  int32_t rank;
-};
 
 struct FetchTarget {
   char* dst;
@@ -47,7 +42,7 @@ struct FetchArguments {
   FetchCall call;
   uint32_t first_chunk[kGathers + 1];
   FetchTarget gathers[kGathers];
-  FetchSource sources[kSources];
+  const char* sources[kSources];
 };
 using FewFetches = FetchArguments<kFewGathers, kFewSources>;
 using ManyFetches = FetchArguments<kManyGathers, kManySources>;
@@ -114,14 +109,14 @@ __device__ __forceinline__ void copy_chunk(char* dst, const char* src, int64_t n
 
 // dst and sources from byte `begin` of a gather on.
 template <typename T>
-__device__ __forceinline__ void add_chunk(char* dst, const FetchSource* sources, int num_sources,
+__device__ __forceinline__ void add_chunk(char* dst, const char* const* sources, int num_sources,
                                           int64_t begin, int64_t num_bytes) {
   auto* to = reinterpret_cast<uint4*>(dst + begin);
   const int64_t num_words = num_bytes / 16;
   for (int64_t first = threadIdx.x; first < num_words; first += kUnrolled * kThreads) {
     float sums[kUnrolled][8] = {};
     for (int s = -1; s < num_sources; ++s) {
-      const uint4* from = s < 0 ? to : reinterpret_cast<const uint4*>(sources[s].data + begin);
+      const uint4* from = s < 0 ? to : reinterpret_cast<const uint4*>(sources[s] + begin);
       uint4 words[kUnrolled];
       load_step(words, from, first, num_words);
 #pragma unroll
@@ -148,63 +143,30 @@ __device__ __forceinline__ bool is_aligned(const void* a, const void* b, int64_t
 }
 
 template <typename T>
-__device__ __forceinline__ void take_chunk(const FetchTarget& gather, const FetchSource* sources,
+__device__ __forceinline__ void take_chunk(const FetchTarget& gather, const char* const* sources,
                                            int64_t begin) {
   const int64_t num_bytes = min(kChunkBytes, gather.num_bytes - begin);
   if (gather.adds) {
     add_chunk<T>(gather.dst, sources, gather.num_sources, begin, num_bytes);
-  } else if (is_aligned(gather.dst, sources[0].data, num_bytes)) {
-    copy_chunk<uint4>(gather.dst + begin, sources[0].data + begin, num_bytes);
+  } else if (is_aligned(gather.dst, sources[0], num_bytes)) {
+    copy_chunk<uint4>(gather.dst + begin, sources[0] + begin, num_bytes);
   } else {
-    copy_chunk<uint32_t>(gather.dst + begin, sources[0].data + begin, num_bytes);
+    copy_chunk<uint32_t>(gather.dst + begin, sources[0] + begin, num_bytes);
   }
 }
-
-// What ranks have returned to this one, as all threads of a block know it.
-class Returned {
- public:
-  __device__ explicit Returned(const FetchCall& call) : call_(call) {}
-
-  // Waits for what the sources brought. Returns whether the call was cut short before. Copies may
-  // bring what is worth nothing: results that count have been published too.
-  __device__ __forceinline__ bool await(const FetchSource* sources, int num_sources) {
-    RankSet awaited = 0;
-    for (int s = 0; s < num_sources; ++s) awaited |= RankSet{1} << sources[s].rank;
-    if ((awaited & ~ranks_) == 0) return is_cut_short_;
-    __shared__ bool is_cut_short_now;
-    __syncthreads();  // what was here has been read
-    if (threadIdx.x == 0) {
-      for (int rank = 0; rank < call_.board.num_ranks; ++rank) {
-        if (((awaited & ~ranks_) >> rank & 1) == 0) continue;
-        if (rank == call_.board.rank) continue;  // an earlier kernel's
-        spin(call_.board, own_word(call_.board, Word::kResults, rank), call_.epoch);
-        spin(call_.board, own_word(call_.board, Word::kReturned, rank), call_.epoch);
-      }
-      is_cut_short_now = is_cut_short(call_.board, call_.epoch);
-    }
-    __syncthreads();
-    ranks_ |= awaited;
-    return is_cut_short_ = is_cut_short_now;
-  }
-
- private:
-  const FetchCall& call_;
-  RankSet ranks_ = 0;
-  bool is_cut_short_ = false;
-};
 
 template <typename T, typename Arguments>
 __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__ Arguments a) {
   await_predecessor();
   const uint32_t num_chunks = a.first_chunk[a.call.num_gathers];
-  Returned returned(a.call);
+  const bool is_worthless = is_cut_short(a.call.board, a.call.epoch);
   int i = 0;
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     while (a.first_chunk[i + 1] <= chunk) ++i;
     const FetchTarget& gather = a.gathers[i];
-    const FetchSource* sources = a.sources + gather.first_source;
+    const char* const* sources = a.sources + gather.first_source;
     const int64_t begin = (chunk - a.first_chunk[i]) * kChunkBytes;
-    if (returned.await(sources, gather.num_sources)) {
+    if (is_worthless) {
       fill_nan(gather.dst + begin, min(kChunkBytes, gather.num_bytes - begin));
     } else {
       take_chunk<T>(gather, sources, begin);
@@ -226,9 +188,7 @@ class FetchLaunch {
     if (gathers_.size() == kManyGathers || sources_.size() + num_sources > kManySources) launch();
     gathers_.push_back({gather.dst, gather.num_bytes, static_cast<uint16_t>(sources_.size()),
                         static_cast<uint16_t>(num_sources), gather.adds});
-    for (const auto& [data, rank] : gather.sources) {
-      sources_.push_back({data, static_cast<int32_t>(rank)});
-    }
+    for (const Gather::Source& source : gather.sources) sources_.push_back(source.data);
     const int64_t num_chunks = (gather.num_bytes + kChunkBytes - 1) / kChunkBytes;
     first_chunk_.push_back(first_chunk_.back() + static_cast<uint32_t>(num_chunks));
   }
@@ -263,7 +223,7 @@ class FetchLaunch {
   FetchCall call_;
   std::vector<uint32_t> first_chunk_ = {0};  // by gather, and one more
   std::vector<FetchTarget> gathers_;
-  std::vector<FetchSource> sources_;
+  std::vector<const char*> sources_;
   Addend addend_;
   cudaStream_t stream_;
 };
@@ -273,6 +233,14 @@ class FetchLaunch {
 void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
            uint32_t* counter, cudaStream_t stream) {
   if (gathers.empty()) return finish(board, epoch, stream);
+  RankSet others = 0;
+  for (const Gather& gather : gathers) {
+    for (const Gather::Source& source : gather.sources) others |= RankSet{1} << source.rank;
+  }
+  others &= ~(RankSet{1} << board.rank);  // what is its own is an earlier kernel's
+  // Not by the many blocks of the kernel that takes results: where they look at words, copies from
+  // this device get a twentieth of their speed.
+  await_results(board, others, epoch, stream);
   FetchLaunch launch(board, addend, epoch, counter, stream);
   for (const Gather& gather : gathers) launch.add(gather);
   launch.launch_last();

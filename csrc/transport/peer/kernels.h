@@ -70,12 +70,14 @@ static_assert(kMaxPeers <= 64);
 // `last_use`.
 void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t stream);
 
-// Waits until this rank's words of `ranks` stand for `epoch`.
-void await_words(const Board& board, Word word, RankSet ranks, uint32_t epoch, cudaStream_t stream);
+// Waits until rows of these ranks have arrived for `epoch`.
+void await_rows(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream);
 
-// As await_words, and then finish.
-void await_and_finish(const Board& board, Word word, RankSet ranks, uint32_t epoch,
-                      cudaStream_t stream);
+// Waits until these ranks have published their results of `epoch` and returned them.
+void await_results(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream);
+
+// As await_rows, and then finish.
+void finish_on_arrival(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream);
 
 // As start; then stores rows and raises the targets' words of this rank to `epoch`. One parcel a
 // rank. `counters` are kMaxPeers zeros, and zero again afterwards.
@@ -102,9 +104,9 @@ struct Gather {
 
 enum class Addend { kBfloat16, kFloat16 };
 
-// Takes results as they are returned, if their ranks have published them, and says that nothing
-// more is needed. Where this rank's board is poisoned, rows become NaN and the others are told
-// nothing. `counter` is zero, and zero again afterwards.
+// Takes results once all have been returned and published, and says that nothing more is needed.
+// Where this rank's board is poisoned, rows become NaN and the others are told nothing. `counter`
+// is zero, and zero again afterwards.
 void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
            uint32_t* counter, cudaStream_t stream);
 

@@ -86,10 +86,25 @@ bool are_few_bytes(const std::vector<Parcel>& parcels) {
 
 }  // namespace
 
+Event::Event() {
+  C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+}
+
+Event::~Event() {
+  C10_CUDA_CHECK_WARN(cudaEventDestroy(event_));
+}
+
+void Event::record(cudaStream_t stream) {
+  C10_CUDA_CHECK(cudaEventRecord(event_, stream));
+}
+
+void Event::block(cudaStream_t stream) const {
+  C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_));
+}
+
 PeerTransport::PeerTransport(Members members, Meeting meet, int64_t reserved_bytes,
                              std::shared_ptr<FailureBoard> failures, double timeout_s)
     : memory_(members, std::move(meet), reserved_bytes),
-      branch_(members.device.index()),
       copies_(c10::cuda::getStreamFromPool(true, members.device.index())),
       watch_(memory_.host_words()),
       watchdog_(watch_, std::move(failures), timeout_s) {
@@ -169,7 +184,7 @@ void PeerTransport::copy(std::vector<Parcel> parcels, Word word) {
 }
 
 void PeerTransport::await_arrivals(RankSet ranks) {
-  await_words(memory_.board(), Word::kArrived, ranks, epoch_, at::cuda::getCurrentCUDAStream());
+  await_rows(memory_.board(), ranks, epoch_, at::cuda::getCurrentCUDAStream());
 }
 
 void PeerTransport::return_results(std::vector<Parcel> parcels) {
@@ -179,19 +194,17 @@ void PeerTransport::return_results(std::vector<Parcel> parcels) {
   copy(std::move(parcels), Word::kReturned);
 }
 
-void PeerTransport::join() {
-  branch_.join();
+void PeerTransport::await_sent() {
   if (std::exchange(is_sending_, false)) sent_.block(at::cuda::getCurrentCUDAStream());
 }
 
 void PeerTransport::end_on_arrival(RankSet ranks) {
-  await_and_finish(memory_.board(), Word::kArrived, ranks, epoch_,
-                   at::cuda::getCurrentCUDAStream());
-  join();
+  finish_on_arrival(memory_.board(), ranks, epoch_, at::cuda::getCurrentCUDAStream());
+  await_sent();
 }
 
 void PeerTransport::end(const std::vector<Gather>& gathers, Addend addend) {
-  join();
+  await_sent();
   fetch(memory_.board(), gathers, addend, epoch_,
         reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()) + kMaxPeers,
         at::cuda::getCurrentCUDAStream());

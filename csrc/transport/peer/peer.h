@@ -10,14 +10,26 @@
 #include "board_watch.h"
 #include "kernels.h"
 #include "memory.h"
-#include "streams.h"
 
 namespace distca::transport::peer {
 
+// A point in a stream that other streams wait for.
+class Event {
+ public:
+  Event();
+  Event(const Event&) = delete;
+  ~Event();
+  void record(cudaStream_t stream);
+  void block(cudaStream_t stream) const;
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 // Rows straight from a rank's tensors to the place in another's memory where they are read, and
 // results back to a place in that of their home. One call after the other: begin, send,
-// await_arrivals, (work that reads and writes this rank's buffer), return_results, end. The two
-// between may go on the branch. Every rank of the group makes the same calls.
+// await_arrivals, (work that reads and writes this rank's buffer), return_results, end. Every rank
+// of the group makes the same calls.
 class PeerTransport {
  public:
   // Buffers take `reserved_bytes` at least. Gives up a call in which nothing moves for `timeout_s`.
@@ -39,11 +51,9 @@ class PeerTransport {
   // copy engine.
   void send(std::vector<Parcel> parcels);
 
-  Branch& branch() { return branch_; }
-
-  // The current stream waits for what runs and travels beside it: the tensors that were sent are
-  // free. `end` does it; for calls that do not get there.
-  void join();
+  // The current stream waits for what travels beside it: the tensors that were sent are free. `end`
+  // does it; for calls that do not get there.
+  void await_sent();
 
   // The current stream waits for what these ranks send.
   void await_arrivals(RankSet ranks);
@@ -75,8 +85,7 @@ class PeerTransport {
   void copy(std::vector<Parcel> parcels, Word word);
 
   PeerMemory memory_;
-  at::Tensor counters_;  // int32 [kMaxPeers + 1], zero between calls
-  Branch branch_;
+  at::Tensor counters_;           // int32 [kMaxPeers + 1], zero between calls
   c10::cuda::CUDAStream copies_;  // one after the other: see copy
   Event ready_;                   // of what is copied
   Event sent_;

@@ -23,23 +23,25 @@ void raise(const Board& board, Word word, uint32_t epoch, cudaStream_t stream) {
   launch_dependent(raise_kernel, 1, kMaxPeers + kWarp, stream, board, word, epoch);
 }
 
-__global__ void await_kernel(const __grid_constant__ Board board, Word word, RankSet ranks,
-                             uint32_t epoch) {
-  admit_dependent();
-  if (ranks >> threadIdx.x & 1) spin(board, own_word(board, word, threadIdx.x), epoch);
+// kMaxPeers threads for each word that ranks raise.
+__global__ void await_kernel(const __grid_constant__ Board board, Word first, Word second,
+                             RankSet ranks, uint32_t epoch) {
+  const int rank = static_cast<int>(threadIdx.x % kMaxPeers);
+  const Word word = threadIdx.x < kMaxPeers ? first : second;
+  if (ranks >> rank & 1) spin(board, own_word(board, word, rank), epoch);
+  admit_dependent();    // only now: its blocks would hold multiprocessors
   await_predecessor();  // only now: others' words come whatever it still does
 }
 
-// Awaits and raises: where nothing is done in between, one kernel's way to the device is spared.
-__global__ void close_kernel(const __grid_constant__ Board board, Word awaited, RankSet ranks,
-                             Word word, uint32_t epoch) {
-  admit_dependent();
+// Waits for rows and needs nothing more: where nothing is done with them, one kernel's way to the
+// device is spared.
+__global__ void close_kernel(const __grid_constant__ Board board, RankSet ranks, uint32_t epoch) {
   if (threadIdx.x < kMaxPeers && (ranks >> threadIdx.x & 1)) {
-    spin(board, own_word(board, awaited, threadIdx.x), epoch);
+    spin(board, own_word(board, Word::kArrived, threadIdx.x), epoch);
   }
   await_predecessor();
   __syncthreads();  // all have come before any is told
-  raise_everywhere(board, word, epoch);
+  raise_everywhere(board, Word::kFinished, epoch);
 }
 
 }  // namespace
@@ -49,16 +51,20 @@ void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t s
   check(cudaGetLastError(), "start kernel launch");
 }
 
-void await_words(const Board& board, Word word, RankSet ranks, uint32_t epoch,
-                 cudaStream_t stream) {
+void await_rows(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream) {
   if (ranks == 0) return;
-  launch_dependent(await_kernel, 1, kMaxPeers, stream, board, word, ranks, epoch);
+  launch_dependent(await_kernel, 1, kMaxPeers, stream, board, Word::kArrived, Word::kArrived, ranks,
+                   epoch);
 }
 
-void await_and_finish(const Board& board, Word word, RankSet ranks, uint32_t epoch,
-                      cudaStream_t stream) {
-  launch_dependent(close_kernel, 1, kMaxPeers + kWarp, stream, board, word, ranks, Word::kFinished,
-                   epoch);
+void await_results(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream) {
+  if (ranks == 0) return;
+  launch_dependent(await_kernel, 1, 2 * kMaxPeers, stream, board, Word::kResults, Word::kReturned,
+                   ranks, epoch);
+}
+
+void finish_on_arrival(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream) {
+  launch_dependent(close_kernel, 1, kMaxPeers + kWarp, stream, board, ranks, epoch);
 }
 
 void publish(const Board& board, uint32_t epoch, cudaStream_t stream) {
