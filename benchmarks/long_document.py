@@ -177,7 +177,8 @@ class Benchmark:
             return torch_way(name, self.workload, heads, args.head_dim, device)
         if name == "peer" and device.type != "cuda":
             raise Unavailable("its transport needs CUDA")
-        return variant_way(name, self.workload, attention_shape(args, device), device)
+        shape = attention_shape(args, device)
+        return variant_way(name, self.workload, shape, args.keep_inputs_gb, device)
 
     def run(self, name: str) -> None:
         try:

@@ -31,12 +31,17 @@ class Way:
 
 @contextlib.contextmanager
 def variant_way(
-    name: str, workload: Workload, shape: distca.AttentionShape, device: torch.device
+    name: str,
+    workload: Workload,
+    shape: distca.AttentionShape,
+    keep_inputs_gb: float,
+    device: torch.device,
 ) -> Iterator[Way]:
     """One of training_step.py's variants."""
     variant, group = VARIANTS[name], dist.new_group()
     if variant.transport is not None:
-        distca.init(options=distca.Options(transport=variant.transport))
+        options = distca.Options(transport=variant.transport, keep_inputs_gb=keep_inputs_gb)
+        distca.init(options=options)
     share = variant.share(workload, 0, group, device)
     if variant.transport is not None:
         distca.plan(share.documents, device=device, shape=shape)

@@ -140,7 +140,11 @@ def run_variant(
     group = dist.new_group()  # of its own: FSDP's collectives are not in the way
     group_name = ""
     if variant.transport is not None:
-        options = distca.Options(transport=variant.transport, peer_memory_gb=args.peer_memory_gb)
+        options = distca.Options(
+            transport=variant.transport,
+            peer_memory_gb=args.peer_memory_gb,
+            keep_inputs_gb=args.keep_inputs_gb,
+        )
         group_name = distca.init(options=options).group_name
         planner = Planner(workload, steps, attention_shape(args, device), device)
     trainer, run, spans = Trainer(args, variant, planner, device), Run(), []

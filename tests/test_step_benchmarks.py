@@ -290,7 +290,7 @@ def by_main(rank: int, world_size: int, script: str, folder: Path, flags: list[s
 
 
 def test_long_document_against_a_rank_alone(ranks, tmp_path):
-    flags = ["--document", "1000", *HEADS, "--rounds", "1"]
+    flags = ["--document", "1000", *HEADS, "--rounds", "1", "--keep-inputs-gb", "1"]
     said = ranks(2).run(by_main, "long_document", tmp_path, flags)[0]
     assert "alone: 707 tokens" in said  # 1000 / sqrt(2): half of its pairs
     for way in ("peer", "torch cudnn", "torch flash"):
