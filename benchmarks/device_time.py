@@ -35,6 +35,7 @@ ROW_KERNEL = re.compile(r"distca.*(copy_rows|reduce_rows|hold)_kernel")
 ATTENTION_KERNEL = re.compile(r"attention|attend|flash|fmha|sdpa")
 HOST_COMMUNICATION = re.compile(r"^(gloo|c10d)\b")
 HOST_COPY = re.compile(r"HtoD|DtoH|HtoH")
+FIGURES = ("attention_ms", "exposed_ms", "waiting_ms", "idle_ms")  # of step_profile, to be shown
 OPENINGS = ("start", "store")  # a peer call's first kernels
 
 

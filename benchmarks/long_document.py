@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attention_peers import Unavailable
-from device_time import gathered, profiled, step_profile, synchronise
+from device_time import FIGURES, gathered, profiled, step_profile, synchronise
 from long_document_ways import Way, alone_way, variant_way
 from step_model import add_attention_arguments, attention_shape, dtype_of
 from torch import Tensor
@@ -40,7 +40,6 @@ from workloads import Workload, add_arguments, make_workload
 ALONE = "alone"
 WAYS = (ALONE, "peer", "process_group", "context", *BACKENDS)
 BACKWARD_FLOPS = 2.5  # of the forward pass's: five products for two
-RANK_FIGURES = ("attention_ms", "exposed_ms", "waiting_ms", "idle_ms")
 
 
 def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
@@ -249,7 +248,7 @@ def rank_figures(benchmark: Benchmark) -> Iterator[tuple[str, str, list[float]]]
     """(way, figure, ms by rank)"""
     for way, passes in benchmark.profiles.items():
         for name, profile in passes.items():
-            for figure in RANK_FIGURES:
+            for figure in FIGURES:
                 yield way, f"{name} {figure}", profile[figure]
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from device_time import profiled, step_profile
+from device_time import FIGURES, profiled, step_profile
 from torch import Tensor
 
 import distca
@@ -38,7 +38,6 @@ HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 ROW_BYTES = 2 * HEAD_DIM * (HEADS_Q + 2 * HEADS_KV)  # a query with its own key and value
 CALLS = 10  # in a batch
-FIGURES = ("attention_ms", "exposed_ms", "waiting_ms", "idle_ms")
 Task = tuple[int, int, int, int]  # document, first query, last query + 1, server
 
 

@@ -206,6 +206,16 @@ def test_a_rank_that_fetches_nothing_is_through_with_its_call():
     assert waits_of(told_apart([own, other])[1]) == [(6, 10), (24, 30)]
 
 
+def test_an_exchange_ends_when_its_rows_have_come():
+    """The second rank begins its first call at 8, its second at 24."""
+    first = [Span(at, at + 1, COMMUNICATION, "store") for at in (0, 20)]
+    first += [Span(3, 12, COMMUNICATION, "close"), Span(22, 26, COMMUNICATION, "close")]
+    other = [Span(at, at + 1, COMMUNICATION, "store") for at in (8, 24)]
+    other += [Span(10, 12, COMMUNICATION, "close"), Span(25, 26, COMMUNICATION, "close")]
+    ranks = [sorted(spans, key=lambda span: span.begin) for spans in (first, other)]
+    assert waits_of(told_apart(ranks)[0]) == [(3, 8), (22, 24)]
+
+
 def test_names_of_peer_kernels_are_those_of_the_sources():
     sources = (Path(__file__).parent.parent / "csrc/transport/peer").glob("*.cu")
     text = "".join(source.read_text() for source in sources)

@@ -218,7 +218,7 @@ def test_options_that_cannot_be_are_refused(options, message):
 
 
 def test_a_record_costs_less_than_half_a_percent_of_a_step(tmp_path):
-    """Of 64 ranks and 200 ms, and on the planner's thread. Of many records the cheap ones count:
+    """Of 64 ranks and 100 ms, and on the planner's thread. Of many records the cheap ones count:
     the others shared the processor's caches with somebody else."""
     monitor = Monitor(distca.Options(log_every=10, run_dir=str(tmp_path)))
     made = plan_report(num_ranks=64, attention_ms=[8.0] * 64, exposed_ms=[0.5] * 64)
@@ -228,7 +228,7 @@ def test_a_record_costs_less_than_half_a_percent_of_a_step(tmp_path):
         monitor.record(step, made.record())
         costs.append(time.thread_time() - start)
     monitor.close()
-    assert sorted(costs)[len(costs) // 10] < 1e-3
+    assert sorted(costs)[len(costs) // 10] < 0.5e-3
 
 
 SCRIPT = """

@@ -1,83 +1,16 @@
 #include <algorithm>
 
+#include "forward_items.cuh"
 #include "kernels.h"
 #include "launch.cuh"
-#include "order.cuh"
-#include "tickets.cuh"
 #include "tile_io.cuh"
 
 // One block per multiprocessor takes tickets, a (tile, head) each, longest first. A producer thread
 // copies queries, keys and values to shared memory; warpgroups of 64 query rows each compute
 // softmax(Q K^T) V block by block of keys, the softmax of one block under the product of the block
 // before it, and in turns, so that one warpgroup's softmax also lies under another's products.
-//
-// An item may begin anywhere in its keys and go round. One of many keys begins where the others
-// are, so that all read the same keys at a time. Without that multiprocessors, of which some are
-// quicker, drift apart by more keys than the cache holds. Attention can afford the traffic, but not
-// the power that it takes, for which the clock goes down: 15 % at 512K keys.
 namespace distca::attention::sm90 {
 namespace {
-
-struct ForwardItems {
-  CUtensorMap q, k, v, out;
-  const QueryTile* tiles;
-  int32_t* ticket;
-  int32_t num_items;
-  int32_t heads_q;
-  float* lse;
-  Arrivals arrivals;
-
-  __device__ __forceinline__ int32_t run_of(int32_t item) const {
-    return tiles[item / heads_q].run;
-  }
-};
-
-struct ForwardArguments {
-  ForwardItems parts[kNumTickets];
-  uint64_t* fronts;
-  int32_t heads_q;
-  int32_t heads_per_key;
-  Window window;
-  float softmax_scale;
-};
-
-// Blocks of keys that a tile sees: [first, last), in rows from the tile's k_begin.
-struct BlockRange {
-  int32_t first;
-  int32_t last;
-
-  __device__ __forceinline__ int32_t count() const { return last - first; }
-};
-
-// Where items of a group of heads are in their keys, as one of them said last.
-struct Front {
-  static constexpr int32_t kMinBlocks = 512;  // of items that follow; 64K keys of a head fit in L2
-  static constexpr uint32_t kBlocksBetween = 16;
-
-  uint64_t* word;  // the group, and a key row; null for an item that does not follow
-  uint32_t group;  // above 0
-
-  __device__ __forceinline__ void say(int32_t k_row) const {
-    if (word) store_relaxed(word, uint64_t{group} << 32 | static_cast<uint32_t>(k_row));
-  }
-  // The block to begin with.
-  __device__ __forceinline__ int32_t start(const QueryTile& tile, const BlockRange& blocks) const {
-    if (!word) return blocks.last - 1;
-    const uint64_t said = load_relaxed(word);
-    const int32_t block = (static_cast<int32_t>(said) - tile.k_begin) / kKeyBlockRows;
-    const bool is_inside = block >= blocks.first && block < blocks.last;
-    return said >> 32 == group && is_inside ? block : blocks.last - 1;
-  }
-};
-
-// A tile and head to compute; head is -1 when there is no more.
-struct Job {
-  QueryTile tile;
-  int32_t head;
-  int32_t part;
-  int32_t start;  // block of keys that comes first; then those before it, from the last on the rest
-  Front front;
-};
 
 template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_,
           bool kVisiting_>
@@ -117,41 +50,6 @@ enum Barrier : uint32_t {
   kJobEmpty = kJobFull + 2,
   kNumBarriers = kJobEmpty + 2
 };
-
-__device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Window& window) {
-  const int32_t first_position = tile.position - tile.k_begin;
-  const int32_t last_position = first_position + tile.num_rows - 1;
-  int32_t end = tile.k_end - tile.k_begin;
-  if (window.right >= 0) end = min(end, last_position + window.right + 1);
-  const int32_t begin = window.left >= 0 ? max(0, first_position - window.left) : 0;
-  if (end <= begin) return {0, 0};
-  return {begin / kKeyBlockRows, (end + kKeyBlockRows - 1) / kKeyBlockRows};
-}
-
-// Items run by run and in a run kv heads by groups, so that the keys in use stay in cache; in a
-// group from the last position to the first, which is longest first, query heads fastest.
-template <bool kVisiting>
-__device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& arguments) {
-  const auto number_of_item = static_cast<uint32_t>(item) + 1;
-  const int32_t part = kVisiting && item >= arguments.parts[0].num_items;
-  if (part == 1) item -= arguments.parts[0].num_items;
-  const QueryTile* tiles = arguments.parts[part].tiles;
-  const QueryTile* any = tiles + item / arguments.heads_q;
-  const int32_t first = any->first_of_run, count = any->num_of_run;
-  const HeadGroup group = head_group(item - first * arguments.heads_q, count, arguments.heads_q,
-                                     arguments.heads_per_key);
-  const int32_t tile = first + count - 1 - group.in_group / group.num_heads;
-  Job job{.tile = tiles[tile],
-          .head = group.first_head + group.in_group % group.num_heads,
-          .part = part};
-  const BlockRange blocks = blocks_of(job.tile, arguments.window);
-  if (arguments.fronts && blocks.count() >= Front::kMinBlocks) {
-    const int32_t number = group.first_head / group.num_heads + job.tile.run;
-    job.front = {arguments.fronts + number % kNumFronts, number_of_item - group.in_group};
-  }
-  job.start = job.front.start(job.tile, blocks);
-  return job;
-}
 
 // The part of the producer thread.
 template <typename Shape>
