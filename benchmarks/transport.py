@@ -10,11 +10,14 @@ the transport through peer memory, "process_group" that of NCCL with packing and
 Beside attention: every rank has the same documents. "home" computes them where they are; "moved"
 computes a share of them on the next rank, so that every rank computes as much as before. "still" is
 the same tasks as "moved" on rows that are there already: all that "moved" takes longer than that
-is communication, what "still" takes longer than "home" is computing documents in pieces, and 0.2 to
-0.7 % for clearing rows that are computed elsewhere. Forward and backward of one layer.
+is communication, what "still" takes longer than "home" is computing documents in pieces, and 0.2
+to 0.7 % for clearing rows that are computed elsewhere. "awake" is "still" after one MiB has gone
+to the next rank: links that nobody uses sleep, and the power that they leave to multiprocessors is
+4 % of their clock on H200. Any training step on several GPUs uses its links, for gradients: what
+"moved" takes longer than "awake" is what rows cost there. Forward and backward of one layer.
 
 Times are medians over batches of calls between CUDA events, of the slowest rank. What the devices
-do meanwhile is of one further call, profiled (device_time.py), and the largest of the ranks.
+do meanwhile is the mean of further calls, profiled (device_time.py), and the largest of the ranks.
 """
 
 import argparse
@@ -38,6 +41,8 @@ HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 ROW_BYTES = 2 * HEAD_DIM * (HEADS_Q + 2 * HEADS_KV)  # a query with its own key and value
 CALLS = 10  # in a batch
+NUM_PROFILED = 4
+WAKING_ROWS = round(MIB / ROW_BYTES)
 Task = tuple[int, int, int, int]  # document, first query, last query + 1, server
 
 
@@ -158,6 +163,9 @@ class BesideAttention:
         self.own = local_plan(
             distca.Documents([*starts]), (-1, 0), torch.device("cuda", session.rank)
         )
+        waking = [(rank, 0, WAKING_ROWS, (rank + 1) % ranks) for rank in range(ranks)]
+        self.waking = Steps(session).share_of([WAKING_ROWS], waking, (0, 0))
+        self.waking_rows = inputs(WAKING_ROWS)
         self.q, self.k, self.v = (x.requires_grad_() for x in inputs(length * documents))
         self.grad_out = torch.randn_like(self.q)
         visiting_q, *_ = inputs(documents * (length - kept))
@@ -178,6 +186,11 @@ class BesideAttention:
             out, lse = ops.attend(q, k, v, *share)
             ops.attend_backward(grad_out, q, k, v, out, lse, *share)
 
+    def awake(self) -> None:
+        """`still` with links that are in use."""
+        torch.ops.distca.exchange(*self.waking_rows, *self.waking, self.group_name)
+        self.still()
+
     def moved(self) -> None:
         self._pass_through(self.share, self.group_name)
 
@@ -190,15 +203,29 @@ class BesideAttention:
 def beside_attention_ms(
     tokens: int, documents: int, share_moved: float, transport: str, batches: int
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """ms of "home", "still" and "moved", and FIGURES of each."""
+    """ms of "home", "still", "awake" and "moved", and FIGURES of each."""
     session = distca.init(options=distca.Options(transport=transport))
     layer = BesideAttention(session, tokens, documents, share_moved)
-    calls = {call.__name__: call for call in (layer.home, layer.still, layer.moved)}
+    ways = layer.home, layer.still, layer.awake, layer.moved
+    calls = {call.__name__: call for call in ways}
     ms = {name: slowest_ms(call, batches, 1) for name, call in calls.items()}
     device = torch.device("cuda", torch.cuda.current_device())
-    profiles = {name: step_profile(profiled(call, device)) for name, call in calls.items()}
+    profiles = {
+        name: step_profile(profiled(repeated(call), device)) for name, call in calls.items()
+    }
     distca.close()
-    return ms, {name: {x: max(each[x]) for x in FIGURES} for name, each in profiles.items()}
+    return ms, {
+        name: {figure: max(each[figure]) / NUM_PROFILED for figure in FIGURES}
+        for name, each in profiles.items()
+    }
+
+
+def repeated(call: Callable[[], None]) -> Callable[[], None]:
+    def calls() -> None:
+        for _ in range(NUM_PROFILED):
+            call()
+
+    return calls
 
 
 def main() -> None:
@@ -230,7 +257,7 @@ def main() -> None:
                 add(name, f"{way}, ms", each)
                 for figure, most in profiles[way].items():
                     add(name, f"{way}, {figure}", most)
-            for way in ("home", "still"):
+            for way in ("home", "still", "awake"):
                 add(name, f"longer than {way}, %", 100 * (ms["moved"] / ms[way] - 1))
     if is_first and args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
