@@ -21,7 +21,7 @@ class Options:
     enabled: bool = True
     """Balance attention over ranks. Off: every rank computes its own documents."""
 
-    tolerance: float = 0.01
+    tolerance: float = 0.005
     """Excess of the slowest rank's predicted attention time over the mean that is left alone."""
 
     server_speeds: str | None = None

@@ -52,7 +52,7 @@ struct PlanOptions {
   double kept_cap_bytes = 0;    // of them, most that any server may keep for one layer
   Links links;
   // Excess of the slowest server's seconds, or link's, over the mean compute to be left alone.
-  double tolerance = 0.01;
+  double tolerance = 0.005;
 
   double speed(int64_t rank) const { return servers.empty() ? 1.0 : servers[rank].speed; }
   double cap_bytes(int64_t rank) const {
