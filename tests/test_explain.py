@@ -204,7 +204,7 @@ def test_a_plan_on_the_screen_and_as_data(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, why",
     [
-        (["--lengths", "512,512"], "tolerance is 1.0%"),
+        (["--lengths", "512,512"], "tolerance is 0.5%"),
         (["--lengths", "1024,100", "--no-enabled"], "balancing is disabled"),
     ],
 )
