@@ -56,6 +56,7 @@ from attention_peers import (
 from attention_report import Timing, kernel_table, left_out_table, ratio_table, ratios, save, table
 
 from distca._library import LIBRARY
+from distca.figures import BACKWARD_OVER_FORWARD
 
 KINDS = ("dense", "shards", "documents")
 DENSE_LENGTHS = (2048, 8192, 32768, 65536)
@@ -241,7 +242,9 @@ class Benchmark:
 
 
 def tflops(case: Case, pass_name: str, ms: float) -> float:
-    return case.forward_flops * (1 if pass_name == "forward" else 2.5) / (1e9 * ms)
+    return (
+        case.forward_flops * (1 if pass_name == "forward" else BACKWARD_OVER_FORWARD) / (1e9 * ms)
+    )
 
 
 def main() -> None:

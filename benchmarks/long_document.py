@@ -37,9 +37,10 @@ from torch_context_parallel import BACKENDS, torch_way
 from training_step import free_memory, join, leave
 from workloads import Workload, add_arguments, make_workload
 
+from distca.figures import BACKWARD_OVER_FORWARD
+
 ALONE = "alone"
 WAYS = (ALONE, "peer", "process_group", "context", *BACKENDS)
-BACKWARD_FLOPS = 2.5  # of the forward pass's: five products for two
 
 
 def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
@@ -198,7 +199,7 @@ class Benchmark:
                 measured.forward_ms,
                 measured.backward_ms,
                 flops / measured.forward_ms / 1e9,
-                BACKWARD_FLOPS * flops / measured.backward_ms / 1e9,
+                BACKWARD_OVER_FORWARD * flops / measured.backward_ms / 1e9,
                 self._difference(runs),
             )
         )

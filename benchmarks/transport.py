@@ -13,8 +13,8 @@ the same tasks as "moved" on rows that are there already: all that "moved" takes
 is communication, what "still" takes longer than "home" is computing documents in pieces, and 0.2
 to 0.7 % for clearing rows that are computed elsewhere. "awake" is "still" after one MiB has gone
 to the next rank: links that nobody uses sleep, and the power that they leave to multiprocessors is
-4 % of their clock on H200. Any training step on several GPUs uses its links, for gradients: what
-"moved" takes longer than "awake" is what rows cost there. Forward and backward of one layer.
+up to 4 % of their clock on H200. Any training step on several GPUs uses its links, for gradients:
+what "moved" takes longer than "awake" is what rows cost there. Forward and backward of one layer.
 
 Times are medians over batches of calls between CUDA events, of the slowest rank. What the devices
 do meanwhile is the mean of further calls, profiled (device_time.py), and the largest of the ranks.

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -87,8 +87,7 @@ class PlanReport:
 
     def record(self) -> dict:
         """Figures and lists by rank, as JSON lines hold them."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        lists = {name: list(value) for name, value in values.items() if isinstance(value, list)}
+        lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
         return {**self.figures(), **lists}
 
 
