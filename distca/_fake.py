@@ -20,13 +20,13 @@ def _rows_like(tensor: Tensor, num_rows=None) -> Tensor:
 
 
 @register_fake("distca::core_attention")
-def _(q, k, v, layout, rows, softmax_scale, group_name, num_kept_queries=0, num_kept_keys=0):
+def _(q, k, v, layout, rows, softmax_scale, group_name, num_kept_queries=0, num_kept_keys=0, caller=-1):
     queries, keys = num_kept_queries * q.shape[1], 2 * num_kept_keys * k.shape[1]
     return _rows_like(q), _lse_of(q), q.new_empty((queries + keys) * q.shape[2])
 
 
 @register_fake("distca::core_attention_backward")
-def _(grad_out, q, k, v, out, lse, layout, rows, softmax_scale, group_name, kept=None):
+def _(grad_out, q, k, v, out, lse, layout, rows, softmax_scale, group_name, kept=None, caller=-1):
     return _rows_like(q), _rows_like(k), _rows_like(v)
 
 

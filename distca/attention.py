@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.varlen import varlen_attn as _torch_varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from distca import _callers, tensor_parallel
 from distca import session as sessions
-from distca import tensor_parallel
 from distca.cost import check_device
 from distca.documents import Documents, check_window
 from distca.planning import CAUSAL, Plan, local_plan, plan
@@ -192,7 +192,7 @@ def attend_rows(
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
     kept_rows = made.kept_rows if torch.is_grad_enabled() else (0, 0)
     out, *_ = torch.ops.distca.core_attention(
-        q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows
+        q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows, _callers.current()
     )
     return out
 

@@ -1,10 +1,11 @@
 """One plan per step: ranks exchange pieces, each computes the same plan and its own layout."""
 
+import contextlib
 import functools
 import hashlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
 
@@ -158,13 +159,27 @@ class Plan:
         """What the planner thread makes; waits for it."""
         if self._pending.done():
             return self._pending.result()
-        with torch.profiler.record_function("distca wait for plan"):
+        with torch.profiler.record_function("distca wait for plan"), awaited(self.group_name):
             return self._pending.result()
 
     def report(self) -> PlanReport:
         """The plan's figures; waits for it."""
         self.wait()
         return self._report
+
+
+@contextlib.contextmanager
+def awaited(group_name: str) -> Iterator[None]:
+    """A scope in which this rank goes on only when the planner thread of its group does: others,
+    which wait for it elsewhere, learn that."""
+    if not group_name:
+        yield
+        return
+    torch.ops.distca.await_plan(group_name, True)
+    try:
+        yield
+    finally:
+        torch.ops.distca.await_plan(group_name, False)
 
 
 def plan(

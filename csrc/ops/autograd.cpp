@@ -33,7 +33,7 @@ constexpr char kCombineBackward[] = "distca::combine_backward";
 // As core_attention, whose lengths may be symbols under torch.compile.
 using CoreAttentionFunction = Triple(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                      const at::Tensor&, const at::Tensor&, double, c10::string_view,
-                                     c10::SymInt, c10::SymInt);
+                                     c10::SymInt, c10::SymInt, int64_t);
 
 class CoreAttention : public torch::autograd::Function<CoreAttention> {
  public:
@@ -41,15 +41,16 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
                                const Variable& v, const Variable& layout, const Variable& rows,
                                double softmax_scale, const std::string& group_name,
                                const c10::SymInt& num_kept_queries,
-                               const c10::SymInt& num_kept_keys) {
+                               const c10::SymInt& num_kept_keys, int64_t caller) {
     at::AutoDispatchBelowADInplaceOrView below;
     auto [out, lse, kept] = redispatch<kCoreAttention, CoreAttentionFunction>(
         nullptr, q, k, v, layout, rows, softmax_scale, c10::string_view(group_name),
-        num_kept_queries, num_kept_keys);
+        num_kept_queries, num_kept_keys, caller);
     ctx->save_for_backward({q, k, v, out, lse, layout, rows, kept});
     ctx->mark_non_differentiable({lse, kept});
     ctx->saved_data["softmax_scale"] = softmax_scale;
     ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["caller"] = caller;
     return {out, lse, kept};
   }
 
@@ -59,8 +60,10 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
     auto [dq, dk, dv] = redispatch<kCoreAttentionBackward>(
         &core_attention_backward, grads[0], saved[0], saved[1], saved[2], saved[3], saved[4],
         saved[5], saved[6], ctx->saved_data["softmax_scale"].toDouble(),
-        c10::string_view(group_name), std::optional<at::Tensor>(saved[7]));
-    return {dq, dk, dv, Variable(), Variable(), Variable(), Variable(), Variable(), Variable()};
+        c10::string_view(group_name), std::optional<at::Tensor>(saved[7]),
+        ctx->saved_data["caller"].toInt());
+    return {dq,         dk,         dv,         Variable(), Variable(),
+            Variable(), Variable(), Variable(), Variable(), Variable()};
   }
 };
 
@@ -139,9 +142,10 @@ class Combine : public torch::autograd::Function<Combine> {
 Triple core_attention_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const at::Tensor& layout, const at::Tensor& rows,
                                double softmax_scale, c10::string_view group_name,
-                               c10::SymInt num_kept_queries, c10::SymInt num_kept_keys) {
+                               c10::SymInt num_kept_queries, c10::SymInt num_kept_keys,
+                               int64_t caller) {
   auto results = CoreAttention::apply(q, k, v, layout, rows, softmax_scale, std::string(group_name),
-                                      num_kept_queries, num_kept_keys);
+                                      num_kept_queries, num_kept_keys, caller);
   return {results[0], results[1], results[2]};
 }
 

@@ -126,17 +126,18 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
 
 Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
-                const std::string& group_name) {
+                const std::string& group_name, int64_t caller) {
   if (group_name.empty()) {
-    Call call{decode_layout(layout, rows), {}, nullptr, timeline_of(group_name), {}};
+    Call call{decode_layout(layout, rows), {}, nullptr, {}, timeline_of(group_name), {}};
     TORCH_CHECK_VALUE(call.layout.num_ranks == 1, "group_name is empty, but the layout is one of ",
                       call.layout.num_ranks, " ranks; pass the plan's group_name");
     call.inputs = check_inputs(q, k, v, call.layout);
-    call.where = {"", name_of(pass), -1, call.layout.step};
+    call.where = {"", name_of(pass), -1, call.layout.step, caller};
     return call;
   }
   Call call;
   call.session = find_session(group_name);
+  call.turn = std::unique_lock(call.session->calls());
   try {
     call.layout = decode_layout(layout, rows);
     TORCH_CHECK_VALUE(call.layout.num_ranks == call.session->num_ranks(), "the layout is one of ",
@@ -156,8 +157,10 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
   }
   call.session->agree(signature_of(call.layout, q, k, softmax_scale));
   call.timeline = call.session->timeline();
-  call.where = call.session->enter(pass);
-  if (!call.layout.moves_rows) call.session.reset();
+  call.where = call.session->enter(pass, caller, call.layout.moves_rows);
+  if (call.layout.moves_rows) return call;
+  call.turn = {};
+  call.session.reset();
   return call;
 }
 

@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "layout_tensor.h"
@@ -36,15 +37,16 @@ struct Call {
   Layout layout;
   Inputs inputs;
   std::shared_ptr<Session> session;    // null when no rank moves rows
+  std::unique_lock<std::mutex> turn;   // among the session's calls
   std::shared_ptr<Timeline> timeline;  // of the group
   transport::Where where;              // in the step
 };
 
 // Decodes and checks on this rank, then makes sure that all ranks agree. A refusal here reaches the
-// other ranks too, before any row is sent.
+// other ranks too, before any row is sent. `caller` is the module that calls: see name_caller.
 Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
-                const std::string& group_name);
+                const std::string& group_name, int64_t caller = -1);
 
 // Runs a part of a call as a phase of it.
 template <typename F>

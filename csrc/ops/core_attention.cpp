@@ -39,8 +39,8 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   in_phase(call, kLateTasks, [&] { attention::forward(late, params); });
 
   const auto arrived = sent.arrive();
-  transport::scatter_rows(arrived[0][0], round.queries.home_row, out);
-  transport::scatter_rows(arrived[0][1], round.queries.home_row, lse);
+  transport::scatter_rows(arrived[0][0], round.queries.home_row, out, arrived[0].seals);
+  transport::scatter_rows(arrived[0][1], round.queries.home_row, lse, arrived[0].seals);
 }
 
 Results balanced_forward(const Call& call, const Kept& kept, const attention::Params& params) {
@@ -80,9 +80,9 @@ void backward_round(const Call& call, const Round& round, const at::Tensor& grad
   in_phase(call, kLateTasks, [&] { attention::backward(late, params); });
 
   const auto arrived = sent.arrive();
-  transport::scatter_rows(arrived[0][0], round.queries.home_row, dq);
-  transport::reduce_rows(arrived[1][0], round.key_gradients, dk);
-  transport::reduce_rows(arrived[1][1], round.key_gradients, dv);
+  transport::scatter_rows(arrived[0][0], round.queries.home_row, dq, arrived[0].seals);
+  transport::reduce_rows(arrived[1][0], round.key_gradients, dk, arrived[1].seals);
+  transport::reduce_rows(arrived[1][1], round.key_gradients, dv, arrived[1].seals);
 }
 
 Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
@@ -106,10 +106,10 @@ Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
     const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
-    int64_t num_kept_queries, int64_t num_kept_keys) {
+    int64_t num_kept_queries, int64_t num_kept_keys, int64_t caller) {
   const c10::DeviceGuard guard(q.device());
-  const Call call =
-      begin_call(Pass::kForward, q, k, v, layout, rows, softmax_scale, std::string(group_name));
+  const Call call = begin_call(Pass::kForward, q, k, v, layout, rows, softmax_scale,
+                               std::string(group_name), caller);
   const attention::Params params = attention_params(call.layout, softmax_scale);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
@@ -135,10 +135,10 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
                                   const at::Tensor& lse, const at::Tensor& layout,
                                   const at::Tensor& rows, double softmax_scale,
                                   c10::string_view group_name,
-                                  const std::optional<at::Tensor>& kept) {
+                                  const std::optional<at::Tensor>& kept, int64_t caller) {
   const c10::DeviceGuard guard(q.device());
-  const Call call =
-      begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale, std::string(group_name));
+  const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale,
+                               std::string(group_name), caller);
   const attention::Params params = attention_params(call.layout, softmax_scale);
   const at::Tensor grad = grad_out.contiguous();
   const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));

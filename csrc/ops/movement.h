@@ -8,6 +8,7 @@
 #include "layout_tensor.h"
 #include "session.h"
 #include "transport/record.h"
+#include "transport/rows.h"
 
 namespace distca::ops {
 
@@ -17,24 +18,33 @@ struct Cargo {
   const Route& route;
 };
 
+// Received rows of a cargo: strided views of one buffer, and the seals of results.
+struct Arrival {
+  std::vector<at::Tensor> parts;
+  transport::SealedRows seals;
+
+  const at::Tensor& operator[](size_t idx) const { return parts[idx]; }
+};
+
 // Rows on their way: for each cargo, the tensors that arrive.
 class Shipment {
  public:
   // `wait` is the phase of arriving.
   Shipment(std::vector<transport::Record> records, std::vector<const Route*> routes,
            std::unique_ptr<transport::Exchange> exchange, std::shared_ptr<Timeline> timeline,
-           const transport::Where& wait)
+           const transport::Where& wait, const transport::Seal& seal)
       : records_(std::move(records)),
         routes_(std::move(routes)),
         exchange_(std::move(exchange)),
         timeline_(std::move(timeline)),
-        wait_(wait) {}
+        wait_(wait),
+        seal_(seal) {}
 
-  // Received rows by slot: strided views of one buffer per cargo.
-  std::vector<std::vector<at::Tensor>> arrive();
+  // Received rows by slot.
+  std::vector<Arrival> arrive();
 
   // The same in visiting order, a copy only where slots are not in that order.
-  std::vector<std::vector<at::Tensor>> arrive_visiting();
+  std::vector<Arrival> arrive_visiting();
 
  private:
   std::vector<transport::Record> records_;
@@ -42,6 +52,7 @@ class Shipment {
   std::unique_ptr<transport::Exchange> exchange_;
   std::shared_ptr<Timeline> timeline_;
   transport::Where wait_;
+  transport::Seal seal_;
 };
 
 // Home rows to the servers that visit them.

@@ -18,14 +18,16 @@ TORCH_LIBRARY(distca, m) {
   // The whole of core attention, forward and backward. `kept` [elements], of q's dtype, holds q, k
   // and v of visiting rows for the backward pass: it has room for so many query and key rows,
   // at least those that kept_rows says of the layout, or none where no backward pass follows.
+  // `caller` is the number of the module that calls, -1 where it is not known: ranks compare it.
   m.def(
       "core_attention(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, "
-      "float softmax_scale, str group_name, SymInt num_kept_queries=0, SymInt num_kept_keys=0) "
+      "float softmax_scale, str group_name, SymInt num_kept_queries=0, SymInt num_kept_keys=0, "
+      "int caller=-1) "
       "-> (Tensor out, Tensor lse, Tensor kept)");
   m.def(
       "core_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor lse, Tensor layout, Tensor rows, float softmax_scale, str group_name, "
-      "Tensor? kept=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "Tensor? kept=None, int caller=-1) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
 
   // Its dispatch alone, to be timed.
   m.def("exchange(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) -> ()");
@@ -128,6 +130,14 @@ TORCH_LIBRARY(distca, m) {
   m.def("announce_failure(str group_name, str message) -> ()",
         [](const std::string& group_name, const std::string& message) {
           distca::ops::find_session(group_name)->failures().announce(message);
+        });
+  // Names the module of a number for errors: alike on all ranks.
+  m.def("name_caller(int caller, str name) -> ()",
+        [](int64_t caller, const std::string& name) { distca::transport::name_caller(caller, name); });
+  // Whether training waits for the plan that its background thread gathers.
+  m.def("await_plan(str group_name, bool is_awaited) -> ()",
+        [](const std::string& group_name, bool is_awaited) {
+          distca::ops::find_session(group_name)->planning().set_awaited(is_awaited);
         });
   m.def("version() -> int", [] { return distca::ops::kVersion; });
 }

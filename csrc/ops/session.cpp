@@ -45,8 +45,9 @@ std::string field_text(Signature::Field field, int64_t value) {
 
 const char* field_name(Signature::Field field) {
   constexpr std::array<const char*, Signature::kNumFields> kNames{
-      "refused arguments", "distca version", "step",  "plan digest",  "heads_q",
-      "heads_kv",          "head_dim",       "dtype", "softmax_scale"};
+      "refused arguments", "distca version", "step",          "plan digest",    "heads_q",
+      "heads_kv",          "head_dim",       "dtype",         "softmax_scale",  "forward calls",
+      "recomputed calls",  "backward calls"};
   return kNames[field];
 }
 
@@ -69,9 +70,10 @@ std::string field_by_rank(Signature::Field field, const std::vector<Signature>& 
   return text.str();
 }
 
-std::string differences(const std::vector<Signature>& all) {
+// In fields [first, last).
+std::string differences(const std::vector<Signature>& all, int first, int last) {
   std::string text;
-  for (int field = Signature::kVersion; field < Signature::kNumFields; ++field) {
+  for (int field = first; field < last; ++field) {
     const std::string line = field_by_rank(static_cast<Signature::Field>(field), all);
     if (!line.empty()) text += (text.empty() ? "" : "; ") + line;
   }
@@ -80,7 +82,7 @@ std::string differences(const std::vector<Signature>& all) {
 
 std::string description_of(const Signature& signature) {
   std::string text;
-  for (int i = Signature::kHeadsQ; i < Signature::kNumFields; ++i) {
+  for (int i = Signature::kHeadsQ; i < Signature::kFirstOfHistory; ++i) {
     const auto field = static_cast<Signature::Field>(i);
     text += (text.empty() ? "" : ", ") + std::string(field_name(field)) + " " +
             field_text(field, signature.values[field]);
@@ -112,13 +114,15 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   const auto planning = c10d::resolve_process_group(names.planning);
   rank_ = data->getRank();
   num_ranks_ = data->getSize();
-  failures_ = std::make_shared<transport::FailureBoard>(control->getStore(), rank_, num_ranks_);
+  failures_ = std::make_shared<transport::FailureBoard>(control->getStore(), names.data, rank_,
+                                                        num_ranks_);
   failures_->introduce(configuration);
   // Agreement and rows take turns on one thread: one channel tells when ranks differ in the turn.
   const auto layers = std::make_shared<transport::Patience>(failures_, "layers");
   const auto plans = std::make_shared<transport::Patience>(failures_, "plans");
   control_ = std::make_unique<transport::ControlPlane>(control, layers);
   planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
+  planning_->set_awaited(false);  // a thread in the background waits there
   transport_ = transport::make_process_group_transport(data, layers, failures_, timeout_s);
 #ifdef DISTCA_WITH_SM90
   if (!peer.device) return;
@@ -176,13 +180,37 @@ std::vector<Signature> Session::gather(const Signature& mine, const std::string&
   return all;
 }
 
+Signature Session::with_history(const Signature& mine) const {
+  Signature whole = mine;
+  std::copy(num_moving_.begin(), num_moving_.end(),
+            whole.values.begin() + Signature::kFirstOfHistory);
+  return whole;
+}
+
+// Calls that one rank left out, or made besides, at the end of a plan: on devices the others may
+// still wait in them.
+void Session::check_history(const std::vector<Signature>& all, int64_t step) {
+  const std::string difference =
+      differences(all, Signature::kFirstOfHistory, Signature::kNumFields);
+  if (difference.empty()) return;
+  const std::string sentence =
+      "ranks made different attention calls since they last agreed on a plan: " + difference +
+      transport::kSameCalls;
+  failures_->announce_mismatch(sentence);
+  const transport::Where where{"agreement", "", -1, step};
+  TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", sentence,
+                   ". Restart the job from its last checkpoint");
+}
+
 void Session::agree(const Signature& mine) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (std::find(agreed_.begin(), agreed_.end(), mine) != agreed_.end()) return;
   const bool new_plan = !has_agreed_on(mine.values[Signature::kStep]);
   // Later in a step the others may not be agreeing at all: the text must say on what.
-  const auto all = gather(mine, new_plan ? "the agreement before the first layer"
-                                         : "an agreement on " + description_of(mine));
+  const auto all = gather(with_history(mine), new_plan
+                                                  ? "the agreement before the first layer"
+                                                  : "an agreement on " + description_of(mine));
+  check_history(all, mine.values[Signature::kStep]);
   std::string refused;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     if (all[rank].values[Signature::kRefused] != 0) refused += " " + std::to_string(rank);
@@ -192,7 +220,8 @@ void Session::agree(const Signature& mine) {
   TORCH_CHECK_VALUE(refused.empty(), "distca: step ", mine.values[Signature::kStep],
                     ": the arguments of core attention were refused on rank(s)", refused,
                     "; nothing was sent. See the error on that rank.");
-  const std::string difference = differences(all);
+  const std::string difference =
+      differences(all, Signature::kVersion, Signature::kFirstOfHistory);
   TORCH_CHECK_VALUE(difference.empty(),
                     "distca: ranks disagree on core attention, nothing was sent: ", difference,
                     ". All ranks of a group must run the same model on the same plan.");
@@ -200,6 +229,7 @@ void Session::agree(const Signature& mine) {
     agreed_.clear();
     num_forward_ = 0;
     num_backward_ = 0;
+    num_moving_ = {};
   }
   agreed_.push_back(mine);
 }
@@ -225,19 +255,23 @@ std::array<int64_t, 4> Session::attention_shape() const {
           static_cast<int64_t>(c10::elementSize(dtype))};
 }
 
-transport::Where Session::enter(Pass pass) {
+transport::Where Session::enter(Pass pass, int64_t caller, bool moves_rows) {
   std::lock_guard<std::mutex> lock(mutex_);
   const int64_t step = agreed_.empty() ? -1 : agreed_.front().values[Signature::kStep];
-  transport::Where where{"", name_of(pass), 0, step};
+  transport::Where where{"", name_of(pass), 0, step, caller};
+  int64_t field = Signature::kForwardCalls;
   if (pass == Pass::kBackward) {
     where.layer = num_forward_ - ++num_backward_;
+    field = Signature::kBackwardCalls;
   } else if (torch::autograd::get_current_graph_task_id() != -1) {
     // A forward call inside the backward pass is activation checkpointing computing a layer again.
     where.pass = "recomputed forward";
     where.layer = num_forward_ - num_backward_ - 1;
+    field = Signature::kRecomputedCalls;
   } else {
     where.layer = num_forward_++;
   }
+  if (moves_rows) ++num_moving_[field - Signature::kFirstOfHistory];
   current_[static_cast<size_t>(pass)] = where;
   return where;
 }

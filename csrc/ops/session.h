@@ -31,8 +31,13 @@ struct Signature {
     kHeadDim,
     kDtype,
     kSoftmaxScale,  // bits of the double
+    // Calls that moved rows between the last agreement on a plan and this one.
+    kForwardCalls,
+    kRecomputedCalls,
+    kBackwardCalls,
     kNumFields
   };
+  static constexpr Field kFirstOfHistory = kForwardCalls;
   std::array<int64_t, kNumFields> values{};
 
   bool operator==(const Signature&) const = default;
@@ -80,6 +85,7 @@ class Session {
   at::Tensor peer_memory() const;
   transport::FailureBoard& failures() { return *failures_; }
   transport::ControlPlane& planning() { return *planning_; }
+  std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
   // Collective on the first call with a new signature under a plan; free afterwards. Throws on
@@ -93,15 +99,18 @@ class Session {
   // heads_q, heads_kv, head_dim and bytes per element last agreed on; zeros before that.
   std::array<int64_t, 4> attention_shape() const;
 
-  // Counts one attention call of a pass, and says where that is in the step.
-  transport::Where enter(Pass pass);
+  // Counts one attention call of a pass by a module (see name_caller), and says where that is in the
+  // step. Ranks compare how many calls moved rows.
+  transport::Where enter(Pass pass, int64_t caller, bool moves_rows);
 
   // Where the last enter() of this pass was.
   transport::Where current(Pass pass) const;
 
  private:
   bool has_agreed_on(int64_t step) const;
+  Signature with_history(const Signature& mine) const;
   std::vector<Signature> gather(const Signature& mine, const std::string& activity);
+  void check_history(const std::vector<Signature>& all, int64_t step);
 
   // What every rank says, [num_ranks]. On the control plane, as agreements: a call meets after its
   // own agreement and before the next call's, on every rank, so that the order is one. Holds no
@@ -109,6 +118,7 @@ class Session {
   std::vector<int64_t> meet(int64_t says, const transport::Where& where);
 
   mutable std::mutex mutex_;
+  std::mutex calls_;  // one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;
@@ -120,6 +130,7 @@ class Session {
   std::vector<Signature> agreed_;  // under the current plan
   int64_t num_forward_ = 0;        // attention calls under the current plan
   int64_t num_backward_ = 0;
+  std::array<int64_t, 3> num_moving_{};  // of them that move rows, in the order of Signature
   std::array<transport::Where, 2> current_{};  // by Pass
 };
 

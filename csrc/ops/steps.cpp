@@ -9,6 +9,8 @@
 namespace distca::ops {
 namespace {
 
+constexpr int64_t kUnknownCaller = -1;
+
 bool is_home(c10::string_view tasks) {
   TORCH_CHECK_VALUE(tasks == "home" || tasks == "visiting", "tasks is '", tasks,
                     "'; expected 'home' or 'visiting'");
@@ -99,9 +101,9 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
                    {{with_contiguous_rows(visiting_grad_k), with_contiguous_rows(visiting_grad_v)},
                     round.keys}})
             .arrive();
-    transport::scatter_rows(grads[0][0], round.queries.home_row, dq);
-    transport::reduce_rows(grads[1][0], round.key_gradients, dk);
-    transport::reduce_rows(grads[1][1], round.key_gradients, dv);
+    transport::scatter_rows(grads[0][0], round.queries.home_row, dq, grads[0].seals);
+    transport::reduce_rows(grads[1][0], round.key_gradients, dk, grads[1].seals);
+    transport::reduce_rows(grads[1][1], round.key_gradients, dv, grads[1].seals);
     return {dq, dk, dv};
   });
 }
@@ -165,8 +167,8 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
             *session, where,
             {{{with_contiguous_rows(visiting_out), visiting_lse.contiguous()}, round.queries}})
             .arrive();
-    transport::scatter_rows(results[0][0], round.queries.home_row, all_out);
-    transport::scatter_rows(results[0][1], round.queries.home_row, all_lse);
+    transport::scatter_rows(results[0][0], round.queries.home_row, all_out, results[0].seals);
+    transport::scatter_rows(results[0][1], round.queries.home_row, all_lse, results[0].seals);
     return {all_out, all_lse};
   });
 }
@@ -183,7 +185,7 @@ Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, cons
   zero_sent_rows(home_grad, round);
   if (!session) return {home_grad, no_rows(grad)};
   return announcing(*session, [&]() -> Pair {
-    const transport::Where where = session->enter(Pass::kBackward).in(kDispatch);
+    const transport::Where where = session->enter(Pass::kBackward, kUnknownCaller, true).in(kDispatch);
     Shipment grads = send_to_servers(*session, where, {{{grad}, round.queries}});
     return {home_grad, grads.arrive_visiting()[0][0].contiguous()};
   });

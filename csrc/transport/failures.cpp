@@ -18,6 +18,8 @@ constexpr std::chrono::milliseconds kGrace{500};      // ... after one at fault 
 constexpr std::chrono::milliseconds kPoll{20};
 constexpr const char* kUnknown = "unknown";
 constexpr const char* kAlarm = "distca/alarm";
+constexpr const char* kMismatch = "distca/mismatch";
+constexpr const char* kRestart = ". Restart the job from its last checkpoint";
 constexpr int64_t kSilent = INT64_MAX;  // order of ranks that did not report an error themselves
 
 // Equal for processes that can see each other in /proc: one boot of one machine, one PID namespace
@@ -44,16 +46,40 @@ bool is_dead(char state) {
   return state == 0 || state == 'Z' || state == 'X';
 }
 
+c10::intrusive_ptr<c10d::Store> own_client(const c10::intrusive_ptr<c10d::Store>& store) {
+  try {
+    return store->clone();
+  } catch (const std::exception&) {
+    return store;  // one written in Python
+  }
+}
+
+// Boards of the groups that this process is in, by group.
+struct Boards {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<FailureBoard>> by_group;
+
+  std::vector<std::shared_ptr<FailureBoard>> all() {
+    std::lock_guard lock(mutex);
+    std::vector<std::shared_ptr<FailureBoard>> alive;
+    for (const auto& [group, board] : by_group) {
+      if (auto found = board.lock()) alive.push_back(std::move(found));
+    }
+    return alive;
+  }
+};
+
+Boards& boards() {
+  static Boards* instance = new Boards;  // watchdogs may look while the process ends
+  return *instance;
+}
+
 }  // namespace
 
-std::string describe(const Where& where) {
-  std::ostringstream text;
-  text << where.phase;
-  if (where.layer >= 0) {
-    text << " of attention layer " << where.layer << ", " << where.pass << " pass";
-  }
-  if (where.step >= 0) text << ", step " << where.step;
-  return text.str();
+std::string describe_mismatch(int64_t server, const Where& theirs, int64_t home,
+                              const Where& mine) {
+  return "rank " + std::to_string(server) + " was in " + describe(theirs) + ", while rank " +
+         std::to_string(home) + " was in " + describe(mine) + ", and got its results" + kSameCalls;
 }
 
 std::string message_of(const std::exception& error) {
@@ -61,8 +87,10 @@ std::string message_of(const std::exception& error) {
   return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
 }
 
-FailureBoard::FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks)
-    : store_(std::move(store)),
+FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, std::string group,
+                           int64_t rank, int64_t num_ranks)
+    : store_(own_client(store)),
+      group_(std::move(group)),
       rank_(rank),
       num_ranks_(num_ranks),
       self_{process_space(), getpid()} {}
@@ -72,6 +100,10 @@ std::string FailureBoard::key(const std::string& kind, int64_t rank) const {
 }
 
 void FailureBoard::introduce(const std::string& configuration) {
+  {
+    std::lock_guard lock(boards().mutex);
+    boards().by_group[group_] = weak_from_this();
+  }
   store_->set(key("process", rank_),
               self_.space + " " + std::to_string(self_.pid) + " " + configuration);
   processes_.resize(num_ranks_);
@@ -119,26 +151,101 @@ bool FailureBoard::alarmed() noexcept {
   return !with_store([&] { is_set = store_->check({kAlarm}); }) || is_set;
 }
 
-std::string FailureBoard::find_deadlock(const Waiting& waiting) noexcept {
-  const std::string kind = "waiting/" + waiting.channel;
-  const std::string point = std::to_string(waiting.num_completed) + " ";
-  with_store([&] { store_->set(key(kind, rank_), point + waiting.activity); });
-  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-    std::string theirs;
-    if (rank == rank_ || !posted(kind, rank, theirs)) continue;
-    if (theirs.starts_with(point) && theirs != point + waiting.activity) {
-      return "rank " + std::to_string(rank_) + " waits in " + waiting.activity + ", while rank " +
-             std::to_string(rank) + " waits in " + theirs.substr(point.size());
-    }
-  }
-  return "";
+void FailureBoard::announce_mismatch(const std::string& sentence) noexcept {
+  reported_ = true;
+  with_store([&] {
+    store_->compareSet(kMismatch, "", sentence);
+    store_->set(kAlarm, "1");
+  });
 }
 
-bool FailureBoard::posted(const std::string& kind, int64_t rank, std::string& value) noexcept {
+std::shared_ptr<Channel> FailureBoard::open_channel(const std::string& name) {
+  std::lock_guard lock(mutex_);
+  return channels_.emplace_back(std::make_shared<Channel>(name));
+}
+
+std::shared_ptr<Channel> FailureBoard::find_channel(const std::string& name) const {
+  std::lock_guard lock(mutex_);
+  const auto found = std::find_if(channels_.begin(), channels_.end(),
+                                  [&](const auto& channel) { return channel->name() == name; });
+  return found == channels_.end() ? nullptr : *found;
+}
+
+void FailureBoard::post(const Wait& wait) noexcept {
+  Progress progress{wait, {}};
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& channel : channels_) progress.channels.push_back(*channel);
+  }
+  with_store([&] { store_->set(key("waiting", rank_), progress.encode()); });
+}
+
+std::optional<Progress> FailureBoard::read_progress(int64_t rank) noexcept {
+  std::string text;
+  if (!posted(key("waiting", rank), text)) return std::nullopt;
+  return Progress::decode(text);
+}
+
+std::string FailureBoard::find_deadlock(const Wait& wait) noexcept {
+  const auto groups = boards().all();
+  for (const auto& board : groups) board->post(wait);
+  const auto waits_for_us = [&](const Progress& theirs) {
+    const auto board = std::find_if(groups.begin(), groups.end(), [&](const auto& each) {
+      return each->group() == theirs.wait.group;
+    });
+    if (board == groups.end()) return false;
+    const auto mine = (*board)->find_channel(theirs.wait.channel);
+    const Channel* their_channel = theirs.find(wait.channel);
+    return mine && their_channel != nullptr &&
+           wait_for_each_other(wait, *mine, theirs.wait, *their_channel);
+  };
+  bool is_found = false;
+  std::vector<std::pair<int64_t, Wait>> waits{{rank_, wait}};
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    if (rank == rank_) continue;
+    const std::optional<Progress> theirs = read_progress(rank);
+    if (!theirs) continue;
+    const bool is_stuck = waits_for_us(*theirs);
+    is_found = is_found || is_stuck;
+    if (is_stuck || theirs->wait == wait) waits.emplace_back(rank, theirs->wait);
+  }
+  return is_found ? describe_deadlock(waits) : "";
+}
+
+// The fewer ranks wait in an exchange, the earlier it is named.
+std::string FailureBoard::describe_deadlock(
+    const std::vector<std::pair<int64_t, Wait>>& waits) const {
+  struct Place {
+    Wait wait;
+    std::vector<int64_t> ranks;
+  };
+  std::vector<Place> places;
+  for (const auto& [rank, wait] : waits) {
+    auto place = std::find_if(places.begin(), places.end(),
+                              [&](const Place& each) { return each.wait == wait; });
+    if (place == places.end()) place = places.insert(places.end(), {wait, {}});
+    place->ranks.push_back(rank);
+  }
+  for (Place& place : places) std::sort(place.ranks.begin(), place.ranks.end());
+  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
+    return std::pair(a.ranks.size(), -a.ranks[0]) < std::pair(b.ranks.size(), -b.ranks[0]);
+  });
+  std::string text;
+  for (const Place& place : places) {
+    if (!text.empty()) text += ", while ";
+    text += place.ranks.size() > 1 ? "ranks" : "rank";
+    for (const int64_t rank : place.ranks) text += " " + std::to_string(rank);
+    text += (place.ranks.size() > 1 ? " wait in " : " waits in ") + place.wait.activity;
+    if (place.wait.group != group_) text += " (of process group " + place.wait.group + ")";
+  }
+  return text + kSameCalls;
+}
+
+bool FailureBoard::posted(const std::string& key, std::string& value) noexcept {
   bool is_there = false;
   with_store([&] {
-    is_there = store_->check({key(kind, rank)});
-    if (is_there) value = store_->get_to_str(key(kind, rank));
+    is_there = store_->check({key});
+    if (is_there) value = store_->get_to_str(key);
   });
   return is_there;
 }
@@ -156,12 +263,14 @@ bool FailureBoard::has_dead_peer() const noexcept {
 FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
   const std::string name = "rank " + std::to_string(rank);
   std::string value;
-  if (posted("error", rank, value)) {
+  if (posted(key("error", rank), value)) {
     const size_t space = value.find(' ');
     return {Verdict::kAtFault, std::stoll(value.substr(0, space)),
             name + " failed: " + value.substr(space + 1)};
   }
-  if (posted("lost", rank, value)) return {Verdict::kInnocent, 0, ""};
+  if (posted(key("lost", rank), value)) {
+    return {Verdict::kInnocent, 0, name + " gave up in " + value};
+  }
   const Finding unknown{
       Verdict::kUnknown, kSilent,
       name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
@@ -189,10 +298,11 @@ std::vector<FailureBoard::Finding> FailureBoard::examine_all() noexcept {
   return findings;
 }
 
-std::string FailureBoard::diagnose(const std::string& own_error) noexcept {
+std::string FailureBoard::diagnose(const std::string& own_error,
+                                   const std::string& where) noexcept {
   reported_ = true;
   with_store([&] {
-    store_->set(key("lost", rank_), "1");
+    store_->set(key("lost", rank_), where);
     store_->set(kAlarm, "1");
   });
   const auto has = [](const std::vector<Finding>& findings, Verdict verdict) {
@@ -201,23 +311,26 @@ std::string FailureBoard::diagnose(const std::string& own_error) noexcept {
   };
   const auto start = std::chrono::steady_clock::now();
   std::vector<Finding> findings;
+  std::string mismatch;
   auto patience = kPatience;
   do {
+    if (posted(kMismatch, mismatch)) return mismatch + kRestart;
     std::this_thread::sleep_for(kPoll);
     findings = examine_all();
     // Others may be busy for long; once somebody is known to be at fault, they matter little.
     if (has(findings, Verdict::kAtFault)) patience = std::min(patience, kGrace);
   } while (has(findings, Verdict::kUnknown) && std::chrono::steady_clock::now() < start + patience);
 
-  const Verdict blamed = has(findings, Verdict::kAtFault) ? Verdict::kAtFault : Verdict::kUnknown;
+  Verdict blamed = Verdict::kInnocent;
+  if (has(findings, Verdict::kUnknown)) blamed = Verdict::kUnknown;
+  if (has(findings, Verdict::kAtFault)) blamed = Verdict::kAtFault;
   std::stable_sort(findings.begin(), findings.end(),
                    [](const Finding& a, const Finding& b) { return a.order < b.order; });
   std::string text;
   for (const Finding& finding : findings) {
     if (finding.verdict == blamed) text += (text.empty() ? "" : "; ") + finding.text;
   }
-  if (text.empty()) text = "the connection broke, and every rank noticed it";
-  return text + ". Restart the job from its last checkpoint. The transport said: " + own_error;
+  return text + kRestart + ". The transport said: " + own_error;
 }
 
 }  // namespace distca::transport

@@ -5,23 +5,31 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "progress.h"
+#include "where.h"
+
 namespace distca::transport {
 
-// Where in a step a rank communicates, for the error that names it.
-struct Where {
-  const char* phase;  // "plan", "agreement", "dispatch", "combine", ...
-  const char* pass;   // "forward", "backward"; "" outside the layers
-  int64_t layer;      // attention calls of this pass under the current plan, from 0; -1 outside
-  int64_t step;       // plans this group has used before; -1 before the first
-
-  Where in(const char* another_phase) const { return {another_phase, pass, layer, step}; }
+// Ranks make different calls at one point, or wait in different ones. What it says names the ranks
+// and their calls, and is for all ranks.
+class CallMismatch : public std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
-std::string describe(const Where& where);
+inline constexpr const char* kSameCalls =
+    ". All ranks of a group must make the same attention calls and plans in the same order";
+
+// A sentence for CallMismatch: where two ranks were when results of one came to the other.
+std::string describe_mismatch(int64_t server, const Where& theirs, int64_t home,
+                              const Where& mine);
 
 // Memory is short on some ranks of a group, and all of its ranks throw this at the same point:
 // nobody is left waiting, and the group goes on.
@@ -35,9 +43,15 @@ std::string message_of(const std::exception& error);
 // What the ranks of a group tell each other, through the group's store, when something breaks.
 // Nothing here waits for a rank that is gone for longer than a few seconds. A group on whose board
 // a failure stands is lost: its ranks may be anywhere in the step.
-class FailureBoard {
+class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
  public:
-  FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks);
+  // `group` is the name of the process group. A store client of its own serves the board: a call
+  // that waits in the store elsewhere in the process does not delay it.
+  FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, std::string group, int64_t rank,
+               int64_t num_ranks);
+
+  const std::string& group() const { return group_; }
+  int64_t rank() const { return rank_; }
 
   // Publishes this rank's process and configuration, then reads all others'. Collective:
   // every rank calls it once, and waits for the others no longer than the store's timeout. Throws
@@ -53,21 +67,22 @@ class FailureBoard {
   // Whether the process of a rank on this host is gone.
   bool has_dead_peer() const noexcept;
 
-  // A rank that waits for long says in what, after how many exchanges of a channel.
-  struct Waiting {
-    std::string channel;
-    int64_t num_completed;
-    std::string activity;
-  };
+  // The same for a sentence about several ranks, which all of them then quote; the first counts.
+  void announce_mismatch(const std::string& sentence) noexcept;
 
-  // Returns a sentence when another rank waits in something else at the same point of the channel:
-  // neither can go on. Empty while there is hope.
-  std::string find_deadlock(const Waiting& waiting) noexcept;
+  // Exchanges of this group that this rank begins, in order: see Progress.
+  std::shared_ptr<Channel> open_channel(const std::string& name);
+  std::shared_ptr<Channel> find_channel(const std::string& name) const;  // null: not open
 
-  // After communication failed here: waits shortly until the others have reported, noticed it too
-  // or are seen to be gone, and returns a sentence that names the ranks at fault, first error
-  // first.
-  std::string diagnose(const std::string& own_error) noexcept;
+  // Tells all groups of this process that it waits for long in an exchange of this group. Returns a
+  // sentence when another rank of the group waits, in this or another group, for an exchange that
+  // this one has not begun: neither can go on. Empty while there is hope.
+  std::string find_deadlock(const Wait& wait) noexcept;
+
+  // After communication failed here, at `where`: waits shortly until the others have reported,
+  // noticed it too or are seen to be gone, and returns a sentence that names the ranks at fault,
+  // first error first, or says where each rank gave up.
+  std::string diagnose(const std::string& own_error, const std::string& where) noexcept;
 
  private:
   struct Process {
@@ -85,17 +100,23 @@ class FailureBoard {
   template <typename F>
   bool with_store(F&& use) noexcept;
   bool sees(const Process& process) const;
-  bool posted(const std::string& kind, int64_t rank, std::string& value) noexcept;
+  bool posted(const std::string& key, std::string& value) noexcept;
+  void post(const Wait& wait) noexcept;
+  std::optional<Progress> read_progress(int64_t rank) noexcept;
+  std::string describe_deadlock(const std::vector<std::pair<int64_t, Wait>>& waits) const;
   Finding examine(int64_t rank) noexcept;
   std::vector<Finding> examine_all() noexcept;
 
   c10::intrusive_ptr<c10d::Store> store_;
+  std::string group_;
   int64_t rank_;
   int64_t num_ranks_;
   Process self_;
   std::vector<Process> processes_;  // [num_ranks_], empty before introduce()
   std::atomic<bool> reported_ = false;
   std::atomic<bool> store_is_lost_ = false;
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<Channel>> channels_;
 };
 
 }  // namespace distca::transport

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include "rows.h"
+
 namespace distca::transport {
 namespace {
 
@@ -13,7 +15,8 @@ int64_t round_up(int64_t bytes) {
 
 }  // namespace
 
-Record::Record(const std::vector<at::Tensor>& prototypes) : device_(prototypes.at(0).device()) {
+Record::Record(const std::vector<at::Tensor>& prototypes, bool is_sealed)
+    : is_sealed_(is_sealed), device_(prototypes.at(0).device()) {
   for (const at::Tensor& prototype : prototypes) {
     Part part{prototype.scalar_type(), prototype.sizes().slice(1).vec(), row_bytes_};
     int64_t bytes = prototype.element_size();
@@ -21,6 +24,7 @@ Record::Record(const std::vector<at::Tensor>& prototypes) : device_(prototypes.a
     row_bytes_ += round_up(bytes);
     parts_.push_back(std::move(part));
   }
+  if (is_sealed_) row_bytes_ += kSealBytes;
 }
 
 at::Tensor Record::allocate(int64_t num_rows) const {
@@ -38,6 +42,10 @@ at::Tensor Record::part(const at::Tensor& records, size_t idx) const {
   }
   strides[0] = row_bytes_ / element;
   return records.view(part.dtype).as_strided(sizes, strides, part.offset_bytes / element);
+}
+
+at::Tensor Record::seals(const at::Tensor& records) const {
+  return is_sealed_ ? records.narrow(1, row_bytes_ - kSealBytes, kSealBytes) : at::Tensor();
 }
 
 }  // namespace distca::transport

@@ -14,7 +14,8 @@ class Record {
  public:
   // Parts take dtype and row shape from `prototypes` [rows, ...]; rows of the prototypes are
   // ignored.
-  explicit Record(const std::vector<at::Tensor>& prototypes);
+  // A sealed record has room for a seal at its end: see Seal.
+  explicit Record(const std::vector<at::Tensor>& prototypes, bool is_sealed = false);
 
   int64_t row_bytes() const { return row_bytes_; }
   size_t num_parts() const { return parts_.size(); }
@@ -25,6 +26,9 @@ class Record {
   // Part `idx` of `records` as a strided tensor [num_rows, ...]; shares memory.
   at::Tensor part(const at::Tensor& records, size_t idx) const;
 
+  // Seals of `records`, uint8 [num_rows, kSealBytes]; shares memory. Undefined without seals.
+  at::Tensor seals(const at::Tensor& records) const;
+
  private:
   struct Part {
     at::ScalarType dtype;
@@ -33,6 +37,7 @@ class Record {
   };
   std::vector<Part> parts_;
   int64_t row_bytes_ = 0;
+  bool is_sealed_;
   at::Device device_;
 };
 

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "rows.h"
+
 namespace distca::transport {
 
 // A tensor's rows as plain memory, what the copy loops and kernels see.
@@ -28,6 +30,19 @@ inline RowView row_view(const at::Tensor& tensor) {
   const int64_t stride = tensor.size(0) > 1 ? tensor.stride(0) : expected;
   return {static_cast<char*>(tensor.data_ptr()), tensor.size(0), stride * element,
           expected * element};
+}
+
+// SealedRows as plain memory; without data there are none.
+struct SealView {
+  char* data = nullptr;
+  int64_t stride_bytes = 0;
+  Seal seal;
+};
+
+inline SealView seal_view(const SealedRows& rows) {
+  if (!rows.seals.defined() || rows.seal.broken == nullptr) return {};
+  const RowView view = row_view(rows.seals);
+  return {view.data, view.stride_bytes, rows.seal};
 }
 
 // Source and destination rows of a copy, and the index on one side of it (nullptr: none).
@@ -53,8 +68,9 @@ inline const int32_t* index_or_null(const at::Tensor& index) {
 
 #ifdef DISTCA_WITH_CUDA
 void gather_rows_cuda(const RowCopy& copy);
-void scatter_rows_cuda(const RowCopy& copy);
-void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype);
+void scatter_rows_cuda(const RowCopy& copy, const SealView& found);
+void scatter_and_seal_rows_cuda(const RowCopy& copy, const SealView& made);
+void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype, const SealView& found);
 #endif
 
 }  // namespace distca::transport

@@ -72,16 +72,28 @@ void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tenso
   gather_rows_cpu(copy);
 }
 
-void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
+void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                  [[maybe_unused]] const SealedRows& found) {
   if (src.numel() == 0) return;
   const RowCopy copy = row_copy(src, index, dst);
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return scatter_rows_cuda(copy);
+  if (dst.is_cuda()) return scatter_rows_cuda(copy, seal_view(found));
 #endif
   scatter_rows_cpu(copy);
 }
 
-void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst) {
+void scatter_and_seal_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                           [[maybe_unused]] const SealedRows& made) {
+#ifdef DISTCA_WITH_CUDA
+  if (dst.is_cuda() && src.numel() > 0) {
+    return scatter_and_seal_rows_cuda(row_copy(src, index, dst), seal_view(made));
+  }
+#endif
+  scatter_rows(src, index, dst);
+}
+
+void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
+                 [[maybe_unused]] const SealedRows& found) {
   if (reduction.row.numel() == 0 || dst.numel() == 0) return;
   const RowReduction plain{row_view(src),
                            row_view(dst),
@@ -90,7 +102,7 @@ void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Te
                            reduction.begin.const_data_ptr<int32_t>(),
                            reduction.slot.const_data_ptr<int32_t>()};
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return reduce_rows_cuda(plain, dst.scalar_type());
+  if (dst.is_cuda()) return reduce_rows_cuda(plain, dst.scalar_type(), seal_view(found));
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dst.scalar_type(), "reduce_rows",
                                   [&] { reduce_rows_cpu<scalar_t>(plain); });

@@ -11,29 +11,68 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 4096;  // rows are strided over blocks beyond this
 
+enum class Sealing { kNone, kMake, kCheck };
+
+// Whether the seal of a row is another call's. Then the host is told, by the first thread.
+__device__ __forceinline__ bool is_broken(const SealView& seals, int64_t row) {
+  const uint4 found = *reinterpret_cast<const uint4*>(seals.data + row * seals.stride_bytes);
+  if (found.x == seals.seal.tag) return false;
+  uint32_t* words = seals.seal.broken;
+  if (threadIdx.x == 0 &&
+      atomicExch_system(words + static_cast<int>(BrokenSeal::kIsFound), 1u) == 0) {
+    words[static_cast<int>(BrokenSeal::kRank)] = found.y;
+    words[static_cast<int>(BrokenSeal::kTag)] = found.x;
+    words[static_cast<int>(BrokenSeal::kExpected)] = seals.seal.tag;
+    __threadfence_system();
+    atomicExch_system(words + static_cast<int>(BrokenSeal::kIsFound), 2u);
+  }
+  return true;
+}
+
+__device__ __forceinline__ void make_seal(const SealView& seals, int64_t row) {
+  *reinterpret_cast<uint4*>(seals.data + row * seals.stride_bytes) =
+      make_uint4(seals.seal.tag, seals.seal.rank, 0, 0);
+}
+
+template <typename Word>
+__device__ __forceinline__ Word nan_word() {
+  Word word;
+  memset(&word, 0xff, sizeof(Word));
+  return word;
+}
+
 // One block copies whole rows; the index is on the source (gather) or the destination (scatter).
-template <typename Word, bool kIndexSource>
-__global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row) {
+template <typename Word, bool kIndexSource, Sealing kSealing>
+__global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row,
+                                 SealView seals) {
   for (int64_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
     const int64_t indexed = copy.index ? copy.index[i] : i;
+    if (kSealing == Sealing::kMake && threadIdx.x == 0) make_seal(seals, indexed);
+    const bool is_other_call = kSealing == Sealing::kCheck && is_broken(seals, i);
     const auto* src = reinterpret_cast<const Word*>(copy.src.data + (kIndexSource ? indexed : i) *
                                                                         copy.src.stride_bytes);
     auto* dst = reinterpret_cast<Word*>(copy.dst.data +
                                         (kIndexSource ? i : indexed) * copy.dst.stride_bytes);
-    for (int64_t w = threadIdx.x; w < words_per_row; w += blockDim.x) dst[w] = src[w];
+    for (int64_t w = threadIdx.x; w < words_per_row; w += blockDim.x) {
+      dst[w] = is_other_call ? nan_word<Word>() : src[w];
+    }
   }
 }
 
 template <typename scalar_t>
-__global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns) {
+__global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns, SealView seals) {
   using acc_t = at::opmath_type<scalar_t>;
   for (int64_t i = blockIdx.x; i < reduction.num_rows; i += gridDim.x) {
     auto* dst = reinterpret_cast<scalar_t*>(reduction.dst.data +
                                             reduction.row[i] * reduction.dst.stride_bytes);
     const int32_t first = reduction.begin[i];
     const int32_t last = reduction.begin[i + 1];
+    bool is_other_call = false;
+    for (int32_t j = first; seals.data != nullptr && j < last; ++j) {
+      is_other_call |= is_broken(seals, reduction.slot[j]);
+    }
     for (int64_t c = threadIdx.x; c < num_columns; c += blockDim.x) {
-      acc_t sum = static_cast<acc_t>(dst[c]);
+      acc_t sum = is_other_call ? static_cast<acc_t>(NAN) : static_cast<acc_t>(dst[c]);
       for (int32_t j = first; j < last; ++j) {
         const auto* src = reinterpret_cast<const scalar_t*>(
             reduction.src.data + reduction.slot[j] * reduction.src.stride_bytes);
@@ -55,40 +94,46 @@ int num_blocks(int64_t num_rows) {
   return static_cast<int>(std::min(num_rows, kMaxBlocks));
 }
 
-template <typename Word, bool kIndexSource>
-void launch_copy(const RowCopy& copy) {
+template <typename Word, bool kIndexSource, Sealing kSealing>
+void launch_copy(const RowCopy& copy, const SealView& seals) {
   const int64_t num_rows = kIndexSource ? copy.dst.num_rows : copy.src.num_rows;
   const int64_t words = copy.src.row_bytes / static_cast<int64_t>(sizeof(Word));
   const int threads = words >= kThreads ? kThreads : static_cast<int>((words + 31) / 32 * 32);
-  copy_rows_kernel<Word, kIndexSource>
+  copy_rows_kernel<Word, kIndexSource, kSealing>
       <<<num_blocks(num_rows), threads, 0, at::cuda::getCurrentCUDAStream()>>>(copy, num_rows,
-                                                                               words);
+                                                                               words, seals);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template <bool kIndexSource>
-void copy_rows(const RowCopy& copy) {
-  if (is_aligned(copy, 16)) return launch_copy<uint4, kIndexSource>(copy);
-  if (is_aligned(copy, 4)) return launch_copy<uint32_t, kIndexSource>(copy);
-  launch_copy<uint8_t, kIndexSource>(copy);
+template <bool kIndexSource, Sealing kSealing>
+void copy_rows(const RowCopy& copy, const SealView& seals) {
+  if (is_aligned(copy, 16)) return launch_copy<uint4, kIndexSource, kSealing>(copy, seals);
+  if (is_aligned(copy, 4)) return launch_copy<uint32_t, kIndexSource, kSealing>(copy, seals);
+  launch_copy<uint8_t, kIndexSource, kSealing>(copy, seals);
 }
 
 }  // namespace
 
 void gather_rows_cuda(const RowCopy& copy) {
-  copy_rows<true>(copy);
+  copy_rows<true, Sealing::kNone>(copy, {});
 }
 
-void scatter_rows_cuda(const RowCopy& copy) {
-  copy_rows<false>(copy);
+void scatter_rows_cuda(const RowCopy& copy, const SealView& found) {
+  if (found.data == nullptr) return copy_rows<false, Sealing::kNone>(copy, {});
+  copy_rows<false, Sealing::kCheck>(copy, found);
 }
 
-void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype) {
+void scatter_and_seal_rows_cuda(const RowCopy& copy, const SealView& made) {
+  if (made.data == nullptr) return copy_rows<false, Sealing::kNone>(copy, {});
+  copy_rows<false, Sealing::kMake>(copy, made);
+}
+
+void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype, const SealView& found) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dtype, "reduce_rows", [&] {
     const int64_t num_columns = reduction.dst.row_bytes / static_cast<int64_t>(sizeof(scalar_t));
     reduce_rows_kernel<scalar_t>
         <<<num_blocks(reduction.num_rows), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
-            reduction, num_columns);
+            reduction, num_columns, found);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }

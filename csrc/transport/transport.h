@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "failures.h"
+#include "rows.h"
 
 namespace distca::transport {
 
@@ -39,6 +40,9 @@ class Transport {
   // Work that the caller puts on the current stream afterwards runs beside the exchange.
   virtual std::unique_ptr<Exchange> start(const std::vector<RowBatch>& batches,
                                           const Where& where) = 0;
+
+  // What results of this call carry where a stream, and no host, waits for them: see Seal.
+  virtual Seal seal(const Where& where, const c10::Device& device) = 0;
 };
 
 }  // namespace distca::transport

@@ -9,12 +9,14 @@ namespace distca::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kPeriod{250};
-constexpr std::chrono::seconds kCalm{1};  // of waiting before others are asked how they are
+constexpr int kLooksOfAlarm = 8;               // from one question about an alarm to the next
+constexpr std::chrono::seconds kCalm{1};       // of waiting before others are asked how they are
+constexpr std::chrono::seconds kLastPause{4};  // between two looks at what they wait in
 
 }  // namespace
 
 Watchdog::Watchdog(Watched& watched, std::shared_ptr<FailureBoard> failures, double timeout_s)
-    : watched_(watched), failures_(std::move(failures)), timeout_(timeout_s) {
+    : watched_(watched), failures_(std::move(failures)), timeout_(timeout_s), next_look_(kCalm) {
   thread_ = std::thread([this] { watch(); });
 }
 
@@ -23,18 +25,19 @@ Watchdog::~Watchdog() {
     std::lock_guard lock(mutex_);
     stops_ = true;
   }
-  stopped_.notify_all();
+  changed_.notify_all();
   thread_.join();
 }
 
 void Watchdog::check() {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !has_given_up_ || !failure_.empty(); });
   TORCH_CHECK_WITH(DistBackendError, failure_.empty(), failure_);
 }
 
 bool Watchdog::sleep_until_stopped(std::chrono::milliseconds time) {
   std::unique_lock lock(mutex_);
-  return stopped_.wait_for(lock, time, [this] { return stops_; });
+  return changed_.wait_for(lock, time, [this] { return stops_; });
 }
 
 void Watchdog::watch() {
@@ -44,31 +47,67 @@ void Watchdog::watch() {
   cudaThreadExchangeStreamCaptureMode(&mode);
 #endif
   Clock::time_point since = Clock::now();
-  while (!sleep_until_stopped(kPeriod)) {
+  for (int look = 1; !sleep_until_stopped(kPeriod); ++look) {
     const Watched::State state = watched_.look();
     if (state == Watched::State::kGone) return;
-    if (state != Watched::State::kStill) since = Clock::now();
-    const std::string reason = reason_to_give_up(Clock::now() - since);
+    if (state != Watched::State::kStill) {
+      since = Clock::now();
+      next_look_ = kCalm;
+    }
+    const bool asks = look % kLooksOfAlarm == 0;  // also where nothing is waited for yet
+    const std::string reason = reason_to_give_up(Clock::now() - since, asks);
     if (reason.empty()) continue;
-    fail(reason);
-    watched_.release();
+    give_up(reason);
     return;
   }
 }
 
-std::string Watchdog::reason_to_give_up(Clock::duration still) const {
+std::string Watchdog::reason_to_give_up(Clock::duration still, bool asks) {
+  const std::string complaint = watched_.complaint();
+  if (!complaint.empty()) {
+    failures_->announce_mismatch(complaint);
+    return complaint;
+  }
+  if ((asks || still >= kCalm) && failures_->alarmed()) return "a rank of the group has failed";
   if (still < kCalm) return "";
   if (failures_->has_dead_peer()) return "a rank of the group is gone";
-  if (failures_->alarmed()) return "a rank of the group has failed";
+  const std::string deadlock = find_deadlock(still);
+  if (!deadlock.empty()) {
+    failures_->announce_mismatch(deadlock);
+    return deadlock;
+  }
   if (still < timeout_) return "";
   return "nothing has come for " + std::to_string(static_cast<int64_t>(timeout_.count())) + " s";
 }
 
-void Watchdog::fail(const std::string& reason) {
-  const std::string place = describe(watched_.place());
-  const std::string cause = failures_->diagnose(reason);
-  std::lock_guard lock(mutex_);
-  failure_ = "distca: " + place + ": " + cause;
+std::string Watchdog::find_deadlock(Clock::duration still) {
+  if (still < next_look_) return "";
+  next_look_ += std::min<Clock::duration>(next_look_, kLastPause);
+  Wait wait = watched_.place();
+  wait.is_stream = true;
+  wait.seconds = std::chrono::duration<double>(still).count();
+  return failures_->find_deadlock(wait);
+}
+
+// Streams drain first: what is asked of others may take its time.
+void Watchdog::give_up(const std::string& reason) {
+  const std::string place = describe(watched_.place().where);
+  {
+    std::lock_guard lock(mutex_);
+    has_given_up_ = true;  // nobody begins another call meanwhile
+  }
+  std::string problem;
+  try {
+    watched_.release();
+  } catch (const std::exception& error) {
+    problem = ". Streams may go on waiting: " + message_of(error);
+  }
+  const std::string cause = failures_->diagnose(reason, place);
+  {
+    std::lock_guard lock(mutex_);
+    failure_ = "distca: " + place + ": " + cause + problem;
+  }
+  changed_.notify_all();
 }
 
 }  // namespace distca::transport

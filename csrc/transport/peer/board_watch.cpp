@@ -10,15 +10,14 @@ constexpr size_t kMaxCalls = 64;  // remembered, to say where a rank is
 
 }  // namespace
 
-void BoardWatch::begin(uint32_t epoch, const Where& where) {
+void BoardWatch::begin(uint32_t epoch, const Wait& wait) {
   std::lock_guard lock(mutex_);
   if (calls_.size() == kMaxCalls) calls_.pop_front();
-  calls_.push_back({epoch, where});
+  calls_.push_back({epoch, wait});
 }
 
 BoardWatch::Seen BoardWatch::read() const {
-  return {words_.read(HostWord::kStarted), words_.read(HostWord::kResults),
-          words_.read(HostWord::kFinished)};
+  return {read(HostWord::kStarted), read(HostWord::kResults), read(HostWord::kFinished)};
 }
 
 Watched::State BoardWatch::look() {
@@ -27,17 +26,26 @@ Watched::State BoardWatch::look() {
   return last_ == before ? State::kStill : State::kMoving;
 }
 
-Where BoardWatch::place() {
+Wait BoardWatch::place() {
   const bool has_results = last_.results == last_.started;
   std::lock_guard lock(mutex_);
   const auto call = std::find_if(calls_.begin(), calls_.end(),
                                  [this](const Call& call) { return call.epoch == last_.started; });
-  const Where where = call == calls_.end() ? Where{"", "", -1, -1} : call->where;
-  return where.in(has_results ? "combine" : "dispatch");
+  if (call == calls_.end()) return {};
+  Wait wait = call->wait;
+  wait.activity = describe(wait.where.in(has_results ? "combine" : "dispatch"));
+  return wait;
+}
+
+std::string BoardWatch::complaint() {
+  if (read(HostWord::kMismatch) != kMismatchIsWritten) return "";
+  const Where near = place().where.in("combine");
+  return describe_mismatch(read(HostWord::kTheirRank), where_of(read(HostWord::kTheirTag), near),
+                           rank_, where_of(read(HostWord::kOwnTag), near));
 }
 
 void BoardWatch::release() {
-  words_.write(HostWord::kReleased, 1);  // kernels that come later find it too
+  words_.write(static_cast<int>(HostWord::kReleased), 1);  // kernels that come later find it too
 }
 
 }  // namespace distca::transport::peer

@@ -4,34 +4,39 @@
 #include <deque>
 #include <mutex>
 
+#include "../host_words.h"
 #include "../watchdog.h"
-#include "host_words.h"
+#include "kernels.h"
 
 namespace distca::transport::peer {
 
 // Kernels that wait for words of this rank's board.
 class BoardWatch : public Watched {
  public:
-  explicit BoardWatch(HostWords& words) : words_(words) {}
+  // Of `rank`'s board.
+  BoardWatch(HostWords& words, int64_t rank) : words_(words), rank_(rank) {}
 
-  void begin(uint32_t epoch, const Where& where);
+  void begin(uint32_t epoch, const Wait& wait);
 
   State look() override;
-  Where place() override;
+  Wait place() override;
+  std::string complaint() override;
   void release() override;
 
  private:
   struct Call {
     uint32_t epoch;
-    Where where;
+    Wait wait;
   };
   struct Seen {
     uint32_t started, results, finished;
     bool operator==(const Seen&) const = default;
   };
+  uint32_t read(HostWord word) const { return words_.read(static_cast<int>(word)); }
   Seen read() const;
 
   HostWords& words_;
+  int64_t rank_;
   Seen last_ = {};
 
   std::mutex mutex_;

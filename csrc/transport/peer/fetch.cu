@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__
     }
   }
   if (!a.call.is_last || !is_last(a.call.counter, gridDim.x)) return;
-  raise_everywhere(a.call.board, Word::kFinished, a.call.epoch);
+  tell_finished(a.call.board, a.call.epoch);
 }
 
 // Launches that hold kManyGathers gathers at most.
@@ -230,9 +230,9 @@ class FetchLaunch {
 
 }  // namespace
 
-void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
+void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, const Call& call,
            uint32_t* counter, cudaStream_t stream) {
-  if (gathers.empty()) return finish(board, epoch, stream);
+  if (gathers.empty()) return finish(board, call.epoch, stream);
   RankSet others = 0;
   for (const Gather& gather : gathers) {
     for (const Gather::Source& source : gather.sources) others |= RankSet{1} << source.rank;
@@ -240,8 +240,8 @@ void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend
   others &= ~(RankSet{1} << board.rank);  // what is its own is an earlier kernel's
   // Not by the many blocks of the kernel that takes results: where they look at words, copies from
   // this device get a twentieth of their speed.
-  await_results(board, others, epoch, stream);
-  FetchLaunch launch(board, addend, epoch, counter, stream);
+  await_results(board, others, call, stream);
+  FetchLaunch launch(board, addend, call.epoch, counter, stream);
   for (const Gather& gather : gathers) launch.add(gather);
   launch.launch_last();
 }

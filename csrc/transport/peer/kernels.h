@@ -20,18 +20,32 @@ struct Board {
   int num_ranks;
 };
 
-// Of a board, by the rank that raises it: who has written its results, who needs nothing of others
-// any more, and, for this rank alone, which call it is in; whose rows have arrived here, and whose
-// results, returned.
-enum class Word { kResults, kFinished, kStarted, kArrived, kReturned };
+// Of a board, by the rank that raises it: who needs nothing of others any more, and, for this rank
+// alone, which call it is in; whose rows have arrived here, and whose results, returned.
+enum class Word { kFinished, kStarted, kArrived, kReturned };
 constexpr int64_t word_index(Word word, int64_t rank) {
   return static_cast<int64_t>(word) * kMaxPeers + rank;
 }
-constexpr int64_t kNumWords = 5 * kMaxPeers;
 
-// In this rank's host memory: its own words of the board again, and whether its watchdog has given
-// up. Then kernels stop waiting.
-enum class HostWord { kResults, kFinished, kStarted, kReleased };
+// Then who has written its results, of which call: words of 64 bits, the epoch and above it the
+// call's tag. There are two of each rank, for epochs in turn: one is raised again when all ranks
+// have finished the call that it stood for.
+constexpr int64_t kFirstResult = 4 * kMaxPeers;
+constexpr int64_t kNumWords = kFirstResult + 2 * 2 * kMaxPeers;
+
+// In this rank's host memory: its own words of the board again, whether its watchdog has given up,
+// after which kernels stop waiting, and a rank whose results were another call's.
+enum class HostWord {
+  kFinished,
+  kStarted,
+  kResults,
+  kReleased,
+  kMismatch,
+  kTheirRank,
+  kTheirTag,
+  kOwnTag
+};
+constexpr uint32_t kMismatchIsWritten = 2;
 
 // A word about this far ahead of its epoch was raised by a kernel that had to stop waiting for it.
 constexpr uint32_t kPoison = uint32_t{1} << 30;
@@ -73,8 +87,15 @@ void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t s
 // Waits until rows of these ranks have arrived for `epoch`.
 void await_rows(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream);
 
-// Waits until these ranks have published their results of `epoch` and returned them.
-void await_results(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream);
+// A call as ranks compare it.
+struct Call {
+  uint32_t epoch;
+  uint32_t tag;
+};
+
+// Waits until these ranks have published their results of the call's epoch and returned them. Where
+// one published another call's, this rank's call is cut short, and the host is told.
+void await_results(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream);
 
 // As await_rows, and then finish.
 void finish_on_arrival(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream);
@@ -84,8 +105,8 @@ void finish_on_arrival(const Board& board, RankSet ranks, uint32_t epoch, cudaSt
 void store(const Board& board, const std::vector<Parcel>& parcels, Word word, uint32_t last_use,
            uint32_t epoch, uint32_t* counters, cudaStream_t stream);
 
-// Says that this rank's results of `epoch` are written.
-void publish(const Board& board, uint32_t epoch, cudaStream_t stream);
+// Says that this rank's results of the call are written.
+void publish(const Board& board, const Call& call, cudaStream_t stream);
 
 // Says that this rank needs nothing more of the others in the call of `epoch`.
 void finish(const Board& board, uint32_t epoch, cudaStream_t stream);
@@ -107,7 +128,7 @@ enum class Addend { kBfloat16, kFloat16 };
 // Takes results once all have been returned and published, and says that nothing more is needed.
 // Where this rank's board is poisoned, rows become NaN and the others are told nothing. `counter`
 // is zero, and zero again afterwards.
-void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, uint32_t epoch,
+void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, const Call& call,
            uint32_t* counter, cudaStream_t stream);
 
 }  // namespace distca::transport::peer

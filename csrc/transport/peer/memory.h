@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../failures.h"
-#include "host_words.h"
+#include "../host_words.h"
 #include "kernels.h"
 
 namespace distca::transport::peer {

@@ -106,7 +106,9 @@ PeerTransport::PeerTransport(Members members, Meeting meet, int64_t reserved_byt
                              std::shared_ptr<FailureBoard> failures, double timeout_s)
     : memory_(members, std::move(meet), reserved_bytes),
       copies_(c10::cuda::getStreamFromPool(true, members.device.index())),
-      watch_(memory_.host_words()),
+      group_(failures->group()),
+      channel_(failures->find_channel("layers")),
+      watch_(memory_.host_words(), members.rank),
       watchdog_(watch_, std::move(failures), timeout_s) {
   counters_ = at::zeros({kMaxPeers + 1}, at::TensorOptions(at::kInt).device(members.device));
   at::cuda::getCurrentCUDAStream().synchronize();  // counters are zero for every stream
@@ -121,8 +123,21 @@ PeerTransport::~PeerTransport() {
 void PeerTransport::begin(int64_t num_bytes, const Where& where) {
   watchdog_.check();
   if (!memory_.holds(num_bytes)) grow(num_bytes, where.in("growth of peer memory"));
+  follow_last_call();
   ++epoch_;
-  watch_.begin(epoch_, where);
+  tag_ = tag_of(where);
+  const Where dispatch = where.in("dispatch");
+  watch_.begin(epoch_, {group_, channel_->name(), channel_->enter(dispatch), dispatch, ""});
+}
+
+// Calls share buffers, counters and words.
+void PeerTransport::follow_last_call() {
+  const c10::cuda::CUDAStream current = at::cuda::getCurrentCUDAStream();
+  if (last_stream_ && *last_stream_ != current) {
+    last_call_.record(*last_stream_);
+    last_call_.block(current);
+  }
+  last_stream_ = current;
 }
 
 void PeerTransport::grow(int64_t num_bytes, const Where& where) {
@@ -188,7 +203,7 @@ void PeerTransport::await_arrivals(RankSet ranks) {
 }
 
 void PeerTransport::return_results(std::vector<Parcel> parcels) {
-  publish(memory_.board(), epoch_, at::cuda::getCurrentCUDAStream());
+  publish(memory_.board(), call(), at::cuda::getCurrentCUDAStream());
   if (parcels.empty()) return;
   if (are_few_bytes(parcels)) return store(parcels, Word::kReturned);
   copy(std::move(parcels), Word::kReturned);
@@ -205,7 +220,7 @@ void PeerTransport::end_on_arrival(RankSet ranks) {
 
 void PeerTransport::end(const std::vector<Gather>& gathers, Addend addend) {
   await_sent();
-  fetch(memory_.board(), gathers, addend, epoch_,
+  fetch(memory_.board(), gathers, addend, call(),
         reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()) + kMaxPeers,
         at::cuda::getCurrentCUDAStream());
 }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "../watchdog.h"
@@ -41,6 +43,7 @@ class PeerTransport {
   // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every
   // rank's buffer, as many on every rank. Where no call needed as many before, it waits for the
   // device and the other ranks, and throws as PeerMemory::grow; then no call has started.
+  // After another stream than the last call's was current, this one waits for that call.
   void begin(int64_t num_bytes, const Where& where);
 
   int64_t rank() const { return memory_.board().rank; }
@@ -75,6 +78,8 @@ class PeerTransport {
 
  private:
   void grow(int64_t num_bytes, const Where& where);
+  void follow_last_call();
+  Call call() const { return {epoch_, tag_}; }
 
   // The call that used this call's buffers before.
   uint32_t last_use() const { return epoch_ - PeerMemory::kNumBuffers; }
@@ -90,7 +95,12 @@ class PeerTransport {
   Event ready_;                   // of what is copied
   Event sent_;
   bool is_sending_ = false;  // until sent_
+  std::optional<c10::cuda::CUDAStream> last_stream_;
+  Event last_call_;
   uint32_t epoch_ = 0;
+  uint32_t tag_ = 0;  // of the call: see tag_of
+  std::string group_;
+  std::shared_ptr<Channel> channel_;
   BoardWatch watch_;
   Watchdog watchdog_;
 };

@@ -13,24 +13,41 @@ __global__ void start_kernel(const __grid_constant__ Board board, uint32_t last_
   await_buffers(board, last_use);
 }
 
-__global__ void raise_kernel(const __grid_constant__ Board board, Word word, uint32_t epoch) {
+__global__ void finish_kernel(const __grid_constant__ Board board, uint32_t epoch) {
   await_predecessor();
   admit_dependent();
-  raise_everywhere(board, word, epoch);
+  tell_finished(board, epoch);
 }
 
-void raise(const Board& board, Word word, uint32_t epoch, cudaStream_t stream) {
-  launch_dependent(raise_kernel, 1, kMaxPeers + kWarp, stream, board, word, epoch);
+__global__ void publish_kernel(const __grid_constant__ Board board, Call call) {
+  await_predecessor();
+  admit_dependent();
+  tell_everyone(board, HostWord::kResults, call.epoch, [&](int rank) {
+    store_release(result_word(board.words[rank], call.epoch, board.rank),
+                  result_of(call.epoch, call.tag));
+  });
+}
+
+__global__ void await_rows_kernel(const __grid_constant__ Board board, RankSet ranks,
+                                  uint32_t epoch) {
+  const int rank = static_cast<int>(threadIdx.x);
+  if (ranks >> rank & 1) spin(board, own_word(board, Word::kArrived, rank), epoch);
+  admit_dependent();    // only now: its blocks would hold multiprocessors
+  await_predecessor();  // only now: others' words come whatever it still does
 }
 
 // kMaxPeers threads for each word that ranks raise.
-__global__ void await_kernel(const __grid_constant__ Board board, Word first, Word second,
-                             RankSet ranks, uint32_t epoch) {
+__global__ void await_results_kernel(const __grid_constant__ Board board, RankSet ranks,
+                                     Call call) {
   const int rank = static_cast<int>(threadIdx.x % kMaxPeers);
-  const Word word = threadIdx.x < kMaxPeers ? first : second;
-  if (ranks >> rank & 1) spin(board, own_word(board, word, rank), epoch);
-  admit_dependent();    // only now: its blocks would hold multiprocessors
-  await_predecessor();  // only now: others' words come whatever it still does
+  const bool is_awaited = ranks >> rank & 1;
+  if (is_awaited && threadIdx.x < kMaxPeers) {
+    spin_for_result(board, rank, call);
+  } else if (is_awaited) {
+    spin(board, own_word(board, Word::kReturned, rank), call.epoch);
+  }
+  admit_dependent();
+  await_predecessor();
 }
 
 // Waits for rows and needs nothing more: where nothing is done with them, one kernel's way to the
@@ -41,7 +58,7 @@ __global__ void close_kernel(const __grid_constant__ Board board, RankSet ranks,
   }
   await_predecessor();
   __syncthreads();  // all have come before any is told
-  raise_everywhere(board, Word::kFinished, epoch);
+  tell_finished(board, epoch);
 }
 
 }  // namespace
@@ -53,26 +70,24 @@ void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t s
 
 void await_rows(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream) {
   if (ranks == 0) return;
-  launch_dependent(await_kernel, 1, kMaxPeers, stream, board, Word::kArrived, Word::kArrived, ranks,
-                   epoch);
+  launch_dependent(await_rows_kernel, 1, kMaxPeers, stream, board, ranks, epoch);
 }
 
-void await_results(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream) {
+void await_results(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream) {
   if (ranks == 0) return;
-  launch_dependent(await_kernel, 1, 2 * kMaxPeers, stream, board, Word::kResults, Word::kReturned,
-                   ranks, epoch);
+  launch_dependent(await_results_kernel, 1, 2 * kMaxPeers, stream, board, ranks, call);
 }
 
 void finish_on_arrival(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream) {
   launch_dependent(close_kernel, 1, kMaxPeers + kWarp, stream, board, ranks, epoch);
 }
 
-void publish(const Board& board, uint32_t epoch, cudaStream_t stream) {
-  raise(board, Word::kResults, epoch, stream);
+void publish(const Board& board, const Call& call, cudaStream_t stream) {
+  launch_dependent(publish_kernel, 1, kMaxPeers + kWarp, stream, board, call);
 }
 
 void finish(const Board& board, uint32_t epoch, cudaStream_t stream) {
-  raise(board, Word::kFinished, epoch, stream);
+  launch_dependent(finish_kernel, 1, kMaxPeers + kWarp, stream, board, epoch);
 }
 
 }  // namespace distca::transport::peer

@@ -7,8 +7,7 @@
 // What kernels do with the words of boards.
 namespace distca::transport::peer {
 
-static_assert(static_cast<int>(HostWord::kResults) == static_cast<int>(Word::kResults) &&
-              static_cast<int>(HostWord::kFinished) == static_cast<int>(Word::kFinished));
+static_assert(static_cast<int>(HostWord::kFinished) == static_cast<int>(Word::kFinished));
 
 constexpr uint32_t kPauseNs = 32;  // between two looks at a word
 constexpr uint32_t kLooks = 64;    // until the next one at the host's memory, which is far
@@ -35,6 +34,16 @@ __device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 // The count before. It comes after what this thread did and knows, and passes that on to those that
 // count later. Of this device alone, as the blocks are: what goes on to other devices is released.
 __device__ __forceinline__ uint32_t count_one(uint32_t* counter) {
@@ -48,6 +57,14 @@ __device__ __forceinline__ uint32_t count_one(uint32_t* counter) {
 
 __device__ __forceinline__ uint32_t* own_word(const Board& board, Word word, int64_t rank) {
   return board.words[board.rank] + word_index(word, rank);
+}
+
+__device__ __forceinline__ uint64_t* result_word(uint32_t* words, uint32_t epoch, int64_t rank) {
+  return reinterpret_cast<uint64_t*>(words + kFirstResult) + epoch % 2 * kMaxPeers + rank;
+}
+
+__device__ __forceinline__ uint64_t result_of(uint32_t epoch, uint32_t tag) {
+  return epoch | static_cast<uint64_t>(tag) << 32;
 }
 
 __device__ __forceinline__ uint32_t* host_word(const Board& board, HostWord word) {
@@ -64,14 +81,24 @@ __device__ __forceinline__ bool is_cut_short(const Board& board, uint32_t epoch)
   return is_poisoned(load_relaxed(own_word(board, Word::kStarted, board.rank)) - epoch);
 }
 
+// What this rank gets in the call is worth nothing.
+__device__ __forceinline__ void cut_short(const Board& board, uint32_t epoch) {
+  store_release(own_word(board, Word::kStarted, board.rank), epoch + kPoison);
+}
+
+// Between two looks at a word: whether the watchdog has given up.
+__device__ __forceinline__ bool is_released(const Board& board, uint32_t look) {
+  if (look > kLooks) __nanosleep(kPauseNs);
+  return look % kLooks == 0 && load_acquire(host_word(board, HostWord::kReleased)) != 0;
+}
+
 // How far ahead of the epoch the word is when it stands for it. Where the watchdog has given up
 // before, poisons it, for whoever else waits for it, and the call that this rank is in.
 __device__ __forceinline__ uint32_t spin(const Board& board, uint32_t* word, uint32_t epoch) {
   uint32_t ahead = load_acquire(word) - epoch;
   for (uint32_t look = 1; static_cast<int32_t>(ahead) < 0; ++look) {
-    if (look > kLooks) __nanosleep(kPauseNs);
-    if (look % kLooks == 0 && load_acquire(host_word(board, HostWord::kReleased)) != 0) {
-      store_release(own_word(board, Word::kStarted, board.rank), epoch + kPoison);
+    if (is_released(board, look)) {
+      cut_short(board, epoch);
       store_release(word, epoch + kPoison);
       return kPoison;
     }
@@ -80,18 +107,52 @@ __device__ __forceinline__ uint32_t spin(const Board& board, uint32_t* word, uin
   return ahead;
 }
 
+// Tells the host, the first time.
+__device__ __forceinline__ void report_mismatch(const Board& board, int rank, uint32_t their_tag,
+                                                uint32_t own_tag) {
+  uint32_t* mismatch = host_word(board, HostWord::kMismatch);
+  if (atomicExch_system(mismatch, 1u) != 0) return;
+  store_relaxed(host_word(board, HostWord::kTheirRank), static_cast<uint32_t>(rank));
+  store_relaxed(host_word(board, HostWord::kTheirTag), their_tag);
+  store_relaxed(host_word(board, HostWord::kOwnTag), own_tag);
+  store_release(mismatch, kMismatchIsWritten);
+}
+
+// Waits until a rank has published its results of the epoch. Another call's are worth nothing.
+__device__ __forceinline__ void spin_for_result(const Board& board, int rank, const Call& call) {
+  uint64_t* word = result_word(board.words[board.rank], call.epoch, rank);
+  uint64_t found = load_acquire(word);
+  for (uint32_t look = 1; static_cast<int32_t>(static_cast<uint32_t>(found) - call.epoch) < 0;
+       ++look) {
+    if (is_released(board, look)) return cut_short(board, call.epoch);
+    found = load_acquire(word);
+  }
+  const auto tag = static_cast<uint32_t>(found >> 32);
+  if (static_cast<uint32_t>(found) != call.epoch || tag == call.tag) return;
+  cut_short(board, call.epoch);
+  report_mismatch(board, rank, tag, call.tag);
+}
+
 // By a block of more than kMaxPeers threads, the last of which tells the host: neither way is
-// short, and no thread goes both. Results of a call that was cut short are worth nothing: the
-// others go on waiting, until they learn why.
-__device__ __forceinline__ void raise_everywhere(const Board& board, Word word, uint32_t epoch) {
+// short, and no thread goes both. raise(rank) tells a rank. Results of a call that was cut short are
+// worth nothing: the others go on waiting, until they learn why.
+template <typename Raise>
+__device__ __forceinline__ void tell_everyone(const Board& board, HostWord word, uint32_t epoch,
+                                              Raise&& raise) {
   const int rank = static_cast<int>(threadIdx.x);
   const bool tells_host = threadIdx.x == blockDim.x - 1;
   if ((rank >= board.num_ranks && !tells_host) || is_cut_short(board, epoch)) return;
   if (tells_host) {
-    store_relaxed(host_word(board, static_cast<HostWord>(word)), epoch);
+    store_relaxed(host_word(board, word), epoch);
   } else {
-    store_release(board.words[rank] + word_index(word, board.rank), epoch);
+    raise(rank);
   }
+}
+
+__device__ __forceinline__ void tell_finished(const Board& board, uint32_t epoch) {
+  tell_everyone(board, HostWord::kFinished, epoch, [&](int rank) {
+    store_release(board.words[rank] + word_index(Word::kFinished, board.rank), epoch);
+  });
 }
 
 // By all threads of a block. Returns whether nobody needs the buffers any more: not where the

@@ -10,9 +10,10 @@ at::Tensor ControlPlane::all_gather(const at::Tensor& tensor, const Where& where
   sizes.insert(sizes.begin(), group_->getSize());
   at::Tensor gathered = at::empty(sizes, tensor.options());
   at::Tensor own = tensor.contiguous().unsqueeze(0);
+  const Wait wait = patience_->enter(where, activity);
   c10::intrusive_ptr<c10d::Work> work;
   patience_->guard(where, [&] { work = group_->_allgather_base(gathered, own); });
-  patience_->wait_on_host({work}, where, activity);
+  patience_->wait_on_host({work}, wait);
   return gathered;
 }
 

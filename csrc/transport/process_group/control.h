@@ -20,6 +20,9 @@ class ControlPlane {
   // `activity` is what all ranks do at this point, for the error if one of them does not.
   at::Tensor all_gather(const at::Tensor& tensor, const Where& where, const std::string& activity);
 
+  // Whether the training waits for what is gathered here: see Patience.
+  void set_awaited(bool is_awaited) { patience_->set_awaited(is_awaited); }
+
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Patience> patience_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,33 +17,43 @@ class Patience {
  public:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-  Patience(std::shared_ptr<FailureBoard> failures, std::string channel)
-      : failures_(std::move(failures)), channel_(std::move(channel)) {}
+  Patience(std::shared_ptr<FailureBoard> failures, const std::string& channel)
+      : failures_(std::move(failures)), channel_(failures_->open_channel(channel)) {}
 
   // Runs `communicate`; its failure becomes a DistBackendError with `where` and the ranks at fault.
   template <typename F>
   void guard(const Where& where, F&& communicate) {
     try {
       communicate();
+    } catch (const CallMismatch& mismatch) {
+      fail_together(where, mismatch);
     } catch (const std::exception& error) {
       fail(where, message_of(error));
     }
   }
 
-  // One exchange on the CPU; the host waits. `activity` is what all ranks do at this point.
-  void wait_on_host(const Works& works, const Where& where, const std::string& activity);
+  // Counts an exchange that begins. `activity` is what all ranks do at this point.
+  Wait enter(const Where& where, const std::string& activity);
 
-  // One exchange on a device; its current stream waits.
+  // That exchange on the CPU; the host waits.
+  void wait_on_host(const Works& works, const Wait& wait);
+
+  // That exchange on a device; its current stream waits.
   void wait_on_stream(const Works& works, const Where& where);
+
+  // Whether the training waits for what a thread in the background does here. Others' waits are
+  // nothing that keeps a rank from going on.
+  void set_awaited(bool is_awaited) { is_awaited_ = is_awaited; }
 
  private:
   [[noreturn]] void fail(const Where& where, const std::string& error);
-  void wait_in_slices(c10d::Work& work, const std::string& activity);
+  [[noreturn]] void fail_together(const Where& where, const CallMismatch& mismatch);
+  void wait_in_slices(c10d::Work& work, Wait wait);
 
   std::shared_ptr<FailureBoard> failures_;
-  std::string channel_;
+  std::shared_ptr<Channel> channel_;
   std::mutex mutex_;  // forward and backward passes run on different threads
-  int64_t num_completed_ = 0;
+  std::atomic<bool> is_awaited_ = true;
 };
 
 }  // namespace distca::transport

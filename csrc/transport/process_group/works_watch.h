@@ -6,6 +6,8 @@
 #include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "../host_words.h"
+#include "../rows.h"
 #include "../watchdog.h"
 
 namespace distca::transport {
@@ -14,26 +16,35 @@ namespace distca::transport {
 // releases them.
 class WorksWatch : public Watched {
  public:
-  WorksWatch(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
-      : group_(std::move(group)), device_(device) {}
+  WorksWatch(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
+             std::string group_name, int64_t rank);
 
   // The device's current stream has just been told to wait for an exchange.
-  void add(const Where& where);
+  void add(const Wait& wait);
+
+  // That of a call's results.
+  Seal seal(const Where& where);
 
   State look() override;
-  Where place() override;
+  Wait place() override;
+  std::string complaint() override;
   void release() override;
 
  private:
-  struct Wait {
+  struct Waiting {
     c10::Event end;
-    Where where;
+    Wait wait;
   };
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
+  int64_t rank_;
+#ifdef DISTCA_WITH_CUDA
+  HostWords broken_;  // seals, by BrokenSeal
+#endif
   std::mutex mutex_;
-  std::deque<Wait> waits_;  // that have not ended at the last look
+  std::deque<Waiting> waits_;  // that have not ended at the last look
+  Wait latest_;
 };
 
 }  // namespace distca::transport

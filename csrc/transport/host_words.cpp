@@ -1,3 +1,4 @@
+#ifdef DISTCA_WITH_CUDA
 #include "host_words.h"
 
 #include <c10/cuda/CUDAException.h>
@@ -6,7 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 
-namespace distca::transport::peer {
+namespace distca::transport {
 namespace {
 
 constexpr size_t kPageBytes = 4096;
@@ -29,12 +30,13 @@ HostWords::~HostWords() {
   cudaHostUnregister(words_.get());  // fails where the process is ending: then nobody needs it
 }
 
-uint32_t HostWords::read(HostWord word) const {
-  return std::atomic_ref(words_.get()[static_cast<int>(word)]).load(std::memory_order_acquire);
+uint32_t HostWords::read(int word) const {
+  return std::atomic_ref(words_.get()[word]).load(std::memory_order_acquire);
 }
 
-void HostWords::write(HostWord word, uint32_t value) {
-  std::atomic_ref(words_.get()[static_cast<int>(word)]).store(value, std::memory_order_release);
+void HostWords::write(int word, uint32_t value) {
+  std::atomic_ref(words_.get()[word]).store(value, std::memory_order_release);
 }
 
-}  // namespace distca::transport::peer
+}  // namespace distca::transport
+#endif

@@ -3,12 +3,10 @@
 #include <cstdint>
 #include <memory>
 
-#include "kernels.h"
+namespace distca::transport {
 
-namespace distca::transport::peer {
-
-// Words in the host's memory that kernels and the watchdog share: see HostWord. The watchdog needs
-// no driver for them, which another thread may have locked while it waits for the device, as it
+// Words in the host's memory that kernels and a watchdog share, zero at first. The watchdog needs no
+// driver for them, which another thread may have locked while it waits for the device, as it
 // does where a kernel is launched for the first time, or memory is given back.
 class HostWords {
  public:
@@ -17,12 +15,12 @@ class HostWords {
   ~HostWords();
 
   uint32_t* on_device() const { return on_device_; }
-  uint32_t read(HostWord word) const;
-  void write(HostWord word, uint32_t value);
+  uint32_t read(int word) const;
+  void write(int word, uint32_t value);
 
  private:
   std::unique_ptr<uint32_t, void (*)(void*)> words_;  // a page
   uint32_t* on_device_ = nullptr;
 };
 
-}  // namespace distca::transport::peer
+}  // namespace distca::transport

@@ -1,0 +1,144 @@
+"""Ways in which one rank's calls may differ from the others', for tests that it is found before a
+row of one call serves another.
+
+Every rank runs `train`: steps of a few layers, each a module that calls attention on rows of its own.
+In one step rank VICTIM does something else.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from oracle import Case
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import distca
+
+VICTIM = 1
+NUM_LAYERS = 4
+WRONG_LAYER = 2
+WRONG_STEP = 1
+NUM_STEPS = 200  # more than it takes to notice
+TIMEOUT_S = 60.0  # much longer than it may take
+
+ORDER = tuple(range(NUM_LAYERS))
+ORDERS = {"swapped": (0, 2, 1, 3), "skipped": (0, 1, 3), "repeated": (0, 1, 2, 2, 3)}
+WAYS = (
+    *ORDERS,
+    "recomputed alone",
+    "backward skipped",
+    "no gradient",
+    "detached",
+    "backward twice",
+    "plan twice",
+    "other window",
+    "exception caught",
+)
+SHARDED = Case([[10, 50, 100, 1200, 30], [], []], dtype=torch.float32, sharded=True)
+
+
+class Layer(nn.Module):
+    """Attention of rows that the layer holds."""
+
+    def __init__(self, case: Case, index: int, rank: int, device: str) -> None:
+        super().__init__()
+        rows = case.rows_of(rank)
+        self.whole = [tensor * (1 + index) for tensor in case.inputs()]
+        self.own = rows
+        self.q, self.k, self.v = (
+            nn.Parameter(tensor[rows].to(device=device, copy=True)) for tensor in self.whole[:3]
+        )
+        self.grad_out = self.whole[3][rows].to(device)
+
+    def forward(self, documents: distca.Documents, window_size=(-1, 0)) -> Tensor:
+        return distca.core_attention(self.q, self.k, self.v, documents, window_size=window_size)
+
+    def expected(self, documents: distca.Documents) -> list[Tensor]:
+        """out, dq, dk, dv of this rank's rows, by attention on this rank alone."""
+        leaves = [tensor.clone().requires_grad_() for tensor in self.whole[:3]]
+        out = distca.core_attention(*leaves, documents)
+        out.backward(self.whole[3])
+        return [tensor.detach()[self.own] for tensor in (out, *(leaf.grad for leaf in leaves))]
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case, rank: int, device: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(case, index, rank, device) for index in ORDER)
+
+
+def close_enough(found: Tensor, expected: Tensor) -> bool:
+    """Whether rows are right, or NaN, which nobody takes for a result."""
+    found = found.detach().cpu().double().flatten(1)
+    expected = expected.cpu().double().flatten(1)
+    error = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)
+    return bool((error.isnan() | (error < 0.05)).all())
+
+
+def calls_of(way: str, model: Model, documents: distca.Documents) -> Iterator[tuple[int, Tensor]]:
+    """(layer, out) of one step's forward pass."""
+    for index in ORDERS.get(way, ORDER):
+        layer = model.layers[index]
+        wrong = index == WRONG_LAYER
+        if wrong and way == "exception caught":
+            raise FloatingPointError("the loss is not finite")
+        if wrong and way == "plan twice":
+            distca.plan(documents, device=layer.q.device)
+        for leaf in (layer.q, layer.k, layer.v):
+            leaf.requires_grad_(not (wrong and way == "no gradient"))
+        if wrong and way == "recomputed alone":
+            yield index, checkpoint(layer, documents, use_reentrant=False)
+        elif wrong and way == "other window":
+            yield index, layer(documents, (64, 0))
+        else:
+            yield index, layer(documents)
+
+
+def run_step(way: str, model: Model, documents: distca.Documents, outs: list) -> None:
+    try:
+        for index, out in calls_of(way, model, documents):
+            outs.append((index, out))
+    except FloatingPointError:
+        return
+    if way == "backward skipped":
+        return
+    loss = 0.0
+    for index, out in outs:
+        skipped = index == WRONG_LAYER and way in ("detached", "no gradient")
+        loss = loss + ((out.detach() if skipped else out) * model.layers[index].grad_out).sum()
+    if way == "backward twice":
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def train(
+    rank: int, world_size: int, way: str, case: Case = SHARDED, device: str = "cpu", **options
+) -> None:
+    """Raises what distca raises, after all that it returned before was found right."""
+    distca.init(options=distca.Options(timeout_s=TIMEOUT_S, **options))
+    model = Model(case, rank, device)
+    whole = distca.Documents([0, *torch.tensor(case.all_lengths).cumsum(0).tolist()])
+    expected = [layer.expected(whole) for layer in model.layers]
+    synchronize: Callable = torch.cuda.synchronize if device != "cpu" else lambda: None
+    for step in range(NUM_STEPS):
+        is_wrong = step == WRONG_STEP and rank == VICTIM
+        documents = distca.Documents.sharded(case.all_lengths, rank, world_size)
+        model.zero_grad()
+        outs: list[tuple[int, Tensor]] = []
+        try:
+            distca.plan(documents, device=device)
+            run_step(way if is_wrong else "", model, documents, outs)
+            synchronize()
+        except Exception:
+            check_outs(outs, expected, is_wrong)
+            raise
+        check_outs(outs, expected, is_wrong)
+        if not is_wrong:
+            for layer, (_, *gradients) in zip(model.layers, expected, strict=True):
+                for leaf, gradient in zip((layer.q, layer.k, layer.v), gradients, strict=True):
+                    assert close_enough(leaf.grad, gradient), "a gradient is wrong"
+
+
+def check_outs(outs: list, expected: list[list[Tensor]], is_wrong: bool) -> None:
+    for index, out in outs:
+        assert close_enough(out, expected[index][0]) or is_wrong, f"out of layer {index} is wrong"

@@ -1,0 +1,27 @@
+"""A rank whose attention calls differ from the others' in order, number or pass ends in an error on
+every rank that names it and both calls, within seconds, and nothing wrong is returned before."""
+
+import call_orders
+import pytest
+from call_orders import VICTIM, WAYS
+from ranks import Ranks
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def broken_ranks():
+    started = Ranks(3, start_method="forkserver")
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_calls_otherwise_is_named(broken_ranks, way):
+    outcomes = broken_ranks.outcomes(call_orders.train, way, timeout_s=2 * LIMIT_S)
+    for outcome in outcomes:
+        assert outcome.error_type in ("DistBackendError", "ValueError"), outcome
+        assert outcome.seconds < LIMIT_S, outcome
+        assert f"rank {VICTIM} " in outcome.error, outcome
+        assert " while rank" in outcome.error, outcome
+        assert "every rank" not in outcome.error
