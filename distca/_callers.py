@@ -19,7 +19,7 @@ _numbers: dict[int, tuple[ref, int]] = {}  # by id; a WeakKeyDictionary takes tw
 
 
 def number_of(module: nn.Module) -> int:
-    """The place of `module` among all modules of its model, from 0; UNKNOWN for one that is in no
+    """Return the place of `module` among all modules of its model, from 0; UNKNOWN for one that is in no
     other module, which nothing tells from its like."""
     known = _numbers.get(id(module))
     if known is not None and known[0]() is module:
@@ -55,7 +55,9 @@ def current() -> int:
 def _number_all_modules() -> None:
     """Numbers the modules of every model that is alive: a model does not know that it is one."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    parts = {id(part) for module in modules for part in module._modules.values() if part is not None}
+    parts = {
+        id(part) for module in modules for part in module._modules.values() if part is not None
+    }
     for model in (module for module in modules if id(module) not in parts):
         for number, (name, module) in enumerate(model.named_modules()):
             if name:

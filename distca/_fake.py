@@ -20,7 +20,7 @@ def _rows_like(tensor: Tensor, num_rows=None) -> Tensor:
 
 
 @register_fake("distca::core_attention")
-def _(q, k, v, layout, rows, softmax_scale, group_name, num_kept_queries=0, num_kept_keys=0, caller=-1):
+def _(q, k, v, layout, rows, softmax_scale, group_name, num_kept_queries=0, num_kept_keys=0, **_):
     queries, keys = num_kept_queries * q.shape[1], 2 * num_kept_keys * k.shape[1]
     return _rows_like(q), _lse_of(q), q.new_empty((queries + keys) * q.shape[2])
 

@@ -221,41 +221,68 @@ def ranges_of_calls(pieces, plan, rank, world_size):
     return [used_ranges(regions, row_bytes, rows[rank], most) for regions in (FORWARD, BACKWARD)]
 
 
-def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
-    """Largest error of any result against this rank's own documents computed here, and in how many
-    plans canaries were seen to stand. A rank holds at most `round_rows` visiting rows in a round.
+class RandomCall:
+    """A layer under a random plan, forward and backward, and the same rows computed here."""
 
-    Canaries make the ranks wait for each other, so half of the plans, at random, go without."""
-    shared, own = random.Random(seed), random.Random(seed * world_size + rank)
-    device = torch.device("cuda", torch.cuda.current_device())
-    generator = torch.Generator(device).manual_seed(rank)
-    opened, ops = session.find(), torch.ops.distca
-    worst, num_checked = 0.0, 0
-    for _ in range(num_plans):
-        lengths, pieces, plan = random_plan(shared, world_size)
-        has_buffers = ops.peer_memory_bytes(opened.group_name) > 0
-        has_canaries = has_buffers and round_rows is None and shared.random() < 0.5
-        balanced = share_of(pieces, plan, rank, [1, 1], round_rows)
+    def __init__(self, rank, world_size, shared, generator, round_rows):
+        device = torch.device("cuda", torch.cuda.current_device())
+        lengths, self.pieces, self.plan = random_plan(shared, world_size)
+        self.share = share_of(self.pieces, self.plan, rank, [1, 1], round_rows)
         documents = distca.Documents([0, *itertools.accumulate(lengths[rank])])
-        local = planning.local_plan(documents, (-1, 0), device)
-        q, k, v, grad_out = (
+        self.local = planning.local_plan(documents, (-1, 0), device)
+        q, k, v, self.grad_out = (
             torch.randn(
                 sum(lengths[rank]), heads, 64, device=device, dtype=torch.bfloat16,
                 generator=generator,
             )
             for heads in (4, 2, 2, 4)
         )  # fmt: skip
-        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        self.leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
 
-        canaries = Canaries(opened.group_name) if has_canaries else None
-        if own.random() < 0.3:
-            torch.cuda._sleep(own.randint(0, 3_000_000))  # cycles
-        results = forward_backward(leaves, grad_out, balanced, opened.group_name)
+    def attend(self, group_name):
+        self.results = forward_backward(self.leaves, self.grad_out, self.share, group_name)
+
+    def worst_error(self):
+        local = (self.local.layout, self.local.rows)
+        expected = forward_backward(self.leaves, self.grad_out, local, "")
+        errors = map(oracle.relative_error, self.results, expected)
+        return max(error if error == error else math.inf for error in errors)
+
+
+def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
+    """Largest error of any result against this rank's own documents computed here, and in how many
+    plans canaries were seen to stand. A rank holds at most `round_rows` visiting rows in a round.
+
+    Canaries make the ranks wait for each other, so half of the plans, at random, go without: these
+    are computed up to three at a time on two streams, which nothing else keeps in order."""
+    shared, own = random.Random(seed), random.Random(seed * world_size + rank)
+    generator = torch.Generator(torch.device("cuda", torch.cuda.current_device()))
+    generator.manual_seed(rank)
+    group_name = session.find().group_name
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    worst, num_done, num_checked = 0.0, 0, 0
+    while num_done < num_plans:
+        has_buffers = torch.ops.distca.peer_memory_bytes(group_name) > 0
+        has_canaries = has_buffers and round_rows is None and shared.random() < 0.5
+        num_calls = 1 if has_canaries else shared.randint(1, 3)
+        rows = [round_rows or shared.choice((None, 900.0)) for _ in range(num_calls)]
+        calls = [
+            RandomCall(rank, world_size, shared, generator, None if has_canaries else each)
+            for each in rows
+        ]
+        torch.cuda.synchronize()
+        canaries = Canaries(group_name) if has_canaries else None
+        for call in calls:
+            with torch.cuda.stream(own.choice(streams)):
+                if own.random() < 0.3:
+                    torch.cuda._sleep(own.randint(0, 3_000_000))  # cycles
+                call.attend(group_name)
         if canaries is not None:
-            num_checked += canaries.check(*ranges_of_calls(pieces, plan, rank, world_size))
-        expected = forward_backward(leaves, grad_out, (local.layout, local.rows), "")
-        errors = map(oracle.relative_error, results, expected)
-        worst = max(worst, *(error if error == error else math.inf for error in errors))
+            ranges = ranges_of_calls(calls[0].pieces, calls[0].plan, rank, world_size)
+            num_checked += canaries.check(*ranges)
+        torch.cuda.synchronize()
+        worst = max(worst, *(call.worst_error() for call in calls))
+        num_done += num_calls
     return worst, num_checked
 
 
@@ -265,7 +292,7 @@ def test_random_plans_with_random_delays(peer_ranks, world_size):
     ranks, timeout_s = peer_ranks(world_size), 60 + num_plans // 10
     found = ranks.run(attend_to_random_plans, num_plans, 7, timeout_s=timeout_s)
     for worst, num_checked in found:
-        assert worst < 0.02 and num_checked > num_plans // 4
+        assert worst < 0.02 and num_checked > num_plans // 6
 
 
 def attend_while_another_is_ahead(rank, world_size, rows):
