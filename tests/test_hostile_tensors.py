@@ -288,6 +288,19 @@ def _peer_routes():
         returned += 1 + 4 * words[returned]
     assert words[returned : returned + 2] == [2, 1]  # two returns, the first to rank 1
     yield "own results returned", lambda: attend(_with(layout, returned + 1, 0))
+    for num in (2, 65, 1025, 70_000):
+        yield f"{num} sources of a gradient", lambda n=num: attend(with_sources(layout, [1] * n))
+    yield "sources out of order", lambda: attend(with_sources(layout, [1, 0]))
+
+
+def with_sources(layout: Tensor, servers: list[int]) -> Tensor:
+    """The layout with `servers` as sources of its last key gradients, which had one."""
+    words = layout.tolist()[: layout[1]]
+    *before, count, server, row = words
+    assert (count, server) == (1, 1)
+    words = [*before, len(servers), *(word for each in servers for word in (each, row))]
+    words[1] = len(words)
+    return torch.tensor(words)
 
 
 def _layouts_of_two_ranks():

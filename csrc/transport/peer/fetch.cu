@@ -47,6 +47,7 @@ struct FetchArguments {
 using FewFetches = FetchArguments<kFewGathers, kFewSources>;
 using ManyFetches = FetchArguments<kManyGathers, kManySources>;
 static_assert(sizeof(FewFetches) <= 4096 && sizeof(ManyFetches) <= 32764);
+static_assert(kMaxPeers <= kManySources, "a launch holds all sources of a gather");
 
 template <typename T>
 __device__ __forceinline__ void add_to(float (&sum)[8], const uint4& words) {

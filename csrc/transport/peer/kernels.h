@@ -98,7 +98,7 @@ struct Gather {
   };
   char* dst;
   int64_t num_bytes;  // consecutive on both sides; a multiple of 4, of 16 where it adds
-  std::vector<Source> sources;
+  std::vector<Source> sources;  // kMaxPeers at most
   bool adds;
 };
 
