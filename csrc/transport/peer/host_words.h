@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 
+#include "host_page.h"
 #include "kernels.h"
 
 namespace distca::transport::peer {
@@ -21,7 +21,8 @@ class HostWords {
   void write(HostWord word, uint32_t value);
 
  private:
-  std::unique_ptr<uint32_t, void (*)(void*)> words_;  // a page
+  HostPage page_;
+  uint32_t* words_;
   uint32_t* on_device_ = nullptr;
 };
 
