@@ -256,14 +256,17 @@ def test_what_is_not_the_library_is_refused(tmp_path, content):
         _library.load(path)
 
 
-def test_a_capture_is_refused(monkeypatch):
+def test_no_plan_is_made_in_a_capture(monkeypatch):
     """By the drop-in, too: a graph would repeat the call with the documents of this step."""
     q, documents = torch.ones(8, 2, 4), distca.Documents([0, 8])
-    distca.core_attention(q, q, q, documents)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     with pytest.raises(ValueError, match="core attention is captured into a CUDA graph"):
         distca.core_attention(q, q, q, documents)
     heads_first = q.transpose(0, 1)[None]
-    with distca.documents(documents), pytest.raises(ValueError, match="captured into a CUDA"):
-        distca.scaled_dot_product_attention(heads_first, heads_first, heads_first, is_causal=True)
+    distca.attention.put_in_force(documents)
+    try:
+        with pytest.raises(ValueError, match="captured into a CUDA"):
+            distca.scaled_dot_product_attention(heads_first, heads_first, heads_first)
+    finally:
+        distca.attention.put_in_force(None)

@@ -7,6 +7,9 @@
 #include <string>
 
 #include "version.h"
+#ifdef DISTCA_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
 
 namespace distca::ops {
 namespace {
@@ -79,6 +82,16 @@ std::string remedy_for_values(const at::Tensor& k, const at::Tensor& v) {
 }
 
 }  // namespace
+
+void check_no_capture([[maybe_unused]] const at::Tensor& tensor) {
+#ifdef DISTCA_WITH_CUDA
+  const bool is_captured = tensor.is_cuda() && c10::cuda::currentStreamCaptureStatusMayInitCtx() !=
+                                                   c10::cuda::CaptureStatus::None;
+  TORCH_CHECK_VALUE(!is_captured,
+                    "core attention is captured into a CUDA graph; expected a call outside, "
+                    "because documents differ from step to step, and so do their plans");
+#endif
+}
 
 void check_shape(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.dim() == 3, name, " has shape ", tensor.sizes(),

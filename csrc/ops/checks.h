@@ -23,6 +23,10 @@ struct Inputs {
 Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     const Layout& layout);
 
+// Refuses a call that a CUDA graph would repeat with this step's documents. `tensor` is on the
+// current device. Local, and before any rank communicates.
+void check_no_capture(const at::Tensor& tensor);
+
 // `tensor` is [rows, heads, head_dim].
 void check_shape(const at::Tensor& tensor, const char* name);
 

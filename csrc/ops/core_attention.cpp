@@ -108,6 +108,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
     const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
     int64_t num_kept_queries, int64_t num_kept_keys) {
   const c10::DeviceGuard guard(q.device());
+  check_no_capture(q);
   const Call call =
       begin_call(Pass::kForward, q, k, v, layout, rows, softmax_scale, std::string(group_name));
   const attention::Params params = attention_params(call.layout, softmax_scale);
@@ -137,6 +138,7 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
                                   c10::string_view group_name,
                                   const std::optional<at::Tensor>& kept) {
   const c10::DeviceGuard guard(q.device());
+  check_no_capture(q);
   const Call call =
       begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale, std::string(group_name));
   const attention::Params params = attention_params(call.layout, softmax_scale);
@@ -165,6 +167,7 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
 void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
               const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
+  check_no_capture(q);
   const double any_scale = 1;
   const Call call =
       begin_call(Pass::kForward, q, k, v, layout, rows, any_scale, std::string(group_name));

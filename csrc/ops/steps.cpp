@@ -80,6 +80,7 @@ void check_task_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
+  check_no_capture(q);
   const double no_scale = 0;
   const Call call =
       begin_call(Pass::kForward, q, k, v, layout, rows, no_scale, std::string(group_name));
@@ -103,6 +104,7 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
                          const at::Tensor& visiting_grad_v, const at::Tensor& layout,
                          const at::Tensor& rows, c10::string_view group_name) {
   const c10::DeviceGuard guard(visiting_grad_q.device());
+  check_no_capture(visiting_grad_q);
   const auto check = [&](const Layout&, const Round& round) {
     check_layout_rows(visiting_grad_q, "visiting_grad_q", round.queries.num_visiting, rows);
     check_layout_rows(visiting_grad_k, "visiting_grad_k", round.keys.num_visiting, rows);
@@ -142,6 +144,7 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
 Pair attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
             const at::Tensor& rows, double softmax_scale, c10::string_view tasks) {
   const c10::DeviceGuard guard(q.device());
+  check_no_capture(q);
   const Layout plan = decode_layout(layout, rows);
   check_task_rows(q, k, v, plan, rows, is_home(tasks));
   const Round& round = plan.rounds[0];
@@ -161,6 +164,7 @@ Triple attend_backward(const at::Tensor& grad_out, const at::Tensor& q, const at
                        const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                        c10::string_view tasks) {
   const c10::DeviceGuard guard(grad_out.device());
+  check_no_capture(grad_out);
   const Layout plan = decode_layout(layout, rows);
   check_task_rows(q, k, v, plan, rows, is_home(tasks));
   check_saved(grad_out, out, lse, q);
@@ -182,6 +186,7 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
              const at::Tensor& visiting_lse, const at::Tensor& layout, const at::Tensor& rows,
              c10::string_view group_name) {
   const c10::DeviceGuard guard(out.device());
+  check_no_capture(out);
   const auto check = [&](const Layout& plan, const Round& round) {
     check_layout_rows(out, "out", plan.num_home_queries(), rows);
     const int64_t num_visiting = round.queries.num_visiting, heads = out.size(1);
@@ -214,6 +219,7 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
 Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, const at::Tensor& rows,
                       c10::string_view group_name) {
   const c10::DeviceGuard guard(grad_out.device());
+  check_no_capture(grad_out);
   const auto check = [&](const Layout& plan, const Round&) {
     check_layout_rows(grad_out, "grad_out", plan.num_home_queries(), rows);
   };
