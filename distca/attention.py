@@ -119,11 +119,11 @@ def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _plan_for(packed: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
+def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Plan:
     found = packed._plans.get(window_size)
     if found is not None:
         return found if found.layout is not None else found.wait()
-    local = packed._local_plans.get((window_size, device)) if not packed._plans else None
+    local = packed._local_plans.get((window_size, q.device)) if not packed._plans else None
     if local is not None:
         return local
     if torch.compiler.is_compiling():
@@ -132,10 +132,11 @@ def _plan_for(packed: Documents, window_size: tuple[int, int], device: torch.dev
             "distca.plan(documents, window_size=...) or enter distca.documents(documents, "
             "window_size=...) before compiled code"
         )
+    check_no_capture(q, "core attention")  # as the operator does, which comes too late here
     if not packed._plans:
-        return local_plan(packed, window_size, device)
+        return local_plan(packed, window_size, q.device)
     # Planned for another window: the layers of this model differ, and every rank gets here.
-    return plan(packed, window_size=window_size, group=packed._group, device=device)
+    return plan(packed, window_size=window_size, group=packed._group, device=q.device)
 
 
 def core_attention(
@@ -182,12 +183,11 @@ def attend_rows(
     """core_attention of these rows, whatever is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
-    check_no_capture(q, "core attention")
     if tensor_parallel.is_distributed(q, k, v):
         local = tensor_parallel.local_heads(q, k, v)
         out = attend_rows(*local, documents, softmax_scale=softmax_scale, window_size=window_size)
         return tensor_parallel.like(out, q)
-    made = _plan_for(documents, window_size, q.device)
+    made = _plan_for(documents, window_size, q)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
     kept_rows = made.kept_rows if torch.is_grad_enabled() else (0, 0)
@@ -198,7 +198,10 @@ def attend_rows(
 
 
 def check_no_capture(q: Tensor, name: str, remedy: str = "") -> None:
-    """Refuses a call that a CUDA graph would repeat with the documents of this step."""
+    """Refuses a call that a CUDA graph would repeat with the documents of this step.
+
+    For what is done before the operators, which refuse it too. Not for compiled code.
+    """
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{name} is captured into a CUDA graph; expected a call outside, because documents "

@@ -19,6 +19,8 @@ class Case:
     sharded: bool = False
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    qk_size: float = 1.0
+    """Standard deviation of q and of k."""
 
     @property
     def all_lengths(self) -> list[int]:
@@ -41,11 +43,11 @@ class Case:
         """q, k, v, grad_out of the whole pack, equal on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
         heads = (self.heads_q, self.heads_kv, self.heads_kv, self.heads_q)
+        sizes = (self.qk_size, self.qk_size, 1.0, 1.0)
+        shapes = [(self.num_tokens, h, self.head_dim) for h in heads]
         return [
-            torch.randn(
-                self.num_tokens, h, self.head_dim, dtype=torch.float64, generator=generator
-            ).to(self.dtype)
-            for h in heads
+            (size * torch.randn(*shape, dtype=torch.float64, generator=generator)).to(self.dtype)
+            for size, shape in zip(sizes, shapes, strict=True)
         ]
 
 

@@ -30,6 +30,12 @@ CORE_ATTENTION = {  # q, k, v and what the message says
     "k of another dtype": (THD, THD.double(), THD, "k is Double, q is Float; expected one dtype"),
     "v of another dtype": (THD, THD, THD.double(), "v is Double, q is Float; expected one dtype"),
     "v has fewer heads": (THD, THD, THD[:, :1], "k has shape [8, 2, 4], v [8, 1, 4]; expected"),
+    "v is narrower, as in MLA": (
+        *[rows(8, 2, 6)] * 2,
+        THD,
+        "expected equal shapes: pad v with zeros and slice the result, core_attention(q, k, "
+        "F.pad(v, (0, 2)), ...)[..., :4]",
+    ),
     "heads": (rows(8, 3, 4), THD, THD, "q has 3 heads, k 2; expected a multiple"),
     "head_dim": (THD, *[rows(8, 2, 6)] * 2, "q has head_dim 4, k 6; expected one head_dim"),
     "no heads": (*[rows(8, 0, 4)] * 3, "q has shape [8, 0, 4]; expected at least one head"),
@@ -250,14 +256,17 @@ def test_what_is_not_the_library_is_refused(tmp_path, content):
         _library.load(path)
 
 
-def test_a_capture_is_refused(monkeypatch):
+def test_no_plan_is_made_in_a_capture(monkeypatch):
     """By the drop-in, too: a graph would repeat the call with the documents of this step."""
     q, documents = torch.ones(8, 2, 4), distca.Documents([0, 8])
-    distca.core_attention(q, q, q, documents)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     with pytest.raises(ValueError, match="core attention is captured into a CUDA graph"):
         distca.core_attention(q, q, q, documents)
     heads_first = q.transpose(0, 1)[None]
-    with distca.documents(documents), pytest.raises(ValueError, match="captured into a CUDA"):
-        distca.scaled_dot_product_attention(heads_first, heads_first, heads_first, is_causal=True)
+    distca.attention.put_in_force(documents)
+    try:
+        with pytest.raises(ValueError, match="captured into a CUDA"):
+            distca.scaled_dot_product_attention(heads_first, heads_first, heads_first)
+    finally:
+        distca.attention.put_in_force(None)

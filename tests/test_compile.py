@@ -235,3 +235,22 @@ def test_compiled_code_without_a_plan_says_what_to_do():
     compiled = torch.compile(make_model(), backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="have no plan .* call distca.plan"):
         compiled(tokens_of(0, 0), documents_of(0, 0))
+
+
+OPERATORS_OF_A_STEP = (
+    "core_attention",
+    "core_attention_backward",
+    "exchange",
+    "dispatch",
+    "dispatch_backward",
+    "attend",
+    "attend_backward",
+    "combine",
+    "combine_backward",
+    "unpack_rows",
+)
+
+
+@pytest.mark.parametrize("name", OPERATORS_OF_A_STEP)
+def test_cuda_graphs_are_made_around_the_operators(name):
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.distca, name).default.tags

@@ -81,6 +81,22 @@ def test_low_precision_within_twice_the_reference(ranks, dtype, sharded):
     oracle.assert_close(results, truths, limits)
 
 
+@pytest.mark.parametrize("size", [1e3, 1e4])
+@pytest.mark.parametrize(
+    "dtype, limit", [(torch.bfloat16, 4e-3), (torch.float32, 1e-6), (torch.float64, 1e-14)]
+)
+def test_scores_so_large_that_one_key_takes_all(ranks, dtype, limit, size):
+    """Scores up to 1e9 are further apart than any rounding of them; probabilities that are computed
+    again for the backward pass are 0 and 1 all the same."""
+    case = Case(WHOLE["skewed"][:2], head_dim=64, dtype=dtype, qk_size=size)
+    out, dq, dk, dv = gathered(ranks(2).run(attend, case))
+    truths = oracle.forward_backward(case)
+    assert oracle.relative_error(out, truths[0]) <= limit
+    assert oracle.relative_error(dv, truths[3]) <= limit
+    for gradient, truth in ((dq, truths[1]), (dk, truths[2])):
+        assert oracle.max_error(gradient, truth) <= 1e-5 * size
+
+
 def test_a_planted_wrong_value_is_rejected(ranks):
     case = Case(WHOLE["skewed"])
     results = gathered(ranks(4).run(attend, case))

@@ -8,11 +8,12 @@ import random
 import oracle
 import pytest
 import torch
-from layout_words import numbers_of_rows
+from layout_words import num_rounds, numbers_of_rows
 from oracle import Case
 from peer_canaries import BACKWARD, FORWARD, Canaries, used_ranges
 from ranks import Ranks
 from test_gpu import LENGTHS, MASKS, assert_as_good_as_the_reference, attend, place
+from test_hostile_tensors import with_sources
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 import distca
@@ -342,6 +343,70 @@ def test_rounds(peer_ranks):
     """777 keys of one query, the most, fit."""
     for worst, _ in peer_ranks(2).run(attend_to_random_plans, 30, 8, 900.0):
         assert worst < 0.02
+
+
+def plan_with_an_empty_round():
+    """(pieces, plan, row bytes, bytes of a round) of a document on two ranks, where rank 0's first
+    queries need keys of its own alone: what is left of them comes in the second round."""
+    pieces = torch.tensor([(0, 0, 0, 300), (1, 0, 300, 300)])
+    tasks = torch.tensor([(0, 0, 300, 0), (0, 300, 600, 1)])
+    return pieces, torch.ops.distca.plan_of_tasks(pieces, tasks, 2, 0, 50), [1, 1], 400.0
+
+
+def attend_in_an_empty_round(rank, world_size):
+    """Errors of the first calls of a session, whose first round moves nothing."""
+    distca.close()
+    open_session(rank, world_size)
+    pieces, plan, *rounds = plan_with_an_empty_round()
+    share = share_of(pieces, plan, rank, *rounds)
+    assert num_rounds(share[0]) == 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(0)
+    whole = [
+        torch.randn(600, heads, 64, device=device, dtype=torch.bfloat16, generator=generator)
+        for heads in (4, 2, 2, 4)
+    ]
+    own = slice(300 * rank, 300 * rank + 300)
+    *leaves, grad_out = (tensor[own].clone() for tensor in whole)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    results = forward_backward(leaves, grad_out, share, session.find().group_name)
+    local = planning.local_plan(distca.Documents([0, 600]), (0, 50), device)
+    *leaves, grad_out = whole
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    expected = forward_backward(leaves, grad_out, (local.layout, local.rows), "")
+    return [oracle.relative_error(a, b[own]) for a, b in zip(results, expected, strict=True)]
+
+
+def test_a_first_round_that_moves_nothing(peer_ranks):
+    for errors in peer_ranks(2).run(attend_in_an_empty_round):
+        assert max(errors) < 0.01 and not any(map(math.isnan, errors))
+
+
+def attend_with_many_sources(rank, world_size):
+    """What is said where the layout of rank 0 has a key gradient of more sources than ranks."""
+    distca.close()
+    open_session(rank, world_size)
+    pieces = torch.tensor([(0, 0, 0, 64), (1, 1, 0, 64)])
+    tasks = torch.tensor([(1, 0, 64, 0), (0, 0, 64, 1)])  # each computes the other's
+    share = share_of(pieces, torch.ops.distca.plan_of_tasks(pieces, tasks, 2, -1, 0), rank)
+    if rank == 0:
+        share = with_sources(share[0], [1] * 70_000), share[1]
+    leaves = [
+        torch.ones(64, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    grad_out = torch.ones_like(leaves[0])
+    with pytest.raises(ValueError) as raised:
+        forward_backward(leaves, grad_out, share, session.find().group_name)
+    distca.close()
+    open_session(rank, world_size)
+    return str(raised.value)
+
+
+def test_more_sources_than_ranks(peer_ranks):
+    refused, told = peer_ranks(2).run(attend_with_many_sources)
+    assert "expected one of each rank" in refused
+    assert "refused on rank(s) 0; nothing was sent" in told
 
 
 def attend_without_memory(rank, world_size, poor_rank):

@@ -288,6 +288,19 @@ def _peer_routes():
         returned += 1 + 4 * words[returned]
     assert words[returned : returned + 2] == [2, 1]  # two returns, the first to rank 1
     yield "own results returned", lambda: attend(_with(layout, returned + 1, 0))
+    for num in (2, 65, 1025, 70_000):
+        yield f"{num} sources of a gradient", lambda n=num: attend(with_sources(layout, [1] * n))
+    yield "sources out of order", lambda: attend(with_sources(layout, [1, 0]))
+
+
+def with_sources(layout: Tensor, servers: list[int]) -> Tensor:
+    """The layout with `servers` as sources of its last key gradients, which had one."""
+    words = layout.tolist()[: layout[1]]
+    *before, count, server, row = words
+    assert (count, server) == (1, 1)
+    words = [*before, len(servers), *(word for each in servers for word in (each, row))]
+    words[1] = len(words)
+    return torch.tensor(words)
 
 
 def _layouts_of_two_ranks():
@@ -317,6 +330,9 @@ def _gradients():
         )
 
     yield "grad_out too short", lambda: backward(grad_out=q[:3])
+    yield "grad_out 2-D", lambda: backward(grad_out=q[..., 0])
+    yield "out 2-D", lambda: backward(out=q[..., 0])
+    yield "lse 3-D", lambda: backward(lse=q)
     yield "grad_out of another dtype", lambda: backward(grad_out=q.double())
     yield "out too short", lambda: backward(out=q[:3])
     yield "lse too short", lambda: backward(lse=lse[:3])
@@ -324,6 +340,83 @@ def _gradients():
     yield "kept 2-D", lambda: backward(kept=q[0])
     yield "kept of another dtype", lambda: backward(kept=q.double().flatten())
     yield "kept with gaps", lambda: backward(kept=q.flatten()[::2])
+
+
+CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def _devices():
+    """Operators for the CPU, with one tensor on a device without data."""
+    layout, rows = _alone()
+    q, lse = torch.ones(100, 2, 4), torch.ones(100, 2)
+    nothing, no_lse = q[:0], lse[:0]
+    operators = {
+        "core_attention_backward": ((q, q, q, q, q, lse), (1.0, "", q[:0, 0, 0])),
+        "dispatch_backward": ((nothing, nothing, nothing), ("",)),
+        "attend": ((q, q, q), (1.0, "home")),
+        "attend_backward": ((q, q, q, q, q, lse), (1.0, "home")),
+        "combine": ((q, lse, nothing, no_lse), ("",)),
+        "combine_backward": ((q,), ("",)),
+    }
+
+    def call(name, tensors, others):
+        getattr(torch.ops.distca, name).default.redispatch(CPU_KERNELS, *tensors, *others)
+
+    for name, (tensors, others) in operators.items():
+        tensors = (*tensors, layout, rows)
+        call(name, tensors, others)
+        for i in range(len(tensors)):
+            away = [tensor.to("meta") if i == j else tensor for j, tensor in enumerate(tensors)]
+            yield f"{name}, tensor {i}", lambda n=name, a=away, o=others: call(n, a, o)
+    name, kept = "core_attention_backward", q[:0, 0, 0].to("meta")
+    yield "kept", lambda: call(name, (q, q, q, q, q, lse, layout, rows), (1.0, "", kept))
+
+
+def _steps():
+    """Tensors of the steps' operators that do not belong together, on one rank."""
+    ops, share = torch.ops.distca, _alone()
+    q, lse = torch.ones(100, 2, 4), torch.ones(100, 2)
+    no_q, no_lse = q[:0], lse[:0]
+
+    def attend(q=q, k=q, v=q):
+        ops.attend(q, k, v, *share, 1.0, "home")
+
+    def attend_backward(grad_out=q, q=q, k=q, v=q, out=q, lse=lse):
+        ops.attend_backward(grad_out, q, k, v, out, lse, *share, 1.0, "home")
+
+    def combine(out=q, lse=lse, visiting_out=no_q, visiting_lse=no_lse):
+        ops.combine(out, lse, visiting_out, visiting_lse, *share, "")
+
+    def combine_backward(grad_out=q):
+        ops.combine_backward(grad_out, *share, "")
+
+    def dispatch_backward(visiting_grad_q=no_q, visiting_grad_k=no_q, visiting_grad_v=no_q):
+        ops.dispatch_backward(visiting_grad_q, visiting_grad_k, visiting_grad_v, *share, "")
+
+    for step in (attend, attend_backward, combine, combine_backward, dispatch_backward):
+        names = step.__code__.co_varnames[: step.__code__.co_argcount]
+        for name, right in zip(names, step.__defaults__, strict=True):
+            wrongs = {
+                "0-D": right.new_ones(()),
+                "1-D": right.new_ones(right.shape[0]),
+                "a dimension more": right[..., None],
+                "a row more": right.new_ones(right.shape[0] + 1, *right.shape[1:]),
+                "ints": right.int(),
+            }
+            for wrong, tensor in wrongs.items():
+                yield (
+                    f"{step.__name__}, {name} {wrong}",
+                    lambda s=step, n=name, t=tensor: s(**{n: t}),
+                )
+    yield "a dtype of its own", lambda: combine(visiting_out=no_q.double())
+    yield "heads of its own", lambda: combine(visiting_out=no_q[:, :1])
+    yield "a head_dim of its own", lambda: dispatch_backward(visiting_grad_k=no_q[..., :2])
+    yield "other heads than k", lambda: dispatch_backward(visiting_grad_v=no_q[:, :1])
+    layout, rows = _layout(_plan())
+    yield (
+        "steps without a group",
+        lambda: ops.combine_backward(q.new_ones(900, 2, 4), layout, rows, ""),
+    )
 
 
 GROUPS = {
@@ -338,6 +431,8 @@ GROUPS = {
         _peer_routes,
         _layouts_of_two_ranks,
         _gradients,
+        _devices,
+        _steps,
     )
 }
 

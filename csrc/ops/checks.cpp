@@ -7,18 +7,14 @@
 #include <string>
 
 #include "version.h"
+#ifdef DISTCA_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
 
 namespace distca::ops {
 namespace {
 
 constexpr int64_t kMaxHeadDimCuda = 256;
-
-void check_shape(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(tensor.dim() == 3, name, " has shape ", tensor.sizes(),
-                    "; expected [tokens, heads, head_dim]");
-  TORCH_CHECK_VALUE(tensor.size(1) > 0 && tensor.size(2) > 0, name, " has shape ", tensor.sizes(),
-                    "; expected at least one head and head_dim >= 1");
-}
 
 void check_same(const at::Tensor& tensor, const char* name, const at::Tensor& q) {
   TORCH_CHECK_VALUE(tensor.scalar_type() == q.scalar_type(), name, " is ", tensor.scalar_type(),
@@ -72,7 +68,37 @@ Signature signature_of(const Layout& layout, const at::Tensor& q, const at::Tens
   return signature;
 }
 
+void check_device_of_rows(const at::Tensor& tensor, const char* name, const at::Device& rows) {
+  TORCH_CHECK_VALUE(rows == tensor.device(), name, " is on ", tensor.device(),
+                    ", but the plan was made for ", rows, "; pass device= to distca.plan");
+}
+
+// Where only head_dim differs, as in multi-head latent attention, zeros change nothing but width.
+std::string remedy_for_values(const at::Tensor& k, const at::Tensor& v) {
+  if (v.sizes().slice(0, 2) != k.sizes().slice(0, 2) || v.size(2) >= k.size(2)) return "";
+  const std::string width = std::to_string(v.size(2));
+  return ": pad v with zeros and slice the result, core_attention(q, k, F.pad(v, (0, " +
+         std::to_string(k.size(2) - v.size(2)) + ")), ...)[..., :" + width + "]";
+}
+
 }  // namespace
+
+void check_no_capture([[maybe_unused]] const at::Tensor& tensor) {
+#ifdef DISTCA_WITH_CUDA
+  const bool is_captured = tensor.is_cuda() && c10::cuda::currentStreamCaptureStatusMayInitCtx() !=
+                                                   c10::cuda::CaptureStatus::None;
+  TORCH_CHECK_VALUE(!is_captured,
+                    "core attention is captured into a CUDA graph; expected a call outside, "
+                    "because documents differ from step to step, and so do their plans");
+#endif
+}
+
+void check_shape(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.dim() == 3, name, " has shape ", tensor.sizes(),
+                    "; expected [tokens, heads, head_dim]");
+  TORCH_CHECK_VALUE(tensor.size(1) > 0 && tensor.size(2) > 0, name, " has shape ", tensor.sizes(),
+                    "; expected at least one head and head_dim >= 1");
+}
 
 Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     const Layout& layout) {
@@ -82,7 +108,7 @@ Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
   check_same(k, "k", q);
   check_same(v, "v", q);
   TORCH_CHECK_VALUE(k.sizes() == v.sizes(), "k has shape ", k.sizes(), ", v ", v.sizes(),
-                    "; expected equal shapes");
+                    "; expected equal shapes", remedy_for_values(k, v));
   TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has head_dim ", q.size(2), ", k ", k.size(2),
                     "; expected one head_dim");
   TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0, "q has ", q.size(1), " heads, k ", k.size(1),
@@ -96,22 +122,39 @@ Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
                         ? std::string("equal numbers")
                         : "k to have the documents' " + std::to_string(layout.num_context_rows) +
                               " context rows more");
-  TORCH_CHECK_VALUE(layout.rounds[0].early.cu_seqlens.device() == q.device(), "q is on ",
-                    q.device(), ", but the plan was made for ",
-                    layout.rounds[0].early.cu_seqlens.device(), "; pass device= to distca.plan");
+  check_device_of_rows(q, "q", layout.rounds[0].early.cu_seqlens.device());
   check_device_support(q, layout);
   return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
 }
 
-void check_saved_rows(const at::Tensor& tensor, const char* name, const at::Tensor& q) {
-  TORCH_CHECK_VALUE(tensor.sizes() == q.sizes().slice(0, tensor.dim()) && tensor.dim() >= 2, name,
-                    " has shape ", tensor.sizes(), ", q ", q.sizes(),
-                    "; expected what the forward pass gave for this q");
+void check_is(const at::Tensor& tensor, const char* name, const Expected& expected) {
+  const auto& [sizes, dtype, device, reason] = expected;
+  TORCH_CHECK_VALUE(
+      tensor.sizes() == sizes && tensor.scalar_type() == dtype && tensor.device() == device, name,
+      " is ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device(),
+      "; expected ", dtype, " of shape ", at::IntArrayRef(sizes), " on ", device, ", ", reason);
 }
 
-void check_num_rows(const at::Tensor& tensor, const char* name, int64_t expected) {
-  TORCH_CHECK_VALUE(tensor.dim() >= 2 && tensor.size(0) == expected, name, " has shape ",
-                    tensor.sizes(), "; expected ", expected, " rows, as the layout says");
+at::ScalarType lse_dtype(const at::Tensor& out) {
+  return out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
+                 const at::Tensor& q) {
+  check_is(grad_out, "grad_out", {q.sizes().vec(), q.scalar_type(), q.device(), "like q"});
+  const char* saved = "what the forward pass gave for this q";
+  check_is(out, "out", {q.sizes().vec(), q.scalar_type(), q.device(), saved});
+  check_is(lse, "lse", {q.sizes().slice(0, 2).vec(), lse_dtype(q), q.device(), saved});
+}
+
+void check_layout_rows(const at::Tensor& tensor, const char* name, int64_t expected,
+                       const at::Tensor& rows) {
+  check_shape(tensor, name);
+  TORCH_CHECK_VALUE(tensor.size(0) == expected, name, " has shape ", tensor.sizes(), "; expected ",
+                    expected, " rows, as the layout says");
+  TORCH_CHECK_VALUE(at::isFloatingType(tensor.scalar_type()), name, " is ", tensor.scalar_type(),
+                    "; expected a floating-point dtype");
+  check_device_of_rows(tensor, name, rows.device());
 }
 
 at::Tensor with_contiguous_rows(const at::Tensor& tensor) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "layout_tensor.h"
 #include "session.h"
@@ -23,11 +24,32 @@ struct Inputs {
 Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     const Layout& layout);
 
-// `tensor` [tokens, heads(, head_dim)] is of q's rows and heads.
-void check_saved_rows(const at::Tensor& tensor, const char* name, const at::Tensor& q);
+// Refuses a call that a CUDA graph would repeat with this step's documents. `tensor` is on the
+// current device. Local, and before any rank communicates.
+void check_no_capture(const at::Tensor& tensor);
 
-// `tensor` has `expected` rows, those of the layout.
-void check_num_rows(const at::Tensor& tensor, const char* name, int64_t expected);
+// `tensor` is [rows, heads, head_dim].
+void check_shape(const at::Tensor& tensor, const char* name);
+
+// What a tensor is compared with.
+struct Expected {
+  std::vector<int64_t> sizes;
+  at::ScalarType dtype;
+  at::Device device;
+  const char* reason;
+};
+void check_is(const at::Tensor& tensor, const char* name, const Expected& expected);
+
+// The backward pass's inputs are those that the forward pass gave for q, [rows, heads, head_dim].
+void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
+                 const at::Tensor& q);
+
+// `tensor` [expected, heads, head_dim] has the layout's rows and is on their device.
+void check_layout_rows(const at::Tensor& tensor, const char* name, int64_t expected,
+                       const at::Tensor& rows);
+
+// That of lse for rows of `out`.
+at::ScalarType lse_dtype(const at::Tensor& out);
 
 // A tensor whose rows are contiguous: itself, or a copy.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);

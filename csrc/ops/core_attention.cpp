@@ -108,6 +108,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
     const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
     int64_t num_kept_queries, int64_t num_kept_keys, int64_t caller) {
   const c10::DeviceGuard guard(q.device());
+  check_no_capture(q);
   const Call call = begin_call(Pass::kForward, q, k, v, layout, rows, softmax_scale,
                                std::string(group_name), caller);
   const attention::Params params = attention_params(call.layout, softmax_scale);
@@ -137,23 +138,23 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
                                   c10::string_view group_name,
                                   const std::optional<at::Tensor>& kept, int64_t caller) {
   const c10::DeviceGuard guard(q.device());
+  check_no_capture(q);
   const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale,
                                std::string(group_name), caller);
   const attention::Params params = attention_params(call.layout, softmax_scale);
-  const at::Tensor grad = grad_out.contiguous();
   const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
+    check_saved(grad_out, out, lse, q);
     kept_of(call, elements);
-    return attention::backward(grad, home_q, home_k, home_v, {lse, at::Tensor(), out},
-                               call.layout.rounds[0].early, params);
+    return attention::backward(grad_out.contiguous(), home_q, home_k, home_v,
+                               {lse, at::Tensor(), out}, call.layout.rounds[0].early, params);
   }
   return announcing(*call.session, [&] {
-    check_saved_rows(grad, "grad_out", q);
-    check_saved_rows(out, "out", q);
-    check_saved_rows(lse, "lse", q);
+    check_saved(grad_out, out, lse, q);
     const Kept inputs = kept_of(call, elements);
+    const at::Tensor grad = grad_out.contiguous();
 #ifdef DISTCA_WITH_SM90
     if (uses_peer_memory(call, softmax_scale)) {
       return peer_backward(call, grad, out.contiguous(), lse.contiguous(), inputs, params);
@@ -166,6 +167,7 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
 void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
               const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
+  check_no_capture(q);
   const double any_scale = 1;
   const Call call =
       begin_call(Pass::kForward, q, k, v, layout, rows, any_scale, std::string(group_name));

@@ -51,8 +51,8 @@ Shipment ship(Session& session, const transport::Where& where, const char* wait,
     batches.push_back(pack(cargo, record));
   }
   auto exchange = session.transport().start(batches, where);
-  return {std::move(records), std::move(routes), std::move(exchange), session.timeline(),
-          where.in(wait), seal};
+  return {std::move(records), std::move(routes), std::move(exchange),
+          session.timeline(), where.in(wait),    seal};
 }
 
 }  // namespace

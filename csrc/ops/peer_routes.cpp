@@ -154,14 +154,20 @@ PeerRoutes read_peer_routes(std::span<const int64_t>& words, const RouteLimits& 
     returned.queries = read_places(words, {kMaxRows, all.max_visiting_q, all.max_returned_q});
     returned.keys = read_places(words, {kMaxRows, all.max_visiting_k, all.max_returned_k});
   }
+  TORCH_CHECK_VALUE(limits.num_ranks <= kMaxPeers, "layout: routes of ", limits.num_ranks,
+                    " peers; expected at most ", kMaxPeers);
   routes.key_gradients.resize(next_count(words, 3, "key gradients"));
   for (KeyGradients& rows : routes.key_gradients) {
     rows.home_row = next(words, limits.num_home_rows, "home row");
     rows.num_rows = next(words, kMaxRows, "rows");
     check_rows(rows.home_row, rows.num_rows, limits.num_home_rows, "home rows");
     rows.sources.resize(next_count(words, 2, "sources"));
+    int64_t next_server = 0;
     for (auto& [server, result_row] : rows.sources) {
       server = next(words, limits.num_ranks, "server");
+      TORCH_CHECK_VALUE(server >= next_server, "layout: key gradients of rank ", server,
+                        " follow those of a later one, or of the same; expected one of each rank");
+      next_server = server + 1;
       const int64_t num_results = results_of(server, all.max_visiting_k, all.max_returned_k);
       result_row = next(words, num_results, "result row");
       check_rows(result_row, rows.num_rows, num_results, "result rows");

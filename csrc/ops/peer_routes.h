@@ -16,7 +16,7 @@ struct KeyGradients {
   };
   int64_t home_row;
   int64_t num_rows;
-  std::vector<Source> sources;  // added up in this order
+  std::vector<Source> sources;  // added up in this order: by server, one of each
 };
 
 // Ranks that may write to each other's memory: those of a node.

@@ -15,6 +15,10 @@
 // q [tokens, heads_q, head_dim], k, v [context rows + tokens, heads_kv, head_dim], out like q, lse
 // [tokens, heads_q].
 TORCH_LIBRARY(distca, m) {
+  // A CUDA graph would repeat an operator with the plan of one step: inductor makes its graphs of
+  // what is between them.
+  const std::vector<at::Tag> of_one_step{at::Tag::cudagraph_unsafe};
+
   // The whole of core attention, forward and backward. `kept` [elements], of q's dtype, holds q, k
   // and v of visiting rows for the backward pass: it has room for so many query and key rows,
   // at least those that kept_rows says of the layout, or none where no backward pass follows.
@@ -23,36 +27,45 @@ TORCH_LIBRARY(distca, m) {
       "core_attention(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, "
       "float softmax_scale, str group_name, SymInt num_kept_queries=0, SymInt num_kept_keys=0, "
       "int caller=-1) "
-      "-> (Tensor out, Tensor lse, Tensor kept)");
+      "-> (Tensor out, Tensor lse, Tensor kept)",
+      of_one_step);
   m.def(
       "core_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor lse, Tensor layout, Tensor rows, float softmax_scale, str group_name, "
-      "Tensor? kept=None, int caller=-1) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "Tensor? kept=None, int caller=-1) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+      of_one_step);
 
   // Its dispatch alone, to be timed.
-  m.def("exchange(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) -> ()");
+  m.def("exchange(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) -> ()",
+        of_one_step);
 
   // The same in steps, each differentiable.
   m.def(
       "dispatch(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) "
-      "-> (Tensor visiting_q, Tensor visiting_k, Tensor visiting_v)");
+      "-> (Tensor visiting_q, Tensor visiting_k, Tensor visiting_v)",
+      of_one_step);
   m.def(
       "dispatch_backward(Tensor visiting_grad_q, Tensor visiting_grad_k, Tensor visiting_grad_v, "
       "Tensor layout, Tensor rows, str group_name) "
-      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+      of_one_step);
   m.def(
       "attend(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, float softmax_scale, "
-      "str tasks) -> (Tensor out, Tensor lse)");
+      "str tasks) -> (Tensor out, Tensor lse)",
+      of_one_step);
   m.def(
       "attend_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
       "Tensor layout, Tensor rows, float softmax_scale, str tasks) "
-      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+      of_one_step);
   m.def(
       "combine(Tensor out, Tensor lse, Tensor visiting_out, Tensor visiting_lse, Tensor layout, "
-      "Tensor rows, str group_name) -> (Tensor all_out, Tensor all_lse)");
+      "Tensor rows, str group_name) -> (Tensor all_out, Tensor all_lse)",
+      of_one_step);
   m.def(
       "combine_backward(Tensor grad_out, Tensor layout, Tensor rows, str group_name) "
-      "-> (Tensor home_grad_out, Tensor visiting_grad_out)");
+      "-> (Tensor home_grad_out, Tensor visiting_grad_out)",
+      of_one_step);
 
   // Every rank's tensor on the planning group, [num_ranks, ...]. Collective; all of one shape.
   m.def("all_gather(Tensor tensor, str group_name, int step) -> Tensor");
@@ -83,7 +96,7 @@ TORCH_LIBRARY(distca, m) {
       "bool by_peer_memory=False) "
       "-> (Tensor layout, Tensor packed_rows)");
   // `rows` from their packed form, on its device.
-  m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows");
+  m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows", of_one_step);
   // Visiting (query rows, key rows) whose inputs this rank keeps for the backward pass.
   m.def("kept_rows(Tensor layout) -> int[]", distca::ops::kept_rows);
 
@@ -132,8 +145,9 @@ TORCH_LIBRARY(distca, m) {
           distca::ops::find_session(group_name)->failures().announce(message);
         });
   // Names the module of a number for errors: alike on all ranks.
-  m.def("name_caller(int caller, str name) -> ()",
-        [](int64_t caller, const std::string& name) { distca::transport::name_caller(caller, name); });
+  m.def("name_caller(int caller, str name) -> ()", [](int64_t caller, const std::string& name) {
+    distca::transport::name_caller(caller, name);
+  });
   // Whether training waits for the plan that its background thread gathers.
   m.def("await_plan(str group_name, bool is_awaited) -> ()",
         [](const std::string& group_name, bool is_awaited) {

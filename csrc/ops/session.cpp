@@ -45,8 +45,8 @@ std::string field_text(Signature::Field field, int64_t value) {
 
 const char* field_name(Signature::Field field) {
   constexpr std::array<const char*, Signature::kNumFields> kNames{
-      "refused arguments", "distca version", "step",          "plan digest",    "heads_q",
-      "heads_kv",          "head_dim",       "dtype",         "softmax_scale",  "forward calls",
+      "refused arguments", "distca version", "step",  "plan digest",   "heads_q",
+      "heads_kv",          "head_dim",       "dtype", "softmax_scale", "forward calls",
       "recomputed calls",  "backward calls"};
   return kNames[field];
 }
@@ -114,8 +114,8 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   const auto planning = c10d::resolve_process_group(names.planning);
   rank_ = data->getRank();
   num_ranks_ = data->getSize();
-  failures_ = std::make_shared<transport::FailureBoard>(control->getStore(), names.data, rank_,
-                                                        num_ranks_);
+  failures_ =
+      std::make_shared<transport::FailureBoard>(control->getStore(), names.data, rank_, num_ranks_);
   failures_->introduce(configuration);
   // Agreement and rows take turns on one thread: one channel tells when ranks differ in the turn.
   const auto layers = std::make_shared<transport::Patience>(failures_, "layers");
@@ -207,9 +207,8 @@ void Session::agree(const Signature& mine) {
   if (std::find(agreed_.begin(), agreed_.end(), mine) != agreed_.end()) return;
   const bool new_plan = !has_agreed_on(mine.values[Signature::kStep]);
   // Later in a step the others may not be agreeing at all: the text must say on what.
-  const auto all = gather(with_history(mine), new_plan
-                                                  ? "the agreement before the first layer"
-                                                  : "an agreement on " + description_of(mine));
+  const auto all = gather(with_history(mine), new_plan ? "the agreement before the first layer"
+                                                       : "an agreement on " + description_of(mine));
   check_history(all, mine.values[Signature::kStep]);
   std::string refused;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
@@ -220,8 +219,7 @@ void Session::agree(const Signature& mine) {
   TORCH_CHECK_VALUE(refused.empty(), "distca: step ", mine.values[Signature::kStep],
                     ": the arguments of core attention were refused on rank(s)", refused,
                     "; nothing was sent. See the error on that rank.");
-  const std::string difference =
-      differences(all, Signature::kVersion, Signature::kFirstOfHistory);
+  const std::string difference = differences(all, Signature::kVersion, Signature::kFirstOfHistory);
   TORCH_CHECK_VALUE(difference.empty(),
                     "distca: ranks disagree on core attention, nothing was sent: ", difference,
                     ". All ranks of a group must run the same model on the same plan.");

@@ -99,8 +99,8 @@ class Session {
   // heads_q, heads_kv, head_dim and bytes per element last agreed on; zeros before that.
   std::array<int64_t, 4> attention_shape() const;
 
-  // Counts one attention call of a pass by a module (see name_caller), and says where that is in the
-  // step. Ranks compare how many calls moved rows.
+  // Counts one attention call of a pass by a module (see name_caller), and says where that is in
+  // the step. Ranks compare how many calls moved rows.
   transport::Where enter(Pass pass, int64_t caller, bool moves_rows);
 
   // Where the last enter() of this pass was.
@@ -130,7 +130,7 @@ class Session {
   std::vector<Signature> agreed_;  // under the current plan
   int64_t num_forward_ = 0;        // attention calls under the current plan
   int64_t num_backward_ = 0;
-  std::array<int64_t, 3> num_moving_{};  // of them that move rows, in the order of Signature
+  std::array<int64_t, 3> num_moving_{};        // of them that move rows, in the order of Signature
   std::array<transport::Where, 2> current_{};  // by Pass
 };
 

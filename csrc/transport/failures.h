@@ -28,8 +28,7 @@ inline constexpr const char* kSameCalls =
     ". All ranks of a group must make the same attention calls and plans in the same order";
 
 // A sentence for CallMismatch: where two ranks were when results of one came to the other.
-std::string describe_mismatch(int64_t server, const Where& theirs, int64_t home,
-                              const Where& mine);
+std::string describe_mismatch(int64_t server, const Where& theirs, int64_t home, const Where& mine);
 
 // Memory is short on some ranks of a group, and all of its ranks throw this at the same point:
 // nobody is left waiting, and the group goes on.

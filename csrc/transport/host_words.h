@@ -1,12 +1,13 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+
+#include "host_page.h"
 
 namespace distca::transport {
 
-// Words in the host's memory that kernels and a watchdog share, zero at first. The watchdog needs no
-// driver for them, which another thread may have locked while it waits for the device, as it
+// Words in the host's memory that kernels and a watchdog share, zero at first. The watchdog needs
+// no driver for them, which another thread may have locked while it waits for the device, as it
 // does where a kernel is launched for the first time, or memory is given back.
 class HostWords {
  public:
@@ -19,7 +20,8 @@ class HostWords {
   void write(int word, uint32_t value);
 
  private:
-  std::unique_ptr<uint32_t, void (*)(void*)> words_;  // a page
+  HostPage page_;
+  uint32_t* words_;
   uint32_t* on_device_ = nullptr;
 };
 

@@ -80,7 +80,8 @@ Progress Progress::decode(const std::string& encoded) {
   wait.where = where_of(read_words(text));
   text >> num_channels >> std::ws;
   std::getline(text, wait.activity);
-  for (size_t i = 0; i < num_channels && text; ++i) progress.channels.push_back(Channel::read(text));
+  for (size_t i = 0; i < num_channels && text; ++i)
+    progress.channels.push_back(Channel::read(text));
   return progress;
 }
 

@@ -29,8 +29,8 @@ struct SealedRows {
 // dst[i] = src[index[i]] for every row i of dst.
 void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
 
-// dst[index[i]] = src[i] for every row i of src; indices are distinct. Rows of src that have another
-// seal than `found` says become NaN.
+// dst[index[i]] = src[i] for every row i of src; indices are distinct. Rows of src that have
+// another seal than `found` says become NaN.
 void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                   const SealedRows& found = {});
 

@@ -42,10 +42,10 @@ std::vector<int64_t> longest_first(const std::vector<KeyGroup>& groups) {
   return order;
 }
 
-// dst rows [k_row, k_row + num_rows) = factor * sums.
+// dst rows [k_row, k_row + num_rows) = sums.
 template <typename T>
 void store_key_grads(const Rows<T>& dst, int64_t kv_head, const KeyGrads<RealOf<T>>& grads,
-                     const RealOf<T>* sums, int64_t head_dim, RealOf<T> factor) {
+                     const RealOf<T>* sums, int64_t head_dim) {
   const int64_t width = panel_width<RealOf<T>>();
   for (int64_t row = 0; row < grads.num_rows; ++row) {
     T* to = dst.at(grads.k_row + row, kv_head);
@@ -53,7 +53,7 @@ void store_key_grads(const Rows<T>& dst, int64_t kv_head, const KeyGrads<RealOf<
       const int64_t panel = begin * grads.num_rows;
       const RealOf<T>* from = sums + panel + row * width;
       const int64_t num_dims = std::min(width, head_dim - begin);
-      for (int64_t d = 0; d < num_dims; ++d) to[begin + d] = static_cast<T>(from[d] * factor);
+      for (int64_t d = 0; d < num_dims; ++d) to[begin + d] = static_cast<T>(from[d]);
     }
   }
 }
@@ -82,8 +82,8 @@ void run_group(const BackwardArgs<T>& args, const KeyGradRows<T>& out, const Key
       backward_tile(args, {task, kv_head, row, row_end}, grads, scratch);
     }
   }
-  store_key_grads(out.dk, kv_head, grads, grads.dk, shape.head_dim, kLn2<Real>);
-  store_key_grads(out.dv, kv_head, grads, grads.dv, shape.head_dim, Real(1));
+  store_key_grads(out.dk, kv_head, grads, grads.dk, shape.head_dim);
+  store_key_grads(out.dv, kv_head, grads, grads.dv, shape.head_dim);
 }
 
 template <typename T>

@@ -9,14 +9,14 @@ struct BackwardTile {
   using Vec = typename S::Vec;
   static constexpr int64_t kSquare = S::kPanel * S::kPanel;
 
-  // What is kept of one panel of queries; q carries the factor softmax_scale * log2(e).
+  // What is kept of one panel of queries; q carries the factor softmax_scale.
   struct Queries {
     Real* q;          // [head_dim][kPanel]
     Real* grad_out;   // [head_dim][kPanel]
     Real* q_rows;     // [panel of dims][kPanel queries][kPanel dims]
     Real* grad_rows;  // [panel of dims][kPanel queries][kPanel dims]
     Real* dq;         // [dims][kPanel]
-    Real* lse;        // [kPanel], base 2
+    Real* lse;        // [kPanel]
     Real* delta;      // [kPanel]
   };
 
@@ -88,20 +88,20 @@ struct BackwardTile {
     }
   }
 
-  // A query that saw no key, and a lane without a query, takes part as zeros of weight 2^-inf.
+  // A query that saw no key, and a lane without a query, takes part as zeros of weight e^-inf.
   DISTCA_BLOCK void load_statistics(const Panel& panel, const Queries& to) const {
     for (int64_t i = 0; i < S::kPanel; ++i) {
       const Real lse =
           i < panel.num_rows ? *args.lse.at(panel.row + i, panel.head) : -kInfinity<Real>;
       const bool saw_key = lse != -kInfinity<Real>;
-      to.lse[i] = saw_key ? lse * static_cast<Real>(kLog2E) : kInfinity<Real>;
+      to.lse[i] = saw_key ? lse : kInfinity<Real>;
       to.delta[i] = saw_key ? *args.delta.at(panel.row + i, panel.head) : 0;
       if (!saw_key) clear_lane(to, i);
     }
   }
 
   DISTCA_BLOCK void load_queries() {
-    const Real q_factor = static_cast<Real>(args.shape.softmax_scale * kLog2E);
+    const Real q_factor = static_cast<Real>(args.shape.softmax_scale);
     for (int64_t i = 0; i < panels.count(); ++i) {
       const Panel panel = panels.at(i);
       const Queries to = queries(i);
@@ -118,6 +118,11 @@ struct BackwardTile {
   }
 
   // p: scores become weights. dp: gradient of the weights becomes that of the scores.
+  //
+  // Scores are those of the forward pass to the last bit, and lse is the largest plus a logarithm,
+  // rounded once: of large scores, whose spacing is above 1, no other unit or rounding would do, as
+  // an error of one spacing is a factor of e^64 at 1e9. No weight is above 1, also where lse comes
+  // from a processor that rounds otherwise.
   DISTCA_BLOCK void softmax_grad(const Queries& of, int64_t num_keys, int64_t padded_keys) {
     for (int n = 0; n < S::kVecs; ++n) {
       const Vec lse = reinterpret_cast<const Vec*>(of.lse)[n];
@@ -126,7 +131,8 @@ struct BackwardTile {
       Vec* gradients = reinterpret_cast<Vec*>(dp) + n;
       for (int64_t key = 0; key < num_keys; ++key) {
         Vec weight = weights[key * S::kVecs] - lse;
-        exp2_inplace<S>(weight);
+        weight = weight > Vec{} ? Vec{} : weight;
+        exp_inplace<S>(weight);
         weights[key * S::kVecs] = weight;
         gradients[key * S::kVecs] = weight * (gradients[key * S::kVecs] - delta);
       }

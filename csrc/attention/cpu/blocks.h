@@ -36,8 +36,6 @@ constexpr int64_t round_up(int64_t x, int64_t multiple) {
 }
 
 constexpr double kLog2E = 1.44269504088896340736;
-template <typename Real>
-constexpr Real kLn2 = Real(0.693147180559945309417);
 
 template <typename Real>
 constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
@@ -95,6 +93,13 @@ DISTCA_BLOCK void exp2_inplace(typename S::Vec& x) {
   for (int i = E::kDegree - 1; i >= 0; --i) p = p * f + E::kCoefficients[i];
   const IntVec exponent = ((IntVec)shifted - (IntVec)round) << E::kMantissaBits;
   x = tiny ? zero : (Vec)((IntVec)p + exponent);
+}
+
+// x = e^x, as above.
+template <typename S>
+DISTCA_BLOCK void exp_inplace(typename S::Vec& x) {
+  x *= static_cast<typename S::Real>(kLog2E);
+  exp2_inplace<S>(x);
 }
 
 // c[rows][kPanel] (+)= a * b[inner][kPanel]; a is [rows][inner], or [inner][rows] when transposed.

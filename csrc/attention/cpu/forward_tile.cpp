@@ -15,9 +15,9 @@ struct ForwardTile {
   Panels<S> panels;
   int64_t head_dim;
   int64_t dims;   // head_dim in whole register blocks
-  Real* q;        // per panel [head_dim][kPanel], times softmax_scale * log2(e)
+  Real* q;        // per panel [head_dim][kPanel], times softmax_scale
   Real* acc;      // per panel [dims][kPanel]
-  Real* maximum;  // per panel [kPanel], base 2
+  Real* maximum;  // per panel [kPanel]
   Real* sum;      // per panel [kPanel]
   Real* x;        // [kKeys][kPanel]
   KeyBlock<S> block;
@@ -37,7 +37,7 @@ struct ForwardTile {
         block(dims, scratch) {}
 
   // Online softmax of one block: x[num_keys][kPanel] scores become weights relative to the new
-  // maximum; `sum`, `acc` [rows][kPanel] are brought to it. All in powers of 2.
+  // maximum; `sum`, `acc` [rows][kPanel] are brought to it.
   DISTCA_BLOCK static void softmax_block(Real* x, int64_t num_keys, Real* maximum, Real* sum,
                                          Real* acc, int64_t rows) {
     for (int n = 0; n < S::kVecs; ++n) {
@@ -54,12 +54,12 @@ struct ForwardTile {
       Vec block_sum = {};
       for (int64_t key = 0; key < num_keys; ++key) {
         Vec weight = column[key * S::kVecs] - base;
-        exp2_inplace<S>(weight);
+        exp_inplace<S>(weight);
         column[key * S::kVecs] = weight;
         block_sum += weight;
       }
       Vec correction = old_max - base;
-      exp2_inplace<S>(correction);
+      exp_inplace<S>(correction);
       total = total * correction + block_sum;
       old_max = new_max;
       Vec* out = reinterpret_cast<Vec*>(acc) + n;
@@ -76,7 +76,7 @@ struct ForwardTile {
       const Panel panel = panels.at(i);
       load_transposed<S>(q + i * head_dim * S::kPanel, args.q.at(panel.row, panel.head),
                          args.q.row_stride, panel.num_rows, head_dim,
-                         static_cast<Real>(args.shape.softmax_scale * kLog2E));
+                         static_cast<Real>(args.shape.softmax_scale));
     }
   }
 
@@ -100,9 +100,9 @@ struct ForwardTile {
       Real factor[S::kPanel];
       for (int64_t lane = 0; lane < panel.num_rows; ++lane) {
         const Real total = sum[i * S::kPanel + lane];
-        const Real log2_sum = maximum[i * S::kPanel + lane] + std::log2(total);
+        // Rounded once and never below the maximum: see BackwardTile::softmax_grad.
         *args.lse.at(panel.row + lane, panel.head) =
-            total == 0 ? -kInfinity<Real> : log2_sum * kLn2<Real>;
+            total == 0 ? -kInfinity<Real> : maximum[i * S::kPanel + lane] + std::log(total);
         factor[lane] = total == 0 ? 0 : 1 / total;
       }
       store_transposed<S>(args.out.at(panel.row, panel.head), args.out.row_stride,

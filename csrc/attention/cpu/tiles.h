@@ -86,7 +86,7 @@ struct BackwardArgs {
 };
 
 // Sums of dk and dv over key rows [k_row, k_row + num_rows), each laid out
-// [panel of dims][num_rows][panel_width]; dk lacks the factor ln(2).
+// [panel of dims][num_rows][panel_width].
 template <typename Real>
 struct KeyGrads {
   Real* dk;

@@ -169,7 +169,8 @@ struct KeyWarpgroup {
     }
   }
 
-  // Scores to probabilities.
+  // Scores to probabilities, of which none is above 1: lse has its own rounding, which is worth
+  // e^64 where scores are near 1e9, and sums in fixed point overflow where a probability does.
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], uint32_t log_sums) {
 #pragma unroll
     for (int j = 0; j < kScores / 8; ++j) {
@@ -178,7 +179,7 @@ struct KeyWarpgroup {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         float& score = scores[8 * j + e];
-        score = exp2_fast(fmaf(score, scale_log2, -log_sum[e]));
+        score = exp2_fast(min_or_nan(fmaf(score, scale_log2, -log_sum[e]), 0.f));
       }
     }
   }

@@ -17,8 +17,13 @@ constexpr int kFewGathers = 64;  // of a launch that sends few parameters
 constexpr int kFewSources = 96;
 constexpr int kManyGathers = 512;
 constexpr int kManySources = 1024;
-constexpr int kMaxCtas = 96;  // leaves multiprocessors to other communication
 constexpr int64_t kChunkBytes = int64_t{32} << 10;
+
+// Leaves multiprocessors to other communication.
+constexpr int max_ctas(int num_multiprocessors) {
+  return std::max(1, num_multiprocessors * 8 / 11);
+}
+static_assert(max_ctas(132) == 96);
 
 struct FetchTarget {
   char* dst;
@@ -47,6 +52,7 @@ struct FetchArguments {
 using FewFetches = FetchArguments<kFewGathers, kFewSources>;
 using ManyFetches = FetchArguments<kManyGathers, kManySources>;
 static_assert(sizeof(FewFetches) <= 4096 && sizeof(ManyFetches) <= 32764);
+static_assert(kMaxPeers <= kManySources, "a launch holds all sources of a gather");
 
 template <typename T>
 __device__ __forceinline__ void add_to(float (&sum)[8], const uint4& words) {
@@ -216,7 +222,8 @@ class FetchLaunch {
     std::copy(sources_.begin(), sources_.end(), arguments.sources);
     const auto kernel = addend_ == Addend::kFloat16 ? fetch_kernel<__half, Arguments>
                                                     : fetch_kernel<__nv_bfloat16, Arguments>;
-    const int num_ctas = std::clamp(static_cast<int>(first_chunk_.back()), 1, kMaxCtas);
+    const int most_ctas = max_ctas(num_multiprocessors());
+    const int num_ctas = std::clamp(static_cast<int>(first_chunk_.back()), 1, most_ctas);
     launch_dependent(kernel, num_ctas, kThreads, stream_, arguments);
   }
 

@@ -118,8 +118,8 @@ struct Gather {
     int64_t rank;      // that brought it there
   };
   char* dst;
-  int64_t num_bytes;  // consecutive on both sides; a multiple of 4, of 16 where it adds
-  std::vector<Source> sources;
+  int64_t num_bytes;            // consecutive on both sides; a multiple of 4, of 16 where it adds
+  std::vector<Source> sources;  // kMaxPeers at most
   bool adds;
 };
 

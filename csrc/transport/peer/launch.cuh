@@ -4,12 +4,30 @@
 
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace distca::transport::peer {
 
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(error));
+}
+
+// Of the current device. All devices are asked once.
+inline int num_multiprocessors() {
+  static const std::vector<int> by_device = [] {
+    int num_devices = 0;
+    check(cudaGetDeviceCount(&num_devices), "cudaGetDeviceCount");
+    std::vector<int> numbers(num_devices);
+    for (int device = 0; device < num_devices; ++device) {
+      check(cudaDeviceGetAttribute(&numbers[device], cudaDevAttrMultiProcessorCount, device),
+            "cudaDeviceGetAttribute");
+    }
+    return numbers;
+  }();
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return by_device.at(device);
 }
 
 // A dependent kernel comes to the device while the one before it in the stream still runs, which

@@ -94,7 +94,8 @@ void PeerMemory::check_that_all_have(int64_t num_bytes, const std::string& own_p
 
 void PeerMemory::grow(int64_t num_bytes, const Where& where) {
   const int64_t with_room = num_bytes + num_bytes / 4;  // plans differ from step to step
-  const int64_t wanted = in_granules(std::max(with_room, reserved_bytes_ / kNumBuffers));
+  const int64_t wanted =
+      in_granules(std::max({with_room, reserved_bytes_ / kNumBuffers, int64_t{1}}));
   // Nobody uses this rank's old buffers: the others' devices are idle too when they meet.
   data_ = share(kNumBuffers * wanted, where);
   buffers_ = data_.addresses;

@@ -33,7 +33,8 @@ class PeerMemory {
   // more.
   PeerMemory(Members members, Meeting meet, int64_t reserved_bytes);
 
-  bool holds(int64_t num_bytes) const { return num_bytes <= num_bytes_; }
+  // Not before the buffers first grow, also where nothing moves: calls take their addresses.
+  bool holds(int64_t num_bytes) const { return !buffers_.empty() && num_bytes <= num_bytes_; }
 
   // Makes each buffer hold `num_bytes`, which are equal on all ranks, or more, and forgets what is
   // in them. Collective; this rank's device is idle. Throws GroupOutOfMemory, on every rank, naming

@@ -10,7 +10,14 @@ constexpr int kThreads = 512;
 constexpr int kFew = 60;  // blocks of a launch that sends few parameters
 constexpr int kMany = 600;
 constexpr int64_t kBytesPerCta = int64_t{8} << 10;
-constexpr int kMaxCtas = 128;  // nothing else runs: the stream's next kernel waits
+
+// Nothing else of this rank runs, because the stream's next kernel waits; but blocks that wait for
+// buffers leave multiprocessors to whoever is to free them.
+constexpr int max_ctas(int num_multiprocessors) {
+  constexpr int kMost = 128, kLeft = 4;
+  return std::clamp(num_multiprocessors - kLeft, 1, kMost);
+}
+static_assert(max_ctas(132) == 128 && max_ctas(114) == 110 && max_ctas(78) == 74);
 
 // Rows in words of one size; a block without gaps on either side is one row.
 struct StoreBlock {
@@ -197,7 +204,7 @@ class StoreLaunch {
     std::copy(words_until_.begin(), words_until_.end(), arguments.words_until);
     std::copy(blocks_.begin(), blocks_.end(), arguments.blocks);
     const int64_t ctas = (most_bytes_ + kBytesPerCta - 1) / kBytesPerCta;
-    const int64_t most_ctas = std::max(1, kMaxCtas / num_targets_);
+    const int64_t most_ctas = std::max(1, max_ctas(num_multiprocessors()) / num_targets_);
     const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(ctas, 1, most_ctas)),
                     static_cast<unsigned>(num_targets_));
     store_kernel<<<grid, kThreads, 0, stream_>>>(arguments);

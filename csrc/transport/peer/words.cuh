@@ -134,8 +134,8 @@ __device__ __forceinline__ void spin_for_result(const Board& board, int rank, co
 }
 
 // By a block of more than kMaxPeers threads, the last of which tells the host: neither way is
-// short, and no thread goes both. raise(rank) tells a rank. Results of a call that was cut short are
-// worth nothing: the others go on waiting, until they learn why.
+// short, and no thread goes both. raise(rank) tells a rank. Results of a call that was cut short
+// are worth nothing: the others go on waiting, until they learn why.
 template <typename Raise>
 __device__ __forceinline__ void tell_everyone(const Board& board, HostWord word, uint32_t epoch,
                                               Raise&& raise) {

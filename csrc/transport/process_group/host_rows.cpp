@@ -102,8 +102,8 @@ c10::intrusive_ptr<c10d::Work> exchange_on_host(c10::intrusive_ptr<c10d::Process
                                                 std::vector<RowBatch> batches,
                                                 std::vector<at::Tensor> received,
                                                 const Where& where) {
-  auto rows = c10::make_intrusive<HostRows>(std::move(group), std::move(batches),
-                                            std::move(received));
+  auto rows =
+      c10::make_intrusive<HostRows>(std::move(group), std::move(batches), std::move(received));
   rows->start(where);
   return rows;
 }

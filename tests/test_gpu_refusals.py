@@ -1,0 +1,81 @@
+"""What the operators refuse on GPUs: gradients of ranks that exchange rows, and tensors that lie on
+different devices. Ranks share devices where there are fewer."""
+
+import pytest
+import torch
+from oracle import Case
+from ranks import Ranks
+from small_step import small_step
+from test_hostile_gradients import CASES
+
+import distca
+from distca.planning import local_plan
+
+pytestmark = pytest.mark.gpu
+
+SHARDED = Case([[10, 50, 100, 1200, 30], []], sharded=True)  # both ranks send rows
+BAD_RANK, HANG_S = 1, 90
+CASES_ON_GPUS = ("grad_out 2-D", "lse of another dtype", "kept 2-D", "a step's gradient 2-D")
+
+
+def run_case(rank: int, world_size: int, case: str, transport: str) -> None:
+    distca.init(options=distca.Options(transport=transport))
+    run, change, _ = CASES[case]
+    step = small_step(rank, world_size, SHARDED)
+    step.q, step.k, step.v = (t.detach().bfloat16().cuda() for t in (step.q, step.k, step.v))
+    made = distca.plan(step.documents, device="cuda")
+    run(step, made, change if rank == BAD_RANK else lambda given: given)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("transport", ["process_group", "peer"])
+@pytest.mark.parametrize("case", CASES_ON_GPUS)
+def test_gradients_are_refused_before_they_are_sent(monkeypatch, case, transport):
+    has_own_devices = torch.cuda.device_count() >= 2
+    if transport == "peer" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("peer memory needs a Hopper GPU")
+    if transport == "process_group" and not has_own_devices:
+        pytest.skip("NCCL needs a device for each rank")
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    ranks = Ranks(2, "nccl" if has_own_devices else "gloo")
+    try:
+        outcomes = ranks.outcomes(run_case, case, transport, timeout_s=HANG_S)
+    finally:
+        ranks.stop()
+    assert outcomes[BAD_RANK].error_type == "ValueError", outcomes[BAD_RANK]
+    assert CASES[case][2].split()[0] in outcomes[BAD_RANK].error
+    assert f"rank {BAD_RANK}" in str(outcomes[1 - BAD_RANK].error), outcomes
+
+
+def tensors_of_operators() -> dict:
+    """Tensors and other arguments of each operator, for a document that stays here."""
+    made = local_plan(distca.Documents([0, 100]), (-1, 0), torch.device("cuda"))
+    share = made.layout, made.rows
+    q = torch.ones(100, 2, 8, device="cuda", dtype=torch.bfloat16)
+    lse = torch.ones(100, 2, device="cuda")
+    no_q, no_lse = q[:0], lse[:0]
+    return {
+        "core_attention": ((q, q, q, *share), (1.0, "")),
+        "core_attention_backward": ((q, q, q, q, q, lse, *share), (1.0, "")),
+        "exchange": ((q, q, q, *share), ("",)),
+        "dispatch": ((q, q, q, *share), ("",)),
+        "dispatch_backward": ((no_q, no_q, no_q, *share), ("",)),
+        "attend": ((q, q, q, *share), (1.0, "home")),
+        "attend_backward": ((q, q, q, q, q, lse, *share), (1.0, "home")),
+        "combine": ((q, lse, no_q, no_lse, *share), ("",)),
+        "combine_backward": ((q, *share), ("",)),
+    }
+
+
+def test_one_tensor_on_another_device():
+    for name, (tensors, others) in tensors_of_operators().items():
+        operator = getattr(torch.ops.distca, name)
+        operator(*tensors, *others)
+        for i, tensor in enumerate(tensors):
+            away = tensor.cpu() if tensor.is_cuda else tensor.cuda()
+            with pytest.raises(ValueError, match="expected|the plan was made for"):
+                operator(*tensors[:i], away, *tensors[i + 1 :], *others)
+    kept = torch.empty(0, dtype=torch.bfloat16)
+    tensors, others = tensors_of_operators()["core_attention_backward"]
+    with pytest.raises(ValueError, match="kept is torch.BFloat16Tensor"):
+        torch.ops.distca.core_attention_backward(*tensors, *others, kept)

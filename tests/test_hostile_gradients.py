@@ -1,0 +1,126 @@
+"""The backward pass's inputs and those of its steps, on ranks that exchange rows: what one rank is
+given by mistake is an error that says so there, and on the others one that names this rank."""
+
+import pytest
+import torch
+from ranks import Ranks
+from small_step import SHARDED, Step, small_step
+
+import distca
+
+LIMIT_S = 5.0
+HANG_S = 60
+BAD_RANK = 1
+
+
+def _backward(step: Step, made: distca.Plan, change) -> None:
+    """core_attention_backward of what `change` makes of its tensors."""
+    q, k, v = (tensor.detach() for tensor in (step.q, step.k, step.v))
+    ops, share = torch.ops.distca, (made.layout, made.rows)
+    out, lse, kept = ops.core_attention(q, k, v, *share, 1.0, made.group_name)
+    given = {"grad_out": torch.ones_like(out), "out": out, "lse": lse, "kept": kept}
+    given = change(given)
+    ops.core_attention_backward(
+        given["grad_out"], q, k, v, given["out"], given["lse"], *share, 1.0, made.group_name,
+        given["kept"],
+    )  # fmt: skip
+
+
+def _steps(step: Step, made: distca.Plan, change) -> None:
+    """The backward pass in steps, its gradients of visiting rows as `change` makes them."""
+    q, k, v = (tensor.detach() for tensor in (step.q, step.k, step.v))
+    ops, share = torch.ops.distca, (made.layout, made.rows, made.group_name)
+    visiting = ops.dispatch(q, k, v, *share)
+    ops.combine_backward(change({"grad_out": torch.ones_like(q)})["grad_out"], *share)
+    names = ("visiting_grad_q", "visiting_grad_k", "visiting_grad_v")
+    ops.dispatch_backward(*change(dict(zip(names, visiting, strict=True))).values(), *share)
+
+
+def changed(name: str, how):
+    return lambda given: given | {name: how(given[name])} if name in given else given
+
+
+CASES = {  # a pass, how it is changed on one rank, and what is said there
+    "grad_out 2-D": (
+        _backward,
+        changed("grad_out", lambda t: t[..., 0]),
+        "grad_out is Float of shape [463, 4] on cpu; expected Float of shape [463, 4, 24] on cpu",
+    ),
+    "grad_out of another dtype": (
+        _backward,
+        changed("grad_out", lambda t: t.double()),
+        "grad_out is Double of shape",
+    ),
+    "grad_out of fewer heads": (
+        _backward,
+        changed("grad_out", lambda t: t[:, 1:]),
+        "grad_out is Float of shape [463, 3, 24]",
+    ),
+    "out of another dtype": (
+        _backward,
+        changed("out", lambda t: t.half()),
+        "out is Half of shape",
+    ),
+    "lse 3-D": (
+        _backward,
+        changed("lse", lambda t: t[..., None]),
+        "lse is Float of shape [463, 4, 1]",
+    ),
+    "lse of another dtype": (
+        _backward,
+        changed("lse", lambda t: t.double()),
+        "lse is Double",
+    ),
+    "kept 2-D": (
+        _backward,
+        changed("kept", lambda t: t[None]),
+        "kept is torch.FloatTensor of [1, 0] elements",
+    ),
+    "a step's grad_out 2-D": (
+        _steps,
+        changed("grad_out", lambda t: t[..., 0]),
+        "grad_out has shape [463, 4]; expected [tokens, heads, head_dim]",
+    ),
+    "a step's gradient 2-D": (
+        _steps,
+        changed("visiting_grad_q", lambda t: t[..., 0]),
+        "visiting_grad_q has shape",
+    ),
+    "a step's gradient of another dtype": (
+        _steps,
+        changed("visiting_grad_v", lambda t: t.double()),
+        "visiting_grad_v is Double of shape",
+    ),
+    "a step's gradient of another head_dim": (
+        _steps,
+        changed("visiting_grad_k", lambda t: t[..., :8]),
+        "visiting_grad_k is Float of shape",
+    ),
+}
+
+
+def run_case(rank: int, world_size: int, case: str) -> None:
+    """In a session of its own, because a group on which a failure stands is lost."""
+    run, change, _ = CASES[case]
+    step = small_step(rank, world_size, SHARDED)
+    try:
+        run(step, distca.plan(step.documents), change if rank == BAD_RANK else lambda given: given)
+    finally:
+        distca.close()
+
+
+@pytest.fixture(scope="module")
+def hostile_ranks():
+    started = Ranks(3, start_method="forkserver")
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_refused_before_they_are_sent(hostile_ranks, case):
+    outcomes = hostile_ranks.outcomes(run_case, case, timeout_s=HANG_S)
+    assert all(outcome.error and outcome.seconds < LIMIT_S for outcome in outcomes), outcomes
+    assert outcomes[BAD_RANK].error_type == "ValueError"
+    assert CASES[case][2] in outcomes[BAD_RANK].error
+    for rank in {0, 1, 2} - {BAD_RANK}:
+        assert f"rank {BAD_RANK}" in outcomes[rank].error, outcomes[rank].error
