@@ -202,7 +202,8 @@ def habit_violations(path: str, text: str) -> list[str]:
     found = []
     if any(name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle") for name in imported):
         found.append(f"{path} imports a pickler")
-    if "torch.load" in calls or any("_object" in call.split(".")[-1] for call in calls):
+    moves_objects = re.compile(r"(gather|scatter|broadcast|send|recv)_object")  # by pickling
+    if "torch.load" in calls or any(map(moves_objects.search, calls)):
         found.append(f"{path} unpickles")
     if "print" in calls and path not in MAY_PRINT:
         found.append(f"{path} prints")
