@@ -18,6 +18,7 @@ constexpr std::chrono::milliseconds kGrace{500};      // ... after one at fault 
 constexpr std::chrono::milliseconds kPoll{20};
 constexpr const char* kUnknown = "unknown";
 constexpr const char* kAlarm = "distca/alarm";
+constexpr const char* kLeft = "distca/left";
 constexpr int64_t kSilent = INT64_MAX;  // order of ranks that did not report an error themselves
 
 // Equal for processes that can see each other in /proc: one boot of one machine, one PID namespace
@@ -42,6 +43,11 @@ char process_state(int64_t pid) {
 
 bool is_dead(char state) {
   return state == 0 || state == 'Z' || state == 'X';
+}
+
+// The sentence in what leave() publishes.
+std::string how_of(const std::string& left) {
+  return left.substr(std::min(left.size(), left.find(';') + 1));
 }
 
 }  // namespace
@@ -71,13 +77,15 @@ std::string FailureBoard::key(const std::string& kind, int64_t rank) const {
   return "distca/" + kind + "/" + std::to_string(rank);
 }
 
-void FailureBoard::introduce(const std::string& configuration) {
-  store_->set(key("process", rank_),
-              self_.space + " " + std::to_string(self_.pid) + " " + configuration);
+std::string FailureBoard::introduction(const std::string& configuration) const {
+  return self_.space + " " + std::to_string(self_.pid) + " " + configuration;
+}
+
+void FailureBoard::introduce(const std::vector<std::string>& introductions) {
   processes_.resize(num_ranks_);
   std::map<std::string, std::string> ranks_by_configuration;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-    std::istringstream text(store_->get_to_str(key("process", rank)));
+    std::istringstream text(introductions.at(rank));
     text >> processes_[rank].space >> processes_[rank].pid;
     std::string theirs;
     std::getline(text >> std::ws, theirs);
@@ -134,6 +142,45 @@ std::string FailureBoard::find_deadlock(const Waiting& waiting) noexcept {
   return "";
 }
 
+void FailureBoard::complete(const std::string& channel, int64_t num_completed) {
+  std::lock_guard lock(mutex_);
+  completed_[channel] = num_completed;
+}
+
+void FailureBoard::leave(const std::string& how) noexcept {
+  std::string text;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [channel, num] : completed_) text += channel + " " + std::to_string(num) + " ";
+  }
+  with_store([&] {
+    store_->set(key("left", rank_), text + "; " + how);
+    store_->set(kLeft, "1");
+  });
+}
+
+std::string FailureBoard::find_departed(const std::string& channel, int64_t idx) noexcept {
+  bool has_any = false;
+  with_store([&] { has_any = store_->check({kLeft}); });
+  std::string names;
+  for (int64_t rank = 0; has_any && rank < num_ranks_; ++rank) {
+    std::string left, error;
+    if (rank == rank_ || !posted("left", rank, left) || posted("error", rank, error)) continue;
+    std::istringstream text(left);
+    std::string other;
+    int64_t num = 0, num_completed = 0;
+    while (text >> other >> num) {
+      if (other == channel) num_completed = num;
+    }
+    if (num_completed > idx) continue;
+    names += (names.empty() ? "rank " : "; rank ") + std::to_string(rank) + how_of(left);
+  }
+  if (names.empty()) return "";
+  return names +
+         ", and takes part in nothing more. Ranks of a group must make the same number of " +
+         "steps: distca.join gives empty batches to those that have run out of data";
+}
+
 bool FailureBoard::posted(const std::string& kind, int64_t rank, std::string& value) noexcept {
   bool is_there = false;
   with_store([&] {
@@ -162,6 +209,7 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
             name + " failed: " + value.substr(space + 1)};
   }
   if (posted("lost", rank, value)) return {Verdict::kInnocent, 0, ""};
+  if (posted("left", rank, value)) return {Verdict::kLeft, kSilent, name + how_of(value)};
   const Finding unknown{
       Verdict::kUnknown, kSilent,
       name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
@@ -209,12 +257,18 @@ std::string FailureBoard::diagnose(const std::string& own_error) noexcept {
     if (has(findings, Verdict::kAtFault)) patience = std::min(patience, kGrace);
   } while (has(findings, Verdict::kUnknown) && std::chrono::steady_clock::now() < start + patience);
 
-  const Verdict blamed = has(findings, Verdict::kAtFault) ? Verdict::kAtFault : Verdict::kUnknown;
+  // A rank that left may have done its part before; it is named unless another is known to be at
+  // fault.
+  const bool is_clear = has(findings, Verdict::kAtFault);
+  const auto is_blamed = [is_clear](Verdict verdict) {
+    if (is_clear) return verdict == Verdict::kAtFault;
+    return verdict == Verdict::kUnknown || verdict == Verdict::kLeft;
+  };
   std::stable_sort(findings.begin(), findings.end(),
                    [](const Finding& a, const Finding& b) { return a.order < b.order; });
   std::string text;
   for (const Finding& finding : findings) {
-    if (finding.verdict == blamed) text += (text.empty() ? "" : "; ") + finding.text;
+    if (is_blamed(finding.verdict)) text += (text.empty() ? "" : "; ") + finding.text;
   }
   if (text.empty()) text = "the connection broke, and every rank noticed it";
   return text + ". Restart the job from its last checkpoint. The transport said: " + own_error;

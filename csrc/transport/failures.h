@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
@@ -39,10 +41,12 @@ class FailureBoard {
  public:
   FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks);
 
-  // Publishes this rank's process and configuration, then reads all others'. Collective:
-  // every rank calls it once, and waits for the others no longer than the store's timeout. Throws
-  // ValueError on every rank unless all have the same configuration.
-  void introduce(const std::string& configuration);
+  // This rank's process and configuration, for introduce() on every rank.
+  std::string introduction(const std::string& configuration) const;
+
+  // Takes every rank's introduction, by rank. Throws ValueError unless all have the same
+  // configuration.
+  void introduce(const std::vector<std::string>& introductions);
 
   // Publishes this rank's error; only the first is kept, and none after diagnose(). Never throws.
   void announce(const std::string& message) noexcept;
@@ -64,6 +68,23 @@ class FailureBoard {
   // neither can go on. Empty while there is hope.
   std::string find_deadlock(const Waiting& waiting) noexcept;
 
+  // This rank has completed so many exchanges of a channel.
+  void complete(const std::string& channel, int64_t num_completed);
+
+  // Publishes that this rank takes part in nothing more, and `how` it left: a sentence without its
+  // subject. Never throws.
+  void leave(const std::string& how) noexcept;
+
+  // Returns a sentence that names ranks which left before they completed exchange `idx` of the
+  // channel; empty while all may still come. Ranks that announced an error are not among them.
+  std::string find_departed(const std::string& channel, int64_t idx) noexcept;
+
+  // An exchange was given up; it may be under way for as long as the process group's timeout.
+  void abandon() noexcept { has_abandoned_ = true; }
+
+  // Whether exchanges of this rank may still be under way although nobody waits for them.
+  bool may_be_busy() const noexcept { return has_abandoned_ || reported_; }
+
   // After communication failed here: waits shortly until the others have reported, noticed it too
   // or are seen to be gone, and returns a sentence that names the ranks at fault, first error
   // first.
@@ -74,7 +95,7 @@ class FailureBoard {
     std::string space;  // within which process ids mean something
     int64_t pid = 0;
   };
-  enum class Verdict { kUnknown, kInnocent, kAtFault };
+  enum class Verdict { kUnknown, kInnocent, kAtFault, kLeft };
   struct Finding {
     Verdict verdict = Verdict::kUnknown;
     int64_t order = 0;  // of announced errors; silent ranks come after all of them
@@ -96,6 +117,9 @@ class FailureBoard {
   std::vector<Process> processes_;  // [num_ranks_], empty before introduce()
   std::atomic<bool> reported_ = false;
   std::atomic<bool> store_is_lost_ = false;
+  std::atomic<bool> has_abandoned_ = false;
+  std::mutex mutex_;
+  std::map<std::string, int64_t> completed_;  // exchanges, by channel
 };
 
 }  // namespace distca::transport

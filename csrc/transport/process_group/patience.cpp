@@ -1,47 +1,102 @@
 #include "patience.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <chrono>
 
 namespace distca::transport {
 namespace {
 
-constexpr std::chrono::milliseconds kSlice{500};
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kSlice{50};  // in which a signal, or stop(), is noticed
+constexpr std::chrono::milliseconds kLook{500};  // from one look at the other ranks to the next
+
+bool is_main_thread() {
+  return syscall(SYS_gettid) == getpid();
+}
+
+// Python runs handlers of signals between its own instructions alone: this runs a few of them, by
+// an operator that Python implements, so that the library needs nothing of Python.
+void handle_signals() {
+  static const auto run_handlers =
+      c10::Dispatcher::singleton().findSchemaOrThrow("distca::handle_signals", "").typed<void()>();
+  run_handlers.call();
+}
+
+// Whether the work ends within a slice. Throws what went wrong with it.
+bool ends_soon(c10d::Work& work) {
+  try {
+    work.wait(kSlice);
+    return true;
+  } catch (const std::exception&) {
+    // The slice is over, or the operation has failed; or it ended just now.
+  }
+  if (!work.isCompleted()) return false;
+  work.wait();
+  return true;
+}
 
 }  // namespace
 
+void Patience::part(const Where& where, const std::string& text) {
+  TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", text);
+}
+
 void Patience::fail(const Where& where, const std::string& error) {
-  const std::string cause = failures_->diagnose(error);
-  TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", cause);
+  const std::string departed = failures_->find_departed(channel_, num_completed_);
+  part(where, departed.empty() ? failures_->diagnose(error) : departed);
+}
+
+void Patience::check_stopped() const {
+  if (is_stopped_) throw Parted{"given up, because this rank leaves the group"};
+}
+
+void Patience::look_at_self() {
+  check_stopped();
+  if (!is_main_thread()) return;
+  try {
+    handle_signals();
+  } catch (const std::exception&) {
+    throw Interrupted{std::current_exception()};
+  }
+}
+
+void Patience::look_at_others(const std::string& activity) {
+  // A rank that has left after an error of its own is not among these.
+  const std::string departed = failures_->find_departed(channel_, num_completed_);
+  if (!departed.empty()) throw Parted{departed};
+  TORCH_CHECK(!failures_->alarmed(), "given up, because a rank of the group has failed");
+  const std::string deadlock = failures_->find_deadlock({channel_, num_completed_, activity});
+  if (deadlock.empty()) return;
+  failures_->announce(deadlock);
+  TORCH_CHECK(false, deadlock);
 }
 
 void Patience::wait_in_slices(c10d::Work& work, const std::string& activity) {
-  while (true) {
-    try {
-      work.wait(kSlice);
-      return;
-    } catch (const std::exception&) {
-      // The slice is over, or the operation has failed; or it ended just now.
-    }
-    if (work.isCompleted()) {
-      work.wait();
-      return;
-    }
-    TORCH_CHECK(!failures_->alarmed(), "given up, because a rank of the group has failed");
-    const std::string deadlock = failures_->find_deadlock({channel_, num_completed_, activity});
-    if (deadlock.empty()) continue;
-    failures_->announce(deadlock);
-    TORCH_CHECK(false, deadlock);
+  Clock::time_point next_look = Clock::now() + kLook;
+  while (!ends_soon(work)) {
+    look_at_self();
+    if (Clock::now() < next_look) continue;
+    look_at_others(activity);
+    next_look = Clock::now() + kLook;
   }
 }
 
 void Patience::wait_on_host(const Works& works, const Where& where, const std::string& activity) {
   std::lock_guard<std::mutex> lock(mutex_);
-  guard(where, [&] {
-    for (const auto& work : works) wait_in_slices(*work, activity);
-  });
-  ++num_completed_;
+  try {
+    guard(where, [&] {
+      for (const auto& work : works) wait_in_slices(*work, activity);
+    });
+  } catch (...) {
+    failures_->abandon();
+    throw;
+  }
+  failures_->complete(channel_, ++num_completed_);
 }
 
 void Patience::wait_on_stream(const Works& works, const Where& where) {
@@ -49,7 +104,7 @@ void Patience::wait_on_stream(const Works& works, const Where& where) {
   guard(where, [&] {
     for (const auto& work : works) work->wait();
   });
-  ++num_completed_;
+  failures_->complete(channel_, ++num_completed_);
 }
 
 }  // namespace distca::transport

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,25 +26,48 @@ class Patience {
   void guard(const Where& where, F&& communicate) {
     try {
       communicate();
+    } catch (const Interrupted& interrupted) {
+      std::rethrow_exception(interrupted.error);
+    } catch (const Parted& parted) {
+      part(where, parted.text);
     } catch (const std::exception& error) {
       fail(where, message_of(error));
     }
   }
 
-  // One exchange on the CPU; the host waits. `activity` is what all ranks do at this point.
+  // One exchange on the CPU; the host waits. `activity` is what all ranks do at this point. On the
+  // main thread handlers of signals run meanwhile, and what they raise ends the wait.
   void wait_on_host(const Works& works, const Where& where, const std::string& activity);
 
   // One exchange on a device; its current stream waits.
   void wait_on_stream(const Works& works, const Where& where);
 
+  // From now on the host waits for nobody here: this rank leaves the group.
+  void stop() noexcept { is_stopped_ = true; }
+
+  // Inside guard(): throws after stop().
+  void check_stopped() const;
+
  private:
+  // What ends a wait although nothing is broken.
+  struct Interrupted {
+    std::exception_ptr error;  // that a signal's handler raised
+  };
+  struct Parted {
+    std::string text;
+  };
+
+  [[noreturn]] void part(const Where& where, const std::string& text);
   [[noreturn]] void fail(const Where& where, const std::string& error);
   void wait_in_slices(c10d::Work& work, const std::string& activity);
+  void look_at_self();
+  void look_at_others(const std::string& activity);
 
   std::shared_ptr<FailureBoard> failures_;
   std::string channel_;
   std::mutex mutex_;  // forward and backward passes run on different threads
-  int64_t num_completed_ = 0;
+  std::atomic<int64_t> num_completed_ = 0;
+  std::atomic<bool> is_stopped_ = false;
 };
 
 }  // namespace distca::transport
