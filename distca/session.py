@@ -99,7 +99,7 @@ class Session:
     def announce(self, error: BaseException) -> None:
         """Tells the other ranks what went wrong on this one, whatever they are waiting in."""
         self.has_failed = True
-        message = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}".removesuffix(": ")
         for session in (self, *self.halves):
             if session.data is not None:
                 torch.ops.distca.announce_failure(session.group_name, message)

@@ -104,7 +104,7 @@ def train(
     gradients: Gradients = []
     batches = distca.join(batches_of(rank, num_batches[rank]), empty)
     for batch in planned(batches, device, ahead):
-        predicted = (batch.labels >= 0).sum().to(device)
+        predicted = (batch.labels >= 0).sum().double().to(device)
         dist.all_reduce(predicted)
         step_of(model, batch, batch.documents, device, world_size / predicted)
         gradients.append(gradients_then_update(model))
@@ -131,7 +131,7 @@ def train_alone(
             lengths,
             distca.Documents([0, *itertools.accumulate(lengths)]),
         )
-        scale = 1 / (batch.labels >= 0).sum().to(device)
+        scale = 1 / (batch.labels >= 0).sum().double().to(device)
         documents = training.WholeDocuments.of(lengths, torch.device(device))
         step_of(model, batch, documents, device, scale)
         gradients.append(gradients_then_update(model))

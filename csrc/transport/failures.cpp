@@ -64,7 +64,9 @@ std::string describe(const Where& where) {
 
 std::string message_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+  if (torch_error != nullptr) return torch_error->what_without_backtrace();
+  const std::string text = error.what();
+  return text.substr(0, text.find("\n\nAt:\n"));  // Python's
 }
 
 FailureBoard::FailureBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t num_ranks)

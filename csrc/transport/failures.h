@@ -31,7 +31,7 @@ class GroupOutOfMemory : public c10::OutOfMemoryError {
   using c10::OutOfMemoryError::OutOfMemoryError;
 };
 
-// What an exception says, without the C++ stack that torch's errors carry.
+// What an exception says, without the stack that torch's errors and Python's carry.
 std::string message_of(const std::exception& error);
 
 // What the ranks of a group tell each other, through the group's store, when something breaks.
