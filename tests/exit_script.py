@@ -2,6 +2,8 @@
 of this process, and ends as a script does. Writes FOLDER/WAY.json: by rank (exit code, standard
 error, seconds until it ended)."""
 
+import functools
+import itertools
 import json
 import os
 import signal
@@ -178,14 +180,10 @@ WAYS: dict[str, Callable[[int], None]] = {
         fail_to_open,
     )
 }
-for closes in (False, True):
-    for destroys in (False, True):
-        for late_s in (0.0, 0.2):
-            for again in range(3):
-                name = f"end_early-{closes:d}{destroys:d}{late_s > 0:d}{again}"
-                WAYS[name] = lambda rank, c=closes, d=destroys, s=late_s: end_early(
-                    rank, closes=c, destroys=d, late_s=s
-                )
+for closes, destroys, late_s in itertools.product((False, True), (False, True), (0.0, 0.2)):
+    WAYS[f"end_early-{closes:d}{destroys:d}{late_s > 0:d}"] = functools.partial(
+        end_early, closes=closes, destroys=destroys, late_s=late_s
+    )
 
 
 def be_rank(rank: int, port: int, way: str, error_file: Path) -> None:

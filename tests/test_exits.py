@@ -13,7 +13,7 @@ from exit_script import ODD, SIGNALLED, WAYS
 import distca
 
 SCRIPT = Path(__file__).parent / "exit_script.py"
-LIMIT_S = 20  # start-up included, far below the group's timeout
+LIMIT_S = 25  # start-up included, far below the group's timeout of 40
 OTHERS = [rank for rank in range(3) if rank != ODD]
 Outcome = tuple[int, str, float]  # exit code, standard error, seconds
 
@@ -42,7 +42,7 @@ def run_ways(tmp_path_factory):
 
 
 def test_early_exits_with_a_plan_pending_end_well(run_ways):
-    """72 processes, with and without distca.close and destroy_process_group."""
+    """With and without distca.close and destroy_process_group."""
     names = [name for name in WAYS if name.startswith("end_early")]
     for name, outcomes in run_ways(*names).items():
         assert [code for code, _, _ in outcomes] == [0, 0, 0], f"{name}: {outcomes}"
@@ -53,7 +53,7 @@ def last_line(error: str) -> str:
 
 
 SAYS = {  # the odd rank's exit code, and what the others say
-    "skip_backward_pass": (0, "backward pass, step 1: rank 1 has ended its process"),
+    "skip_backward_pass": (0, "backward pass, step 0: rank 1 has ended its process"),
     "close_in_finally": (1, "rank 1 failed: KeyError: 'layers.417.weight'"),
     "raise_with_a_plan": (1, "rank 1 failed: KeyError: 'layers.417.weight'"),
     "close_while_others_plan": (0, "plan, step 1: rank 1 has closed its session"),
