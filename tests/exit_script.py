@@ -84,7 +84,7 @@ def close_while_others_plan(rank: int) -> None:
     opened_step(rank)
     if rank == ODD:
         distca.close()
-        return time.sleep(6)
+        return time.sleep(3)
     distca.plan(small_step(rank, NUM_RANKS).documents)
 
 
@@ -99,7 +99,7 @@ def close_while_others_attend(rank: int) -> None:
     if rank == ODD:
         plan_ahead(rank)
         distca.close()
-        return time.sleep(6)
+        return time.sleep(3)
     step.attend()
 
 
@@ -187,7 +187,7 @@ for closes, destroys, late_s in itertools.product((False, True), (False, True), 
 
 
 def be_rank(rank: int, port: int, way: str, error_file: Path) -> None:
-    os.dup2(os.open(error_file, os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(error_file, os.O_WRONLY), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group(
         "gloo",
@@ -222,6 +222,7 @@ def main() -> None:
     for way in sys.argv[2:]:
         port, processes = free_port(), []
         for rank in range(NUM_RANKS):
+            (folder / f"{way}.{rank}").touch()
             process = os.fork()
             if process == 0:
                 return be_rank(rank, port, way, folder / f"{way}.{rank}")
