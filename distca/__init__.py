@@ -3,6 +3,7 @@
 from distca import (
     _fake,  # noqa: F401
     _library,  # noqa: F401  registers the operators before anything uses them
+    _signals,  # noqa: F401
 )
 from distca.attention import (
     core_attention,
@@ -13,6 +14,7 @@ from distca.attention import (
 from distca.batches import ShardedBatch, shard_batch
 from distca.cost import AttentionShape
 from distca.documents import Documents
+from distca.join import join
 from distca.options import Options
 from distca.pingpong import PingPong
 from distca.planning import Plan, PlanReport, plan
@@ -31,6 +33,7 @@ __all__ = [
     "core_attention",
     "documents",
     "init",
+    "join",
     "plan",
     "scaled_dot_product_attention",
     "shard_batch",

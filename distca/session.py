@@ -1,11 +1,7 @@
 """Process groups that share attention: opened once, found again by group."""
 
 import contextlib
-import queue
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -15,6 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import groups
+from distca._leaving import failure_under_way, leave, watch_exits
+from distca._planner_thread import PlannerThread
 from distca.monitor import Monitor
 from distca.options import Options
 from distca.peers import choose_device
@@ -22,35 +20,6 @@ from distca.trace import save_spans
 
 TIMED_EVERY = 10  # steps, where log_every does not say it
 NOT_TIMED = (-1, -1)
-
-
-class PlannerThread:
-    """Runs calls one after the other in the background. A daemon: it may be waiting for other
-    ranks when the process ends."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="distca-planner", daemon=True)
-        self._thread.start()
-
-    def submit(self, function: Callable, *args) -> Future:
-        """A future of function(*args)."""
-        future: Future = Future()
-        self._calls.put((future, function, args))
-        return future
-
-    def close(self) -> None:
-        """Ends the thread after the calls that were submitted before."""
-        self._calls.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function, args = call
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:  # raised again where the result is used
-                future.set_exception(error)
 
 
 @dataclass
@@ -82,6 +51,8 @@ class Session:
     """The step whose attention is being timed."""
     times_us: tuple[int, int] = NOT_TIMED
     """What was timed last: attention, and of that waiting for other ranks; microseconds."""
+    has_failed: bool = False
+    """Whether this rank has told the others of an error."""
 
     @property
     def is_watched(self) -> bool:
@@ -127,7 +98,8 @@ class Session:
 
     def announce(self, error: BaseException) -> None:
         """Tells the other ranks what went wrong on this one, whatever they are waiting in."""
-        message = f"{type(error).__name__}: {error}"
+        self.has_failed = True
+        message = f"{type(error).__name__}: {error}".removesuffix(": ")
         for session in (self, *self.halves):
             if session.data is not None:
                 torch.ops.distca.announce_failure(session.group_name, message)
@@ -207,7 +179,7 @@ def opened(
     if session.is_watched and dist.get_rank() == 0:
         session.monitor = Monitor(wanted)
     _sessions[group.group_name] = session
-    _announce_uncaught_exceptions()
+    watch_exits(_sessions.values)
     return session
 
 
@@ -299,21 +271,38 @@ def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     """Ends the session of `group` (default: as for `init`). A group that is not open is left
-    alone. The process groups of a session of some ranks stay until torch.distributed ends."""
+    alone. The process groups of a session of some ranks stay until torch.distributed ends.
+
+    Every rank calls it; none waits for the others for more than a moment. Where an exception is
+    being handled, as in `finally`, the other ranks are told of it. Those that go on after a rank
+    has closed get an error that names it.
+    """
     session = find(group)
     if session is None:
         return
+    error = failure_under_way()
+    if error is not None:
+        session.announce(error)
     del _sessions[session.group.group_name]
     if session.group is groups.resolve():
         groups.set_default(None)
-    session.planner.close()
-    if session.monitor is not None:
-        session.monitor.close()
+    leave(session, "has closed its session")
     if session.data is None:
         return
+    if any(torch.ops.distca.may_be_busy(each.group_name) for each in (*session.halves, session)):
+        _keep_groups(session)
     for each in (*session.halves, session):
         torch.ops.distca.close_session(each.group_name)
     _destroy_groups(session)
+
+
+def _keep_groups(session: Session) -> None:
+    """For exchanges that were given up: gloo's groups cannot end before those do."""
+    own = [session.planning]
+    for each in (*session.halves, session):
+        own += [each.data, each.control]
+    gloo = [group.group_name for group in own if "nccl" not in str(dist.get_backend_config(group))]
+    torch.ops.distca.keep_groups(gloo)
 
 
 def _destroy_groups(session: Session) -> None:
@@ -325,20 +314,3 @@ def _destroy_groups(session: Session) -> None:
         for own in (each.data, each.control):
             dist.destroy_process_group(own)
     dist.destroy_process_group(session.planning)
-
-
-def _announce_uncaught_exceptions() -> None:
-    """The others are waiting for this rank: an uncaught exception tells them before it exits."""
-    previous = sys.excepthook
-    if getattr(previous, "announces_to_distca", False):
-        return
-
-    def hook(kind, error, traceback):
-        try:
-            for session in list(_sessions.values()):
-                session.announce(error)
-        finally:
-            previous(kind, error, traceback)
-
-    hook.announces_to_distca = True
-    sys.excepthook = hook

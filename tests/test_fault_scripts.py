@@ -73,7 +73,7 @@ SAYS = {  # what the victim's own error and the others' say
     "raise_while_planning_ahead": ("KeyError: 'layers.417.weight'",) * 2,
     "run_out_of_memory": ("can't allocate memory",) * 2,
     "pass_wrong_rows_in_a_later_layer": ("documents of this rank have 463",) * 2,
-    "exit_early": ("", "is dead"),
+    "exit_early": ("", "has ended its process"),
     "die_inside_combine": ("", "is dead"),
 }
 

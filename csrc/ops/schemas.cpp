@@ -1,6 +1,9 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
 #include "core_attention.h"
 #include "layout_tensor.h"
 #include "planning.h"
@@ -122,6 +125,34 @@ TORCH_LIBRARY(distca, m) {
   });
   m.def("close_session(str group_name) -> ()",
         [](const std::string& group_name) { distca::ops::close_session(group_name); });
+  // This rank takes part in nothing that comes: waits for its plans end at once, and the others are
+  // told `how` it left, as in "has closed its session".
+  m.def("leave_session(str group_name, str how) -> ()",
+        [](const std::string& group_name, const std::string& how) {
+          const auto session = distca::ops::find_session(group_name);
+          session->planning().stop();
+          session->failures().leave(how);
+        });
+  // Whether exchanges that were given up may still be under way. To destroy their process groups
+  // would mean to wait for them.
+  m.def("may_be_busy(str group_name) -> bool", [](const std::string& group_name) {
+    return distca::ops::find_session(group_name)->failures().may_be_busy();
+  });
+  // Keeps process groups as long as the process lives.
+  m.def("keep_groups(str[] names) -> ()", [](const std::vector<std::string>& names) {
+    static auto* kept = new std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
+    for (const auto& name : names) kept->push_back(c10d::resolve_process_group(name));
+  });
+  // Whether any rank has another batch. Collective, on the planning group.
+  m.def("any_has_batch(str group_name, bool has_batch) -> bool",
+        [](const std::string& group_name, bool has_batch) {
+          const auto session = distca::ops::find_session(group_name);
+          const auto all = session->planning().gather(has_batch ? "1" : "0", {"join", "", -1, -1},
+                                                      "distca.join, before the next batch");
+          return std::find(all.begin(), all.end(), "1") != all.end();
+        });
+  // Runs Python's handlers of signals that have come; Python implements it.
+  m.def("handle_signals() -> ()");
   m.def("attention_shape(str group_name) -> int[]", [](const std::string& group_name) {
     const auto shape = distca::ops::find_session(group_name)->attention_shape();
     return std::vector<int64_t>(shape.begin(), shape.end());

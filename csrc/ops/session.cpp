@@ -116,11 +116,13 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   num_ranks_ = data->getSize();
   failures_ =
       std::make_shared<transport::FailureBoard>(control->getStore(), names.data, rank_, num_ranks_);
-  failures_->introduce(configuration);
   // Agreement and rows take turns on one thread: one channel tells when ranks differ in the turn.
   const auto layers = std::make_shared<transport::Patience>(failures_, "layers");
   const auto plans = std::make_shared<transport::Patience>(failures_, "plans");
   control_ = std::make_unique<transport::ControlPlane>(control, layers);
+  failures_->introduce(control_->gather(failures_->introduction(configuration),
+                                        {"opening of the group", "", -1, -1},
+                                        "the opening of the group"));
   planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
   planning_->set_awaited(false);  // a thread in the background waits there
   transport_ = transport::make_process_group_transport(data, layers, failures_, timeout_s);

@@ -18,6 +18,7 @@ constexpr std::chrono::milliseconds kGrace{500};      // ... after one at fault 
 constexpr std::chrono::milliseconds kPoll{20};
 constexpr const char* kUnknown = "unknown";
 constexpr const char* kAlarm = "distca/alarm";
+constexpr const char* kLeft = "distca/left";
 constexpr const char* kMismatch = "distca/mismatch";
 constexpr const char* kRestart = ". Restart the job from its last checkpoint";
 constexpr int64_t kSilent = INT64_MAX;  // order of ranks that did not report an error themselves
@@ -44,6 +45,11 @@ char process_state(int64_t pid) {
 
 bool is_dead(char state) {
   return state == 0 || state == 'Z' || state == 'X';
+}
+
+// The sentence in what leave() publishes.
+std::string how_of(const std::string& left) {
+  return left.substr(std::min(left.size(), left.find(';') + 1));
 }
 
 c10::intrusive_ptr<c10d::Store> own_client(const c10::intrusive_ptr<c10d::Store>& store) {
@@ -84,7 +90,9 @@ std::string describe_mismatch(int64_t server, const Where& theirs, int64_t home,
 
 std::string message_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+  if (torch_error != nullptr) return torch_error->what_without_backtrace();
+  const std::string text = error.what();
+  return text.substr(0, text.find("\n\nAt:\n"));  // Python's
 }
 
 FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, std::string group,
@@ -99,17 +107,19 @@ std::string FailureBoard::key(const std::string& kind, int64_t rank) const {
   return "distca/" + kind + "/" + std::to_string(rank);
 }
 
-void FailureBoard::introduce(const std::string& configuration) {
+std::string FailureBoard::introduction(const std::string& configuration) const {
+  return self_.space + " " + std::to_string(self_.pid) + " " + configuration;
+}
+
+void FailureBoard::introduce(const std::vector<std::string>& introductions) {
   {
     std::lock_guard lock(boards().mutex);
     boards().by_group[group_] = weak_from_this();
   }
-  store_->set(key("process", rank_),
-              self_.space + " " + std::to_string(self_.pid) + " " + configuration);
   processes_.resize(num_ranks_);
   std::map<std::string, std::string> ranks_by_configuration;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-    std::istringstream text(store_->get_to_str(key("process", rank)));
+    std::istringstream text(introductions.at(rank));
     text >> processes_[rank].space >> processes_[rank].pid;
     std::string theirs;
     std::getline(text >> std::ws, theirs);
@@ -241,6 +251,44 @@ std::string FailureBoard::describe_deadlock(
   return text + kSameCalls;
 }
 
+void FailureBoard::leave(const std::string& how) noexcept {
+  std::string text;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& channel : channels_) {
+      text += channel->name() + " " + std::to_string(channel->num_completed()) + " ";
+    }
+  }
+  with_store([&] {
+    store_->set(key("left", rank_), text + "; " + how);
+    store_->set(kLeft, "1");
+  });
+}
+
+std::string FailureBoard::find_departed(const Channel& channel) noexcept {
+  bool has_any = false;
+  with_store([&] { has_any = store_->check({kLeft}); });
+  std::string names;
+  for (int64_t rank = 0; has_any && rank < num_ranks_; ++rank) {
+    std::string left, error;
+    if (rank == rank_ || !posted(key("left", rank), left) || posted(key("error", rank), error)) {
+      continue;
+    }
+    std::istringstream text(left);
+    std::string other;
+    int64_t num = 0, num_completed = 0;
+    while (text >> other >> num) {
+      if (other == channel.name()) num_completed = num;
+    }
+    if (num_completed > channel.num_completed()) continue;
+    names += (names.empty() ? "rank " : "; rank ") + std::to_string(rank) + how_of(left);
+  }
+  if (names.empty()) return "";
+  return names +
+         ", and takes part in nothing more. Ranks of a group must make the same number of " +
+         "steps: distca.join gives empty batches to those that have run out of data";
+}
+
 bool FailureBoard::posted(const std::string& key, std::string& value) noexcept {
   bool is_there = false;
   with_store([&] {
@@ -271,6 +319,7 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
   if (posted(key("lost", rank), value)) {
     return {Verdict::kInnocent, 0, name + " gave up in " + value};
   }
+  if (posted(key("left", rank), value)) return {Verdict::kLeft, kSilent, name + how_of(value)};
   const Finding unknown{
       Verdict::kUnknown, kSilent,
       name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
@@ -321,14 +370,18 @@ std::string FailureBoard::diagnose(const std::string& own_error,
     if (has(findings, Verdict::kAtFault)) patience = std::min(patience, kGrace);
   } while (has(findings, Verdict::kUnknown) && std::chrono::steady_clock::now() < start + patience);
 
-  Verdict blamed = Verdict::kInnocent;
-  if (has(findings, Verdict::kUnknown)) blamed = Verdict::kUnknown;
-  if (has(findings, Verdict::kAtFault)) blamed = Verdict::kAtFault;
+  // A rank that left may have done its part before; it is named unless another is known to be at
+  // fault.
+  const auto is_blamed = [&](Verdict verdict) {
+    if (has(findings, Verdict::kAtFault)) return verdict == Verdict::kAtFault;
+    const bool is_open = has(findings, Verdict::kUnknown) || has(findings, Verdict::kLeft);
+    return is_open ? verdict == Verdict::kUnknown || verdict == Verdict::kLeft : true;
+  };
   std::stable_sort(findings.begin(), findings.end(),
                    [](const Finding& a, const Finding& b) { return a.order < b.order; });
   std::string text;
   for (const Finding& finding : findings) {
-    if (finding.verdict == blamed) text += (text.empty() ? "" : "; ") + finding.text;
+    if (is_blamed(finding.verdict)) text += (text.empty() ? "" : "; ") + finding.text;
   }
   return text + kRestart + ". The transport said: " + own_error;
 }

@@ -36,7 +36,7 @@ class GroupOutOfMemory : public c10::OutOfMemoryError {
   using c10::OutOfMemoryError::OutOfMemoryError;
 };
 
-// What an exception says, without the C++ stack that torch's errors carry.
+// What an exception says, without the stack that torch's errors and Python's carry.
 std::string message_of(const std::exception& error);
 
 // What the ranks of a group tell each other, through the group's store, when something breaks.
@@ -52,10 +52,12 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   const std::string& group() const { return group_; }
   int64_t rank() const { return rank_; }
 
-  // Publishes this rank's process and configuration, then reads all others'. Collective:
-  // every rank calls it once, and waits for the others no longer than the store's timeout. Throws
-  // ValueError on every rank unless all have the same configuration.
-  void introduce(const std::string& configuration);
+  // This rank's process and configuration, for introduce() on every rank.
+  std::string introduction(const std::string& configuration) const;
+
+  // Takes every rank's introduction, by rank. Throws ValueError unless all have the same
+  // configuration.
+  void introduce(const std::vector<std::string>& introductions);
 
   // Publishes this rank's error; only the first is kept, and none after diagnose(). Never throws.
   void announce(const std::string& message) noexcept;
@@ -78,6 +80,21 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   // this one has not begun: neither can go on. Empty while there is hope.
   std::string find_deadlock(const Wait& wait) noexcept;
 
+  // Publishes that this rank takes part in nothing more, and `how` it left: a sentence without its
+  // subject. Never throws.
+  void leave(const std::string& how) noexcept;
+
+  // Returns a sentence that names ranks which left before they completed the channel's exchange
+  // that comes next here; empty while all may still come. Ranks that announced an error are not
+  // among them.
+  std::string find_departed(const Channel& channel) noexcept;
+
+  // An exchange was given up; it may be under way for as long as the process group's timeout.
+  void abandon() noexcept { has_abandoned_ = true; }
+
+  // Whether exchanges of this rank may still be under way although nobody waits for them.
+  bool may_be_busy() const noexcept { return has_abandoned_ || reported_; }
+
   // After communication failed here, at `where`: waits shortly until the others have reported,
   // noticed it too or are seen to be gone, and returns a sentence that names the ranks at fault,
   // first error first, or says where each rank gave up.
@@ -88,7 +105,7 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
     std::string space;  // within which process ids mean something
     int64_t pid = 0;
   };
-  enum class Verdict { kUnknown, kInnocent, kAtFault };
+  enum class Verdict { kUnknown, kInnocent, kAtFault, kLeft };
   struct Finding {
     Verdict verdict = Verdict::kUnknown;
     int64_t order = 0;  // of announced errors; silent ranks come after all of them
@@ -114,6 +131,7 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   std::vector<Process> processes_;  // [num_ranks_], empty before introduce()
   std::atomic<bool> reported_ = false;
   std::atomic<bool> store_is_lost_ = false;
+  std::atomic<bool> has_abandoned_ = false;
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Channel>> channels_;
 };

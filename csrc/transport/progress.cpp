@@ -35,6 +35,16 @@ int64_t Channel::enter(const Where& where) {
   return num_entered_++;
 }
 
+void Channel::complete() {
+  std::lock_guard lock(mutex_);
+  ++num_completed_;
+}
+
+int64_t Channel::num_completed() const {
+  std::lock_guard lock(mutex_);
+  return num_completed_;
+}
+
 bool Channel::has_entered(int64_t position, const Where& where) const {
   std::lock_guard lock(mutex_);
   if (position >= num_entered_) return false;

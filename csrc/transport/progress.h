@@ -23,6 +23,10 @@ class Channel {
   // Counts an exchange that begins; returns its position in the channel, from 0.
   int64_t enter(const Where& where);
 
+  // The exchange that began first of those under way has ended.
+  void complete();
+  int64_t num_completed() const;
+
   // Whether the exchange at this position has begun, and is that one. Taken for granted where it is
   // too long ago to be remembered.
   bool has_entered(int64_t position, const Where& where) const;
@@ -38,6 +42,7 @@ class Channel {
   std::string name_;
   mutable std::mutex mutex_;
   int64_t num_entered_ = 0;
+  int64_t num_completed_ = 0;
   std::deque<WhereWords> latest_;  // kRemembered at most
 };
 

@@ -10,14 +10,16 @@ namespace distca::transport {
 namespace {
 
 constexpr std::array<const char*, 4> kPasses{"", "forward", "recomputed forward", "backward"};
-constexpr std::array<const char*, 8> kPhases{"an exchange",
-                                             "plan",
-                                             "agreement",
-                                             "dispatch",
-                                             "combine",
-                                             "growth of peer memory",
-                                             "opening of peer memory",
-                                             "attention"};
+constexpr std::array<const char*, 10> kPhases{"an exchange",
+                                              "plan",
+                                              "agreement",
+                                              "dispatch",
+                                              "combine",
+                                              "growth of peer memory",
+                                              "opening of the group",
+                                              "opening of peer memory",
+                                              "join",
+                                              "attention"};
 
 // Fields of a tag, from its lowest bit.
 constexpr int kCallerBits = 12;

@@ -128,6 +128,7 @@ void PeerTransport::begin(int64_t num_bytes, const Where& where) {
   tag_ = tag_of(where);
   const Where dispatch = where.in("dispatch");
   watch_.begin(epoch_, {group_, channel_->name(), channel_->enter(dispatch), dispatch, ""});
+  channel_->complete();  // nothing that the host waits for
 }
 
 // Calls share buffers, counters and words.

@@ -1,7 +1,11 @@
 #include "patience.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 
 namespace distca::transport {
@@ -9,41 +13,86 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kSlice{250};
-constexpr std::chrono::milliseconds kFirstLook{1000};  // at what the others wait in
-constexpr std::chrono::milliseconds kLastPause{4000};  // between two looks, which take turns
+constexpr std::chrono::milliseconds kSlice{50};  // in which a signal, or stop(), is noticed
+constexpr std::chrono::milliseconds kLook{500};  // from one look at failures to the next
+// What the others wait in is asked for after a second, and then ever more rarely.
+constexpr std::chrono::milliseconds kFirstQuestion{1000};
+constexpr std::chrono::milliseconds kLastPause{4000};
+
+bool is_main_thread() {
+  return syscall(SYS_gettid) == getpid();
+}
+
+// Python runs handlers of signals between its own instructions alone: this runs a few of them, by
+// an operator that Python implements, so that the library needs nothing of Python.
+void handle_signals() {
+  static const auto run_handlers =
+      c10::Dispatcher::singleton().findSchemaOrThrow("distca::handle_signals", "").typed<void()>();
+  run_handlers.call();
+}
+
+// Whether the work ends within a slice. Throws what went wrong with it.
+bool ends_soon(c10d::Work& work) {
+  try {
+    work.wait(kSlice);
+    return true;
+  } catch (const std::exception&) {
+    // The slice is over, or the operation has failed; or it ended just now.
+  }
+  if (!work.isCompleted()) return false;
+  work.wait();
+  return true;
+}
 
 }  // namespace
 
+void Patience::part(const Where& where, const std::string& text) {
+  TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", text);
+}
+
 void Patience::fail(const Where& where, const std::string& error) {
-  const std::string cause = failures_->diagnose(error, describe(where));
-  TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", cause);
+  const std::string departed = failures_->find_departed(*channel_);
+  part(where, departed.empty() ? failures_->diagnose(error, describe(where)) : departed);
 }
 
 void Patience::fail_together(const Where& where, const CallMismatch& mismatch) {
   failures_->announce_mismatch(mismatch.what());
-  fail(where, mismatch.what());
+  part(where, failures_->diagnose(mismatch.what(), describe(where)));
+}
+
+void Patience::check_stopped() const {
+  if (is_stopped_) throw Parted{"given up, because this rank leaves the group"};
+}
+
+void Patience::look_at_self() {
+  check_stopped();
+  if (!is_main_thread()) return;
+  try {
+    handle_signals();
+  } catch (const std::exception&) {
+    throw Interrupted{std::current_exception()};
+  }
+}
+
+void Patience::look_at_others() {
+  // A rank that has left after an error of its own is not among these.
+  const std::string departed = failures_->find_departed(*channel_);
+  if (!departed.empty()) throw Parted{departed};
+  TORCH_CHECK(!failures_->alarmed(), "given up, because a rank of the group has failed");
 }
 
 void Patience::wait_in_slices(c10d::Work& work, Wait wait) {
   const Clock::time_point start = Clock::now();
-  auto next_look = kFirstLook;
-  while (true) {
-    try {
-      work.wait(kSlice);
-      return;
-    } catch (const std::exception&) {
-      // The slice is over, or the operation has failed; or it ended just now.
-    }
-    if (work.isCompleted()) {
-      work.wait();
-      return;
-    }
-    TORCH_CHECK(!failures_->alarmed(), "given up, because a rank of the group has failed");
-    const auto waited = Clock::now() - start;
-    if (waited < next_look || !is_awaited_) continue;
-    next_look += std::min(next_look, kLastPause);
-    wait.seconds = std::chrono::duration<double>(waited).count();
+  Clock::time_point next_look = start + kLook, next_question = start + kFirstQuestion;
+  while (!ends_soon(work)) {
+    look_at_self();
+    const Clock::time_point now = Clock::now();
+    if (now < next_look) continue;
+    next_look = now + kLook;
+    look_at_others();
+    if (now < next_question || !is_awaited_) continue;
+    next_question = now + std::min<Clock::duration>(now - start, kLastPause);
+    wait.seconds = std::chrono::duration<double>(now - start).count();
     const std::string deadlock = failures_->find_deadlock(wait);
     if (!deadlock.empty()) throw CallMismatch(deadlock);
   }
@@ -55,9 +104,15 @@ Wait Patience::enter(const Where& where, const std::string& activity) {
 
 void Patience::wait_on_host(const Works& works, const Wait& wait) {
   std::lock_guard<std::mutex> lock(mutex_);
-  guard(wait.where, [&] {
-    for (const auto& work : works) wait_in_slices(*work, wait);
-  });
+  try {
+    guard(wait.where, [&] {
+      for (const auto& work : works) wait_in_slices(*work, wait);
+    });
+  } catch (...) {
+    failures_->abandon();
+    throw;
+  }
+  channel_->complete();
 }
 
 void Patience::wait_on_stream(const Works& works, const Where& where) {
@@ -65,6 +120,7 @@ void Patience::wait_on_stream(const Works& works, const Where& where) {
   guard(where, [&] {
     for (const auto& work : works) work->wait();
   });
+  channel_->complete();
 }
 
 }  // namespace distca::transport

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -25,6 +26,10 @@ class Patience {
   void guard(const Where& where, F&& communicate) {
     try {
       communicate();
+    } catch (const Interrupted& interrupted) {
+      std::rethrow_exception(interrupted.error);
+    } catch (const Parted& parted) {
+      part(where, parted.text);
     } catch (const CallMismatch& mismatch) {
       fail_together(where, mismatch);
     } catch (const std::exception& error) {
@@ -35,7 +40,8 @@ class Patience {
   // Counts an exchange that begins. `activity` is what all ranks do at this point.
   Wait enter(const Where& where, const std::string& activity);
 
-  // That exchange on the CPU; the host waits.
+  // That exchange on the CPU; the host waits. On the main thread handlers of signals run meanwhile,
+  // and what they raise ends the wait.
   void wait_on_host(const Works& works, const Wait& wait);
 
   // That exchange on a device; its current stream waits.
@@ -45,15 +51,33 @@ class Patience {
   // nothing that keeps a rank from going on.
   void set_awaited(bool is_awaited) { is_awaited_ = is_awaited; }
 
+  // From now on the host waits for nobody here: this rank leaves the group.
+  void stop() noexcept { is_stopped_ = true; }
+
+  // Inside guard(): throws after stop().
+  void check_stopped() const;
+
  private:
+  // What ends a wait although nothing is broken.
+  struct Interrupted {
+    std::exception_ptr error;  // that a signal's handler raised
+  };
+  struct Parted {
+    std::string text;
+  };
+
+  [[noreturn]] void part(const Where& where, const std::string& text);
   [[noreturn]] void fail(const Where& where, const std::string& error);
   [[noreturn]] void fail_together(const Where& where, const CallMismatch& mismatch);
   void wait_in_slices(c10d::Work& work, Wait wait);
+  void look_at_self();
+  void look_at_others();
 
   std::shared_ptr<FailureBoard> failures_;
   std::shared_ptr<Channel> channel_;
   std::mutex mutex_;  // forward and backward passes run on different threads
   std::atomic<bool> is_awaited_ = true;
+  std::atomic<bool> is_stopped_ = false;
 };
 
 }  // namespace distca::transport

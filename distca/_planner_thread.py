@@ -1,0 +1,47 @@
+"""The thread in which a group's plans are made."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+
+class PlannerThread:
+    """Runs calls one after the other in the background; it starts with the first one.
+
+    A daemon, because it may be waiting for other ranks when the process ends. But the interpreter
+    must not end it inside an operator: C++ frames that may not throw would abort the process.
+    `distca._leaving` sees to that.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable, *args) -> Future:
+        """A future of function(*args)."""
+        future: Future = Future()
+        self._calls.put((future, function, args))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="distca-planner", daemon=True)
+            self._thread.start()
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after the calls that were submitted before. Does not wait for them."""
+        self._calls.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Whether the thread has ended within so many seconds."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, args = call
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # raised again where the result is used
+                future.set_exception(error)
+            del call, future, function, args  # while this waits for the next one

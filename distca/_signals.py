@@ -1,0 +1,16 @@
+"""Handlers of signals, such as Ctrl-C's, while an operator waits for other ranks."""
+
+import torch
+
+from distca import _library  # noqa: F401  the operators must be there first
+
+# Called by operators on the main thread while they wait. Python runs handlers that are due when a
+# function begins; what they raise goes through the operator to its caller.
+_implementation = torch.library.Library("distca", "IMPL")
+
+
+def _handle_signals() -> None:
+    pass
+
+
+_implementation.impl("handle_signals", _handle_signals, "CompositeExplicitAutograd")

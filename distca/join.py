@@ -1,0 +1,51 @@
+"""Uneven data: ranks that run out of batches take part with empty ones until all have."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from distca.session import Session, opened
+
+Batch = TypeVar("Batch")
+NONE_LEFT = object()
+
+
+def join(
+    batches: Iterable[Batch],
+    empty: Callable[[], Batch],
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> Iterator[Batch]:
+    """Yields this rank's `batches`, and then what `empty()` makes until no rank of `group`
+    (default: as for `init`) has a batch left. All ranks make the same number of steps.
+
+    Every rank iterates over it, in step with its calls of `distca.plan`. `empty` makes a batch that
+    has no weight in the loss, a new one at every call: `Documents([0])` and no tokens, or, for a
+    model that needs some, one token whose label is ignored. The step runs on it as on any other,
+    forward and backward, so that collectives of DDP and FSDP stay in step, too. Which ranks have
+    data left is exchanged in the background, one batch early: `batches` is read one batch ahead.
+    """
+    session = opened(group)
+    source = iter(batches)
+    coming = next(source, NONE_LEFT)
+    goes_on = _ask(session, coming is not NONE_LEFT)
+    while goes_on.result():
+        batch = coming
+        if coming is not NONE_LEFT:
+            coming = next(source, NONE_LEFT)
+        goes_on = _ask(session, coming is not NONE_LEFT)
+        yield empty() if batch is NONE_LEFT else batch
+
+
+def _ask(session: Session, has_batch: bool) -> Future:
+    """Whether any rank has a batch."""
+    if session.num_ranks > 1:
+        ask = torch.ops.distca.any_has_batch
+        return session.planner.submit(ask, session.group_name, has_batch)
+    alone: Future = Future()
+    alone.set_result(has_batch)
+    return alone

@@ -1,0 +1,234 @@
+"""Ranks that end in many ways: python exit_script.py FOLDER WAY... Each rank of each way is a fork
+of this process, and ends as a script does. Writes FOLDER/WAY.json: by rank (exit code, standard
+error, seconds until it ended)."""
+
+import functools
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import free_port
+from small_step import SHARDED, Step, small_step
+
+import distca
+
+NUM_RANKS = 3
+ODD = 1  # the rank that does something else than the others
+TIMEOUT_S = 40  # that nothing here may need
+LIMIT_S = 30
+SIGNALLED = 2  # the rank that gets a SIGINT while it waits for ODD
+
+
+def opened_step(rank: int) -> Step:
+    """With a plan, in a session that is used already."""
+    distca.init(options=distca.Options(timeout_s=TIMEOUT_S))
+    step = small_step(rank, NUM_RANKS, SHARDED)
+    distca.plan(step.documents)
+    step.attend().sum().backward()
+    return step
+
+
+def plan_ahead(rank: int) -> None:
+    distca.plan(small_step(rank, NUM_RANKS).documents, ahead=True)
+
+
+def end_early(rank: int, *, closes: bool, destroys: bool, late_s: float) -> None:
+    opened_step(rank)
+    if rank == ODD:
+        time.sleep(late_s)
+    plan_ahead(rank)
+    if closes:
+        distca.close()
+    if destroys:
+        dist.destroy_process_group()
+
+
+def skip_backward_pass(rank: int) -> None:
+    step = opened_step(rank)
+    out = step.attend()
+    plan_ahead(rank)
+    if rank != ODD:
+        out.sum().backward()
+
+
+def close_in_finally(rank: int) -> None:
+    step = opened_step(rank)
+    try:
+        if rank == ODD:
+            plan_ahead(rank)
+            raise KeyError("layers.417.weight")
+        step.attend()
+    finally:
+        distca.close()
+
+
+def raise_with_a_plan(rank: int) -> None:
+    """Everyone's plan is under way, nobody closes."""
+    step = opened_step(rank)
+    if rank == ODD:
+        plan_ahead(rank)
+        raise KeyError("layers.417.weight")
+    step.attend()
+
+
+def close_while_others_plan(rank: int) -> None:
+    opened_step(rank)
+    if rank == ODD:
+        distca.close()
+        return time.sleep(3)
+    distca.plan(small_step(rank, NUM_RANKS).documents)
+
+
+def end_while_others_plan(rank: int) -> None:
+    opened_step(rank)
+    if rank != ODD:
+        distca.plan(small_step(rank, NUM_RANKS).documents)
+
+
+def close_while_others_attend(rank: int) -> None:
+    step = opened_step(rank)
+    if rank == ODD:
+        plan_ahead(rank)
+        distca.close()
+        return time.sleep(3)
+    step.attend()
+
+
+def interrupt(rank: int, others_sleep_s: float) -> None:
+    """SIGNALLED gets a SIGINT soon, and the others have it wait."""
+    if rank == ODD:
+        time.sleep(others_sleep_s)
+    if rank == SIGNALLED:
+        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def interrupt_forward(rank: int) -> None:
+    step = opened_step(rank)
+    interrupt(rank, 4)
+    measured(rank, step.attend)
+
+
+def interrupt_agreement(rank: int) -> None:
+    """Where ranks meet before a step's first layer, on any transport."""
+    opened_step(rank)
+    step = small_step(rank, NUM_RANKS)
+    distca.plan(step.documents)
+    interrupt(rank, 4)
+    measured(rank, step.attend)
+
+
+def interrupt_backward(rank: int) -> None:
+    out = opened_step(rank).attend()
+    interrupt(rank, 4)
+    measured(rank, out.sum().backward)
+
+
+def measured(rank: int, wait: Callable[[], object]) -> None:
+    start = time.monotonic()
+    try:
+        wait()
+    except KeyboardInterrupt:
+        print(f"interrupted after {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        raise
+
+
+def handle_a_signal(rank: int) -> None:
+    """The program's own handler does not raise: the wait goes on."""
+    seen = []
+    signal.signal(signal.SIGINT, lambda *_: seen.append(time.monotonic()))
+    step = opened_step(rank)
+    interrupt(rank, 2)
+    step.attend()
+    ended = time.monotonic()
+    if rank == SIGNALLED and not (seen and ended - seen[0] > 0.5):
+        raise AssertionError("the handler did not run in the wait")
+
+
+def fail_to_open(rank: int) -> None:
+    try:
+        distca.init(options=distca.Options(tolerance=0.1 + 0.1 * (rank == ODD)))
+    except ValueError as error:
+        if "ranks disagree on the options" not in str(error):
+            raise
+    names = [thread.name for thread in threading.enumerate()]
+    if "distca-planner" in names:
+        raise AssertionError(names)
+
+
+WAYS: dict[str, Callable[[int], None]] = {
+    function.__name__: function
+    for function in (
+        skip_backward_pass,
+        close_in_finally,
+        raise_with_a_plan,
+        close_while_others_plan,
+        end_while_others_plan,
+        close_while_others_attend,
+        interrupt_agreement,
+        interrupt_forward,
+        interrupt_backward,
+        handle_a_signal,
+        fail_to_open,
+    )
+}
+for closes, destroys, late_s in itertools.product((False, True), (False, True), (0.0, 0.2)):
+    WAYS[f"end_early-{closes:d}{destroys:d}{late_s > 0:d}"] = functools.partial(
+        end_early, closes=closes, destroys=destroys, late_s=late_s
+    )
+
+
+def be_rank(rank: int, port: int, way: str, error_file: Path) -> None:
+    os.dup2(os.open(error_file, os.O_WRONLY), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    WAYS[way](rank)
+
+
+def watch(processes: list[int], way: str, folder: Path) -> None:
+    start = time.monotonic()
+    outcomes: list = [None] * NUM_RANKS
+    while None in outcomes:
+        passed = time.monotonic() - start
+        for rank, process in enumerate(processes):
+            if outcomes[rank] is None:
+                if passed > LIMIT_S:
+                    os.kill(process, signal.SIGKILL)
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if ended:
+                    error = (folder / f"{way}.{rank}").read_text()
+                    outcomes[rank] = (os.waitstatus_to_exitcode(status), error, passed)
+        time.sleep(0.01)
+    (folder / f"{way}.json").write_text(json.dumps(outcomes))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    for way in sys.argv[2:]:
+        port, processes = free_port(), []
+        for rank in range(NUM_RANKS):
+            (folder / f"{way}.{rank}").touch()
+            process = os.fork()
+            if process == 0:
+                return be_rank(rank, port, way, folder / f"{way}.{rank}")
+            processes.append(process)
+        watch(processes, way, folder)
+
+
+if __name__ == "__main__":
+    main()

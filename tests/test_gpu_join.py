@@ -1,0 +1,55 @@
+"""distca.join on GPUs: two ranks, of two devices or of one that they share."""
+
+import os
+
+import pytest
+import torch
+import uneven_training as uneven
+from parallel_training import torch_attention
+from ranks import Ranks
+from torch import Tensor
+
+import distca
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """By peer memory where two ranks share a device, as NCCL needs one for each."""
+    is_shared = torch.cuda.device_count() < 2
+    if is_shared and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("peer memory needs a Hopper GPU")
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    started = Ranks(2, "gloo" if is_shared else "nccl")
+    started.run(open_session, "peer" if is_shared else "auto")
+    yield started
+    del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
+    started.stop()
+
+
+def open_session(rank: int, world_size: int, transport: str) -> None:
+    distca.init(options=distca.Options(transport=transport))
+
+
+def in_bfloat16(q: Tensor, k: Tensor, v: Tensor, documents: distca.Documents) -> Tensor:
+    return distca.core_attention(*(x.bfloat16() for x in (q, k, v)), documents).to(q.dtype)
+
+
+def torch_in_bfloat16(q: Tensor, k: Tensor, v: Tensor, documents) -> Tensor:
+    return torch_attention(*(x.bfloat16() for x in (q, k, v)), documents).to(q.dtype)
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("num_batches", [[7, 5], [0, 7]])
+def test_uneven_ranks_train_as_one_process(pair, num_batches, ahead, wrapper):
+    """As exact as one process with torch's attention in the same dtype."""
+    if wrapper == "FSDP2" and torch.cuda.device_count() < 2:
+        pytest.skip("FSDP2 needs NCCL")
+    truth = uneven.train_alone(num_batches, torch_attention)
+    alone = uneven.train_alone(num_batches, torch_in_bfloat16, "cuda", torch.float32)
+    allowed = 2 * uneven.worst_error(alone, truth)
+    arguments = (num_batches, wrapper, ahead, "cuda", in_bfloat16, torch.float32)
+    for result in pair.run(uneven.train, *arguments):
+        assert uneven.worst_error(result, truth) <= allowed
