@@ -8,7 +8,8 @@
 namespace distca::planner {
 namespace {
 
-constexpr int64_t kMovedAtOnce = 16;  // shares that move up in a step
+constexpr int64_t kMovedAtOnce = 16;   // shares that move up in a step
+constexpr int64_t kStepsPerWhole = 4;  // a document that is given whole
 
 }  // namespace
 
@@ -131,6 +132,7 @@ const RangeSet& Assignment::keys_on(int64_t receiver, int64_t document) {
 
 int64_t Assignment::bytes_of(int64_t document, Range rows, const RangeSet& held) const {
   const Range keys = keys_of(options_.mask, rows, pack_.documents[document].length);
+  spend(static_cast<int64_t>(held.ranges().size()));
   const int64_t num_held = held.ranges().empty() ? 0 : held.num_shared(keys);
   return num_rows(rows) * options_.row_bytes.query +
          (num_rows(keys) - num_held) * options_.row_bytes.key;
@@ -215,12 +217,35 @@ void Assignment::apply(const Move& move) {
     if (num_rows(rest) == 0) continue;
     insert_own(move.donor, {share.document, rest, seconds(share.document, rest)});
   }
-  const bool is_idle = donor.own.empty() && donor.guests.empty() && donor.wholes.empty();
-  seconds_[move.donor] = is_idle ? 0.0 : seconds_[move.donor] - move.relief;
+  seconds_[move.donor] = is_idle(move.donor) ? 0.0 : seconds_[move.donor] - move.relief;
   take(move, share.document);
   if (was_moved) count(share.document, move.donor, 1);
   away_[share.document] = Away::kRows;
   count(share.document, move.receiver, 1);
+}
+
+// All that a donor, which serves nothing, still computes of a document, whatever links say.
+double Assignment::give_all_of(int64_t document, int64_t donor, int64_t receiver, double most) {
+  const std::span<const Share> own = own_of(donor, document);
+  const std::vector<Share> all(own.begin(), own.end());
+  double given = 0;
+  for (const Share& share : all) given += share.seconds;
+  if (given > most) return 0;
+  std::vector<Share>& guests = ranks_[receiver].guests;
+  count(document, donor, -1);
+  count(document, receiver, -1);
+  for (const Share& share : all) {
+    const size_t idx = find_own(donor, share);
+    spend(ranks_[donor].own.erase(idx, idx + 1) / kMovedAtOnce);
+  }
+  left_of(donor, document).clear();
+  guests.insert(guests.end(), all.begin(), all.end());
+  std::sort(guests.begin(), guests.end(), in_order);
+  spend(static_cast<int64_t>(guests.size()));
+  count(document, receiver, 1);
+  seconds_[receiver] += given;
+  seconds_[donor] = is_idle(donor) ? 0.0 : seconds_[donor] - given;
+  return given;
 }
 
 double Assignment::give_wholes(int64_t donor, int64_t receiver, double most) {
@@ -228,40 +253,42 @@ double Assignment::give_wholes(int64_t donor, int64_t receiver, double most) {
   const auto begin = std::partition_point(
       own.begin(), own.end(), [most](const Share& share) { return share.seconds > most; });
   const auto first = static_cast<size_t>(begin - own.begin());
-  const auto move_of = [&](size_t idx) {
+  const auto move = [&](size_t idx) {
     const Share& share = own[idx];
     const RangeSet& held = keys_on(receiver, share.document);
-    return Move{donor,
-                receiver,
-                idx,
-                share.rows,
-                share.seconds,
-                share.seconds,
-                bytes_of(share.document, share.rows, held)};
+    const int64_t bytes = bytes_of(share.document, share.rows, held);
+    return Move{donor, receiver, idx, share.rows, share.seconds, share.seconds, bytes};
   };
   if (first < own.size() && away_[own[first].document] == Away::kRows) {
-    const Move move = move_of(first);
-    if (!links_fit(move)) return 0;
-    apply(move);
-    return move.seconds;
+    if (is_budget_spent()) {
+      if (limit(donor) > 0) return 0;
+      return give_all_of(own[first].document, donor, receiver, most);
+    }
+    const Move whole = move(first);
+    if (!links_fit(whole)) return 0;
+    apply(whole);
+    return whole.seconds;
   }
   double given = 0;
   size_t last = first;
   for (; last < own.size() && given + own[last].seconds <= most; ++last) {
     const Share& share = own[last];
-    if (away_[share.document] == Away::kRows || !links_fit(move_of(last))) break;
+    if (away_[share.document] == Away::kRows || !links_fit(move(last))) break;
     away_[share.document] = Away::kWhole;
     traffic_.add(share.document, {&share.rows, 1}, receiver, 1);
     ranks_[receiver].wholes.push_back(share);
     given += share.seconds;
   }
-  spend(4 * static_cast<int64_t>(last - first) + 1);
+  spend(kStepsPerWhole * static_cast<int64_t>(last - first) + 1);
   spend(ranks_[donor].own.erase(first, last) / kMovedAtOnce);
   seconds_[receiver] += given;
-  const bool is_idle =
-      ranks_[donor].own.empty() && ranks_[donor].guests.empty() && ranks_[donor].wholes.empty();
-  seconds_[donor] = is_idle ? 0.0 : seconds_[donor] - given;
+  seconds_[donor] = is_idle(donor) ? 0.0 : seconds_[donor] - given;
   return given;
+}
+
+bool Assignment::is_idle(int64_t rank) const {
+  const Rank& entry = ranks_[rank];
+  return entry.own.empty() && entry.guests.empty() && entry.wholes.empty();
 }
 
 std::vector<Given> Assignment::given() const {

@@ -90,7 +90,9 @@ class Assignment {
 
   void apply(const Move& move);
   // Gives the donor's dearest shares of at most `most` seconds whole, one after the other, as long
-  // as all together take no more and links and memory have place. Returns their seconds.
+  // as all together take no more and links and memory have place. Returns their seconds. Without a
+  // budget, of documents that are cut only those of a donor that serves nothing, whatever links
+  // say.
   double give_wholes(int64_t donor, int64_t receiver, double most);
 
   // Of all documents that lie on one rank, by document.
@@ -129,6 +131,8 @@ class Assignment {
   void open(int64_t rank);
   bool has_lone_home(int64_t document) const { return pack_.documents[document].num_segments == 1; }
   std::vector<Share>& left_of(int64_t rank, int64_t document);
+  bool is_idle(int64_t rank) const;
+  double give_all_of(int64_t document, int64_t donor, int64_t receiver, double most);
   void insert_own(int64_t rank, const Share& share);
   void count(int64_t document, int64_t rank, int64_t times);
   void take(const Move& move, int64_t document);

@@ -27,8 +27,8 @@ constexpr int64_t kManyShares = 1 << 17;  // likewise
 
 // What a plan may take: about as long as a step's attention is planned at most, however its
 // documents lie, and in proportion to them.
-constexpr int64_t kSteps = 20'000'000;
-constexpr int64_t kStepsPerShare = 400;
+constexpr int64_t kSteps = 24'000'000;
+constexpr int64_t kStepsPerShare = 160;
 
 // Fair shares of bytes take more of them out of a server, whose link may be too slow for that.
 constexpr Style kUnfair{8, true, false, 0, 0.8};
