@@ -13,6 +13,7 @@
 
 #include "layout_tensor.h"
 #include "planner/layout.h"
+#include "planner/loads.h"
 #include "planner/pack.h"
 #include "planner/plan.h"
 #include "planner/ranges.h"
@@ -199,6 +200,50 @@ bool moves_rows(const planner::Pack& pack, const planner::Plan& plan) {
   return !std::all_of(plan.tasks.begin(), plan.tasks.end(), is_home);
 }
 
+// Rows that a rank sends, to itself included, and that visit it.
+struct MovedRows {
+  int64_t sent;
+  int64_t visiting;
+};
+
+std::vector<MovedRows> moved_rows(const planner::Pack& pack, const planner::Plan& plan,
+                                  const planner::RowBytes& counted) {
+  planner::PlanOptions options;
+  options.mask = plan.mask;
+  options.row_bytes = options.held_bytes = counted;
+  std::vector<MovedRows> rows;
+  for (const planner::Load& load : planner::loads_of(pack, options, plan.tasks)) {
+    rows.push_back({load.bytes_out + load.held_bytes - load.bytes_in, load.held_bytes});
+  }
+  return rows;
+}
+
+// Words of row indices that encode_layout may write for a rank: where its sent and visiting rows
+// stand, and which returned rows add up to each of its keys; once more where inputs are kept.
+int64_t most_row_words(const MovedRows& q, const MovedRows& k, int64_t num_home_rows,
+                       bool keeps_inputs) {
+  const int64_t once = q.sent + q.visiting + k.sent + k.visiting;
+  const int64_t sums = k.sent + 2 * std::min(k.sent, num_home_rows) + 1;
+  return once + sums + (keeps_inputs ? once + q.visiting + k.visiting : 0);
+}
+
+// Row indices are int32. Every rank looks at the rows of all, so that none waits for one that
+// cannot encode its layout.
+void check_row_indices(const planner::Pack& pack, const planner::Plan& plan) {
+  const std::vector<MovedRows> q = moved_rows(pack, plan, {1, 0}),
+                               k = moved_rows(pack, plan, {0, 1});
+  const bool keeps_inputs = std::any_of(plan.tasks.begin(), plan.tasks.end(),
+                                        [](const planner::Task& task) { return task.is_kept; });
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    const int64_t num_words = most_row_words(q[rank], k[rank], pack.num_rows[rank], keeps_inputs);
+    TORCH_CHECK_VALUE(num_words <= kMaxRows, "plan: rank ", rank, " holds ", pack.num_rows[rank],
+                      " tokens, would send ", q[rank].sent, " query rows and ", k[rank].sent,
+                      " key rows and be sent ", q[rank].visiting, " and ", k[rank].visiting,
+                      ", which takes ", num_words, " row indices; expected at most ", kMaxRows,
+                      ". Plan fewer tokens in one step, or shorter documents over fewer ranks");
+  }
+}
+
 }  // namespace
 
 at::Tensor all_gather(const at::Tensor& tensor, c10::string_view group_name, int64_t step) {
@@ -235,6 +280,7 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
   TORCH_CHECK_VALUE(rounds >= 1, "rounds is ", rounds, "; expected at least 1");
   const planner::Plan plan =
       as_value_error([&] { return planner::plan_for_rounds(pack, options, rounds); });
+  check_row_indices(pack, plan);
   return {encode_plan(plan), encode_loads(plan.loads)};
 }
 
