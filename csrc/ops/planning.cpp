@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <span>
@@ -206,13 +207,14 @@ struct MovedRows {
   int64_t visiting;
 };
 
-std::vector<MovedRows> moved_rows(const planner::Pack& pack, const planner::Plan& plan,
+std::vector<MovedRows> moved_rows(const planner::Pack& pack, const planner::Mask& mask,
+                                  const std::vector<planner::Task>& visiting,
                                   const planner::RowBytes& counted) {
   planner::PlanOptions options;
-  options.mask = plan.mask;
+  options.mask = mask;
   options.row_bytes = options.held_bytes = counted;
   std::vector<MovedRows> rows;
-  for (const planner::Load& load : planner::loads_of(pack, options, plan.tasks)) {
+  for (const planner::Load& load : planner::loads_of(pack, options, visiting)) {
     rows.push_back({load.bytes_out + load.held_bytes - load.bytes_in, load.held_bytes});
   }
   return rows;
@@ -230,8 +232,11 @@ int64_t most_row_words(const MovedRows& q, const MovedRows& k, int64_t num_home_
 // Row indices are int32. Every rank looks at the rows of all, so that none waits for one that
 // cannot encode its layout.
 void check_row_indices(const planner::Pack& pack, const planner::Plan& plan) {
-  const std::vector<MovedRows> q = moved_rows(pack, plan, {1, 0}),
-                               k = moved_rows(pack, plan, {0, 1});
+  std::vector<planner::Task> visiting;
+  std::copy_if(plan.tasks.begin(), plan.tasks.end(), std::back_inserter(visiting),
+               [&](const planner::Task& task) { return !planner::is_home(pack, plan.mask, task); });
+  const std::vector<MovedRows> q = moved_rows(pack, plan.mask, visiting, {1, 0}),
+                               k = moved_rows(pack, plan.mask, visiting, {0, 1});
   const bool keeps_inputs = std::any_of(plan.tasks.begin(), plan.tasks.end(),
                                         [](const planner::Task& task) { return task.is_kept; });
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
