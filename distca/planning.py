@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca._pieces import check_counts, gather_pieces
 from distca.cluster import (
     Cluster,
     cluster_of,
@@ -406,18 +407,19 @@ def _exchange(
     """Pieces of all ranks in rank order, the attention shape that all of them know, and every
     rank's words."""
     step = words[HEADER_NAMES.index("step")]
-    all_gather = torch.ops.distca.all_gather
-    headers = all_gather(torch.tensor([*words, pieces.shape[0]]), session.group_name, step)
+
+    def all_gather(tensor: Tensor) -> Tensor:
+        return torch.ops.distca.all_gather(tensor, session.group_name, step)
+
+    headers = all_gather(torch.tensor([*words, pieces.shape[0]]))
     check_headers(headers)  # all ranks stop here alike, also one that cuts halves
-    most = max(1, int(headers[:, -1].max()))
-    padded = torch.zeros(most, pieces.shape[1], dtype=torch.int64)
-    padded[: pieces.shape[0]] = pieces
-    gathered = all_gather(padded, session.group_name, step)
+    counts = headers[:, -1].tolist()
+    check_counts(counts)
+    gathered = gather_pieces(pieces, counts, all_gather)
     shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
     agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
-    held = [gathered[rank, : headers[rank, -1]] for rank in range(session.num_ranks)]
     shape = AttentionShape.from_words(agreed.to(torch.int64).tolist())
-    return torch.cat(held).contiguous(), shape, headers
+    return gathered, shape, headers
 
 
 def check_headers(headers: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-NUM_RANKS, NUM_HOME_ROWS, NUM_ROUNDS = 4, 5, 9
+STEP, NUM_RANKS, NUM_HOME_ROWS, NUM_ROUNDS = 2, 4, 5, 9
 RANK = 16
 HEADER_WORDS = 17  # then rows by peer: queries sent, queries received, keys sent, keys received
 

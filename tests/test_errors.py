@@ -6,6 +6,7 @@ import contextlib
 import oracle
 import pytest
 import torch
+from layout_words import STEP, numbers_of_rows
 from oracle import Case
 from ranks import Outcome, Ranks
 from small_step import SHARDED, WHOLE, small_step
@@ -68,6 +69,38 @@ def attend_differently(rank: int, world_size: int, difference: str, num_good_lay
     if rank == 1 and change is not None:
         change(step)
     step.attend(softmax_scale=0.5 if rank == 1 and change is None else 0.25)
+
+
+def attend_with_other_places(rank: int, world_size: int, change: int) -> torch.Tensor:
+    """With a layout that says where rows go in peers' memory, which rank 1 changes: a word of its
+    own that is equal on all ranks."""
+    step = small_step(rank, world_size, SHARDED)
+    plan = distca.plan(step.documents)
+    made = plan.made()
+    layouts = [
+        torch.ops.distca.layout(made.pieces, made.encoded, other, plan.layout[STEP].item(), "cuda")
+        for other in range(world_size)
+    ]
+    rows = [numbers_of_rows(layout)[1] for layout, _ in layouts]
+    most = [max(row[name] for row in rows) for name in rows[0]]
+    layout, packed_rows = layouts[rank]
+    words = layout.tolist()
+    places = [i for i in range(len(words)) if words[i : i + 5] == [1, *most]]
+    assert len(places) == 1
+    layout[places[0] + 1] += change if rank == 1 else 0
+    plan.rows = torch.ops.distca.unpack_rows(layout, packed_rows)
+    plan.layout = layout
+    return step.attend().detach()
+
+
+def test_ranks_disagree_on_where_rows_go(ranks):
+    results = torch.cat(ranks(3).run(attend_with_other_places, 0, timeout_s=HANG_S))
+    truth = oracle.forward_backward(SHARDED)[0]
+    assert oracle.relative_error(results, truth) < 1e-5
+    outcomes = ranks(3).outcomes(attend_with_other_places, 1, timeout_s=HANG_S)
+    for message in errors_of(outcomes, "ValueError"):
+        assert "ranks disagree on core attention, nothing was sent" in message
+        assert "plan" in message
 
 
 @pytest.mark.parametrize("difference", ATTENTION_DIFFERENCES)

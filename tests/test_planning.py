@@ -1,6 +1,7 @@
 """Documents, plans and their reports, from a few tokens to 64 ranks."""
 
 import random
+import time
 
 import calibrations
 import pytest
@@ -345,3 +346,21 @@ def test_cost_table_is_used(tmp_path):
     assert max_over_mean(before_area) > 1.4
     # A table is of full rectangles; causal attention of a document is half of its square.
     assert before_rows[0].item() == pytest.approx(0.5 * 8192e-6, rel=0.05)
+
+
+def test_many_short_documents_are_planned_at_once():
+    """The whole of a step's work on one rank; it grew with the cube of documents that leave one."""
+    lengths = [[1] * 20000, *([[]] * 7)]
+    start = time.process_time()
+    encoded, loads = solve(pieces_of(lengths), 8, distca.Options())
+    ops.layout(pieces_of(lengths), encoded, 0, 0, "cpu")
+    assert time.process_time() - start < 2
+    assert loads[:, 1].max() < 0.2 * loads[:, 0].max()
+
+
+def test_more_row_indices_than_fit_are_refused_for_all_ranks():
+    pieces = torch.tensor([[rank, 0, rank * 2**25, 2**25, 0] for rank in range(64)])
+    pieces[-1, 3] -= 1
+    with pytest.raises(ValueError, match="plan: rank 0 holds 33554432 tokens, would send") as error:
+        solve(pieces, 64, distca.Options())
+    assert "row indices; expected at most 2147483647. Plan fewer tokens" in str(error.value)

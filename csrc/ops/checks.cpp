@@ -53,13 +53,32 @@ void check_device_support(const at::Tensor& q, const Layout& layout) {
                     "torch.use_deterministic_algorithms(True) too");
 }
 
+// The plan's, with what decides where ranks write in each other's memory: the most rows that any
+// server or home has, in each round.
+int64_t digest_of(const Layout& layout) {
+  uint64_t digest = layout.plan_digest;
+  const auto add = [&digest](int64_t word) {
+    digest = (digest ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15u;
+    digest ^= digest >> 32;
+  };
+  for (const Round& round : layout.rounds) {
+    if (!round.peers) continue;
+    const planner::Deliveries& most = round.peers->deliveries;
+    for (const int64_t num_rows :
+         {most.max_visiting_q, most.max_visiting_k, most.max_returned_q, most.max_returned_k}) {
+      add(num_rows);
+    }
+  }
+  return static_cast<int64_t>(digest);
+}
+
 Signature signature_of(const Layout& layout, const at::Tensor& q, const at::Tensor& k,
                        double softmax_scale) {
   Signature signature;
   signature.values = {0,
                       kVersion,
                       layout.step,
-                      static_cast<int64_t>(layout.plan_digest),
+                      digest_of(layout),
                       q.size(1),
                       k.size(1),
                       q.size(2),

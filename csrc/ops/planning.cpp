@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <span>
@@ -13,6 +14,7 @@
 
 #include "layout_tensor.h"
 #include "planner/layout.h"
+#include "planner/loads.h"
 #include "planner/pack.h"
 #include "planner/plan.h"
 #include "planner/ranges.h"
@@ -199,6 +201,54 @@ bool moves_rows(const planner::Pack& pack, const planner::Plan& plan) {
   return !std::all_of(plan.tasks.begin(), plan.tasks.end(), is_home);
 }
 
+// Rows that a rank sends, to itself included, and that visit it.
+struct MovedRows {
+  int64_t sent;
+  int64_t visiting;
+};
+
+std::vector<MovedRows> moved_rows(const planner::Pack& pack, const planner::Mask& mask,
+                                  const std::vector<planner::Task>& visiting,
+                                  const planner::RowBytes& counted) {
+  planner::PlanOptions options;
+  options.mask = mask;
+  options.row_bytes = options.held_bytes = counted;
+  std::vector<MovedRows> rows;
+  for (const planner::Load& load : planner::loads_of(pack, options, visiting)) {
+    rows.push_back({load.bytes_out + load.held_bytes - load.bytes_in, load.held_bytes});
+  }
+  return rows;
+}
+
+// Words of row indices that encode_layout may write for a rank: where its sent and visiting rows
+// stand, and which returned rows add up to each of its keys; once more where inputs are kept.
+int64_t most_row_words(const MovedRows& q, const MovedRows& k, int64_t num_home_rows,
+                       bool keeps_inputs) {
+  const int64_t once = q.sent + q.visiting + k.sent + k.visiting;
+  const int64_t sums = k.sent + 2 * std::min(k.sent, num_home_rows) + 1;
+  return once + sums + (keeps_inputs ? once + q.visiting + k.visiting : 0);
+}
+
+// Row indices are int32. Every rank looks at the rows of all, so that none waits for one that
+// cannot encode its layout.
+void check_row_indices(const planner::Pack& pack, const planner::Plan& plan) {
+  std::vector<planner::Task> visiting;
+  std::copy_if(plan.tasks.begin(), plan.tasks.end(), std::back_inserter(visiting),
+               [&](const planner::Task& task) { return !planner::is_home(pack, plan.mask, task); });
+  const std::vector<MovedRows> q = moved_rows(pack, plan.mask, visiting, {1, 0}),
+                               k = moved_rows(pack, plan.mask, visiting, {0, 1});
+  const bool keeps_inputs = std::any_of(plan.tasks.begin(), plan.tasks.end(),
+                                        [](const planner::Task& task) { return task.is_kept; });
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    const int64_t num_words = most_row_words(q[rank], k[rank], pack.num_rows[rank], keeps_inputs);
+    TORCH_CHECK_VALUE(num_words <= kMaxRows, "plan: rank ", rank, " holds ", pack.num_rows[rank],
+                      " tokens, would send ", q[rank].sent, " query rows and ", k[rank].sent,
+                      " key rows and be sent ", q[rank].visiting, " and ", k[rank].visiting,
+                      ", which takes ", num_words, " row indices; expected at most ", kMaxRows,
+                      ". Plan fewer tokens in one step, or shorter documents over fewer ranks");
+  }
+}
+
 }  // namespace
 
 at::Tensor all_gather(const at::Tensor& tensor, c10::string_view group_name, int64_t step) {
@@ -235,6 +285,7 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
   TORCH_CHECK_VALUE(rounds >= 1, "rounds is ", rounds, "; expected at least 1");
   const planner::Plan plan =
       as_value_error([&] { return planner::plan_for_rounds(pack, options, rounds); });
+  check_row_indices(pack, plan);
   return {encode_plan(plan), encode_loads(plan.loads)};
 }
 
@@ -265,10 +316,10 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
   const planner::Plan decoded = decode_plan(plan, pack);
   const auto results = by_peer_memory ? planner::Results::kWritten : planner::Results::kTaken;
+  const planner::HomeRuns home = as_value_error([&] { return planner::HomeRuns(pack, rank); });
   std::vector<PlannedRound> rounds;
   const auto add_round = [&](const planner::Plan& round) {
-    planner::Layout made =
-        as_value_error([&] { return planner::make_layout(pack, round, rank, results); });
+    planner::Layout made = planner::make_layout(pack, round, home, results);
     std::optional<PeerRoutes> routes;
     if (device_type == "cuda" && decoded.num_ranks > 1 && decoded.num_ranks <= kMaxPeers) {
       routes = peer_routes(planner::make_deliveries(pack, round, rank));

@@ -8,15 +8,8 @@
 namespace distca::planner {
 namespace {
 
-bool dearer(const Share& a, const Share& b) {
-  return a.seconds != b.seconds
-             ? a.seconds > b.seconds
-             : std::tie(a.document, a.rows.begin) < std::tie(b.document, b.rows.begin);
-}
-
-bool in_order(const Share& a, const Share& b) {
-  return std::tie(a.document, a.rows.begin) < std::tie(b.document, b.rows.begin);
-}
+constexpr int64_t kMovedAtOnce = 16;   // shares that move up in a step
+constexpr int64_t kStepsPerWhole = 4;  // a document that is given whole
 
 }  // namespace
 
@@ -24,7 +17,8 @@ Home::Home(const Pack& pack, const PlanOptions& options)
     : shares(pack.segments.size()),
       first(pack.num_ranks + 1, 0),
       seconds(pack.num_ranks, 0.0),
-      traffic(pack, options) {
+      traffic(pack, options),
+      dearest_(pack.num_ranks) {
   for (const Segment& segment : pack.segments) ++first[segment.rank + 1];
   std::partial_sum(first.begin(), first.end(), first.begin());
   std::vector<int64_t> next(first.begin(), first.end() - 1);
@@ -49,7 +43,18 @@ Home::Home(const Pack& pack, const PlanOptions& options)
   }
 }
 
-Assignment::Assignment(const Pack& pack, const PlanOptions& options, const Home& home, double limit)
+std::span<const Share> Home::dearest_first(int64_t rank) const {
+  std::vector<Share>& sorted = dearest_[rank];
+  if (sorted.empty()) {
+    const std::span<const Share> own = shares_of(rank);
+    sorted.assign(own.begin(), own.end());
+    std::sort(sorted.begin(), sorted.end(), is_dearer);
+  }
+  return sorted;
+}
+
+Assignment::Assignment(const Pack& pack, const PlanOptions& options, const Home& home, double limit,
+                       Budget& budget)
     : pack_(pack),
       options_(options),
       home_(home),
@@ -57,9 +62,10 @@ Assignment::Assignment(const Pack& pack, const PlanOptions& options, const Home&
       seconds_(home.seconds),
       traffic_(home.traffic),
       ranks_(pack.num_ranks),
-      has_moved_(pack.documents.size(), 0) {
-  for (size_t i = 0; i < has_moved_.size(); ++i) {
-    has_moved_[i] = pack.documents[i].num_segments > 1 ? 1 : 0;
+      away_(pack.documents.size(), Away::kNothing),
+      budget_(budget) {
+  for (size_t i = 0; i < away_.size(); ++i) {
+    if (pack.documents[i].num_segments > 1) away_[i] = Away::kRows;
   }
 }
 
@@ -70,40 +76,63 @@ double Assignment::room(int64_t rank) const {
   return most - std::max(seconds_[rank], most * std::max(in_link, held));
 }
 
-std::span<const Share> Assignment::own_now(int64_t rank) const {
-  return ranks_[rank].is_open ? std::span<const Share>(ranks_[rank].own) : home_.shares_of(rank);
+void Assignment::open(int64_t rank) {
+  Rank& entry = ranks_[rank];
+  if (entry.is_open) return;
+  entry.own.assign(home_.dearest_first(rank));
+  entry.is_open = true;
+  spend(static_cast<int64_t>(entry.own.size()) / kMovedAtOnce + 1);
 }
 
 std::span<const Share> Assignment::own(int64_t rank) {
-  Rank& entry = ranks_[rank];
-  if (!entry.is_open) {
-    const std::span<const Share> shares = home_.shares_of(rank);
-    entry.own.assign(shares.begin(), shares.end());
-    std::sort(entry.own.begin(), entry.own.end(), dearer);
-    entry.is_open = true;
+  open(rank);
+  return ranks_[rank].own.all();
+}
+
+std::span<const Share> Assignment::own_of(int64_t rank, int64_t document) const {
+  const auto found = ranks_[rank].left.find(document);
+  if (found != ranks_[rank].left.end()) return found->second;
+  if (away_[document] == Away::kWhole) return {};
+  return shares_of(home_.shares_of(rank), document);
+}
+
+std::vector<Share>& Assignment::left_of(int64_t rank, int64_t document) {
+  const auto [found, is_new] = ranks_[rank].left.try_emplace(document);
+  if (is_new) {
+    const std::span<const Share> all = shares_of(home_.shares_of(rank), document);
+    found->second.assign(all.begin(), all.end());
   }
-  return entry.own;
+  return found->second;
+}
+
+void Assignment::insert_own(int64_t rank, const Share& share) {
+  spend(ranks_[rank].own.insert(share) / kMovedAtOnce);
+  left_of(rank, share.document).push_back(share);
 }
 
 const RangeSet& Assignment::keys_on(int64_t receiver, int64_t document) {
   keys_.clear();
-  if (!has_moved_[document]) return keys_;
-  const int64_t length = pack_.documents[document].length;
-  const auto hold = [&](const Share& share) {
-    if (share.document != document) return;
-    keys_.insert(keys_of(options_.mask, share.rows, length));
+  if (away_[document] == Away::kNothing) return keys_;
+  const Document& entry = pack_.documents[document];
+  const auto hold = [&](std::span<const Share> shares) {
+    spend(static_cast<int64_t>(shares.size()));
+    for (const Share& share : shares) {
+      keys_.insert(keys_of(options_.mask, share.rows, entry.length));
+    }
   };
-  for (const Share& share : ranks_[receiver].guests) hold(share);
-  if (pack_.documents[document].num_segments == 1) return keys_;
-  for (const Share& share : own_now(receiver)) hold(share);
-  for (const Segment& segment : pack_.segments_of(pack_.documents[document])) {
-    if (segment.rank == receiver) keys_.insert(positions(segment));
+  hold(shares_of(ranks_[receiver].guests, document));
+  if (has_lone_home(document)) return keys_;
+  hold(own_of(receiver, document));
+  for (const Share& home : shares_of(home_.shares_of(receiver), document)) {
+    const bool has_context = home.rows.begin == entry.first_query;  // context comes first
+    keys_.insert({has_context ? 0 : home.rows.begin, home.rows.end});
   }
   return keys_;
 }
 
 int64_t Assignment::bytes_of(int64_t document, Range rows, const RangeSet& held) const {
   const Range keys = keys_of(options_.mask, rows, pack_.documents[document].length);
+  spend(static_cast<int64_t>(held.ranges().size()));
   const int64_t num_held = held.ranges().empty() ? 0 : held.num_shared(keys);
   return num_rows(rows) * options_.row_bytes.query +
          (num_rows(keys) - num_held) * options_.row_bytes.key;
@@ -123,9 +152,8 @@ bool Assignment::links_fit(const Move& move) const {
   const double most = limit_ * bytes_per_second / kOneWay;
   const int64_t now_in = inside ? in.bytes_in - in.node_bytes_in : in.node_bytes_in;
   const int64_t now_out = inside ? out.bytes_out - out.node_bytes_out : out.node_bytes_out;
-  const bool lone_home = pack_.documents[document].num_segments == 1;
   const int64_t bytes_out =
-      lone_home ? move.bytes : num_rows(move.slice) * options_.row_bytes.query;
+      has_lone_home(document) ? move.bytes : num_rows(move.slice) * options_.row_bytes.query;
   if (static_cast<double>(now_in + move.bytes) > most) return false;
   if (static_cast<double>(now_out + bytes_out) > most) return false;
   const Range keys = keys_of(options_.mask, move.slice, pack_.documents[document].length);
@@ -137,14 +165,11 @@ bool Assignment::links_fit(const Move& move) const {
 // Adds or takes back the traffic of what a rank computes of one document.
 void Assignment::count(int64_t document, int64_t rank, int64_t times) {
   rows_.clear();
-  for (const Share& share : ranks_[rank].guests) {
-    if (share.document == document) rows_.push_back(share.rows);
+  for (const Share& share : shares_of(ranks_[rank].guests, document)) rows_.push_back(share.rows);
+  if (!has_lone_home(document)) {
+    for (const Share& share : own_of(rank, document)) rows_.push_back(share.rows);
   }
-  if (pack_.documents[document].num_segments > 1) {
-    for (const Share& share : own_now(rank)) {
-      if (share.document == document) rows_.push_back(share.rows);
-    }
-  }
+  spend(pack_.documents[document].num_segments + static_cast<int64_t>(rows_.size()));
   traffic_.add(document, rows_, rank, times);
 }
 
@@ -153,44 +178,117 @@ void Assignment::take(const Move& move, int64_t document) {
   std::vector<Share>& guests = ranks_[move.receiver].guests;
   double& total = seconds_[move.receiver];
   Share taken{document, move.slice, move.seconds};
-  if (has_moved_[document]) {
-    for (auto guest = guests.begin(); guest != guests.end();) {
-      const bool joins = guest->document == document && (guest->rows.end == taken.rows.begin ||
-                                                         guest->rows.begin == taken.rows.end);
-      if (joins) {
-        taken.rows = {std::min(taken.rows.begin, guest->rows.begin),
-                      std::max(taken.rows.end, guest->rows.end)};
-        total -= guest->seconds;
-      }
-      guest = joins ? guests.erase(guest) : guest + 1;
-    }
-    taken.seconds = seconds(document, taken.rows);
+  auto first = std::lower_bound(guests.begin(), guests.end(), taken, in_order), last = first;
+  const auto joins = [&](const Share& guest) {
+    return guest.document == document &&
+           (guest.rows.end == taken.rows.begin || guest.rows.begin == taken.rows.end);
+  };
+  if (first != guests.begin() && joins(*(first - 1))) --first;
+  if (last != guests.end() && joins(*last)) ++last;
+  for (auto guest = first; guest != last; ++guest) {
+    taken.rows = {std::min(taken.rows.begin, guest->rows.begin),
+                  std::max(taken.rows.end, guest->rows.end)};
+    total -= guest->seconds;
   }
-  guests.push_back(taken);
+  if (away_[document] != Away::kNothing) taken.seconds = seconds(document, taken.rows);
   total += taken.seconds;
+  spend((guests.end() - last) / kMovedAtOnce);
+  if (first == last) {
+    guests.insert(first, taken);
+  } else {
+    *first = taken;
+    guests.erase(first + 1, last);
+  }
 }
 
 void Assignment::apply(const Move& move) {
-  std::vector<Share>& own = ranks_[move.donor].own;
-  const Share share = own[move.share];
-  const bool was_moved = has_moved_[share.document];
+  Rank& donor = ranks_[move.donor];
+  const Share share = donor.own[move.share];
+  const bool was_moved = away_[share.document] != Away::kNothing;
   if (was_moved) {
     count(share.document, move.donor, -1);
     count(share.document, move.receiver, -1);
   }
-  own.erase(own.begin() + static_cast<std::ptrdiff_t>(move.share));
+  std::erase_if(left_of(move.donor, share.document),
+                [&](const Share& each) { return each.rows.begin == share.rows.begin; });
+  spend(donor.own.erase(move.share, move.share + 1) / kMovedAtOnce);
   for (const Range rest :
        {Range{share.rows.begin, move.slice.begin}, Range{move.slice.end, share.rows.end}}) {
     if (num_rows(rest) == 0) continue;
-    const Share left{share.document, rest, seconds(share.document, rest)};
-    own.insert(std::upper_bound(own.begin(), own.end(), left, dearer), left);
+    insert_own(move.donor, {share.document, rest, seconds(share.document, rest)});
   }
-  const bool is_idle = own.empty() && ranks_[move.donor].guests.empty();
-  seconds_[move.donor] = is_idle ? 0.0 : seconds_[move.donor] - move.relief;
+  seconds_[move.donor] = is_idle(move.donor) ? 0.0 : seconds_[move.donor] - move.relief;
   take(move, share.document);
   if (was_moved) count(share.document, move.donor, 1);
-  has_moved_[share.document] = 1;
+  away_[share.document] = Away::kRows;
   count(share.document, move.receiver, 1);
+}
+
+// All that a donor, which serves nothing, still computes of a document, whatever links say.
+double Assignment::give_all_of(int64_t document, int64_t donor, int64_t receiver, double most) {
+  const std::span<const Share> own = own_of(donor, document);
+  const std::vector<Share> all(own.begin(), own.end());
+  double given = 0;
+  for (const Share& share : all) given += share.seconds;
+  if (given > most) return 0;
+  std::vector<Share>& guests = ranks_[receiver].guests;
+  count(document, donor, -1);
+  count(document, receiver, -1);
+  for (const Share& share : all) {
+    const size_t idx = find_own(donor, share);
+    spend(ranks_[donor].own.erase(idx, idx + 1) / kMovedAtOnce);
+  }
+  left_of(donor, document).clear();
+  guests.insert(guests.end(), all.begin(), all.end());
+  std::sort(guests.begin(), guests.end(), in_order);
+  spend(static_cast<int64_t>(guests.size()));
+  count(document, receiver, 1);
+  seconds_[receiver] += given;
+  seconds_[donor] = is_idle(donor) ? 0.0 : seconds_[donor] - given;
+  return given;
+}
+
+double Assignment::give_wholes(int64_t donor, int64_t receiver, double most) {
+  const std::span<const Share> own = this->own(donor);
+  const auto begin = std::partition_point(
+      own.begin(), own.end(), [most](const Share& share) { return share.seconds > most; });
+  const auto first = static_cast<size_t>(begin - own.begin());
+  const auto move = [&](size_t idx) {
+    const Share& share = own[idx];
+    const RangeSet& held = keys_on(receiver, share.document);
+    const int64_t bytes = bytes_of(share.document, share.rows, held);
+    return Move{donor, receiver, idx, share.rows, share.seconds, share.seconds, bytes};
+  };
+  if (first < own.size() && away_[own[first].document] == Away::kRows) {
+    if (is_budget_spent()) {
+      if (limit(donor) > 0) return 0;
+      return give_all_of(own[first].document, donor, receiver, most);
+    }
+    const Move whole = move(first);
+    if (!links_fit(whole)) return 0;
+    apply(whole);
+    return whole.seconds;
+  }
+  double given = 0;
+  size_t last = first;
+  for (; last < own.size() && given + own[last].seconds <= most; ++last) {
+    const Share& share = own[last];
+    if (away_[share.document] == Away::kRows || !links_fit(move(last))) break;
+    away_[share.document] = Away::kWhole;
+    traffic_.add(share.document, {&share.rows, 1}, receiver, 1);
+    ranks_[receiver].wholes.push_back(share);
+    given += share.seconds;
+  }
+  spend(kStepsPerWhole * static_cast<int64_t>(last - first) + 1);
+  spend(ranks_[donor].own.erase(first, last) / kMovedAtOnce);
+  seconds_[receiver] += given;
+  seconds_[donor] = is_idle(donor) ? 0.0 : seconds_[donor] - given;
+  return given;
+}
+
+bool Assignment::is_idle(int64_t rank) const {
+  const Rank& entry = ranks_[rank];
+  return entry.own.empty() && entry.guests.empty() && entry.wholes.empty();
 }
 
 std::vector<Given> Assignment::given() const {
@@ -215,36 +313,37 @@ Share Assignment::whole(int64_t document) const {
 
 void Assignment::take_back(std::span<const Given> given) {
   const Share all = whole(given[0].document);
-  const auto is_of = [&](const Share& share) { return share.document == all.document; };
   for (const Given& each : given) {
     std::vector<Share>& guests = ranks_[each.receiver].guests;
     count(all.document, each.receiver, -1);
-    for (const Share& guest : guests) {
-      if (is_of(guest)) seconds_[each.receiver] -= guest.seconds;
-    }
-    std::erase_if(guests, is_of);
+    const std::span<const Share> of_document = shares_of(guests, all.document);
+    for (const Share& guest : of_document) seconds_[each.receiver] -= guest.seconds;
+    const auto first = guests.begin() + (of_document.data() - guests.data());
+    spend((guests.end() - first) / kMovedAtOnce);
+    guests.erase(first, first + static_cast<std::ptrdiff_t>(of_document.size()));
   }
   const int64_t donor = given[0].donor;
-  std::vector<Share>& own = ranks_[donor].own;
-  for (const Share& share : own) {
-    if (is_of(share)) seconds_[donor] -= share.seconds;
+  std::vector<Share>& left = left_of(donor, all.document);
+  for (const Share& share : left) {
+    seconds_[donor] -= share.seconds;
+    const size_t idx = ranks_[donor].own.find(share);
+    spend(ranks_[donor].own.erase(idx, idx + 1) / kMovedAtOnce);
   }
-  std::erase_if(own, is_of);
-  own.insert(std::upper_bound(own.begin(), own.end(), all, dearer), all);
+  left.clear();
+  insert_own(donor, all);
   seconds_[donor] += all.seconds;
 }
 
 Move Assignment::move_of(const Given& given) const {
-  const std::vector<Share>& own = ranks_[given.donor].own;
+  const std::span<const Share> own = own_of(given.donor, given.document);
   const auto share = std::find_if(own.begin(), own.end(), [&](const Share& each) {
-    return each.document == given.document && each.rows.begin <= given.rows.begin &&
-           given.rows.end <= each.rows.end;
+    return each.rows.begin <= given.rows.begin && given.rows.end <= each.rows.end;
   });
   const double kept = seconds(given.document, {share->rows.begin, given.rows.begin}) +
                       seconds(given.document, {given.rows.end, share->rows.end});
   return {given.donor,
           given.receiver,
-          static_cast<size_t>(share - own.begin()),
+          find_own(given.donor, *share),
           given.rows,
           share->seconds - kept,
           seconds(given.document, given.rows),
@@ -288,12 +387,13 @@ std::vector<Task> Assignment::tasks() const {
   tasks.reserve(home_.shares.size() + ranks_.size());
   std::vector<Share> shares;
   for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
-    const std::span<const Share> own = own_now(rank);
-    const std::vector<Share>& guests = ranks_[rank].guests;
-    std::span<const Share> all = own;
-    if (ranks_[rank].is_open || !guests.empty()) {
-      shares.assign(own.begin(), own.end());
+    const auto& [own, guests, wholes, left, is_open] = ranks_[rank];
+    std::span<const Share> all = home_.shares_of(rank);
+    if (is_open || !guests.empty() || !wholes.empty()) {
+      const std::span<const Share> rest = is_open ? own.all() : all;
+      shares.assign(rest.begin(), rest.end());
       shares.insert(shares.end(), guests.begin(), guests.end());
+      shares.insert(shares.end(), wholes.begin(), wholes.end());
       std::sort(shares.begin(), shares.end(), in_order);
       all = shares;
     }

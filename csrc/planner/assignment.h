@@ -2,20 +2,16 @@
 
 #include <limits>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
+#include "budget.h"
 #include "loads.h"
 #include "plan.h"
 #include "ranges.h"
+#include "shares.h"
 
 namespace distca::planner {
-
-// Query rows of one document on one server.
-struct Share {
-  int64_t document;
-  Range rows;
-  double seconds;  // at speed 1
-};
 
 // The home cut: every segment computed where its rows live.
 struct Home {
@@ -24,11 +20,16 @@ struct Home {
   std::span<const Share> shares_of(int64_t rank) const {
     return {shares.data() + first[rank], static_cast<size_t>(first[rank + 1] - first[rank])};
   }
+  // The same by falling seconds; sorted when they are first asked for.
+  std::span<const Share> dearest_first(int64_t rank) const;
 
   std::vector<Share> shares;    // by rank, document, position
   std::vector<int64_t> first;   // [num_ranks + 1] index into shares
   std::vector<double> seconds;  // [num_ranks] at speed 1
   Traffic traffic;
+
+ private:
+  mutable std::vector<std::vector<Share>> dearest_;  // [num_ranks] empty until asked for
 };
 
 // Part of a share of the donor goes to a receiver.
@@ -53,8 +54,12 @@ struct Given {
 // Who computes what while a plan is being made, and what that costs servers and links.
 class Assignment {
  public:
-  // Servers and links are to be done within `limit` seconds.
-  Assignment(const Pack& pack, const PlanOptions& options, const Home& home, double limit);
+  // Servers and links are to be done within `limit` seconds. All work is taken off the budget.
+  Assignment(const Pack& pack, const PlanOptions& options, const Home& home, double limit,
+             Budget& budget);
+
+  void spend(int64_t steps) const { budget_.spend(steps); }
+  bool is_budget_spent() const { return budget_.is_spent(); }
 
   // Seconds at speed 1 above the limit of a rank, and below it.
   double surplus(int64_t rank) const { return seconds_[rank] - limit(rank); }
@@ -69,6 +74,10 @@ class Assignment {
   }
   // The donor's home rows that it still computes, dearest first.
   std::span<const Share> own(int64_t rank);
+  // Those of one document, in no order.
+  std::span<const Share> own_of(int64_t rank, int64_t document) const;
+  // Where a share stands that the donor still computes.
+  size_t find_own(int64_t rank, const Share& share) const { return ranks_[rank].own.find(share); }
 
   // Rows that a receiver has of a document already.
   const RangeSet& keys_on(int64_t receiver, int64_t document);
@@ -80,6 +89,11 @@ class Assignment {
   bool links_fit(const Move& move) const;
 
   void apply(const Move& move);
+  // Gives the donor's dearest shares of at most `most` seconds whole, one after the other, as long
+  // as all together take no more and links and memory have place. Returns their seconds. Without a
+  // budget, of documents that are cut only those of a donor that serves nothing, whatever links
+  // say.
+  double give_wholes(int64_t donor, int64_t receiver, double most);
 
   // Of all documents that lie on one rank, by document.
   std::vector<Given> given() const;
@@ -103,12 +117,23 @@ class Assignment {
 
  private:
   struct Rank {
-    std::vector<Share> own;     // home rows, dearest first; only once opened
-    std::vector<Share> guests;  // rows of other homes; they stay
+    DearestFirst own;           // home rows; only once opened
+    std::vector<Share> guests;  // rows of other homes, in order; they stay
+    std::vector<Share> wholes;  // as guests: documents that came whole, of which no more can come
+    // Of documents of which rows were given away: what is left of own.
+    std::unordered_map<int64_t, std::vector<Share>> left;
     bool is_open = false;
   };
 
-  std::span<const Share> own_now(int64_t rank) const;
+  // What of a document is not at home.
+  enum class Away : char { kNothing, kRows, kWhole };
+
+  void open(int64_t rank);
+  bool has_lone_home(int64_t document) const { return pack_.documents[document].num_segments == 1; }
+  std::vector<Share>& left_of(int64_t rank, int64_t document);
+  bool is_idle(int64_t rank) const;
+  double give_all_of(int64_t document, int64_t donor, int64_t receiver, double most);
+  void insert_own(int64_t rank, const Share& share);
   void count(int64_t document, int64_t rank, int64_t times);
   void take(const Move& move, int64_t document);
 
@@ -119,9 +144,10 @@ class Assignment {
   std::vector<double> seconds_;  // [num_ranks] at speed 1
   Traffic traffic_;
   std::vector<Rank> ranks_;
-  std::vector<char> has_moved_;  // [documents] whether any of its rows is not at home
-  RangeSet keys_;                // scratch of keys_on
-  std::vector<Range> rows_;      // scratch of count
+  std::vector<Away> away_;  // [documents] kRows from the first where one crosses ranks
+  Budget& budget_;
+  RangeSet keys_;            // scratch of keys_on
+  std::vector<Range> rows_;  // scratch of count
 };
 
 }  // namespace distca::planner

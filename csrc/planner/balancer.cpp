@@ -23,6 +23,12 @@ constexpr double kCloseEnough = 1.005;  // ratio of limits between which to stop
 constexpr double kRounding = 2e-4;      // of a limit, left for surpluses that are not worth a task
 constexpr double kLeastRelief = 1e-4;   // of the mean compute
 constexpr int64_t kManyRanks = 512;     // from which one style has to do
+constexpr int64_t kManyShares = 1 << 17;  // likewise
+
+// What a plan may take: about as long as a step's attention is planned at most, however its
+// documents lie, and in proportion to them.
+constexpr int64_t kSteps = 24'000'000;
+constexpr int64_t kStepsPerShare = 160;
 
 // Fair shares of bytes take more of them out of a server, whose link may be too slow for that.
 constexpr Style kUnfair{8, true, false, 0, 0.8};
@@ -64,6 +70,10 @@ std::vector<Task> merge_adjacent(const Pack& pack, const PlanOptions& options,
   return tasks;
 }
 
+Budget budget_for(const Home& home) {
+  return Budget(kSteps + kStepsPerShare * static_cast<int64_t>(home.shares.size()));
+}
+
 class Balancer {
  public:
   Balancer(const Pack& pack, const PlanOptions& options, const Home& home);
@@ -83,6 +93,7 @@ class Balancer {
   double total_ = 0;  // seconds at speed 1
   double speed_ = 0;  // of all servers
   Prices prices_;
+  Budget budget_;
   std::optional<Assignment> best_;
   double makespan_;        // of the best
   double bytes_;           // of the best
@@ -91,7 +102,7 @@ class Balancer {
 };
 
 Balancer::Balancer(const Pack& pack, const PlanOptions& options, const Home& home)
-    : pack_(pack), options_(options), home_(home) {
+    : pack_(pack), options_(options), home_(home), budget_(budget_for(home)) {
   double pairs = 0;
   for (const Document& document : pack.documents) {
     const Range all{document.first_query, document.length};
@@ -107,15 +118,17 @@ Balancer::Balancer(const Pack& pack, const PlanOptions& options, const Home& hom
       static_cast<double>(options.row_bytes.query) * static_cast<double>(options.row_bytes.key);
   prices_ = {total_ > 0 ? 2 * std::sqrt(bytes * pairs / total_) : 0,
              kLeastRelief * total_ / speed_};
-  best_.emplace(pack, options, home, total_ / speed_);
+  best_.emplace(pack, options, home, total_ / speed_, budget_);
   makespan_ = best_->makespan();
   bytes_ = best_->total_bytes();
   is_valid_ = best_->is_valid();
 }
 
-// Whether the style gives a plan within the limit; keeps it if it is better than the best.
+// Whether the style gives a plan within the limit; keeps it if it is better than the best. Nothing
+// is tried without a budget unless there is no valid plan yet.
 bool Balancer::attempt(double limit, const Style& style) {
-  Assignment made(pack_, options_, home_, limit * (1 - kRounding));
+  if (budget_.is_spent() && is_valid_) return false;
+  Assignment made(pack_, options_, home_, limit * (1 - kRounding), budget_);
   schedule(made, pack_, options_, prices_, style);
   if (!made.is_valid()) return false;
   const double makespan = made.makespan();
@@ -139,15 +152,18 @@ bool Balancer::try_limit(double limit) {
                      [&](const Style& style) { return attempt(limit, style); });
 }
 
-// With the other styles, where ranks are few.
+// With the other styles, where ranks and documents are few.
 void Balancer::save_bytes(double limit) {
   const int64_t most = static_cast<int64_t>(std::size(kStyles));
-  const int64_t num_styles = std::min(kManyRanks / pack_.num_ranks, most);
+  const int64_t num_shares = static_cast<int64_t>(home_.shares.size());
+  const int64_t num_styles = std::min(
+      {kManyRanks / pack_.num_ranks, kManyShares / std::max<int64_t>(1, num_shares), most});
   for (int64_t i = 1; i < num_styles; ++i) attempt(limit, kStyles[i]);
 }
 
-// However long it takes, so that memory alone is in the way.
+// However long servers and links take, so that memory alone is in the way.
 void Balancer::try_without_limit() {
+  budget_ = budget_for(home_);
   double slowest = std::numeric_limits<double>::infinity();
   for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
     if (options_.speed(rank) > 0) slowest = std::min(slowest, options_.speed(rank));

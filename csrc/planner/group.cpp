@@ -15,12 +15,24 @@ constexpr int kNumShorter = 4;       // slices, by a tile row each, that smaller
 constexpr int kMaxPairs = 64;        // of receivers that are weighed for a donor's last two slices
 constexpr double kPairSpare = 100;   // least reliefs that both hold more, since rows are whole
 constexpr double kWastePart = 0.5;   // of a slice's bytes for what a slice leaves unfilled
+constexpr int kManyWholes = 64;      // of the dearest documents, from which they go whole
+constexpr int kLastWholes = 32;      // of the dearest, whose seconds are left to be weighed
 constexpr double kFairBytes = 1.49;  // into a receiver, over the least for its room
 
 // Tried in this order; then anything goes.
 constexpr Fairness kFairness[] = {{1.3, 0.9}, {1.48, 0.6}};
 
 }  // namespace
+
+double most_of_wholes(Assignment& assignment, const Prices& prices, int64_t donor, double surplus) {
+  const std::span<const Share> own = assignment.own(donor);
+  if (own.empty()) return 0;
+  const double dearest = own.front().seconds;
+  const bool gives_all = assignment.limit(donor) == 0;
+  if (assignment.is_budget_spent() && gives_all) return std::numeric_limits<double>::infinity();
+  if (assignment.is_budget_spent() || (dearest < prices.least_relief && !gives_all)) return surplus;
+  return surplus > kManyWholes * dearest ? surplus - kLastWholes * dearest : 0;
+}
 
 Group::Group(Assignment& assignment, const PlanOptions& options, const Prices& prices,
              const Style& style, Range ranks)
@@ -191,21 +203,47 @@ void Group::save_bytes() {
   fairness_ = nullptr;
 }
 
+// Of a donor with many documents to give. To the first of the roomiest receivers that takes any,
+// and at most half of what it has room for, so that all fill up alike.
+bool Group::give_wholes(int64_t donor) {
+  const double most = most_of_wholes(assignment_, prices_, donor, assignment_.surplus(donor));
+  int num_tried = 0;
+  for (auto at = receivers_.rbegin(); most > 0 && at != receivers_.rend(); ++at) {
+    if (num_tried++ == kMaxReceivers) break;
+    const auto [room, receiver] = *at;
+    const double half = std::max(room / 2, std::min(room, assignment_.own(donor).front().seconds));
+    if (assignment_.give_wholes(donor, receiver, std::min(half, most)) == 0) continue;
+    receivers_.erase({room, receiver});
+    list(receiver);
+    return true;
+  }
+  return false;
+}
+
+// Whether the donor gave anything.
+bool Group::give(int64_t donor) {
+  if (give_wholes(donor)) return true;
+  if (assignment_.is_budget_spent()) return false;
+  const std::optional<Move> move = next_fair_move(donor);
+  if (!move) return false;
+  const int64_t document = assignment_.own(donor)[move->share].document;
+  receivers_.erase({assignment_.room(move->receiver), move->receiver});
+  assignment_.apply(*move);
+  cutter_of(donor).remember(document);
+  list(move->receiver);
+  return true;
+}
+
 bool Group::run() {
   bool balanced = true;
   while (!donors_.empty()) {
     const int64_t donor = donors_.begin()->second;
-    const std::optional<Move> move = next_fair_move(donor);
+    const bool has_given = give(donor);
     donors_.erase(donors_.begin());
-    if (!move) {
+    if (!has_given) {
       balanced = false;
       continue;
     }
-    const int64_t document = assignment_.own(donor)[move->share].document;
-    receivers_.erase({assignment_.room(move->receiver), move->receiver});
-    assignment_.apply(*move);
-    cutter_of(donor).remember(document);
-    list(move->receiver);
     const double surplus = assignment_.surplus(donor);
     const double first = -std::numeric_limits<double>::infinity();
     if (surplus > 0) donors_.emplace(style_.takes_turns ? -surplus : first, donor);

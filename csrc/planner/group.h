@@ -18,6 +18,11 @@ struct Fairness {
   double least_part;  // of what is wanted and has room; a slice cut shorter than that is refused
 };
 
+// Seconds that the donor is to give in whole documents: all but what the last few are needed for,
+// where its surplus takes many; else nothing. All where there is no budget left for cuts, or where
+// documents are so short that one alone is not worth a task.
+double most_of_wholes(Assignment& assignment, const Prices& prices, int64_t donor, double surplus);
+
 // Moves work between the ranks of one group, from those above the assignment's limit, the donors,
 // to those below it, the receivers.
 class Group {
@@ -34,6 +39,8 @@ class Group {
   using Order = std::set<std::pair<double, int64_t>>;  // (key, rank)
 
   void list(int64_t rank);
+  bool give(int64_t donor);
+  bool give_wholes(int64_t donor);
   Cutter& cutter_of(int64_t donor);
   std::vector<double> rooms_for(double surplus) const;
   double fair_bytes(int64_t receiver) const;

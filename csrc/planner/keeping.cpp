@@ -32,9 +32,14 @@ std::vector<bool> choose(const std::vector<double>& bytes, double cap_bytes) {
   return is_kept;
 }
 
-void mark(const Pack& pack, const Mask& mask, int64_t document, std::span<Task> tasks) {
+// Visiting tasks of the documents that are kept, which come in the tasks' order.
+void mark(const Pack& pack, const Mask& mask, const std::vector<int64_t>& documents,
+          std::span<Task> tasks) {
+  auto document = documents.begin();
   for (Task& task : tasks) {
-    if (task.document == document) task.is_kept = !is_home(pack, mask, task);
+    while (document != documents.end() && *document < task.document) ++document;
+    if (document == documents.end()) return;
+    if (*document == task.document) task.is_kept = !is_home(pack, mask, task);
   }
 }
 
@@ -53,11 +58,13 @@ void keep_inputs(const Pack& pack, const PlanOptions& options, Plan& plan) {
     bytes.reserve(visits.size());
     for (const Visit& visit : visits) bytes.push_back(bytes_kept(visit, options.kept_bytes));
     const std::vector<bool> is_kept = choose(bytes, options.kept_cap_bytes);
+    std::vector<int64_t> documents;
     for (size_t i = 0; i < visits.size(); ++i) {
       if (!is_kept[i]) continue;
-      mark(pack, plan.mask, visits[i].document, tasks);
+      documents.push_back(visits[i].document);
       spared.add(visits[i].document, visits[i].queries, server, 1);
     }
+    mark(pack, plan.mask, documents, tasks);
   }
   for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
     Load& load = plan.loads[rank];

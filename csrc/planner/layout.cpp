@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <iterator>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "visits.h"
@@ -34,7 +32,7 @@ bool moves(const Visit& visit, Moving moving) {
 // What a rank sends, to all servers.
 class Sender {
  public:
-  Sender(const Pack& pack, const Plan& plan, int64_t rank);
+  Sender(const Pack& pack, const Plan& plan, const HomeRuns& home);
 
   void fill(Moving moving, Movement& movement) const;
   bool spares_any() const { return spares_any_; }
@@ -45,12 +43,12 @@ class Sender {
     std::vector<Visit> visits;  // of documents that the rank holds a part of
   };
 
-  HomeRuns home_;
+  const HomeRuns& home_;
   std::vector<ServerVisits> servers_;
   bool spares_any_ = false;  // whether any server keeps what it sends
 };
 
-Sender::Sender(const Pack& pack, const Plan& plan, int64_t rank) : home_(pack, rank) {
+Sender::Sender(const Pack& pack, const Plan& plan, const HomeRuns& home) : home_(home) {
   const auto is_ours = [&](const Task& task) { return !home_.of(task.document).empty(); };
   std::vector<Task> ours;
   std::copy_if(plan.tasks.begin(), plan.tasks.end(), std::back_inserter(ours), is_ours);
@@ -198,40 +196,33 @@ void fill_home_tasks(const Pack& pack, const Plan& plan, bool are_cut, Layout& l
   }
 }
 
-// Visiting row of `position` among the ranges, of which the first stands at row `row`.
-int64_t visiting_row(const std::vector<Range>& ranges, int64_t position, int64_t row) {
-  for (Range range : ranges) {
-    if (position < range.end) return row + position - range.begin;
-    row += num_rows(range);
-  }
-  return row;
-}
-
 void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<Visit>& visits,
                          Layout& layout) {
   int64_t q_row = 0;
-  int64_t k_row = 0;
+  int64_t k_row = 0;  // of the first key of a range
   for (const Visit& visit : visits) {
     const int64_t length = pack.documents[visit.document].length;
-    for (Range rows : visit.queries) {
+    auto range = visit.keys.ranges().begin();
+    for (Range rows : visit.queries) {  // whose keys begin ever later
       const Range keys = keys_of(plan.mask, rows, length);
-      layout.visiting_tasks.push_back({q_row, num_rows(rows),
-                                       visiting_row(visit.keys.ranges(), keys.begin, k_row),
+      for (; range->end <= keys.begin; ++range) k_row += num_rows(*range);
+      layout.visiting_tasks.push_back({q_row, num_rows(rows), k_row + keys.begin - range->begin,
                                        num_rows(keys), rows.begin - keys.begin});
       q_row += num_rows(rows);
     }
-    for (Range keys : visit.keys.ranges()) k_row += num_rows(keys);
+    for (; range != visit.keys.ranges().end(); ++range) k_row += num_rows(*range);
   }
 }
 
 }  // namespace
 
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results results) {
-  if (rank < 0 || rank >= plan.num_ranks) {
-    throw std::invalid_argument("rank is " + std::to_string(rank) + "; expected 0 <= rank < " +
-                                std::to_string(plan.num_ranks));
-  }
-  const Sender sender(pack, plan, rank);
+  return make_layout(pack, plan, HomeRuns(pack, rank), results);
+}
+
+Layout make_layout(const Pack& pack, const Plan& plan, const HomeRuns& home, Results results) {
+  const int64_t rank = home.rank();
+  const Sender sender(pack, plan, home);
   const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan, rank));
   Layout layout;
   static_cast<Movement&>(layout) = movement_of(pack, sender, visits, Moving::kAll);

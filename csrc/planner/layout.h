@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plan.h"
+#include "visits.h"
 
 namespace distca::planner {
 
@@ -78,5 +79,9 @@ enum class Results { kWritten, kTaken };
 // `plan` must be valid for `pack` (see validate). Throws std::invalid_argument for a bad rank.
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank,
                    Results results = Results::kTaken);
+
+// The same for rows that are known already: where a plan has many rounds, those of one rank are
+// looked for once.
+Layout make_layout(const Pack& pack, const Plan& plan, const HomeRuns& home, Results results);
 
 }  // namespace distca::planner

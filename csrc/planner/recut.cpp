@@ -71,8 +71,8 @@ Recut::Recut(Assignment& assignment, const PlanOptions& options, const Prices& p
       old_(by_room(assignment, old)),
       most_kept_(std::max(0.0, -assignment.surplus(donor_))),
       cutter_(assignment, options, prices, donor_, rooms_of(assignment, old_)) {
-  for (const Share& share : assignment.own(donor_)) {
-    if (share.document == whole_.document) most_kept_ += share.seconds;
+  for (const Share& share : assignment.own_of(donor_, whole_.document)) {
+    most_kept_ += share.seconds;
   }
   for (const Given& given : old_) old_bytes_ += bytes(given.rows);
 }
@@ -167,7 +167,8 @@ void recut(Assignment& assignment, const PlanOptions& options, const Prices& pri
            std::span<const double> most_bytes) {
   if (options.mask.window_left >= 0) return;  // keys follow their slices, wherever these are
   const std::vector<Given> all = assignment.given();
-  for (size_t first = 0, last = 0; first < all.size(); first = last) {
+  for (size_t first = 0, last = 0; first < all.size() && !assignment.is_budget_spent();
+       first = last) {
     while (last < all.size() && all[last].document == all[first].document) ++last;
     const std::span<const Given> old(all.data() + first, last - first);
     if (old.size() > kMaxSlices || has_receiver_twice(old)) continue;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "group.h"
+#include "memory_relief.h"
 
 namespace distca::planner {
 namespace {
@@ -16,7 +17,8 @@ namespace {
 // Of a node's limit: what its ranks need to be balanced among themselves, since tiles do not
 // divide.
 constexpr double kNodeSlack = 0.004;
-constexpr size_t kMaxNodes = 8;  // receiving nodes tried per move
+constexpr size_t kMaxNodes = 8;        // receiving nodes tried per move
+constexpr double kMostOfDonor = 0.25;  // of a rank's seconds, given to another node at once
 
 // Of a rank's limit: a node whose ranks all have less room empties one.
 constexpr double kEmptyPart = 0.8;
@@ -39,9 +41,12 @@ class Nodes {
   double planned_by(int64_t donor, double room) const;
   int64_t roomiest(Range ranks) const;
   void empty(int64_t node);
-  std::optional<Move> next_move(int64_t node);
+  std::vector<std::pair<double, int64_t>> receivers_for(double surplus) const;
+  bool give(int64_t node);
+  bool give_wholes(int64_t donor, double surplus);
   std::optional<Move> next_move(int64_t donor, double surplus);
   void apply(const Move& move);
+  void moved(int64_t donor, int64_t receiver, double relief, double seconds);
 
   Assignment& assignment_;
   const Pack& pack_;
@@ -114,13 +119,8 @@ int64_t Nodes::roomiest(Range ranks) const {
   return best;
 }
 
-// To the roomiest rank of the node whose room is just enough, or of the roomiest.
-std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
-  auto cutter = cutters_.find(donor);
-  if (cutter == cutters_.end()) {
-    const std::vector<double> rooms = rooms_for(surplus);
-    cutter = cutters_.emplace(donor, Cutter(assignment_, options_, prices_, donor, rooms)).first;
-  }
+// (room, node) of those whose room is just enough, and of those that have a little less.
+std::vector<std::pair<double, int64_t>> Nodes::receivers_for(double surplus) const {
   std::vector<std::pair<double, int64_t>> nodes;
   const auto enough = receivers_.lower_bound({surplus, -1});
   for (auto at = enough; at != receivers_.end() && nodes.size() < kMaxNodes; ++at) {
@@ -129,7 +129,35 @@ std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
   for (auto at = enough; at != receivers_.begin() && nodes.size() < 2 * kMaxNodes;) {
     nodes.push_back(*--at);
   }
-  for (const auto& [node_room, node] : nodes) {
+  return nodes;
+}
+
+// As Group::give_wholes. A part of what the donor has at a time, since others of its node may have
+// more then.
+bool Nodes::give_wholes(int64_t donor, double surplus) {
+  const double most = std::min(most_of_wholes(assignment_, prices_, donor, surplus),
+                               assignment_.seconds(donor) * kMostOfDonor);
+  if (most <= 0) return false;
+  for (const auto& [node_room, node] : receivers_for(surplus)) {
+    const int64_t receiver = roomiest(ranks_of(node));
+    const double room = std::min(node_room, assignment_.room(receiver));
+    const double given =
+        room <= 0 ? 0 : assignment_.give_wholes(donor, receiver, std::min(room / 2, most));
+    if (given == 0) continue;
+    moved(donor, receiver, given, given);
+    return true;
+  }
+  return false;
+}
+
+// To the roomiest rank of one of the nodes.
+std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
+  auto cutter = cutters_.find(donor);
+  if (cutter == cutters_.end()) {
+    const std::vector<double> rooms = rooms_for(surplus);
+    cutter = cutters_.emplace(donor, Cutter(assignment_, options_, prices_, donor, rooms)).first;
+  }
+  for (const auto& [node_room, node] : receivers_for(surplus)) {
     const Range ranks = ranks_of(node);
     int64_t receiver = roomiest(ranks);
     if (num_emptied_[node] < style_.num_emptied &&
@@ -147,8 +175,9 @@ std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
   return std::nullopt;
 }
 
-// Off the rank that has most above its limit, or that is least below it.
-std::optional<Move> Nodes::next_move(int64_t node) {
+// Whether the node gave anything, off the rank that has most above its limit, or that is least
+// below it.
+bool Nodes::give(int64_t node) {
   const Range ranks = ranks_of(node);
   while (true) {
     int64_t donor = -1;
@@ -156,22 +185,32 @@ std::optional<Move> Nodes::next_move(int64_t node) {
       if (is_spent_[rank] || assignment_.own(rank).empty()) continue;
       if (donor < 0 || assignment_.surplus(rank) > assignment_.surplus(donor)) donor = rank;
     }
-    if (donor < 0) return std::nullopt;
-    if (auto move = next_move(donor, surplus_[node])) return move;
+    if (donor < 0) return false;
+    if (give_wholes(donor, surplus_[node])) return true;
+    if (!assignment_.is_budget_spent()) {
+      if (const auto move = next_move(donor, surplus_[node])) {
+        apply(*move);
+        return true;
+      }
+    }
     is_spent_[donor] = 1;
   }
 }
 
 void Nodes::apply(const Move& move) {
-  const int64_t size = options_.links.ranks_per_node;
-  const int64_t from = move.donor / size, to = move.receiver / size;
-  donors_.erase({-surplus_[from], from});
-  receivers_.erase({-surplus_[to], to});
   const int64_t document = assignment_.own(move.donor)[move.share].document;
   assignment_.apply(move);
   cutters_.at(move.donor).remember(document);
-  surplus_[from] -= move.relief;
-  surplus_[to] += move.seconds;
+  moved(move.donor, move.receiver, move.relief, move.seconds);
+}
+
+void Nodes::moved(int64_t donor, int64_t receiver, double relief, double seconds) {
+  const int64_t size = options_.links.ranks_per_node;
+  const int64_t from = donor / size, to = receiver / size;
+  donors_.erase({-surplus_[from], from});
+  receivers_.erase({-surplus_[to], to});
+  surplus_[from] -= relief;
+  surplus_[to] += seconds;
   list(from);
   list(to);
 }
@@ -202,43 +241,7 @@ void Nodes::empty(int64_t node) {
 
 void Nodes::run() {
   while (!donors_.empty() && !receivers_.empty()) {
-    const std::optional<Move> move = next_move(donors_.begin()->second);
-    if (move) {
-      apply(*move);
-    } else {
-      donors_.erase(donors_.begin());
-    }
-  }
-}
-
-// Gives rows that visit their own home, because their keys lie elsewhere, to the servers with most
-// memory left until the rank's cap is kept.
-void relieve_memory(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-                    const Prices& prices, int64_t donor) {
-  std::vector<std::pair<double, int64_t>> receivers;
-  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
-    const double left =
-        options.cap_bytes(rank) - static_cast<double>(assignment.load(rank).held_bytes);
-    if (rank != donor && options.speed(rank) > 0 && left > 0) receivers.emplace_back(-left, rank);
-  }
-  std::sort(receivers.begin(), receivers.end());
-  Cutter cutter(assignment, options, prices, donor, {});
-  for (const auto& [_, receiver] : receivers) {
-    for (size_t i = 0; i < assignment.own(donor).size() && assignment.is_over_cap(donor);) {
-      const Share share = assignment.own(donor)[i];
-      const Document& document = pack.documents[share.document];
-      const Range keys = keys_of(options.mask, share.rows, document.length);
-      std::optional<Move> move;
-      if (!is_home(pack.segments_of(document), share.rows, keys, donor)) {
-        move = cutter.first_rows({receiver, share.seconds, share.seconds}, i, options.cost.tile_q);
-      }
-      if (move) {
-        assignment.apply(*move);
-        i = 0;
-      } else {
-        ++i;
-      }
-    }
+    if (!give(donors_.begin()->second)) donors_.erase(donors_.begin());
   }
 }
 
@@ -247,7 +250,8 @@ void relieve_memory(Assignment& assignment, const Pack& pack, const PlanOptions&
 bool schedule(Assignment& assignment, const Pack& pack, const PlanOptions& options,
               const Prices& prices, const Style& style) {
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
-    if (assignment.is_over_cap(rank)) relieve_memory(assignment, pack, options, prices, rank);
+    if (!assignment.is_over_cap(rank)) continue;
+    relieve_memory(assignment, pack, options, prices, rank);
   }
   const Range all{0, pack.num_ranks};
   const Links& links = options.links;

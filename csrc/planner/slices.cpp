@@ -13,6 +13,8 @@ constexpr size_t kNumNear = 1;         // and those on either side of the wanted
 constexpr double kThriftyPart = 0.55;  // of a causal document, the last rows bring most for bytes
 constexpr double kKeysPart = 0.7;      // of its least bytes, those of the keys of a last slice
 constexpr int kNumEnds = 4;            // ends that are tried for a document's first slice
+constexpr size_t kMaxAlike = 1024;     // of a donor's dearest shares: about as long as another
+constexpr int64_t kStepsPerCut = 16;   // of the budget
 constexpr double kMissingPart = 0.5;   // of a slice's bytes for what another one leaves to be moved
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -87,9 +89,10 @@ Cutter::Cutter(Assignment& assignment, const PlanOptions& options, const Prices&
       rooms_(std::move(rooms)) {}
 
 void Cutter::remember(int64_t document) {
-  for (Front& front : fronts_) {
-    if (front.document == document) front.started = true;
-  }
+  const auto front = fronts_.find(document);
+  if (front == fronts_.end() || front->second.started) return;
+  front->second.started = true;
+  started_.push_back(document);
 }
 
 std::optional<Move> Cutter::first_rows(const Wish& wish, size_t index, int64_t grain) {
@@ -99,20 +102,35 @@ std::optional<Move> Cutter::first_rows(const Wish& wish, size_t index, int64_t g
 }
 
 // The dearest shares, those that hold just what is wanted, and what lies below slices cut before.
-std::optional<Move> Cutter::best_slice(const Wish& wish, int64_t grain) {
-  best_.reset();
-  least_ = std::numeric_limits<double>::infinity();
+void Cutter::list_tried(double wanted) {
   const std::span<const Share> own = assignment_.own(donor_);
-  const double wanted = std::min(wish.wanted, wish.room);
   const auto near = std::partition_point(
       own.begin(), own.end(), [wanted](const Share& share) { return share.seconds > wanted; });
   const size_t at = static_cast<size_t>(near - own.begin());
   const size_t first = at < kNumNear ? 0 : at - kNumNear;
-  const size_t last = std::min(at + kNumNear, own.size());
-  for (size_t i = 0; i < own.size(); ++i) {
-    const bool is_near = i < kNumDearest || (i >= first && i < last);
-    if (is_near || is_below_front(own[i])) consider(wish, i, grain);
-  }
+  tried_.clear();
+  for (size_t i = 0; i < std::min(kNumDearest, own.size()); ++i) tried_.push_back(i);
+  for (size_t i = first; i < std::min(at + kNumNear, own.size()); ++i) tried_.push_back(i);
+  std::erase_if(started_, [&](int64_t document) {
+    const int64_t end = fronts_.at(document).end;
+    bool is_left = false;
+    for (const Share& share : assignment_.own_of(donor_, document)) {
+      if (share.rows.end > end) continue;
+      is_left = true;
+      tried_.push_back(assignment_.find_own(donor_, share));
+    }
+    return !is_left;
+  });
+  std::sort(tried_.begin(), tried_.end());
+  tried_.erase(std::unique(tried_.begin(), tried_.end()), tried_.end());
+  assignment_.spend(static_cast<int64_t>(tried_.size()));
+}
+
+std::optional<Move> Cutter::best_slice(const Wish& wish, int64_t grain) {
+  best_.reset();
+  least_ = std::numeric_limits<double>::infinity();
+  list_tried(std::min(wish.wanted, wish.room));
+  for (const size_t idx : tried_) consider(wish, idx, grain);
   return best_;
 }
 
@@ -150,32 +168,27 @@ void Cutter::consider(const Wish& wish, size_t index, int64_t grain) {
 
 // Whether the share is what slices cut downward have left behind them.
 bool Cutter::is_behind_front(const Share& share) const {
-  return std::any_of(fronts_.begin(), fronts_.end(), [&](const Front& front) {
-    return front.started && front.document == share.document && share.rows.begin >= front.end;
-  });
-}
-
-// Whether the next slice of its document is cut off the share.
-bool Cutter::is_below_front(const Share& share) const {
-  return std::any_of(fronts_.begin(), fronts_.end(), [&](const Front& front) {
-    return front.started && front.document == share.document && share.rows.end <= front.end;
-  });
+  const auto front = fronts_.find(share.document);
+  return front != fronts_.end() && front->second.started && share.rows.begin >= front->second.end;
 }
 
 // Where the next slice of the share ends.
 int64_t Cutter::end_of(const Wish& wish, const Share& share, int64_t grain) {
   if (options_.mask.window_left >= 0 || gives_all_) return share.rows.end;
-  for (const Front& front : fronts_) {
-    if (front.document == share.document) return front.started ? share.rows.end : front.end;
-  }
-  fronts_.push_back({share.document,
-                     best_end(wish.planned > 0 ? wish.planned : wish.wanted, share, grain), false});
-  return fronts_.back().end;
+  const auto found = fronts_.find(share.document);
+  if (found != fronts_.end()) return found->second.started ? share.rows.end : found->second.end;
+  const int64_t end = best_end(wish.planned > 0 ? wish.planned : wish.wanted, share, grain);
+  fronts_.emplace(share.document, Front{end});
+  return end;
 }
 
 int64_t Cutter::best_end(double surplus, const Share& share, int64_t grain) const {
+  if (num_rows(share.rows) <= grain) return share.rows.end;
+  const std::span<const Share> own = assignment_.own(donor_);
+  const std::span<const Share> dearest = own.first(std::min(kMaxAlike, own.size()));
   double alike = 0;  // seconds of shares about as long
-  for (const Share& other : assignment_.own(donor_)) {
+  assignment_.spend(static_cast<int64_t>(dearest.size()));
+  for (const Share& other : dearest) {
     if (2 * num_rows(other.rows) >= num_rows(share.rows)) alike += other.seconds;
   }
   const double wanted = surplus * share.seconds / alike;
@@ -236,6 +249,7 @@ Range Cutter::last_slice(const Share& share, int64_t grain, int64_t end, double 
 std::vector<Range> Cutter::row_of_slices(const Share& share, int64_t grain, int64_t end,
                                          double wanted) const {
   std::vector<Range> slices;
+  assignment_.spend(static_cast<int64_t>(rooms_.size()));
   for (const double room : rooms_) {
     if (wanted <= 0 || end <= share.rows.begin) break;
     slices.push_back(wanted <= room ? last_slice(share, grain, end, wanted, room)
@@ -270,6 +284,7 @@ bool Cutter::complete(const Wish& wish, const Share& share, Range slice, Move& m
 // A slice at the end of `part`, or at its beginning.
 std::optional<Move> Cutter::cut(const Wish& wish, size_t index, int64_t grain, Range part,
                                 bool downward) const {
+  assignment_.spend(kStepsPerCut);
   const Share& share = assignment_.own(donor_)[index];
   const Steps steps{share.rows, grain};
   const int64_t first = steps.index(part.begin), last = steps.index(part.end);

@@ -2,6 +2,7 @@
 
 #include <limits>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
 #include "assignment.h"
@@ -48,17 +49,16 @@ class Cutter {
 
  private:
   struct Front {
-    int64_t document;
     int64_t end;  // of the first slice; the next ones end where the share does
-    bool started;
+    bool started = false;
   };
 
+  void list_tried(double wanted);
   void consider(const Wish& wish, size_t index, int64_t grain);
   std::optional<Move> cut(const Wish& wish, size_t index, int64_t grain, Range part,
                           bool downward) const;
   bool complete(const Wish& wish, const Share& share, Range slice, Move& move) const;
   bool is_behind_front(const Share& share) const;
-  bool is_below_front(const Share& share) const;
   int64_t end_of(const Wish& wish, const Share& share, int64_t grain);
   int64_t best_end(double wanted, const Share& share, int64_t grain) const;
   int64_t last_end(double wanted, const Share& share, int64_t end) const;
@@ -74,8 +74,10 @@ class Cutter {
   const int64_t donor_;
   const bool gives_all_;  // the donor serves nothing
   const std::vector<double> rooms_;
-  std::vector<Front> fronts_;       // documents of which slices were cut
-  const RangeSet* held_ = nullptr;  // keys of a share's document on the receiver
+  std::unordered_map<int64_t, Front> fronts_;  // of documents that were tried
+  std::vector<int64_t> started_;               // those of which slices were cut
+  std::vector<size_t> tried_;                  // scratch of best_slice: shares by index
+  const RangeSet* held_ = nullptr;             // keys of a share's document on the receiver
   std::optional<Move> best_;
   double least_ = 0;
 };

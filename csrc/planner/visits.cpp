@@ -1,6 +1,8 @@
 #include "visits.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 namespace distca::planner {
 
@@ -25,7 +27,11 @@ std::vector<Visit> visits_of(const Pack& pack, const Mask& mask, std::span<const
   return visits;
 }
 
-HomeRuns::HomeRuns(const Pack& pack, int64_t rank) {
+HomeRuns::HomeRuns(const Pack& pack, int64_t rank) : rank_(rank) {
+  if (rank < 0 || rank >= pack.num_ranks) {
+    throw std::invalid_argument("rank is " + std::to_string(rank) + "; expected 0 <= rank < " +
+                                std::to_string(pack.num_ranks));
+  }
   first_.reserve(pack.documents.size() + 1);
   first_.push_back(0);
   for (const Document& document : pack.documents) {

@@ -33,8 +33,10 @@ struct HomeRun {
 // The rows that a rank is home to, by document and position.
 class HomeRuns {
  public:
+  // Throws std::invalid_argument for a bad rank.
   HomeRuns(const Pack& pack, int64_t rank);
 
+  int64_t rank() const { return rank_; }
   std::span<const HomeRun> of(int64_t document) const {
     return {runs_.data() + first_[document],
             static_cast<size_t>(first_[document + 1] - first_[document])};
@@ -55,6 +57,7 @@ class HomeRuns {
   }
 
  private:
+  int64_t rank_;
   std::vector<HomeRun> runs_;
   std::vector<int32_t> first_;  // [documents + 1] index into runs_
 };

@@ -30,7 +30,7 @@ inline std::vector<ServerRows> server_rows(const Pack& pack, const Plan& plan, c
   std::vector<ServerRows> servers(plan.num_ranks);
   for_each_visit(plan.tasks, [&](auto first, auto last) {
     ServerRows& server = servers[first->server];
-    const std::vector<Home>& rows = homes[first->document];
+    const std::vector<HomeRow>& rows = homes[first->document];
     std::vector<int64_t> key_row(rows.size(), -1);  // -1: not read, 0: read, then its visiting row
     std::vector<std::pair<Task, Range>> visiting;
     for (auto task = first; task != last; ++task) {
@@ -108,15 +108,15 @@ struct RouteTables {
   std::vector<Run> Movement::*index;
   std::vector<Run> Movement::*slot;
   std::vector<Token> ServerRows::*visiting;
-  int64_t Home::*home_row;
+  int64_t HomeRow::*home_row;
 };
 
 inline const RouteTables kQueryRoute = {&Movement::send_q_rows, &Movement::recv_q_rows,
                                         &Movement::send_q_runs, &Movement::q_slot_runs,
-                                        &ServerRows::queries,   &Home::q_row};
+                                        &ServerRows::queries,   &HomeRow::q_row};
 inline const RouteTables kKeyRoute = {&Movement::send_k_rows, &Movement::recv_k_rows,
                                       &Movement::send_k_runs, &Movement::k_slot_runs,
-                                      &ServerRows::keys,      &Home::row};
+                                      &ServerRows::keys,      &HomeRow::row};
 
 // First slot of each peer, and the number of all slots.
 inline std::vector<int64_t> slot_begins(const std::vector<int64_t>& rows) {
@@ -168,7 +168,7 @@ inline std::string check_route(const std::vector<Movement>& ranks,
     bool in_order = true;
     for (size_t row = 0; row < visiting.size(); ++row) {
       const int64_t slot = slots.empty() ? static_cast<int64_t>(row) : slots[row];
-      const Home home = homes[visiting[row].document][visiting[row].position];
+      const HomeRow home = homes[visiting[row].document][visiting[row].position];
       if (slot != next[home.rank]++ || slot >= begins[home.rank + 1]) return "slot of a row";
       const int64_t sent = sent_begins[home.rank][server] + slot - begins[home.rank];
       if (sent_rows[home.rank][sent] != home.*route.home_row) return "home row of a slot";

@@ -40,7 +40,7 @@ std::vector<BothRows> home_rows(const Homes& homes, int64_t num_ranks) {
   std::vector<BothRows> ranks(num_ranks);
   for (size_t document = 0; document < homes.size(); ++document) {
     for (size_t position = 0; position < homes[document].size(); ++position) {
-      const Home& home = homes[document][position];
+      const HomeRow& home = homes[document][position];
       ranks[home.rank].keys[home.row] = {document, position};
       if (home.q_row >= 0) ranks[home.rank].queries[home.q_row] = {document, position};
     }

@@ -14,27 +14,27 @@
 // Each check returns what is wrong, or nothing.
 namespace distca::planner {
 
-struct Home {
+struct HomeRow {
   int64_t rank;
   int64_t row;    // of keys
   int64_t q_row;  // of queries; -1: context
 };
 
-using Homes = std::vector<std::vector<Home>>;  // [documents][length]
+using Homes = std::vector<std::vector<HomeRow>>;  // [documents][length]
 
 // Rows of queries: those of keys without the context before them.
 inline void number_queries(int64_t num_ranks, Homes& homes) {
-  std::vector<std::vector<Home*>> rows(num_ranks);
-  for (std::vector<Home>& document : homes) {
-    for (Home& home : document) {
+  std::vector<std::vector<HomeRow*>> rows(num_ranks);
+  for (std::vector<HomeRow>& document : homes) {
+    for (HomeRow& home : document) {
       if (home.rank >= 0) rows[home.rank].push_back(&home);
     }
   }
-  for (std::vector<Home*>& of_rank : rows) {
+  for (std::vector<HomeRow*>& of_rank : rows) {
     std::sort(of_rank.begin(), of_rank.end(),
-              [](const Home* a, const Home* b) { return a->row < b->row; });
+              [](const HomeRow* a, const HomeRow* b) { return a->row < b->row; });
     int64_t next = 0;
-    for (Home* home : of_rank) {
+    for (HomeRow* home : of_rank) {
       if (home->q_row >= 0) home->q_row = next++;
     }
   }
@@ -43,7 +43,7 @@ inline void number_queries(int64_t num_ranks, Homes& homes) {
 inline Homes homes_of(const Pack& pack) {
   Homes homes;
   for (const Document& document : pack.documents) {
-    homes.emplace_back(document.length, Home{-1, -1, -1});
+    homes.emplace_back(document.length, HomeRow{-1, -1, -1});
     for (const Segment& segment : pack.segments_of(document)) {
       for (int64_t i = 0; i < segment.length; ++i) {
         const bool is_query = segment.start + i >= document.first_query;
@@ -117,7 +117,7 @@ inline std::string check_cover(const Pack& pack, const Plan& plan) {
 }
 
 // Whether the keys, among them the queries themselves, are consecutive rows of the server.
-inline bool in_place(const std::vector<Home>& rows, Range keys, int64_t server) {
+inline bool in_place(const std::vector<HomeRow>& rows, Range keys, int64_t server) {
   for (int64_t key = keys.begin; key < keys.end; ++key) {
     if (rows[key].rank != server) return false;
     if (rows[key].row != rows[keys.begin].row + key - keys.begin) return false;
@@ -131,7 +131,7 @@ inline std::string check_kept_alike(const Pack& pack, const Plan& plan) {
   std::string wrong;
   for_each_visit(plan.tasks, [&](auto first, auto last) {
     if (std::none_of(first, last, [](const Task& task) { return task.is_kept; })) return;
-    const std::vector<Home>& rows = homes[first->document];
+    const std::vector<HomeRow>& rows = homes[first->document];
     for (auto task = first; task != last; ++task) {
       const Range keys = keys_seen(plan.mask, *task, static_cast<int64_t>(rows.size()));
       if (task->is_kept == in_place(rows, keys, task->server)) wrong = "kept: " + describe(*task);
@@ -163,7 +163,7 @@ inline std::vector<Load> count_loads(const Pack& pack, const PlanOptions& option
            (speed > 0 ? speed : 1);
   };
   for_each_visit(tasks, [&](auto first, auto last) {
-    const std::vector<Home>& rows = homes[first->document];
+    const std::vector<HomeRow>& rows = homes[first->document];
     const bool is_kept = std::any_of(first, last, [](const Task& task) { return task.is_kept; });
     RowBytes sent = options.row_bytes;
     if (is_kept) sent = {sent.query - once.query, sent.key - once.key};

@@ -180,6 +180,31 @@ TEST(PlannerProperties, OfRandomSteps) {
   EXPECT_GT(num_refused, 50);
 }
 
+// So many on some ranks that they go whole, beside a few that are cut.
+TEST(PlannerProperties, OfManyShortDocuments) {
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    Random random(seed);
+    const int64_t num_ranks = draw(random, 2, 6), most = draw(random, 0, 1);
+    std::vector<int64_t> lengths;
+    for (int64_t i = draw(random, 100, 600); i > 0; --i) lengths.push_back(draw(random, 1, 4));
+    if (draw(random, 0, 1) == 0) lengths.push_back(draw(random, 1, 400));
+    std::vector<Piece> pieces = placed_whole(lengths, [&](int64_t) {
+      return std::max<int64_t>(0, draw(random, -5, num_ranks - 1) * most);
+    });
+    if (draw(random, 0, 2) == 0) pieces = crossing_documents(lengths, num_ranks);
+    const Pack pack = make_pack(pieces, num_ranks);
+    PlanOptions options = draw_options(random);
+    options.kept_cap_bytes = 0;
+    if (draw(random, 0, 1) == 0) draw_cluster(random, num_ranks, options);
+    for (Server& server : options.servers) server.cap_bytes *= 10;
+    try {
+      ASSERT_EQ(check_step(pack, options, make_plan(pack, options)), "") << "seed " << seed;
+    } catch (const std::invalid_argument& error) {
+      ASSERT_NE(std::string(error.what()).find("memory caps: rows"), std::string::npos);
+    }
+  }
+}
+
 TEST(PlannerProperties, OfAdversarialSteps) {
   constexpr std::pair<int64_t, int64_t> kRanksAndTiles[] = {{1, 128}, {2, 128}, {3, 16},
                                                             {7, 128}, {16, 16}, {64, 16}};

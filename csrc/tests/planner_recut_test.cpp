@@ -46,7 +46,8 @@ void give_three_slices(Assignment& assignment) {
 TEST(Recut, JoinsSlicesFurtherDown) {
   const Step step;
   const Home home(step.pack, step.options);
-  Assignment assignment(step.pack, step.options, home, step.tiles(400));
+  Budget budget(1000000);
+  Assignment assignment(step.pack, step.options, home, step.tiles(400), budget);
   give_three_slices(assignment);
   ASSERT_LE(assignment.surplus(0), 0);
   const double before = assignment.total_bytes();
@@ -66,7 +67,8 @@ TEST(Recut, JoinsSlicesFurtherDown) {
 TEST(Recut, LeavesReceiversBelowTheirBytes) {
   const Step step;
   const Home home(step.pack, step.options);
-  Assignment assignment(step.pack, step.options, home, step.tiles(400));
+  Budget budget(1000000);
+  Assignment assignment(step.pack, step.options, home, step.tiles(400), budget);
   give_three_slices(assignment);
   std::vector<int64_t> before;
   for (int64_t rank = 0; rank < 4; ++rank) before.push_back(assignment.bytes_in(rank));
@@ -86,7 +88,8 @@ TEST(Recut, TakesSlicesBackWhereMemoryHasNoPlace) {
   step.options.servers[1].cap_bytes = held(5, 40);
   step.options.servers[2].cap_bytes = held(7, 17);
   step.options.servers[3].cap_bytes = held(6, 35);
-  Assignment assignment(step.pack, step.options, home, step.tiles(400));
+  Budget budget(1000000);
+  Assignment assignment(step.pack, step.options, home, step.tiles(400), budget);
   give_three_slices(assignment);
   const std::vector<Task> before = assignment.tasks();
   recut(assignment, step.options, step.prices(), std::vector<double>(4, kUnlimited));

@@ -1,0 +1,189 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <ctime>
+#include <limits>
+#include <vector>
+
+#include "planner/deliveries.h"
+#include "planner/layout.h"
+#include "planner/plan.h"
+#include "planner/rounds.h"
+#include "random_steps.h"
+
+// How planning grows with the number of documents: the whole of a step's work on one rank.
+namespace distca::planner {
+namespace {
+
+constexpr int64_t kNumRanks = 8;
+constexpr double kMostGrowth = 2.5;   // of the time for twice as many documents
+constexpr double kMostSeconds = 1.0;  // for 100,000 of them; about 0.1 where nothing else runs
+
+using Family = std::vector<Piece> (*)(int64_t num_documents);
+
+std::vector<Piece> on_one_rank(int64_t num_documents) {
+  std::vector<Piece> pieces;
+  for (int64_t i = 0; i < num_documents; ++i) pieces.push_back({0, i, 0, 1});
+  return pieces;
+}
+
+// As many tokens on each rank.
+std::vector<Piece> shorter_on_one_rank(int64_t num_documents) {
+  const int64_t num_longer = num_documents / (kNumRanks + 1);
+  std::vector<Piece> pieces;
+  for (int64_t rank = 0; rank < kNumRanks; ++rank) {
+    for (int64_t i = 0; i < (rank == 0 ? 2 : 1) * num_longer; ++i) {
+      pieces.push_back({rank, static_cast<int64_t>(pieces.size()), 0, rank == 0 ? 64 : 128});
+    }
+  }
+  return pieces;
+}
+
+std::vector<Piece> one_long(int64_t num_documents) {
+  std::vector<Piece> pieces = {{0, 0, 0, 131072}};
+  for (int64_t i = 1; i < num_documents; ++i) pieces.push_back({i % kNumRanks, i, 0, 16});
+  return pieces;
+}
+
+std::vector<Piece> sorted_over_ranks(int64_t num_documents) {
+  Random random(0);
+  std::vector<int64_t> lengths;
+  for (int64_t i = 0; i < num_documents; ++i) {
+    lengths.push_back(draw(random, 1, draw(random, 1, draw(random, 1, 2000))));
+  }
+  std::sort(lengths.begin(), lengths.end());
+  return placed_whole(lengths, [&](int64_t i) { return i * kNumRanks / num_documents; });
+}
+
+// Every document on two ranks.
+std::vector<Piece> cut_in_two(int64_t num_documents) {
+  std::vector<Piece> pieces;
+  for (int64_t i = 0; i < num_documents; ++i) {
+    const int64_t rank = i % 3 == 0 ? 0 : i % (kNumRanks - 1);
+    pieces.push_back({rank, i, 0, 8});
+    pieces.push_back({rank + 1, i, 8, 8});
+  }
+  return pieces;
+}
+
+// One document, dealt out in as many pieces.
+std::vector<Piece> in_pieces(int64_t num_pieces) {
+  std::vector<Piece> pieces;
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    pieces.push_back({i % 3 == 0 ? 0 : i % kNumRanks, 0, 16 * i, 16});
+  }
+  return pieces;
+}
+
+PlanOptions causal_options() {
+  PlanOptions options;
+  options.cost.seconds_per_tile = 1.2e-6;
+  options.row_bytes = {41216, 16384};
+  options.held_bytes = {16512, 4096};
+  return options;
+}
+
+// A plan, its checks and the layout of one rank. Of this process's own time, so that others do not
+// count.
+double seconds_of_step(const Pack& pack, const PlanOptions& options, double round_bytes) {
+  const std::clock_t start = std::clock();
+  const Plan plan = plan_for_rounds(pack, options, 1);
+  validate(plan, pack);
+  const HomeRuns home(pack, 0);
+  for (const Plan& round : rounds_of(pack, plan, options.held_bytes, round_bytes)) {
+    make_layout(pack, round, home, Results::kTaken);
+    if (round_bytes > 1e18) make_deliveries(pack, round, 0);
+  }
+  return static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+}
+
+double best_seconds(Family family, int64_t num_documents, const PlanOptions& options,
+                    double round_bytes) {
+  const Pack pack = make_pack(family(num_documents), kNumRanks);
+  double best = std::numeric_limits<double>::infinity();
+  for (int i = 0; i < 3; ++i) {
+    best = std::min(best, seconds_of_step(pack, options, round_bytes));
+  }
+  return best;
+}
+
+void check_growth(Family family, const PlanOptions& options, double round_bytes = 1e19) {
+  // Few first, so that what grows faster is found before it takes hours.
+  ASSERT_LT(best_seconds(family, 600, options, round_bytes), 0.3);
+  const double once = best_seconds(family, 20000, options, round_bytes);
+  const double twice = best_seconds(family, 40000, options, round_bytes);
+  ASSERT_LT(twice, kMostGrowth * std::max(once, 0.005));
+  ASSERT_LT(best_seconds(family, 100000, options, round_bytes), kMostSeconds);
+}
+
+TEST(Scaling, OneTokenDocumentsOnOneRank) {
+  check_growth(on_one_rank, causal_options());
+}
+
+TEST(Scaling, DocumentsHalfAsLongOnOneRank) {
+  check_growth(shorter_on_one_rank, causal_options());
+  PlanOptions fast = causal_options();
+  fast.links.bytes_per_second = 1e15;
+  check_growth(shorter_on_one_rank, fast);
+}
+
+TEST(Scaling, OneLongDocument) {
+  check_growth(one_long, causal_options());
+}
+
+TEST(Scaling, LengthsSortedOverRanks) {
+  check_growth(sorted_over_ranks, causal_options());
+}
+
+TEST(Scaling, SlidingWindows) {
+  PlanOptions options = causal_options();
+  options.mask = {64, 0};
+  check_growth(sorted_over_ranks, options);
+}
+
+TEST(Scaling, SlowLinksBetweenNodes) {
+  PlanOptions options = causal_options();
+  options.links = {2, 200e9, 50e9};
+  check_growth(sorted_over_ranks, options);
+}
+
+TEST(Scaling, ServersThatComputeForOthers) {
+  PlanOptions options = causal_options();
+  options.servers.assign(kNumRanks, {0});
+  options.servers[1].speed = options.servers[6].speed = 1;
+  check_growth(sorted_over_ranks, options);
+}
+
+TEST(Scaling, InputsThatAreKept) {
+  PlanOptions options = causal_options();
+  options.kept_bytes = {8192, 4096};
+  options.kept_cap_bytes = 1e18;
+  check_growth(on_one_rank, options);
+}
+
+TEST(Scaling, ManyRounds) {
+  check_growth(on_one_rank, causal_options(), 2e6);
+}
+
+TEST(Scaling, DocumentsCutInTwo) {
+  check_growth(cut_in_two, causal_options());
+}
+
+// No more than the budget, which grows less than the pieces do.
+TEST(Scaling, OneDocumentInPieces) {
+  const Pack pack = make_pack(in_pieces(10000), kNumRanks);
+  EXPECT_LT(seconds_of_step(pack, causal_options(), 1e19), 4 * kMostSeconds);
+  EXPECT_EQ(make_plan(pack, causal_options()).digest, make_plan(pack, causal_options()).digest);
+}
+
+TEST(Scaling, ManyShortDocumentsAreBalanced) {
+  PlanOptions fast = causal_options();
+  fast.links.bytes_per_second = 1e15;
+  for (const int64_t num_documents : {700, 20000, 100000}) {
+    const Pack pack = make_pack(on_one_rank(num_documents), kNumRanks);
+    EXPECT_LT(imbalance(make_plan(pack, fast)), 1.006) << num_documents;
+  }
+}
+
+}  // namespace
+}  // namespace distca::planner

@@ -1,0 +1,117 @@
+"""Exchange of pieces: what ranks announce is checked, and none pads to the rank that has most."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import Outcome
+
+import distca
+from distca import _pieces as exchange
+from distca.planning import CAUSAL, HEADER_WORDS, NUM_WORDS, _exchange, header_of
+from distca.session import opened
+
+WORDS = 5
+MOST = exchange.MAX_PIECES
+
+
+def pieces_of(rank: int, count: int) -> torch.Tensor:
+    return torch.arange(count * WORDS).reshape(count, WORDS) + 10**6 * rank
+
+
+class Gather:
+    """all_gather of one rank, whose peers send `pieces` in as many equal parts."""
+
+    def __init__(self, pieces: list[torch.Tensor]) -> None:
+        self.pieces = pieces
+        self.first = 0
+        self.sizes: list[int] = []  # of each exchange, of one rank
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.shape[0]
+        gathered = torch.full((len(self.pieces), size, WORDS), -1)
+        for rank, pieces in enumerate(self.pieces):
+            part = pieces[self.first : self.first + size]
+            gathered[rank, : part.shape[0]] = part
+        self.first += size
+        self.sizes.append(size)
+        return gathered
+
+
+@pytest.mark.parametrize(
+    "counts", [[0], [7], [0, 0, 0], [3, 0, 5, 1], [0, 200, 0, 0, 0, 1], [20] * 6, [100, 1, 1, 1]]
+)
+def test_every_rank_gathers_all_pieces(monkeypatch, counts):
+    monkeypatch.setattr(exchange, "LEAST_PIECES", 8)
+    pieces = [pieces_of(rank, count) for rank, count in enumerate(counts)]
+    exchanges = []
+    for own in pieces:
+        gather = Gather(pieces)
+        assert torch.equal(exchange.gather_pieces(own, counts, gather), torch.cat(pieces))
+        exchanges.append(gather.sizes)
+    assert all(sizes == exchanges[0] for sizes in exchanges)
+    assert max(exchanges[0]) * len(counts) <= max(8, 4 * sum(counts), len(counts))
+
+
+def test_memory_is_that_of_all_pieces():
+    counts = [10**6, *[1] * 511]
+    assert exchange.pieces_at_a_time(counts) * len(counts) <= 4 * sum(counts)
+    usual = [60, 90, 70, 110] * 128
+    assert exchange.pieces_at_a_time(usual) == max(usual), "in one exchange"
+
+
+@pytest.mark.parametrize(
+    "counts, message",
+    [
+        ([4, -1, 5], "rank 1 announces -1 pieces of documents; expected 0 to 2147483647. "),
+        ([4, 5, 2**40], f"rank 2 announces {2**40} pieces"),
+        ([1, MOST, 1], f"all ranks announce {MOST + 2} pieces of documents, rank 1 alone {MOST}"),
+    ],
+)
+def test_impossible_counts_are_named(counts, message):
+    with pytest.raises(ValueError, match=message):
+        exchange.check_counts(counts)
+
+
+def announce(rank: int, world_size: int, count: int) -> None:
+    """Rank 1 says it has `count` pieces."""
+    session = opened()
+    pieces = distca.Documents([0, 4]).pieces(rank)
+    if rank == 1:
+        pieces = SimpleNamespace(shape=(count, WORDS))
+    header = header_of(10**6, session.options, CAUSAL)
+    _exchange(session, pieces, [*header, *[0] * (NUM_WORDS - HEADER_WORDS)])
+
+
+def imbalance_of(rank: int, world_size: int, counts: list[int]) -> float:
+    documents = distca.Documents(range(counts[rank] + 1))
+    return distca.plan(documents).report().imbalance_after
+
+
+def messages(outcomes: list[Outcome]) -> list[str]:
+    assert [outcome.error_type for outcome in outcomes] == ["ValueError"] * len(outcomes)
+    return [outcome.error for outcome in outcomes]
+
+
+@pytest.mark.parametrize("count", [-3, 2**50])
+def test_a_broken_count_is_refused_on_every_rank(ranks, count):
+    for message in messages(ranks(3).outcomes(announce, count, timeout_s=30)):
+        assert f"rank 1 announces {count} pieces of documents; expected 0 to {MOST}" in message
+    assert len(set(ranks(3).run(imbalance_of, [3, 3, 3]))) == 1, "the group works on"
+
+
+def in_parts(rank: int, world_size: int, counts: list[int]) -> tuple[int, float]:
+    """(pieces of a rank at a time, imbalance), where an exchange holds few pieces."""
+    kept = exchange.LEAST_PIECES, exchange.MEAN_COUNTS
+    exchange.LEAST_PIECES, exchange.MEAN_COUNTS = 1, 1
+    try:
+        return exchange.pieces_at_a_time(counts), imbalance_of(rank, world_size, counts)
+    finally:
+        exchange.LEAST_PIECES, exchange.MEAN_COUNTS = kept
+
+
+def test_most_pieces_on_one_rank(ranks):
+    counts = [3, 500, 0]
+    sizes, imbalances = zip(*ranks(3).run(in_parts, counts), strict=True)
+    assert set(sizes) == {503 // 3}, "several exchanges"
+    assert set(imbalances) == set(ranks(3).run(imbalance_of, counts))
