@@ -2,6 +2,7 @@
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, from random weights; documents for it, and what it should be."""
 
 import contextlib
+import inspect
 
 import torch
 import torch.nn.functional as F
@@ -74,11 +75,14 @@ _QWEN4 = {
     **{"indexer_compress_ratio": 2, "hc_lowrank": 4, "ngram_vocab_size_base": 32},
     **{"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "heads_per_ngram": 2},
 }
+_DOTS3 = {**_LATENT, "layer_types": ["indexed_attention", "indexed_attention"]}
 _BLT_GLOBAL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 _BLT_GLOBAL["intermediate_size"] = 48
 _BLT = {**_BLT_GLOBAL, "vocab_size": 64}
 _BLT_LOCAL = {**_BLT, "cross_attn_k": 1, "hidden_size_global": 32}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+_WINDOWS = {"layer_types": ["full_attention", "sliding_attention"]}
 
 OWN_SIZES = {
     "bailing_hybrid": {"num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 2},
@@ -99,12 +103,13 @@ OWN_SIZES = {
         **{"o_groups": 2, "o_lora_rank": 8},
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    "dots1": _WINDOWS,
     "dots3_note": {
         "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
-        "text_config": _LATENT,
+        "text_config": _DOTS3,
     },
-    "dots3_note_text": _LATENT,
+    "dots3_note_text": _DOTS3,
     "ernie4_5_moe": {"moe_k": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
@@ -124,12 +129,19 @@ OWN_SIZES = {
         **{"num_local_experts": 4, "num_experts_per_tok": 2},
         **{"linear_head_dim": 8, "linear_num_heads": 4},
     },
+    "laguna": _WINDOWS,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"ffn_hidden_size": 48, "zero_expert_num": 2, "expert_ffn_hidden_size": 16},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
+    "mellum": _WINDOWS,
+    "minimax_m3_vl_text": {
+        **{"index_block_size": 4, "index_topk_blocks": 2},
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+    },
     "moshi": {"sliding_window": 64},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 2, "moe_shared_expert_intermediate_size": 16},
     "prophetnet": {
         **{"num_decoder_layers": 2, "num_encoder_layers": 2},
@@ -207,8 +219,9 @@ def _small(kind: type, own: dict) -> dict:
     made["use_cache"] = False
     for field, part in (getattr(kind, "sub_configs", None) or {}).items():
         default = defaults.get(field) or {}
-        with contextlib.suppress(Exception):
-            part = CONFIG_MAPPING.get(default.get("model_type"), part)
+        if default.get("model_type") in CONFIG_MAPPING:
+            part = CONFIG_MAPPING[default["model_type"]]
+        if inspect.isclass(part):
             made[field] = _small(part, own.get(field, {}))
     made.update(
         {

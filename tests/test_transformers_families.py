@@ -1,8 +1,6 @@
 """Every family of causal language models of transformers equals itself run document by document
 with eager attention, or is refused by a ValueError that says why: none is wrong in silence."""
 
-import time
-
 import pytest
 import torch
 
@@ -17,12 +15,15 @@ from distca.integrations import transformers as integration  # noqa: E402
 
 TOLERANCE = 1e-4
 LENGTHS = [[11, 1, 12], [3, 17, 4]]  # by rank
-SEVERAL = "several documents in a row"
 WALK_S = 400
 
 
 def train(rank: int, name: str, lengths: list[int]) -> str:
     """What training `name` on these documents in one row comes to, with the other rank."""
+    try:
+        model = families.model_of(name, "distca").train()
+    except ValueError as refusal:
+        return f"refused: {refusal}"
     ids, labels = families.tokens(sum(lengths), seed=rank)
     one_by_one = zip(ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True)
     eager = families.model_of(name, "eager").train()
@@ -31,7 +32,6 @@ def train(rank: int, name: str, lengths: list[int]) -> str:
     if len(lengths) > 1:
         keywords["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
     try:
-        model = families.model_of(name, "distca").train()
         found = families.step(model, [(keywords, labels)])
     except ValueError as refusal:
         distca.close()
@@ -69,14 +69,11 @@ def walk(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, st
     transformers.logging.set_verbosity_error()
     found = {}
     for place, name in enumerate(names):
-        start = time.perf_counter()
         found[name] = {"packed": train(rank, name, LENGTHS[rank])}
-        if SEVERAL in found[name]["packed"]:
+        if found[name]["packed"] != "equal":
             found[name]["one document"] = train(rank, name, [24])
         if place % world_size == rank:
             found[name]["evaluation"] = is_causal(name)
-        open(f"/tmp/hf/progress{rank}", "a").write(f"{name} {time.perf_counter() - start:.2f} {found[name]}\n")
-        found[name]["seconds"] = f"{time.perf_counter() - start:.2f}"
     distca.close()
     distca.configure(distca.Options())
     return found
@@ -97,3 +94,9 @@ def test_family(walked, name):
     for way in ("packed", "one document", "evaluation"):
         outcome = walked[name].get(way, "equal")
         assert outcome == "equal" or outcome.startswith("refused: "), (way, outcome)
+
+
+def test_most_families_are_equal(walked):
+    """That refusals say why is not to make refusing them all right."""
+    assert sum(found["packed"] == "equal" for found in walked.values()) >= 96
+    assert sum(found["evaluation"] == "equal" for found in walked.values()) >= 140
