@@ -99,9 +99,10 @@ def attention_forward(
     with heads_kv heads, not repeated; returns ([batch, tokens, heads_q, head_dim], None).
 
     The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
-    `position_ids` [1 or batch, tokens] are 0; a layer that is handed neither takes its model's. `sliding_window` is the number of keys that a query
-    sees, itself included. While `module` trains with gradients the call is balanced over ranks, and
-    collective: planned at a forward pass's first layer. Otherwise it stays on this rank.
+    `position_ids` [1 or batch, tokens] are 0; a layer that is handed neither takes its model's.
+    `sliding_window` is the number of keys that a query sees, itself included. While `module` trains
+    with gradients the call is balanced over ranks, and collective: planned at a forward pass's
+    first layer. Otherwise it stays on this rank.
 
     Raises ValueError for what it would have to ignore: a softcap, sinks, dropout, a bias, and in
     training masks, padding, bidirectional attention, keys of a cache, and boundaries that are
