@@ -96,6 +96,7 @@ PYTHON_RULES = {
     "pingpong": {"_half_plans", "_token_rows", "_turns", "attention", "documents", "session"},
     "integrations/__init__": set(),
     "integrations/boundaries": {"documents"},
+    "integrations/models": {"integrations", "session"},
     "integrations/plain": {"attention", "documents", "integrations", "options", "session"},
     "integrations/transformers": {
         "attention",

@@ -9,12 +9,14 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers", reason="needs transformers, and this environment has none")
 
+import causal_families as families  # noqa: E402
 import packed_models as pm  # noqa: E402
 import transformers  # noqa: E402
 from packed_models import Packed  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 import distca  # noqa: E402
+from distca.integrations import models  # noqa: E402
 from distca.integrations import transformers as integration  # noqa: E402
 
 LENGTHS = [4, 7]
@@ -243,6 +245,89 @@ def test_masks_that_documents_do_not_express_are_exact_where_nothing_is_balanced
     assert torch.equal(mask[0, 0], wanted)
     with refused("blockwise_overlay.*expected None"):
         layer(mask=mask)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "mpt", "xglm"])
+def test_models_with_attention_of_their_own_are_not_built(name):
+    with refused("attn_implementation is 'distca', but .* has attention of its own .*another"):
+        families.model_of(name, "distca")
+
+
+def test_a_model_whose_layers_never_call_the_attention():
+    model = families.model_of("mamba", "distca").eval()
+    for _ in range(2):
+        with refused("no layer of MambaForCausalLM called it in this forward pass"):
+            model(input_ids=torch.arange(5)[None])
+
+
+def test_an_interrupted_pass_leaves_nothing_behind(model, packed, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(integration, "plan", interrupt)
+        patched.setattr(integration, "core_attention", interrupt)
+        model(**packed.keywords())
+    logits = model(**packed.keywords()).logits
+    assert pm.relative_error(logits, pm.true_logits(model, packed)) < 1e-5
+    assert not models._under_way.passes
+
+
+PACKED = {"position_ids": torch.cat([torch.arange(4), torch.arange(7)])[None]}
+CU_SEQLENS = {"cu_seq_lens_q": torch.tensor([0, 4, 11])}
+POSITIONS = {  # family, what it is called with, message
+    "counted by the model": ("bart", PACKED, "BartForCausalLM .*takes no position_ids"),
+    "missing": ("gpt2", CU_SEQLENS, "position_ids is None, but GPT2LMHeadModel .*restart"),
+    "from 0": ("roberta", PACKED, "position_ids begin at 0, but RobertaForCausalLM counts from 1"),
+    "recomputed": ("gpt_bigcode", PACKED, "hands it no document boundaries.*checkpointing"),
+    "with a mask of the layer's": ("doge", PACKED, "was made by DogeAttention itself"),
+}
+
+
+@pytest.mark.parametrize("case", POSITIONS)
+def test_positions_of_packed_rows(case):
+    name, keywords, message = POSITIONS[case]
+    model = families.model_of(name, "distca").train()
+    if case == "recomputed":
+        model.gradient_checkpointing_enable()
+    with refused(message):
+        model(input_ids=torch.arange(3, 14)[None], **keywords)
+
+
+def test_positions_that_begin_where_the_model_counts_from():
+    lengths, (ids, labels) = [4, 7], families.tokens(11, seed=0)
+    parts = zip(ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True)
+    eager = families.model_of("roberta", "eager").train()
+    truth = families.step(eager, [({"input_ids": part}, target) for part, target in parts])
+    keywords = {"input_ids": ids, "position_ids": PACKED["position_ids"] + 1, **CU_SEQLENS}
+    model = families.model_of("roberta", "distca").train()
+    assert families.largest_error(families.step(model, [(keywords, labels)]), truth) < 1e-4
+
+
+@pytest.mark.parametrize("query_dim, value_dim", [(12, 8), (8, 12)])
+def test_values_of_another_size_than_keys(query_dim, value_dim):
+    """Multi-head latent attention."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 4, NUM_TOKENS, query_dim).unbind()
+    value = torch.randn(1, 4, NUM_TOKENS, value_dim)
+    rows = [each.clone().requires_grad_() for each in (query, key, value)]
+    others = [each.clone().requires_grad_() for each in (query, key, value)]
+    out, _ = integration.attention_forward(Layer(), *rows, None, **PACKED)
+    ids = torch.arange(NUM_TOKENS) >= LENGTHS[0]
+    mask = torch.ones(NUM_TOKENS, NUM_TOKENS).tril().bool() & (ids == ids[:, None])
+    truth = torch.nn.functional.scaled_dot_product_attention(*others, mask).transpose(1, 2)
+    torch.testing.assert_close(out, truth)
+    out.square().sum().backward()
+    truth.square().sum().backward()
+    for row, other in zip(rows, others, strict=True):
+        torch.testing.assert_close(row.grad, other.grad)
+
+
+def test_layers_that_several_places_share_have_no_type():
+    """Zamba 2 numbers them -1, and the last of its layers may be a recurrent one."""
+    layer = Layer(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)
+    layer.layer_idx = -1
+    assert layer().shape == (1, NUM_TOKENS, 4, 8)
 
 
 def test_autocast_decides_the_dtype_of_attention():

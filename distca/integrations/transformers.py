@@ -5,11 +5,12 @@ stay on their rank: documents are computed here, and what documents cannot expre
 cache, padding, bidirectional layers) by torch's own attention under transformers' own mask.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from distca import session as sessions
 from distca.attention import FULL, check_no_capture, core_attention, routed_documents
 from distca.cost import AttentionShape
 from distca.documents import Documents
+from distca.integrations import models
 from distca.integrations.boundaries import PACK, Boundaries, read_boundaries
+from distca.integrations.models import NAME, PLAIN_LAYERS, USE_ANOTHER, open_session
 from distca.pingpong import PingPong, middle
 from distca.planning import CAUSAL, Plan, plan
 
@@ -31,12 +34,13 @@ if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
         "newer: pip install --upgrade transformers"
     )
 
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
-
-NAME = "distca"
-USE_ANOTHER = 'use another attn_implementation for this model, such as "sdpa" or "eager"'
 
 # Keywords that change what attention computes, by what they are; we compute none of them.
 UNSUPPORTED = {
@@ -60,8 +64,6 @@ PLAIN_MASKS = {
     "remap_positions_for_packed_sequence",
     "and_masks",
 }
-
-PLAIN_LAYERS = (None, "full_attention", "sliding_attention", "hybrid")  # of config.layer_types
 
 _mask_reasons = WeakTensorKeyDictionary()  # masks that we made: why documents do not express them
 
@@ -97,14 +99,16 @@ def attention_forward(
     with heads_kv heads, not repeated; returns ([batch, tokens, heads_q, head_dim], None).
 
     The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
-    `position_ids` [1 or batch, tokens] are 0. `sliding_window` is the number of keys that a query
-    sees, itself included. While `module` trains with gradients the call is balanced over ranks, and
-    collective: planned at a forward pass's first layer. Otherwise it stays on this rank.
+    `position_ids` [1 or batch, tokens] are 0; a layer that is handed neither takes its model's.
+    `sliding_window` is the number of keys that a query sees, itself included. While `module` trains
+    with gradients the call is balanced over ranks, and collective: planned at a forward pass's
+    first layer. Otherwise it stays on this rank.
 
     Raises ValueError for what it would have to ignore: a softcap, sinks, dropout, a bias, and in
     training masks, padding, bidirectional attention, keys of a cache, and boundaries that are
     missing or contradict each other.
     """
+    models.count_call()
     _check_keywords(module, dropout, kwargs)
     query, key, value = _autocast(query, key, value)
     call = _Call(module, query, key, value, scaling, kwargs)
@@ -138,7 +142,11 @@ def forward_mask(
         reason = f"{num_padding} of {attention_mask.numel()} tokens are padding"
     elif q_length != kv_length or kv_offset != 0 or q_offset != 0:
         reason = f"{q_length} queries see {kv_length} keys: a key-value cache"
+    elif _must_be_made(kwargs, mask_function):
+        reason = "the model's layers read their mask, or choose keys by it"
+        kwargs.update(allow_is_causal_skip=False)
     else:
+        models.leave_out_mask(kwargs.get("config"))
         return None
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
@@ -147,6 +155,17 @@ def forward_mask(
     if made is not None:
         _mask_reasons[made] = reason
     return made
+
+
+def _must_be_made(keywords: dict, mask_function: Callable | None) -> bool:
+    """Whether transformers wants this mask though it is causal: packed documents are not the reason
+    then, for which it asks the same."""
+    if models.needs_mask(keywords.get("config")):
+        return True
+    is_packed = mask_function is not None and "packed_sequence_mask_function" in _parts(
+        mask_function
+    )
+    return not is_packed and not keywords.get("allow_is_causal_skip", True)
 
 
 def _parts(function: Callable) -> Iterator[str]:
@@ -208,12 +227,14 @@ class _Call:
 
     @property
     def shape(self) -> AttentionShape:
-        heads_q, head_dim = self.query.shape[1], self.query.shape[3]
+        heads_q, head_dim = self.query.shape[1], max(self.query.shape[3], self.value.shape[3])
         return AttentionShape(heads_q, self.key.shape[1], head_dim, self.query.element_size())
 
     def boundaries(self) -> Boundaries:
-        name = type(self.module).__name__
-        return read_boundaries(self.keywords, self.batch, self.num_tokens, name)
+        keywords = self.keywords
+        if all(keywords.get(each) is None for each in ("cu_seq_lens_q", "position_ids")):
+            keywords = models.boundaries_of_pass(self.module, self.num_tokens)
+        return read_boundaries(keywords, self.batch, self.num_tokens, type(self.module).__name__)
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -241,20 +262,23 @@ class _Call:
             )
 
     def attend(self, documents: Documents, window_size: tuple[int, int]) -> Tensor:
-        """[batch, tokens, heads_q, head_dim]"""
-        out = core_attention(
-            *(each.transpose(1, 2).flatten(0, 1) for each in (self.query, self.key, self.value)),
-            documents,
-            softmax_scale=self.scaling,
-            window_size=window_size,
+        """[batch, tokens, heads_q, head_dim of value]. Where it differs from that of query and key
+        (MLA), zeros fill up the smaller: they add nothing to scores, and are cut off `out`."""
+        query_dim, value_dim = self.query.shape[3], self.value.shape[3]
+        scale = query_dim**-0.5 if self.scaling is None else self.scaling
+        rows = (
+            F.pad(each, (0, self.shape.head_dim - each.shape[3])).transpose(1, 2).flatten(0, 1)
+            for each in (self.query, self.key, self.value)
         )
-        return out.unflatten(0, (self.batch, self.num_tokens))
+        out = core_attention(*rows, documents, softmax_scale=scale, window_size=window_size)
+        return out[..., :value_dim].unflatten(0, (self.batch, self.num_tokens))
 
 
 def _layer_type(module: nn.Module) -> str | None:
     types = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
-    known = types is not None and index is not None and index < len(types)
+    # -1 in layers that several places share (Zamba 2)
+    known = types is not None and index is not None and 0 <= index < len(types)
     return types[index] if known else None
 
 
@@ -265,6 +289,8 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
             f"attention_mask has shape {list(mask.shape)}; expected None or [batch, 1 or heads, "
             f"{call.num_tokens}, {call.key.shape[2]}], as transformers makes it of padding"
         )
+    if mask is not None:
+        _check_own_mask(call, mask)
     packed = call.keywords.get("cu_seq_lens_q") is not None
     if mask is None and call.key.shape[2] == call.num_tokens and (is_causal or packed):
         window_size = call.window_size if is_causal else FULL
@@ -280,10 +306,20 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     return out
 
 
+def _check_own_mask(call: _Call, mask: Tensor) -> None:
+    """A layer that makes a mask from the model's makes it of nothing where that was left out."""
+    if mask not in _mask_reasons and models.has_left_out_mask(getattr(call.module, "config", None)):
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)} and was made by "
+            f"{type(call.module).__name__} itself; expected None for packed documents, which are "
+            f"the mask: {USE_ANOTHER}"
+        )
+
+
 def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     _check_model(call, is_causal)
     window_size = call.window_size
-    session = _open_session()
+    session = open_session()
     in_halves = routed_documents()  # of a layer in ping-pong
     with sessions.announced(session):
         _check_batch(call, mask)
@@ -324,7 +360,7 @@ def ping_pong(
 
 def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
     """The documents of a decoder layer's call in training, planned at a forward pass's first."""
-    session = _open_session()
+    session = open_session()
     if session is None or not layer.training or not torch.is_grad_enabled():
         return None
     hidden = args[0] if args else kwargs["hidden_states"]
@@ -349,15 +385,6 @@ def _likely_window(module: nn.Module) -> tuple[int, int]:
     if width is None and _layer_type(module) in (None, "sliding_attention"):
         width = getattr(module.config, "sliding_window", None)
     return (int(width) - 1, 0) if width else CAUSAL
-
-
-def _open_session() -> sessions.Session | None:
-    """This rank's part in the group given to distca.init, else of all ranks; None where nothing is
-    to be balanced."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    session = sessions.opened()
-    return session if session.options.enabled else None
 
 
 def _check_model(call: _Call, is_causal: bool) -> None:
@@ -386,6 +413,7 @@ def _check_model(call: _Call, is_causal: bool) -> None:
 def _check_batch(call: _Call, mask: Tensor | None) -> None:
     """What may be wrong on one rank only."""
     if mask is not None:
+        _check_own_mask(call, mask)
         reason = _mask_reasons.get(mask, "given by the caller")
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)} in training ({reason}); expected None, "
@@ -398,5 +426,22 @@ def _check_batch(call: _Call, mask: Tensor | None) -> None:
         )
 
 
+def _check_built_models() -> None:
+    """transformers asks every model whether it supports its own implementations, when it is built
+    and when its implementation is set; from now on for ours, too. No registry has room for this,
+    and a model that ignores the registered function never calls us."""
+    stock = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(stock)
+    def checked(model: PreTrainedModel, requested_attention: str | None, *args, **kwargs) -> str:
+        if requested_attention == NAME:
+            models.check_class(model)
+            models.watch(model)
+        return stock(model, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = checked
+
+
+_check_built_models()
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, forward_mask)

@@ -1,0 +1,348 @@
+"""What a model of transformers does beside its attention layers, by which it may be wrong though
+they are right: attention of its own, layers that mix documents, positions that do not restart.
+
+A model is checked when it is built, by its source, and again before each forward pass.
+"""
+
+import inspect
+import re
+import sys
+import threading
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from distca import session as sessions
+from distca.integrations.boundaries import read_boundaries
+
+NAME = "distca"
+USE_ANOTHER = 'use another attn_implementation for this model, such as "sdpa" or "eager"'
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "seq_idx")
+
+PLAIN_LAYERS = (None, "full_attention", "sliding_attention", "hybrid")  # of config.layer_types
+KNOWN_LAYERS = {*PLAIN_LAYERS, "linear_attention", "conv", "hybrid_sliding", "moe", "mlp"}
+
+# Layers that carry a state from token to token: they cache one, or are named so.
+CACHES_A_STATE = {"update_conv_state", "update_recurrent_state"}
+MIXERS = re.compile(
+    r"(Mamba2?Mixer|DeltaNet|DeltaAttention|LightningAttention|ShortConv|RecurrentBlock|Retention)$"
+)
+CROSS = re.compile(r"cross|encoder_attn")  # attention to an encoder's states, by its path
+
+# Those that keep documents apart where the model is called with these keywords: tested with
+# kernels of our own in tests/test_transformers_hybrids.py. Others are never told.
+TOLD_OF_DOCUMENTS = {
+    **dict.fromkeys(
+        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
+        ("seq_idx",),
+    ),
+    **dict.fromkeys(("Zamba2MambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv"), ("seq_idx",)),
+    **dict.fromkeys(
+        (
+            "OlmoHybridGatedDeltaNet",
+            "Qwen3NextGatedDeltaNet",
+            "Qwen3_5GatedDeltaNet",
+            "Qwen3_5MoeGatedDeltaNet",
+        ),
+        ("cu_seq_lens_q", "seq_idx"),
+    ),
+}
+
+
+def check_class(model: nn.Module) -> None:
+    """Raises ValueError where `model`, about to be built, computes text attention by code of its
+    own: it would ask for no mask, or be given none, and attend to all tokens."""
+    kind, config = type(model), model.config
+    part = getattr(config, "base_config_key", "")
+    if getattr(config, "text_config", None) is not None or "vision" in part or "audio" in part:
+        return  # its text model is checked by itself; towers of images and sound are not causal
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):  # then its first forward pass is what tells
+        return
+    own = re.findall(r"^class (\w*Attention\w*)\(", source, re.MULTILINE)
+    chosen = re.findall(r"\b(?!\w*VISION)(\w*ATTENTION_CLASSES)\[", source)
+    if chosen or (
+        own and not re.search(r"\bALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)", source)
+    ):
+        raise ValueError(
+            f"attn_implementation is {NAME!r}, but {kind.__name__} has attention of its own "
+            f"({(chosen or own)[0]}), which calls none of transformers' registered "
+            f"implementations; {USE_ANOTHER}"
+        )
+
+
+def watch(model: nn.Module) -> None:
+    """Checks `model` in each of its forward passes from now on."""
+    if _enter not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_enter, with_kwargs=True)
+        model.register_forward_hook(_leave, always_call=True)
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """Of a model, from its modules."""
+
+    parameters: tuple[str, ...]
+    """Names of the arguments of its forward pass."""
+    mixers: frozenset[str]
+    """Class names of the layers that carry a state from token to token."""
+    masked: frozenset[int]
+    """Ids of configurations whose layers need a mask that is there, not left out."""
+    is_rotary: bool
+    first_position: int
+    """That the model counts from where it is given no positions."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Traits":
+        kinds = {type(module) for module in model.modules()}
+        masked, first_position = set(), 0
+        for path, module in model.named_modules():
+            config = getattr(module, "config", None)
+            types = set(getattr(config, "layer_types", None) or ())
+            relies_on_mask = getattr(module, "is_causal", True) is False and not CROSS.search(path)
+            if config is not None and (relies_on_mask or not types <= KNOWN_LAYERS):
+                masked.add(id(config))
+            table = getattr(module, "position_embeddings", None)
+            if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+                first_position = table.padding_idx + 1  # as RoBERTa does
+        return cls(
+            tuple(inspect.signature(type(model).forward).parameters)[1:],
+            frozenset(_name(kind) for kind in kinds if _is_mixer(kind)),
+            frozenset(masked),
+            any("Rotary" in kind.__name__ for kind in kinds),
+            first_position,
+        )
+
+
+def _is_mixer(kind: type) -> bool:
+    forward = inspect.unwrap(kind.forward)
+    names = set(forward.__code__.co_names) if inspect.isfunction(forward) else set()
+    return bool(names & CACHES_A_STATE) or MIXERS.search(_name(kind)) is not None
+
+
+def _name(kind: type) -> str:
+    """That of a layer's class, which FSDP2 puts a class of its own before."""
+    return next(each.__name__ for each in kind.__mro__ if not each.__name__.startswith("FSDP"))
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A forward pass of a model under attn_implementation="distca"."""
+
+    model: nn.Module
+    given: dict[str, object]
+    """What it was called with, of what may say where documents begin."""
+    has_tokens: bool
+    num_calls: int = 0
+    """Of the registered attention."""
+    unmasked: set[int] = field(default_factory=set)
+    """Ids of configurations that were given no mask where they asked for a causal one."""
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    """Positions of a row that is one document, by its tokens."""
+
+
+class _UnderWay(threading.local):
+    """This thread's forward passes, the outermost first. A backward pass on a GPU has a thread of
+    its own, and so none."""
+
+    def __init__(self) -> None:
+        self.passes: list[_Pass] = []
+
+
+_under_way = _UnderWay()
+_traits = WeakIdKeyDictionary()  # model: _Traits
+
+
+@torch.compiler.disable
+def _enter(model: nn.Module, args: tuple, kwargs: dict) -> None:
+    if model.config._attn_implementation != NAME:
+        return
+    traits = _traits.get(model)
+    if traits is None:
+        traits = _traits[model] = _Traits.of(model)
+    passes = _under_way.passes
+    interrupted = [each.model is model for each in passes]  # from the keyboard: it never left
+    if any(interrupted):
+        del passes[interrupted.index(True) :]
+    arguments = {**dict(zip(traits.parameters, args, strict=False)), **kwargs}
+    given = {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
+    if not passes and (traits.mixers or not traits.is_rotary):
+        is_trained = model.training and torch.is_grad_enabled()
+        with sessions.announced(open_session() if is_trained else None):
+            _check_packed(model, traits, given, arguments)
+    has_tokens = any(arguments.get(name) is not None for name in ("input_ids", "inputs_embeds"))
+    passes.append(_Pass(model, given, has_tokens))
+
+
+@torch.compiler.disable
+def _leave(model: nn.Module, args: tuple, output: object) -> None:
+    passes = _under_way.passes
+    if not passes or passes[-1].model is not model:
+        return
+    ended = passes.pop()
+    if passes:
+        passes[-1].num_calls += ended.num_calls
+    elif ended.has_tokens and not ended.num_calls and output is not None:
+        raise ValueError(
+            f"attn_implementation is {NAME!r}, but no layer of {type(model).__name__} called it in "
+            f"this forward pass: its layers have no attention, or attention of their own; "
+            f"{USE_ANOTHER}"
+        )
+
+
+def _check_packed(model: nn.Module, traits: _Traits, given: dict, arguments: dict) -> None:
+    """That all of the model keeps the documents of a packed row apart, not its attention alone."""
+    if not _is_packed(given, arguments):
+        return
+    name = type(model).__name__
+    untold = sorted(each for each in traits.mixers if not _is_told(each, given))
+    if untold and not _options().documents_may_mix:
+        raise ValueError(
+            f"{name} was given several documents in a row, and {', '.join(untold)} would carry a "
+            f"state from each into the next; {_remedy(untold)}, give each document a row of its "
+            "own, or say with documents_may_mix=True (--documents-may-mix) that they may mix"
+        )
+    if traits.mixers and "seq_idx" in given:
+        _check_seq_idx(given, name)
+    if not traits.is_rotary:  # rotary positions count by their distance
+        _check_positions(given.get("position_ids"), traits, name)
+
+
+def _check_positions(positions: Tensor | None, traits: _Traits, name: str) -> None:
+    if "position_ids" not in traits.parameters:
+        raise ValueError(
+            f"{name} was given several documents in a row, but takes no position_ids: it would "
+            "count positions from each document into the next; expected one document in a row"
+        )
+    if positions is None:
+        raise ValueError(
+            f"position_ids is None, but {name} was given several documents in a row, and would "
+            "count positions from each into the next; expected positions that restart with each "
+            "document: DataCollatorWithFlattening(return_position_ids=True)"
+        )
+    first = int(positions.flatten()[0])
+    if first != traits.first_position:
+        raise ValueError(
+            f"position_ids begin at {first}, but {name} counts from {traits.first_position}; "
+            f"expected positions that restart at {traits.first_position}, and cu_seq_lens_q to "
+            "say where documents begin"
+        )
+
+
+def _is_told(mixer: str, given: dict) -> bool:
+    return mixer in TOLD_OF_DOCUMENTS and set(TOLD_OF_DOCUMENTS[mixer]) <= set(given)
+
+
+def _remedy(untold: list[str]) -> str:
+    if not all(name in TOLD_OF_DOCUMENTS for name in untold):
+        return "they are never told of documents"
+    keywords = sorted({keyword for name in untold for keyword in TOLD_OF_DOCUMENTS[name]})
+    return (
+        f"pass {' and '.join(keywords)} to the model too, with DataCollatorWithFlattening("
+        "return_flash_attn_kwargs=True, return_seq_idx=True)"
+    )
+
+
+def _is_packed(given: dict, arguments: dict) -> bool:
+    """Whether some row holds several documents. With padding and keys of a cache none does:
+    attention has a mask then."""
+    tokens = arguments.get("input_ids")
+    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    positions, mask = given.get("position_ids"), arguments.get("attention_mask")
+    if tokens is None or tokens.shape[1] == 1:
+        return False
+    if mask is not None and not (mask.dim() == 2 and bool(mask.all())):
+        return False
+    if "cu_seq_lens_q" in given:
+        return read_boundaries(given, *tokens.shape[:2], "the model").is_packed
+    if not isinstance(positions, Tensor):
+        return False
+    while positions.dim() > 2:  # several axes, the first of which is text's, or time
+        positions = positions[0]
+    return bool(((positions[:, 1:] == 0) | (positions[:, 1:] < positions[:, :-1])).any())
+
+
+def _check_seq_idx(given: dict, name: str) -> None:
+    seq_idx = given["seq_idx"]
+    num_tokens = seq_idx.shape[-1]
+    offsets = read_boundaries(given, seq_idx.numel() // num_tokens, num_tokens, name).offsets
+    changes = torch.ones_like(seq_idx, dtype=torch.bool)
+    changes[..., 1:] = seq_idx[..., 1:] != seq_idx[..., :-1]
+    begins = changes.flatten().nonzero()[:, 0].cpu()
+    if not torch.equal(begins, offsets[:-1].unique()):
+        raise ValueError(
+            f"seq_idx numbers {begins.numel()} documents in {name} and contradicts the boundaries "
+            f"of {offsets.numel() - 1}; expected both of the same packing: one collator's, neither "
+            "cut nor gathered after it"
+        )
+
+
+def _options():
+    found = sessions.find()
+    return found.options if found is not None else sessions.configured()
+
+
+def open_session() -> sessions.Session | None:
+    """This rank's part in the group given to distca.init, else of all ranks; None where nothing is
+    to be balanced."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    session = sessions.opened()
+    return session if session.options.enabled else None
+
+
+def count_call() -> None:
+    """Notes that a layer called the registered attention."""
+    for each in _under_way.passes[-1:]:
+        each.num_calls += 1
+
+
+def needs_mask(config: object) -> bool:
+    """Whether layers of `config`, in the pass under way, cannot do without their mask."""
+    return any(id(config) in _traits[each.model].masked for each in _under_way.passes)
+
+
+def leave_out_mask(config: object) -> None:
+    """Notes that layers of `config` get no mask in the pass under way, where they asked for one."""
+    for each in _under_way.passes:
+        each.unmasked.add(id(config))
+
+
+def has_left_out_mask(config: object) -> bool:
+    return any(id(config) in each.unmasked for each in _under_way.passes)
+
+
+def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
+    """Keywords for `read_boundaries` from what the model under way was called with: `module`, an
+    attention layer, is handed none of them. A model that was given none has rows of one document.
+
+    Raises ValueError where the layer is to be computed again in the backward pass: it cannot be
+    known then which forward pass that belongs to.
+    """
+    passes, is_recomputed = _under_way.passes, torch._C._current_graph_task_id() != -1
+    if not passes and not is_recomputed:
+        return {}
+    is_trained = module.training and torch.is_grad_enabled()
+    if is_recomputed or (is_trained and _is_checkpointed(passes[0].model)):
+        raise ValueError(
+            f"position_ids is None and cu_seq_lens_q None in {type(module).__name__}: its model "
+            "hands it no document boundaries, so that they are not there where gradient "
+            "checkpointing computes it again; expected no gradient checkpointing for this model"
+        )
+    for each in reversed(passes):
+        if "cu_seq_lens_q" in each.given or "position_ids" in each.given:
+            return each.given
+    rows = passes[0].rows
+    if num_tokens not in rows:
+        rows[num_tokens] = torch.arange(num_tokens)[None]
+    return {"position_ids": rows[num_tokens]}
+
+
+def _is_checkpointed(model: nn.Module) -> bool:
+    former = getattr(type(model), "is_gradient_checkpointing", None)
+    switch = getattr(type(model), "is_activation_checkpointing", former)
+    return switch is not None and switch.fget(model)

@@ -1,0 +1,161 @@
+"""Models of transformers with recurrent or convolution layers, on packed rows: refused, unless
+these layers are told of documents, or an option says that they may mix."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, and this environment has none")
+
+import causal_families as families  # noqa: E402
+
+import distca  # noqa: E402
+
+LENGTHS = [9, 1, 14]
+TOLERANCE = 1e-4
+NAMES = [
+    *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "zamba2"),
+]
+# Functions that are kernels of other libraries on GPUs: what tells them of documents, and the
+# dimension of tokens.
+KERNELS = {
+    "causal_conv1d_fn": ("seq_idx", 2),
+    "mamba2_chunk_scan": ("seq_idx", 1),
+    "torch_chunk_gated_delta_rule": ("cu_seqlens", 1),
+}
+
+
+def packed() -> dict:
+    """What DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True) says."""
+    lengths = torch.tensor(LENGTHS)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return {
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
+        "seq_idx": torch.arange(len(LENGTHS), dtype=torch.int32).repeat_interleave(lengths)[None],
+        **{"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets},
+        **{"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)},
+    }
+
+
+def by_document(function, keyword: str, dim: int):
+    """The reference implementation, document by document, as the kernels compute it."""
+    reference = inspect.unwrap(function)
+
+    def stand_in(*args, **keywords):
+        told = keywords.pop(keyword)
+        lengths = told.diff() if keyword == "cu_seqlens" else told[0].unique(return_counts=True)[1]
+
+        def part(value, at: int):
+            is_split = isinstance(value, torch.Tensor) and value.dim() > dim
+            return value.split(lengths.tolist(), dim)[at] if is_split else value
+
+        outs = [
+            reference(
+                *(part(value, at) for value in args),
+                **{name: part(value, at) for name, value in keywords.items()},
+            )
+            for at in range(len(lengths))
+        ]
+        if isinstance(outs[0], tuple):
+            return torch.cat([out[0] for out in outs], dim), None
+        return torch.cat(outs, dim)
+
+    return stand_in
+
+
+def train(name: str, attn_implementation: str, keywords: dict):
+    ids, labels = families.tokens(sum(LENGTHS), seed=0)
+    model = families.model_of(name, attn_implementation).train()
+    return families.step(model, [({"input_ids": ids, **keywords}, labels)])
+
+
+def true_step(name: str):
+    ids, labels = families.tokens(sum(LENGTHS), seed=0)
+    model = families.model_of(name, "eager").train()
+    parts = zip(ids.split(LENGTHS, dim=1), labels.split(LENGTHS, dim=1), strict=True)
+    return families.step(model, [({"input_ids": part}, target) for part, target in parts])
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """kernels(name): from now on the layers of a family run kernels that keep documents apart."""
+
+    def stand_in(name: str) -> None:
+        module = sys.modules[type(families.model_of(name, "eager")).__module__]
+        for function, (keyword, dim) in KERNELS.items():
+            if hasattr(module, function):
+                made = by_document(getattr(module, function), keyword, dim)
+                monkeypatch.setattr(module, function, made)
+        fused = "mamba2_split_conv1d_scan_combined"
+        monkeypatch.setattr(module, fused, lambda *args, **keywords: None, raising=False)
+
+    return stand_in
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_told_of_documents(kernels, name):
+    truth = true_step(name)
+    kernels(name)
+    assert families.largest_error(train(name, "distca", packed()), truth) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_not_told(name):
+    keywords = {"position_ids": packed()["position_ids"]}
+    message = "several documents in a row, and .* would carry a state .*seq_idx .*documents_may_mix"
+    with pytest.raises(ValueError, match=message):
+        train(name, "distca", keywords)
+    model = families.model_of(name, "distca").eval()
+    ids, _ = families.tokens(sum(LENGTHS), seed=0)
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        model(input_ids=ids, **keywords)
+
+
+@pytest.fixture
+def configure():
+    yield distca.configure
+    distca.configure(distca.Options())
+
+
+def test_documents_that_may_mix(configure):
+    configure(distca.Options(documents_may_mix=True))
+    keywords = {"position_ids": packed()["position_ids"]}
+    mixed, truth = train("bamba", "distca", keywords), true_step("bamba")
+    assert families.largest_error(mixed, truth) > 100 * TOLERANCE, "the comparison must see it"
+    same = train("bamba", "sdpa", keywords)  # transformers reads documents from positions
+    assert families.largest_error(mixed, same) <= TOLERANCE
+
+
+def test_seq_idx_that_contradicts_the_boundaries():
+    keywords = packed()
+    keywords["seq_idx"] = torch.zeros_like(keywords["seq_idx"])
+    with pytest.raises(ValueError, match="seq_idx numbers 1 documents .*contradicts"):
+        train("bamba", "distca", keywords)
+
+
+def test_one_document_in_a_row_needs_no_boundaries():
+    ids, labels = families.tokens(12, seed=0)
+    steps = []
+    for attn_implementation in ("distca", "eager"):
+        model = families.model_of("qwen3_next", attn_implementation).train()
+        rows = {"input_ids": ids.view(2, 6)}
+        steps.append(families.step(model, [(rows, labels)]))
+    assert families.largest_error(*steps) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["bamba", "bigbird_pegasus", "doge", "gpt_bigcode", "zamba2"])
+def test_generation_equals_eager(name):
+    ids, _ = families.tokens(12, seed=0)
+    padding = torch.ones(2, 6, dtype=torch.int64)
+    padding[0, :3] = 0
+    found = []
+    for attn_implementation in ("distca", "eager"):
+        model = families.model_of(name, attn_implementation).eval()
+        asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        model.config.use_cache = True
+        for mask in (padding, torch.ones_like(padding)):
+            found.append(model.generate(ids.view(2, 6), attention_mask=mask, **asked))
+    assert all(torch.equal(ours, eagers) for ours, eagers in zip(found[:2], found[2:], strict=True))
