@@ -30,7 +30,9 @@ ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
 # Chrome traces have demangled names, or mangled ones where that failed.
-PEER_KERNEL = re.compile(r"distca.*(start|store|await|raise|fetch|close)_kernel")
+PEER_KERNEL = re.compile(
+    r"distca.*(start|store|await_rows|await_results|publish|finish|fetch|close)_kernel"
+)
 ROW_KERNEL = re.compile(r"distca.*(copy_rows|reduce_rows|hold)_kernel")
 ATTENTION_KERNEL = re.compile(r"attention|attend|flash|fmha|sdpa")
 HOST_COMMUNICATION = re.compile(r"^(gloo|c10d)\b")
@@ -44,7 +46,7 @@ class Span:
     begin: float  # us, on a clock that the ranks of a host share
     end: float
     kind: str
-    role: str = ""  # what kernels that meet have in common: NCCL's name, or start, await...
+    role: str = ""  # what kernels that meet have in common: NCCL's name, or start, fetch...
     stream: int = 0
 
     @property
@@ -183,14 +185,15 @@ class _Meetings:
             if span.role in OPENINGS and not is_open:
                 call, is_open = call + 1, True
                 self.came["call", call] = span.begin
-            elif span.role == "await" and is_open:  # for rows, then, once its own are out, results
-                results = "results", call
-                self.waits[idx] = results if results in self.came else ("call", call)
-            elif span.role == "raise" and is_open:  # first for results, then where none are fetched
-                is_open = self.came.setdefault(("results", call), span.begin) == span.begin
+            elif span.role == "await_rows" and is_open:
+                self.waits[idx] = "call", call
+            elif span.role == "publish" and is_open:
+                self.came["results", call] = span.begin
+            elif span.role == "await_results" and is_open:
+                self.waits[idx] = "results", call
             elif span.role == "close" and is_open:
                 self.waits[idx], is_open = ("call", call), False
-            elif span.role == "fetch":
+            elif span.role in ("fetch", "finish"):
                 is_open = False
 
     def counts(self) -> Counter[str]:

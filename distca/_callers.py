@@ -19,8 +19,8 @@ _numbers: dict[int, tuple[ref, int]] = {}  # by id; a WeakKeyDictionary takes tw
 
 
 def number_of(module: nn.Module) -> int:
-    """Return the place of `module` among all modules of its model, from 0; UNKNOWN for one that is in no
-    other module, which nothing tells from its like."""
+    """Return the place of `module` among all modules of its model, from 0; UNKNOWN for one that is
+    part of no other module, which nothing tells from its like."""
     known = _numbers.get(id(module))
     if known is not None and known[0]() is module:
         return known[1]

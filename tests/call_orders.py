@@ -150,3 +150,16 @@ def train(
 def check_outs(outs: list, expected: list[list[Tensor]], is_wrong: bool) -> None:
     for index, out in outs:
         assert close_enough(out, expected[index][0]) or is_wrong, f"out of layer {index} is wrong"
+
+
+def use_groups(rank: int, world_size: int, order_of_victim: tuple[int, int]) -> None:
+    """A layer in each of two groups of all ranks. Raises what distca raises."""
+    groups = [torch.distributed.new_group(range(world_size)) for _ in range(2)]
+    for group in groups:
+        distca.init(group, distca.Options(timeout_s=TIMEOUT_S))
+    model = Model(SHARDED, rank, "cpu")
+    plans = [distca.Documents.sharded(SHARDED.all_lengths, rank, world_size) for _ in groups]
+    for documents, group in zip(plans, groups, strict=True):
+        distca.plan(documents, group=group)
+    for index in order_of_victim if rank == VICTIM else (0, 1):
+        model.layers[index](plans[index])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import kill_at
 import torch
 import torch.distributed as dist
 
@@ -88,6 +89,14 @@ def fail_between_calls(faults: Faults) -> None:
         attend(*step, faults if layer == 2 else {})
 
 
+def fail_beside_a_busy_store(faults: Faults) -> None:
+    """While another thread waits in the store, whose client serves one call at a time."""
+    step = make_step(ROWS)
+    attend(*step, {})
+    kill_at.occupy_store(10 * TIMEOUT_S)
+    attend(*step, faults)
+
+
 def fail_between_copies(faults: Faults) -> None:
     """In the middle one of three layers."""
     documents, leaves = make_step(MOST_ROWS)
@@ -137,7 +146,13 @@ def end_process(error: threading.ExceptHookArgs) -> None:
 
 MOMENTS = {
     function.__name__: function
-    for function in (fail_between_calls, fail_between_copies, fail_before_growth, fail_in_growth)
+    for function in (
+        fail_between_calls,
+        fail_beside_a_busy_store,
+        fail_between_copies,
+        fail_before_growth,
+        fail_in_growth,
+    )
 }
 
 

@@ -3,10 +3,12 @@
 Rank VICTIM kills itself; the others go on until they get an error. Layers 0 and 1 went well before.
 """
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import torch
 from small_step import SHARDED, Step, small_step
@@ -20,6 +22,17 @@ LAYER = 2
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def occupy_store(seconds: float) -> None:
+    """A thread waits in the store of torch.distributed for so long."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):
+            store.wait(["a key that nobody sets"], timedelta(seconds=seconds))
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _die_soon() -> None:

@@ -25,3 +25,17 @@ def test_a_rank_that_calls_otherwise_is_named(broken_ranks, way):
         assert f"rank {VICTIM} " in outcome.error, outcome
         assert " while rank" in outcome.error, outcome
         assert "every rank" not in outcome.error
+
+
+def test_groups_in_another_order(broken_ranks):
+    """Every rank waits for the others, and they for it, in different groups."""
+    outcomes = broken_ranks.outcomes(call_orders.use_groups, (1, 0), timeout_s=2 * LIMIT_S)
+    for outcome in outcomes:
+        assert outcome.error_type == "DistBackendError", outcome
+        assert outcome.seconds < LIMIT_S, outcome
+        assert f"rank {VICTIM} waits in " in outcome.error, outcome
+        assert ", while ranks 0 2 wait in " in outcome.error and "process group" in outcome.error
+
+
+def test_groups_in_the_same_order(broken_ranks):
+    broken_ranks.run(call_orders.use_groups, (0, 1), timeout_s=2 * LIMIT_S)

@@ -62,11 +62,15 @@ def event(name: str, begin: float, duration: float, stream: int, category: str =
             COMMUNICATION,
             "fetch",
         ),
-        ("distca::transport::peer::(anonymous namespace)::await_kernel(", COMMUNICATION, "await"),
         (
-            "distca::transport::peer::(anonymous namespace)::raise_kernel(",
+            "distca::transport::peer::(anonymous namespace)::await_rows_kernel(",
             COMMUNICATION,
-            "raise",
+            "await_rows",
+        ),
+        (
+            "distca::transport::peer::(anonymous namespace)::publish_kernel(",
+            COMMUNICATION,
+            "publish",
         ),
         (
             "_ZN6distca9transport4peer52_GLOBAL__N__12start_kernelENS1_5BoardE",
@@ -175,9 +179,9 @@ def peer_call(began: float, published: float, awaits: float, end: float) -> list
     """Of a rank that computes for nobody."""
     return [
         Span(began, began + 1, COMMUNICATION, "store"),
-        Span(published, published + 1, COMMUNICATION, "raise"),
+        Span(published, published + 1, COMMUNICATION, "publish"),
         Span(published + 1, published + 2, COMMUNICATION, "store"),
-        Span(awaits, end, COMMUNICATION, "await"),
+        Span(awaits, end, COMMUNICATION, "await_results"),
         Span(end, end + 1, COMMUNICATION, "fetch"),
     ]
 
@@ -189,7 +193,7 @@ def waits_of(spans: list[Span]) -> list[tuple[float, float]]:
 def test_peer_kernels_wait_for_calls_and_for_results():
     """The second rank begins its call at 8 and publishes at 30. The first awaits its rows from 3 to
     12 and its results from 25 on."""
-    first = [*peer_call(0, 20, 25, 40), Span(3, 12, COMMUNICATION, "await")]
+    first = [*peer_call(0, 20, 25, 40), Span(3, 12, COMMUNICATION, "await_rows")]
     first = sorted(first, key=lambda span: span.begin)
     ranks = told_apart([first, peer_call(8, 30, 32, 40)])
     assert waits_of(ranks[0]) == [(3, 8), (25, 30)] and waits_of(ranks[1]) == []
@@ -199,8 +203,8 @@ def test_peer_kernels_wait_for_calls_and_for_results():
 
 
 def test_a_rank_that_fetches_nothing_is_through_with_its_call():
-    """Its second raised word ends it: what it raises next is of another call."""
-    calls = {0: "start", 10: "raise", 12: "raise", 20: "start", 30: "raise"}
+    """What it publishes after it has finished is of another call."""
+    calls = {0: "start", 10: "publish", 12: "finish", 20: "start", 30: "publish"}
     own = [Span(at, at + 1, COMMUNICATION, role) for at, role in calls.items()]
     other = [*peer_call(0, 5, 6, 14), *peer_call(20, 22, 24, 33)]
     assert waits_of(told_apart([own, other])[1]) == [(6, 10), (24, 30)]

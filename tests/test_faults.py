@@ -65,6 +65,20 @@ def test_the_rank_that_holds_the_store_is_killed(broken_ranks):
         assert f"distca: {WHERE['inside_combine']}: " in outcome.error, outcome
 
 
+def die_beside_a_busy_store(rank: int, world_size: int) -> None:
+    """A thread of every process waits in the store that the group was opened with, whose client
+    serves one call at a time."""
+    kill_at.occupy_store(HANG_S)
+    kill_at.run(rank, world_size, "inside_dispatch")
+
+
+def test_a_store_that_is_busy_elsewhere_delays_nothing(broken_ranks):
+    outcomes = broken_ranks.outcomes(die_beside_a_busy_store, timeout_s=HANG_S)
+    for rank in (0, 2):
+        assert outcomes[rank].seconds < LIMIT_S, outcomes[rank]
+        assert f"rank {kill_at.VICTIM} is dead" in outcomes[rank].error, outcomes[rank]
+
+
 @pytest.mark.parametrize("scenario", ["before_plan", "before_plan_ahead", "inside_plan_ahead"])
 def test_a_rank_killed_while_planning_is_named(broken_ranks, scenario):
     for outcome in survivors_of(broken_ranks, scenario):

@@ -85,6 +85,14 @@ def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
     assert f"{failing_pass} pass" in said
 
 
+@pytest.mark.parametrize("transport", ["peer", "process_group"])
+def test_a_store_that_is_busy_elsewhere_delays_nothing(transport):
+    started = time.monotonic()
+    said = last_named(errors_of_survivor("die", "fail_beside_a_busy_store", "forward", transport))
+    assert f"rank {VICTIM} is dead" in said
+    assert time.monotonic() - started < START_S + TIMEOUT_S
+
+
 @pytest.mark.parametrize("failing_pass", ["forward", "backward"])
 @pytest.mark.parametrize("fault", ["die", "stop", "sleep"])
 def test_copies_to_a_rank_at_fault(fault, failing_pass):

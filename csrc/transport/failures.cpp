@@ -265,7 +265,7 @@ void FailureBoard::leave(const std::string& how) noexcept {
   });
 }
 
-std::string FailureBoard::find_departed(const Channel& channel) noexcept {
+std::string FailureBoard::find_departed(const std::string& channel, int64_t position) noexcept {
   bool has_any = false;
   with_store([&] { has_any = store_->check({kLeft}); });
   std::string names;
@@ -278,9 +278,9 @@ std::string FailureBoard::find_departed(const Channel& channel) noexcept {
     std::string other;
     int64_t num = 0, num_completed = 0;
     while (text >> other >> num) {
-      if (other == channel.name()) num_completed = num;
+      if (other == channel) num_completed = num;
     }
-    if (num_completed > channel.num_completed()) continue;
+    if (num_completed > position) continue;
     names += (names.empty() ? "rank " : "; rank ") + std::to_string(rank) + how_of(left);
   }
   if (names.empty()) return "";

@@ -84,10 +84,9 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   // subject. Never throws.
   void leave(const std::string& how) noexcept;
 
-  // Returns a sentence that names ranks which left before they completed the channel's exchange
-  // that comes next here; empty while all may still come. Ranks that announced an error are not
-  // among them.
-  std::string find_departed(const Channel& channel) noexcept;
+  // Returns a sentence that names ranks which left before they completed exchange `position` of the
+  // channel; empty while all may still come. Ranks that announced an error are not among them.
+  std::string find_departed(const std::string& channel, int64_t position) noexcept;
 
   // An exchange was given up; it may be under way for as long as the process group's timeout.
   void abandon() noexcept { has_abandoned_ = true; }

@@ -71,6 +71,9 @@ std::string Watchdog::reason_to_give_up(Clock::duration still, bool asks) {
   if ((asks || still >= kCalm) && failures_->alarmed()) return "a rank of the group has failed";
   if (still < kCalm) return "";
   if (failures_->has_dead_peer()) return "a rank of the group is gone";
+  const Wait wait = watched_.place();
+  const std::string departed = failures_->find_departed(wait.channel, wait.position);
+  if (!departed.empty()) return departed;
   const std::string deadlock = find_deadlock(still);
   if (!deadlock.empty()) {
     failures_->announce_mismatch(deadlock);

@@ -51,7 +51,7 @@ void Patience::part(const Where& where, const std::string& text) {
 }
 
 void Patience::fail(const Where& where, const std::string& error) {
-  const std::string departed = failures_->find_departed(*channel_);
+  const std::string departed = failures_->find_departed(channel_->name(), channel_->num_completed());
   part(where, departed.empty() ? failures_->diagnose(error, describe(where)) : departed);
 }
 
@@ -76,7 +76,7 @@ void Patience::look_at_self() {
 
 void Patience::look_at_others() {
   // A rank that has left after an error of its own is not among these.
-  const std::string departed = failures_->find_departed(*channel_);
+  const std::string departed = failures_->find_departed(channel_->name(), channel_->num_completed());
   if (!departed.empty()) throw Parted{departed};
   TORCH_CHECK(!failures_->alarmed(), "given up, because a rank of the group has failed");
 }
