@@ -5,6 +5,7 @@ Every rank runs `train`: steps of a few layers, each a module that calls attenti
 In one step rank VICTIM does something else.
 """
 
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -20,6 +21,7 @@ WRONG_LAYER = 2
 WRONG_STEP = 1
 NUM_STEPS = 200  # more than it takes to notice
 TIMEOUT_S = 60.0  # much longer than it may take
+LIMIT_S = 10.0
 
 ORDER = tuple(range(NUM_LAYERS))
 ORDERS = {"swapped": (0, 2, 1, 3), "skipped": (0, 1, 3), "repeated": (0, 1, 2, 2, 3)}
@@ -129,6 +131,8 @@ def train(
     expected = [layer.expected(whole) for layer in model.layers]
     synchronize: Callable = torch.cuda.synchronize if device != "cpu" else lambda: None
     for step in range(NUM_STEPS):
+        if step == WRONG_STEP:
+            began = time.monotonic()
         is_wrong = step == WRONG_STEP and rank == VICTIM
         documents = distca.Documents.sharded(case.all_lengths, rank, world_size)
         model.zero_grad()
@@ -138,6 +142,7 @@ def train(
             run_step(way if is_wrong else "", model, documents, outs)
             synchronize()
         except Exception:
+            assert step >= WRONG_STEP and time.monotonic() - began < LIMIT_S, "late"
             check_outs(outs, expected, is_wrong)
             raise
         check_outs(outs, expected, is_wrong)

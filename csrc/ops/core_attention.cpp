@@ -38,7 +38,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   const attention::ForwardRows late{q, k, v, round.late, out, lse};
   in_phase(call, kLateTasks, [&] { attention::forward(late, params); });
 
-  const auto arrived = sent.arrive();
+  const auto arrived = sent.arrive(inputs.senders());
   transport::scatter_rows(arrived[0][0], round.queries.home_row, out, arrived[0].seals);
   transport::scatter_rows(arrived[0][1], round.queries.home_row, lse, arrived[0].seals);
 }
@@ -79,7 +79,7 @@ void backward_round(const Call& call, const Round& round, const at::Tensor& grad
   const attention::BackwardRows late{grad_out, q, k, v, saved, round.late, dq, dk, dv};
   in_phase(call, kLateTasks, [&] { attention::backward(late, params); });
 
-  const auto arrived = sent.arrive();
+  const auto arrived = sent.arrive(inputs.senders());
   transport::scatter_rows(arrived[0][0], round.queries.home_row, dq, arrived[0].seals);
   transport::reduce_rows(arrived[1][0], round.key_gradients, dk, arrived[1].seals);
   transport::reduce_rows(arrived[1][1], round.key_gradients, dv, arrived[1].seals);

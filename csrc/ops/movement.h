@@ -40,8 +40,12 @@ class Shipment {
         wait_(wait),
         seal_(seal) {}
 
-  // Received rows by slot.
-  std::vector<Arrival> arrive();
+  // Received rows by slot. `senders` are the seals that came with the rows from which these results
+  // were computed.
+  std::vector<Arrival> arrive(const at::Tensor& senders = {});
+
+  // Seals of the ranks whose rows arrived; undefined where a host compares calls.
+  const at::Tensor& senders() const { return senders_; }
 
   // The same in visiting order, a copy only where slots are not in that order.
   std::vector<Arrival> arrive_visiting();
@@ -53,6 +57,7 @@ class Shipment {
   std::shared_ptr<Timeline> timeline_;
   transport::Where wait_;
   transport::Seal seal_;
+  at::Tensor senders_;
 };
 
 // Home rows to the servers that visit them.

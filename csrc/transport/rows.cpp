@@ -63,11 +63,12 @@ void scatter_rows_cpu(const RowCopy& copy) {
 
 }  // namespace
 
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
+void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                 [[maybe_unused]] const SealedRows& made) {
   if (dst.numel() == 0) return;
   const RowCopy copy = row_copy(src, index, dst);
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return gather_rows_cuda(copy);
+  if (dst.is_cuda()) return gather_rows_cuda(copy, seal_view(made));
 #endif
   gather_rows_cpu(copy);
 }

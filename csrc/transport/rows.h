@@ -20,14 +20,17 @@ struct Seal {
 constexpr int64_t kSealBytes = 16;
 enum class BrokenSeal { kIsFound, kTag, kRank, kExpected };  // words of Seal::broken
 
-// Seals of rows: uint8 [rows, kSealBytes], any row stride; undefined where there are none.
+// Seals of rows: uint8 [rows, kSealBytes], any row stride; undefined where there are none. And
+// seals of the ranks whose rows the results were computed from, contiguous, undefined likewise.
 struct SealedRows {
   at::Tensor seals;
   Seal seal;
+  at::Tensor senders;
 };
 
-// dst[i] = src[index[i]] for every row i of dst.
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
+// dst[i] = src[index[i]] for every row i of dst. Writes `made.seals`, whatever rows they are of.
+void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                 const SealedRows& made = {});
 
 // dst[index[i]] = src[i] for every row i of src; indices are distinct. Rows of src that have
 // another seal than `found` says become NaN.

@@ -13,20 +13,36 @@ constexpr int64_t kMaxBlocks = 4096;  // rows are strided over blocks beyond thi
 
 enum class Sealing { kNone, kMake, kCheck };
 
-// Whether the seal of a row is another call's. Then the host is told, by the first thread.
-__device__ __forceinline__ bool is_broken(const SealView& seals, int64_t row) {
-  const uint4 found = *reinterpret_cast<const uint4*>(seals.data + row * seals.stride_bytes);
-  if (found.x == seals.seal.tag) return false;
-  uint32_t* words = seals.seal.broken;
-  if (threadIdx.x == 0 &&
-      atomicExch_system(words + static_cast<int>(BrokenSeal::kIsFound), 1u) == 0) {
-    words[static_cast<int>(BrokenSeal::kRank)] = found.y;
-    words[static_cast<int>(BrokenSeal::kTag)] = found.x;
-    words[static_cast<int>(BrokenSeal::kExpected)] = seals.seal.tag;
-    __threadfence_system();
-    atomicExch_system(words + static_cast<int>(BrokenSeal::kIsFound), 2u);
-  }
+// Tells the host, the first time.
+__device__ __forceinline__ void report(const Seal& own, const uint4& found) {
+  uint32_t* words = own.broken;
+  if (atomicExch_system(words + static_cast<int>(BrokenSeal::kIsFound), 1u) != 0) return;
+  words[static_cast<int>(BrokenSeal::kTag)] = found.x;
+  words[static_cast<int>(BrokenSeal::kRank)] = found.y;
+  words[static_cast<int>(BrokenSeal::kExpected)] = own.tag;
+  __threadfence_system();
+  atomicExch_system(words + static_cast<int>(BrokenSeal::kIsFound), 2u);
+}
+
+// Whether a seal is another call's.
+__device__ __forceinline__ bool is_broken(const Seal& own, const char* seal) {
+  const uint4 found = *reinterpret_cast<const uint4*>(seal);
+  if (found.x == own.tag) return false;
+  report(own, found);
   return true;
+}
+
+__device__ __forceinline__ bool is_broken(const SealView& seals, int64_t row) {
+  return is_broken(seals.seal, seals.data + row * seals.stride_bytes);
+}
+
+// For all threads of a block: whether any sender's is.
+__device__ __forceinline__ bool has_broken_sender(const SealView& seals) {
+  bool is_any = false;
+  for (int64_t i = threadIdx.x; i < seals.num_senders; i += blockDim.x) {
+    is_any |= is_broken(seals.seal, seals.senders + i * kSealBytes);
+  }
+  return __syncthreads_or(is_any);
 }
 
 __device__ __forceinline__ void make_seal(const SealView& seals, int64_t row) {
@@ -45,10 +61,14 @@ __device__ __forceinline__ Word nan_word() {
 template <typename Word, bool kIndexSource, Sealing kSealing>
 __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row,
                                  SealView seals) {
+  const bool is_worthless = kSealing == Sealing::kCheck && has_broken_sender(seals);
+  for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x;
+       kSealing == Sealing::kMake && i < seals.num_rows; i += gridDim.x * blockDim.x) {
+    make_seal(seals, i);
+  }
   for (int64_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
     const int64_t indexed = copy.index ? copy.index[i] : i;
-    if (kSealing == Sealing::kMake && threadIdx.x == 0) make_seal(seals, indexed);
-    const bool is_other_call = kSealing == Sealing::kCheck && is_broken(seals, i);
+    const bool is_other_call = kSealing == Sealing::kCheck && (is_broken(seals, i) || is_worthless);
     const auto* src = reinterpret_cast<const Word*>(copy.src.data + (kIndexSource ? indexed : i) *
                                                                         copy.src.stride_bytes);
     auto* dst = reinterpret_cast<Word*>(copy.dst.data +
@@ -62,12 +82,13 @@ __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_p
 template <typename scalar_t>
 __global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns, SealView seals) {
   using acc_t = at::opmath_type<scalar_t>;
+  const bool is_worthless = has_broken_sender(seals);
   for (int64_t i = blockIdx.x; i < reduction.num_rows; i += gridDim.x) {
     auto* dst = reinterpret_cast<scalar_t*>(reduction.dst.data +
                                             reduction.row[i] * reduction.dst.stride_bytes);
     const int32_t first = reduction.begin[i];
     const int32_t last = reduction.begin[i + 1];
-    bool is_other_call = false;
+    bool is_other_call = is_worthless;
     for (int32_t j = first; seals.data != nullptr && j < last; ++j) {
       is_other_call |= is_broken(seals, reduction.slot[j]);
     }
@@ -114,8 +135,9 @@ void copy_rows(const RowCopy& copy, const SealView& seals) {
 
 }  // namespace
 
-void gather_rows_cuda(const RowCopy& copy) {
-  copy_rows<true, Sealing::kNone>(copy, {});
+void gather_rows_cuda(const RowCopy& copy, const SealView& made) {
+  if (made.data == nullptr) return copy_rows<true, Sealing::kNone>(copy, {});
+  copy_rows<true, Sealing::kMake>(copy, made);
 }
 
 void scatter_rows_cuda(const RowCopy& copy, const SealView& found) {

@@ -21,17 +21,32 @@ struct Board {
 };
 
 // Of a board, by the rank that raises it: who needs nothing of others any more, and, for this rank
-// alone, which call it is in; whose rows have arrived here, and whose results, returned.
-enum class Word { kFinished, kStarted, kArrived, kReturned };
+// alone, which call it is in.
+enum class Word { kFinished, kStarted };
 constexpr int64_t word_index(Word word, int64_t rank) {
   return static_cast<int64_t>(word) * kMaxPeers + rank;
 }
 
-// Then who has written its results, of which call: words of 64 bits, the epoch and above it the
-// call's tag. There are two of each rank, for epochs in turn: one is raised again when all ranks
-// have finished the call that it stood for.
-constexpr int64_t kFirstResult = 4 * kMaxPeers;
-constexpr int64_t kNumWords = kFirstResult + 2 * 2 * kMaxPeers;
+// A call as ranks compare it.
+struct Call {
+  uint32_t epoch;
+  uint32_t tag;
+};
+
+// Then words of 64 bits, the epoch and above it the call's tag: whose rows have arrived here, whose
+// results are written, and whose have been returned. Each is there twice, for epochs in turn: it is
+// raised again when all ranks have finished the call that it stood for.
+enum class CallWord { kArrived, kResults, kReturned };
+constexpr int64_t call_word_index(CallWord word, uint32_t epoch, int64_t rank) {
+  return (2 * static_cast<int64_t>(word) + epoch % 2) * kMaxPeers + rank;
+}
+constexpr int64_t kFirstCallWord = 2 * kMaxPeers;  // in words of 32 bits
+constexpr int64_t kNumWords =
+    kFirstCallWord + 2 * call_word_index(CallWord::kReturned, 1, kMaxPeers);
+
+constexpr uint64_t call_word_of(const Call& call) {
+  return call.epoch | static_cast<uint64_t>(call.tag) << 32;
+}
 
 // In this rank's host memory: its own words of the board again, whether its watchdog has given up,
 // after which kernels stop waiting, and a rank whose results were another call's.
@@ -84,26 +99,20 @@ static_assert(kMaxPeers <= 64);
 // `last_use`.
 void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t stream);
 
-// Waits until rows of these ranks have arrived for `epoch`.
-void await_rows(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream);
+// Waits until rows of these ranks have arrived for the call's epoch. Where one sent another call's,
+// this rank's call is cut short, and the host is told.
+void await_rows(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream);
 
-// A call as ranks compare it.
-struct Call {
-  uint32_t epoch;
-  uint32_t tag;
-};
-
-// Waits until these ranks have published their results of the call's epoch and returned them. Where
-// one published another call's, this rank's call is cut short, and the host is told.
+// Waits likewise until these ranks have published their results and returned them.
 void await_results(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream);
 
 // As await_rows, and then finish.
-void finish_on_arrival(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream);
+void finish_on_arrival(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream);
 
-// As start; then stores rows and raises the targets' words of this rank to `epoch`. One parcel a
+// As start; then stores rows and raises the targets' words of this rank to the call. One parcel a
 // rank. `counters` are kMaxPeers zeros, and zero again afterwards.
-void store(const Board& board, const std::vector<Parcel>& parcels, Word word, uint32_t last_use,
-           uint32_t epoch, uint32_t* counters, cudaStream_t stream);
+void store(const Board& board, const std::vector<Parcel>& parcels, CallWord word, uint32_t last_use,
+           const Call& call, uint32_t* counters, cudaStream_t stream);
 
 // Says that this rank's results of the call are written.
 void publish(const Board& board, const Call& call, cudaStream_t stream);

@@ -38,11 +38,11 @@ void check_driver(CUresult result, const char* name) {
               static_cast<int>(result));
 }
 
-void write_word(uint32_t* word, uint32_t value, cudaStream_t stream) {
+void write_word(uint64_t* word, uint64_t value, cudaStream_t stream) {
   static const auto write =
-      driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32");
+      driver_function<decltype(&cuStreamWriteValue64)>("cuStreamWriteValue64");
   check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0),
-               "cuStreamWriteValue32");
+               "cuStreamWriteValue64");
 }
 
 // In any order: a copy engine needs 3 us from the end of a copy to the start of one that comes
@@ -150,7 +150,7 @@ void PeerTransport::grow(int64_t num_bytes, const Where& where) {
 }
 
 void PeerTransport::send(std::vector<Parcel> parcels) {
-  if (!parcels.empty() && are_few_bytes(parcels)) return store(parcels, Word::kArrived);
+  if (!parcels.empty() && are_few_bytes(parcels)) return store(parcels, CallWord::kArrived);
   start(memory_.board(), last_use(), epoch_, at::cuda::getCurrentCUDAStream());
   // No link is in the way of what stays on this device.
   const auto own = std::partition(parcels.begin(), parcels.end(),
@@ -159,16 +159,16 @@ void PeerTransport::send(std::vector<Parcel> parcels) {
                                   std::make_move_iterator(parcels.end()));
   parcels.erase(own, parcels.end());
   if (!parcels.empty()) {
-    copy(std::move(parcels), Word::kArrived);
+    copy(std::move(parcels), CallWord::kArrived);
     sent_.record(copies_);
     is_sending_ = true;
   }
-  if (!stays.empty()) store(stays, Word::kArrived);
+  if (!stays.empty()) store(stays, CallWord::kArrived);
 }
 
-void PeerTransport::store(const std::vector<Parcel>& parcels, Word word) {
+void PeerTransport::store(const std::vector<Parcel>& parcels, CallWord word) {
   auto* counters = reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>());
-  peer::store(memory_.board(), parcels, word, last_use(), epoch_, counters,
+  peer::store(memory_.board(), parcels, word, last_use(), call(), counters,
               at::cuda::getCurrentCUDAStream());
 }
 
@@ -176,7 +176,7 @@ void PeerTransport::store(const std::vector<Parcel>& parcels, Word word) {
 // to the same one, which they do where all send to all at once, at half the speed. Words raised in
 // a stream of their own would spare 3 us a parcel, but ranks fall out of step: a tenth of the
 // speed.
-void PeerTransport::copy(std::vector<Parcel> parcels, Word word) {
+void PeerTransport::copy(std::vector<Parcel> parcels, CallWord word) {
   const Board& board = memory_.board();
   const auto distance = [&board](int64_t rank) {
     return (rank - board.rank + board.num_ranks) % board.num_ranks;
@@ -186,28 +186,31 @@ void PeerTransport::copy(std::vector<Parcel> parcels, Word word) {
   ready_.record(at::cuda::getCurrentCUDAStream());
   ready_.block(copies_);
   std::vector<RowBlock> blocks;
-  std::vector<uint32_t*> words;
+  std::vector<uint64_t*> words;
   int64_t num_bytes = 0;
   for (const Parcel& parcel : parcels) {
     blocks.insert(blocks.end(), parcel.blocks.begin(), parcel.blocks.end());
-    words.push_back(board.words[parcel.rank] + word_index(word, board.rank));
+    words.push_back(reinterpret_cast<uint64_t*>(board.words[parcel.rank] + kFirstCallWord) +
+                    call_word_index(word, epoch_, board.rank));
     num_bytes += parcel.num_bytes();
     if (num_bytes < kMinBytesTogether && &parcel != &parcels.back()) continue;
     copy_together(std::exchange(blocks, {}), copies_);
-    for (uint32_t* each : std::exchange(words, {})) write_word(each, epoch_, copies_);
+    for (uint64_t* each : std::exchange(words, {})) {
+      write_word(each, call_word_of(call()), copies_);
+    }
     num_bytes = 0;
   }
 }
 
 void PeerTransport::await_arrivals(RankSet ranks) {
-  await_rows(memory_.board(), ranks, epoch_, at::cuda::getCurrentCUDAStream());
+  await_rows(memory_.board(), ranks, call(), at::cuda::getCurrentCUDAStream());
 }
 
 void PeerTransport::return_results(std::vector<Parcel> parcels) {
   publish(memory_.board(), call(), at::cuda::getCurrentCUDAStream());
   if (parcels.empty()) return;
-  if (are_few_bytes(parcels)) return store(parcels, Word::kReturned);
-  copy(std::move(parcels), Word::kReturned);
+  if (are_few_bytes(parcels)) return store(parcels, CallWord::kReturned);
+  copy(std::move(parcels), CallWord::kReturned);
 }
 
 void PeerTransport::await_sent() {
@@ -215,7 +218,7 @@ void PeerTransport::await_sent() {
 }
 
 void PeerTransport::end_on_arrival(RankSet ranks) {
-  finish_on_arrival(memory_.board(), ranks, epoch_, at::cuda::getCurrentCUDAStream());
+  finish_on_arrival(memory_.board(), ranks, call(), at::cuda::getCurrentCUDAStream());
   await_sent();
 }
 

@@ -86,8 +86,8 @@ class PeerTransport {
 
   // Both move rows and raise `word` of their ranks: before what the current stream does next, or
   // beside that.
-  void store(const std::vector<Parcel>& parcels, Word word);
-  void copy(std::vector<Parcel> parcels, Word word);
+  void store(const std::vector<Parcel>& parcels, CallWord word);
+  void copy(std::vector<Parcel> parcels, CallWord word);
 
   PeerMemory memory_;
   at::Tensor counters_;           // int32 [kMaxPeers + 1], zero between calls

@@ -34,9 +34,9 @@ struct StoreTargets {
   uint16_t first_block[kMaxPeers + 1];  // by target
   uint8_t ranks[kMaxPeers];             // by target
   uint64_t are_whole;                   // bits of targets whose last block is here
-  Word word;
+  CallWord word;
   uint32_t last_use;
-  uint32_t epoch;
+  Call call;
   uint32_t* counters;
 };
 
@@ -135,13 +135,14 @@ __global__ void __launch_bounds__(kThreads)
   const StoreTargets& targets = a.targets;
   const Board& board = targets.board;
   const int target = static_cast<int>(blockIdx.y);
-  if (blockIdx.x == 0 && target == 0) say_started(board, targets.epoch);
+  if (blockIdx.x == 0 && target == 0) say_started(board, targets.call.epoch);
   Buffers buffers(board, targets.last_use);
   store_share(a, target, buffers);
   if (!buffers.are_free() || (targets.are_whole >> target & 1) == 0) return;
   if (!is_last(targets.counters + target, gridDim.x) || threadIdx.x != 0) return;
-  store_release(board.words[targets.ranks[target]] + word_index(targets.word, board.rank),
-                targets.epoch);
+  store_release(
+      call_word(board.words[targets.ranks[target]], targets.word, targets.call.epoch, board.rank),
+      call_word_of(targets.call));
 }
 
 StoreBlock store_block_of(const RowBlock& rows) {
@@ -155,9 +156,9 @@ StoreBlock store_block_of(const RowBlock& rows) {
 // Launches that hold kMany blocks at most.
 class StoreLaunch {
  public:
-  StoreLaunch(const Board& board, Word word, uint32_t last_use, uint32_t epoch, uint32_t* counters,
-              cudaStream_t stream)
-      : targets_{board, {}, {}, 0, word, last_use, epoch, counters}, stream_(stream) {}
+  StoreLaunch(const Board& board, CallWord word, uint32_t last_use, const Call& call,
+              uint32_t* counters, cudaStream_t stream)
+      : targets_{board, {}, {}, 0, word, last_use, call, counters}, stream_(stream) {}
 
   void add(const Parcel& parcel) {
     open(parcel.rank);
@@ -223,9 +224,9 @@ class StoreLaunch {
 
 }  // namespace
 
-void store(const Board& board, const std::vector<Parcel>& parcels, Word word, uint32_t last_use,
-           uint32_t epoch, uint32_t* counters, cudaStream_t stream) {
-  StoreLaunch launch(board, word, last_use, epoch, counters, stream);
+void store(const Board& board, const std::vector<Parcel>& parcels, CallWord word, uint32_t last_use,
+           const Call& call, uint32_t* counters, cudaStream_t stream) {
+  StoreLaunch launch(board, word, last_use, call, counters, stream);
   for (const Parcel& parcel : parcels) launch.add(parcel);
   launch.launch();
 }

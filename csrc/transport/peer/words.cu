@@ -23,15 +23,14 @@ __global__ void publish_kernel(const __grid_constant__ Board board, Call call) {
   await_predecessor();
   admit_dependent();
   tell_everyone(board, HostWord::kResults, call.epoch, [&](int rank) {
-    store_release(result_word(board.words[rank], call.epoch, board.rank),
-                  result_of(call.epoch, call.tag));
+    store_release(call_word(board.words[rank], CallWord::kResults, call.epoch, board.rank),
+                  call_word_of(call));
   });
 }
 
-__global__ void await_rows_kernel(const __grid_constant__ Board board, RankSet ranks,
-                                  uint32_t epoch) {
+__global__ void await_rows_kernel(const __grid_constant__ Board board, RankSet ranks, Call call) {
   const int rank = static_cast<int>(threadIdx.x);
-  if (ranks >> rank & 1) spin(board, own_word(board, Word::kArrived, rank), epoch);
+  if (ranks >> rank & 1) spin_for_call(board, CallWord::kArrived, rank, call);
   admit_dependent();    // only now: its blocks would hold multiprocessors
   await_predecessor();  // only now: others' words come whatever it still does
 }
@@ -40,25 +39,21 @@ __global__ void await_rows_kernel(const __grid_constant__ Board board, RankSet r
 __global__ void await_results_kernel(const __grid_constant__ Board board, RankSet ranks,
                                      Call call) {
   const int rank = static_cast<int>(threadIdx.x % kMaxPeers);
-  const bool is_awaited = ranks >> rank & 1;
-  if (is_awaited && threadIdx.x < kMaxPeers) {
-    spin_for_result(board, rank, call);
-  } else if (is_awaited) {
-    spin(board, own_word(board, Word::kReturned, rank), call.epoch);
-  }
+  const CallWord word = threadIdx.x < kMaxPeers ? CallWord::kResults : CallWord::kReturned;
+  if (ranks >> rank & 1) spin_for_call(board, word, rank, call);
   admit_dependent();
   await_predecessor();
 }
 
 // Waits for rows and needs nothing more: where nothing is done with them, one kernel's way to the
 // device is spared.
-__global__ void close_kernel(const __grid_constant__ Board board, RankSet ranks, uint32_t epoch) {
+__global__ void close_kernel(const __grid_constant__ Board board, RankSet ranks, Call call) {
   if (threadIdx.x < kMaxPeers && (ranks >> threadIdx.x & 1)) {
-    spin(board, own_word(board, Word::kArrived, threadIdx.x), epoch);
+    spin_for_call(board, CallWord::kArrived, static_cast<int>(threadIdx.x), call);
   }
   await_predecessor();
   __syncthreads();  // all have come before any is told
-  tell_finished(board, epoch);
+  tell_finished(board, call.epoch);
 }
 
 }  // namespace
@@ -68,9 +63,9 @@ void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t s
   check(cudaGetLastError(), "start kernel launch");
 }
 
-void await_rows(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream) {
+void await_rows(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream) {
   if (ranks == 0) return;
-  launch_dependent(await_rows_kernel, 1, kMaxPeers, stream, board, ranks, epoch);
+  launch_dependent(await_rows_kernel, 1, kMaxPeers, stream, board, ranks, call);
 }
 
 void await_results(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream) {
@@ -78,8 +73,8 @@ void await_results(const Board& board, RankSet ranks, const Call& call, cudaStre
   launch_dependent(await_results_kernel, 1, 2 * kMaxPeers, stream, board, ranks, call);
 }
 
-void finish_on_arrival(const Board& board, RankSet ranks, uint32_t epoch, cudaStream_t stream) {
-  launch_dependent(close_kernel, 1, kMaxPeers + kWarp, stream, board, ranks, epoch);
+void finish_on_arrival(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream) {
+  launch_dependent(close_kernel, 1, kMaxPeers + kWarp, stream, board, ranks, call);
 }
 
 void publish(const Board& board, const Call& call, cudaStream_t stream) {

@@ -59,12 +59,9 @@ __device__ __forceinline__ uint32_t* own_word(const Board& board, Word word, int
   return board.words[board.rank] + word_index(word, rank);
 }
 
-__device__ __forceinline__ uint64_t* result_word(uint32_t* words, uint32_t epoch, int64_t rank) {
-  return reinterpret_cast<uint64_t*>(words + kFirstResult) + epoch % 2 * kMaxPeers + rank;
-}
-
-__device__ __forceinline__ uint64_t result_of(uint32_t epoch, uint32_t tag) {
-  return epoch | static_cast<uint64_t>(tag) << 32;
+__device__ __forceinline__ uint64_t* call_word(uint32_t* words, CallWord word, uint32_t epoch,
+                                               int64_t rank) {
+  return reinterpret_cast<uint64_t*>(words + kFirstCallWord) + call_word_index(word, epoch, rank);
 }
 
 __device__ __forceinline__ uint32_t* host_word(const Board& board, HostWord word) {
@@ -118,14 +115,15 @@ __device__ __forceinline__ void report_mismatch(const Board& board, int rank, ui
   store_release(mismatch, kMismatchIsWritten);
 }
 
-// Waits until a rank has published its results of the epoch. Another call's are worth nothing.
-__device__ __forceinline__ void spin_for_result(const Board& board, int rank, const Call& call) {
-  uint64_t* word = result_word(board.words[board.rank], call.epoch, rank);
-  uint64_t found = load_acquire(word);
+// Waits until a rank has raised its word for the epoch. In another call it is worth nothing.
+__device__ __forceinline__ void spin_for_call(const Board& board, CallWord word, int rank,
+                                              const Call& call) {
+  uint64_t* own = call_word(board.words[board.rank], word, call.epoch, rank);
+  uint64_t found = load_acquire(own);
   for (uint32_t look = 1; static_cast<int32_t>(static_cast<uint32_t>(found) - call.epoch) < 0;
        ++look) {
     if (is_released(board, look)) return cut_short(board, call.epoch);
-    found = load_acquire(word);
+    found = load_acquire(own);
   }
   const auto tag = static_cast<uint32_t>(found >> 32);
   if (static_cast<uint32_t>(found) != call.epoch || tag == call.tag) return;
