@@ -165,14 +165,14 @@ def test_extreme_logits(head_dim, dtype):
 @pytest.mark.parametrize("deterministic", MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_that_lse_cannot_tell_apart(head_dim, deterministic):
-    """Scores up to 1e9, whose spacing is worth e^64. A recomputed probability is at most 1, so
+    """Scores up to 1e8, whose spacing is worth e^8. A recomputed probability is at most 1, so
     that no gradient of a value is larger than those of all queries together."""
     if not has_hopper_kernels(head_dim):
         pytest.skip("PyTorch's kernels have a rounding of their own")
     heads = GQA._replace(head_dim=head_dim)
     tasks = make([*map(whole, LENGTHS), cut(1000, SHARDS)])
     inputs = random_inputs(tasks, heads, torch.bfloat16)
-    inputs = inputs._replace(q=1e4 * inputs.q, k=1e4 * inputs.k)
+    inputs = inputs._replace(q=3e3 * inputs.q, k=3e3 * inputs.k)
     results = attend(tasks, inputs, heads.scale, deterministic)
     limit = inputs.grad_out.float().abs().sum((0, 1)).max().item()
     assert all(tensor.isfinite().all() for tensor in results)

@@ -16,6 +16,7 @@ namespace {
 constexpr std::chrono::milliseconds kPatience{3000};  // how long diagnose() waits for silent ranks
 constexpr std::chrono::milliseconds kGrace{500};      // ... after one at fault is known
 constexpr std::chrono::milliseconds kPoll{20};
+constexpr std::chrono::milliseconds kOthersCome{1000};  // until all say in what they wait
 constexpr const char* kUnknown = "unknown";
 constexpr const char* kAlarm = "distca/alarm";
 constexpr const char* kLeft = "distca/left";
@@ -210,16 +211,22 @@ std::string FailureBoard::find_deadlock(const Wait& wait) noexcept {
            wait_for_each_other(wait, *mine, theirs.wait, *their_channel);
   };
   bool is_found = false;
-  std::vector<std::pair<int64_t, Wait>> waits{{rank_, wait}};
-  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-    if (rank == rank_) continue;
-    const std::optional<Progress> theirs = read_progress(rank);
-    if (!theirs) continue;
-    const bool is_stuck = waits_for_us(*theirs);
-    is_found = is_found || is_stuck;
-    if (is_stuck || theirs->wait == wait) waits.emplace_back(rank, theirs->wait);
-  }
-  return is_found ? describe_deadlock(waits) : "";
+  const auto look = [&] {
+    std::vector<std::pair<int64_t, Wait>> waits{{rank_, wait}};
+    for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+      if (rank == rank_) continue;
+      const std::optional<Progress> theirs = read_progress(rank);
+      if (!theirs) continue;
+      const bool is_stuck = waits_for_us(*theirs);
+      is_found = is_found || is_stuck;
+      if (is_stuck || theirs->wait == wait) waits.emplace_back(rank, theirs->wait);
+    }
+    return waits;
+  };
+  look();
+  if (!is_found) return "";
+  std::this_thread::sleep_for(kOthersCome);
+  return describe_deadlock(look());
 }
 
 // The fewer ranks wait in an exchange, the earlier it is named.

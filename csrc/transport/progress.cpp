@@ -7,7 +7,7 @@ namespace distca::transport {
 namespace {
 
 // A host that goes on may yet begin the plan that another rank waits for.
-constexpr double kSecondsOfStreams = 4;
+constexpr double kSecondsOfStreams = 3;
 constexpr const char* kPlans = "plans";
 
 void write(std::ostream& text, const WhereWords& words) {
@@ -100,6 +100,11 @@ const Channel* Progress::find(const std::string& channel) const {
       std::find_if(channels.begin(), channels.end(),
                    [&channel](const Channel& each) { return each.name() == channel; });
   return found == channels.end() ? nullptr : &*found;
+}
+
+std::chrono::steady_clock::duration pause_after(std::chrono::steady_clock::duration waited) {
+  using Duration = std::chrono::steady_clock::duration;
+  return std::clamp<Duration>(waited / 4, std::chrono::seconds(1), std::chrono::seconds(8));
 }
 
 bool wait_for_each_other(const Wait& my_wait, const Channel& mine, const Wait& their_wait,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <iosfwd>
@@ -72,6 +73,9 @@ struct Progress {
   static Progress decode(const std::string& text);
   const Channel* find(const std::string& channel) const;
 };
+
+// How long a rank that has waited for so long goes on before it asks again what the others wait in.
+std::chrono::steady_clock::duration pause_after(std::chrono::steady_clock::duration waited);
 
 // Whether two ranks wait for each other. Each is in an exchange that the other has not begun, and
 // neither begins another before its own ends. `mine` and `theirs` are how far the two are in the

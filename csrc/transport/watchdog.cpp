@@ -11,7 +11,6 @@ namespace {
 constexpr std::chrono::milliseconds kPeriod{250};
 constexpr int kLooksOfAlarm = 8;               // from one question about an alarm to the next
 constexpr std::chrono::seconds kCalm{1};       // of waiting before others are asked how they are
-constexpr std::chrono::seconds kLastPause{4};  // between two looks at what they wait in
 
 }  // namespace
 
@@ -85,7 +84,7 @@ std::string Watchdog::reason_to_give_up(Clock::duration still, bool asks) {
 
 std::string Watchdog::find_deadlock(Clock::duration still) {
   if (still < next_look_) return "";
-  next_look_ += std::min<Clock::duration>(next_look_, kLastPause);
+  next_look_ = still + pause_after(still);
   Wait wait = watched_.place();
   wait.is_stream = true;
   wait.seconds = std::chrono::duration<double>(still).count();

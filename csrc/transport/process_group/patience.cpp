@@ -15,9 +15,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kSlice{50};  // in which a signal, or stop(), is noticed
 constexpr std::chrono::milliseconds kLook{500};  // from one look at failures to the next
-// What the others wait in is asked for after a second, and then ever more rarely.
-constexpr std::chrono::milliseconds kFirstQuestion{1000};
-constexpr std::chrono::milliseconds kLastPause{4000};
 
 bool is_main_thread() {
   return syscall(SYS_gettid) == getpid();
@@ -51,7 +48,8 @@ void Patience::part(const Where& where, const std::string& text) {
 }
 
 void Patience::fail(const Where& where, const std::string& error) {
-  const std::string departed = failures_->find_departed(channel_->name(), channel_->num_completed());
+  const std::string departed =
+      failures_->find_departed(channel_->name(), channel_->num_completed());
   part(where, departed.empty() ? failures_->diagnose(error, describe(where)) : departed);
 }
 
@@ -76,14 +74,15 @@ void Patience::look_at_self() {
 
 void Patience::look_at_others() {
   // A rank that has left after an error of its own is not among these.
-  const std::string departed = failures_->find_departed(channel_->name(), channel_->num_completed());
+  const std::string departed =
+      failures_->find_departed(channel_->name(), channel_->num_completed());
   if (!departed.empty()) throw Parted{departed};
   TORCH_CHECK(!failures_->alarmed(), "given up, because a rank of the group has failed");
 }
 
 void Patience::wait_in_slices(c10d::Work& work, Wait wait) {
   const Clock::time_point start = Clock::now();
-  Clock::time_point next_look = start + kLook, next_question = start + kFirstQuestion;
+  Clock::time_point next_look = start + kLook, next_question = start + pause_after({});
   while (!ends_soon(work)) {
     look_at_self();
     const Clock::time_point now = Clock::now();
@@ -91,7 +90,7 @@ void Patience::wait_in_slices(c10d::Work& work, Wait wait) {
     next_look = now + kLook;
     look_at_others();
     if (now < next_question || !is_awaited_) continue;
-    next_question = now + std::min<Clock::duration>(now - start, kLastPause);
+    next_question = now + pause_after(now - start);
     wait.seconds = std::chrono::duration<double>(now - start).count();
     const std::string deadlock = failures_->find_deadlock(wait);
     if (!deadlock.empty()) throw CallMismatch(deadlock);
