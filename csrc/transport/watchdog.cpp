@@ -9,8 +9,8 @@ namespace distca::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kPeriod{250};
-constexpr int kLooksOfAlarm = 8;               // from one question about an alarm to the next
-constexpr std::chrono::seconds kCalm{1};       // of waiting before others are asked how they are
+constexpr int kLooksOfAlarm = 8;          // from one question about an alarm to the next
+constexpr std::chrono::seconds kCalm{1};  // of waiting before others are asked how they are
 
 }  // namespace
 
