@@ -41,13 +41,7 @@ struct Pair {
   Wait my_wait, their_wait;
 
   static Wait wait_in(Channel& channel, const Where& where) {
-    Wait wait;
-    wait.group = "0";
-    wait.channel = channel.name();
-    wait.position = channel.enter(where);
-    wait.where = where;
-    wait.seconds = 1;
-    return wait;
+    return {std::string(1, '0'), channel.name(), channel.enter(where), where, "", false, 1.0};
   }
   bool is_stuck() const { return wait_for_each_other(my_wait, mine, their_wait, theirs); }
 };
