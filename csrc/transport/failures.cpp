@@ -61,7 +61,7 @@ c10::intrusive_ptr<c10d::Store> own_client(const c10::intrusive_ptr<c10d::Store>
   }
 }
 
-// Boards of the groups that this process is in, by group.
+// The boards of all groups of this process.
 struct Boards {
   std::mutex mutex;
   std::map<std::string, std::weak_ptr<FailureBoard>> by_group;
@@ -142,7 +142,7 @@ bool FailureBoard::with_store(F&& use) noexcept {
     use();
     return true;
   } catch (const std::exception&) {
-    // It went with its host, and every further call would wait for it. Processes can be seen still.
+    // The store is gone with its host, and further calls would wait for it. Processes stay visible.
     store_is_lost_ = true;
     return false;
   }
@@ -229,7 +229,7 @@ std::string FailureBoard::find_deadlock(const Wait& wait) noexcept {
   return describe_deadlock(look());
 }
 
-// The fewer ranks wait in an exchange, the earlier it is named.
+// Names exchanges in which few ranks wait first.
 std::string FailureBoard::describe_deadlock(
     const std::vector<std::pair<int64_t, Wait>>& waits) const {
   struct Place {

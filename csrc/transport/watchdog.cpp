@@ -9,8 +9,8 @@ namespace distca::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kPeriod{250};
-constexpr int kLooksOfAlarm = 8;               // from one question about an alarm to the next
-constexpr std::chrono::seconds kCalm{1};       // of waiting before others are asked how they are
+constexpr int kLooksOfAlarm = 8;          // looks from one check for alarms to the next
+constexpr std::chrono::seconds kCalm{1};  // wait before the first look at other ranks
 
 }  // namespace
 
@@ -41,7 +41,7 @@ bool Watchdog::sleep_until_stopped(std::chrono::milliseconds time) {
 
 void Watchdog::watch() {
 #ifdef DISTCA_WITH_CUDA
-  // A graph that another thread captures neither forbids nor notices what this one asks the device.
+  // CUDA calls of this thread must not disturb a graph that another thread captures.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
 #endif
