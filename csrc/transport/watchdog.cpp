@@ -53,7 +53,7 @@ void Watchdog::watch() {
       since = Clock::now();
       next_look_ = kCalm;
     }
-    const bool asks = look % kLooksOfAlarm == 0;  // also where nothing is waited for yet
+    const bool asks = look % kLooksOfAlarm == 0;  // also while nothing waits
     const std::string reason = reason_to_give_up(Clock::now() - since, asks);
     if (reason.empty()) continue;
     give_up(reason);
@@ -91,12 +91,12 @@ std::string Watchdog::find_deadlock(Clock::duration still) {
   return failures_->find_deadlock(wait);
 }
 
-// Streams drain first: what is asked of others may take its time.
+// Streams drain first, because asking other ranks may take long.
 void Watchdog::give_up(const std::string& reason) {
   const std::string place = describe(watched_.place().where);
   {
     std::lock_guard lock(mutex_);
-    has_given_up_ = true;  // nobody begins another call meanwhile
+    has_given_up_ = true;  // so that no further call begins meanwhile
   }
   std::string problem;
   try {
