@@ -1,7 +1,7 @@
-"""Which module calls attention: numbers and names that are alike on all ranks of a model.
+"""Identify the module that calls attention, by a number and a name that are equal on all ranks.
 
-Ranks compare the number with each call, so that a rank that runs its layers in another order, or
-leaves one out, is found before rows of one layer serve another.
+Ranks compare the number in each call. So a rank that leaves a layer out, or runs its layers in
+another order, is found before rows of one layer serve another.
 """
 
 import gc
@@ -19,8 +19,10 @@ _numbers: dict[int, tuple[ref, int]] = {}  # by id; a WeakKeyDictionary takes tw
 
 
 def number_of(module: nn.Module) -> int:
-    """Return the place of `module` among all modules of its model, from 0; UNKNOWN for one that is
-    part of no other module, which nothing tells from its like."""
+    """Returns the position of `module` in its model's named_modules().
+
+    Returns UNKNOWN if no other module contains it: nothing tells such modules apart.
+    """
     known = _numbers.get(id(module))
     if known is not None and known[0]() is module:
         return known[1]
@@ -35,8 +37,10 @@ def _keep(module: nn.Module, number: int) -> None:
 
 
 def current() -> int:
-    """The number of the module whose method is the innermost one on the stack; UNKNOWN where there
-    is none, and in compiled code, which serves many layers."""
+    """Returns the number of the module whose method is innermost on the stack.
+
+    Returns UNKNOWN if there is no such module, and in compiled code, which serves many layers.
+    """
     if torch.compiler.is_compiling():
         return UNKNOWN
     frame: FrameType | None = sys._getframe(1)
@@ -53,7 +57,7 @@ def current() -> int:
 
 
 def _number_all_modules() -> None:
-    """Numbers the modules of every model that is alive: a model does not know that it is one."""
+    """Numbers the modules of all models in memory: a module does not know its model."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     parts = {
         id(part) for module in modules for part in module._modules.values() if part is not None

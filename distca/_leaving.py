@@ -1,4 +1,4 @@
-"""How a rank leaves its groups: by distca.close, by an exception, or with its process."""
+"""Leave the groups of a rank: by distca.close, by an exception, or when its process ends."""
 
 import atexit
 import os
@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection
 
 import torch
 
-MOMENT_S = 2.0  # in which a plan that all ranks are making is made
-LIMIT_S = 30.0  # of a plan that is being computed, without other ranks
+MOMENT_S = 2.0  # for a plan that all ranks are still making
+LIMIT_S = 30.0  # for the computation of a plan, which waits for no other rank
 
 
 def leave(session, how: str) -> None:
-    """Ends this rank's part in a group: `how` as in "has closed its session".
+    """Ends this rank's part in a group. `how` says it to the others: "has closed its session".
 
-    Plans that are being made may end if the other ranks make them too, which takes no more than a
-    moment. Then waits are given up, and the others learn that this rank is not to come.
+    Plans that all ranks are still making have MOMENT_S to finish. Then this rank gives up its
+    waits, and the other ranks learn that it has left.
     """
     session.planner.close()
     session.planner.join(0 if session.has_failed else MOMENT_S)
@@ -28,8 +28,10 @@ def leave(session, how: str) -> None:
 
 
 def failure_under_way() -> BaseException | None:
-    """The exception that is being handled, such as in a `finally` that it passes; None where it
-    says that all went well, as the end of an iteration does."""
+    """Returns the exception that is being handled, also in a `finally` block.
+
+    Returns None for exceptions that are no failure, such as the end of an iteration or exit code 0.
+    """
     error = sys.exc_info()[1]
     if isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit)):
         return None
@@ -39,9 +41,12 @@ def failure_under_way() -> BaseException | None:
 
 
 def watch_exits(sessions: Callable[[], Collection]) -> None:
-    """From now on this process leaves all of `sessions()` before the interpreter ends, and an
-    uncaught exception tells the other ranks. To be called whenever a session opens: what was
-    registered last runs first, before the program's records end."""
+    """Makes this process leave all of `sessions()` before the interpreter ends, and tell the other
+    ranks of an uncaught exception.
+
+    Call it whenever a session opens: exit handlers run in reverse order of registration, and this
+    one must run before the program's records end.
+    """
     _Exits.sessions, _Exits.process = sessions, os.getpid()
     atexit.unregister(_leave_all)
     atexit.register(_leave_all)
@@ -62,7 +67,7 @@ def watch_exits(sessions: Callable[[], Collection]) -> None:
 
 class _Exits:
     sessions: Callable[[], Collection] = tuple
-    process: int | None = None  # its forks share no session
+    process: int | None = None  # a fork of it has no sessions
 
 
 def _own_sessions() -> list:

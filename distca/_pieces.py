@@ -1,4 +1,4 @@
-"""Pieces of all ranks, gathered without padding every rank's to the rank that has most."""
+"""Gather the pieces of all ranks without padding each rank to the one with most pieces."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from distca.documents import INT32_MAX
 
 MAX_PIECES = INT32_MAX  # of all ranks
-MEAN_COUNTS = 4  # pieces a rank sends at a time, over the mean: most steps take one exchange
-LEAST_PIECES = 65536  # of all ranks at a time: 2.6 MB
+MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps
+LEAST_PIECES = 65536  # of all ranks in one exchange: 2.6 MB
 
 
 def check_counts(counts: list[int]) -> None:
@@ -30,7 +30,7 @@ def check_counts(counts: list[int]) -> None:
 
 
 def pieces_at_a_time(counts: list[int]) -> int:
-    """Pieces that each rank sends in one exchange, equal on all ranks."""
+    """Returns how many pieces each rank sends in one exchange, equal on all ranks."""
     num_ranks, total = len(counts), sum(counts)
     most = max(LEAST_PIECES, MEAN_COUNTS * total) // num_ranks
     return max(1, min(most, max(counts)))
@@ -39,11 +39,11 @@ def pieces_at_a_time(counts: list[int]) -> int:
 def gather_pieces(
     pieces: Tensor, counts: list[int], all_gather: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Pieces of all ranks, in rank order: int64 [sum(counts), words].
+    """Returns the pieces of all ranks in rank order: int64 [sum(counts), words].
 
-    Collective: each rank passes its own [count, words] and the counts of all, and calls
-    all_gather(tensor) -> [num_ranks, *tensor.shape] as often as the others. One exchange holds at
-    most MEAN_COUNTS times all pieces, or LEAST_PIECES.
+    Collective: each rank passes its own pieces, [count, words], and the counts of all ranks. All
+    ranks call all_gather(tensor) -> [num_ranks, *tensor.shape] equally often. The size of one
+    exchange is at most MEAN_COUNTS times the number of all pieces, or LEAST_PIECES if that is more.
     """
     size = pieces_at_a_time(counts)
     held: list[list[Tensor]] = [[] for _ in counts]

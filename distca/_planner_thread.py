@@ -1,4 +1,4 @@
-"""The thread in which a group's plans are made."""
+"""The thread that makes a group's plans."""
 
 import queue
 import threading
@@ -7,11 +7,11 @@ from concurrent.futures import Future
 
 
 class PlannerThread:
-    """Runs calls one after the other in the background; it starts with the first one.
+    """Runs calls one after the other in the background. It starts with the first call.
 
-    A daemon, because it may be waiting for other ranks when the process ends. But the interpreter
-    must not end it inside an operator: C++ frames that may not throw would abort the process.
-    `distca._leaving` sees to that.
+    It is a daemon, because it may be waiting for other ranks when the process ends. But the
+    interpreter must not end it inside an operator: C++ frames that may not throw would abort the
+    process. `distca._leaving` joins the thread before that.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class PlannerThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable, *args) -> Future:
-        """A future of function(*args)."""
+        """Returns a future of function(*args)."""
         future: Future = Future()
         self._calls.put((future, function, args))
         if self._thread is None:
@@ -28,11 +28,11 @@ class PlannerThread:
         return future
 
     def close(self) -> None:
-        """Ends the thread after the calls that were submitted before. Does not wait for them."""
+        """Ends the thread after the calls submitted so far. Does not wait for them."""
         self._calls.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Whether the thread has ended within so many seconds."""
+        """Waits for the thread, and returns whether it ended within `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()

@@ -1,11 +1,11 @@
-"""Handlers of signals, such as Ctrl-C's, while an operator waits for other ranks."""
+"""Run signal handlers, such as Ctrl-C's, while an operator waits for other ranks."""
 
 import torch
 
 from distca import _library  # noqa: F401  the operators must be there first
 
-# Called by operators on the main thread while they wait. Python runs handlers that are due when a
-# function begins; what they raise goes through the operator to its caller.
+# Operators call this on the main thread while they wait. Python runs pending handlers when a
+# function begins, and their exceptions pass through the operator to its caller.
 _implementation = torch.library.Library("distca", "IMPL")
 
 

@@ -200,7 +200,7 @@ def attend_rows(
 def check_no_capture(q: Tensor, name: str, remedy: str = "") -> None:
     """Refuses a call that a CUDA graph would repeat with the documents of this step.
 
-    For what is done before the operators, which refuse it too. Not for compiled code.
+    The operators refuse it too, but only after the work that precedes them. Not for compiled code.
     """
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Uneven data: ranks that run out of batches take part with empty ones until all have."""
+"""Uneven data: ranks that run out of batches take part with empty ones until all are done."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -20,14 +20,15 @@ def join(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Iterator[Batch]:
-    """Yields this rank's `batches`, and then what `empty()` makes until no rank of `group`
-    (default: as for `init`) has a batch left. All ranks make the same number of steps.
+    """Yields this rank's `batches`, and then `empty()` until no rank of `group` (default: as for
+    `init`) has a batch left. All ranks make the same number of steps.
 
-    Every rank iterates over it, in step with its calls of `distca.plan`. `empty` makes a batch that
-    has no weight in the loss, a new one at every call: `Documents([0])` and no tokens, or, for a
-    model that needs some, one token whose label is ignored. The step runs on it as on any other,
-    forward and backward, so that collectives of DDP and FSDP stay in step, too. Which ranks have
-    data left is exchanged in the background, one batch early: `batches` is read one batch ahead.
+    Every rank must iterate over it, in step with its calls of `distca.plan`. `empty` returns a new
+    batch at every call. The batch must have no weight in the loss: use `Documents([0])` and no
+    tokens, or one token whose label is ignored if the model needs some. Run the step on an empty
+    batch as on any other, forward and backward, so that collectives of DDP and FSDP stay in step,
+    too. Ranks exchange in the background, one batch early, whether they have data left: `batches`
+    is read one batch ahead.
     """
     session = opened(group)
     source = iter(batches)
@@ -42,7 +43,7 @@ def join(
 
 
 def _ask(session: Session, has_batch: bool) -> Future:
-    """Whether any rank has a batch."""
+    """Returns a future that says whether any rank has a batch."""
     if session.num_ranks > 1:
         ask = torch.ops.distca.any_has_batch
         return session.planner.submit(ask, session.group_name, has_batch)

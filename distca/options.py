@@ -105,10 +105,9 @@ class Options:
     """Register attn_implementation="distca" with transformers for the script (launcher)."""
 
     documents_may_mix: bool = False
-    """Let layers of a model of transformers that carry a state from token to token (recurrent,
-    convolution) carry it from each document of a packed row into the next: attention alone keeps
-    them apart. Off: such a model is refused on packed rows, unless its layers are told of
-    documents."""
+    """Let recurrent and convolution layers of a transformers model carry their state from each
+    document of a packed row into the next: only attention keeps documents apart. Off: such a model
+    is refused on packed rows, unless its layers are told where documents begin."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:

@@ -171,8 +171,8 @@ class Plan:
 
 @contextlib.contextmanager
 def awaited(group_name: str) -> Iterator[None]:
-    """A scope in which this rank goes on only when the planner thread of its group does: others,
-    which wait for it elsewhere, learn that."""
+    """Marks a scope in which this rank waits for the planner thread of its group, so that ranks
+    that wait for this one elsewhere learn of it."""
     if not group_name:
         yield
         return

@@ -273,8 +273,8 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     """Ends the session of `group` (default: as for `init`). A group that is not open is left
     alone. The process groups of a session of some ranks stay until torch.distributed ends.
 
-    Every rank calls it; none waits for the others for more than a moment. Where an exception is
-    being handled, as in `finally`, the other ranks are told of it. Those that go on after a rank
+    Every rank calls it, and waits at most a moment for the others. If an exception is being
+    handled, as in a `finally` block, the other ranks are told of it. Ranks that go on after a rank
     has closed get an error that names it.
     """
     session = find(group)
@@ -297,7 +297,7 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
 
 
 def _keep_groups(session: Session) -> None:
-    """For exchanges that were given up: gloo's groups cannot end before those do."""
+    """Keeps gloo's groups for exchanges that were given up: a group cannot end before they do."""
     own = [session.planning]
     for each in (*session.halves, session):
         own += [each.data, each.control]

@@ -1,5 +1,5 @@
-"""Ways in which one rank's calls may differ from the others', for tests that it is found before a
-row of one call serves another.
+"""Make one rank's calls differ from the others', to test that this is found before a row of one
+call serves another.
 
 Every rank runs `train`: steps of a few layers, each a module that calls attention on its own rows.
 In one step rank VICTIM does something else.
@@ -40,7 +40,7 @@ SHARDED = Case([[10, 50, 100, 1200, 30], [], []], dtype=torch.float32, sharded=T
 
 
 class Layer(nn.Module):
-    """Attention of rows that the layer holds."""
+    """Runs attention on rows that the layer holds."""
 
     def __init__(self, case: Case, index: int, rank: int, device: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         return distca.core_attention(self.q, self.k, self.v, documents, window_size=window_size)
 
     def expected(self, documents: distca.Documents) -> list[Tensor]:
-        """out, dq, dk, dv of this rank's rows, by attention on this rank alone."""
+        """Returns out, dq, dk, dv of this rank's rows, computed on this rank alone."""
         leaves = [tensor.clone().requires_grad_() for tensor in self.whole[:3]]
         out = distca.core_attention(*leaves, documents)
         out.backward(self.whole[3])
@@ -70,7 +70,7 @@ class Model(nn.Module):
 
 
 def close_enough(found: Tensor, expected: Tensor) -> bool:
-    """Whether rows are right, or NaN, which nobody takes for a result."""
+    """Returns whether rows are right or NaN, which is no valid result."""
     found = found.detach().cpu().double().flatten(1)
     expected = expected.cpu().double().flatten(1)
     size = expected.norm(dim=1)  # a document's first query has no gradient
@@ -115,7 +115,7 @@ def run_step(way: str, model: Model, documents: distca.Documents, outs: list) ->
 
 
 def warm_up(rank: int, world_size: int) -> None:
-    """Opens the device and the group, whose time is not that of an error."""
+    """Opens the device and the group, so that their time does not count as the error's."""
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
     torch.distributed.barrier()
@@ -124,7 +124,7 @@ def warm_up(rank: int, world_size: int) -> None:
 def train(
     rank: int, world_size: int, way: str, case: Case = SHARDED, device: str = "cpu", **options
 ) -> None:
-    """Raises what distca raises, after all that it returned before was found right."""
+    """Raises what distca raises, after checking all results that it returned before."""
     distca.init(options=distca.Options(timeout_s=TIMEOUT_S, **options))
     model = Model(case, rank, device)
     whole = distca.Documents([0, *torch.tensor(case.all_lengths).cumsum(0).tolist()])
@@ -158,7 +158,7 @@ def check_outs(outs: list, expected: list[list[Tensor]], is_wrong: bool) -> None
 
 
 def use_groups(rank: int, world_size: int, order_of_victim: tuple[int, int]) -> None:
-    """A layer in each of two groups of all ranks. Raises what distca raises."""
+    """Runs a layer in each of two groups of all ranks. Raises what distca raises."""
     groups = [torch.distributed.new_group(range(world_size)) for _ in range(2)]
     for group in groups:
         distca.init(group, distca.Options(timeout_s=TIMEOUT_S))

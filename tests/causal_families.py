@@ -270,8 +270,8 @@ def step(model, calls: list[tuple[dict, Tensor]]) -> tuple[Tensor, dict[str, Ten
 
 
 def largest_error(got: tuple[Tensor, dict], truth: tuple[Tensor, dict]) -> float:
-    """Of the loss and of every gradient, relative; to a thousandth of all gradients where its own
-    is nothing but rounding, as a key's bias has."""
+    """Returns the largest relative error of the loss and of every gradient. A gradient that is only
+    rounding, as that of a key's bias, is compared with a thousandth of all gradients."""
     assert got[1].keys() == truth[1].keys()
     of_all = sum(each.norm() ** 2 for each in truth[1].values()).sqrt()
     errors = [

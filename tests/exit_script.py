@@ -1,6 +1,8 @@
-"""Ranks that end in many ways: python exit_script.py FOLDER WAY... Each rank of each way is a fork
-of this process, and ends as a script does. Writes FOLDER/WAY.json: by rank (exit code, standard
-error, seconds until it ended)."""
+"""Run ranks that end in many ways: python exit_script.py FOLDER WAY...
+
+Each rank of each way is a fork of this process and ends as a script does. FOLDER/WAY.json gets, for
+each rank, (exit code, standard error, seconds until it ended).
+"""
 
 import functools
 import itertools
@@ -72,7 +74,7 @@ def close_in_finally(rank: int) -> None:
 
 
 def raise_with_a_plan(rank: int) -> None:
-    """Everyone's plan is under way, nobody closes."""
+    """All ranks have a plan under way, and none closes its session."""
     step = opened_step(rank)
     if rank == ODD:
         plan_ahead(rank)
@@ -104,7 +106,7 @@ def close_while_others_attend(rank: int) -> None:
 
 
 def interrupt(rank: int, others_sleep_s: float) -> None:
-    """SIGNALLED gets a SIGINT soon, and the others have it wait."""
+    """SIGNALLED gets a SIGINT soon, while the other ranks make it wait."""
     if rank == ODD:
         time.sleep(others_sleep_s)
     if rank == SIGNALLED:

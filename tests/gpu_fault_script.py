@@ -90,7 +90,7 @@ def fail_between_calls(faults: Faults) -> None:
 
 
 def fail_beside_a_busy_store(faults: Faults) -> None:
-    """While another thread waits in the store, whose client serves one call at a time."""
+    """Runs while another thread waits in the store, whose client serves one call at a time."""
     step = make_step(ROWS)
     attend(*step, {})
     kill_at.occupy_store(10 * TIMEOUT_S)

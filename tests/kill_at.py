@@ -25,7 +25,7 @@ def die() -> None:
 
 
 def occupy_store(seconds: float) -> None:
-    """A thread waits in the store of torch.distributed for so long."""
+    """Makes a thread wait that long in the store of torch.distributed."""
     store = torch.distributed.distributed_c10d._get_default_store()
 
     def wait() -> None:

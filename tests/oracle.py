@@ -20,7 +20,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     seed: int = 0
     qk_size: float = 1.0
-    """Standard deviation of q and of k."""
+    """Standard deviation of q and k."""
 
     @property
     def all_lengths(self) -> list[int]:

@@ -1,5 +1,5 @@
-"""A rank whose attention calls differ from the others' in order, number or pass ends in an error on
-every rank that names it and both calls, within seconds, and nothing wrong is returned before."""
+"""If one rank's attention calls differ from the others' in order, number or pass, every rank raises
+an error within seconds that names the rank and both calls. No wrong result is returned before."""
 
 import call_orders
 import pytest

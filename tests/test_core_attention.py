@@ -86,8 +86,8 @@ def test_low_precision_within_twice_the_reference(ranks, dtype, sharded):
     "dtype, limit", [(torch.bfloat16, 4e-3), (torch.float32, 1e-6), (torch.float64, 1e-14)]
 )
 def test_scores_so_large_that_one_key_takes_all(ranks, dtype, limit, size):
-    """Scores up to 1e9 are further apart than any rounding of them; probabilities that are computed
-    again for the backward pass are 0 and 1 all the same."""
+    """Scores up to 1e9 differ by more than their rounding, so probabilities are 0 or 1, also when
+    the backward pass recomputes them."""
     case = Case(WHOLE["skewed"][:2], head_dim=64, dtype=dtype, qk_size=size)
     out, dq, dk, dv = gathered(ranks(2).run(attend, case))
     truths = oracle.forward_backward(case)

@@ -203,7 +203,7 @@ def test_peer_kernels_wait_for_calls_and_for_results():
 
 
 def test_a_rank_that_fetches_nothing_is_through_with_its_call():
-    """What it publishes after it has finished is of another call."""
+    """Words that a rank publishes after it has finished belong to another call."""
     calls = {0: "start", 10: "publish", 12: "finish", 20: "start", 30: "publish"}
     own = [Span(at, at + 1, COMMUNICATION, role) for at, role in calls.items()]
     other = [*peer_call(0, 5, 6, 14), *peer_call(20, 22, 24, 33)]

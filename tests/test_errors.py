@@ -72,8 +72,8 @@ def attend_differently(rank: int, world_size: int, difference: str, num_good_lay
 
 
 def attend_with_other_places(rank: int, world_size: int, change: int) -> torch.Tensor:
-    """With a layout that says where rows go in peers' memory, which rank 1 changes: a word of its
-    own that is equal on all ranks."""
+    """Runs attention with a layout that says where rows go in peers' memory. Rank 1 changes a word
+    that must be equal on all ranks."""
     step = small_step(rank, world_size, SHARDED)
     plan = distca.plan(step.documents)
     made = plan.made()

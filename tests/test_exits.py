@@ -1,4 +1,4 @@
-"""How processes of a group end: exit codes, and what the ranks that go on are told."""
+"""How processes of a group end: their exit codes, and the errors of the ranks that go on."""
 
 import json
 import os
@@ -20,7 +20,7 @@ Outcome = tuple[int, str, float]  # exit code, standard error, seconds
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[str, list[Outcome]]:
-    """By way, what each rank came to. One process runs all ways: to start it takes longest."""
+    """Each rank's outcome, by way. One process runs all ways, because starting it takes longest."""
     folder = tmp_path_factory.mktemp("ways")
     package = str(Path(distca.__file__).parents[1])
     subprocess.run(

@@ -66,7 +66,7 @@ def test_the_rank_that_holds_the_store_is_killed(broken_ranks):
 
 
 def die_beside_a_busy_store(rank: int, world_size: int) -> None:
-    """A thread of every process waits in the store that the group was opened with, whose client
+    """In every process a thread waits in the store that the group was opened with, whose client
     serves one call at a time."""
     distca.init()  # torch opens groups through the store
     kill_at.occupy_store(HANG_S)

@@ -165,8 +165,8 @@ def test_extreme_logits(head_dim, dtype):
 @pytest.mark.parametrize("deterministic", MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_that_lse_cannot_tell_apart(head_dim, deterministic):
-    """Scores up to 1e8, whose spacing is worth e^8. A recomputed probability is at most 1, so
-    that no gradient of a value is larger than those of all queries together."""
+    """Scores go up to 1e8, where rounding changes a probability by e^8. A recomputed probability is
+    at most 1, so no gradient of a value is larger than those of all queries together."""
     if not has_hopper_kernels(head_dim):
         pytest.skip("PyTorch's kernels have a rounding of their own")
     heads = GQA._replace(head_dim=head_dim)

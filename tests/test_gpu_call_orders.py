@@ -1,5 +1,5 @@
-"""As test_call_orders, where devices wait for rows and the host runs ahead: nothing wrong is used,
-because a device compares calls too."""
+"""Test the same as test_call_orders where devices wait for rows and the host runs ahead. No wrong
+row is used, because devices compare calls, too."""
 
 import os
 import re

@@ -78,7 +78,7 @@ def train_step(model: nn.Module, step: int, rank: int, device: str):
 
 
 class CountedGraphs:
-    """How many CUDA graphs are recorded and replayed meanwhile."""
+    """Counts the CUDA graphs that are recorded and replayed in its scope."""
 
     METHODS = ("capture_begin", "replay")
 
@@ -102,7 +102,7 @@ class CountedGraphs:
 
 
 def train_compiled(rank: int, world_size: int, mode: str, device: str) -> dict:
-    """Largest errors of compiled steps against eager ones, and what was made of the model."""
+    """Returns the largest errors of compiled steps against eager ones, and what was compiled."""
     torch._dynamo.reset()
     eager, compiled = make_model(device), torch.compile(
         make_model(device), mode=mode, fullgraph=True

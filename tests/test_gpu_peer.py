@@ -251,10 +251,11 @@ class RandomCall:
 
 
 def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
-    """Largest error of any result against this rank's own documents computed here, and in how many
-    plans canaries were seen to stand. A rank holds at most `round_rows` visiting rows in a round.
+    """Returns the largest error of any result against this rank's documents computed here, and the
+    number of plans whose canaries were intact. A rank has at most `round_rows` visiting rows
+    in a round.
 
-    Canaries make the ranks wait for each other, so half of the plans, at random, go without: these
+    Canaries make the ranks wait for each other, so half of the plans, at random, have none. These
     are computed up to three at a time on two streams, which nothing else keeps in order."""
     shared, own = random.Random(seed), random.Random(seed * world_size + rank)
     generator = torch.Generator(torch.device("cuda", torch.cuda.current_device()))
@@ -346,8 +347,8 @@ def test_rounds(peer_ranks):
 
 
 def plan_with_an_empty_round():
-    """(pieces, plan, row bytes, bytes of a round) of a document on two ranks, where rank 0's first
-    queries need keys of its own alone: what is left of them comes in the second round."""
+    """Returns (pieces, plan, row bytes, bytes of a round) of a document on two ranks. The first
+    queries of rank 0 need only its own keys; the rest of them come in the second round."""
     pieces = torch.tensor([(0, 0, 0, 300), (1, 0, 300, 300)])
     tasks = torch.tensor([(0, 0, 300, 0), (0, 300, 600, 1)])
     return pieces, torch.ops.distca.plan_of_tasks(pieces, tasks, 2, 0, 50), [1, 1], 400.0
@@ -383,7 +384,7 @@ def test_a_first_round_that_moves_nothing(peer_ranks):
 
 
 def attend_with_many_sources(rank, world_size):
-    """What is said where the layout of rank 0 has a key gradient of more sources than ranks."""
+    """Returns the error for a layout of rank 0 whose key gradient has more sources than ranks."""
     distca.close()
     open_session(rank, world_size)
     pieces = torch.tensor([(0, 0, 0, 64), (1, 1, 0, 64)])

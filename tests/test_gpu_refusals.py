@@ -1,5 +1,5 @@
-"""What the operators refuse on GPUs: gradients of ranks that exchange rows, and tensors that lie on
-different devices. Ranks share devices where there are fewer."""
+"""The operators refuse bad gradients of ranks that exchange rows, and tensors on different devices.
+Ranks share devices where there are fewer."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The backward pass's inputs and those of its steps, on ranks that exchange rows: what one rank is
-given by mistake is an error that says so there, and on the others one that names this rank."""
+"""Bad inputs of the backward pass and its steps, on ranks that exchange rows: the rank that gets
+them raises an error that says so, and the others raise one that names this rank."""
 
 import pytest
 import torch

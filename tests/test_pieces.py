@@ -1,4 +1,4 @@
-"""Exchange of pieces: what ranks announce is checked, and none pads to the rank that has most."""
+"""Pieces are exchanged without padding to the rank with most, after their counts are checked."""
 
 from types import SimpleNamespace
 

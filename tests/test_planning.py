@@ -349,7 +349,8 @@ def test_cost_table_is_used(tmp_path):
 
 
 def test_many_short_documents_are_planned_at_once():
-    """The whole of a step's work on one rank; it grew with the cube of documents that leave one."""
+    """All of a step's work is on one rank. Planning time once grew with the cube of the documents
+    that leave it."""
     lengths = [[1] * 20000, *([[]] * 7)]
     start = time.process_time()
     encoded, loads = solve(pieces_of(lengths), 8, distca.Options())

@@ -1,5 +1,5 @@
-"""Every family of causal language models of transformers equals itself run document by document
-with eager attention, or is refused by a ValueError that says why: none is wrong in silence."""
+"""Every family of causal language models of transformers gives the same results as document by
+document with eager attention, or is refused by a ValueError that says why."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ WALK_S = 400
 
 
 def train(rank: int, name: str, lengths: list[int]) -> str:
-    """What training `name` on these documents in one row comes to, with the other rank."""
+    """Returns the outcome of training `name` on these documents in one row, with the other rank."""
     try:
         model = families.model_of(name, "distca").train()
     except ValueError as refusal:
@@ -44,7 +44,7 @@ def train(rank: int, name: str, lengths: list[int]) -> str:
 
 
 def is_causal(name: str) -> str:
-    """Whether what `name` says of tokens in evaluation depends on a token after them."""
+    """Returns whether outputs of `name` in evaluation depend on a later token."""
     ids, _ = families.tokens(24, seed=2)
     changed = ids.clone()
     changed[0, -1] = 3 + (changed[0, -1] + 7) % 50
@@ -62,7 +62,7 @@ def is_causal(name: str) -> str:
 
 
 def walk(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, str]]:
-    """By family: what packed rows, rows of one document and evaluation come to."""
+    """Returns outcomes of packed rows, rows of one document and evaluation, by family."""
     distca.close()
     # One rank computes for both: rows must travel, however small the model.
     distca.configure(distca.Options(server_speeds="0,1"))
@@ -81,7 +81,7 @@ def walk(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, st
 
 @pytest.fixture(scope="module")
 def walked(ranks) -> dict[str, dict[str, str]]:
-    """All families, in one walk of two ranks: most of its time are imports."""
+    """Walks all families once on two ranks: most of the time goes into imports."""
     names = [name for name in FAMILIES if name not in NOT_BUILT]
     first, second = ranks(2).run(walk, names, timeout_s=WALK_S)
     return {name: {**second[name], **first[name]} for name in names}
@@ -97,6 +97,6 @@ def test_family(walked, name):
 
 
 def test_most_families_are_equal(walked):
-    """That refusals say why is not to make refusing them all right."""
+    """Refusing every family would pass the other tests."""
     assert sum(found["packed"] == "equal" for found in walked.values()) >= 96
     assert sum(found["evaluation"] == "equal" for found in walked.values()) >= 140

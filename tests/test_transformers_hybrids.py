@@ -1,5 +1,5 @@
-"""Models of transformers with recurrent or convolution layers, on packed rows: refused, unless
-these layers are told of documents, or an option says that they may mix."""
+"""Models of transformers with recurrent or convolution layers are refused on packed rows, unless
+these layers know the documents or an option lets documents mix."""
 
 import inspect
 import sys

@@ -1,4 +1,4 @@
-"""Training on ranks with unequal numbers of batches under distca.join, and the truth: one process
+"""Train ranks with unequal numbers of batches under distca.join, and for comparison one process
 that sees the batches of all ranks."""
 
 import itertools
@@ -139,7 +139,7 @@ def train_alone(
 
 
 def worst_error(got: tuple, truth: tuple) -> float:
-    """Of all gradients and final parameters, relative to the norm."""
+    """Returns the largest error of gradients and final parameters, relative to the norm."""
     assert len(got[0]) == len(truth[0])
     pairs = [(mine[name], true[name]) for mine, true in zip(*(x[0] for x in (got, truth)),
              strict=True) for name in true]  # fmt: skip

@@ -53,8 +53,8 @@ void check_device_support(const at::Tensor& q, const Layout& layout) {
                     "torch.use_deterministic_algorithms(True) too");
 }
 
-// The plan's, with what decides where ranks write in each other's memory: the most rows that any
-// server or home has, in each round.
+// Returns the plan's digest, extended by what decides where ranks write in each other's memory: the
+// most rows of any server and any home, in each round.
 int64_t digest_of(const Layout& layout) {
   uint64_t digest = layout.plan_digest;
   const auto add = [&digest](int64_t word) {
@@ -92,7 +92,7 @@ void check_device_of_rows(const at::Tensor& tensor, const char* name, const at::
                     ", but the plan was made for ", rows, "; pass device= to distca.plan");
 }
 
-// Where only head_dim differs, as in multi-head latent attention, zeros change nothing but width.
+// If only head_dim differs, as in multi-head latent attention, zeros can fill up the values.
 std::string remedy_for_values(const at::Tensor& k, const at::Tensor& v) {
   if (v.sizes().slice(0, 2) != k.sizes().slice(0, 2) || v.size(2) >= k.size(2)) return "";
   const std::string width = std::to_string(v.size(2));

@@ -24,14 +24,14 @@ struct Inputs {
 Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     const Layout& layout);
 
-// Refuses a call that a CUDA graph would repeat with this step's documents. `tensor` is on the
-// current device. Local, and before any rank communicates.
+// Throws if a CUDA graph is captured, which would repeat the call with this step's documents.
+// `tensor` is on the current device. Local: call it before any rank communicates.
 void check_no_capture(const at::Tensor& tensor);
 
 // `tensor` is [rows, heads, head_dim].
 void check_shape(const at::Tensor& tensor, const char* name);
 
-// What a tensor is compared with.
+// Sizes and dtype that a tensor must have.
 struct Expected {
   std::vector<int64_t> sizes;
   at::ScalarType dtype;
@@ -40,15 +40,16 @@ struct Expected {
 };
 void check_is(const at::Tensor& tensor, const char* name, const Expected& expected);
 
-// The backward pass's inputs are those that the forward pass gave for q, [rows, heads, head_dim].
+// Checks that the backward pass's inputs fit the forward pass of q, [rows, heads, head_dim].
 void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
                  const at::Tensor& q);
 
-// `tensor` [expected, heads, head_dim] has the layout's rows and is on their device.
+// Checks that `tensor` is [expected, heads, head_dim], as the layout says, and on the device of
+// `rows`.
 void check_layout_rows(const at::Tensor& tensor, const char* name, int64_t expected,
                        const at::Tensor& rows);
 
-// That of lse for rows of `out`.
+// Returns the dtype of lse for rows of `out`.
 at::ScalarType lse_dtype(const at::Tensor& out);
 
 // A tensor whose rows are contiguous: itself, or a copy.
@@ -59,7 +60,7 @@ struct Call {
   Layout layout;
   Inputs inputs;
   std::shared_ptr<Session> session;    // null when no rank moves rows
-  std::unique_lock<std::mutex> turn;   // among the session's calls
+  std::unique_lock<std::mutex> turn;   // holds Session::calls()
   std::shared_ptr<Timeline> timeline;  // of the group
   transport::Where where;              // in the step
 };

@@ -41,7 +41,7 @@ std::vector<Arrival> Shipment::arrive_visiting() {
 
 namespace {
 
-// A row for each rank that gets rows of any cargo: the seal of this call.
+// Allocates this call's seals, a row for each rank that gets rows of any cargo.
 transport::RowBatch seals_for_servers(const std::vector<Cargo>& home) {
   const auto any = [&home](std::vector<int64_t> transport::RowCounts::*counts) {
     std::vector<int64_t> has((home[0].route.counts.*counts).size(), 0);
@@ -58,7 +58,7 @@ transport::RowBatch seals_for_servers(const std::vector<Cargo>& home) {
   return {at::empty({num_sent, transport::kSealBytes}, options.dtype(at::kByte)), counts};
 }
 
-// Home rows in records, and in the first of them that have rows the seals.
+// Packs home rows into records. Writes the seals with the first cargo that has rows.
 transport::RowBatch pack(const Cargo& cargo, const transport::Record& record,
                          transport::SealedRows& seals) {
   const auto& [tensors, route] = cargo;
@@ -70,7 +70,7 @@ transport::RowBatch pack(const Cargo& cargo, const transport::Record& record,
   return {rows, route.counts};
 }
 
-// Visiting rows in records with their seals.
+// Packs visiting rows into records with their seals.
 transport::RowBatch pack_results(const Cargo& cargo, const transport::Record& record,
                                  const transport::Seal& seal) {
   const auto& [tensors, route] = cargo;

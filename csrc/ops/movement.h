@@ -40,11 +40,11 @@ class Shipment {
         wait_(wait),
         seal_(seal) {}
 
-  // Received rows by slot. `senders` are the seals that came with the rows from which these results
-  // were computed.
+  // Returns the received rows by slot. `senders` are the seals of the ranks that sent this rank
+  // rows as a server in the same call.
   std::vector<Arrival> arrive(const at::Tensor& senders = {});
 
-  // Seals of the ranks whose rows arrived; undefined where a host compares calls.
+  // Returns the seals of the ranks whose rows arrived; undefined if the host compares calls.
   const at::Tensor& senders() const { return senders_; }
 
   // The same in visiting order, a copy only where slots are not in that order.

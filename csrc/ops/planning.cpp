@@ -201,7 +201,7 @@ bool moves_rows(const planner::Pack& pack, const planner::Plan& plan) {
   return !std::all_of(plan.tasks.begin(), plan.tasks.end(), is_home);
 }
 
-// Rows that a rank sends, to itself included, and that visit it.
+// Numbers of rows that a rank sends, also to itself, and of rows that visit it.
 struct MovedRows {
   int64_t sent;
   int64_t visiting;
@@ -220,8 +220,8 @@ std::vector<MovedRows> moved_rows(const planner::Pack& pack, const planner::Mask
   return rows;
 }
 
-// Words of row indices that encode_layout may write for a rank: where its sent and visiting rows
-// stand, and which returned rows add up to each of its keys; once more where inputs are kept.
+// Returns how many row indices encode_layout may write for a rank: those of its sent and visiting
+// rows, and of the returned rows that add up to each of its keys; again if inputs are kept.
 int64_t most_row_words(const MovedRows& q, const MovedRows& k, int64_t num_home_rows,
                        bool keeps_inputs) {
   const int64_t once = q.sent + q.visiting + k.sent + k.visiting;
@@ -229,8 +229,8 @@ int64_t most_row_words(const MovedRows& q, const MovedRows& k, int64_t num_home_
   return once + sums + (keeps_inputs ? once + q.visiting + k.visiting : 0);
 }
 
-// Row indices are int32. Every rank looks at the rows of all, so that none waits for one that
-// cannot encode its layout.
+// Row indices are int32. Every rank checks the rows of all ranks, so that none waits for a rank
+// that cannot encode its layout.
 void check_row_indices(const planner::Pack& pack, const planner::Plan& plan) {
   std::vector<planner::Task> visiting;
   std::copy_if(plan.tasks.begin(), plan.tasks.end(), std::back_inserter(visiting),

@@ -18,14 +18,14 @@
 // q [tokens, heads_q, head_dim], k, v [context rows + tokens, heads_kv, head_dim], out like q, lse
 // [tokens, heads_q].
 TORCH_LIBRARY(distca, m) {
-  // A CUDA graph would repeat an operator with the plan of one step: inductor makes its graphs of
-  // what is between them.
+  // A CUDA graph would repeat an operator with the plan of one step. Inductor excludes operators
+  // with this tag from its graphs.
   const std::vector<at::Tag> of_one_step{at::Tag::cudagraph_unsafe};
 
   // The whole of core attention, forward and backward. `kept` [elements], of q's dtype, holds q, k
   // and v of visiting rows for the backward pass: it has room for so many query and key rows,
   // at least those that kept_rows says of the layout, or none where no backward pass follows.
-  // `caller` is the number of the module that calls, -1 where it is not known: ranks compare it.
+  // `caller` is the number of the calling module, -1 if unknown. Ranks compare it.
   m.def(
       "core_attention(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, "
       "float softmax_scale, str group_name, SymInt num_kept_queries=0, SymInt num_kept_keys=0, "
@@ -125,25 +125,25 @@ TORCH_LIBRARY(distca, m) {
   });
   m.def("close_session(str group_name) -> ()",
         [](const std::string& group_name) { distca::ops::close_session(group_name); });
-  // This rank takes part in nothing that comes: waits for its plans end at once, and the others are
-  // told `how` it left, as in "has closed its session".
+  // Leaves the group. Waits for plans end at once, and the other ranks learn `how` this one left,
+  // as in "has closed its session".
   m.def("leave_session(str group_name, str how) -> ()",
         [](const std::string& group_name, const std::string& how) {
           const auto session = distca::ops::find_session(group_name);
           session->planning().stop();
           session->failures().leave(how);
         });
-  // Whether exchanges that were given up may still be under way. To destroy their process groups
-  // would mean to wait for them.
+  // Returns whether abandoned exchanges may still be under way. Destroying their process groups
+  // would wait for them.
   m.def("may_be_busy(str group_name) -> bool", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->failures().may_be_busy();
   });
-  // Keeps process groups as long as the process lives.
+  // Keeps process groups until the process ends.
   m.def("keep_groups(str[] names) -> ()", [](const std::vector<std::string>& names) {
     static auto* kept = new std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
     for (const auto& name : names) kept->push_back(c10d::resolve_process_group(name));
   });
-  // Whether any rank has another batch. Collective, on the planning group.
+  // Returns whether any rank has another batch. Collective, on the planning group.
   m.def("any_has_batch(str group_name, bool has_batch) -> bool",
         [](const std::string& group_name, bool has_batch) {
           const auto session = distca::ops::find_session(group_name);
@@ -151,7 +151,7 @@ TORCH_LIBRARY(distca, m) {
                                                       "distca.join, before the next batch");
           return std::find(all.begin(), all.end(), "1") != all.end();
         });
-  // Runs Python's handlers of signals that have come; Python implements it.
+  // Runs Python's pending signal handlers. Implemented in Python.
   m.def("handle_signals() -> ()");
   m.def("attention_shape(str group_name) -> int[]", [](const std::string& group_name) {
     const auto shape = distca::ops::find_session(group_name)->attention_shape();
@@ -175,11 +175,11 @@ TORCH_LIBRARY(distca, m) {
         [](const std::string& group_name, const std::string& message) {
           distca::ops::find_session(group_name)->failures().announce(message);
         });
-  // Names the module of a number for errors: alike on all ranks.
+  // Sets the name of a module, by number, for errors. Numbers are equal on all ranks.
   m.def("name_caller(int caller, str name) -> ()", [](int64_t caller, const std::string& name) {
     distca::transport::name_caller(caller, name);
   });
-  // Whether training waits for the plan that its background thread gathers.
+  // Sets whether training waits for the plan that its background thread gathers.
   m.def("await_plan(str group_name, bool is_awaited) -> ()",
         [](const std::string& group_name, bool is_awaited) {
           distca::ops::find_session(group_name)->planning().set_awaited(is_awaited);

@@ -189,8 +189,8 @@ Signature Session::with_history(const Signature& mine) const {
   return whole;
 }
 
-// Calls that one rank left out, or made besides, at the end of a plan: on devices the others may
-// still wait in them.
+// Finds calls that a rank left out, or made in addition, at the end of a plan. On devices the other
+// ranks may still wait in them.
 void Session::check_history(const std::vector<Signature>& all, int64_t step) {
   const std::string difference =
       differences(all, Signature::kFirstOfHistory, Signature::kNumFields);

@@ -19,7 +19,7 @@ class PeerTransport;
 
 namespace distca::ops {
 
-// What every rank must have in common before rows travel; compared field by field.
+// Values that must be equal on all ranks before rows travel; compared field by field.
 struct Signature {
   enum Field {
     kRefused,  // 1 where this rank's own arguments were refused; its error is on the board
@@ -31,7 +31,7 @@ struct Signature {
     kHeadDim,
     kDtype,
     kSoftmaxScale,  // bits of the double
-    // Calls that moved rows between the last agreement on a plan and this one.
+    // Number of calls that moved rows between the last agreement on a plan and this one.
     kForwardCalls,
     kRecomputedCalls,
     kBackwardCalls,
@@ -99,11 +99,11 @@ class Session {
   // heads_q, heads_kv, head_dim and bytes per element last agreed on; zeros before that.
   std::array<int64_t, 4> attention_shape() const;
 
-  // Counts one attention call of a pass by a module (see name_caller), and says where that is in
-  // the step. Ranks compare how many calls moved rows.
+  // Counts an attention call of a pass by a module (see name_caller), and returns its place in the
+  // step. Ranks compare how many calls moved rows.
   transport::Where enter(Pass pass, int64_t caller, bool moves_rows);
 
-  // Where the last enter() of this pass was.
+  // Returns the place of the last enter() of this pass.
   transport::Where current(Pass pass) const;
 
  private:
@@ -118,7 +118,7 @@ class Session {
   std::vector<int64_t> meet(int64_t says, const transport::Where& where);
 
   mutable std::mutex mutex_;
-  std::mutex calls_;  // one operator at a time: threads share the transports
+  std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;
@@ -130,7 +130,7 @@ class Session {
   std::vector<Signature> agreed_;  // under the current plan
   int64_t num_forward_ = 0;        // attention calls under the current plan
   int64_t num_backward_ = 0;
-  std::array<int64_t, 3> num_moving_{};        // of them that move rows, in the order of Signature
+  std::array<int64_t, 3> num_moving_{};        // calls that move rows, in the order of Signature
   std::array<transport::Where, 2> current_{};  // by Pass
 };
 

@@ -224,7 +224,7 @@ void Assignment::apply(const Move& move) {
   count(share.document, move.receiver, 1);
 }
 
-// All that a donor, which serves nothing, still computes of a document, whatever links say.
+// Gives all shares of a document that a donor which serves nothing still has. Ignores links.
 double Assignment::give_all_of(int64_t document, int64_t donor, int64_t receiver, double most) {
   const std::span<const Share> own = own_of(donor, document);
   const std::vector<Share> all(own.begin(), own.end());

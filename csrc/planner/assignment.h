@@ -20,7 +20,7 @@ struct Home {
   std::span<const Share> shares_of(int64_t rank) const {
     return {shares.data() + first[rank], static_cast<size_t>(first[rank + 1] - first[rank])};
   }
-  // The same by falling seconds; sorted when they are first asked for.
+  // Returns the same shares in descending order of seconds, sorted on first use.
   std::span<const Share> dearest_first(int64_t rank) const;
 
   std::vector<Share> shares;    // by rank, document, position
@@ -54,7 +54,7 @@ struct Given {
 // Who computes what while a plan is being made, and what that costs servers and links.
 class Assignment {
  public:
-  // Servers and links are to be done within `limit` seconds. All work is taken off the budget.
+  // Servers and links must finish within `limit` seconds. All work is charged to the budget.
   Assignment(const Pack& pack, const PlanOptions& options, const Home& home, double limit,
              Budget& budget);
 
@@ -74,9 +74,9 @@ class Assignment {
   }
   // The donor's home rows that it still computes, dearest first.
   std::span<const Share> own(int64_t rank);
-  // Those of one document, in no order.
+  // Returns those of one document, in no order.
   std::span<const Share> own_of(int64_t rank, int64_t document) const;
-  // Where a share stands that the donor still computes.
+  // Returns the index of a share that the donor still computes.
   size_t find_own(int64_t rank, const Share& share) const { return ranks_[rank].own.find(share); }
 
   // Rows that a receiver has of a document already.
@@ -89,10 +89,9 @@ class Assignment {
   bool links_fit(const Move& move) const;
 
   void apply(const Move& move);
-  // Gives the donor's dearest shares of at most `most` seconds whole, one after the other, as long
-  // as all together take no more and links and memory have place. Returns their seconds. Without a
-  // budget, of documents that are cut only those of a donor that serves nothing, whatever links
-  // say.
+  // Gives away the donor's dearest shares of at most `most` seconds whole, one by one, while their
+  // sum is at most `most` and links and memory have room. Returns the sum. Once the budget is
+  // spent, only a donor that serves nothing gives shares of cut documents, and it ignores links.
   double give_wholes(int64_t donor, int64_t receiver, double most);
 
   // Of all documents that lie on one rank, by document.
@@ -120,12 +119,12 @@ class Assignment {
     DearestFirst own;           // home rows; only once opened
     std::vector<Share> guests;  // rows of other homes, in order; they stay
     std::vector<Share> wholes;  // as guests: documents that came whole, of which no more can come
-    // Of documents of which rows were given away: what is left of own.
+    // What is left of `own`, for documents that have given rows away.
     std::unordered_map<int64_t, std::vector<Share>> left;
     bool is_open = false;
   };
 
-  // What of a document is not at home.
+  // Which part of a document is away from home.
   enum class Away : char { kNothing, kRows, kWhole };
 
   void open(int64_t rank);

@@ -124,8 +124,8 @@ Balancer::Balancer(const Pack& pack, const PlanOptions& options, const Home& hom
   is_valid_ = best_->is_valid();
 }
 
-// Whether the style gives a plan within the limit; keeps it if it is better than the best. Nothing
-// is tried without a budget unless there is no valid plan yet.
+// Returns whether the style gives a plan within the limit, and keeps the plan if it is the best so
+// far. Once the budget is spent, tries only if there is no valid plan yet.
 bool Balancer::attempt(double limit, const Style& style) {
   if (budget_.is_spent() && is_valid_) return false;
   Assignment made(pack_, options_, home_, limit * (1 - kRounding), budget_);
@@ -152,7 +152,7 @@ bool Balancer::try_limit(double limit) {
                      [&](const Style& style) { return attempt(limit, style); });
 }
 
-// With the other styles, where ranks and documents are few.
+// Tries the other styles too, if ranks and documents are few.
 void Balancer::save_bytes(double limit) {
   const int64_t most = static_cast<int64_t>(std::size(kStyles));
   const int64_t num_shares = static_cast<int64_t>(home_.shares.size());
@@ -161,7 +161,7 @@ void Balancer::save_bytes(double limit) {
   for (int64_t i = 1; i < num_styles; ++i) attempt(limit, kStyles[i]);
 }
 
-// However long servers and links take, so that memory alone is in the way.
+// Tries without limits for servers and links, so that only memory restricts the plan.
 void Balancer::try_without_limit() {
   budget_ = budget_for(home_);
   double slowest = std::numeric_limits<double>::infinity();

@@ -4,8 +4,9 @@
 
 namespace distca::planner {
 
-// Work that a plan may still take, in steps: about a share, a segment or an estimate of seconds
-// each. Counted, not timed, so that equal inputs stop at the same place on every rank.
+// Counts the work that a plan may still take, in steps: to handle a share or a segment, or to
+// estimate seconds, is about one step. Work is counted, not timed, so that equal inputs stop at the
+// same place on every rank.
 class Budget {
  public:
   explicit Budget(int64_t steps) : left_(steps) {}

@@ -15,8 +15,8 @@ constexpr int kNumShorter = 4;       // slices, by a tile row each, that smaller
 constexpr int kMaxPairs = 64;        // of receivers that are weighed for a donor's last two slices
 constexpr double kPairSpare = 100;   // least reliefs that both hold more, since rows are whole
 constexpr double kWastePart = 0.5;   // of a slice's bytes for what a slice leaves unfilled
-constexpr int kManyWholes = 64;      // of the dearest documents, from which they go whole
-constexpr int kLastWholes = 32;      // of the dearest, whose seconds are left to be weighed
+constexpr int kManyWholes = 64;      // surplus, in dearest documents, above which they go whole
+constexpr int kLastWholes = 32;      // surplus, in dearest documents, left to be weighed
 constexpr double kFairBytes = 1.49;  // into a receiver, over the least for its room
 
 // Tried in this order; then anything goes.
@@ -203,8 +203,8 @@ void Group::save_bytes() {
   fairness_ = nullptr;
 }
 
-// Of a donor with many documents to give. To the first of the roomiest receivers that takes any,
-// and at most half of what it has room for, so that all fill up alike.
+// Serves a donor with many documents to give. The first of the roomiest receivers that takes any
+// gets at most half of its room, so that all receivers fill up evenly.
 bool Group::give_wholes(int64_t donor) {
   const double most = most_of_wholes(assignment_, prices_, donor, assignment_.surplus(donor));
   int num_tried = 0;
@@ -220,7 +220,7 @@ bool Group::give_wholes(int64_t donor) {
   return false;
 }
 
-// Whether the donor gave anything.
+// Returns whether the donor gave anything.
 bool Group::give(int64_t donor) {
   if (give_wholes(donor)) return true;
   if (assignment_.is_budget_spent()) return false;

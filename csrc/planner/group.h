@@ -18,9 +18,9 @@ struct Fairness {
   double least_part;  // of what is wanted and has room; a slice cut shorter than that is refused
 };
 
-// Seconds that the donor is to give in whole documents: all but what the last few are needed for,
-// where its surplus takes many; else nothing. All where there is no budget left for cuts, or where
-// documents are so short that one alone is not worth a task.
+// Returns the seconds that the donor should give in whole documents. If its surplus takes many
+// documents, that is all but the last few; else 0. If no budget is left for cuts, or documents are
+// too short to be worth a task each, it is the whole surplus.
 double most_of_wholes(Assignment& assignment, const Prices& prices, int64_t donor, double surplus);
 
 // Moves work between the ranks of one group, from those above the assignment's limit, the donors,

@@ -32,7 +32,7 @@ std::vector<bool> choose(const std::vector<double>& bytes, double cap_bytes) {
   return is_kept;
 }
 
-// Visiting tasks of the documents that are kept, which come in the tasks' order.
+// Marks visiting tasks of the kept documents, which are in the tasks' order.
 void mark(const Pack& pack, const Mask& mask, const std::vector<int64_t>& documents,
           std::span<Task> tasks) {
   auto document = documents.begin();

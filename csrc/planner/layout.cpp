@@ -203,7 +203,7 @@ void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<V
   for (const Visit& visit : visits) {
     const int64_t length = pack.documents[visit.document].length;
     auto range = visit.keys.ranges().begin();
-    for (Range rows : visit.queries) {  // whose keys begin ever later
+    for (Range rows : visit.queries) {  // in ascending order of their first key
       const Range keys = keys_of(plan.mask, rows, length);
       for (; range->end <= keys.begin; ++range) k_row += num_rows(*range);
       layout.visiting_tasks.push_back({q_row, num_rows(rows), k_row + keys.begin - range->begin,

@@ -80,8 +80,8 @@ enum class Results { kWritten, kTaken };
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank,
                    Results results = Results::kTaken);
 
-// The same for rows that are known already: where a plan has many rounds, those of one rank are
-// looked for once.
+// Does the same with home runs that are known already, so that a plan of many rounds finds them
+// only once for a rank.
 Layout make_layout(const Pack& pack, const Plan& plan, const HomeRuns& home, Results results);
 
 }  // namespace distca::planner

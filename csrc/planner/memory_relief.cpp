@@ -8,7 +8,7 @@
 namespace distca::planner {
 namespace {
 
-// What one receiver has no place for waits for the next.
+// Moves rows to one receiver after the other. Those that do not fit wait for the next receiver.
 class MemoryRelief {
  public:
   MemoryRelief(Assignment& assignment, const Pack& pack, const PlanOptions& options,
@@ -27,7 +27,7 @@ class MemoryRelief {
   const PlanOptions& options_;
   const int64_t donor_;
   Cutter cutter_;
-  std::vector<Share> waiting_;  // what still visits its home, dearest first
+  std::vector<Share> waiting_;  // shares that still visit their home, dearest first
 };
 
 MemoryRelief::MemoryRelief(Assignment& assignment, const Pack& pack, const PlanOptions& options,
@@ -62,7 +62,7 @@ std::vector<int64_t> MemoryRelief::receivers() const {
   return ranks;
 }
 
-// The first rows of the share, which is left with the others. Whether the receiver took any.
+// Gives the first rows of the share, and leaves the others in it. Returns whether any were taken.
 bool MemoryRelief::give(Share& share, int64_t receiver) {
   const size_t idx = assignment_.find_own(donor_, share);
   const Wish wish{receiver, share.seconds, share.seconds};

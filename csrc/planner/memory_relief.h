@@ -5,8 +5,8 @@
 
 namespace distca::planner {
 
-// Gives rows that visit their own home, because their keys lie elsewhere, to the servers with most
-// memory left until the donor's cap is kept, or nobody has place.
+// Moves rows that visit their own home, because their keys are elsewhere, to the servers with most
+// memory left. Stops when the donor keeps to its cap, or when no server has room.
 void relieve_memory(Assignment& assignment, const Pack& pack, const PlanOptions& options,
                     const Prices& prices, int64_t donor);
 

@@ -119,7 +119,7 @@ int64_t Nodes::roomiest(Range ranks) const {
   return best;
 }
 
-// (room, node) of those whose room is just enough, and of those that have a little less.
+// Returns (room, node) of nodes that have just enough room, and of those that have a little less.
 std::vector<std::pair<double, int64_t>> Nodes::receivers_for(double surplus) const {
   std::vector<std::pair<double, int64_t>> nodes;
   const auto enough = receivers_.lower_bound({surplus, -1});
@@ -132,8 +132,8 @@ std::vector<std::pair<double, int64_t>> Nodes::receivers_for(double surplus) con
   return nodes;
 }
 
-// As Group::give_wholes. A part of what the donor has at a time, since others of its node may have
-// more then.
+// Works like Group::give_wholes, but takes only a part of what the donor has at a time, because
+// another rank of its node may then have more.
 bool Nodes::give_wholes(int64_t donor, double surplus) {
   const double most = std::min(most_of_wholes(assignment_, prices_, donor, surplus),
                                assignment_.seconds(donor) * kMostOfDonor);
@@ -150,7 +150,7 @@ bool Nodes::give_wholes(int64_t donor, double surplus) {
   return false;
 }
 
-// To the roomiest rank of one of the nodes.
+// Returns a move to the roomiest rank of one of the nodes.
 std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
   auto cutter = cutters_.find(donor);
   if (cutter == cutters_.end()) {
@@ -175,8 +175,8 @@ std::optional<Move> Nodes::next_move(int64_t donor, double surplus) {
   return std::nullopt;
 }
 
-// Whether the node gave anything, off the rank that has most above its limit, or that is least
-// below it.
+// Gives work of the rank that is most above its limit, or least below it. Returns whether the node
+// gave anything.
 bool Nodes::give(int64_t node) {
   const Range ranks = ranks_of(node);
   while (true) {

@@ -20,11 +20,11 @@ struct Share {
 bool is_dearer(const Share& a, const Share& b);
 bool in_order(const Share& a, const Share& b);  // by document, then position
 
-// Those of one document, of shares in order.
+// Returns the shares of one document, among shares sorted by in_order.
 std::span<const Share> shares_of(std::span<const Share> sorted, int64_t document);
 
-// Shares by falling seconds. They come and go near either end for the most part, where it takes
-// little: the fewer of both sides move up.
+// Shares in descending order of seconds. To insert or erase one moves the shares on its shorter
+// side, which is cheap because most changes are near either end.
 class DearestFirst {
  public:
   void assign(std::span<const Share> sorted);
@@ -33,15 +33,15 @@ class DearestFirst {
   size_t size() const { return shares_.size() - first_; }
   bool empty() const { return size() == 0; }
 
-  // These return how many shares moved up.
+  // Return how many shares had to move.
   int64_t insert(const Share& share);
   int64_t erase(size_t first, size_t last);
-  // Where a share stands that is among them.
+  // Returns the index of a share that is in the list.
   size_t find(const Share& share) const;
 
  private:
   std::vector<Share> shares_;
-  size_t first_ = 0;  // shares before it are gone
+  size_t first_ = 0;  // shares before it were erased
 };
 
 }  // namespace distca::planner

@@ -16,7 +16,7 @@ namespace {
 constexpr std::chrono::milliseconds kPatience{3000};  // how long diagnose() waits for silent ranks
 constexpr std::chrono::milliseconds kGrace{500};      // ... after one at fault is known
 constexpr std::chrono::milliseconds kPoll{20};
-constexpr std::chrono::milliseconds kOthersCome{1000};  // until all say in what they wait
+constexpr std::chrono::milliseconds kOthersCome{1000};  // until all have published their waits
 constexpr const char* kUnknown = "unknown";
 constexpr const char* kAlarm = "distca/alarm";
 constexpr const char* kLeft = "distca/left";
@@ -48,7 +48,7 @@ bool is_dead(char state) {
   return state == 0 || state == 'Z' || state == 'X';
 }
 
-// The sentence in what leave() publishes.
+// Returns the sentence in the text that leave() publishes.
 std::string how_of(const std::string& left) {
   return left.substr(std::min(left.size(), left.find(';') + 1));
 }
@@ -57,11 +57,11 @@ c10::intrusive_ptr<c10d::Store> own_client(const c10::intrusive_ptr<c10d::Store>
   try {
     return store->clone();
   } catch (const std::exception&) {
-    return store;  // one written in Python
+    return store;  // a store written in Python
   }
 }
 
-// Boards of the groups that this process is in, by group.
+// The boards of all groups of this process.
 struct Boards {
   std::mutex mutex;
   std::map<std::string, std::weak_ptr<FailureBoard>> by_group;
@@ -142,7 +142,7 @@ bool FailureBoard::with_store(F&& use) noexcept {
     use();
     return true;
   } catch (const std::exception&) {
-    // It went with its host, and every further call would wait for it. Processes can be seen still.
+    // The store is gone with its host, and further calls would wait for it. Processes stay visible.
     store_is_lost_ = true;
     return false;
   }
@@ -229,7 +229,7 @@ std::string FailureBoard::find_deadlock(const Wait& wait) noexcept {
   return describe_deadlock(look());
 }
 
-// The fewer ranks wait in an exchange, the earlier it is named.
+// Names exchanges in which few ranks wait first.
 std::string FailureBoard::describe_deadlock(
     const std::vector<std::pair<int64_t, Wait>>& waits) const {
   struct Place {
@@ -377,7 +377,7 @@ std::string FailureBoard::diagnose(const std::string& own_error,
     if (has(findings, Verdict::kAtFault)) patience = std::min(patience, kGrace);
   } while (has(findings, Verdict::kUnknown) && std::chrono::steady_clock::now() < start + patience);
 
-  // A rank that left may have done its part before; it is named unless another is known to be at
+  // A rank that left may have done its part, so it is named only if no other is known to be at
   // fault.
   const auto is_blamed = [&](Verdict verdict) {
     if (has(findings, Verdict::kAtFault)) return verdict == Verdict::kAtFault;

@@ -18,8 +18,8 @@
 
 namespace distca::transport {
 
-// Ranks make different calls at one point, or wait in different ones. What it says names the ranks
-// and their calls, and is for all ranks.
+// Ranks make different calls at one point, or wait in different calls. The message names the ranks
+// and their calls; all ranks quote it.
 class CallMismatch : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -27,32 +27,32 @@ class CallMismatch : public std::runtime_error {
 inline constexpr const char* kSameCalls =
     ". All ranks of a group must make the same attention calls and plans in the same order";
 
-// A sentence for CallMismatch: where two ranks were when results of one came to the other.
+// Returns a sentence for CallMismatch: the calls of two ranks when one got the other's results.
 std::string describe_mismatch(int64_t server, const Where& theirs, int64_t home, const Where& mine);
 
-// Memory is short on some ranks of a group, and all of its ranks throw this at the same point:
-// nobody is left waiting, and the group goes on.
+// Some ranks of a group are short of memory. All of its ranks throw this at the same point, so that
+// no rank is left waiting, and the group can go on.
 class GroupOutOfMemory : public c10::OutOfMemoryError {
   using c10::OutOfMemoryError::OutOfMemoryError;
 };
 
-// What an exception says, without the stack that torch's errors and Python's carry.
+// Returns an exception's message without the stack trace of torch or Python.
 std::string message_of(const std::exception& error);
 
-// What the ranks of a group tell each other, through the group's store, when something breaks.
-// Nothing here waits for a rank that is gone for longer than a few seconds. A group on whose board
-// a failure stands is lost: its ranks may be anywhere in the step.
+// Lets the ranks of a group tell each other, through the group's store, when something breaks. No
+// call waits longer than a few seconds for a rank that is gone. A group with a reported failure
+// cannot be used again: its ranks may be anywhere in the step.
 class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
  public:
-  // `group` is the name of the process group. A store client of its own serves the board: a call
-  // that waits in the store elsewhere in the process does not delay it.
+  // `group` is the name of the process group. The board has its own store client, so that calls
+  // which wait in the store elsewhere in the process do not delay it.
   FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, std::string group, int64_t rank,
                int64_t num_ranks);
 
   const std::string& group() const { return group_; }
   int64_t rank() const { return rank_; }
 
-  // This rank's process and configuration, for introduce() on every rank.
+  // Describes this rank's process and configuration, for introduce() on every rank.
   std::string introduction(const std::string& configuration) const;
 
   // Takes every rank's introduction, by rank. Throws ValueError unless all have the same
@@ -68,35 +68,34 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   // Whether the process of a rank on this host is gone.
   bool has_dead_peer() const noexcept;
 
-  // The same for a sentence about several ranks, which all of them then quote; the first counts.
+  // Publishes a sentence about several ranks, which all ranks then quote; only the first is kept.
   void announce_mismatch(const std::string& sentence) noexcept;
 
-  // Exchanges of this group that this rank begins, in order: see Progress.
+  // Adds a channel, which counts the exchanges that this rank begins in it: see Progress.
   std::shared_ptr<Channel> open_channel(const std::string& name);
   std::shared_ptr<Channel> find_channel(const std::string& name) const;  // null: not open
 
-  // Tells all groups of this process that it waits for long in an exchange of this group. Returns a
-  // sentence when another rank of the group waits, in this or another group, for an exchange that
-  // this one has not begun: neither can go on. Empty while there is hope.
+  // Tells all groups of this process that it has waited long in an exchange of this group. Returns
+  // a sentence if this rank and another of the group wait for each other, in whatever groups, so
+  // that neither can go on; else an empty string.
   std::string find_deadlock(const Wait& wait) noexcept;
 
-  // Publishes that this rank takes part in nothing more, and `how` it left: a sentence without its
-  // subject. Never throws.
+  // Publishes that this rank has left, and `how`: a sentence without its subject. Never throws.
   void leave(const std::string& how) noexcept;
 
-  // Returns a sentence that names ranks which left before they completed exchange `position` of the
-  // channel; empty while all may still come. Ranks that announced an error are not among them.
+  // Names the ranks that left before they completed exchange `position` of the channel, in a
+  // sentence that is empty if there are none. Leaves out ranks that announced an error.
   std::string find_departed(const std::string& channel, int64_t position) noexcept;
 
-  // An exchange was given up; it may be under way for as long as the process group's timeout.
+  // Notes that an exchange was given up. It may stay under way until the process group's timeout.
   void abandon() noexcept { has_abandoned_ = true; }
 
-  // Whether exchanges of this rank may still be under way although nobody waits for them.
+  // Returns whether exchanges of this rank may still be under way that nobody waits for.
   bool may_be_busy() const noexcept { return has_abandoned_ || reported_; }
 
-  // After communication failed here, at `where`: waits shortly until the others have reported,
-  // noticed it too or are seen to be gone, and returns a sentence that names the ranks at fault,
-  // first error first, or says where each rank gave up.
+  // Finds the cause after communication failed here, at `where`. Waits shortly until the other
+  // ranks have reported, have noticed a failure too, or are seen to be gone. Returns a sentence
+  // that names the ranks at fault, first error first, or says where each rank gave up.
   std::string diagnose(const std::string& own_error, const std::string& where) noexcept;
 
  private:

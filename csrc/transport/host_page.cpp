@@ -15,7 +15,7 @@ namespace {
 
 }  // namespace
 
-// Not of malloc: a forked process that frees memory which it does not have would crash.
+// Not by malloc: a forked process would crash when it frees a page that it did not inherit.
 HostPage::HostPage()
     : num_bytes_(static_cast<size_t>(sysconf(_SC_PAGESIZE))),
       data_(mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
@@ -27,7 +27,7 @@ HostPage::HostPage()
 }
 
 HostPage::~HostPage() {
-  munmap(data_, num_bytes_);  // what was advised of the page ends with it
+  munmap(data_, num_bytes_);  // ends MADV_DONTFORK, too
 }
 
 }  // namespace distca::transport

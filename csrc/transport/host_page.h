@@ -4,12 +4,11 @@
 
 namespace distca::transport {
 
-// A page of zeros that processes forked from this one do not have. With a page in common, the one
-// of the two that writes first gets a copy, and a device that had this process's goes on with the
-// old one.
+// A page of zeros that forked processes do not inherit. If they shared it, the process that writes
+// first would get a copy, and if that is this process, its device would go on with the old page.
 class HostPage {
  public:
-  // Throws std::system_error where the system gives none.
+  // Throws std::system_error if the system has no page to give.
   HostPage();
   HostPage(const HostPage&) = delete;
   ~HostPage();

@@ -7,8 +7,8 @@
 
 namespace distca::transport {
 
-// Of the process, lent to the driver: a process that is ending still has it when the driver is
-// gone, and a watchdog may look.
+// The page belongs to the process and is registered with the driver. So a watchdog can still read
+// it while the process ends and the driver is gone.
 HostWords::HostWords() : words_(static_cast<uint32_t*>(page_.data())) {
   C10_CUDA_CHECK(cudaHostRegister(words_, page_.num_bytes(), cudaHostRegisterMapped));
   void* address = nullptr;
@@ -17,7 +17,7 @@ HostWords::HostWords() : words_(static_cast<uint32_t*>(page_.data())) {
 }
 
 HostWords::~HostWords() {
-  cudaHostUnregister(words_);  // fails where the process is ending: then nobody needs it
+  cudaHostUnregister(words_);  // may fail while the process ends, which does no harm
 }
 
 uint32_t HostWords::read(int word) const {

@@ -6,9 +6,9 @@
 
 namespace distca::transport {
 
-// Words in the host's memory that kernels and a watchdog share, zero at first. The watchdog needs
-// no driver for them, which another thread may have locked while it waits for the device, as it
-// does where a kernel is launched for the first time, or memory is given back.
+// Words in host memory that kernels and a watchdog share, zero at first. The watchdog reads them
+// without the CUDA driver. Another thread may hold the driver's lock until the device is idle, as
+// when it launches a kernel for the first time or frees memory.
 class HostWords {
  public:
   HostWords();

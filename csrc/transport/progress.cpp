@@ -6,7 +6,7 @@
 namespace distca::transport {
 namespace {
 
-// A host that goes on may yet begin the plan that another rank waits for.
+// While only a stream waits, the host may still begin the plan that another rank waits for.
 constexpr double kSecondsOfStreams = 3;
 constexpr const char* kPlans = "plans";
 

@@ -14,22 +14,22 @@
 
 namespace distca::transport {
 
-// The exchanges that a rank has begun in one channel of a group: as many, in the same order, on
-// every rank whose program is the same.
+// Counts the exchanges that a rank has begun in one channel of a group. Ranks that run the same
+// program begin the same exchanges in the same order.
 class Channel {
  public:
   explicit Channel(std::string name) : name_(std::move(name)) {}
   Channel(const Channel& other);
 
-  // Counts an exchange that begins; returns its position in the channel, from 0.
+  // Counts an exchange that begins. Returns its position in the channel, from 0.
   int64_t enter(const Where& where);
 
-  // The exchange that began first of those under way has ended.
+  // Notes that the oldest exchange under way has ended.
   void complete();
   int64_t num_completed() const;
 
-  // Whether the exchange at this position has begun, and is that one. Taken for granted where it is
-  // too long ago to be remembered.
+  // Returns whether the exchange at this position has begun and is the one at `where`. Positions
+  // too old to be remembered count as such.
   bool has_entered(int64_t position, const Where& where) const;
 
   const std::string& name() const { return name_; }
@@ -47,14 +47,14 @@ class Channel {
   std::deque<WhereWords> latest_;  // kRemembered at most
 };
 
-// An exchange that a rank has waited in for long.
+// An exchange in which a rank waits.
 struct Wait {
   std::string group;  // name of the process group
   std::string channel;
   int64_t position = 0;
   Where where{"", "", -1, -1};
   std::string activity;    // what all ranks do at this point, in words
-  bool is_stream = false;  // a device waits, and the host may go on
+  bool is_stream = false;  // a device waits; the host may go on
   double seconds = 0;
 
   bool operator==(const Wait& other) const {
@@ -63,8 +63,8 @@ struct Wait {
   }
 };
 
-// What a rank that waits tells the others of a group: in what, in this group or another, and how
-// far it is in each channel of this one.
+// What a waiting rank tells the other ranks of a group: the exchange in which it waits, in this
+// group or another, and how far it is in each channel of this group.
 struct Progress {
   Wait wait;
   std::vector<Channel> channels;
@@ -74,12 +74,12 @@ struct Progress {
   const Channel* find(const std::string& channel) const;
 };
 
-// How long a rank that has waited for so long goes on before it asks again what the others wait in.
+// Returns how long a rank that has waited for `waited` pauses before it asks where the others wait.
 std::chrono::steady_clock::duration pause_after(std::chrono::steady_clock::duration waited);
 
-// Whether two ranks wait for each other. Each is in an exchange that the other has not begun, and
-// neither begins another before its own ends. `mine` and `theirs` are how far the two are in the
-// channel that the other waits in.
+// Returns whether two ranks wait for each other: each is in an exchange that the other has not
+// begun, and begins no other before its own ends. `mine` is this rank's copy of the channel that
+// the other rank waits in; `theirs` is the other rank's copy of the channel that this one waits in.
 bool wait_for_each_other(const Wait& my_wait, const Channel& mine, const Wait& their_wait,
                          const Channel& theirs);
 

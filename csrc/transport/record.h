@@ -14,7 +14,7 @@ class Record {
  public:
   // Parts take dtype and row shape from `prototypes` [rows, ...]; rows of the prototypes are
   // ignored.
-  // A sealed record has room for a seal at its end: see Seal.
+  // A sealed record ends with room for a seal: see Seal.
   explicit Record(const std::vector<at::Tensor>& prototypes, bool is_sealed = false);
 
   int64_t row_bytes() const { return row_bytes_; }
@@ -26,7 +26,7 @@ class Record {
   // Part `idx` of `records` as a strided tensor [num_rows, ...]; shares memory.
   at::Tensor part(const at::Tensor& records, size_t idx) const;
 
-  // Seals of `records`, uint8 [num_rows, kSealBytes]; shares memory. Undefined without seals.
+  // Returns the seals of `records`, uint8 [num_rows, kSealBytes], a view. Undefined without seals.
   at::Tensor seals(const at::Tensor& records) const;
 
  private:

@@ -32,7 +32,7 @@ inline RowView row_view(const at::Tensor& tensor) {
           expected * element};
 }
 
-// SealedRows as plain memory; without data there are none.
+// SealedRows as plain memory; `data` is null if rows have no seals.
 struct SealView {
   char* data = nullptr;
   int64_t num_rows = 0;

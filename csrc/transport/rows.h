@@ -10,34 +10,33 @@ namespace distca::transport {
 // stride); index tensors are int32 on the same device. `index` undefined or empty means row i is
 // row i. Rows of src and dst have the same bytes.
 
-// What the rows of a call's results carry beside them from a server to their home, where a device
-// compares it: a host that does not wait cannot.
+// Identifies a call and its server beside each row of results that goes home, where the device
+// compares it: the host does not wait for the rows, so it cannot.
 struct Seal {
   uint32_t tag = 0;            // of the call: see tag_of
   uint32_t rank = 0;           // of the server
-  uint32_t* broken = nullptr;  // host words that say which other seal was found; null: no seal
+  uint32_t* broken = nullptr;  // host words for a seal that differs; null: rows have no seals
 };
 constexpr int64_t kSealBytes = 16;
 enum class BrokenSeal { kIsFound, kTag, kRank, kExpected };  // words of Seal::broken
 
-// Seals of rows: uint8 [rows, kSealBytes], any row stride; undefined where there are none. And
-// seals of the ranks whose rows the results were computed from, contiguous, undefined likewise.
 struct SealedRows {
-  at::Tensor seals;
-  Seal seal;
-  at::Tensor senders;
+  at::Tensor seals;    // of rows: uint8 [rows, kSealBytes], any row stride; undefined: none
+  Seal seal;           // of this call
+  at::Tensor senders;  // of the ranks that sent this server its inputs; contiguous; undefined: none
 };
 
-// dst[i] = src[index[i]] for every row i of dst. Writes `made.seals`, whatever rows they are of.
+// dst[i] = src[index[i]] for every row i of dst. Also writes `made.seals`, which may be of other
+// rows.
 void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                  const SealedRows& made = {});
 
-// dst[index[i]] = src[i] for every row i of src; indices are distinct. Rows of src that have
-// another seal than `found` says become NaN.
+// dst[index[i]] = src[i] for every row i of src; indices are distinct. Rows whose seal differs from
+// the one that `found` expects become NaN; all rows do if a sender's seal differs.
 void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                   const SealedRows& found = {});
 
-// The same, and seals the rows of dst.
+// Does the same as scatter_rows, and seals the rows of dst.
 void scatter_and_seal_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                            const SealedRows& made);
 
@@ -49,8 +48,8 @@ struct Reduction {
 };
 
 // dst[row[i]] += sum of src[slot] in slot order, accumulated in float (double for float64) and
-// rounded once: deterministic, no atomics. A row to which one with another seal than `found` says
-// belongs becomes NaN.
+// rounded once: deterministic, no atomics. A sum becomes NaN if one of its rows, or any sender, has
+// another seal than `found` expects.
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
                  const SealedRows& found = {});
 

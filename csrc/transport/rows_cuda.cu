@@ -13,7 +13,7 @@ constexpr int64_t kMaxBlocks = 4096;  // rows are strided over blocks beyond thi
 
 enum class Sealing { kNone, kMake, kCheck };
 
-// Tells the host, the first time.
+// Reports a seal to the host, the first time only.
 __device__ __forceinline__ void report(const Seal& own, const uint4& found) {
   uint32_t* words = own.broken;
   if (atomicExch_system(words + static_cast<int>(BrokenSeal::kIsFound), 1u) != 0) return;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void report(const Seal& own, const uint4& found) {
   atomicExch_system(words + static_cast<int>(BrokenSeal::kIsFound), 2u);
 }
 
-// Whether a seal is another call's.
+// Returns whether a seal is of another call, and reports it.
 __device__ __forceinline__ bool is_broken(const Seal& own, const char* seal) {
   const uint4 found = *reinterpret_cast<const uint4*>(seal);
   if (found.x == own.tag) return false;
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool is_broken(const SealView& seals, int64_t row) {
   return is_broken(seals.seal, seals.data + row * seals.stride_bytes);
 }
 
-// For all threads of a block: whether any sender's is.
+// Returns, on all threads of a block, whether any sender's seal is of another call.
 __device__ __forceinline__ bool has_broken_sender(const SealView& seals) {
   bool is_any = false;
   for (int64_t i = threadIdx.x; i < seals.num_senders; i += blockDim.x) {

@@ -41,7 +41,7 @@ class Transport {
   virtual std::unique_ptr<Exchange> start(const std::vector<RowBatch>& batches,
                                           const Where& where) = 0;
 
-  // What results of this call carry where a stream, and no host, waits for them: see Seal.
+  // Returns the seal of this call's results, if a stream waits for them and not the host: see Seal.
   virtual Seal seal(const Where& where, const c10::Device& device) = 0;
 };
 

@@ -9,8 +9,8 @@ namespace distca::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kPeriod{250};
-constexpr int kLooksOfAlarm = 8;          // from one question about an alarm to the next
-constexpr std::chrono::seconds kCalm{1};  // of waiting before others are asked how they are
+constexpr int kLooksOfAlarm = 8;          // looks from one check for alarms to the next
+constexpr std::chrono::seconds kCalm{1};  // wait before the first look at other ranks
 
 }  // namespace
 
@@ -41,7 +41,7 @@ bool Watchdog::sleep_until_stopped(std::chrono::milliseconds time) {
 
 void Watchdog::watch() {
 #ifdef DISTCA_WITH_CUDA
-  // A graph that another thread captures neither forbids nor notices what this one asks the device.
+  // CUDA calls of this thread must not disturb a graph that another thread captures.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
 #endif
@@ -53,7 +53,7 @@ void Watchdog::watch() {
       since = Clock::now();
       next_look_ = kCalm;
     }
-    const bool asks = look % kLooksOfAlarm == 0;  // also where nothing is waited for yet
+    const bool asks = look % kLooksOfAlarm == 0;  // also while nothing waits
     const std::string reason = reason_to_give_up(Clock::now() - since, asks);
     if (reason.empty()) continue;
     give_up(reason);
@@ -91,12 +91,12 @@ std::string Watchdog::find_deadlock(Clock::duration still) {
   return failures_->find_deadlock(wait);
 }
 
-// Streams drain first: what is asked of others may take its time.
+// Streams drain first, because asking other ranks may take long.
 void Watchdog::give_up(const std::string& reason) {
   const std::string place = describe(watched_.place().where);
   {
     std::lock_guard lock(mutex_);
-    has_given_up_ = true;  // nobody begins another call meanwhile
+    has_given_up_ = true;  // so that no further call begins meanwhile
   }
   std::string problem;
   try {

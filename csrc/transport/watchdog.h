@@ -17,23 +17,23 @@ class Watched {
  public:
   virtual ~Watched() = default;
 
-  // Since the last look; gone when the device has failed, whose error reaches the host by itself.
+  // What happened since the last look. kGone: the device failed; its error reaches the host anyway.
   enum class State { kIdle, kMoving, kStill, kGone };
   virtual State look() = 0;
 
-  // What is waited for, in which exchange of which channel; seconds are the caller's.
+  // Returns the exchange that is waited for. The caller fills in the seconds.
   virtual Wait place() = 0;
 
-  // What a device has seen that ends the group, in words; empty as long as it has not.
+  // Describes an error seen by the device that ends the group; empty if there is none.
   virtual std::string complaint() = 0;
 
   // Lets the streams drain, now and from now on, whatever becomes of their results.
   virtual void release() = 0;
 };
 
-// Sees to it that no stream waits for ever for a rank that is gone. When a rank has failed, ranks
-// wait for each other, or nothing has moved for the timeout while a stream waits, it releases what
-// it watches; from then on check() throws.
+// Keeps streams from waiting for ever for a rank that is gone. Releases what it watches when a rank
+// has failed, when ranks wait for each other, or when nothing has moved for the timeout while a
+// stream waits. From then on check() throws.
 class Watchdog {
  public:
   // `watched` lives longer.
@@ -61,7 +61,7 @@ class Watchdog {
   std::condition_variable changed_;
   bool stops_ = false;
   bool has_given_up_ = false;
-  std::string failure_;  // once it is known why
+  std::string failure_;  // empty until the cause is known
   Clock::duration next_look_;
   std::thread thread_;
 };

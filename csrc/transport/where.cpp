@@ -51,7 +51,7 @@ uint32_t take_bits(uint32_t& tag, int num_bits) {
   return bits;
 }
 
-// Of all values with these low bits the one nearest to `near`.
+// Returns the value nearest to `near` among those with these low bits.
 int64_t nearest(uint32_t bits, int num_bits, int64_t near) {
   const int64_t period = int64_t{1} << num_bits;
   const int64_t ahead = low_bits(bits - low_bits(near, num_bits), num_bits);

@@ -1,7 +1,7 @@
-"""What a model of transformers does beside its attention layers, by which it may be wrong though
-they are right: attention of its own, layers that mix documents, positions that do not restart.
+"""Check the parts of a transformers model that its attention layers do not control: attention of
+its own, layers that mix documents, positions that do not restart.
 
-A model is checked when it is built, by its source, and again before each forward pass.
+A model's source is checked when the model is built, and its inputs before each forward pass.
 """
 
 import inspect
@@ -25,15 +25,15 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "seq_idx")
 PLAIN_LAYERS = (None, "full_attention", "sliding_attention", "hybrid")  # of config.layer_types
 KNOWN_LAYERS = {*PLAIN_LAYERS, "linear_attention", "conv", "hybrid_sliding", "moe", "mlp"}
 
-# Layers that carry a state from token to token: they cache one, or are named so.
+# Layers that carry a state from token to token: they cache a state, or have such a name.
 CACHES_A_STATE = {"update_conv_state", "update_recurrent_state"}
 MIXERS = re.compile(
     r"(Mamba2?Mixer|DeltaNet|DeltaAttention|LightningAttention|ShortConv|RecurrentBlock|Retention)$"
 )
-CROSS = re.compile(r"cross|encoder_attn")  # attention to an encoder's states, by its path
+CROSS = re.compile(r"cross|encoder_attn")  # paths of attention to an encoder's states
 
-# Those that keep documents apart where the model is called with these keywords: tested with
-# kernels of our own in tests/test_transformers_hybrids.py. Others are never told.
+# Layers that keep documents apart if the model is called with these keywords, as
+# tests/test_transformers_hybrids.py shows with its own kernels. Others cannot be told of documents.
 TOLD_OF_DOCUMENTS = {
     **dict.fromkeys(
         ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
@@ -53,15 +53,15 @@ TOLD_OF_DOCUMENTS = {
 
 
 def check_class(model: nn.Module) -> None:
-    """Raises ValueError where `model`, about to be built, computes text attention by code of its
-    own: it would ask for no mask, or be given none, and attend to all tokens."""
+    """Raises ValueError if `model`, which is being built, has its own code for text attention. It
+    would get no mask and attend to all tokens."""
     kind, config = type(model), model.config
     part = getattr(config, "base_config_key", "")
     if getattr(config, "text_config", None) is not None or "vision" in part or "audio" in part:
-        return  # its text model is checked by itself; towers of images and sound are not causal
+        return  # its text model is checked separately; vision and audio towers are not causal
     try:
         source = inspect.getsource(sys.modules[kind.__module__])
-    except (KeyError, OSError, TypeError):  # then its first forward pass is what tells
+    except (KeyError, OSError, TypeError):  # its first forward pass will tell
         return
     own = re.findall(r"^class (\w*Attention\w*)\(", source, re.MULTILINE)
     chosen = re.findall(r"\b(?!\w*VISION)(\w*ATTENTION_CLASSES)\[", source)
@@ -84,17 +84,17 @@ def watch(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Traits:
-    """Of a model, from its modules."""
+    """Properties of a model, read from its modules."""
 
     parameters: tuple[str, ...]
-    """Names of the arguments of its forward pass."""
+    """Argument names of its forward method."""
     mixers: frozenset[str]
     """Class names of the layers that carry a state from token to token."""
     masked: frozenset[int]
-    """Ids of configurations whose layers need a mask that is there, not left out."""
+    """Ids of configurations whose layers cannot do without a mask."""
     is_rotary: bool
     first_position: int
-    """That the model counts from where it is given no positions."""
+    """First position that the model counts from when it is given none."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Traits":
@@ -125,7 +125,7 @@ def _is_mixer(kind: type) -> bool:
 
 
 def _name(kind: type) -> str:
-    """That of a layer's class, which FSDP2 puts a class of its own before."""
+    """Returns the name of a layer's class without the subclass that FSDP2 puts over it."""
     return next(each.__name__ for each in kind.__mro__ if not each.__name__.startswith("FSDP"))
 
 
@@ -135,19 +135,19 @@ class _Pass:
 
     model: nn.Module
     given: dict[str, object]
-    """What it was called with, of what may say where documents begin."""
+    """Its arguments that may say where documents begin."""
     has_tokens: bool
     num_calls: int = 0
-    """Of the registered attention."""
+    """Number of calls of the registered attention."""
     unmasked: set[int] = field(default_factory=set)
-    """Ids of configurations that were given no mask where they asked for a causal one."""
+    """Ids of configurations that asked for a causal mask and got none."""
     rows: dict[int, Tensor] = field(default_factory=dict)
-    """Positions of a row that is one document, by its tokens."""
+    """Positions of a row that is one document, by number of tokens."""
 
 
 class _UnderWay(threading.local):
-    """This thread's forward passes, the outermost first. A backward pass on a GPU has a thread of
-    its own, and so none."""
+    """Forward passes of this thread, outermost first. A backward pass on a GPU runs on another
+    thread, where the list is empty."""
 
     def __init__(self) -> None:
         self.passes: list[_Pass] = []
@@ -165,7 +165,7 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> None:
     if traits is None:
         traits = _traits[model] = _Traits.of(model)
     passes = _under_way.passes
-    interrupted = [each.model is model for each in passes]  # from the keyboard: it never left
+    interrupted = [each.model is model for each in passes]  # by Ctrl-C, so that _leave did not run
     if any(interrupted):
         del passes[interrupted.index(True) :]
     arguments = {**dict(zip(traits.parameters, args, strict=False)), **kwargs}
@@ -195,7 +195,7 @@ def _leave(model: nn.Module, args: tuple, output: object) -> None:
 
 
 def _check_packed(model: nn.Module, traits: _Traits, given: dict, arguments: dict) -> None:
-    """That all of the model keeps the documents of a packed row apart, not its attention alone."""
+    """Raises ValueError unless the whole model keeps documents of a packed row apart."""
     if not _is_packed(given, arguments):
         return
     name = type(model).__name__
@@ -208,7 +208,7 @@ def _check_packed(model: nn.Module, traits: _Traits, given: dict, arguments: dic
         )
     if traits.mixers and "seq_idx" in given:
         _check_seq_idx(given, name)
-    if not traits.is_rotary:  # rotary positions count by their distance
+    if not traits.is_rotary:  # of rotary positions only the distance matters
         _check_positions(given.get("position_ids"), traits, name)
 
 
@@ -248,7 +248,7 @@ def _remedy(untold: list[str]) -> str:
 
 
 def _is_packed(given: dict, arguments: dict) -> bool:
-    """Whether some row holds several documents. With padding and keys of a cache none does:
+    """Returns whether some row holds several documents. With padding or cached keys no row does:
     attention has a mask then."""
     tokens = arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens
@@ -261,7 +261,7 @@ def _is_packed(given: dict, arguments: dict) -> bool:
         return read_boundaries(given, *tokens.shape[:2], "the model").is_packed
     if not isinstance(positions, Tensor):
         return False
-    while positions.dim() > 2:  # several axes, the first of which is text's, or time
+    while positions.dim() > 2:  # several axes: the first is that of text, or time
         positions = positions[0]
     return bool(((positions[:, 1:] == 0) | (positions[:, 1:] < positions[:, :-1])).any())
 
@@ -287,8 +287,8 @@ def _options():
 
 
 def open_session() -> sessions.Session | None:
-    """This rank's part in the group given to distca.init, else of all ranks; None where nothing is
-    to be balanced."""
+    """Returns the session of the group given to distca.init, by default of all ranks. Returns None
+    if distca is off or torch.distributed is not initialised."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     session = sessions.opened()
@@ -302,12 +302,12 @@ def count_call() -> None:
 
 
 def needs_mask(config: object) -> bool:
-    """Whether layers of `config`, in the pass under way, cannot do without their mask."""
+    """Returns whether layers of `config` cannot do without their mask in the current pass."""
     return any(id(config) in _traits[each.model].masked for each in _under_way.passes)
 
 
 def leave_out_mask(config: object) -> None:
-    """Notes that layers of `config` get no mask in the pass under way, where they asked for one."""
+    """Notes that layers of `config` asked for a mask in the current pass and get none."""
     for each in _under_way.passes:
         each.unmasked.add(id(config))
 
@@ -317,11 +317,11 @@ def has_left_out_mask(config: object) -> bool:
 
 
 def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
-    """Keywords for `read_boundaries` from what the model under way was called with: `module`, an
-    attention layer, is handed none of them. A model that was given none has rows of one document.
+    """Returns keywords for `read_boundaries` from the arguments of the model that is running, for
+    its attention layer `module`, which gets none. Without such arguments a row is one document.
 
-    Raises ValueError where the layer is to be computed again in the backward pass: it cannot be
-    known then which forward pass that belongs to.
+    Raises ValueError if the layer is recomputed in the backward pass: nothing says then which
+    forward pass the recomputation belongs to.
     """
     passes, is_recomputed = _under_way.passes, torch._C._current_graph_task_id() != -1
     if not passes and not is_recomputed:

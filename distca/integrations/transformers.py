@@ -99,7 +99,7 @@ def attention_forward(
     with heads_kv heads, not repeated; returns ([batch, tokens, heads_q, head_dim], None).
 
     The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
-    `position_ids` [1 or batch, tokens] are 0; a layer that is handed neither takes its model's.
+    `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
     `sliding_window` is the number of keys that a query sees, itself included. While `module` trains
     with gradients the call is balanced over ranks, and collective: planned at a forward pass's
     first layer. Otherwise it stays on this rank.
@@ -158,8 +158,8 @@ def forward_mask(
 
 
 def _must_be_made(keywords: dict, mask_function: Callable | None) -> bool:
-    """Whether transformers wants this mask though it is causal: packed documents are not the reason
-    then, for which it asks the same."""
+    """Returns whether this mask is needed although it is causal. For packed documents transformers
+    asks for it in the same way, but they do not need it."""
     if models.needs_mask(keywords.get("config")):
         return True
     is_packed = mask_function is not None and "packed_sequence_mask_function" in _parts(
@@ -262,8 +262,11 @@ class _Call:
             )
 
     def attend(self, documents: Documents, window_size: tuple[int, int]) -> Tensor:
-        """[batch, tokens, heads_q, head_dim of value]. Where it differs from that of query and key
-        (MLA), zeros fill up the smaller: they add nothing to scores, and are cut off `out`."""
+        """Returns [batch, tokens, heads_q, head_dim of value].
+
+        If query and key have another head_dim than value (MLA), the smaller one is padded with
+        zeros. They add nothing to scores, and are cut off the result.
+        """
         query_dim, value_dim = self.query.shape[3], self.value.shape[3]
         scale = query_dim**-0.5 if self.scaling is None else self.scaling
         rows = (
@@ -277,7 +280,7 @@ class _Call:
 def _layer_type(module: nn.Module) -> str | None:
     types = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
-    # -1 in layers that several places share (Zamba 2)
+    # -1 in layers that are used in several places (Zamba 2)
     known = types is not None and index is not None and 0 <= index < len(types)
     return types[index] if known else None
 
@@ -307,7 +310,7 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def _check_own_mask(call: _Call, mask: Tensor) -> None:
-    """A layer that makes a mask from the model's makes it of nothing where that was left out."""
+    """Raises ValueError if a layer derived a mask from the model's, which distca left out."""
     if mask not in _mask_reasons and models.has_left_out_mask(getattr(call.module, "config", None)):
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)} and was made by "
@@ -427,9 +430,9 @@ def _check_batch(call: _Call, mask: Tensor | None) -> None:
 
 
 def _check_built_models() -> None:
-    """transformers asks every model whether it supports its own implementations, when it is built
-    and when its implementation is set; from now on for ours, too. No registry has room for this,
-    and a model that ignores the registered function never calls us."""
+    """Makes transformers check a model for "distca" when it is built and when its implementation is
+    set, as it does for its own implementations. It has no registry for such checks, and a model
+    that ignores the registered function never calls us."""
     stock = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(stock)

@@ -45,7 +45,7 @@ std::string BoardWatch::complaint() {
 }
 
 void BoardWatch::release() {
-  words_.write(static_cast<int>(HostWord::kReleased), 1);  // kernels that come later find it too
+  words_.write(static_cast<int>(HostWord::kReleased), 1);  // for later kernels, too
 }
 
 }  // namespace distca::transport::peer

@@ -10,10 +10,10 @@
 
 namespace distca::transport::peer {
 
-// Kernels that wait for words of this rank's board.
+// Watches the kernels that wait for words of this rank's board.
 class BoardWatch : public Watched {
  public:
-  // Of `rank`'s board.
+  // `words` are those of `rank`, which is this one.
   BoardWatch(HostWords& words, int64_t rank) : words_(words), rank_(rank) {}
 
   void begin(uint32_t epoch, const Wait& wait);

@@ -20,8 +20,8 @@ struct Board {
   int num_ranks;
 };
 
-// Of a board, by the rank that raises it: who needs nothing of others any more, and, for this rank
-// alone, which call it is in.
+// Words of a board, by the rank that raises them. kFinished: the rank needs nothing more of the
+// others. kStarted, only for this rank: the call that it is in.
 enum class Word { kFinished, kStarted };
 constexpr int64_t word_index(Word word, int64_t rank) {
   return static_cast<int64_t>(word) * kMaxPeers + rank;
@@ -33,9 +33,9 @@ struct Call {
   uint32_t tag;
 };
 
-// Then words of 64 bits, the epoch and above it the call's tag: whose rows have arrived here, whose
-// results are written, and whose have been returned. Each is there twice, for epochs in turn: it is
-// raised again when all ranks have finished the call that it stood for.
+// Words of 64 bits that follow: the epoch, and above it the call's tag. They say, for each rank,
+// that its rows have arrived here, and that its results are written and returned. Each word has two
+// places, used in turn: a place is used again once all ranks have finished its previous call.
 enum class CallWord { kArrived, kResults, kReturned };
 constexpr int64_t call_word_index(CallWord word, uint32_t epoch, int64_t rank) {
   return (2 * static_cast<int64_t>(word) + epoch % 2) * kMaxPeers + rank;
@@ -48,8 +48,8 @@ constexpr uint64_t call_word_of(const Call& call) {
   return call.epoch | static_cast<uint64_t>(call.tag) << 32;
 }
 
-// In this rank's host memory: its own words of the board again, whether its watchdog has given up,
-// after which kernels stop waiting, and a rank whose results were another call's.
+// Words in this rank's host memory: a copy of its own words of the board; kReleased, whether its
+// watchdog has given up, so that kernels stop waiting; and a rank that sent another call's results.
 enum class HostWord {
   kFinished,
   kStarted,
@@ -62,7 +62,7 @@ enum class HostWord {
 };
 constexpr uint32_t kMismatchIsWritten = 2;
 
-// A word about this far ahead of its epoch was raised by a kernel that had to stop waiting for it.
+// A kernel that has to stop waiting for a word raises it about this far ahead of its epoch.
 constexpr uint32_t kPoison = uint32_t{1} << 30;
 
 // Rows from anywhere to anywhere: [num_rows] of row_bytes each.
@@ -95,29 +95,29 @@ struct Parcel {
 using RankSet = uint64_t;  // bit r is rank r's
 static_assert(kMaxPeers <= 64);
 
-// Says that this rank is in the call of `epoch`, and waits until nobody needs what was done in
-// `last_use`.
+// Publishes that this rank is in the call of `epoch`, and waits until no rank needs what was done
+// in `last_use`.
 void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t stream);
 
-// Waits until rows of these ranks have arrived for the call's epoch. Where one sent another call's,
-// this rank's call is cut short, and the host is told.
+// Waits until rows of these ranks have arrived for the call's epoch. If a rank sent rows of another
+// call, cuts this rank's call short and tells the host.
 void await_rows(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream);
 
-// Waits likewise until these ranks have published their results and returned them.
+// Waits until these ranks have published and returned their results, and checks them likewise.
 void await_results(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream);
 
-// As await_rows, and then finish.
+// Does await_rows, and then finish.
 void finish_on_arrival(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream);
 
-// As start; then stores rows and raises the targets' words of this rank to the call. One parcel a
-// rank. `counters` are kMaxPeers zeros, and zero again afterwards.
+// Does start; then stores rows, at most one parcel for each rank, and raises this rank's words on
+// the targets' boards to the call. `counters` are kMaxPeers zeros, and zero again afterwards.
 void store(const Board& board, const std::vector<Parcel>& parcels, CallWord word, uint32_t last_use,
            const Call& call, uint32_t* counters, cudaStream_t stream);
 
-// Says that this rank's results of the call are written.
+// Publishes that this rank's results of the call are written.
 void publish(const Board& board, const Call& call, cudaStream_t stream);
 
-// Says that this rank needs nothing more of the others in the call of `epoch`.
+// Publishes that this rank needs nothing more of the others in the call of `epoch`.
 void finish(const Board& board, uint32_t epoch, cudaStream_t stream);
 
 // dst = rows of one rank, or dst += rows of several, added in order in float32 and rounded once.
@@ -134,9 +134,9 @@ struct Gather {
 
 enum class Addend { kBfloat16, kFloat16 };
 
-// Takes results once all have been returned and published, and says that nothing more is needed.
-// Where this rank's board is poisoned, rows become NaN and the others are told nothing. `counter`
-// is zero, and zero again afterwards.
+// Takes results once all have been published and returned, and then does finish. If this rank's
+// board is poisoned, rows become NaN, and nothing is published. `counter` is zero, and zero again
+// afterwards.
 void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend, const Call& call,
            uint32_t* counter, cudaStream_t stream);
 

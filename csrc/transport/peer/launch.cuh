@@ -13,7 +13,7 @@ inline void check(cudaError_t error, const char* what) {
   throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(error));
 }
 
-// Of the current device. All devices are asked once.
+// Returns the number of multiprocessors of the current device. Asks every device once.
 inline int num_multiprocessors() {
   static const std::vector<int> by_device = [] {
     int num_devices = 0;

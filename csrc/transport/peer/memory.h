@@ -33,7 +33,7 @@ class PeerMemory {
   // more.
   PeerMemory(Members members, Meeting meet, int64_t reserved_bytes);
 
-  // Not before the buffers first grow, also where nothing moves: calls take their addresses.
+  // False before the buffers first grow, even for 0 bytes: calls need their addresses.
   bool holds(int64_t num_bytes) const { return !buffers_.empty() && num_bytes <= num_bytes_; }
 
   // Makes each buffer hold `num_bytes`, which are equal on all ranks, or more, and forgets what is

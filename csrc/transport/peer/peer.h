@@ -43,7 +43,7 @@ class PeerTransport {
   // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every
   // rank's buffer, as many on every rank. Where no call needed as many before, it waits for the
   // device and the other ranks, and throws as PeerMemory::grow; then no call has started.
-  // After another stream than the last call's was current, this one waits for that call.
+  // If the last call ran on another stream, the current stream waits for that call.
   void begin(int64_t num_bytes, const Where& where);
 
   int64_t rank() const { return memory_.board().rank; }

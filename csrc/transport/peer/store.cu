@@ -11,8 +11,8 @@ constexpr int kFew = 60;  // blocks of a launch that sends few parameters
 constexpr int kMany = 600;
 constexpr int64_t kBytesPerCta = int64_t{8} << 10;
 
-// Nothing else of this rank runs, because the stream's next kernel waits; but blocks that wait for
-// buffers leave multiprocessors to whoever is to free them.
+// Nothing else of this rank runs, because the stream's next kernel waits. But blocks that wait for
+// buffers must leave multiprocessors to the kernels that free them.
 constexpr int max_ctas(int num_multiprocessors) {
   constexpr int kMost = 128, kLeft = 4;
   return std::clamp(num_multiprocessors - kLeft, 1, kMost);

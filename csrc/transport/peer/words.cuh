@@ -78,12 +78,12 @@ __device__ __forceinline__ bool is_cut_short(const Board& board, uint32_t epoch)
   return is_poisoned(load_relaxed(own_word(board, Word::kStarted, board.rank)) - epoch);
 }
 
-// What this rank gets in the call is worth nothing.
+// Marks this rank's call as cut short: its results are invalid.
 __device__ __forceinline__ void cut_short(const Board& board, uint32_t epoch) {
   store_release(own_word(board, Word::kStarted, board.rank), epoch + kPoison);
 }
 
-// Between two looks at a word: whether the watchdog has given up.
+// Returns, between two looks at a word, whether the watchdog has given up.
 __device__ __forceinline__ bool is_released(const Board& board, uint32_t look) {
   if (look > kLooks) __nanosleep(kPauseNs);
   return look % kLooks == 0 && load_acquire(host_word(board, HostWord::kReleased)) != 0;
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint32_t spin(const Board& board, uint32_t* word, uin
   return ahead;
 }
 
-// Tells the host, the first time.
+// Reports a mismatch to the host, the first time only.
 __device__ __forceinline__ void report_mismatch(const Board& board, int rank, uint32_t their_tag,
                                                 uint32_t own_tag) {
   uint32_t* mismatch = host_word(board, HostWord::kMismatch);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void report_mismatch(const Board& board, int rank, ui
   store_release(mismatch, kMismatchIsWritten);
 }
 
-// Waits until a rank has raised its word for the epoch. In another call it is worth nothing.
+// Waits until a rank has raised its word for the epoch. Cuts the call short if the tag differs.
 __device__ __forceinline__ void spin_for_call(const Board& board, CallWord word, int rank,
                                               const Call& call) {
   uint64_t* own = call_word(board.words[board.rank], word, call.epoch, rank);
@@ -131,9 +131,9 @@ __device__ __forceinline__ void spin_for_call(const Board& board, CallWord word,
   report_mismatch(board, rank, tag, call.tag);
 }
 
-// By a block of more than kMaxPeers threads, the last of which tells the host: neither way is
-// short, and no thread goes both. raise(rank) tells a rank. Results of a call that was cut short
-// are worth nothing: the others go on waiting, until they learn why.
+// Runs on a block of more than kMaxPeers threads. The last one tells the host and the others tell
+// the ranks, by raise(rank), because both take long. If the call was cut short, its results are
+// invalid: the other ranks go on waiting until they learn why.
 template <typename Raise>
 __device__ __forceinline__ void tell_everyone(const Board& board, HostWord word, uint32_t epoch,
                                               Raise&& raise) {

@@ -11,8 +11,8 @@
 namespace distca::transport {
 namespace {
 
-// What ranks exchange first has one size, whatever they are about to do: gloo aborts, or returns
-// stale memory, where sizes differ. Most texts fit in.
+// What ranks exchange first. It has the same size in all phases, because gloo aborts or returns
+// stale memory if sizes differ. Most texts fit in it.
 struct Frame {
   std::array<char, 40> phase{};
   int64_t num_bytes = 0;

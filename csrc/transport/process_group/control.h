@@ -12,26 +12,26 @@
 
 namespace distca::transport {
 
-// Small exchanges between all ranks on the CPU. The process group never sees a tensor of Python's:
-// its threads may be the last to hold one, when the interpreter is gone.
+// Small exchanges between all ranks on the CPU. The process group never gets a Python tensor: its
+// threads might release the tensor after the interpreter has ended.
 class ControlPlane {
  public:
   ControlPlane(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<Patience> patience)
       : group_(std::move(group)), patience_(std::move(patience)) {}
 
-  // Collective: what every rank says, by rank, of any length. `activity` is what all ranks do at
-  // this point, for the error if one of them does not. Throws ValueError on every rank when they
-  // are in different phases.
+  // Collective: returns every rank's `own`, which may have any length, by rank. `activity` says in
+  // words what all ranks do at this point, for errors. Throws ValueError on every rank if ranks are
+  // in different phases.
   std::vector<std::string> gather(std::string_view own, const Where& where,
                                   const std::string& activity);
 
-  // Collective: [num_ranks, ...] of every rank's `tensor`, which has the same shape on all of them.
+  // Collective: returns every rank's `tensor`, [num_ranks, ...]. All have the same shape.
   at::Tensor all_gather(const at::Tensor& tensor, const Where& where, const std::string& activity);
 
-  // From now on this rank waits for nobody here.
+  // Ends all waits here, now and from now on: see Patience.
   void stop() noexcept { patience_->stop(); }
 
-  // Whether the training waits for what is gathered here: see Patience.
+  // Sets whether training waits for what is gathered here: see Patience.
   void set_awaited(bool is_awaited) { patience_->set_awaited(is_awaited); }
 
  private:

@@ -13,7 +13,7 @@ namespace {
 
 using Future = c10::ivalue::Future;
 
-// [num_ranks, kWhereWords] of all ranks as a sentence, or nothing where they are equal.
+// Describes how `places`, [num_ranks, kWhereWords], differ; empty if all are equal.
 std::string difference_of(const at::Tensor& places) {
   std::map<WhereWords, std::vector<int64_t>> ranks_by_place;
   const auto* next = places.const_data_ptr<int64_t>();
@@ -38,7 +38,7 @@ std::string difference_of(const at::Tensor& places) {
   return text + ", and rows of one call would have served another" + kSameCalls;
 }
 
-// Both parts of an exchange as one work. What it holds lives as long as gloo works on it.
+// Runs both parts of an exchange as one work. Keeps tensors alive as long as gloo works on them.
 class HostRows : public c10d::Work {
  public:
   HostRows(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<RowBatch> batches,
@@ -54,7 +54,7 @@ class HostRows : public c10d::Work {
   }
 
  private:
-  // On a thread of gloo, once all ranks have said what they exchange.
+  // Runs on a thread of gloo, once all ranks have announced their calls.
   void send() {
     const std::string difference = difference_of(places_);
     if (!difference.empty()) throw CallMismatch(difference);

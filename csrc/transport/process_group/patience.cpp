@@ -13,22 +13,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kSlice{50};  // in which a signal, or stop(), is noticed
+constexpr std::chrono::milliseconds kSlice{50};  // after which signals and stop() are noticed
 constexpr std::chrono::milliseconds kLook{500};  // from one look at failures to the next
 
 bool is_main_thread() {
   return syscall(SYS_gettid) == getpid();
 }
 
-// Python runs handlers of signals between its own instructions alone: this runs a few of them, by
-// an operator that Python implements, so that the library needs nothing of Python.
+// Runs pending signal handlers of Python, which Python does only between its own instructions. An
+// operator implemented in Python keeps the library independent of Python's ABI.
 void handle_signals() {
   static const auto run_handlers =
       c10::Dispatcher::singleton().findSchemaOrThrow("distca::handle_signals", "").typed<void()>();
   run_handlers.call();
 }
 
-// Whether the work ends within a slice. Throws what went wrong with it.
+// Returns whether the work ends within a slice. Throws the work's error.
 bool ends_soon(c10d::Work& work) {
   try {
     work.wait(kSlice);

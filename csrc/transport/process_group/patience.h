@@ -12,8 +12,9 @@
 
 namespace distca::transport {
 
-// Waits for the exchanges of one process group, and gives up as soon as a peer is known to be gone,
-// or to wait for something else: a rank that never sends would hold us until the group's timeout.
+// Waits for the exchanges of one process group. Gives up as soon as a peer is known to be gone or
+// to wait for something else: otherwise a rank that never sends would hold us until the group's
+// timeout.
 class Patience {
  public:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
@@ -37,30 +38,30 @@ class Patience {
     }
   }
 
-  // Counts an exchange that begins. `activity` is what all ranks do at this point.
+  // Counts an exchange that begins. `activity` says in words what all ranks do at this point.
   Wait enter(const Where& where, const std::string& activity);
 
-  // That exchange on the CPU; the host waits. On the main thread handlers of signals run meanwhile,
-  // and what they raise ends the wait.
+  // Makes the host wait for an exchange on the CPU. On the main thread, signal handlers run
+  // meanwhile, and an exception that they raise ends the wait.
   void wait_on_host(const Works& works, const Wait& wait);
 
-  // That exchange on a device; its current stream waits.
+  // Makes the current stream of a device wait for an exchange on it.
   void wait_on_stream(const Works& works, const Where& where);
 
-  // Whether the training waits for what a thread in the background does here. Others' waits are
-  // nothing that keeps a rank from going on.
+  // Sets whether training waits for the thread that waits here. If not, the wait keeps no rank from
+  // going on, and cannot be part of a deadlock.
   void set_awaited(bool is_awaited) { is_awaited_ = is_awaited; }
 
-  // From now on the host waits for nobody here: this rank leaves the group.
+  // Ends all waits of the host, now and from now on: this rank leaves the group.
   void stop() noexcept { is_stopped_ = true; }
 
-  // Inside guard(): throws after stop().
+  // Throws after stop(). Call it inside guard().
   void check_stopped() const;
 
  private:
-  // What ends a wait although nothing is broken.
+  // These end a wait although nothing is broken.
   struct Interrupted {
-    std::exception_ptr error;  // that a signal's handler raised
+    std::exception_ptr error;  // raised by a signal handler
   };
   struct Parted {
     std::string text;

@@ -22,7 +22,7 @@ std::vector<at::Tensor> room_for(const std::vector<RowBatch>& batches) {
   return received;
 }
 
-// The host waits.
+// An exchange for which the host waits.
 class HostExchange : public Exchange {
  public:
   HostExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -46,7 +46,7 @@ class HostExchange : public Exchange {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-// A stream of a device waits.
+// An exchange for which a stream of a device waits.
 class StreamExchange : public Exchange {
  public:
   StreamExchange(std::vector<RowBatch> batches, std::shared_ptr<Patience> patience,

@@ -5,7 +5,7 @@
 namespace distca::transport {
 namespace {
 
-constexpr uint32_t kIsWritten = 2;  // BrokenSeal::kIsFound, once the words beside it are there
+constexpr uint32_t kIsWritten = 2;  // of BrokenSeal::kIsFound, once the other words are written
 
 }  // namespace
 

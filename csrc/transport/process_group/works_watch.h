@@ -12,17 +12,17 @@
 
 namespace distca::transport {
 
-// Streams of a device that wait for exchanges of a process group. Aborting the group's communicator
-// releases them.
+// Watches the streams of a device that wait for exchanges of a process group. Aborting the group's
+// communicator releases them.
 class WorksWatch : public Watched {
  public:
   WorksWatch(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
              std::string group_name, int64_t rank);
 
-  // The device's current stream has just been told to wait for an exchange.
+  // Notes that the device's current stream has just been told to wait for an exchange.
   void add(const Wait& wait);
 
-  // That of a call's results.
+  // Returns the seal for a call's results.
   Seal seal(const Where& where);
 
   State look() override;
@@ -43,7 +43,7 @@ class WorksWatch : public Watched {
   HostWords broken_;  // seals, by BrokenSeal
 #endif
   std::mutex mutex_;
-  std::deque<Waiting> waits_;  // that have not ended at the last look
+  std::deque<Waiting> waits_;  // those that had not ended at the last look
   Wait latest_;
 };
 
