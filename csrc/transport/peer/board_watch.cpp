@@ -38,7 +38,7 @@ Wait BoardWatch::place() {
 }
 
 std::string BoardWatch::complaint() {
-  if (read(HostWord::kMismatch) != kMismatchIsWritten) return "";
+  if (read(HostWord::kMismatch) == 0) return "";
   const Where near = place().where.in("combine");
   return describe_mismatch(read(HostWord::kTheirRank), where_of(read(HostWord::kTheirTag), near),
                            rank_, where_of(read(HostWord::kOwnTag), near));

@@ -60,7 +60,6 @@ enum class HostWord {
   kTheirTag,
   kOwnTag
 };
-constexpr uint32_t kMismatchIsWritten = 2;
 
 // A kernel that has to stop waiting for a word raises it about this far ahead of its epoch.
 constexpr uint32_t kPoison = uint32_t{1} << 30;

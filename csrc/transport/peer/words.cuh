@@ -104,15 +104,15 @@ __device__ __forceinline__ uint32_t spin(const Board& board, uint32_t* word, uin
   return ahead;
 }
 
-// Reports a mismatch to the host, the first time only.
+// Reports a mismatch to the host, the first ones only: any of them will do.
 __device__ __forceinline__ void report_mismatch(const Board& board, int rank, uint32_t their_tag,
                                                 uint32_t own_tag) {
   uint32_t* mismatch = host_word(board, HostWord::kMismatch);
-  if (atomicExch_system(mismatch, 1u) != 0) return;
+  if (load_relaxed(mismatch) != 0) return;
   store_relaxed(host_word(board, HostWord::kTheirRank), static_cast<uint32_t>(rank));
   store_relaxed(host_word(board, HostWord::kTheirTag), their_tag);
   store_relaxed(host_word(board, HostWord::kOwnTag), own_tag);
-  store_release(mismatch, kMismatchIsWritten);
+  store_release(mismatch, 1);
 }
 
 // Waits until a rank has raised its word for the epoch. Cuts the call short if the tag differs.

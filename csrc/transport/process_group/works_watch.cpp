@@ -3,11 +3,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace distca::transport {
-namespace {
-
-constexpr uint32_t kIsWritten = 2;  // of BrokenSeal::kIsFound, once the other words are written
-
-}  // namespace
 
 WorksWatch::WorksWatch(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
                        std::string group_name, int64_t rank)
@@ -52,7 +47,7 @@ Wait WorksWatch::place() {
 
 std::string WorksWatch::complaint() {
 #ifdef DISTCA_WITH_CUDA
-  if (broken_.read(static_cast<int>(BrokenSeal::kIsFound)) != kIsWritten) return "";
+  if (broken_.read(static_cast<int>(BrokenSeal::kIsFound)) == 0) return "";
   const uint32_t tag = broken_.read(static_cast<int>(BrokenSeal::kTag));
   const uint32_t rank = broken_.read(static_cast<int>(BrokenSeal::kRank));
   const uint32_t expected = broken_.read(static_cast<int>(BrokenSeal::kExpected));
