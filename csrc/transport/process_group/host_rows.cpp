@@ -41,16 +41,15 @@ std::string difference_of(const at::Tensor& places) {
 // Runs both parts of an exchange as one work. Keeps tensors alive as long as gloo works on them.
 class HostRows : public c10d::Work {
  public:
-  HostRows(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<RowBatch> batches,
-           std::vector<at::Tensor> received)
-      : group_(std::move(group)), batches_(std::move(batches)), received_(std::move(received)) {}
+  HostRows(c10d::Backend& backend, std::vector<RowBatch> batches, std::vector<at::Tensor> received)
+      : backend_(backend), batches_(std::move(batches)), received_(std::move(received)) {}
 
   void start(const Where& where) {
     const WhereWords words = words_of(where);
     own_ = at::empty({1, kWhereWords}, at::kLong);
     std::copy(words.begin(), words.end(), own_.mutable_data_ptr<int64_t>());
-    places_ = at::empty({group_->getSize(), kWhereWords}, at::kLong);
-    then(group_->_allgather_base(places_, own_), [](HostRows& self) { self.send(); });
+    places_ = at::empty({backend_.getSize(), kWhereWords}, at::kLong);
+    then(backend_._allgather_base(places_, own_), [](HostRows& self) { self.send(); });
   }
 
  private:
@@ -61,7 +60,7 @@ class HostRows : public c10d::Work {
     num_left_ = batches_.size();
     for (size_t i = 0; i < batches_.size(); ++i) {
       std::vector<int64_t> sent = batches_[i].counts.send, taken = batches_[i].counts.recv;
-      then(group_->alltoall_base(received_[i], batches_[i].rows, taken, sent),
+      then(backend_.alltoall_base(received_[i], batches_[i].rows, taken, sent),
            [](HostRows& self) { self.end_batch(); });
     }
   }
@@ -88,7 +87,9 @@ class HostRows : public c10d::Work {
     if (!has_failed_.exchange(true)) finish(std::move(error));
   }
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  // Not owned: gloo's destructor joins the threads that run this work's parts, so that none of them
+  // may hold the last reference.
+  c10d::Backend& backend_;
   std::vector<RowBatch> batches_;
   std::vector<at::Tensor> received_;
   at::Tensor own_, places_;
@@ -98,12 +99,12 @@ class HostRows : public c10d::Work {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Work> exchange_on_host(c10::intrusive_ptr<c10d::ProcessGroup> group,
+c10::intrusive_ptr<c10d::Work> exchange_on_host(c10d::ProcessGroup& group,
                                                 std::vector<RowBatch> batches,
                                                 std::vector<at::Tensor> received,
                                                 const Where& where) {
-  auto rows =
-      c10::make_intrusive<HostRows>(std::move(group), std::move(batches), std::move(received));
+  auto rows = c10::make_intrusive<HostRows>(*group.getBackend(at::kCPU), std::move(batches),
+                                            std::move(received));
   rows->start(where);
   return rows;
 }

@@ -11,7 +11,7 @@ namespace distca::transport {
 // matches messages by their order alone: if sizes differ, it returns stale memory or aborts. If
 // calls differ, the work fails with CallMismatch on every rank, and no row is sent. `received` is
 // complete when the work is.
-c10::intrusive_ptr<c10d::Work> exchange_on_host(c10::intrusive_ptr<c10d::ProcessGroup> group,
+c10::intrusive_ptr<c10d::Work> exchange_on_host(c10d::ProcessGroup& group,
                                                 std::vector<RowBatch> batches,
                                                 std::vector<at::Tensor> received,
                                                 const Where& where);

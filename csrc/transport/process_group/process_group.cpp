@@ -31,7 +31,7 @@ class HostExchange : public Exchange {
       : received_(room_for(batches)),
         patience_(std::move(patience)),
         wait_(patience_->enter(where, describe(where))) {
-    patience_->guard(where, [&] { work_ = exchange_on_host(group, batches, received_, where); });
+    patience_->guard(where, [&] { work_ = exchange_on_host(*group, batches, received_, where); });
   }
 
   std::vector<at::Tensor> wait() override {
