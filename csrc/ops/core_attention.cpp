@@ -27,7 +27,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   const attention::ForwardRows early{q, k, v, round.early, out, lse};
   in_phase(call, kEarlyTasks, [&] { attention::forward(early, params); });
 
-  const auto visiting = inputs.arrive_visiting();
+  const auto visiting = inputs.arrive_for_tasks();
   const auto [visiting_out, visiting_lse] = in_phase(call, kVisitingTasks, [&] {
     return attention::forward(visiting[0][0], visiting[1][0], visiting[1][1], round.visiting,
                               params);
@@ -38,7 +38,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   const attention::ForwardRows late{q, k, v, round.late, out, lse};
   in_phase(call, kLateTasks, [&] { attention::forward(late, params); });
 
-  const auto arrived = sent.arrive(inputs.senders());
+  const auto arrived = sent.arrive();
   transport::scatter_rows(arrived[0][0], round.queries.home_row, out, arrived[0].seals);
   transport::scatter_rows(arrived[0][1], round.queries.home_row, lse, arrived[0].seals);
 }
@@ -65,7 +65,7 @@ void backward_round(const Call& call, const Round& round, const at::Tensor& grad
   const attention::BackwardRows early{grad_out, q, k, v, saved, round.early, dq, dk, dv};
   in_phase(call, kEarlyTasks, [&] { attention::backward(early, params); });
 
-  const auto visiting = inputs.arrive_visiting();
+  const auto visiting = inputs.arrive_for_tasks();
   const auto& of_grad = visiting[0];
   const auto [visiting_dq, visiting_dk, visiting_dv] = in_phase(call, kVisitingTasks, [&] {
     const auto [visiting_q, visiting_k, visiting_v] =
@@ -79,7 +79,7 @@ void backward_round(const Call& call, const Round& round, const at::Tensor& grad
   const attention::BackwardRows late{grad_out, q, k, v, saved, round.late, dq, dk, dv};
   in_phase(call, kLateTasks, [&] { attention::backward(late, params); });
 
-  const auto arrived = sent.arrive(inputs.senders());
+  const auto arrived = sent.arrive();
   transport::scatter_rows(arrived[0][0], round.queries.home_row, dq, arrived[0].seals);
   transport::reduce_rows(arrived[1][0], round.key_gradients, dk, arrived[1].seals);
   transport::reduce_rows(arrived[1][1], round.key_gradients, dv, arrived[1].seals);

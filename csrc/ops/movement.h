@@ -18,7 +18,7 @@ struct Cargo {
   const Route& route;
 };
 
-// Received rows of a cargo: strided views of one buffer, and the seals of results.
+// Received rows of a cargo: strided views of one buffer, and their seals.
 struct Arrival {
   std::vector<at::Tensor> parts;
   transport::SealedRows seals;
@@ -40,15 +40,14 @@ class Shipment {
         wait_(wait),
         seal_(seal) {}
 
-  // Returns the received rows by slot. `senders` are the seals of the ranks that sent this rank
-  // rows as a server in the same call.
-  std::vector<Arrival> arrive(const at::Tensor& senders = {});
+  // Returns the received rows by slot.
+  std::vector<Arrival> arrive();
 
-  // Returns the seals of the ranks whose rows arrived; undefined if the host compares calls.
-  const at::Tensor& senders() const { return senders_; }
-
-  // The same in visiting order, a copy only where slots are not in that order.
+  // Returns them in visiting order, a copy only where slots are not in that order.
   std::vector<Arrival> arrive_visiting();
+
+  // Does the same for tasks that compute with the rows: see check_seals.
+  std::vector<Arrival> arrive_for_tasks();
 
  private:
   std::vector<transport::Record> records_;
@@ -57,7 +56,6 @@ class Shipment {
   std::shared_ptr<Timeline> timeline_;
   transport::Where wait_;
   transport::Seal seal_;
-  at::Tensor senders_;
 };
 
 // Home rows to the servers that visit them.

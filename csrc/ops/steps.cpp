@@ -93,7 +93,7 @@ Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return announcing(session, [&]() -> Triple {
     Shipment inputs = send_to_servers(session, call.where.in(kDispatch),
                                       {{{home_q}, round.queries}, {{home_k, home_v}, round.keys}});
-    const auto visiting = inputs.arrive_visiting();
+    const auto visiting = inputs.arrive_for_tasks();
     // Parts of one record; with at most one row contiguous() would leave them sharing memory.
     const auto own = [](const at::Tensor& part) {
       return part.clone(at::MemoryFormat::Contiguous);
@@ -236,7 +236,7 @@ Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, cons
     const transport::Where where =
         session.enter(Pass::kBackward, kUnknownCaller, true).in(kDispatch);
     Shipment grads = send_to_servers(session, where, {{{grad}, round.queries}});
-    return {home_grad, grads.arrive_visiting()[0][0].contiguous()};
+    return {home_grad, grads.arrive_for_tasks()[0][0].contiguous()};
   });
 }
 

@@ -38,19 +38,12 @@ struct SealView {
   int64_t num_rows = 0;
   int64_t stride_bytes = 0;
   Seal seal;
-  const char* senders = nullptr;  // [num_senders, kSealBytes]
-  int64_t num_senders = 0;
 };
 
 inline SealView seal_view(const SealedRows& rows) {
   if (!rows.seals.defined() || rows.seal.broken == nullptr) return {};
   const RowView view = row_view(rows.seals);
-  SealView seals{view.data, view.num_rows, view.stride_bytes, rows.seal};
-  if (rows.senders.defined()) {
-    seals.senders = static_cast<const char*>(rows.senders.const_data_ptr());
-    seals.num_senders = rows.senders.size(0);
-  }
-  return seals;
+  return {view.data, view.num_rows, view.stride_bytes, rows.seal};
 }
 
 // Source and destination rows of a copy, and the index on one side of it (nullptr: none).
@@ -75,6 +68,7 @@ inline const int32_t* index_or_null(const at::Tensor& index) {
 }
 
 #ifdef DISTCA_WITH_CUDA
+void check_seals_cuda(const SealView& found);
 void gather_rows_cuda(const RowCopy& copy, const SealView& made);
 void scatter_rows_cuda(const RowCopy& copy, const SealView& found);
 void scatter_and_seal_rows_cuda(const RowCopy& copy, const SealView& made);

@@ -63,6 +63,13 @@ void scatter_rows_cpu(const RowCopy& copy) {
 
 }  // namespace
 
+void check_seals([[maybe_unused]] const SealedRows& found) {
+#ifdef DISTCA_WITH_CUDA
+  const SealView seals = seal_view(found);
+  if (seals.num_rows > 0) check_seals_cuda(seals);
+#endif
+}
+
 void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                  [[maybe_unused]] const SealedRows& made) {
   if (dst.numel() == 0) return;

@@ -10,29 +10,32 @@ namespace distca::transport {
 // stride); index tensors are int32 on the same device. `index` undefined or empty means row i is
 // row i. Rows of src and dst have the same bytes.
 
-// Identifies a call and its server beside each row of results that goes home, where the device
-// compares it: the host does not wait for the rows, so it cannot.
+// Identifies a call and the sender beside each row that travels where the device compares it: the
+// host does not wait for the rows, so it cannot.
 struct Seal {
-  uint32_t tag = 0;            // of the call: see tag_of
-  uint32_t rank = 0;           // of the server
-  uint32_t* broken = nullptr;  // host words for a seal that differs; null: rows have no seals
+  uint32_t tag = 0;             // of the call: see tag_of
+  uint32_t rank = 0;            // of the sender
+  uint32_t* broken = nullptr;   // host words for a seal that differs; null: rows have no seals
+  uint32_t* spoiled = nullptr;  // device word: not 0 once a seal has differed
 };
 constexpr int64_t kSealBytes = 16;
 enum class BrokenSeal { kIsFound, kTag, kRank, kExpected };  // words of Seal::broken
 
 struct SealedRows {
-  at::Tensor seals;    // of rows: uint8 [rows, kSealBytes], any row stride; undefined: none
-  Seal seal;           // of this call
-  at::Tensor senders;  // of the ranks that sent this server its inputs; contiguous; undefined: none
+  at::Tensor seals;  // uint8 [rows, kSealBytes], any row stride; undefined: none
+  Seal seal;         // of this call
 };
 
-// dst[i] = src[index[i]] for every row i of dst. Also writes `made.seals`, which may be of other
-// rows.
+// Compares the seals of received rows with the one of this call. If any differs, the functions
+// below write NaN from then on: what was computed from these rows must not be used.
+void check_seals(const SealedRows& found);
+
+// dst[i] = src[index[i]] for every row i of dst. Also writes `made.seals`.
 void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                  const SealedRows& made = {});
 
 // dst[index[i]] = src[i] for every row i of src; indices are distinct. Rows whose seal differs from
-// the one that `found` expects become NaN; all rows do if a sender's seal differs.
+// the one that `found` expects become NaN.
 void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                   const SealedRows& found = {});
 
@@ -48,8 +51,8 @@ struct Reduction {
 };
 
 // dst[row[i]] += sum of src[slot] in slot order, accumulated in float (double for float64) and
-// rounded once: deterministic, no atomics. A sum becomes NaN if one of its rows, or any sender, has
-// another seal than `found` expects.
+// rounded once: deterministic, no atomics. A sum becomes NaN if one of its rows has another seal
+// than `found` expects.
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
                  const SealedRows& found = {});
 

@@ -16,6 +16,7 @@ enum class Sealing { kNone, kMake, kCheck };
 // Reports a seal to the host, the first ones only: any of them will do. Without atomics, which not
 // every host's memory takes from a device.
 __device__ __forceinline__ void report(const Seal& own, const uint4& found) {
+  *own.spoiled = 1;
   volatile uint32_t* words = own.broken;
   if (words[static_cast<int>(BrokenSeal::kIsFound)] != 0) return;
   words[static_cast<int>(BrokenSeal::kTag)] = found.x;
@@ -25,25 +26,12 @@ __device__ __forceinline__ void report(const Seal& own, const uint4& found) {
   words[static_cast<int>(BrokenSeal::kIsFound)] = 1;
 }
 
-// Returns whether a seal is of another call, and reports it.
-__device__ __forceinline__ bool is_broken(const Seal& own, const char* seal) {
-  const uint4 found = *reinterpret_cast<const uint4*>(seal);
-  if (found.x == own.tag) return false;
-  report(own, found);
-  return true;
-}
-
+// Returns whether a row's seal is of another call, and reports it.
 __device__ __forceinline__ bool is_broken(const SealView& seals, int64_t row) {
-  return is_broken(seals.seal, seals.data + row * seals.stride_bytes);
-}
-
-// Returns, on all threads of a block, whether any sender's seal is of another call.
-__device__ __forceinline__ bool has_broken_sender(const SealView& seals) {
-  bool is_any = false;
-  for (int64_t i = threadIdx.x; i < seals.num_senders; i += blockDim.x) {
-    is_any |= is_broken(seals.seal, seals.senders + i * kSealBytes);
-  }
-  return __syncthreads_or(is_any);
+  const uint4 found = *reinterpret_cast<const uint4*>(seals.data + row * seals.stride_bytes);
+  if (found.x == seals.seal.tag) return false;
+  report(seals.seal, found);
+  return true;
 }
 
 __device__ __forceinline__ void make_seal(const SealView& seals, int64_t row) {
@@ -58,24 +46,29 @@ __device__ __forceinline__ Word nan_word() {
   return word;
 }
 
+__global__ void check_seals_kernel(SealView seals) {
+  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (row < seals.num_rows) is_broken(seals, row);
+}
+
 // One block copies whole rows; the index is on the source (gather) or the destination (scatter).
 template <typename Word, bool kIndexSource, Sealing kSealing>
 __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row,
                                  SealView seals) {
-  const bool is_worthless = kSealing == Sealing::kCheck && has_broken_sender(seals);
+  const bool is_spoiled = kSealing != Sealing::kNone && *seals.seal.spoiled != 0;
   for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x;
        kSealing == Sealing::kMake && i < seals.num_rows; i += gridDim.x * blockDim.x) {
     make_seal(seals, i);
   }
   for (int64_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
     const int64_t indexed = copy.index ? copy.index[i] : i;
-    const bool is_other_call = kSealing == Sealing::kCheck && (is_broken(seals, i) || is_worthless);
+    const bool is_nan = is_spoiled || (kSealing == Sealing::kCheck && is_broken(seals, i));
     const auto* src = reinterpret_cast<const Word*>(copy.src.data + (kIndexSource ? indexed : i) *
                                                                         copy.src.stride_bytes);
     auto* dst = reinterpret_cast<Word*>(copy.dst.data +
                                         (kIndexSource ? i : indexed) * copy.dst.stride_bytes);
     for (int64_t w = threadIdx.x; w < words_per_row; w += blockDim.x) {
-      dst[w] = is_other_call ? nan_word<Word>() : src[w];
+      dst[w] = is_nan ? nan_word<Word>() : src[w];
     }
   }
 }
@@ -83,18 +76,18 @@ __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_p
 template <typename scalar_t>
 __global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns, SealView seals) {
   using acc_t = at::opmath_type<scalar_t>;
-  const bool is_worthless = has_broken_sender(seals);
+  const bool is_spoiled = seals.data != nullptr && *seals.seal.spoiled != 0;
   for (int64_t i = blockIdx.x; i < reduction.num_rows; i += gridDim.x) {
     auto* dst = reinterpret_cast<scalar_t*>(reduction.dst.data +
                                             reduction.row[i] * reduction.dst.stride_bytes);
     const int32_t first = reduction.begin[i];
     const int32_t last = reduction.begin[i + 1];
-    bool is_other_call = is_worthless;
+    bool is_nan = is_spoiled;
     for (int32_t j = first; seals.data != nullptr && j < last; ++j) {
-      is_other_call |= is_broken(seals, reduction.slot[j]);
+      is_nan |= is_broken(seals, reduction.slot[j]);
     }
     for (int64_t c = threadIdx.x; c < num_columns; c += blockDim.x) {
-      acc_t sum = is_other_call ? static_cast<acc_t>(NAN) : static_cast<acc_t>(dst[c]);
+      acc_t sum = is_nan ? static_cast<acc_t>(NAN) : static_cast<acc_t>(dst[c]);
       for (int32_t j = first; j < last; ++j) {
         const auto* src = reinterpret_cast<const scalar_t*>(
             reduction.src.data + reduction.slot[j] * reduction.src.stride_bytes);
@@ -135,6 +128,12 @@ void copy_rows(const RowCopy& copy, const SealView& seals) {
 }
 
 }  // namespace
+
+void check_seals_cuda(const SealView& found) {
+  const auto blocks = static_cast<unsigned>((found.num_rows + kThreads - 1) / kThreads);
+  check_seals_kernel<<<blocks, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(found);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
 
 void gather_rows_cuda(const RowCopy& copy, const SealView& made) {
   if (made.data == nullptr) return copy_rows<true, Sealing::kNone>(copy, {});
