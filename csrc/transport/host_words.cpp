@@ -10,6 +10,7 @@ namespace distca::transport {
 // The page belongs to the process and is registered with the driver. So a watchdog can still read
 // it while the process ends and the driver is gone.
 HostWords::HostWords() : words_(static_cast<uint32_t*>(page_.data())) {
+  TORCH_INTERNAL_ASSERT(kSize * sizeof(uint32_t) <= page_.num_bytes());
   C10_CUDA_CHECK(cudaHostRegister(words_, page_.num_bytes(), cudaHostRegisterMapped));
   void* address = nullptr;
   C10_CUDA_CHECK(cudaHostGetDevicePointer(&address, words_, 0));

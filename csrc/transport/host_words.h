@@ -11,6 +11,8 @@ namespace distca::transport {
 // when it launches a kernel for the first time or frees memory.
 class HostWords {
  public:
+  static constexpr int kSize = 1024;
+
   HostWords();
   HostWords(const HostWords&) = delete;
   ~HostWords();

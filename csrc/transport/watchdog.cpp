@@ -48,7 +48,6 @@ void Watchdog::watch() {
   Clock::time_point since = Clock::now();
   for (int look = 1; !sleep_until_stopped(kPeriod); ++look) {
     const Watched::State state = watched_.look();
-    if (state == Watched::State::kGone) return;
     if (state != Watched::State::kStill) {
       since = Clock::now();
       next_look_ = kCalm;

@@ -17,8 +17,8 @@ class Watched {
  public:
   virtual ~Watched() = default;
 
-  // What happened since the last look. kGone: the device failed; its error reaches the host anyway.
-  enum class State { kIdle, kMoving, kStill, kGone };
+  // What happened since the last look.
+  enum class State { kIdle, kMoving, kStill };
   virtual State look() = 0;
 
   // Returns the exchange that is waited for. The caller fills in the seconds.

@@ -4,11 +4,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
-#include <cuda.h>
 
 #include <algorithm>
 #include <iterator>
 #include <utility>
+
+#include "../stream_words.h"
 
 namespace distca::transport::peer {
 namespace {
@@ -19,31 +20,6 @@ constexpr int64_t kMaxStoredBytes = int64_t{12} << 20;
 // Parcels wait for each other up to here, 0.3 ms: a copy engine needs 6 us to raise a word and go
 // on.
 constexpr int64_t kMinBytesTogether = int64_t{96} << 20;
-
-// Of the driver, through the runtime, so that the library needs no libcuda where there is none.
-template <typename Function>
-Function driver_function(const char* name) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  C10_CUDA_CHECK(
-      cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found));
-  TORCH_CHECK(found == cudaDriverEntryPointSuccess, "distca: ", name,
-              " is missing from the CUDA driver; install one of CUDA 12 or newer, or set transport "
-              "to process_group");
-  return reinterpret_cast<Function>(address);
-}
-
-void check_driver(CUresult result, const char* name) {
-  TORCH_CHECK(result == CUDA_SUCCESS, "distca: ", name, " failed with error ",
-              static_cast<int>(result));
-}
-
-void write_word(uint64_t* word, uint64_t value, cudaStream_t stream) {
-  static const auto write =
-      driver_function<decltype(&cuStreamWriteValue64)>("cuStreamWriteValue64");
-  check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0),
-               "cuStreamWriteValue64");
-}
 
 // In any order: a copy engine needs 3 us from the end of a copy to the start of one that comes
 // after it in the stream.
@@ -196,7 +172,7 @@ void PeerTransport::copy(std::vector<Parcel> parcels, CallWord word) {
     if (num_bytes < kMinBytesTogether && &parcel != &parcels.back()) continue;
     copy_together(std::exchange(blocks, {}), copies_);
     for (uint64_t* each : std::exchange(words, {})) {
-      write_word(each, call_word_of(call()), copies_);
+      write_on_stream(each, call_word_of(call()), copies_);
     }
     num_bytes = 0;
   }

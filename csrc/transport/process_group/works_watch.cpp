@@ -1,6 +1,11 @@
 #include "works_watch.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <ATen/ops/zeros.h>
+#ifdef DISTCA_WITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+
+#include "../stream_words.h"
+#endif
 
 namespace distca::transport {
 
@@ -8,32 +13,48 @@ WorksWatch::WorksWatch(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device
                        std::string group_name, int64_t rank)
     : group_(std::move(group)), device_(device), rank_(rank) {
   latest_.group = std::move(group_name);
+#ifdef DISTCA_WITH_CUDA
+  spoiled_ = at::zeros({1}, at::TensorOptions(device_).dtype(at::kInt));
+  c10::cuda::getCurrentCUDAStream(device_.index()).synchronize();  // other streams read it, too
+#endif
 }
 
 void WorksWatch::add(const Wait& wait) {
-  c10::Event end(device_.type());
-  end.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-  std::lock_guard lock(mutex_);
-  waits_.push_back({std::move(end), wait});
-  latest_ = wait;
+  [[maybe_unused]] const uint32_t number = [&] {
+    std::lock_guard lock(mutex_);  // not while the driver is called, which may wait
+    waits_.push_back({++num_waits_, wait});
+    latest_ = wait;
+    return num_waits_;
+  }();
+#ifdef DISTCA_WITH_CUDA
+  write_on_stream(ended_.on_device() + number % HostWords::kSize, number,
+                  c10::cuda::getCurrentCUDAStream(device_.index()));
+#endif
 }
 
 Seal WorksWatch::seal([[maybe_unused]] const Where& where) {
 #ifdef DISTCA_WITH_CUDA
-  return {tag_of(where), static_cast<uint32_t>(rank_), broken_.on_device()};
+  return {tag_of(where), static_cast<uint32_t>(rank_), broken_.on_device(),
+          static_cast<uint32_t*>(spoiled_.data_ptr())};
 #else
   return {};
+#endif
+}
+
+// A later wait may have overwritten the word.
+bool WorksWatch::has_ended([[maybe_unused]] const Waiting& waiting) const {
+#ifdef DISTCA_WITH_CUDA
+  const uint32_t ended = ended_.read(static_cast<int>(waiting.number % HostWords::kSize));
+  return static_cast<int32_t>(ended - waiting.number) >= 0;
+#else
+  return true;
 #endif
 }
 
 Watched::State WorksWatch::look() {
   std::lock_guard lock(mutex_);
   const size_t num_before = waits_.size();
-  try {
-    while (!waits_.empty() && waits_.front().end.query()) waits_.pop_front();
-  } catch (const std::exception&) {
-    return State::kGone;
-  }
+  while (!waits_.empty() && has_ended(waits_.front())) waits_.pop_front();
   if (waits_.empty()) return State::kIdle;
   return waits_.size() < num_before ? State::kMoving : State::kStill;
 }

@@ -1,7 +1,8 @@
 #pragma once
 
-#include <c10/core/Event.h>
+#include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -13,7 +14,7 @@
 namespace distca::transport {
 
 // Watches the streams of a device that wait for exchanges of a process group. Aborting the group's
-// communicator releases them.
+// communicator releases them. Until then the watchdog does not use the CUDA driver: see HostWords.
 class WorksWatch : public Watched {
  public:
   WorksWatch(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
@@ -22,7 +23,7 @@ class WorksWatch : public Watched {
   // Notes that the device's current stream has just been told to wait for an exchange.
   void add(const Wait& wait);
 
-  // Returns the seal for a call's results.
+  // Returns the seal for a call's rows.
   Seal seal(const Where& where);
 
   State look() override;
@@ -32,17 +33,22 @@ class WorksWatch : public Watched {
 
  private:
   struct Waiting {
-    c10::Event end;
+    uint32_t number;  // counts the waits, from 1
     Wait wait;
   };
+
+  bool has_ended(const Waiting& waiting) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
   int64_t rank_;
 #ifdef DISTCA_WITH_CUDA
-  HostWords broken_;  // seals, by BrokenSeal
+  HostWords broken_;    // seals, by BrokenSeal
+  HostWords ended_;     // numbers of waits that ended, by their remainder
+  at::Tensor spoiled_;  // see Seal
 #endif
   std::mutex mutex_;
+  uint32_t num_waits_ = 0;
   std::deque<Waiting> waits_;  // those that had not ended at the last look
   Wait latest_;
 };

@@ -1,0 +1,44 @@
+#ifdef DISTCA_WITH_CUDA
+#include "stream_words.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <cuda.h>
+
+namespace distca::transport {
+namespace {
+
+// Of the driver, through the runtime, so that the library needs no libcuda where there is none.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  C10_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found));
+  TORCH_CHECK(found == cudaDriverEntryPointSuccess, "distca: ", name,
+              " is missing from the CUDA driver; install one of CUDA 12 or newer");
+  return reinterpret_cast<Function>(address);
+}
+
+void check_driver(CUresult result, const char* name) {
+  TORCH_CHECK(result == CUDA_SUCCESS, "distca: ", name, " failed with error ",
+              static_cast<int>(result));
+}
+
+}  // namespace
+
+void write_on_stream(uint32_t* word, uint32_t value, cudaStream_t stream) {
+  static const auto write =
+      driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32");
+  check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0),
+               "cuStreamWriteValue32");
+}
+
+void write_on_stream(uint64_t* word, uint64_t value, cudaStream_t stream) {
+  static const auto write =
+      driver_function<decltype(&cuStreamWriteValue64)>("cuStreamWriteValue64");
+  check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0),
+               "cuStreamWriteValue64");
+}
+
+}  // namespace distca::transport
+#endif
