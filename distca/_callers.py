@@ -6,7 +6,7 @@ another order, is found before rows of one layer serve another.
 
 import gc
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 from weakref import ref
 
 import torch
@@ -14,8 +14,12 @@ from torch import nn
 
 UNKNOWN = -1
 MAX_FRAMES = 16  # between attention and the module that calls it
+OWN_FRAMES = 3  # of current(), attend_rows() and core_attention(), which are no modules
 
-_numbers: dict[int, tuple[ref, int]] = {}  # by id; a WeakKeyDictionary takes twice the time
+# By id, which takes half as long as a WeakKeyDictionary. A module that dies takes its entries along.
+_numbers: dict[int, int] = {}
+_modules: dict[int, ref] = {}
+_methods: dict[int, tuple[CodeType, bool]] = {}  # by id; a hash of code reads all of it
 
 
 def number_of(module: nn.Module) -> int:
@@ -23,17 +27,23 @@ def number_of(module: nn.Module) -> int:
 
     Returns UNKNOWN if no other module contains it: nothing tells such modules apart.
     """
-    known = _numbers.get(id(module))
-    if known is not None and known[0]() is module:
-        return known[1]
-    _keep(module, UNKNOWN)
-    _number_all_modules()
-    return _numbers[id(module)][1]
+    number = _numbers.get(id(module))
+    if number is None:
+        _keep(module, UNKNOWN)
+        _number_all_modules()
+        number = _numbers[id(module)]
+    return number
 
 
 def _keep(module: nn.Module, number: int) -> None:
     key = id(module)
-    _numbers[key] = ref(module, lambda _: _numbers.pop(key, None)), number
+
+    def forget(_: ref) -> None:
+        _numbers.pop(key, None)
+        _modules.pop(key, None)
+
+    _numbers[key] = number
+    _modules[key] = ref(module, forget)
 
 
 def current() -> int:
@@ -43,17 +53,31 @@ def current() -> int:
     """
     if torch.compiler.is_compiling():
         return UNKNOWN
-    frame: FrameType | None = sys._getframe(1)
+    try:
+        frame: FrameType | None = sys._getframe(OWN_FRAMES)
+    except ValueError:  # nothing of Python calls attention
+        return UNKNOWN
     for _ in range(MAX_FRAMES):
         if frame is None:
             break
         code = frame.f_code
-        if code.co_argcount > 0 and code.co_varnames[0] == "self":
+        known = _methods.get(id(code))
+        if known[1] if known is not None else _is_method(code):
+            # The slow part: Python makes a dictionary of all locals.
             module = frame.f_locals.get("self")
+            number = _numbers.get(id(module))
+            if number is not None:
+                return number
             if isinstance(module, nn.Module):
                 return number_of(module)
         frame = frame.f_back
     return UNKNOWN
+
+
+def _is_method(code: CodeType) -> bool:
+    is_method = code.co_argcount > 0 and code.co_varnames[0] == "self"
+    _methods[id(code)] = code, is_method
+    return is_method
 
 
 def _number_all_modules() -> None:

@@ -191,8 +191,9 @@ def attend_rows(
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
     kept_rows = made.kept_rows if torch.is_grad_enabled() else (0, 0)
+    caller = _callers.current() if made.group_name else _callers.UNKNOWN
     out, *_ = torch.ops.distca.core_attention(
-        q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows, _callers.current()
+        q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows, caller
     )
     return out
 
