@@ -17,7 +17,7 @@ std::vector<Arrival> Shipment::arrive() {
     for (size_t idx = 0; idx < records_[i].num_parts(); ++idx) {
       cargos[i].parts.push_back(records_[i].part(received[i], idx));
     }
-    cargos[i].seals = {records_[i].seals(received[i]), seal_};
+    cargos[i].seals = {received[i], seal_};
   }
   return cargos;
 }
@@ -49,8 +49,7 @@ transport::RowBatch pack_home(const Cargo& cargo, const transport::Record& recor
   const auto& [tensors, route] = cargo;
   const at::Tensor rows = record.allocate(route.home_row.size(0));
   for (size_t idx = 0; idx < tensors.size(); ++idx) {
-    transport::gather_rows(tensors[idx], route.home_row, record.part(rows, idx),
-                           {record.seals(rows), seal});
+    transport::gather_rows(tensors[idx], route.home_row, record.part(rows, idx), {rows, seal});
   }
   return {rows, route.counts};
 }
@@ -62,7 +61,7 @@ transport::RowBatch pack_visiting(const Cargo& cargo, const transport::Record& r
   const at::Tensor rows = record.allocate(route.num_visiting);
   for (size_t idx = 0; idx < tensors.size(); ++idx) {
     transport::scatter_and_seal_rows(tensors[idx], route.slot, record.part(rows, idx),
-                                     {record.seals(rows), seal});
+                                     {rows, seal});
   }
   return {rows, {route.counts.recv, route.counts.send}};
 }
@@ -82,7 +81,7 @@ Shipment send(Session& session, const transport::Where& where, const char* wait,
     batches.push_back(pack(cargo, records.emplace_back(cargo.tensors, is_sealed), seal));
   }
   auto exchange = session.transport().start(batches, where);
-  return {std::move(records),  std::move(routes), std::move(exchange),
+  return {std::move(records), std::move(routes), std::move(exchange),
           session.timeline(), where.in(wait),    seal};
 }
 

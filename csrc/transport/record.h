@@ -14,7 +14,7 @@ class Record {
  public:
   // Parts take dtype and row shape from `prototypes` [rows, ...]; rows of the prototypes are
   // ignored.
-  // A sealed record ends with room for a seal: see Seal.
+  // A sealed record ends with kSealBytes of room for a seal: see Seal.
   explicit Record(const std::vector<at::Tensor>& prototypes, bool is_sealed = false);
 
   int64_t row_bytes() const { return row_bytes_; }
@@ -26,9 +26,6 @@ class Record {
   // Part `idx` of `records` as a strided tensor [num_rows, ...]; shares memory.
   at::Tensor part(const at::Tensor& records, size_t idx) const;
 
-  // Returns the seals of `records`, uint8 [num_rows, kSealBytes], a view. Undefined without seals.
-  at::Tensor seals(const at::Tensor& records) const;
-
  private:
   struct Part {
     at::ScalarType dtype;
@@ -37,7 +34,6 @@ class Record {
   };
   std::vector<Part> parts_;
   int64_t row_bytes_ = 0;
-  bool is_sealed_;
   at::Device device_;
 };
 

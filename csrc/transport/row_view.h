@@ -41,9 +41,9 @@ struct SealView {
 };
 
 inline SealView seal_view(const SealedRows& rows) {
-  if (!rows.seals.defined() || rows.seal.broken == nullptr) return {};
-  const RowView view = row_view(rows.seals);
-  return {view.data, view.num_rows, view.stride_bytes, rows.seal};
+  if (rows.seal.broken == nullptr) return {};
+  const RowView view = row_view(rows.records);
+  return {view.data + view.row_bytes - kSealBytes, view.num_rows, view.row_bytes, rows.seal};
 }
 
 // Source and destination rows of a copy, and the index on one side of it (nullptr: none).

@@ -22,15 +22,15 @@ constexpr int64_t kSealBytes = 16;
 enum class BrokenSeal { kIsFound, kTag, kRank, kExpected };  // words of Seal::broken
 
 struct SealedRows {
-  at::Tensor seals;  // uint8 [rows, kSealBytes], any row stride; undefined: none
-  Seal seal;         // of this call
+  at::Tensor records;  // uint8 [rows, row_bytes], contiguous; each ends with its seal, see Record
+  Seal seal;           // of this call
 };
 
 // Compares the seals of received rows with the one of this call. If any differs, the functions
 // below write NaN from then on: what was computed from these rows must not be used.
 void check_seals(const SealedRows& found);
 
-// dst[i] = src[index[i]] for every row i of dst. Also writes `made.seals`.
+// dst[i] = src[index[i]] for every row i of dst. Also seals `made.records`.
 void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                  const SealedRows& made = {});
 
@@ -39,7 +39,7 @@ void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tenso
 void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                   const SealedRows& found = {});
 
-// Does the same as scatter_rows, and seals the rows of dst.
+// Does the same as scatter_rows, and seals `made.records`.
 void scatter_and_seal_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                            const SealedRows& made);
 
