@@ -6,6 +6,7 @@ another order, is found before rows of one layer serve another.
 
 import gc
 import sys
+from pathlib import Path
 from types import CodeType, FrameType
 from weakref import ref
 
@@ -15,6 +16,7 @@ from torch import nn
 UNKNOWN = -1
 MAX_FRAMES = 16  # between attention and the module that calls it
 OWN_FRAMES = 3  # of current(), attend_rows() and core_attention(), which are no modules
+_OWN_FOLDER = str(Path(__file__).parent)
 
 # By id, which takes half as long as a WeakKeyDictionary. A module that dies takes its entries along.
 _numbers: dict[int, int] = {}
@@ -47,7 +49,7 @@ def _keep(module: nn.Module, number: int) -> None:
 
 
 def current() -> int:
-    """Returns the number of the module whose method is innermost on the stack.
+    """Returns the number of the module whose method is innermost on the stack, distca's own aside.
 
     Returns UNKNOWN if there is no such module, and in compiled code, which serves many layers.
     """
@@ -75,7 +77,9 @@ def current() -> int:
 
 
 def _is_method(code: CodeType) -> bool:
-    is_method = code.co_argcount > 0 and code.co_varnames[0] == "self"
+    """Returns whether `code` is a method's of another package: not of what stands between."""
+    takes_self = code.co_argcount > 0 and code.co_varnames[0] == "self"
+    is_method = takes_self and not code.co_filename.startswith(_OWN_FOLDER)
     _methods[id(code)] = code, is_method
     return is_method
 
