@@ -4,9 +4,6 @@
 
 namespace distca::attention::sm90 {
 
-// Up to here the rounding of lse, in units of log2, makes a probability 1.0005 at most.
-constexpr float kExactLogSum = 4096;
-
 // A warpgroup of the backward kernel: it owns 64 keys of each item and sums up their dK and dV;
 // together the two add up dQ.
 template <typename Shape>
@@ -172,21 +169,8 @@ struct KeyWarpgroup {
     }
   }
 
-  // Whether some row's lse is so large that its rounding lifts probabilities visibly above 1. By
-  // all lanes of a warp.
-  __device__ __forceinline__ bool has_large(uint32_t log_sums) const {
-    bool is_any = false;
-#pragma unroll
-    for (int row = lane; row < Shape::kRows; row += 32) {
-      const float log_sum = fabsf(*in_block<float>(log_sums + 4 * stats_index<Shape::kRows>(row)));
-      is_any |= log_sum > kExactLogSum && log_sum < INFINITY;
-    }
-    return __any_sync(~0u, is_any);
-  }
-
-  // Scores to probabilities. None is above 1 if kLimits: the rounding of lse is worth e^64 where
-  // scores are near 1e9, and sums in fixed point would overflow.
-  template <bool kLimits>
+  // Scores to probabilities. None is above 1, which sums in fixed point rely on: where scores are
+  // near 1e9, the rounding of lse is worth e^64 either way. The sign costs no instruction.
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], uint32_t log_sums) {
 #pragma unroll
     for (int j = 0; j < kScores / 8; ++j) {
@@ -195,8 +179,7 @@ struct KeyWarpgroup {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         float& score = scores[8 * j + e];
-        const float log2 = fmaf(score, scale_log2, -log_sum[e]);
-        score = exp2_fast(kLimits ? min_or_nan(log2, 0.f) : log2);
+        score = exp2_fast(-fabsf(fmaf(score, scale_log2, -log_sum[e])));
       }
     }
   }
@@ -232,15 +215,10 @@ struct KeyWarpgroup {
       begin_scores(scores, Memory::key(n), Memory::query(i), false);
       barrier_wait(barrier(kGradOutFull, i), phase_of(i));
       begin_scores(grads, Memory::value(n), Memory::grad_out(i), true);
-      const bool is_large = has_large(log_sums);
       products_wait<1>();
       pin(scores);
       if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
-      if (is_large) {
-        exponentiate<true>(scores, log_sums);
-      } else {
-        exponentiate<false>(scores, log_sums);
-      }
+      exponentiate(scores, log_sums);
       products_wait<0>();
       pin(grads);
       pack_factors(grads, scores, packed_grads, probabilities);

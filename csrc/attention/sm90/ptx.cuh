@@ -195,13 +195,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// The smaller one; NaN where either is.
-__device__ __forceinline__ float min_or_nan(float a, float b) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t packed;
