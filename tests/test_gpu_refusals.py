@@ -18,23 +18,25 @@ BAD_RANK, HANG_S = 1, 90
 CASES_ON_GPUS = ("grad_out 2-D", "lse of another dtype", "kept 2-D", "a step's gradient 2-D")
 
 
-def run_case(rank: int, world_size: int, case: str, transport: str) -> None:
+def run_case(rank: int, world_size: int, case: str, transport: str, is_first: bool) -> None:
     distca.init(options=distca.Options(transport=transport))
     run, change, _ = CASES[case]
     step = small_step(rank, world_size, SHARDED)
     step.q, step.k, step.v = (t.detach().bfloat16().cuda() for t in (step.q, step.k, step.v))
-    # A kernel that runs for the first time waits for the device, and with it the driver's lock.
-    run(step, distca.plan(step.documents, device="cuda"), lambda given: given)
-    torch.cuda.synchronize()
+    if not is_first:
+        run(step, distca.plan(step.documents, device="cuda"), lambda given: given)
+        torch.cuda.synchronize()
     made = distca.plan(step.documents, device="cuda")
     run(step, made, change if rank == BAD_RANK else lambda given: given)
     torch.cuda.synchronize()  # not for ever, but what came is worth nothing, as the next call says
     run(step, distca.plan(step.documents, device="cuda"), lambda given: given)
 
 
+# A kernel that runs for the first time may wait for the device, and hold the driver's lock.
+@pytest.mark.parametrize("is_first", [False, True], ids=["later", "first"])
 @pytest.mark.parametrize("transport", ["process_group", "peer"])
 @pytest.mark.parametrize("case", CASES_ON_GPUS)
-def test_gradients_are_refused_before_they_are_sent(monkeypatch, case, transport):
+def test_gradients_are_refused_before_they_are_sent(monkeypatch, case, transport, is_first):
     has_own_devices = torch.cuda.device_count() >= 2
     if transport == "peer" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
@@ -43,7 +45,7 @@ def test_gradients_are_refused_before_they_are_sent(monkeypatch, case, transport
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     ranks = Ranks(2, "nccl" if has_own_devices else "gloo")
     try:
-        outcomes = ranks.outcomes(run_case, case, transport, timeout_s=HANG_S)
+        outcomes = ranks.outcomes(run_case, case, transport, is_first, timeout_s=HANG_S)
     finally:
         ranks.stop()
     assert outcomes[BAD_RANK].error_type == "ValueError", outcomes[BAD_RANK]

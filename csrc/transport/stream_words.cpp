@@ -26,15 +26,14 @@ void check_driver(CUresult result, const char* name) {
 
 }  // namespace
 
-void mark_on_stream(uint32_t* word, uint32_t value, cudaStream_t stream) {
+void write_on_stream(uint32_t* word, uint32_t value, cudaStream_t stream) {
   static const auto write =
       driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32");
-  check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value,
-                     CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER),
+  check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0),
                "cuStreamWriteValue32");
 }
 
-void release_on_stream(uint64_t* word, uint64_t value, cudaStream_t stream) {
+void write_on_stream(uint64_t* word, uint64_t value, cudaStream_t stream) {
   static const auto write =
       driver_function<decltype(&cuStreamWriteValue64)>("cuStreamWriteValue64");
   check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0),

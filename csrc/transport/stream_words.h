@@ -6,13 +6,9 @@
 
 namespace distca::transport {
 
-// Writes a word of device or registered host memory when the stream gets there, without a kernel:
-// a kernel's first launch may wait for the device.
-
-// Who sees the word knows where the stream is, but may not see what it wrote before.
-void mark_on_stream(uint32_t* word, uint32_t value, cudaStream_t stream);
-
-// Who sees the word sees what the stream wrote before.
-void release_on_stream(uint64_t* word, uint64_t value, cudaStream_t stream);
+// Writes a word of device or registered host memory when the stream gets there, after what it wrote
+// before. Without a kernel: a kernel's first launch may wait for the device.
+void write_on_stream(uint32_t* word, uint32_t value, cudaStream_t stream);
+void write_on_stream(uint64_t* word, uint64_t value, cudaStream_t stream);
 
 }  // namespace distca::transport

@@ -172,7 +172,7 @@ void PeerTransport::copy(std::vector<Parcel> parcels, CallWord word) {
     if (num_bytes < kMinBytesTogether && &parcel != &parcels.back()) continue;
     copy_together(std::exchange(blocks, {}), copies_);
     for (uint64_t* each : std::exchange(words, {})) {
-      release_on_stream(each, call_word_of(call()), copies_);
+      write_on_stream(each, call_word_of(call()), copies_);
     }
     num_bytes = 0;
   }

@@ -27,8 +27,8 @@ void WorksWatch::add(const Wait& wait) {
     return num_waits_;
   }();
 #ifdef DISTCA_WITH_CUDA
-  mark_on_stream(ended_.on_device() + number % HostWords::kSize, number,
-                 c10::cuda::getCurrentCUDAStream(device_.index()));
+  write_on_stream(ended_.on_device() + number % HostWords::kSize, number,
+                  c10::cuda::getCurrentCUDAStream(device_.index()));
 #endif
 }
 
