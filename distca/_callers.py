@@ -18,7 +18,7 @@ MAX_FRAMES = 16  # between attention and the module that calls it
 OWN_FRAMES = 3  # of current(), attend_rows() and core_attention(), which are no modules
 _OWN_FOLDER = str(Path(__file__).parent)
 
-# By id, which takes half as long as a WeakKeyDictionary. A module that dies takes its entries along.
+# By id, which takes half as long as a WeakKeyDictionary. Entries go when their module dies.
 _numbers: dict[int, int] = {}
 _modules: dict[int, ref] = {}
 _methods: dict[int, tuple[CodeType, bool]] = {}  # by id; a hash of code reads all of it
