@@ -57,8 +57,8 @@ class AttentionShape:
     def least_bytes(self, num_pairs: float) -> float:
         """Return the least bytes that move any task of `num_pairs` (query, key) pairs.
 
-        n query rows of A bytes and m key rows of B bytes have at most n * m pairs, and A * n + B *
-        m is least when both terms are equal.
+        n query rows of A bytes and m key rows of B bytes have at most n * m pairs. Their bytes,
+        A * n + B * m, are least when both terms are equal.
         """
         query_bytes, key_bytes = self.row_bytes()
         return 2 * (query_bytes * key_bytes * num_pairs) ** 0.5
@@ -66,7 +66,7 @@ class AttentionShape:
     def tile_flops(self, tile: int) -> float:
         """Return the FLOPs of a full tile, forward and backward, for all query heads.
 
-        Forward: 4 * rows * keys * head_dim per head. Backward: BACKWARD_OVER_FORWARD times that.
+        Forward: 4 * rows * keys * head_dim per head. Backward: 2.5 times as many.
         """
         forward = 4 * tile * tile * self.heads_q * self.head_dim
         return (1 + BACKWARD_OVER_FORWARD) * forward
