@@ -47,11 +47,11 @@ def documents(
     window_size: tuple[int, int] = CAUSAL,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Iterator[Documents]:
-    """A scope in which scaled_dot_product_attention and varlen_attention work on `packed`.
+    """Open a scope in which scaled_dot_product_attention and varlen_attention work on `packed`.
 
-    While gradients are enabled and torch.distributed runs, the step is planned over `group` unless
-    it was already (collective). Otherwise attention stays on this rank. With activation
-    checkpointing keep the backward pass inside the scope. Scopes nest; they hold for all threads.
+    If gradients are enabled and torch.distributed runs, the step is planned over `group` unless it
+    has a plan already (collective). Otherwise attention stays on this rank. With activation
+    checkpointing, keep the backward pass inside the scope. Scopes nest, and hold for all threads.
     """
     prepare(packed, check_window(window_size), group, is_balanced=torch.is_grad_enabled())
     previous = _scope.documents, _scope.batch
@@ -148,17 +148,18 @@ def core_attention(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = CAUSAL,
 ) -> Tensor:
-    """softmax(q k^T * softmax_scale) v within each document, balanced over ranks by its plan.
+    """Compute softmax(q k^T * softmax_scale) v within each document, balanced over ranks.
 
-    q [tokens, heads_q, head_dim], k, v [tokens, heads_kv, head_dim] with heads_q a multiple of
-    heads_kv, k and v with the documents' context rows before; float64, float32 or bfloat16 on CPU,
-    bfloat16 or float16 on CUDA. `window_size` (left, right): position p of a document sees
-    [p - left, p + right]; -1 is no limit. softmax_scale defaults to head_dim ** -0.5. Returns out,
-    like q. DTensors that are sharded on heads are computed on each rank's own heads.
+    q is [tokens, heads_q, head_dim]; k and v are [tokens, heads_kv, head_dim], with heads_q a
+    multiple of heads_kv, and begin with the documents' context rows. Dtypes are float64, float32 or
+    bfloat16 on CPU, bfloat16 or float16 on CUDA. `window_size` is (left, right): position p of a
+    document sees [p - left, p + right], and -1 means no limit. softmax_scale defaults to
+    head_dim ** -0.5. Returns out, like q. DTensors must be sharded on heads or replicated; each
+    rank computes its own heads.
 
     Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
-    bad arguments before any row is sent, in a step's first layer on every rank of a planned group;
-    torch.distributed.DistBackendError when a rank of the group is lost.
+    bad arguments before any row is sent; in a step's first layer it does so on every rank of a
+    planned group. Raises torch.distributed.DistBackendError if a rank of the group is lost.
     """
     attend = attend_rows if _scope.route is None else _attend_by_route
     return attend(
@@ -220,12 +221,13 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, and under `with distca.documents(...)` the
-    same within each document, balanced.
+    """Drop-in for torch.nn.functional.scaled_dot_product_attention. Inside
+    `with distca.documents(...)` it works within each document and is balanced.
 
-    query [batch, heads_q, tokens, head_dim]; batch * tokens rows are the documents' rows in order.
-    is_causal False is full attention within each document. Raises ValueError under documents for
-    attn_mask, dropout_p, or another number of rows: boundaries are never dropped silently.
+    query is [batch, heads_q, tokens, head_dim], and its batch * tokens rows are the documents' rows
+    in order. is_causal=False is full attention within each document. Inside the scope it raises
+    ValueError for attn_mask, dropout_p, or another number of rows: boundaries are never dropped.
+    Outside the scope it is torch's own function.
     """
     packed = _scope.documents
     if packed is None:
@@ -293,10 +295,11 @@ def varlen_attention(
     scale: float | None = None,
     window_size: tuple[int, int] = FULL,
 ) -> Tensor:
-    """torch.nn.attention.varlen.varlen_attn, balanced under `with distca.documents(...)`.
+    """Drop-in for torch.nn.attention.varlen.varlen_attn, balanced inside
+    `with distca.documents(...)`.
 
-    query [tokens, heads_q, head_dim]. Without documents in force it is torch's own function. Raises
-    ValueError under documents for boundaries that are not theirs and for return_aux.
+    query is [tokens, heads_q, head_dim]. Inside the scope it raises ValueError for return_aux, and
+    for boundaries other than those of the documents. Outside the scope it is torch's own function.
     """
     packed = _scope.documents
     if packed is None:

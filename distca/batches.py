@@ -17,23 +17,24 @@ IGNORE_INDEX = -100  # cross_entropy's default
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """One rank's run of a global pack, its tensors [tokens] or [1, tokens] as the pack's are."""
+    """One rank's run of a global pack. Tensors are [tokens] or [1, tokens], as in the pack."""
 
     tokens: Tensor
     labels: Tensor
-    """What each token predicts, ignore_index where that is nothing. Already shifted: the last token
-    of a run predicts the first one of the next rank's."""
+    """The label that each token predicts, or ignore_index. Labels are already shifted: the last
+    token of a run predicts the first token of the next rank's run."""
     position_ids: Tensor
     """int64: position of each token in its document, which may begin on another rank."""
     documents: Documents
     """For distca.plan and distca.core_attention."""
     rows: slice
-    """The run in the pack, to cut other tensors of the batch."""
+    """Rows of the run in the pack, to cut other tensors of the batch."""
     num_predicted: int
-    """Labels of the whole pack that are not ignored."""
+    """Number of labels of the whole pack that are not ignored."""
     loss_scale: float
-    """Makes losses exact: the sum of this rank's token losses times it, averaged over ranks as data
-    parallel wrappers average gradients, is the mean over the pack's predicted tokens."""
+    """Factor that makes the loss exact. Multiply the sum of this rank's token losses by it. The
+    average over ranks, as data parallel wrappers take it, is then the mean over the pack's
+    predicted tokens."""
 
 
 def shard_batch(
@@ -44,15 +45,15 @@ def shard_batch(
     group: ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> ShardedBatch:
-    """This rank's run of a pack that every rank of `group` holds, equal on all of them.
+    """Return this rank's run of a pack. Every rank of `group` passes the same pack.
 
-    tokens [tokens] or [1, tokens]: documents of `lengths`, one after the other. `labels`, like
-    tokens, are not shifted: each stands at its own token (default: the tokens). They are shifted
-    inside each document before the pack is cut. Runs are equal, or differ by one token where
-    the pack does not divide. `group` defaults as for distca.init; without torch.distributed the run
-    is the pack.
+    tokens [tokens] or [1, tokens] holds documents of `lengths`, one after the other. `labels` has
+    the shape of tokens (default: the tokens) and is not shifted: each label stands at its own
+    token. The labels are shifted inside each document before the pack is cut. Runs have equal
+    numbers of tokens, or differ by one token if the pack does not divide. `group` defaults as for
+    distca.init. Without torch.distributed the run is the pack.
 
-    Raises ValueError for shapes that differ from these, and as Documents.sharded does.
+    Raises ValueError for other shapes, and as Documents.sharded does.
     """
     _check_shape("tokens", tokens, list(tokens.shape))
     num_tokens = tokens.numel()

@@ -39,11 +39,12 @@ class AttentionShape:
 
     @classmethod
     def from_words(cls, words: list[int]) -> "AttentionShape":
-        """From its four fields in order; zeros mean that it is not known yet."""
+        """Return a shape of the four fields in order. If any is 0, the shape is not known yet, and
+        the defaults are returned."""
         return cls(*words) if all(words) else cls()
 
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes that a query row and a key row travel in one layer, forward and backward.
+        """Return the bytes that a query row and a key row move in one layer, forward and backward.
 
         Query: q out, (out, lse) back; (q, grad_out, lse, delta) out, dq back. Key: (k, v) out
         twice, (dk, dv) back.
@@ -54,14 +55,19 @@ class AttentionShape:
         return 5 * q + 3 * lse, 3 * kv
 
     def least_bytes(self, num_pairs: float) -> float:
-        """That bring any task of so many (query, key) pairs: n query rows and m key rows of A and B
-        bytes have n * m pairs at most, and A * n + B * m is least where both terms are equal."""
+        """Return the least bytes that move any task of `num_pairs` (query, key) pairs.
+
+        n query rows of A bytes and m key rows of B bytes have at most n * m pairs. Their bytes,
+        A * n + B * m, are least when both terms are equal.
+        """
         query_bytes, key_bytes = self.row_bytes()
         return 2 * (query_bytes * key_bytes * num_pairs) ** 0.5
 
     def tile_flops(self, tile: int) -> float:
-        """FLOPs of a full tile: 4 * rows * keys * head_dim a head, and backward so many times
-        that."""
+        """Return the FLOPs of a full tile, forward and backward, for all query heads.
+
+        Forward: 4 * rows * keys * head_dim per head. Backward: 2.5 times as many.
+        """
         forward = 4 * tile * tile * self.heads_q * self.head_dim
         return (1 + BACKWARD_OVER_FORWARD) * forward
 

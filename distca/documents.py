@@ -13,18 +13,19 @@ INT32_MAX = 2**31 - 1  # row indices and the kernels' windows are int32
 class Documents:
     """The documents of one rank's packed rows, in row order.
 
-    `Documents(cu_seqlens)` are whole documents: document i is rows
-    [cu_seqlens[i], cu_seqlens[i + 1]). `Documents.sharded` is one rank's part of a pack that is
-    shared by all ranks, where documents may cross ranks.
+    `Documents(cu_seqlens)` describes whole documents: document i is rows
+    [cu_seqlens[i], cu_seqlens[i + 1]). `Documents.sharded` describes one rank's part of a pack that
+    all ranks share, where documents may cross ranks.
 
     The first rows may be context: keys and values of tokens whose queries another call computes.
-    Then q has `num_context_rows` rows fewer than k and v; `num_tokens` counts those of q.
+    Then q has `num_context_rows` rows fewer than k and v, and `num_tokens` counts the rows of q.
     """
 
     def __init__(self, cu_seqlens: Tensor | Sequence[int], num_context_rows: int = 0) -> None:
-        """`cu_seqlens`: [num_documents + 1] integers from 0 to the number of tokens, none smaller
-        than the one before; context rows count. `num_context_rows`: first rows without queries,
-        fewer than the first document that is not empty has. Raises ValueError for anything else.
+        """`cu_seqlens` holds [num_documents + 1] integers from 0 to the number of tokens, context
+        rows included, and never decreases. `num_context_rows` is the number of first rows without
+        queries; it must be less than the length of the first document that is not empty. Raises
+        ValueError for anything else.
         """
         offsets = _integers(cu_seqlens, "cu_seqlens")
         if offsets.numel() == 0 or offsets[0] != 0:
@@ -54,11 +55,13 @@ class Documents:
 
     @classmethod
     def sharded(cls, lengths: Tensor | Sequence[int], rank: int, world_size: int) -> "Documents":
-        """Rank `rank`'s run of a global pack of documents of these `lengths`, cut into
-        `world_size` runs of equal numbers of tokens (the last ones one longer if need be).
+        """Return the documents of `rank` in a global pack that is cut into `world_size` runs.
+
+        `lengths` are the lengths of the pack's documents. Runs have equal numbers of tokens; if the
+        pack does not divide, some runs are one token longer.
 
         Raises ValueError for lengths that are not integers >= 0, for more tokens than the ranks
-        hold or a rank outside [0, world_size).
+        can hold, or for a rank outside [0, world_size).
         """
         lengths = _integers(lengths, "lengths")
         if (lengths < 0).any():
@@ -95,7 +98,7 @@ class Documents:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """int32 [num_pieces + 1], CPU: where each piece of a document begins in these rows."""
+        """int32 [num_pieces + 1], CPU: row at which each piece of a document begins."""
         return torch.nn.functional.pad(self._pieces[:, 2].cumsum(0), (1, 0)).to(torch.int32)
 
     @property
@@ -110,12 +113,12 @@ class Documents:
     def halves(
         self, row: int, window_size: tuple[int, int] = (-1, 0)
     ) -> tuple["Documents", "Documents"]:
-        """The documents of rows [0, row) and of the rest, for attention in two calls.
+        """Return the documents of rows [0, row) and of the other rows, for attention in two calls.
 
-        Where `row` cuts a document, queries behind it see keys before it: the second half begins
-        with context rows, the last `second.num_context_rows` of the first half's keys and values.
-        Raises ValueError for a row outside [0, num_tokens], documents that cross ranks or have
-        context rows, and for a window to the right (or full) where a document is cut.
+        If `row` cuts a document, queries after it see keys before it. The second half then begins
+        with context rows: the last `second.num_context_rows` keys and values of the first half.
+        Raises ValueError for a row outside [0, num_tokens], for documents that cross ranks or have
+        context rows, and for a window to the right (or full) if a document is cut.
         """
         if self.crosses_ranks or self.num_context_rows > 0:
             raise ValueError(f"{self} cannot be halved; expected whole documents, no context rows")
@@ -137,8 +140,8 @@ class Documents:
         return first, second
 
     def pieces(self, rank: int) -> Tensor:
-        """int64 [num_pieces, 5]: (rank, document, start, length, context rows), ids equal on all
-        ranks."""
+        """Return int64 [num_pieces, 5]: (rank, document, start, length, context rows). A document
+        has the same id on all ranks."""
         pieces = self._pieces.clone()
         if not self.crosses_ranks:
             pieces[:, 0] += (rank + 1) * 2 * MAX_DOCUMENTS_PER_RANK

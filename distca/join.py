@@ -20,15 +20,15 @@ def join(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Iterator[Batch]:
-    """Yields this rank's `batches`, and then `empty()` until no rank of `group` (default: as for
-    `init`) has a batch left. All ranks make the same number of steps.
+    """Yield this rank's `batches`, then `empty()` until no rank of `group` (default: as for `init`)
+    has a batch left. All ranks make the same number of steps.
 
     Every rank must iterate over it, in step with its calls of `distca.plan`. `empty` returns a new
     batch at every call. The batch must have no weight in the loss: use `Documents([0])` and no
-    tokens, or one token whose label is ignored if the model needs some. Run the step on an empty
-    batch as on any other, forward and backward, so that collectives of DDP and FSDP stay in step,
-    too. Ranks exchange in the background, one batch early, whether they have data left: `batches`
-    is read one batch ahead.
+    tokens, or one token whose label is ignored if the model needs a token. Run the step on an empty
+    batch as on any other, forward and backward, so that collectives of DDP and FSDP stay in step
+    too. Ranks exchange in the background whether they have data left. This happens one batch
+    early, so `batches` is read one batch ahead.
     """
     session = opened(group)
     source = iter(batches)

@@ -19,95 +19,100 @@ class Options:
     """How distca plans and communicates. Must be equal on all ranks of a group."""
 
     enabled: bool = True
-    """Balance attention over ranks. Off: every rank computes its own documents."""
+    """Balance attention over ranks. If off, every rank computes its own documents."""
 
     tolerance: float = 0.005
-    """Excess of the slowest rank's predicted attention time over the mean that is left alone."""
+    """Allowed excess of the slowest rank's predicted attention time over the mean, as a fraction. A
+    step within it moves nothing."""
 
     server_speeds: str | None = None
-    """Relative attention speeds of the ranks as servers, comma-separated, SPEED*COUNT for several,
-    repeated over all ranks: "1,0.5" alternates, "0*7,1" lets every eighth rank compute for all. 0
-    computes nothing. None: all alike."""
+    """Relative attention speeds of the ranks, as a comma-separated list of SPEED or SPEED*COUNT
+    that repeats over all ranks: "1,0.5" alternates, "0*7,1" lets every eighth rank compute for all.
+    A rank of speed 0 computes nothing. None: all ranks are equally fast."""
 
     memory_cap_gb: float | None = None
-    """Most that a rank may hold of other ranks' rows for one layer, 1e9 byte: queries with their
-    results, keys once. What returns to a rank through peer memory comes on top. None: no limit."""
+    """Memory cap for the rows that a rank holds of other ranks in one layer, in 1e9 bytes: queries
+    with their results, and keys once. Results that return to a rank through peer memory are not
+    counted. None: no cap."""
 
     rounds: int = 1
-    """Rounds of a layer, about, in each of which a rank may hold memory_cap_gb of other ranks'
-    rows: better balance in little memory, but what travels after the first is not hidden."""
+    """Approximate number of rounds of a layer. In each round a rank may hold memory_cap_gb of other
+    ranks' rows. More rounds balance better in little memory, but transfers after the first round
+    are exposed."""
 
     keep_inputs_gb: float = 0.0
-    """Most that a rank keeps for one layer of queries, keys and values that arrive for its tasks,
-    1e9 byte, from the forward to the backward pass, for which they then need not travel again. Keys
-    that rounds, or halves of ping-pong, share are kept by each and count once. 0: nothing."""
+    """Memory for the queries, keys and values of other ranks that a rank keeps in one layer from
+    the forward to the backward pass, in 1e9 bytes. Kept inputs do not travel again. Keys that
+    rounds, or halves of ping-pong, share are kept by each of them but count once. 0 keeps
+    nothing."""
 
     attention_tflops: float | None = None
-    """Attention speed of one rank, 1e12 FLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
+    """Attention speed of one rank, in TFLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
 
     link_gb_per_s: float | None = None
-    """Bandwidth out of one rank to ranks of its node, 1e9 byte/s. None: 200 on CUDA devices, 2 on
-    the CPU."""
+    """Bandwidth from one rank to the ranks of its node, in GB/s (1e9 bytes/s). None: 200 on CUDA
+    devices, 2 on the CPU."""
 
     node_link_gb_per_s: float | None = None
-    """Bandwidth out of one rank to ranks of other nodes, 1e9 byte/s. None: 50 on CUDA devices, 2 on
-    the CPU."""
+    """Bandwidth from one rank to the ranks of other nodes, in GB/s (1e9 bytes/s). None: 50 on CUDA
+    devices, 2 on the CPU."""
 
     ranks_per_node: int | None = None
-    """Consecutive ranks of a group that share a node. None: as the ranks' host names say."""
+    """Number of consecutive ranks of a group that share a node. None: taken from host names."""
 
     cost_table: str | None = None
-    """File that `python -m distca.calibrate` wrote: measured attention times, used instead of
-    attention_tflops, and the links' bandwidth where link_gb_per_s is None. Times of other heads
-    than the model's are scaled by FLOPs, with a warning."""
+    """File written by `python -m distca.calibrate`. Its measured attention times replace
+    attention_tflops, and its bandwidths are used if link_gb_per_s is None. If the model has other
+    heads, the times are scaled by FLOPs, with a warning."""
 
     deterministic: bool = False
-    """Results and gradients equal bit by bit in every run of the same plan; the backward pass is up
-    to a tenth slower on Hopper. Off: as torch.use_deterministic_algorithms says."""
+    """Make results and gradients bitwise equal in every run of the same plan. The backward pass is
+    up to a tenth slower on Hopper. If off, torch.use_deterministic_algorithms decides."""
 
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside
-    attention, which takes Hopper GPUs of one node. "process_group": NCCL or gloo, which is what
-    ping-pong's halves take. "auto": peer where that works."""
+    attention; this needs Hopper GPUs of one node. "process_group": NCCL or gloo; halves of
+    ping-pong always use it. "auto": peer where it works, else process_group."""
 
     peer_memory_gb: float = 0.0
-    """Peer memory that a rank takes when rows first travel, 1e9 byte, so that later plans find it:
-    where a plan needs more than any before, all ranks wait while it grows. It must be there: a rank
-    without it raises. 0: what plans need."""
+    """Peer memory that a rank allocates when rows first travel, in 1e9 bytes. A rank that cannot
+    allocate it raises. If a plan needs more than any plan before, all ranks wait while the memory
+    grows; a larger first allocation avoids that. 0 allocates what plans need."""
 
     timeout_s: float = 600.0
-    """Seconds that a rank waits for another before it raises."""
+    """Seconds that a rank waits for another rank before it raises an error."""
 
     log_every: int = 0
-    """Steps between two lines on what was balanced, by the first rank: imbalance before and after,
-    measured attention time of the ranks and what they waited in it, bytes moved, time of plans. 0:
-    no lines."""
+    """Log a one-line summary on rank 0 every N steps: imbalance before and after, measured
+    attention time and exposed communication of the ranks, bytes moved, planning time. 0 disables
+    it."""
 
     run_dir: str | None = None
-    """Folder for records: steps.jsonl, a line a step, and at the end summary.json, balance.png and
-    trace.json. `python -m distca.report RUN_DIR` shows them at any time. None: no records."""
+    """Folder for records: steps.jsonl with a line per step, and at the end summary.json,
+    balance.png and trace.json. `python -m distca.report RUN_DIR` shows them at any time. None: no
+    records."""
 
     tensorboard: bool = False
-    """Write the same figures as TensorBoard scalars into run_dir/tensorboard."""
+    """Write the figures of run_dir as TensorBoard scalars too, into run_dir/tensorboard."""
 
     patch_sdpa: bool = False
     """Replace torch.nn.functional.scaled_dot_product_attention for the whole process (launcher)."""
 
     document_end_id: int | None = None
-    """Token id that ends a document in the integers that the script's model is called with: the
-    documents of patch_sdpa, without an edit of the script (launcher)."""
+    """Token id that ends each document in the tokens that the script's model is called with. With
+    patch_sdpa, documents are read from it without an edit of the script (launcher)."""
 
     document_positions: str | None = None
-    """Name of the model's argument whose positions restart at 0 with each document: the same from
-    position ids (launcher)."""
+    """Name of the model's argument whose positions restart at 0 with each document. With
+    patch_sdpa, documents are read from it without an edit of the script (launcher)."""
 
     transformers: bool = False
     """Register attn_implementation="distca" with transformers for the script (launcher)."""
 
     documents_may_mix: bool = False
-    """Let recurrent and convolution layers of a transformers model carry their state from each
-    document of a packed row into the next: only attention keeps documents apart. Off: such a model
-    is refused on packed rows, unless its layers are told where documents begin."""
+    """Allow recurrent and convolution layers of a transformers model to carry their state from one
+    document of a packed row into the next. Then only attention separates documents. If off, such a
+    model is refused on packed rows, unless its layers are told where documents begin."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:

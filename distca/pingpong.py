@@ -59,29 +59,32 @@ class _Settings:
 
 
 class PingPong(nn.Module):
-    """`PingPong(block)` makes `block` run on two halves of its tokens, which take turns: one
-    computes while the other communicates, forward and backward. Returns the block itself, of a
-    class that derives from PingPong and its own, as fully_shard does: parameters, buffers and
-    submodules keep their names.
+    """Run a block on two halves of its tokens, which take turns: one computes while the other
+    communicates, forward and backward.
 
-    The block is called as before, with x [tokens, ...] or [1, tokens, ...] first. It finds the
-    step's documents among its arguments, or as `distca.documents` put them in force; they must have
-    a plan. Other tensors with as many entries as there are tokens, in dimension 0 or in dimension 1
-    behind one of size 1, are split too, also inside tuples, lists and dicts; everything else goes
-    to both halves. `split` names exceptions, by position (x is 0) or keyword: the dimension of
-    tokens, or None for what is not to be split. Results are tensors with a row for each token, or
-    tuples, lists or dicts of such, and None.
+    `PingPong(block, cut=middle, split=None)` returns the block itself. Like fully_shard it changes
+    the class of the block, to one that derives from PingPong and from the block's class.
+    Parameters, buffers and submodules keep their names.
 
-    `cut` gives the first row of the second half; it may lie inside a document, except for windows
-    that see to the right. Give all blocks the same function: halves are planned for each. `find`
-    replaces how documents are found: find(block, args, kwargs) returns those of a call, or None.
+    The block is called as before, with x [tokens, ...] or [1, tokens, ...] first. The step's
+    documents are among its arguments, or those of `distca.documents`, and must have a plan. Other
+    tensors are split with x if they have one entry per token, in dimension 0 or in dimension 1
+    behind a dimension of size 1, also inside tuples, lists and dicts. All other arguments go to
+    both halves. `split` names exceptions by position (x is 0) or keyword: the dimension of tokens,
+    or None for an argument that is not split. Results are tensors with a row for each token, None,
+    or tuples, lists or dicts of these.
 
-    The block runs whole where nothing travels: without documents, without a plan, where the plan
-    moves no row, in a group of one rank, with options.enabled False.
+    `cut(documents)` returns the first row of the second half. It may lie inside a document, except
+    for windows that see to the right. Give all blocks the same function, because halves are planned
+    for each function. `find(block, args, kwargs)` returns the documents of a call, or None; it
+    replaces the search among the arguments.
 
-    Shard, checkpoint and compile what PingPong returns. Raises ValueError for a block to which
-    that was done before, for documents that cross ranks, for x without their tokens and for results
-    without rows.
+    The block runs whole if nothing travels: without documents, without a plan, if the plan moves no
+    row, in a group of one rank, or with options.enabled False.
+
+    Shard, checkpoint and compile the block after PingPong. Raises ValueError for a block that is
+    already sharded, checkpointed or compiled, for documents that cross ranks, for x without their
+    tokens, and for results without rows.
     """
 
     def __new__(
@@ -103,7 +106,7 @@ class PingPong(nn.Module):
         """The block is initialised."""
 
     def compile(self, *args, **kwargs) -> None:
-        """torch.compile of what each half runs; attention breaks the graph."""
+        """Compile, by torch.compile, what each half runs. Attention breaks the graph."""
         self._ping_pong.compiled = torch.compile(super().forward, *args, **kwargs)
 
     def _run(self, *args, **kwargs):

@@ -45,30 +45,30 @@ NUM_WORDS = TIMES_WORDS.stop
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan balances and what that costs: predictions for one layer, forward and backward."""
+    """Balance and cost of a plan, predicted for one layer, forward and backward."""
 
     seconds_before: list[float]
-    """Attention time by rank if every rank computes its own documents."""
+    """Attention time of each rank without balancing, in seconds."""
     seconds_after: list[float]
-    """Attention time by rank under the plan."""
+    """Attention time of each rank under the plan, in seconds."""
     bytes_out: list[int]
     """Bytes that each rank sends."""
     bytes_in: list[int]
     """Bytes that each rank receives."""
     plan_ms: float
-    """Exchange of pieces, plan and this rank's layout, milliseconds."""
+    """Time for the exchange of pieces, the plan and this rank's layout, in milliseconds."""
     waited_ms: float
-    """Part of plan_ms that the training thread stood still for."""
+    """Part of plan_ms that the training thread waited for."""
     attention_ms: list[float] = field(default_factory=list)
-    """Measured, by rank: what all layers of an earlier step spent in attention, forward and
-    backward, waits for rows included. Empty where nothing was measured (Options.log_every)."""
+    """Measured attention time of each rank in an earlier step: all layers, forward and backward,
+    including waits for rows. Empty if nothing was measured (Options.log_every)."""
     exposed_ms: list[float] = field(default_factory=list)
-    """Measured, by rank: the part of attention_ms in which nothing was computed, because rows of
-    other ranks were on their way or not sent yet."""
+    """Measured part of attention_ms in which the rank computed nothing, because rows of other ranks
+    were on their way or not sent yet."""
 
     @property
     def imbalance_before(self) -> float:
-        """max / mean of seconds_before; 1 is perfect balance."""
+        """max / mean of seconds_before. 1 is perfect balance."""
         return max_over_mean(self.seconds_before)
 
     @property
@@ -77,8 +77,8 @@ class PlanReport:
         return max_over_mean(self.seconds_after)
 
     def figures(self) -> dict[str, float]:
-        """The plan in numbers, as logs show them. moved_mb: what all ranks send for one layer,
-        forward and backward, 1e6 byte."""
+        """Return the figures that logs show. moved_mb: bytes that all ranks send for one layer,
+        forward and backward, in 1e6 bytes."""
         return {
             "imbalance_before": self.imbalance_before,
             "imbalance_after": self.imbalance_after,
@@ -88,7 +88,7 @@ class PlanReport:
         }
 
     def record(self) -> dict:
-        """Figures and lists by rank, as JSON lines hold them."""
+        """Return figures and lists by rank, as in steps.jsonl."""
         lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
         return {**self.figures(), **lists}
 
@@ -112,7 +112,7 @@ class Made:
 
 
 class Plan:
-    """One rank's share of a plan, ready for the operators once `wait` has returned."""
+    """One rank's share of a plan. Operators can use it once `wait` has returned."""
 
     def __init__(self, pending: Future, device: torch.device, group_name: str) -> None:
         self._pending = pending
@@ -125,7 +125,7 @@ class Plan:
         self.kept_rows = (0, 0)  # room for so many queries, keys: see kept_rows_of
 
     def wait(self) -> "Plan":
-        """Waits for the planner thread; raises what went wrong there, on every use."""
+        """Wait for the planner thread. Raises the error of that thread, on every call."""
         if self.layout is not None:
             return self
         if torch.compiler.is_compiling():
@@ -157,14 +157,14 @@ class Plan:
         return self
 
     def made(self) -> Made:
-        """What the planner thread makes; waits for it."""
+        """Wait for the planner thread, and return its result."""
         if self._pending.done():
             return self._pending.result()
         with torch.profiler.record_function("distca wait for plan"), awaited(self.group_name):
             return self._pending.result()
 
     def report(self) -> PlanReport:
-        """The plan's figures; waits for it."""
+        """Wait for the plan, and return its figures."""
         self.wait()
         return self._report
 
@@ -192,17 +192,17 @@ def plan(
     shape: AttentionShape | None = None,
     ahead: bool = False,
 ) -> Plan:
-    """Plans one step's attention over `group` (default: the group given to distca.init, else all
-    ranks) and attaches it to `documents`.
+    """Plan one step's attention over `group`, and attach the plan to `documents`.
 
-    Collective: every rank calls it once per step, in the same order. `window_size` (left, right) as
-    in torch's varlen attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. `shape` is
-    what seconds and bytes are predicted for (default: the attention that ran last; before the first
-    that of an 8B Llama). With `ahead` it returns at once and a background thread plans; the first
-    use waits for it.
+    Collective: every rank calls it once per step, in the same order. `group` defaults to the group
+    given to distca.init, else all ranks. `window_size` is (left, right), as in torch's varlen
+    attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. `shape` is the attention that
+    seconds and bytes are predicted for; it defaults to the last attention that ran, and before that
+    to an 8B Llama. With `ahead` the call returns at once, a background thread plans, and the first
+    use of the plan waits for it.
 
-    Raises ValueError on every rank when ranks disagree on version, options, step or window, or when
-    documents that cross ranks do not fit together, before any row is sent.
+    Raises ValueError on every rank, before any row is sent, if ranks disagree on version, options,
+    step or window, or if documents that cross ranks do not fit together.
     """
     window_size = check_window(window_size)
     session = opened(group)

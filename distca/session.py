@@ -122,7 +122,7 @@ _defaults: list[Options] = [Options()]
 
 
 def configure(options: Options) -> None:
-    """Sets the options that `init` uses when it is given none (what the launcher does)."""
+    """Set the options that `init` uses if it is given none. The launcher calls it."""
     _defaults[0] = options
 
 
@@ -132,16 +132,16 @@ def configured() -> Options:
 
 
 def init(group: ProcessGroup | DeviceMesh | None = None, options: Options | None = None) -> Session:
-    """Opens `group` for balanced attention and makes it the default of all calls without a group.
-    Collective over the group; a second call for an open group returns the session that is there.
+    """Open `group` for balanced attention, and make it the default of all calls without a group.
+    Collective over the group. For a group that is open already, return its session.
 
-    `group` are the ranks that hold different tokens of the same layer: the data parallel ranks of
-    one tensor and pipeline parallel coordinate. A ProcessGroup, a DeviceMesh all of whose axes are
-    such (`mesh["dp"]`, or the replicas and shards of HSDP), or None: all ranks, or the group that
-    init was given before.
+    `group` holds the ranks with different tokens of the same layer: the data parallel ranks of one
+    tensor and pipeline parallel coordinate. Pass a ProcessGroup or a DeviceMesh with such axes only
+    (`mesh["dp"]`, or the replicas and shards of HSDP). None means all ranks, or the group that init
+    was given before.
 
-    Raises RuntimeError when torch.distributed is not initialised, ValueError when the group is open
-    with other options or the mesh has an axis whose ranks share tokens.
+    Raises RuntimeError if torch.distributed is not initialised. Raises ValueError if the group is
+    open with other options, or if the mesh has an axis whose ranks share tokens.
     """
     session = opened(group, options)
     if group is not None:
@@ -270,8 +270,8 @@ def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
 
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
-    """Ends the session of `group` (default: as for `init`). A group that is not open is left
-    alone. The process groups of a session of some ranks stay until torch.distributed ends.
+    """End the session of `group` (default: as for `init`). A group that is not open is left alone.
+    If the group has only some of the ranks, its process groups stay until torch.distributed ends.
 
     Every rank calls it, and waits at most a moment for the others. If an exception is being
     handled, as in a `finally` block, the other ranks are told of it. Ranks that go on after a rank

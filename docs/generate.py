@@ -7,9 +7,11 @@ project's own commands draw those of docs/pictures, with fewer colours than they
 import argparse
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import distca
@@ -32,6 +34,7 @@ PICTURES = {  # name: arguments of Python, and the picture that they leave in th
     ),
 }
 NUM_COLORS = 160
+COLUMNS = 100
 
 OPTIONS_HEAD = """\
 # Options
@@ -44,7 +47,7 @@ torchrun --nproc-per-node 8 -m distca.run --tolerance 0.05 --log-every 10 train.
 
 or `distca.init(options=distca.Options(tolerance=0.05))`, or `distca.configure(options)` before
 anything else opens the group. They must be equal on all ranks of a group. No environment variable
-changes what distca does. This page is written by `python docs/generate.py`.
+changes what distca does. `python docs/generate.py` writes this page.
 
 | flag | default | meaning |
 | --- | --- | --- |
@@ -52,8 +55,9 @@ changes what distca does. This page is written by `python docs/generate.py`.
 API_HEAD = """\
 # API
 
-What `import distca` offers, from its docstrings; written by `python docs/generate.py`. Shapes:
-`q [tokens, heads_q, head_dim]`, `k, v [tokens, heads_kv, head_dim]`, packed rows without padding.
+The names that `import distca` offers, with their docstrings. `python docs/generate.py` writes this
+page. Shapes: `q [tokens, heads_q, head_dim]`, `k, v [tokens, heads_kv, head_dim]`. Rows are packed,
+without padding.
 """
 API_FOOT = """\
 Errors name the argument, its value and what to do; [troubleshooting.md](troubleshooting.md) has
@@ -88,25 +92,50 @@ def _entry(name: str, thing) -> str:
     if dataclasses.is_dataclass(thing):
         texts = options.field_help(thing)
         fields = (
-            f"- `{field.name}`: {texts.get(field.name, '')}".rstrip(": ")
+            _wrapped(f"- `{field.name}`: {texts.get(field.name, '')}".rstrip(": "), "  ")
             for field in dataclasses.fields(thing)
         )
         text += "\n" + "\n".join(fields) + "\n"
     for key, value in vars(thing).items():
         documented = value.fget if isinstance(value, property) else getattr(thing, key)
-        is_hidden = key.startswith("_") and key != "__init__"
-        if is_hidden or not getattr(documented, "__doc__", None) or key == "__doc__":
+        if not _is_shown(thing, key) or not getattr(documented, "__doc__", None):
             continue
         if isinstance(value, property):
-            text += f"\n**`.{key}`** {inspect.getdoc(documented)}\n"
-        elif callable(documented) and not (key == "__init__" and dataclasses.is_dataclass(thing)):
+            text += _member(f".{key}", documented)
+        elif callable(documented):
             shown = name if key == "__init__" else f".{key}"
-            text += f"\n**`{_signature(shown, documented)}`** {inspect.getdoc(documented)}\n"
+            text += _member(_signature(shown, documented), documented)
     return text
 
 
+def _is_shown(thing: type, key: str) -> bool:
+    """Whether users call this member of a class. They call a constructor that the class wrote."""
+    if key == "__init__":
+        return not dataclasses.is_dataclass(thing) and "__new__" not in vars(thing)
+    return not key.startswith("_")
+
+
+def _member(title: str, documented) -> str:
+    """An entry of a class: its first paragraph begins beside the title."""
+    first, *rest = inspect.getdoc(documented).split("\n\n")
+    return "\n" + "\n\n".join([_wrapped(f"**`{title}`** {first}"), *rest]) + "\n"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Text in lines of COLUMNS, which code spans do not break."""
+    spaced = re.sub(r"`[^`]*`", lambda span: span[0].replace(" ", "\0"), " ".join(text.split()))
+    lines = textwrap.wrap(
+        spaced,
+        COLUMNS,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\0", " ")
+
+
 def _signature(name: str, function) -> str:
-    """Without types, which the text gives in words."""
+    """The call without types, which the docstring states in words."""
     found = inspect.signature(function).parameters.values()
     plain = [each.replace(annotation=inspect.Parameter.empty) for each in found]
     plain = [each for each in plain if each.name != "self"]

@@ -23,7 +23,8 @@ from distca.planning import PlanReport
 from distca.simulate import __main__ as simulate
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAX_COLUMNS = 120  # of prose; tables and blocks of code cannot be wrapped
 MAX_PICTURE_BYTES = 150_000
 COMMAND = re.compile(r"(make|torchrun|python|pip)\s")
 LENGTHS = [9000, 400, 400, 200, 3000, 50, 1200, 700]
@@ -281,6 +282,28 @@ def test_links_and_pictures_are_there():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
     for picture in (ROOT / "docs" / "pictures").iterdir():
         assert picture.stat().st_size <= MAX_PICTURE_BYTES, picture
+
+
+def long_lines(text: str) -> list[str]:
+    """Lines of prose beyond MAX_COLUMNS."""
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in prose.splitlines() if not line.startswith("|")]
+    return [line for line in lines if len(line) > MAX_COLUMNS]
+
+
+def test_prose_is_wrapped():
+    for page in PAGES:
+        assert long_lines(page.read_text()) == [], page.name
+    assert long_lines("word " * 40) and not long_lines("| " + "word " * 40)
+
+
+def test_sources_that_pages_name_are_there():
+    """Files of the repository in code spans: whole paths from its root."""
+    folders = "csrc|distca|tests|benchmarks|examples|tools|docs"
+    named = re.compile(rf"`((?:{folders})/[\w./-]*(?:\.\w+|/))`")
+    for page in PAGES:
+        for path in named.findall(page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
 def sources() -> str:
