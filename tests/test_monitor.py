@@ -131,7 +131,7 @@ def test_the_command_draws_a_run_again(tmp_path):
 
 def test_a_folder_without_records_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path)])
+        report.main([str(tmp_path)])
     assert stopped.value.code == 2
     assert f"{tmp_path}/steps.jsonl has no records" in capsys.readouterr().err
 
