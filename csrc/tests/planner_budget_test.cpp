@@ -4,10 +4,10 @@
 #include <numeric>
 #include <vector>
 
-#include "planner/assignment.h"
-#include "planner/budget.h"
-#include "planner/scheduler.h"
-#include "planner/shares.h"
+#include "planner/balance/assignment.h"
+#include "planner/balance/budget.h"
+#include "planner/balance/scheduler.h"
+#include "planner/balance/shares.h"
 #include "planner_properties.h"
 #include "random_steps.h"
 

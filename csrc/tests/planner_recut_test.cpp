@@ -4,8 +4,8 @@
 #include <limits>
 #include <vector>
 
-#include "planner/pack.h"
-#include "planner/recut.h"
+#include "planner/balance/recut.h"
+#include "planner/model/pack.h"
 
 namespace distca::planner {
 namespace {

@@ -4,9 +4,9 @@
 #include <span>
 #include <vector>
 
-#include "pack.h"
-#include "plan.h"
-#include "ranges.h"
+#include "../model/pack.h"
+#include "../model/plan.h"
+#include "../model/ranges.h"
 
 namespace distca::planner {
 

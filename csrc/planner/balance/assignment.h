@@ -5,10 +5,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../model/loads.h"
+#include "../model/options.h"
+#include "../model/plan.h"
+#include "../model/ranges.h"
 #include "budget.h"
-#include "loads.h"
-#include "plan.h"
-#include "ranges.h"
 #include "shares.h"
 
 namespace distca::planner {

@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../model/options.h"
 #include "assignment.h"
 
 namespace distca::planner {

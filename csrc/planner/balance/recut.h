@@ -2,6 +2,7 @@
 
 #include <span>
 
+#include "../model/options.h"
 #include "assignment.h"
 #include "slices.h"
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "../model/options.h"
 #include "assignment.h"
 #include "slices.h"
 

@@ -2,8 +2,9 @@
 
 #include <vector>
 
+#include "../model/options.h"
+#include "../model/plan.h"
 #include "assignment.h"
-#include "plan.h"
 
 namespace distca::planner {
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <utility>
 
-#include "loads.h"
-#include "ranges.h"
+#include "../model/loads.h"
+#include "../model/ranges.h"
 #include "scheduler.h"
 
 namespace distca::planner {

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "../model/options.h"
 #include "assignment.h"
 #include "scheduler.h"
 #include "slices.h"
