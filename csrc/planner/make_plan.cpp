@@ -4,8 +4,8 @@
 #include <limits>
 #include <stdexcept>
 
-#include "balance/assignment.h"
 #include "balance/balancer.h"
+#include "balance/home_cut.h"
 #include "layout/keeping.h"
 #include "layout/rounds.h"
 #include "model/loads.h"
@@ -14,7 +14,7 @@ namespace distca::planner {
 
 Plan make_plan(const Pack& pack, const PlanOptions& options) {
   validate(options, pack);
-  const Home home(pack, options);
+  const HomeCut home(pack, options);
   Plan plan{pack.num_ranks, options.mask, balance(pack, options, home), {}, 0};
   plan.loads = loads_of(pack, options, plan.tasks);
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {

@@ -10,106 +10,91 @@
 #include "../model/plan.h"
 #include "../model/ranges.h"
 #include "budget.h"
-#include "shares.h"
+#include "home_cut.h"
+#include "items.h"
 
 namespace distca::planner {
 
-// The home cut: every segment computed where its rows live.
-struct Home {
-  Home(const Pack& pack, const PlanOptions& options);
+constexpr int64_t kMovedAtOnce = 16;  // items that shift in memory for one step of the budget
 
-  std::span<const Share> shares_of(int64_t rank) const {
-    return {shares.data() + first[rank], static_cast<size_t>(first[rank + 1] - first[rank])};
-  }
-  // Returns the same shares in descending order of seconds, sorted on first use.
-  std::span<const Share> dearest_first(int64_t rank) const;
-
-  std::vector<Share> shares;    // by rank, document, position
-  std::vector<int64_t> first;   // [num_ranks + 1] index into shares
-  std::vector<double> seconds;  // [num_ranks] at speed 1
-  Traffic traffic;
-
- private:
-  mutable std::vector<std::vector<Share>> dearest_;  // [num_ranks] empty until asked for
-};
-
-// Part of a share of the donor goes to a receiver.
+// Moves part of one of the donor's items to a receiver.
 struct Move {
   int64_t donor;
   int64_t receiver;
-  size_t share;  // index in the donor's own shares
+  size_t item;  // index in the donor's own items
   Range slice;
   double relief;   // seconds off the donor
-  double seconds;  // that the slice takes; more than the relief where a cut costs something
+  double seconds;  // of the slice; above the relief if the split costs extra tiles
   int64_t bytes;   // into the receiver
 };
 
-// Rows of a document that lies on one rank, the donor, and that a receiver computes.
-struct Given {
+// A receiver computes these rows of a document whose home is one rank, the donor.
+struct Placement {
   int64_t document;
   int64_t donor;
   int64_t receiver;
   Range rows;
 };
 
-// Who computes what while a plan is being made, and what that costs servers and links.
+// Tracks who computes what during the search, and the load of servers and links.
 class Assignment {
  public:
   // Servers and links must finish within `limit` seconds. All work is charged to the budget.
-  Assignment(const Pack& pack, const PlanOptions& options, const Home& home, double limit,
+  Assignment(const Pack& pack, const PlanOptions& options, const HomeCut& home, double limit,
              Budget& budget);
 
   void spend(int64_t steps) const { budget_.spend(steps); }
   bool is_budget_spent() const { return budget_.is_spent(); }
 
-  // Seconds at speed 1 above the limit of a rank, and below it.
+  // Returns the seconds at speed 1 above the rank's limit; negative below it.
   double surplus(int64_t rank) const { return seconds_[rank] - limit(rank); }
   double limit(int64_t rank) const { return limit_ * options_.speed(rank); }
   double seconds(int64_t rank) const { return seconds_[rank]; }
   int64_t bytes_in(int64_t rank) const { return traffic_[rank].bytes_in; }
-  // The least share of what the rank may take that is left: of its compute, ingress, memory.
-  double room(int64_t rank) const;
+  // Returns the seconds that the rank can still receive: the scarcest of compute, ingress and
+  // memory decides.
+  double capacity(int64_t rank) const;
 
   double seconds(int64_t document, Range rows) const {
     return options_.cost.seconds(options_.mask, rows, pack_.documents[document].length);
   }
-  // The donor's home rows that it still computes, dearest first.
-  std::span<const Share> own(int64_t rank);
+  // Returns the donor's home rows that it still computes, the largest first.
+  std::span<const Item> own(int64_t rank);
   // Returns those of one document, in no order.
-  std::span<const Share> own_of(int64_t rank, int64_t document) const;
-  // Returns the index of a share that the donor still computes.
-  size_t find_own(int64_t rank, const Share& share) const { return ranks_[rank].own.find(share); }
+  std::span<const Item> own_of(int64_t rank, int64_t document) const;
+  // Returns the index of an item that the donor still computes.
+  size_t find_own(int64_t rank, const Item& item) const { return ranks_[rank].own.find(item); }
 
-  // Rows that a receiver has of a document already.
+  // Returns the rows of the document that the receiver already has.
   const RangeSet& keys_on(int64_t receiver, int64_t document);
-  // Bytes into a receiver that has the keys `held`.
-  int64_t bytes_of(int64_t document, Range rows, const RangeSet& held) const;
-  // Bytes that the rank may still send to other nodes.
+  // Returns the bytes into a receiver that already has `keys`.
+  int64_t bytes_of(int64_t document, Range rows, const RangeSet& keys) const;
+  // Returns the bytes that the rank may still send to other nodes.
   double node_bytes_left(int64_t rank) const;
-  // Whether the bytes keep links and the receiver's memory within their limits.
+  // Returns whether the links and the receiver's memory stay within their limits.
   bool links_fit(const Move& move) const;
 
   void apply(const Move& move);
-  // Gives away the donor's dearest shares of at most `most` seconds whole, one by one, while their
-  // sum is at most `most` and links and memory have room. Returns the sum. Once the budget is
-  // spent, only a donor that serves nothing gives shares of cut documents, and it ignores links.
-  double give_wholes(int64_t donor, int64_t receiver, double most);
+  // Moves the donor's largest items of at most `max_seconds` whole, one by one, while their sum is
+  // at most `max_seconds` and links and memory have capacity. Returns the sum. Once the budget is
+  // spent, only a donor of speed 0 moves items of cut documents, and it ignores links.
+  double give_whole_documents(int64_t donor, int64_t receiver, double max_seconds);
 
-  // Of all documents that lie on one rank, by document.
-  std::vector<Given> given() const;
-  Share whole(int64_t document) const;
-  // Gives back to the donor what the receivers have of one document, of which it has the rest.
-  void take_back(std::span<const Given> given);
-  // To give rows of a document that the donor still computes.
-  Move move_of(const Given& given) const;
-  // Whether memory caps are kept and ranks that serve nothing compute nothing.
+  // Returns the placements of all documents with one home rank, by document.
+  std::vector<Placement> placements() const;
+  Item whole(int64_t document) const;
+  // Returns all rows of one document to its donor. `placements` are all of the document's.
+  void take_back(std::span<const Placement> placements);
+  // Returns the move that makes the placement of rows that the donor still computes.
+  Move move_of(const Placement& placement) const;
+  // Returns whether no memory cap is exceeded and ranks of speed 0 compute nothing.
   bool is_valid() const;
   bool is_over_cap(int64_t rank) const {
     return static_cast<double>(traffic_[rank].held_bytes) > options_.cap_bytes(rank);
   }
   const Load& load(int64_t rank) const { return traffic_[rank]; }  // without seconds
   double total_bytes() const;
-  // Of the slowest server, at its speed, and of the slowest server or link.
+  // Return the seconds of the slowest server, and of the slowest server or link.
   double slowest_seconds() const;
   double makespan() const;
   // In plan order; adjacent ranges of a server are not joined.
@@ -117,11 +102,11 @@ class Assignment {
 
  private:
   struct Rank {
-    DearestFirst own;           // home rows; only once opened
-    std::vector<Share> guests;  // rows of other homes, in order; they stay
-    std::vector<Share> wholes;  // as guests: documents that came whole, of which no more can come
-    // What is left of `own`, for documents that have given rows away.
-    std::unordered_map<int64_t, std::vector<Share>> left;
+    LargestFirst own;                   // home rows; only once opened
+    std::vector<Item> guests;           // rows of other homes, in order; they stay
+    std::vector<Item> whole_documents;  // guests too, but no more of their documents can come
+    // The part of `own` of every document that has rows elsewhere.
+    std::unordered_map<int64_t, std::vector<Item>> rest;
     bool is_open = false;
   };
 
@@ -130,16 +115,16 @@ class Assignment {
 
   void open(int64_t rank);
   bool has_lone_home(int64_t document) const { return pack_.documents[document].num_segments == 1; }
-  std::vector<Share>& left_of(int64_t rank, int64_t document);
+  std::vector<Item>& rest_of(int64_t rank, int64_t document);
   bool is_idle(int64_t rank) const;
-  double give_all_of(int64_t document, int64_t donor, int64_t receiver, double most);
-  void insert_own(int64_t rank, const Share& share);
+  double give_all_of(int64_t document, int64_t donor, int64_t receiver, double max_seconds);
+  void insert_own(int64_t rank, const Item& item);
   void count(int64_t document, int64_t rank, int64_t times);
   void take(const Move& move, int64_t document);
 
   const Pack& pack_;
   const PlanOptions& options_;
-  const Home& home_;
+  const HomeCut& home_;
   const double limit_;
   std::vector<double> seconds_;  // [num_ranks] at speed 1
   Traffic traffic_;

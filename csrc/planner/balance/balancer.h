@@ -4,12 +4,13 @@
 
 #include "../model/options.h"
 #include "../model/plan.h"
-#include "assignment.h"
+#include "home_cut.h"
 
 namespace distca::planner {
 
-// Tasks, in plan order, whose slowest server or link is early, then few bytes; the home cut where
-// that is balanced. Throws std::invalid_argument where no tasks within the memory caps are found.
-std::vector<Task> balance(const Pack& pack, const PlanOptions& options, const Home& home);
+// Returns the tasks that minimise the makespan, and among those move few bytes, in plan order.
+// Returns the home cut if it is balanced. Throws std::invalid_argument if it finds no tasks within
+// the memory caps.
+std::vector<Task> balance(const Pack& pack, const PlanOptions& options, const HomeCut& home);
 
 }  // namespace distca::planner

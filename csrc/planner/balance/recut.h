@@ -8,10 +8,10 @@
 
 namespace distca::planner {
 
-// Cuts every document that lies on one rank anew, in one row of slices for the receivers that it
-// was given to, where that takes fewer bytes: when the first slice was cut, nobody knew what room
-// the next receivers would have. No receiver's bytes rise above most_bytes [num_ranks].
-void recut(Assignment& assignment, const PlanOptions& options, const Prices& prices,
-           std::span<const double> most_bytes);
+// Cuts every document with one home rank anew, in one row of slices for its receivers, if that
+// moves fewer bytes: the first cut did not know the capacities of later receivers. No receiver's
+// bytes rise above max_bytes [num_ranks].
+void recut(Assignment& assignment, const PlanOptions& options, const Weights& weights,
+           std::span<const double> max_bytes);
 
 }  // namespace distca::planner

@@ -6,21 +6,21 @@
 
 namespace distca::planner {
 
-// Ways to pair donors and receivers. None is best for all steps; where ranks are few, several are
-// tried.
-struct Style {
-  int num_roomiest = 8;     // receivers of which the one that a slice fills best gets it
-  bool takes_turns = true;  // donors give by turns, so that all get large rooms for dear rows
-  bool is_fair = true;      // no receiver gets more bytes than its room is worth
-  int num_emptied = 0;   // ranks of a receiving node, at most, which then take the largest slices
-  double node_part = 1;  // of what links between nodes could take away, what is planned for
+// A way to pair donors and receivers. None is best for all steps, so with few ranks the search
+// tries several.
+struct Pairing {
+  int num_candidates = 8;     // receivers compared for a slice
+  bool takes_turns = true;    // donors alternate, so that each meets large capacities
+  bool bounds_bytes = true;   // bytes into a receiver are bounded by its capacity, see ByteBound
+  int max_emptied = 0;        // most ranks of a receiving node to empty for large slices
+  double node_link_part = 1;  // part of the links between nodes that first slices are planned for
 };
 
-// Moves work off the servers above the assignment's limit to servers and over links that stay
-// within it, and visiting rows off servers above their memory cap. What a node has too much of goes
-// to other nodes first, then each node balances its own ranks. Returns whether all are within their
+// Moves work from servers above the assignment's limit to others, and visiting rows off servers
+// above their memory cap; receivers and links stay within their limits. The surplus of a node
+// leaves first, then each node balances its own ranks. Returns whether all ranks end within their
 // limits.
 bool schedule(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-              const Prices& prices, const Style& style);
+              const Weights& weights, const Pairing& pairing);
 
 }  // namespace distca::planner

@@ -10,77 +10,77 @@
 
 namespace distca::planner {
 
-// What bytes are weighed with.
-struct Prices {
-  double bytes_per_root;  // least bytes of a slice over the root of its seconds
-  double least_relief;    // seconds; a slice that takes less off its donor is not worth a task
+// Scales that make slices of different size comparable.
+struct Weights {
+  double bytes_per_root_second;  // least bytes of a slice over the square root of its seconds
+  double min_relief;             // seconds; a slice with less relief is not worth a task
 };
 
-// What a receiver may take from the donor at once, in seconds at speed 1.
-struct Wish {
+// Asks a donor for one slice. Seconds are at speed 1.
+struct Request {
   int64_t receiver;
-  double wanted;  // off the donor; a little more where tiles do not divide
-  double room;    // most that the receiver takes
-  double most_bytes = std::numeric_limits<double>::infinity();  // into the receiver
-  double planned = 0;       // off the donor by this and later wishes; what is wanted where it is 0
-  bool is_thrifty = false;  // bytes are scarcer than documents: of short ones the last rows alone
+  double target;    // relief of the donor; tiles may round it up
+  double capacity;  // upper bound of the slice's seconds
+  double max_bytes = std::numeric_limits<double>::infinity();  // into the receiver
+  double planned_seconds = 0;  // of this and later requests; 0 means target
+  bool is_thrifty = false;     // links are scarce: of short documents only the last rows move
 };
 
-// Cuts one donor's own shares. Slices of a document are cut downward, one below the other, from an
-// end that leaves its last rows at home: they are dear to send, since they need all keys before
-// them.
+// Cuts one donor's own items. Slices of a document are cut downward, one below the other, from a
+// split point that leaves its last rows at home: these cost the most bytes, since they need all
+// keys before them.
 class Cutter {
  public:
-  // `rooms` of the receivers that are likely to come, the largest first.
-  Cutter(Assignment& assignment, const PlanOptions& options, const Prices& prices, int64_t donor,
-         std::vector<double> rooms);
+  // `capacities` are those of the likely receivers, the largest first.
+  Cutter(Assignment& assignment, const PlanOptions& options, const Weights& weights, int64_t donor,
+         std::vector<double> capacities);
 
-  // The slice that brings most for its bytes and keeps servers and links within the limits and the
-  // wish: the least that is wanted or, if it has no place, the most that has. Ends at multiples of
-  // `grain` rows of a share.
-  std::optional<Move> best_slice(const Wish& wish, int64_t grain);
-  // A slice at the beginning of one of the donor's own shares.
-  std::optional<Move> first_rows(const Wish& wish, size_t index, int64_t grain);
-  // Slices of a share cut downward from `end`, one for each of the rooms, until they hold what is
-  // wanted.
-  std::vector<Range> row_of_slices(const Share& share, int64_t grain, int64_t end,
-                                   double wanted) const;
-  // To be called for the document of every move that is applied.
+  // Returns the slice with the lowest cost that keeps servers and links within the limits and the
+  // request. It holds the target or, if that does not fit, as much as does. Split points are
+  // multiples of `grain` rows of an item.
+  std::optional<Move> best_slice(const Request& request, int64_t grain);
+  // Returns a slice at the beginning of one of the donor's own items.
+  std::optional<Move> first_rows(const Request& request, size_t index, int64_t grain);
+  // Returns slices of an item cut downward from `end`, one per capacity, until they hold the
+  // target.
+  std::vector<Range> row_of_slices(const Item& item, int64_t grain, int64_t end,
+                                   double target) const;
+  // Must be called for the document of every move that is applied.
   void remember(int64_t document);
 
  private:
   struct Front {
-    int64_t end;  // of the first slice; the next ones end where the share does
+    int64_t end;  // of the first slice; the next ones end where the item does
     bool started = false;
   };
 
-  void list_tried(double wanted);
-  void consider(const Wish& wish, size_t index, int64_t grain);
-  std::optional<Move> cut(const Wish& wish, size_t index, int64_t grain, Range part,
+  void list_candidates(double target);
+  void consider(const Request& request, size_t index, int64_t grain);
+  std::optional<Move> cut(const Request& request, size_t index, int64_t grain, Range part,
                           bool downward) const;
-  bool complete(const Wish& wish, const Share& share, Range slice, Move& move) const;
-  bool is_behind_front(const Share& share) const;
-  int64_t end_of(const Wish& wish, const Share& share, int64_t grain);
-  int64_t best_end(double wanted, const Share& share, int64_t grain) const;
-  int64_t last_end(double wanted, const Share& share, int64_t end) const;
-  Range slice_below(const Share& share, int64_t grain, int64_t end, double most) const;
-  Range last_slice(const Share& share, int64_t grain, int64_t end, double wanted,
-                   double room) const;
-  double bytes_from(const Share& share, int64_t grain, int64_t end, double wanted) const;
-  double cost(const Wish& wish, const Share& share, const Move& move) const;
+  bool complete(const Request& request, const Item& item, Range slice, Move& move) const;
+  bool is_behind_front(const Item& item) const;
+  int64_t split_point_of(const Request& request, const Item& item, int64_t grain);
+  int64_t best_split_point(double target, const Item& item, int64_t grain) const;
+  int64_t last_split_point(double target, const Item& item, int64_t end) const;
+  Range slice_below(const Item& item, int64_t grain, int64_t end, double most) const;
+  Range last_slice(const Item& item, int64_t grain, int64_t end, double target,
+                   double capacity) const;
+  double bytes_from(const Item& item, int64_t grain, int64_t end, double target) const;
+  double cost(const Request& request, const Item& item, const Move& move) const;
 
   Assignment& assignment_;
   const PlanOptions& options_;
-  const Prices& prices_;
+  const Weights& weights_;
   const int64_t donor_;
   const bool gives_all_;  // the donor serves nothing
-  const std::vector<double> rooms_;
+  const std::vector<double> capacities_;
   std::unordered_map<int64_t, Front> fronts_;  // of documents that were tried
-  std::vector<int64_t> started_;               // those of which slices were cut
-  std::vector<size_t> tried_;                  // scratch of best_slice: shares by index
-  const RangeSet* held_ = nullptr;             // keys of a share's document on the receiver
+  std::vector<int64_t> started_;               // documents with slices cut from them
+  std::vector<size_t> candidates_;             // scratch of best_slice: items by index
+  const RangeSet* held_ = nullptr;             // keys of an item's document on the receiver
   std::optional<Move> best_;
-  double least_ = 0;
+  double best_cost_ = 0;
 };
 
 }  // namespace distca::planner
