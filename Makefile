@@ -57,7 +57,7 @@ fuzz: $(ENVIRONMENT)
 # The planner's sources, by the checks in .clang-tidy; a minute or two.
 tidy:
 	@command -v clang-tidy >/dev/null || $(call apt_install,clang-tidy)
-	clang-tidy --quiet csrc/planner/*.cpp -- -std=c++20 -Icsrc
+	clang-tidy --quiet $$(find csrc/planner -name "*.cpp") -- -std=c++20 -Icsrc
 
 test-python: $(LIBRARY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -55,7 +55,7 @@ def cuda_architectures(listed: str) -> str:
 
 
 def sources(with_cuda: bool, with_sm90: bool) -> list[str]:
-    patterns = ["planner/*.cpp", "attention/**/*.cpp", "transport/**/*.cpp", "ops/*.cpp"]
+    patterns = ["planner/**/*.cpp", "attention/**/*.cpp", "transport/**/*.cpp", "ops/*.cpp"]
     if with_cuda:
         patterns.append("**/*.cu")
     found = [path for pattern in patterns for path in (ROOT / "csrc").glob(pattern)]

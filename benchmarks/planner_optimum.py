@@ -35,7 +35,7 @@ from planner_reference import Pack, Prices
 
 from distca.cluster import Cluster
 
-ONE_WAY = 2 / 3  # of a row's bytes go the same way at most, see csrc/planner/loads.h
+ONE_WAY = 2 / 3  # of a row's bytes go the same way at most, see csrc/planner/model/loads.h
 NUM_BISECTIONS = 24
 PRICES_OF_TILE = np.geomspace(0.9, 8, 40)  # any are right; more bring the bound closer
 NODE_RANKS = 8

@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "planner/make_plan.h"
 #include "tests/layout_properties.h"
 #include "tests/planner_properties.h"
 #include "tests/random_steps.h"

@@ -11,7 +11,7 @@
 
 #include "attention/attention.h"
 #include "peer_routes.h"
-#include "planner/layout.h"
+#include "planner/layout/layout.h"
 #include "transport/rows.h"
 #include "transport/transport.h"
 

@@ -7,7 +7,7 @@
 
 #include "layout_tensor.h"
 #include "layout_words.h"
-#include "planner/shared_rows.h"
+#include "planner/layout/shared_rows.h"
 #include "row_words.h"
 #ifdef DISTCA_WITH_CUDA
 #include "attention/aten/waves.h"

@@ -5,7 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "planner/shared_rows.h"
+#include "planner/layout/shared_rows.h"
 
 namespace distca::ops {
 namespace {

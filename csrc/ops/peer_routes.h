@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "planner/deliveries.h"
+#include "planner/layout/deliveries.h"
 
 namespace distca::ops {
 

@@ -13,12 +13,14 @@
 #include <vector>
 
 #include "layout_tensor.h"
-#include "planner/layout.h"
-#include "planner/loads.h"
-#include "planner/pack.h"
-#include "planner/plan.h"
-#include "planner/ranges.h"
-#include "planner/rounds.h"
+#include "planner/layout/layout.h"
+#include "planner/layout/rounds.h"
+#include "planner/make_plan.h"
+#include "planner/model/loads.h"
+#include "planner/model/options.h"
+#include "planner/model/pack.h"
+#include "planner/model/plan.h"
+#include "planner/model/ranges.h"
 #include "session.h"
 
 namespace distca::ops {

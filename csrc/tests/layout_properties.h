@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "planner/layout.h"
+#include "planner/layout/layout.h"
 #include "planner_properties.h"
 
 // What the layouts of a plan have to be, told token by token where the planner knows ranges. Each

@@ -4,10 +4,10 @@
 #include <numeric>
 #include <vector>
 
-#include "planner/assignment.h"
-#include "planner/budget.h"
-#include "planner/scheduler.h"
-#include "planner/shares.h"
+#include "planner/balance/assignment.h"
+#include "planner/balance/budget.h"
+#include "planner/balance/items.h"
+#include "planner/balance/scheduler.h"
 #include "planner_properties.h"
 #include "random_steps.h"
 
@@ -23,7 +23,7 @@ TEST(Budget, EndsAnywhere) {
     const Pack pack = make_pack(draw_pieces(random, num_ranks, draw(random, 1, 100)), num_ranks);
     PlanOptions options = draw_options(random);
     draw_cluster(random, num_ranks, options);
-    const Home home(pack, options);
+    const HomeCut home(pack, options);
     const double total = std::accumulate(home.seconds.begin(), home.seconds.end(), 0.0);
     if (total == 0) continue;
     Budget budget(draw(random, 0, 1 << draw(random, 0, 12)));
@@ -57,7 +57,7 @@ TEST(Budget, IsNotNeededToEmptyARank) {
     PlanOptions options = draw_options(random);
     options.servers.assign(num_ranks, {0});
     options.servers[draw(random, 0, num_ranks - 1)].speed = 1;
-    const Home home(pack, options);
+    const HomeCut home(pack, options);
     Budget budget(0);
     Assignment assignment(pack, options, home, 1e9, budget);
     schedule(assignment, pack, options, {100, 0}, {});
@@ -67,34 +67,33 @@ TEST(Budget, IsNotNeededToEmptyARank) {
   }
 }
 
-TEST(DearestFirst, IsASortedList) {
+TEST(LargestFirst, IsASortedList) {
   for (uint32_t seed = 0; seed < 300; ++seed) {
     Random random(seed);
-    std::vector<Share> expected;
+    std::vector<Item> expected;
     const auto drawn = [&](int64_t document) {
-      return Share{document, {0, 1}, static_cast<double>(draw(random, 0, 5))};
+      return Item{document, {0, 1}, static_cast<double>(draw(random, 0, 5))};
     };
     for (int64_t i = draw(random, 0, 20); i > 0; --i) expected.push_back(drawn(i));
-    std::sort(expected.begin(), expected.end(), is_dearer);
-    DearestFirst shares;
-    shares.assign(expected);
+    std::sort(expected.begin(), expected.end(), is_larger);
+    LargestFirst items;
+    items.assign(expected);
     for (int64_t i = 100; i < 200; ++i) {
       if (draw(random, 0, 1) == 0) {
-        const Share share = drawn(i);
-        shares.insert(share);
-        expected.insert(std::upper_bound(expected.begin(), expected.end(), share, is_dearer),
-                        share);
+        const Item item = drawn(i);
+        items.insert(item);
+        expected.insert(std::upper_bound(expected.begin(), expected.end(), item, is_larger), item);
       } else {
         const int64_t first = draw(random, 0, static_cast<int64_t>(expected.size()));
         const int64_t last =
             std::min(first + draw(random, 0, 2), static_cast<int64_t>(expected.size()));
-        shares.erase(first, last);
+        items.erase(first, last);
         expected.erase(expected.begin() + first, expected.begin() + last);
       }
-      ASSERT_EQ(shares.size(), expected.size());
+      ASSERT_EQ(items.size(), expected.size());
       for (size_t j = 0; j < expected.size(); ++j) {
-        ASSERT_EQ(shares[j].document, expected[j].document);
-        ASSERT_EQ(shares.find(expected[j]), j);
+        ASSERT_EQ(items[j].document, expected[j].document);
+        ASSERT_EQ(items.find(expected[j]), j);
       }
     }
   }

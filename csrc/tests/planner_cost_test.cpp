@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "planner/cost.h"
+#include "planner/model/cost.h"
 #include "random_steps.h"
 
 namespace distca::planner {

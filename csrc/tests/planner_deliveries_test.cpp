@@ -6,7 +6,8 @@
 #include <vector>
 
 #include "layout_properties.h"
-#include "planner/deliveries.h"
+#include "planner/layout/deliveries.h"
+#include "planner/make_plan.h"
 #include "random_steps.h"
 
 // Rows that homes write straight into a server's memory have to be those that its tasks read, each

@@ -6,8 +6,9 @@
 #include <tuple>
 
 #include "layout_properties.h"
-#include "planner/deliveries.h"
-#include "planner/layout.h"
+#include "planner/layout/deliveries.h"
+#include "planner/layout/layout.h"
+#include "planner/make_plan.h"
 #include "random_steps.h"
 
 namespace distca::planner {

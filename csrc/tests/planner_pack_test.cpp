@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "planner/pack.h"
+#include "planner/model/pack.h"
 #include "random_steps.h"
 
 namespace distca::planner {

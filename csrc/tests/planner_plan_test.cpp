@@ -1,4 +1,4 @@
-#include "planner/plan.h"
+#include "planner/model/plan.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,8 @@
 #include <string>
 #include <tuple>
 
-#include "planner/loads.h"
+#include "planner/make_plan.h"
+#include "planner/model/loads.h"
 #include "random_steps.h"
 
 namespace distca::planner {

@@ -7,8 +7,9 @@
 #include <tuple>
 #include <vector>
 
-#include "planner/pack.h"
-#include "planner/plan.h"
+#include "planner/model/options.h"
+#include "planner/model/pack.h"
+#include "planner/model/plan.h"
 
 // What every plan has to be, told token by token where the planner knows ranges.
 // Each check returns what is wrong, or nothing.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "layout_properties.h"
+#include "planner/make_plan.h"
 #include "random_steps.h"
 
 namespace distca::planner {

@@ -4,8 +4,8 @@
 #include <limits>
 #include <vector>
 
-#include "planner/pack.h"
-#include "planner/recut.h"
+#include "planner/balance/recut.h"
+#include "planner/model/pack.h"
 
 namespace distca::planner {
 namespace {
@@ -22,7 +22,7 @@ struct Step {
 
   double tiles(double count) const { return count * options.cost.seconds_per_tile; }
   // By the cost of a slice of any pairs, see balancer.cpp.
-  Prices prices() const {
+  Weights weights() const {
     const double pairs_per_second = kTile * kTile / options.cost.seconds_per_tile;
     return {2 * std::sqrt(41344.0 * 12288.0 * pairs_per_second), 0};
   }
@@ -45,13 +45,13 @@ void give_three_slices(Assignment& assignment) {
 
 TEST(Recut, JoinsSlicesFurtherDown) {
   const Step step;
-  const Home home(step.pack, step.options);
+  const HomeCut home(step.pack, step.options);
   Budget budget(1000000);
   Assignment assignment(step.pack, step.options, home, step.tiles(400), budget);
   give_three_slices(assignment);
   ASSERT_LE(assignment.surplus(0), 0);
   const double before = assignment.total_bytes();
-  recut(assignment, step.options, step.prices(), std::vector<double>(4, kUnlimited));
+  recut(assignment, step.options, step.weights(), std::vector<double>(4, kUnlimited));
   EXPECT_LT(assignment.total_bytes(), 0.95 * before);
   EXPECT_LE(assignment.slowest_seconds(), step.tiles(400));
   int64_t num_rows = 0;
@@ -66,13 +66,13 @@ TEST(Recut, JoinsSlicesFurtherDown) {
 
 TEST(Recut, LeavesReceiversBelowTheirBytes) {
   const Step step;
-  const Home home(step.pack, step.options);
+  const HomeCut home(step.pack, step.options);
   Budget budget(1000000);
   Assignment assignment(step.pack, step.options, home, step.tiles(400), budget);
   give_three_slices(assignment);
   std::vector<int64_t> before;
   for (int64_t rank = 0; rank < 4; ++rank) before.push_back(assignment.bytes_in(rank));
-  recut(assignment, step.options, step.prices(), std::vector<double>(4, 0));
+  recut(assignment, step.options, step.weights(), std::vector<double>(4, 0));
   for (int64_t rank = 1; rank < 4; ++rank) {
     EXPECT_LE(assignment.bytes_in(rank), before[rank]) << "rank " << rank;
   }
@@ -81,7 +81,7 @@ TEST(Recut, LeavesReceiversBelowTheirBytes) {
 TEST(Recut, TakesSlicesBackWhereMemoryHasNoPlace) {
   Step step;
   step.options.servers.assign(4, Server{});
-  const Home home(step.pack, step.options);
+  const HomeCut home(step.pack, step.options);
   const auto held = [&](int64_t rows, int64_t keys) {
     return static_cast<double>((rows * 41344 + keys * 12288) * kTile);
   };
@@ -92,7 +92,7 @@ TEST(Recut, TakesSlicesBackWhereMemoryHasNoPlace) {
   Assignment assignment(step.pack, step.options, home, step.tiles(400), budget);
   give_three_slices(assignment);
   const std::vector<Task> before = assignment.tasks();
-  recut(assignment, step.options, step.prices(), std::vector<double>(4, kUnlimited));
+  recut(assignment, step.options, step.weights(), std::vector<double>(4, kUnlimited));
   const std::vector<Task> after = assignment.tasks();
   EXPECT_TRUE(assignment.is_valid());
   ASSERT_EQ(after.size(), before.size());

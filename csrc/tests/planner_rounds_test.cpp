@@ -7,8 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "planner/ranges.h"
-#include "planner/rounds.h"
+#include "planner/layout/rounds.h"
+#include "planner/make_plan.h"
+#include "planner/model/ranges.h"
 #include "random_steps.h"
 
 namespace distca::planner {

@@ -5,10 +5,11 @@
 #include <limits>
 #include <vector>
 
-#include "planner/deliveries.h"
-#include "planner/layout.h"
-#include "planner/plan.h"
-#include "planner/rounds.h"
+#include "planner/layout/deliveries.h"
+#include "planner/layout/layout.h"
+#include "planner/layout/rounds.h"
+#include "planner/make_plan.h"
+#include "planner/model/plan.h"
 #include "random_steps.h"
 
 // How planning grows with the number of documents: the whole of a step's work on one rank.

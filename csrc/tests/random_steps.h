@@ -9,8 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "planner/pack.h"
-#include "planner/plan.h"
+#include "planner/model/options.h"
+#include "planner/model/pack.h"
+#include "planner/model/plan.h"
 
 namespace distca::planner {
 

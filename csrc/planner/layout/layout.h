@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "plan.h"
+#include "../model/plan.h"
 #include "visits.h"
 
 namespace distca::planner {

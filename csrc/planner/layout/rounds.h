@@ -2,7 +2,8 @@
 
 #include <vector>
 
-#include "plan.h"
+#include "../model/options.h"
+#include "../model/plan.h"
 
 namespace distca::planner {
 
@@ -13,9 +14,5 @@ namespace distca::planner {
 // server and bytes where the keys of a single query take more.
 std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& held,
                             double cap_bytes);
-
-// As make_plan, but a server may hold up to `rounds` times its cap, in rounds within it; in about
-// as many. Where rounds cannot hold that plan, one within the caps.
-Plan plan_for_rounds(const Pack& pack, const PlanOptions& options, int64_t rounds);
 
 }  // namespace distca::planner

@@ -3,6 +3,7 @@
 #include <span>
 #include <vector>
 
+#include "options.h"
 #include "plan.h"
 #include "ranges.h"
 

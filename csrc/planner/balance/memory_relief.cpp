@@ -8,18 +8,18 @@
 namespace distca::planner {
 namespace {
 
-// Moves rows to one receiver after the other. Those that do not fit wait for the next receiver.
+// Moves rows to one receiver after the other. Rows that do not fit wait for the next receiver.
 class MemoryRelief {
  public:
   MemoryRelief(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-               const Prices& prices, int64_t donor);
+               const Weights& weights, int64_t donor);
 
   void run();
 
  private:
   std::vector<int64_t> receivers() const;
-  bool visits_home(const Share& share) const;
-  bool give(Share& share, int64_t receiver);
+  bool visits_home(const Item& item) const;
+  bool give(Item& item, int64_t receiver);
   void give_to(int64_t receiver);
 
   Assignment& assignment_;
@@ -27,25 +27,25 @@ class MemoryRelief {
   const PlanOptions& options_;
   const int64_t donor_;
   Cutter cutter_;
-  std::vector<Share> waiting_;  // shares that still visit their home, dearest first
+  std::vector<Item> waiting_;  // items that still visit their home, the largest first
 };
 
 MemoryRelief::MemoryRelief(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-                           const Prices& prices, int64_t donor)
+                           const Weights& weights, int64_t donor)
     : assignment_(assignment),
       pack_(pack),
       options_(options),
       donor_(donor),
-      cutter_(assignment, options, prices, donor, {}) {
-  for (const Share& share : assignment.own(donor)) {
-    if (visits_home(share)) waiting_.push_back(share);
+      cutter_(assignment, options, weights, donor, {}) {
+  for (const Item& item : assignment.own(donor)) {
+    if (visits_home(item)) waiting_.push_back(item);
   }
 }
 
-bool MemoryRelief::visits_home(const Share& share) const {
-  const Document& document = pack_.documents[share.document];
-  const Range keys = keys_of(options_.mask, share.rows, document.length);
-  return !is_home(pack_.segments_of(document), share.rows, keys, donor_);
+bool MemoryRelief::visits_home(const Item& item) const {
+  const Document& document = pack_.documents[item.document];
+  const Range keys = keys_of(options_.mask, item.rows, document.length);
+  return !is_home(pack_.segments_of(document), item.rows, keys, donor_);
 }
 
 std::vector<int64_t> MemoryRelief::receivers() const {
@@ -62,15 +62,15 @@ std::vector<int64_t> MemoryRelief::receivers() const {
   return ranks;
 }
 
-// Gives the first rows of the share, and leaves the others in it. Returns whether any were taken.
-bool MemoryRelief::give(Share& share, int64_t receiver) {
-  const size_t idx = assignment_.find_own(donor_, share);
-  const Wish wish{receiver, share.seconds, share.seconds};
-  const std::optional<Move> move = cutter_.first_rows(wish, idx, options_.cost.tile_q);
+// Moves the first rows of the item and leaves the others in it. Returns whether any moved.
+bool MemoryRelief::give(Item& item, int64_t receiver) {
+  const size_t idx = assignment_.find_own(donor_, item);
+  const Request request{receiver, item.seconds, item.seconds};
+  const std::optional<Move> move = cutter_.first_rows(request, idx, options_.cost.tile_q);
   if (!move) return false;
   assignment_.apply(*move);
-  share.rows.begin = move->slice.end;
-  share.seconds = assignment_.seconds(share.document, share.rows);
+  item.rows.begin = move->slice.end;
+  item.seconds = assignment_.seconds(item.document, item.rows);
   return true;
 }
 
@@ -78,13 +78,13 @@ void MemoryRelief::give_to(int64_t receiver) {
   size_t num_tried = 0, num_kept = 0;
   bool has_place = true;
   while (has_place && num_tried < waiting_.size() && assignment_.is_over_cap(donor_)) {
-    Share& share = waiting_[num_tried];
-    if (give(share, receiver)) {
-      if (num_rows(share.rows) == 0 || !visits_home(share)) ++num_tried;
+    Item& item = waiting_[num_tried];
+    if (give(item, receiver)) {
+      if (num_rows(item.rows) == 0 || !visits_home(item)) ++num_tried;
       continue;
     }
     has_place = !assignment_.is_budget_spent();
-    waiting_[num_kept++] = share;
+    waiting_[num_kept++] = item;
     ++num_tried;
   }
   if (num_kept == num_tried) return;
@@ -102,8 +102,8 @@ void MemoryRelief::run() {
 }  // namespace
 
 void relieve_memory(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-                    const Prices& prices, int64_t donor) {
-  MemoryRelief(assignment, pack, options, prices, donor).run();
+                    const Weights& weights, int64_t donor) {
+  MemoryRelief(assignment, pack, options, weights, donor).run();
 }
 
 }  // namespace distca::planner

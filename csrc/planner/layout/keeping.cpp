@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "loads.h"
+#include "../model/loads.h"
 #include "visits.h"
 
 namespace distca::planner {

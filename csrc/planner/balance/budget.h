@@ -4,9 +4,9 @@
 
 namespace distca::planner {
 
-// Counts the work that a plan may still take, in steps: to handle a share or a segment, or to
-// estimate seconds, is about one step. Work is counted, not timed, so that equal inputs stop at the
-// same place on every rank.
+// Counts the work that the search may still do, in steps. Handling an item or a segment, or
+// estimating seconds, takes about one step. The search counts work instead of time, so that equal
+// inputs stop at the same place on every rank.
 class Budget {
  public:
   explicit Budget(int64_t steps) : left_(steps) {}

@@ -4,8 +4,8 @@
 #include <span>
 #include <vector>
 
-#include "plan.h"
-#include "ranges.h"
+#include "../model/plan.h"
+#include "../model/ranges.h"
 
 namespace distca::planner {
 

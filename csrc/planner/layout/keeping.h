@@ -1,6 +1,7 @@
 #pragma once
 
-#include "plan.h"
+#include "../model/options.h"
+#include "../model/plan.h"
 
 namespace distca::planner {
 

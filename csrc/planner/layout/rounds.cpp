@@ -1,11 +1,11 @@
 #include "rounds.h"
 
 #include <algorithm>
-#include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
-#include "ranges.h"
+#include "../model/ranges.h"
 
 namespace distca::planner {
 namespace {
@@ -116,23 +116,6 @@ std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& 
     plans.push_back({plan.num_ranks, plan.mask, std::move(of_round), {}, plan.digest});
   }
   return plans;
-}
-
-Plan plan_for_rounds(const Pack& pack, const PlanOptions& options, int64_t rounds) {
-  if (rounds == 1 || options.servers.empty()) return make_plan(pack, options);
-  PlanOptions wide = options;
-  double cap_bytes = std::numeric_limits<double>::infinity();
-  for (Server& server : wide.servers) {
-    cap_bytes = std::min(cap_bytes, server.cap_bytes);
-    server.cap_bytes *= static_cast<double>(rounds);
-  }
-  Plan plan = make_plan(pack, wide);
-  try {
-    rounds_of(pack, plan, options.held_bytes, cap_bytes);
-  } catch (const std::invalid_argument&) {
-    return make_plan(pack, options);
-  }
-  return plan;
 }
 
 }  // namespace distca::planner

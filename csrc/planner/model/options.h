@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "cost.h"
+#include "pack.h"
+
+namespace distca::planner {
+
+// Bytes of one row that travels forward and backward together, one layer.
+struct RowBytes {
+  int64_t query = 0;  // q, grad_out, lse, delta out; out, lse, dq back
+  int64_t key = 0;    // k, v twice out; dk, dv back
+};
+
+// A rank that computes tasks.
+struct Server {
+  double speed = 1;  // CostModel's seconds are those of speed 1; 0 serves nothing
+  double cap_bytes = std::numeric_limits<double>::infinity();  // of visiting rows, one layer
+};
+
+// Two links of each rank, one direction: both carry at once.
+struct Links {
+  int64_t ranks_per_node = std::numeric_limits<int64_t>::max();  // consecutive ranks
+  double bytes_per_second = 200e9;                               // to ranks of the same node
+  double node_bytes_per_second = 200e9;                          // to ranks of other nodes
+
+  bool are_slow_between_nodes(int64_t num_ranks) const {
+    return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;
+  }
+};
+
+struct PlanOptions {
+  Mask mask;
+  CostModel cost;
+  RowBytes row_bytes;
+  RowBytes held_bytes;          // what a visiting row occupies on its server
+  std::vector<Server> servers;  // [num_ranks], or empty: all of speed 1 without a cap
+  RowBytes kept_bytes;          // of a row's inputs: what a server holds that keeps them
+  double kept_cap_bytes = 0;    // of them, most that any server may keep for one layer
+  Links links;
+  // Excess of the slowest server's seconds, or link's, over the mean compute to be left alone.
+  double tolerance = 0.005;
+
+  double speed(int64_t rank) const { return servers.empty() ? 1.0 : servers[rank].speed; }
+  double cap_bytes(int64_t rank) const {
+    return servers.empty() ? std::numeric_limits<double>::infinity() : servers[rank].cap_bytes;
+  }
+};
+
+// Throws std::invalid_argument naming the field, its value and what is allowed.
+void validate(const PlanOptions& options, const Pack& pack);
+
+}  // namespace distca::planner
