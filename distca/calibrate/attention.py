@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca._chosen_tasks import layout_of_server
 from distca.calibrate.timing import ProgressBar, median_seconds
-from distca.cost import TILE
+from distca.planning.chosen_tasks import layout_of_server
+from distca.planning.cost import TILE
 
 FULL = (-1, -1)
 MAX_ROWS = 16384  # more rows cost in proportion

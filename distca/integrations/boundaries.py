@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distca.documents import Documents
+from distca.planning.documents import Documents
 
 PACK = (
     "pack documents into one row, with transformers' DataCollatorWithFlattening or TRL's "

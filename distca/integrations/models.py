@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distca import session as sessions
 from distca.integrations.boundaries import read_boundaries
+from distca.ranks import session as sessions
 
 NAME = "distca"
 USE_ANOTHER = 'use another attn_implementation for this model, such as "sdpa" or "eager"'

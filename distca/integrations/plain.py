@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from distca import session as sessions
-from distca.attention import prepare, put_in_force, require_documents
-from distca.documents import Documents
 from distca.integrations.boundaries import offsets_of_positions
 from distca.options import Options
+from distca.planning.documents import Documents
+from distca.ranks import session as sessions
+from distca.scope import prepare, put_in_force, require_documents
 
 CAUSAL = (-1, 0)
 Batch = tuple[int, int]  # (rows, tokens)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from distca.documents import Documents
-from distca.planning import (
+from distca.planning.documents import Documents
+from distca.planning.plan import (
     HEADER_WORDS,
     NUM_WORDS,
     Made,
@@ -23,7 +23,7 @@ from distca.planning import (
     submit,
     tasks_of,
 )
-from distca.session import Session, halves_of, init
+from distca.ranks.session import Session, halves_of, init
 
 NO_ROW = -1  # of a rank that cannot cut its documents
 

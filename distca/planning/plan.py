@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca._pieces import check_counts, gather_pieces
-from distca.cluster import (
+from distca.options import Options
+from distca.planning.cluster import (
     Cluster,
     cluster_of,
     held_row_bytes,
@@ -23,11 +23,11 @@ from distca.cluster import (
     memory_cap_bytes,
     ranks_of_a_node,
 )
-from distca.cost import AttentionShape, check_device, cost_tensor
-from distca.documents import Documents, check_window
-from distca.figures import max_over_mean
-from distca.options import Options
-from distca.session import NOT_TIMED, Session, configured, opened
+from distca.planning.cost import AttentionShape, check_device, cost_tensor
+from distca.planning.documents import Documents, check_window
+from distca.planning.pieces import check_counts, gather_pieces
+from distca.ranks.session import NOT_TIMED, Session, configured, opened
+from distca.watching.figures import max_over_mean
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -339,7 +339,7 @@ def balance(
     tolerance: float,
 ) -> tuple[Tensor, Tensor]:
     """(plan, loads) of torch.ops.distca.plan, for the ranks of a cluster. `pieces` are those of all
-    ranks, `cost` is as distca.cost.cost_tensor makes it. Raises ValueError as the operator does."""
+    ranks, `cost` is as cost_tensor makes it. Raises ValueError as the operator does."""
     return torch.ops.distca.plan(
         pieces,
         cluster.num_ranks,

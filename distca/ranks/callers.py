@@ -16,7 +16,7 @@ from torch import nn
 UNKNOWN = -1
 MAX_FRAMES = 16  # between attention and the module that calls it
 OWN_FRAMES = 3  # of current(), attend_rows() and core_attention(), which are no modules
-_OWN_FOLDER = str(Path(__file__).parent)
+_OWN_FOLDER = str(Path(__file__).parents[1])
 
 # By id, which takes half as long as a WeakKeyDictionary. Entries go when their module dies.
 _numbers: dict[int, int] = {}

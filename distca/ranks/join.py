@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca.session import Session, opened
+from distca.ranks.session import Session, opened
 
 Batch = TypeVar("Batch")
 NONE_LEFT = object()

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca import groups
-from distca._leaving import failure_under_way, leave, watch_exits
-from distca._planner_thread import PlannerThread
-from distca.monitor import Monitor
 from distca.options import Options
-from distca.peers import choose_device
-from distca.trace import save_spans
+from distca.ranks import groups
+from distca.ranks.leaving import failure_under_way, leave, watch_exits
+from distca.ranks.peers import choose_device
+from distca.ranks.planner_thread import PlannerThread
+from distca.watching.monitor import Monitor
+from distca.watching.trace import save_spans
 
 TIMED_EVERY = 10  # steps, where log_every does not say it
 NOT_TIMED = (-1, -1)
