@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from distca import ops
 from distca.planning.cost import check_device
 from distca.planning.documents import Documents, check_window
 from distca.planning.plan import CAUSAL, Plan, local_plan, plan
@@ -115,7 +116,7 @@ def attend_rows(
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
     kept_rows = made.kept_rows if torch.is_grad_enabled() else (0, 0)
     caller = callers.current() if made.group_name else callers.UNKNOWN
-    out, *_ = torch.ops.distca.core_attention(
+    out, *_ = ops.core_attention(
         q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows, caller
     )
     return out

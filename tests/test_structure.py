@@ -30,16 +30,17 @@ STANDARD_HEADER = re.compile(r"[a-z_0-9]+")
 PYTHON_RULES = {
     "_library": set(),
     "_fake": {"_library"},
+    "ops": {"_library"},
     "options": set(),
     "watching": {"options"},
-    "ranks": {"_library", "options", "watching"},
-    "planning": {"options", "ranks", "watching"},
-    "attention": {"planning", "ranks"},
+    "ranks": {"_library", "ops", "options", "watching"},
+    "planning": {"ops", "options", "ranks", "watching"},
+    "attention": {"ops", "planning", "ranks"},
     "scope": {"attention", "planning", "ranks"},
-    "pingpong": {"attention", "planning", "ranks", "scope"},
-    "integrations": {"attention", "options", "pingpong", "planning", "ranks", "scope"},
+    "pingpong": {"attention", "ops", "planning", "ranks", "scope"},
+    "integrations": {"attention", "ops", "options", "pingpong", "planning", "ranks", "scope"},
     "integrations/__init__": set(),
-    "calibrate": {"planning"},
+    "calibrate": {"ops", "planning"},
     "explain": {"options", "planning"},
     "simulate": {"options", "planning"},
     "report": {"watching"},
@@ -166,7 +167,8 @@ def import_cycle(texts: dict[str, str]) -> list[str]:
 
 
 def habit_violations(path: str, text: str) -> list[str]:
-    """Unpickling, printing and reading the environment in `path` (under distca/)."""
+    """Unpickling, printing, reading the environment and untyped operators in `path` (under
+    distca/)."""
     tree = ast.parse(text)
     imported, calls, attributes = imports_of(tree), calls_of(tree), attributes_of(tree)
     found = []
@@ -178,6 +180,8 @@ def habit_violations(path: str, text: str) -> list[str]:
     if "print" in calls and path not in MAY_PRINT:
         found.append(f"{path} prints")
     names = imported | calls | attributes
+    if path != "ops.py" and any(f"{name}.".startswith("torch.ops.distca.") for name in names):
+        found.append(f"{path} calls torch.ops.distca; distca/ops.py has it typed")
     if names & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
         found.append(f"{path} reads the environment")
     return found
@@ -302,6 +306,8 @@ def test_allowed_includes_pass(path, header):
         ("planning/plan.py", "from distca import core_attention"),
         ("ranks/session.py", "from distca.planning.plan import plan"),
         ("ranks/session.py", "from distca.planning import plan"),
+        ("watching/trace.py", "from distca import ops"),
+        ("ops.py", "from distca import options"),
         ("watching/monitor.py", "from distca.ranks import session"),
         ("attention.py", "from distca.integrations import transformers"),
         ("attention.py", "from distca import scope"),
@@ -337,6 +343,8 @@ def test_planted_imports_are_found(path, text):
         "import os\nvalue = os.environ['X']",
         "import os\nvalue = os.getenv('X')",
         "from os import environ",
+        "import torch\ntorch.ops.distca.version()",
+        "import torch\nvalue = torch.ops.distca.plan.default",
     ],
 )
 def test_planted_habits_are_found(text):

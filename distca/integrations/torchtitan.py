@@ -27,6 +27,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import attention as titan
 from torchtitan.tools.logging import logger
 
+from distca import ops
 from distca.attention import check_no_capture, core_attention
 from distca.integrations.boundaries import read_boundaries
 from distca.planning.cost import AttentionShape
@@ -176,7 +177,7 @@ class SavingAC(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set:
-        return super().get_save_ops() | {torch.ops.distca.core_attention.default}
+        return super().get_save_ops() | {ops.CORE_ATTENTION}
 
 
 class BalanceMetrics(MetricsProcessor):

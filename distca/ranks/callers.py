@@ -13,6 +13,8 @@ from weakref import ref
 import torch
 from torch import nn
 
+from distca import ops
+
 UNKNOWN = -1
 MAX_FRAMES = 16  # between attention and the module that calls it
 OWN_FRAMES = 3  # of current(), attend_rows() and core_attention(), which are no modules
@@ -94,4 +96,4 @@ def _number_all_modules() -> None:
         for number, (name, module) in enumerate(model.named_modules()):
             if name:
                 _keep(module, number)
-                torch.ops.distca.name_caller(number, name)
+                ops.name_caller(number, name)

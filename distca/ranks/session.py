@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca import ops
 from distca.options import Options
 from distca.ranks import groups
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
@@ -64,12 +65,12 @@ class Session:
         under way."""
         every = self.options.log_every or TIMED_EVERY
         if self.is_watched and self.timed_step is None and step % every == 0:
-            torch.ops.distca.watch_step(self.group_name, step)
+            ops.watch_step(self.group_name, step)
             self.timed_step = step
 
     def read_times(self) -> None:
         """Keeps what was timed, once it is known."""
-        times = [] if self.timed_step is None else torch.ops.distca.attention_times(self.group_name)
+        times = [] if self.timed_step is None else ops.attention_times(self.group_name)
         if not times:
             return
         self.times_us, step, self.timed_step = tuple(times), self.timed_step, None
@@ -77,7 +78,7 @@ class Session:
             self.planner.submit(self._save_spans, step)
 
     def _save_spans(self, step: int) -> None:
-        save_spans(self.options.run_dir, self.rank, step, *torch.ops.distca.spans(self.group_name))
+        save_spans(self.options.run_dir, self.rank, step, *ops.spans(self.group_name))
 
     @property
     def is_first(self) -> bool:
@@ -102,7 +103,7 @@ class Session:
         message = f"{type(error).__name__}: {error}".removesuffix(": ")
         for session in (self, *self.halves):
             if session.data is not None:
-                torch.ops.distca.announce_failure(session.group_name, message)
+                ops.announce_failure(session.group_name, message)
 
 
 @contextlib.contextmanager
@@ -202,12 +203,12 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     session.data = new_group(backend, data_timeout, _urgent(backend, data_timeout))
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
-    configuration = f"version {torch.ops.distca.version()} {session.options}"
+    configuration = f"version {ops.version()} {session.options}"
     names = (group.group_name for group in (session.data, session.control, session.planning))
     peer_device = choose_device(session.options.transport, backend, session.control)
     session.by_peer_memory = peer_device is not None
     peer_memory_bytes = int(1e9 * session.options.peer_memory_gb)
-    torch.ops.distca.open_session(
+    ops.open_session(
         *names, configuration, session.options.timeout_s, peer_device, peer_memory_bytes
     )
 
@@ -289,10 +290,10 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     leave(session, "has closed its session")
     if session.data is None:
         return
-    if any(torch.ops.distca.may_be_busy(each.group_name) for each in (*session.halves, session)):
+    if any(ops.may_be_busy(each.group_name) for each in (*session.halves, session)):
         _keep_groups(session)
     for each in (*session.halves, session):
-        torch.ops.distca.close_session(each.group_name)
+        ops.close_session(each.group_name)
     _destroy_groups(session)
 
 
@@ -302,7 +303,7 @@ def _keep_groups(session: Session) -> None:
     for each in (*session.halves, session):
         own += [each.data, each.control]
     gloo = [group.group_name for group in own if "nccl" not in str(dist.get_backend_config(group))]
-    torch.ops.distca.keep_groups(gloo)
+    ops.keep_groups(gloo)
 
 
 def _destroy_groups(session: Session) -> None:
