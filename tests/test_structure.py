@@ -31,14 +31,24 @@ PYTHON_RULES = {
     "_library": set(),
     "_fake": {"_library"},
     "ops": {"_library"},
+    "_torch_private": set(),
     "options": set(),
     "watching": {"options"},
-    "ranks": {"_library", "ops", "options", "watching"},
-    "planning": {"ops", "options", "ranks", "watching"},
+    "ranks": {"_library", "_torch_private", "ops", "options", "watching"},
+    "planning": {"_torch_private", "ops", "options", "ranks", "watching"},
     "attention": {"ops", "planning", "ranks"},
     "scope": {"attention", "planning", "ranks"},
-    "pingpong": {"attention", "ops", "planning", "ranks", "scope"},
-    "integrations": {"attention", "ops", "options", "pingpong", "planning", "ranks", "scope"},
+    "pingpong": {"_torch_private", "attention", "ops", "planning", "ranks", "scope"},
+    "integrations": {
+        "_torch_private",
+        "attention",
+        "ops",
+        "options",
+        "pingpong",
+        "planning",
+        "ranks",
+        "scope",
+    },
     "integrations/__init__": set(),
     "calibrate": {"ops", "planning"},
     "explain": {"options", "planning"},
@@ -54,6 +64,7 @@ LIBRARY_HOMES = {
     "spmd_types": ("integrations/torchtitan.py",),
     "torch.utils.tensorboard": ("watching/tensorboard.py",),
 }
+PRIVATE_TORCH = re.compile(r"(torch|dist)\.(\w+\.)*_(?!_)")
 MAY_PRINT = (
     "report.py",
     "run.py",
@@ -167,8 +178,8 @@ def import_cycle(texts: dict[str, str]) -> list[str]:
 
 
 def habit_violations(path: str, text: str) -> list[str]:
-    """Unpickling, printing, reading the environment and untyped operators in `path` (under
-    distca/)."""
+    """Unpickling, printing, reading the environment, and torch where it belongs to another file,
+    in `path` (under distca/)."""
     tree = ast.parse(text)
     imported, calls, attributes = imports_of(tree), calls_of(tree), attributes_of(tree)
     found = []
@@ -182,6 +193,8 @@ def habit_violations(path: str, text: str) -> list[str]:
     names = imported | calls | attributes
     if path != "ops.py" and any(f"{name}.".startswith("torch.ops.distca.") for name in names):
         found.append(f"{path} calls torch.ops.distca; distca/ops.py has it typed")
+    if path != "_torch_private.py" and any(map(PRIVATE_TORCH.match, names)):
+        found.append(f"{path} uses private names of torch; their place is distca/_torch_private.py")
     if names & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
         found.append(f"{path} reads the environment")
     return found
@@ -344,6 +357,10 @@ def test_planted_imports_are_found(path, text):
         "import os\nvalue = os.getenv('X')",
         "from os import environ",
         "import torch\ntorch.ops.distca.version()",
+        "import torch\ntorch._C._current_graph_task_id()",
+        "import torch.distributed as dist\ndist.distributed_c10d._world.pg_map",
+        "from torch.utils import _pytree as pytree",
+        "from torch.utils._pytree import tree_leaves",
         "import torch\nvalue = torch.ops.distca.plan.default",
     ],
 )

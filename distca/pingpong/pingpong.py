@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 from distca import attention, scope
+from distca._torch_private import CheckpointWrapper, pytree, saved_tensor_hooks
 from distca.pingpong.half_plans import plan_halves
 from distca.pingpong.token_rows import TokenRows
 from distca.pingpong.turns import Turns
@@ -281,7 +280,7 @@ class _Step:
 
 def _checkpoint_hooks() -> object:
     """The innermost checkpoint around this call, None where there is none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks()
     if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
         return None
     return hooks[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca import ops
+from distca import _torch_private, ops
 from distca.options import Options
 from distca.planning.cluster import (
     Cluster,
@@ -141,7 +141,7 @@ class Plan:
         self.layout = made.layout
         self.kept_rows = made.kept_rows
         for tensor in (self.layout, self.rows):  # lengths differ from plan to plan: compile once
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            _torch_private.mark_dynamic(tensor, 0)
         columns = list(zip(*made.loads, strict=True))
         self._report = PlanReport(
             list(columns[0]),

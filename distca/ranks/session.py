@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca import ops
+from distca import _torch_private, ops
 from distca.options import Options
 from distca.ranks import groups
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
@@ -241,7 +241,7 @@ def _check_equal_group_counts(group: ProcessGroup) -> None:
     """Torch names a group of some ranks by how many groups each of them is in; where that differs
     they would wait for each other under different names."""
     device = "cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"
-    own = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=device)
+    own = torch.tensor([_torch_private.num_groups()], device=device)
     counts = own.new_empty(dist.get_world_size(group))
     dist.all_gather_into_tensor(counts, own, group=group)
     if (counts != own).any():
@@ -256,7 +256,7 @@ def _urgent(backend: str, timeout: timedelta):
     if "nccl" not in backend:
         return None
     made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    made._timeout = timeout
+    _torch_private.set_timeout(made, timeout)
     return made
 
 
