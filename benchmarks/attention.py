@@ -56,7 +56,7 @@ from attention_peers import (
 from attention_report import Timing, kernel_table, left_out_table, ratio_table, ratios, save, table
 
 from distca._library import LIBRARY
-from distca.figures import BACKWARD_OVER_FORWARD
+from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 KINDS = ("dense", "shards", "documents")
 DENSE_LENGTHS = (2048, 8192, 32768, 65536)

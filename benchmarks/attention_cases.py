@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import distca
-from distca._chosen_tasks import layout_of_server
-from distca.planning import CAUSAL, local_plan
+from distca.planning.chosen_tasks import layout_of_server
+from distca.planning.plan import CAUSAL, local_plan
 
 TOKENS = 32768  # of a dense case, in as many equal documents as that makes, at least one
 NUM_LAST_ROWS = 8192  # of a case of lone shards

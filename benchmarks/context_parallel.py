@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca._chosen_tasks import layout_of_server
-from distca.planning import CAUSAL
+from distca.planning.chosen_tasks import layout_of_server
+from distca.planning.plan import CAUSAL
 
 
 @dataclass(frozen=True)

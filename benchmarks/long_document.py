@@ -37,7 +37,7 @@ from torch_context_parallel import BACKENDS, torch_way
 from training_step import free_memory, join, leave
 from workloads import Workload, add_arguments, make_workload
 
-from distca.figures import BACKWARD_OVER_FORWARD
+from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 ALONE = "alone"
 WAYS = (ALONE, "peer", "process_group", "context", *BACKENDS)

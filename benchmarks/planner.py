@@ -50,10 +50,10 @@ from planner_report import ALIKE, OURS, Figures, Result, save, save_json, table
 from torch import Tensor
 
 import distca
-from distca.cluster import Cluster
-from distca.cost import AttentionShape, link_bytes_per_second
-from distca.packs import read_lengths
-from distca.planning import CAUSAL, balance, max_over_mean, tasks_of
+from distca.planning.cluster import Cluster
+from distca.planning.cost import AttentionShape, link_bytes_per_second
+from distca.planning.packs import read_lengths
+from distca.planning.plan import CAUSAL, balance, max_over_mean, tasks_of
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = (65536, 131072)

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 from planner_reference import Pack, Prices
 
-from distca.cluster import Cluster
+from distca.planning.cluster import Cluster
 
 ONE_WAY = 2 / 3  # of a row's bytes go the same way at most, see csrc/planner/model/loads.h
 NUM_BISECTIONS = 24

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import distca
-from distca import packs
-from distca.cost import AttentionShape, cost_tensor
+from distca.planning import packs
+from distca.planning.cost import AttentionShape, cost_tensor
 
 ROUNDING = 1e-9
 DOCUMENT, BEGIN, END, SERVER = range(4)  # columns of tasks

@@ -33,8 +33,8 @@ from device_time import FIGURES, profiled, step_profile
 from torch import Tensor
 
 import distca
-from distca.planning import local_plan
-from distca.session import Session
+from distca.planning.plan import local_plan
+from distca.ranks.session import Session
 
 MIB = 2**20
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128

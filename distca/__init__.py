@@ -3,22 +3,18 @@
 from distca import (
     _fake,  # noqa: F401
     _library,  # noqa: F401  registers the operators before anything uses them
-    _signals,  # noqa: F401
 )
-from distca.attention import (
-    core_attention,
-    documents,
-    scaled_dot_product_attention,
-    varlen_attention,
-)
-from distca.batches import ShardedBatch, shard_batch
-from distca.cost import AttentionShape
-from distca.documents import Documents
-from distca.join import join
+from distca.attention import core_attention
 from distca.options import Options
-from distca.pingpong import PingPong
-from distca.planning import Plan, PlanReport, plan
-from distca.session import close, configure, init
+from distca.pingpong.pingpong import PingPong
+from distca.planning.batches import ShardedBatch, shard_batch
+from distca.planning.cost import AttentionShape
+from distca.planning.documents import Documents
+from distca.planning.plan import Plan, PlanReport, plan
+from distca.ranks import signals  # noqa: F401
+from distca.ranks.join import join
+from distca.ranks.session import close, configure, init
+from distca.scope import documents, scaled_dot_product_attention, varlen_attention
 
 __all__ = [
     "AttentionShape",

@@ -1,122 +1,45 @@
-"""Core attention as users call it: on packed rows, or with torch's varlen or SDPA signature."""
+"""Core attention on packed rows."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.varlen import varlen_attn as _torch_varlen_attn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from distca import _callers, tensor_parallel
-from distca import session as sessions
-from distca.cost import check_device
-from distca.documents import Documents, check_window
-from distca.planning import CAUSAL, Plan, local_plan, plan
+from distca import ops
+from distca.planning.cost import check_device
+from distca.planning.documents import Documents, check_window
+from distca.planning.plan import CAUSAL, Plan, local_plan, plan
+from distca.ranks import callers, tensor_parallel
 
-_torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it
 FULL = (-1, -1)
 
 
-class _Scope:
-    """What is in force; None outside."""
+class _Route:
+    """What takes calls of core_attention; None outside a `routed` scope."""
 
-    documents: Documents | None = None
-    """As `distca.documents` says."""
-    batch: tuple[int, int] | None = None
-    """(rows, tokens) of the tensor that they were read from, if they were."""
-    missing: str | None = None
-    """Why there should be documents, where scaled_dot_product_attention is an error without."""
     route: Callable[..., Tensor] | None = None
-    """Takes calls of core_attention, as `routed` says."""
-    routed: Documents | None = None
+    documents: Documents | None = None
     """What these calls are for."""
 
 
-_scope = _Scope()
-
-
-@contextlib.contextmanager
-def documents(
-    packed: Documents,
-    *,
-    window_size: tuple[int, int] = CAUSAL,
-    group: ProcessGroup | DeviceMesh | None = None,
-) -> Iterator[Documents]:
-    """Open a scope in which scaled_dot_product_attention and varlen_attention work on `packed`.
-
-    If gradients are enabled and torch.distributed runs, the step is planned over `group` unless it
-    has a plan already (collective). Otherwise attention stays on this rank. With activation
-    checkpointing, keep the backward pass inside the scope. Scopes nest, and hold for all threads.
-    """
-    prepare(packed, check_window(window_size), group, is_balanced=torch.is_grad_enabled())
-    previous = _scope.documents, _scope.batch
-    put_in_force(packed)
-    try:
-        yield packed
-    finally:
-        put_in_force(*previous)
-
-
-def prepare(
-    packed: Documents,
-    window_size: tuple[int, int],
-    group: ProcessGroup | DeviceMesh | None,
-    *,
-    is_balanced: bool,
-) -> None:
-    """Makes plans that are missing, of all ranks (collective) or of this one; waits for them."""
-    if is_balanced and window_size not in packed._plans:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and sessions.opened(group).options.enabled:
-            plan(packed, window_size=window_size, group=group)
-    if not packed._plans and not packed.crosses_ranks:
-        local_plan(packed, window_size, _default_device())  # compiled code cannot make it
-    for made in packed._plans.values():
-        made.wait()
-
-
-def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None) -> None:
-    """What `distca.documents` does on entry and exit. `batch` (rows, tokens), where it is given, is
-    what calls of scaled_dot_product_attention must have."""
-    _scope.documents, _scope.batch = packed, batch
-
-
-def require_documents(reason: str | None) -> None:
-    """From now on scaled_dot_product_attention outside any documents is an error that says
-    `reason`; None: it is torch's again."""
-    _scope.missing = reason
-
-
-def documents_in_force() -> Documents | None:
-    """Those that `distca.documents` put in force."""
-    return _scope.documents
+_current = _Route()
 
 
 @contextlib.contextmanager
 def routed(packed: Documents, route: Callable[..., Tensor]) -> Iterator[None]:
     """A scope in which calls of core_attention, which are to be for `packed`, go to `route`."""
-    previous = _scope.route, _scope.routed
-    _scope.route, _scope.routed = route, packed
+    previous = _current.route, _current.documents
+    _current.route, _current.documents = route, packed
     try:
         yield
     finally:
-        _scope.route, _scope.routed = previous
+        _current.route, _current.documents = previous
 
 
 def routed_documents() -> Documents | None:
     """Those that calls of core_attention are for inside a `routed` scope; None outside."""
-    return _scope.routed
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return _current.documents
 
 
 def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Plan:
@@ -161,7 +84,7 @@ def core_attention(
     bad arguments before any row is sent; in a step's first layer it does so on every rank of a
     planned group. Raises torch.distributed.DistBackendError if a rank of the group is lost.
     """
-    attend = attend_rows if _scope.route is None else _attend_by_route
+    attend = attend_rows if _current.route is None else _attend_by_route
     return attend(
         q, k, v, documents, softmax_scale=softmax_scale, window_size=check_window(window_size)
     )
@@ -169,7 +92,7 @@ def core_attention(
 
 @torch.compiler.disable
 def _attend_by_route(*args, **kwargs) -> Tensor:
-    return _scope.route(*args, **kwargs)
+    return _current.route(*args, **kwargs)
 
 
 def attend_rows(
@@ -192,8 +115,8 @@ def attend_rows(
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
     kept_rows = made.kept_rows if torch.is_grad_enabled() else (0, 0)
-    caller = _callers.current() if made.group_name else _callers.UNKNOWN
-    out, *_ = torch.ops.distca.core_attention(
+    caller = callers.current() if made.group_name else callers.UNKNOWN
+    out, *_ = ops.core_attention(
         q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows, caller
     )
     return out
@@ -209,135 +132,3 @@ def check_no_capture(q: Tensor, name: str, remedy: str = "") -> None:
             f"{name} is captured into a CUDA graph; expected a call outside, because documents "
             f"differ from step to step, and so do their plans{remedy}"
         )
-
-
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Drop-in for torch.nn.functional.scaled_dot_product_attention. Inside
-    `with distca.documents(...)` it works within each document and is balanced.
-
-    query is [batch, heads_q, tokens, head_dim], and its batch * tokens rows are the documents' rows
-    in order. is_causal=False is full attention within each document. Inside the scope it raises
-    ValueError for attn_mask, dropout_p, or another number of rows: boundaries are never dropped.
-    Outside the scope it is torch's own function.
-    """
-    packed = _scope.documents
-    if packed is None:
-        if _scope.missing is not None:
-            raise ValueError(f"no documents are in force: {_scope.missing}")
-        return _torch_sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    _check_sdpa_arguments(attn_mask, dropout_p)
-    _check_sdpa_shapes(query, key, value, enable_gqa)
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    out = core_attention(
-        q, k, v, packed, softmax_scale=scale, window_size=CAUSAL if is_causal else FULL
-    )
-    return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
-
-
-def _check_sdpa_arguments(attn_mask: Tensor | None, dropout_p: float) -> None:
-    if attn_mask is not None:
-        raise ValueError(
-            f"attn_mask of shape {list(attn_mask.shape)} under distca.documents; expected None: "
-            "the documents are the mask (is_causal=True for causal)"
-        )
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p is {dropout_p} under distca.documents; expected 0.0")
-
-
-def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)} under distca.documents; expected "
-                "[batch, heads, tokens, head_dim]"
-            )
-    rows = (query.shape[0], query.shape[2])
-    if _scope.batch not in (None, rows):
-        raise ValueError(
-            f"query has {rows[0]} rows of {rows[1]} tokens, but the documents were read from a "
-            f"tensor of {_scope.batch[0]} rows of {_scope.batch[1]} tokens; expected equal shapes"
-        )
-    if query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"query has {query.shape[2]} tokens, key {key.shape[2]}, under distca.documents; "
-            "expected equal numbers (self-attention over packed rows)"
-        )
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError(
-            f"query has {query.shape[1]} heads, key {key.shape[1]}; pass enable_gqa=True"
-        )
-
-
-_compared = WeakTensorKeyDictionary()  # boundaries: their version, and the documents they match
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux=None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = FULL,
-) -> Tensor:
-    """Drop-in for torch.nn.attention.varlen.varlen_attn, balanced inside
-    `with distca.documents(...)`.
-
-    query is [tokens, heads_q, head_dim]. Inside the scope it raises ValueError for return_aux, and
-    for boundaries other than those of the documents. Outside the scope it is torch's own function.
-    """
-    packed = _scope.documents
-    if packed is None:
-        return _torch_varlen_attn(
-            query,
-            key,
-            value,
-            cu_seq_q,
-            cu_seq_k,
-            max_q,
-            max_k,
-            return_aux=return_aux,
-            scale=scale,
-            window_size=window_size,
-        )
-    if return_aux is not None:
-        raise ValueError("return_aux under distca.documents; expected None")
-    _check_boundaries(packed, cu_seq_q, "cu_seq_q")
-    if cu_seq_k is not cu_seq_q:
-        _check_boundaries(packed, cu_seq_k, "cu_seq_k")
-    return core_attention(query, key, value, packed, softmax_scale=scale, window_size=window_size)
-
-
-def _check_boundaries(packed: Documents, cu_seqlens: Tensor, name: str) -> None:
-    """Compares once until the tensor changes in place: the comparison waits for the device."""
-    if torch.compiler.is_compiling():
-        return
-    # Inference tensors do not count their changes, so they are compared at every call.
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version
-    known_version, known_documents = _compared.get(cu_seqlens, (None, None))
-    if version is not None and known_version == version and known_documents() is packed:
-        return
-    expected = packed.cu_seqlens
-    given = cu_seqlens.detach().cpu()
-    if given.shape != expected.shape or not (given == expected).all():
-        raise ValueError(
-            f"{name} has {given.numel()} boundaries up to {given.flatten()[-1:].tolist()}, but "
-            f"the documents in force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
-            "distca.documents with the same packing"
-        )
-    _compared[cu_seqlens] = (version, weakref.ref(packed))

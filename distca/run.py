@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from distca import attention, options, session
+from distca import options, scope
 from distca.integrations import plain
+from distca.ranks import session
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser().error(str(error))
     session.configure(chosen)
     if chosen.patch_sdpa:
-        torch.nn.functional.scaled_dot_product_attention = attention.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = scope.scaled_dot_product_attention
     if chosen.document_end_id is not None or chosen.document_positions is not None:
         plain.derive_documents(chosen)
     if chosen.transformers:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
-from distca import report
+from distca.watching import report
 
 SIZES = {
     "cpu": {"tokens_per_rank": 4096, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2},

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from distca._chosen_tasks import layout_of_server
-from distca.planning import CAUSAL
+from distca.planning.chosen_tasks import layout_of_server
+from distca.planning.plan import CAUSAL
 
 Range = tuple[int, int]
 BLOCK_ROWS = 64  # rows whose errors are judged together; up to twice as many at a document's end

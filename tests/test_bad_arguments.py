@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import AuxRequest
 
 import distca
 from distca import _library
-from distca.planning import CAUSAL, local_plan
+from distca.planning.plan import CAUSAL, local_plan
 
 DOCUMENTS = distca.Documents([0, 3, 8])
 
@@ -264,9 +264,9 @@ def test_no_plan_is_made_in_a_capture(monkeypatch):
     with pytest.raises(ValueError, match="core attention is captured into a CUDA graph"):
         distca.core_attention(q, q, q, documents)
     heads_first = q.transpose(0, 1)[None]
-    distca.attention.put_in_force(documents)
+    distca.scope.put_in_force(documents)
     try:
         with pytest.raises(ValueError, match="captured into a CUDA"):
             distca.scaled_dot_product_attention(heads_first, heads_first, heads_first)
     finally:
-        distca.attention.put_in_force(None)
+        distca.scope.put_in_force(None)

@@ -18,8 +18,8 @@ from distca import calibrate
 from distca.calibrate import attention, links
 from distca.calibrate.__main__ import main
 from distca.calibrate.timing import NUM_WARM_UP_CALLS, ProgressBar, median_seconds
-from distca.cluster import Cluster
-from distca.cost import (
+from distca.planning.cluster import Cluster
+from distca.planning.cost import (
     AttentionShape,
     Calibration,
     Link,
@@ -27,7 +27,7 @@ from distca.cost import (
     cost_tensor,
     link_bytes_per_second,
 )
-from distca.planning import ANY_IMBALANCE
+from distca.planning.plan import ANY_IMBALANCE
 
 SHAPE = AttentionShape()
 NOT_A_NUMBER, INFINITE = float("nan"), float("inf")

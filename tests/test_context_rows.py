@@ -9,7 +9,7 @@ from oracle import Case
 from torch.library import opcheck
 
 import distca
-from distca.planning import local_plan
+from distca.planning.plan import local_plan
 
 ops = torch.ops.distca
 LENGTHS = [[61, 0, 240, 19], [1, 7, 72], [333], [2, 2, 64]]  # by rank

@@ -19,7 +19,7 @@ from packaging.version import Version
 import distca
 from distca import report, run
 from distca.explain import __main__ as explain
-from distca.planning import PlanReport
+from distca.planning.plan import PlanReport
 from distca.simulate import __main__ as simulate
 
 ROOT = Path(__file__).parent.parent

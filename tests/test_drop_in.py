@@ -189,9 +189,9 @@ def test_varlen_attention_under_documents(ranks, world_size, window_size):
 
 def test_varlen_attention_without_documents_is_torchs(monkeypatch):
     seen = []
-    assert distca.attention._torch_varlen_attn is varlen.varlen_attn
+    assert distca.scope._torch_varlen_attn is varlen.varlen_attn
     monkeypatch.setattr(
-        distca.attention, "_torch_varlen_attn", lambda *args, **kwargs: seen.append((args, kwargs))
+        distca.scope, "_torch_varlen_attn", lambda *args, **kwargs: seen.append((args, kwargs))
     )
     distca.varlen_attention("q", "k", "v", "cu_q", "cu_k", 5, 6, scale=0.5, window_size=(3, 0))
     wanted = {"return_aux": None, "scale": 0.5, "window_size": (3, 0)}

@@ -12,7 +12,7 @@ from ranks import Outcome, Ranks, patient
 from small_step import SHARDED, WHOLE, small_step
 
 import distca
-from distca import session as sessions
+from distca.ranks import session as sessions
 
 LIMIT_S = 5.0
 HANG_S = 30  # a test waits no longer than this for ranks that should have failed

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import distca
-from distca.cluster import Cluster
-from distca.cost import AttentionShape, cost_tensor
 from distca.explain import account
 from distca.explain.__main__ import main
 from distca.explain.text import as_data, report
-from distca.packs import Pack, cut_pack, draw_pack, read_lengths
+from distca.planning.cluster import Cluster
+from distca.planning.cost import AttentionShape, cost_tensor
+from distca.planning.packs import Pack, cut_pack, draw_pack, read_lengths
 
 CAUSAL, FULL = (-1, 0), (-1, -1)
 SHAPE = AttentionShape()

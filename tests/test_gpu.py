@@ -9,7 +9,7 @@ from oracle import Case
 from ranks import Ranks
 
 import distca
-from distca import planning
+from distca.planning import plan as planning
 
 pytestmark = pytest.mark.gpu
 

@@ -190,7 +190,7 @@ def test_core_attention_refuses_a_capture(is_planned):
         lambda: distca.core_attention(q, q, q, documents),
         lambda: distca.scaled_dot_product_attention(*[heads_first] * 3, is_causal=True),
     )
-    distca.attention.put_in_force(documents)
+    distca.scope.put_in_force(documents)
     try:
         for call in calls:
             torch.cuda.synchronize()
@@ -200,4 +200,4 @@ def test_core_attention_refuses_a_capture(is_planned):
             ):
                 call()
     finally:
-        distca.attention.put_in_force(None)
+        distca.scope.put_in_force(None)

@@ -11,7 +11,7 @@ import torch
 from ranks import Ranks
 
 import distca
-from distca import planning
+from distca.planning import plan as planning
 
 pytestmark = pytest.mark.gpu
 

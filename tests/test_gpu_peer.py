@@ -17,7 +17,8 @@ from test_hostile_tensors import with_sources
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 import distca
-from distca import planning, session
+from distca.planning import plan as planning
+from distca.ranks import session
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import distca
-from distca import pingpong
-from distca import session as sessions
+from distca.pingpong import pingpong
+from distca.ranks import session as sessions
 
 pytestmark = pytest.mark.gpu
 

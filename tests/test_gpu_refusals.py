@@ -9,7 +9,7 @@ from small_step import small_step
 from test_hostile_gradients import CASES
 
 import distca
-from distca.planning import local_plan
+from distca.planning.plan import local_plan
 
 pytestmark = pytest.mark.gpu
 

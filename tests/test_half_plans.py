@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import distca
-from distca._half_plans import half_of
-from distca.cluster import Cluster
-from distca.cost import cost_tensor
-from distca.planning import balance, tasks_of
+from distca.pingpong.half_plans import half_of
+from distca.planning.cluster import Cluster
+from distca.planning.cost import cost_tensor
+from distca.planning.plan import balance, tasks_of
 
 SHAPE = distca.AttentionShape(4, 2, 8, 2)
 

@@ -12,7 +12,7 @@ from small_step import SHARDED, small_step
 from torch import Tensor
 
 import distca
-from distca.cost import AttentionShape, cost_tensor
+from distca.planning.cost import AttentionShape, cost_tensor
 
 LIMIT_S = 5.0
 HANG_S = 30

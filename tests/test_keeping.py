@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import distca
-from distca.cost import AttentionShape
+from distca.planning.cost import AttentionShape
 
 ops = torch.ops.distca
 CASES = {

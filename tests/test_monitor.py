@@ -12,9 +12,10 @@ import pytest
 from small_step import SHARDED, WHOLE, small_step
 
 import distca
-from distca import report
-from distca.monitor import Monitor, line, scalars
-from distca.planning import PlanReport
+from distca.planning.plan import PlanReport
+from distca.report import main
+from distca.watching import report
+from distca.watching.monitor import Monitor, line, scalars
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -131,7 +132,7 @@ def test_the_command_draws_a_run_again(tmp_path):
 
 def test_a_folder_without_records_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        report.main([str(tmp_path)])
+        main([str(tmp_path)])
     assert stopped.value.code == 2
     assert f"{tmp_path}/steps.jsonl has no records" in capsys.readouterr().err
 

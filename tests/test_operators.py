@@ -11,9 +11,9 @@ from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import distca
-from distca.cluster import Cluster
-from distca.cost import cost_tensor
-from distca.planning import local_plan
+from distca.planning.cluster import Cluster
+from distca.planning.cost import cost_tensor
+from distca.planning.plan import local_plan
 
 ops = torch.ops.distca
 SKEWED = [[150, 1, 0, 55], [37]]  # rank 1 serves rows of rank 0

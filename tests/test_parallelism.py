@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import distca
-from distca import groups
+from distca.ranks import groups
 
 TOLERANCE = 1e-5
 

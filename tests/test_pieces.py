@@ -7,9 +7,9 @@ import torch
 from ranks import Outcome
 
 import distca
-from distca import _pieces as exchange
-from distca.planning import CAUSAL, HEADER_WORDS, NUM_WORDS, _exchange, header_of
-from distca.session import opened
+from distca.planning import pieces as exchange
+from distca.planning.plan import CAUSAL, HEADER_WORDS, NUM_WORDS, _exchange, header_of
+from distca.ranks.session import opened
 
 WORDS = 5
 MOST = exchange.MAX_PIECES

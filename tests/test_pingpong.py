@@ -22,8 +22,8 @@ from pingpong_blocks import (
 from torch import nn
 
 import distca
-from distca import pingpong
-from distca import session as sessions
+from distca.pingpong import pingpong
+from distca.ranks import session as sessions
 
 CUTS = {
     "middle": pingpong.middle,

@@ -5,8 +5,8 @@ import torch
 from pingpong_blocks import LENGTHS, Block, block_of, documents_of, pair_of, step_of
 
 import distca
-from distca._half_plans import plan_halves
-from distca.pingpong import middle
+from distca.pingpong.half_plans import plan_halves
+from distca.pingpong.pingpong import middle
 
 
 def start_again(rank: int, world_size: int) -> None:

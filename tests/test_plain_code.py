@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distca
-from distca import attention
+from distca import scope
 from distca.integrations import plain
 
 ROOT = Path(__file__).parent.parent
@@ -101,7 +101,7 @@ class Derived:
 
     def __exit__(self, *error) -> None:
         self.end()
-        F.scaled_dot_product_attention = attention._torch_sdpa
+        F.scaled_dot_product_attention = scope._torch_sdpa
 
 
 def train(rank: int, world_size: int, options: distca.Options, way: str) -> tuple[float, int]:
@@ -119,7 +119,7 @@ def train(rank: int, world_size: int, options: distca.Options, way: str) -> tupl
             made.compile(backend="eager")
         losses = [Loss()(model(ids, position_ids=positions_of(each)), ids) for ids, each in batches]
         sum(losses).backward()
-        assert attention.documents_in_force() is None
+        assert scope.documents_in_force() is None
     num_plans = distca.init().num_plans - num_plans if world_size > 1 else 0
     return worst_error(gradients(made), truth), num_plans
 

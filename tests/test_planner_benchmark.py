@@ -28,7 +28,7 @@ from planner_reference import (  # noqa: E402
 )
 
 import distca  # noqa: E402
-from distca.cluster import Cluster  # noqa: E402
+from distca.planning.cluster import Cluster  # noqa: E402
 
 TILE, QUERY_BYTES, KEY_BYTES = 128, 9, 4  # 2 * sqrt(9 * 4) = 12 bytes a root of pairs
 PRICES = Prices(torch.empty(0), TILE, 1.0, QUERY_BYTES, KEY_BYTES)

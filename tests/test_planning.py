@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import distca
-from distca.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
-from distca.cost import AttentionShape, cost_tensor
 from distca.options import parse_speeds
+from distca.planning.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
+from distca.planning.cost import AttentionShape, cost_tensor
 
 ops = torch.ops.distca
 CAUSAL = (-1, 0)

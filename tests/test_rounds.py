@@ -8,7 +8,7 @@ from oracle import Case
 from test_core_attention import gathered, place
 
 import distca
-from distca.cost import AttentionShape
+from distca.planning.cost import AttentionShape
 
 CASES = {  # and key rows that a round may hold
     "whole": (Case([[900, 1, 0, 55], [37, 64, 64], [12, 80, 80]]), 1100),

@@ -21,7 +21,7 @@ import json, os, sys
 import torch.nn.functional as F
 import neighbour
 import distca
-from distca import session
+from distca.ranks import session
 found = {
     "argv": sys.argv,
     "name": __name__,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.cost import TILE, AttentionShape, Link
+from distca.planning.cost import TILE, AttentionShape, Link
 from distca.simulate import pipeline
 from distca.simulate.disaggregated import (
     Homes,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from calibrations import write
 
-from distca.cost import Link
+from distca.planning.cost import Link
 from distca.simulate import __main__ as cli
 from distca.simulate import paper
 from distca.simulate.disaggregated import Homes, cluster_of

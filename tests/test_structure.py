@@ -1,6 +1,7 @@
 """The rooms and their one-way dependencies, asserted from the sources."""
 
 import ast
+import graphlib
 import posixpath
 import re
 from pathlib import Path
@@ -29,100 +30,46 @@ CXX_RULES = {
 }
 STANDARD_HEADER = re.compile(r"[a-z_0-9]+")
 
-# Module of distca: the modules of distca it may import. Anything not named may import any.
+# Room of distca, a folder or a module: the other rooms it may import. `distca/__init__` may import
+# any. A row for a file of a folder says all that this file may import, its own room included.
 PYTHON_RULES = {
     "_library": set(),
     "_fake": {"_library"},
-    "_signals": {"_library"},
-    "_planner_thread": set(),
-    "_leaving": set(),
+    "ops": {"_library"},
+    "_torch_private": set(),
     "options": set(),
-    "documents": set(),
-    "figures": set(),
-    "report": {"figures", "trace"},
-    "trace": {"figures"},
-    "tensorboard": set(),
-    "monitor": {"figures", "options", "report", "tensorboard", "trace"},
-    "cost": {"documents", "figures", "options"},
-    "calibrate/timing": set(),
-    "calibrate/links": {"calibrate", "cost"},
-    "calibrate/attention": {"calibrate", "cost", "_chosen_tasks"},
-    "calibrate/__main__": {"calibrate", "cost"},
-    "packs": set(),
-    "explain/account": {"cluster", "cost", "packs", "planning"},
-    "explain/text": {"explain"},
-    "peers": set(),
-    "groups": set(),
-    "batches": {"documents", "groups"},
-    "session": {
-        "_leaving",
-        "_planner_thread",
-        "groups",
-        "monitor",
-        "options",
-        "peers",
-        "trace",
-    },
-    "join": {"session"},
-    "tensor_parallel": set(),
-    "cluster": {"cost", "options"},
-    "_half_plans": {"documents", "planning", "session"},
-    "_pieces": {"documents"},
-    "planning": {"_pieces", "cluster", "cost", "documents", "figures", "options", "session"},
-    "simulate/model": {"simulate", "cost"},
-    "simulate/machine": {"simulate", "cost"},
-    "simulate/scenario": {"simulate", "cost", "options"},
-    "simulate/packing": {"simulate", "packs"},
-    "simulate/layers": {"simulate"},
-    "simulate/disaggregated": {"simulate", "planning", "cluster", "packs"},
-    "simulate/pipeline": {"simulate"},
-    "simulate/step": {"simulate"},
-    "simulate/systems": {"simulate"},
-    "simulate/results": {"simulate"},
-    "simulate/timeline": {"simulate"},
-    "simulate/pictures": {"simulate"},
-    "simulate/report": {"simulate"},
-    "simulate/measured": {"simulate"},
-    "simulate/assumptions": {"simulate"},
-    "simulate/paper": {"simulate"},
-    "simulate/__main__": {"simulate", "cost", "packs"},
-    "_callers": set(),
-    "attention": {
-        "_callers",
-        "planning",
-        "cost",
-        "documents",
-        "options",
-        "session",
-        "tensor_parallel",
-    },
-    "_token_rows": set(),
-    "_turns": set(),
-    "pingpong": {"_half_plans", "_token_rows", "_turns", "attention", "documents", "session"},
-    "integrations/__init__": set(),
-    "integrations/boundaries": {"documents"},
-    "integrations/models": {"integrations", "session"},
-    "integrations/plain": {"attention", "documents", "integrations", "options", "session"},
-    "integrations/transformers": {
+    "watching": {"options"},
+    "ranks": {"_library", "_torch_private", "ops", "options", "watching"},
+    "planning": {"_torch_private", "ops", "options", "ranks", "watching"},
+    "attention": {"ops", "planning", "ranks"},
+    "scope": {"attention", "planning", "ranks"},
+    "pingpong": {"_torch_private", "attention", "ops", "planning", "ranks", "scope"},
+    "integrations": {
+        "_torch_private",
         "attention",
+        "ops",
+        "options",
         "pingpong",
-        "cost",
-        "documents",
-        "integrations",
         "planning",
-        "session",
+        "ranks",
+        "scope",
     },
+    "integrations/__init__": set(),
+    "calibrate": {"ops", "planning"},
+    "explain": {"options", "planning"},
+    "simulate": {"options", "planning"},
+    "report": {"watching"},
+    "run": {"integrations", "options", "ranks", "scope"},
 }
-PYTHON_RULES["integrations/torchtitan"] = PYTHON_RULES["integrations/transformers"]
-PYTHON_MODULES = {*PYTHON_RULES, "integrations", "run"}  # also those still to come
 # Where alone a library may be imported.
 LIBRARY_HOMES = {
-    "matplotlib": ("report.py", "simulate/pictures.py"),
-    "transformers": ("integrations/transformers.py", "integrations/huggingface.py"),
+    "matplotlib": ("watching/report.py", "simulate/pictures.py"),
+    "transformers": ("integrations/transformers.py",),
     "torchtitan": ("integrations/torchtitan.py",),
     "spmd_types": ("integrations/torchtitan.py",),
-    "torch.utils.tensorboard": ("tensorboard.py",),
+    "torch.utils.tensorboard": ("watching/tensorboard.py",),
 }
+PRIVATE_TORCH = re.compile(r"(torch|dist)\.(\w+\.)*_(?!_)")
 MAY_PRINT = (
     "report.py",
     "run.py",
@@ -207,16 +154,38 @@ def import_violations(path: str, text: str) -> list[str]:
     for library, homes in LIBRARY_HOMES.items():
         if path not in homes and any(f"{name}.".startswith(f"{library}.") for name in imported):
             found.append(f"{path} imports {library}")
+    if path == "__init__.py":
+        return found
+    module = path.removesuffix(".py")
+    room = module.split("/")[0]
+    if room not in PYTHON_RULES:
+        return [*found, f"{path} is in no room"]
+    allowed = PYTHON_RULES.get(module, PYTHON_RULES[room] | {room})
+    # Names that are no room are those of `distca/__init__`: they hide the room that they come from.
     ours = {name.split(".")[1] for name in imported if name.startswith("distca.")}
-    modules = ours & ({file.stem for file in (ROOT / "distca").iterdir()} | PYTHON_MODULES)
-    allowed = PYTHON_RULES.get(path.removesuffix(".py"))
-    if allowed is not None:
-        found += [f"{path} imports distca.{name}" for name in sorted(modules - allowed)]
-    return found
+    return found + [f"{path} imports distca.{name}" for name in sorted(ours - allowed)]
+
+
+def import_cycle(texts: dict[str, str]) -> list[str]:
+    """Modules, by path under distca/, that import each other in a circle; [] where none do."""
+    modules = {
+        "distca." + path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+        for path in texts
+    }
+    graph = {
+        path: {modules[name] for name in imports_of(ast.parse(text)) & modules.keys()}
+        for path, text in texts.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def habit_violations(path: str, text: str) -> list[str]:
-    """Unpickling, printing and reading the environment in `path` (under distca/)."""
+    """Unpickling, printing, reading the environment, and torch where it belongs to another file,
+    in `path` (under distca/)."""
     tree = ast.parse(text)
     imported, calls, attributes = imports_of(tree), calls_of(tree), attributes_of(tree)
     found = []
@@ -228,6 +197,10 @@ def habit_violations(path: str, text: str) -> list[str]:
     if "print" in calls and path not in MAY_PRINT:
         found.append(f"{path} prints")
     names = imported | calls | attributes
+    if path != "ops.py" and any(f"{name}.".startswith("torch.ops.distca.") for name in names):
+        found.append(f"{path} calls torch.ops.distca; distca/ops.py has it typed")
+    if path != "_torch_private.py" and any(map(PRIVATE_TORCH.match, names)):
+        found.append(f"{path} uses private names of torch; their place is distca/_torch_private.py")
     if names & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
         found.append(f"{path} reads the environment")
     return found
@@ -265,6 +238,35 @@ def test_python_depends_one_way():
     for file in files:
         path = file.relative_to(ROOT / "distca").as_posix()
         assert import_violations(path, file.read_text()) == []
+
+
+def python_texts() -> dict[str, str]:
+    return {
+        file.relative_to(ROOT / "distca").as_posix(): file.read_text() for file in python_files()
+    }
+
+
+def test_no_python_modules_import_each_other():
+    assert import_cycle(python_texts()) == []
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        ("planning/documents.py", "from distca.planning.plan import plan"),
+        ("ranks/groups.py", "def f():\n    from distca.ranks import session"),
+        ("simulate/model.py", "from distca.simulate import report"),
+    ],
+)
+def test_planted_cycles_are_found(path, text):
+    texts = python_texts()
+    assert path in import_cycle({**texts, path: f"{texts[path]}\n{text}\n"})
+
+
+def test_the_rules_of_python_are_one_way():
+    graphlib.TopologicalSorter(PYTHON_RULES).prepare()  # raises where they are not
+    seen = {path.removesuffix(".py").split("/")[0] for path in python_texts()}
+    assert seen - {"__init__"} == {room.split("/")[0] for room in PYTHON_RULES}
 
 
 def test_python_habits():
@@ -327,20 +329,32 @@ def test_allowed_includes_pass(path, header):
 @pytest.mark.parametrize(
     "path, text",
     [
-        ("documents.py", "from distca.planning import plan"),
-        ("planning.py", "def f():\n    import distca.attention"),
-        ("planning.py", "from distca import attention"),
+        ("planning/documents.py", "from distca.attention import core_attention"),
+        ("planning/plan.py", "def f():\n    import distca.attention"),
+        ("planning/plan.py", "from distca import attention"),
+        ("planning/plan.py", "from distca import core_attention"),
+        ("ranks/session.py", "from distca.planning.plan import plan"),
+        ("ranks/session.py", "from distca.planning import plan"),
+        ("watching/trace.py", "from distca import ops"),
+        ("ops.py", "from distca import options"),
+        ("watching/monitor.py", "from distca.ranks import session"),
         ("attention.py", "from distca.integrations import transformers"),
+        ("attention.py", "from distca import scope"),
         ("attention.py", "from .planning import plan"),
+        ("scope.py", "from distca.pingpong import PingPong"),
         ("report.py", "from distca.attention import core_attention"),
-        ("planning.py", "import matplotlib.pyplot as plt"),
+        ("planning/plan.py", "import matplotlib.pyplot as plt"),
+        ("report.py", "import matplotlib.pyplot as plt"),
         ("attention.py", "def f():\n    from transformers import AutoModel"),
         ("integrations/transformers.py", "import torchtitan"),
-        ("monitor.py", "from torch.utils.tensorboard import SummaryWriter"),
-        ("report.py", "from distca import monitor"),
+        ("watching/monitor.py", "from torch.utils.tensorboard import SummaryWriter"),
+        ("watching/report.py", "from distca import report"),
         ("integrations/transformers.py", "from distca import report"),
         ("integrations/boundaries.py", "import transformers"),
         ("integrations/__init__.py", "from distca.integrations import transformers"),
+        ("simulate/machine.py", "from distca.ranks import session"),
+        ("explain/text.py", "from distca.simulate import model"),
+        ("elsewhere.py", "import math"),
     ],
 )
 def test_planted_imports_are_found(path, text):
@@ -358,10 +372,30 @@ def test_planted_imports_are_found(path, text):
         "import os\nvalue = os.environ['X']",
         "import os\nvalue = os.getenv('X')",
         "from os import environ",
+        "import torch\ntorch.ops.distca.version()",
+        "import torch\ntorch._C._current_graph_task_id()",
+        "import torch.distributed as dist\ndist.distributed_c10d._world.pg_map",
+        "from torch.utils import _pytree as pytree",
+        "from torch.utils._pytree import tree_leaves",
+        "import torch\nvalue = torch.ops.distca.plan.default",
     ],
 )
 def test_planted_habits_are_found(text):
-    assert habit_violations("planning.py", text)
+    assert habit_violations("planning/plan.py", text)
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        ("planning/plan.py", "from distca.planning.cost import AttentionShape"),
+        ("planning/plan.py", "from distca.ranks import session"),
+        ("scope.py", "from distca import attention"),
+        ("integrations/transformers.py", "from distca.integrations import models"),
+        ("__init__.py", "from distca.pingpong.pingpong import PingPong"),
+    ],
+)
+def test_allowed_imports_pass(path, text):
+    assert import_violations(path, text) == []
 
 
 def test_the_launcher_may_print():

@@ -9,8 +9,8 @@ import packed_models as pm  # noqa: E402
 from packed_models import LENGTHS, Packed  # noqa: E402
 
 import distca  # noqa: E402
-from distca import session as sessions  # noqa: E402
 from distca.integrations import transformers as integration  # noqa: E402
+from distca.ranks import session as sessions  # noqa: E402
 
 TOLERANCE = 1e-5
 

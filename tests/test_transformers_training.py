@@ -16,7 +16,8 @@ import trainer_runs as runs  # noqa: E402
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
 import distca  # noqa: E402
-from distca import run, session  # noqa: E402
+from distca import run  # noqa: E402
+from distca.ranks import session  # noqa: E402
 
 LARGEST_DIFFERENCE = 1e-4  # of two losses in float32
 LARGEST_BFLOAT16_DIFFERENCE = 2e-2

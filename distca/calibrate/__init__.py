@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 ... -m distca.calibrate --out calibration.json
 
 The first measures core attention on one device; the second also the links between its ranks. The
-file is `Options.cost_table` (flag --cost-table), read with distca.cost.Calibration.load:
+file is `Options.cost_table` (flag --cost-table), read with distca.planning.cost.Calibration.load:
 
   format             1
   device_type        cuda or cpu; device_name, torch, date (ISO 8601, UTC) say where, with what and

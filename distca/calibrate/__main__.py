@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distca import calibrate
 from distca.calibrate import attention, links
 from distca.calibrate.timing import ProgressBar
-from distca.cost import DTYPE_BYTES, Calibration, Link, Links
+from distca.planning.cost import DTYPE_BYTES, Calibration, Link, Links
 
 DTYPES = {
     "cuda": ("bfloat16", "float16"),

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca._chosen_tasks import layout_of_server
+from distca import ops
 from distca.calibrate.timing import ProgressBar, median_seconds
-from distca.cost import TILE
+from distca.planning.chosen_tasks import layout_of_server
+from distca.planning.cost import TILE
 
 FULL = (-1, -1)
 MAX_ROWS = 16384  # more rows cost in proportion
@@ -127,12 +128,12 @@ def _seconds_of_task(
     share = layout, indices.to(device), heads.dim**-0.5, "visiting"
 
     def forward() -> tuple[Tensor, Tensor]:
-        return torch.ops.distca.attend(q, k, v, *share)
+        return ops.attend(q, k, v, *share)
 
     out, lse = forward()
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.distca.attend_backward(grad_out, q, k, v, out, lse, *share)
+        return ops.attend_backward(grad_out, q, k, v, out, lse, *share)
 
     passes = (forward, backward)
     return tuple(

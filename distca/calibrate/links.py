@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distca.calibrate.timing import ProgressBar, median_seconds
-from distca.cost import Link, Links
+from distca.planning.cost import Link, Links
 
 KIB = 1024
 # Bytes that a rank sends, by (device type, quick).

@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 
 from distca import explain, options
-from distca.cluster import MAX_RANKS, cluster_of
-from distca.cost import (
+from distca.explain.account import Step
+from distca.explain.account import explain as account_of
+from distca.explain.text import as_data, report
+from distca.planning.cluster import MAX_RANKS, cluster_of
+from distca.planning.cost import (
     TILE,
     AttentionShape,
     calibration_of,
     cost_tensor,
 )
-from distca.documents import INT32_MAX, check_window
-from distca.explain.account import Step
-from distca.explain.account import explain as account_of
-from distca.explain.text import as_data, report
-from distca.packs import Pack, check_lengths, cut_pack, draw_pack, read_lengths
-from distca.planning import ANY_IMBALANCE, CAUSAL
+from distca.planning.documents import INT32_MAX, check_window
+from distca.planning.packs import Pack, check_lengths, cut_pack, draw_pack, read_lengths
+from distca.planning.plan import ANY_IMBALANCE, CAUSAL
 
 DEFAULT_TOKENS = 65536
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.cluster import MAX_RANKS, Cluster
-from distca.cost import AttentionShape
-from distca.packs import Pack
-from distca.planning import ANY_IMBALANCE, balance, tasks_of
+from distca.planning.cluster import MAX_RANKS, Cluster
+from distca.planning.cost import AttentionShape
+from distca.planning.packs import Pack
+from distca.planning.plan import ANY_IMBALANCE, balance, tasks_of
 
 LOAD_NAMES = ("seconds_home", "seconds", "bytes_out", "bytes_in")  # first columns of the loads
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distca.documents import Documents
+from distca._torch_private import NOT_BACKWARD, backward_pass
+from distca.planning.documents import Documents
 
 PACK = (
     "pack documents into one row, with transformers' DataCollatorWithFlattening or TRL's "
@@ -33,8 +34,8 @@ class Boundaries:
     """Those of the latest forward pass."""
     users: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     """Modules that attended to `balanced`."""
-    made_in: int = -1
-    """The backward pass that `balanced` was made in, -1 for a forward pass."""
+    made_in: int = NOT_BACKWARD
+    """The backward pass that `balanced` was made in, NOT_BACKWARD for a forward pass."""
 
     def of_pass(self, module: nn.Module) -> tuple[Documents, bool]:
         """The documents of this forward pass, and whether they are new: to be planned by its first
@@ -42,11 +43,11 @@ class Boundaries:
         another a new one, or ranks would count plans differently. What is computed again in the
         backward pass uses those of the forward pass.
         """
-        task = torch._C._current_graph_task_id()  # of this backward pass; -1 in a forward pass
-        if task == -1:
+        task = backward_pass()
+        if task == NOT_BACKWARD:
             is_new = self.balanced is None or module in self.users
         else:  # reentrant checkpointing has no gradients, and so no plan, in its forward pass
-            is_new = self.balanced is None or self.made_in not in (-1, task)
+            is_new = self.balanced is None or self.made_in not in (NOT_BACKWARD, task)
         if is_new:
             self.balanced, self.users = Documents(self.offsets), weakref.WeakSet()
             self.made_in = task

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distca import session as sessions
+from distca._torch_private import NOT_BACKWARD, backward_pass
 from distca.integrations.boundaries import read_boundaries
+from distca.ranks import session as sessions
 
 NAME = "distca"
 USE_ANOTHER = 'use another attn_implementation for this model, such as "sdpa" or "eager"'
@@ -323,7 +324,7 @@ def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
     Raises ValueError if the layer is recomputed in the backward pass: nothing says then which
     forward pass the recomputation belongs to.
     """
-    passes, is_recomputed = _under_way.passes, torch._C._current_graph_task_id() != -1
+    passes, is_recomputed = _under_way.passes, backward_pass() != NOT_BACKWARD
     if not passes and not is_recomputed:
         return {}
     is_trained = module.training and torch.is_grad_enabled()

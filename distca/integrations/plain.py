@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from distca import session as sessions
-from distca.attention import prepare, put_in_force, require_documents
-from distca.documents import Documents
+from distca._torch_private import NOT_BACKWARD, backward_pass, call_after_backward, pytree
 from distca.integrations.boundaries import offsets_of_positions
 from distca.options import Options
+from distca.planning.documents import Documents
+from distca.ranks import session as sessions
+from distca.scope import prepare, put_in_force, require_documents
 
 CAUSAL = (-1, 0)
 Batch = tuple[int, int]  # (rows, tokens)
@@ -48,7 +48,7 @@ class _Model:
             self._running = None
             put_in_force(None)
         again = functools.partial(_put_in_force_backward, self._documents, self._batch)
-        for output in tree_leaves(outputs):
+        for output in pytree.tree_leaves(outputs):
             if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.grad_fn.register_prehook(again)
         return outputs
@@ -97,11 +97,11 @@ class _Model:
 def _put_in_force_backward(documents: Documents, batch: Batch, gradients: tuple) -> None:
     """Until the backward pass ends, or comes to the outputs of another forward pass."""
     put_in_force(documents, batch)
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: put_in_force(None))
+    call_after_backward(lambda: put_in_force(None))
 
 
 def _is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != NOT_BACKWARD
 
 
 def _argument(module: nn.Module, name: str, args: tuple, kwargs: dict):

@@ -27,12 +27,13 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import attention as titan
 from torchtitan.tools.logging import logger
 
-from distca import session as sessions
+from distca import ops
 from distca.attention import check_no_capture, core_attention
-from distca.cost import AttentionShape
-from distca.documents import check_window
 from distca.integrations.boundaries import read_boundaries
-from distca.planning import Plan, plan
+from distca.planning.cost import AttentionShape
+from distca.planning.documents import check_window
+from distca.planning.plan import Plan, plan
+from distca.ranks import session as sessions
 
 # Renamed after torchtitan 0.3.0.
 VarlenAttention = getattr(titan, "VarlenInnerAttention", getattr(titan, "VarlenAttention", None))
@@ -176,7 +177,7 @@ class SavingAC(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set:
-        return super().get_save_ops() | {torch.ops.distca.core_attention.default}
+        return super().get_save_ops() | {ops.CORE_ATTENTION}
 
 
 class BalanceMetrics(MetricsProcessor):

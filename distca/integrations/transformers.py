@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distca import session as sessions
 from distca.attention import FULL, check_no_capture, core_attention, routed_documents
-from distca.cost import AttentionShape
-from distca.documents import Documents
 from distca.integrations import models
 from distca.integrations.boundaries import PACK, Boundaries, read_boundaries
 from distca.integrations.models import NAME, PLAIN_LAYERS, USE_ANOTHER, open_session
-from distca.pingpong import PingPong, middle
-from distca.planning import CAUSAL, Plan, plan
+from distca.pingpong.pingpong import PingPong, middle
+from distca.planning.cost import AttentionShape
+from distca.planning.documents import Documents
+from distca.planning.plan import CAUSAL, Plan, plan
+from distca.ranks import session as sessions
 
 OLDEST_TRANSFORMERS = "5.17"
 if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):

@@ -21,8 +21,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca.cost import Calibration, Link
-from distca.packs import read_lengths
+from distca.planning.cost import Calibration, Link
+from distca.planning.packs import read_lengths
 from distca.simulate import measured, paper, report
 from distca.simulate.machine import Machine
 from distca.simulate.model import PRESETS, ModelShape

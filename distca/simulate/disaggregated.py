@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distca.cluster import Cluster, held_row_bytes
-from distca.packs import cut_pack
-from distca.planning import CAUSAL, balance, tasks_of
+from distca.planning.cluster import Cluster, held_row_bytes
+from distca.planning.packs import cut_pack
+from distca.planning.plan import CAUSAL, balance, tasks_of
 from distca.simulate.layers import (
     ATTENTION,
     EXCHANGE,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.cost import TILE, AttentionShape, Calibration, Link, whole_tiles
+from distca.planning.cost import TILE, AttentionShape, Calibration, Link, whole_tiles
 
 FORWARD, BACKWARD = 0, 1
 FORWARD_FLOPS, BACKWARD_FLOPS = 1.0, 2.5  # of attention, relative

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from distca.cost import AttentionShape
+from distca.planning.cost import AttentionShape
 
 ELEMENT_BYTES = 2  # bfloat16
 GRADIENT_BYTES = 4  # float32, reduced and kept

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.packs import MAX_LENGTH, cut_pack
+from distca.planning.packs import MAX_LENGTH, cut_pack
 from distca.simulate.scenario import Scenario
 
 DISTRIBUTIONS = "fixed:LENGTH, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA"

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
-from distca.cost import AttentionShape
 from distca.options import Options
+from distca.planning.cost import AttentionShape
 from distca.simulate.machine import AttentionCost, Machine
 from distca.simulate.model import (
     BACKWARD_OVER_FORWARD,

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
-from distca import attention
-from distca import session as sessions
-from distca._half_plans import plan_halves
-from distca._token_rows import TokenRows
-from distca._turns import Turns
-from distca.documents import Documents
+from distca import attention, scope
+from distca._torch_private import CheckpointWrapper, pytree, saved_tensor_hooks
+from distca.pingpong.half_plans import plan_halves
+from distca.pingpong.token_rows import TokenRows
+from distca.pingpong.turns import Turns
+from distca.planning.documents import Documents
+from distca.ranks import session as sessions
 
 INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
 
@@ -41,7 +40,7 @@ def documents_of_call(block: nn.Module, args: tuple, kwargs: dict) -> Documents 
     leaves = pytree.tree_leaves((args, kwargs))
     found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}
     if not found:
-        return attention.documents_in_force()
+        return scope.documents_in_force()
     if len(found) > 1:
         raise ValueError(f"PingPong: {list(found.values())} among the arguments; expected one")
     return next(iter(found.values()))
@@ -281,7 +280,7 @@ class _Step:
 
 def _checkpoint_hooks() -> object:
     """The innermost checkpoint around this call, None where there is none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks()
     if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
         return None
     return hooks[0]

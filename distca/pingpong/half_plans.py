@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from distca.documents import Documents
-from distca.planning import (
+from distca import ops
+from distca.planning.documents import Documents
+from distca.planning.plan import (
     HEADER_WORDS,
     NUM_WORDS,
     Made,
@@ -23,7 +24,7 @@ from distca.planning import (
     submit,
     tasks_of,
 )
-from distca.session import Session, halves_of, init
+from distca.ranks.session import Session, halves_of, init
 
 NO_ROW = -1  # of a rank that cannot cut its documents
 
@@ -101,7 +102,7 @@ def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
     step = -1 - problem.step  # no plan has it: a rank that plans another step instead is found out
     header = header_of(step, session.options, problem.window_size)
     words = torch.tensor([*header, *[0] * (NUM_WORDS - HEADER_WORDS), row])
-    headers = torch.ops.distca.all_gather(words, session.group_name, problem.step)
+    headers = ops.all_gather(words, session.group_name, problem.step)
     check_headers(headers)
     return headers[:, -1]
 
@@ -158,4 +159,4 @@ def half_of(
     held = torch.stack([rank, document, start, num_rows, context], dim=1)
     index = ((num_rows > 0).cumsum(0) - 1)[piece]
     own = torch.stack([index, q_begin, q_end, server, is_kept], dim=1)[q_begin < q_end]
-    return held, torch.ops.distca.plan_of_tasks(held, own, rows.numel(), *window_size)
+    return held, ops.plan_of_tasks(held, own, rows.numel(), *window_size)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from distca.figures import FORWARD_SHARE, SPANS_FOLDER
+from distca.watching.figures import FORWARD_SHARE, SPANS_FOLDER
 
 # Rows of a rank in the trace, and the list of a step's record whose seconds they show.
 PREDICTED = {"without distca, predicted": "seconds_before", "planned": "seconds_after"}

@@ -5,7 +5,8 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from distca._torch_private import pytree
 
 
 @functools.cache

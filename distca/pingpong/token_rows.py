@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from distca._torch_private import pytree
 
 
 class TokenRows:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca.session import Session, opened
+from distca import ops
+from distca.ranks.session import Session, opened
 
 Batch = TypeVar("Batch")
 NONE_LEFT = object()
@@ -45,8 +45,7 @@ def join(
 def _ask(session: Session, has_batch: bool) -> Future:
     """Returns a future that says whether any rank has a batch."""
     if session.num_ranks > 1:
-        ask = torch.ops.distca.any_has_batch
-        return session.planner.submit(ask, session.group_name, has_batch)
+        return session.planner.submit(ops.any_has_batch, session.group_name, has_batch)
     alone: Future = Future()
     alone.set_result(has_batch)
     return alone

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distca.documents import INT32_MAX
+from distca.planning.documents import INT32_MAX
 
 MAX_PIECES = INT32_MAX  # of all ranks
 MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps

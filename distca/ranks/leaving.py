@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Collection
 
-import torch
+from distca import ops
 
 MOMENT_S = 2.0  # for a plan that all ranks are still making
 LIMIT_S = 30.0  # for the computation of a plan, which waits for no other rank
@@ -21,7 +21,7 @@ def leave(session, how: str) -> None:
     session.planner.join(0 if session.has_failed else MOMENT_S)
     for each in (*session.halves, session):
         if each.data is not None:
-            torch.ops.distca.leave_session(each.group_name, how)
+            ops.leave_session(each.group_name, how)
     session.planner.join(LIMIT_S)
     if session.monitor is not None:
         session.monitor.close()

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca import groups
-from distca._leaving import failure_under_way, leave, watch_exits
-from distca._planner_thread import PlannerThread
-from distca.monitor import Monitor
+from distca import _torch_private, ops
 from distca.options import Options
-from distca.peers import choose_device
-from distca.trace import save_spans
+from distca.ranks import groups
+from distca.ranks.leaving import failure_under_way, leave, watch_exits
+from distca.ranks.peers import choose_device
+from distca.ranks.planner_thread import PlannerThread
+from distca.watching.monitor import Monitor
+from distca.watching.trace import save_spans
 
 TIMED_EVERY = 10  # steps, where log_every does not say it
 NOT_TIMED = (-1, -1)
@@ -64,12 +65,12 @@ class Session:
         under way."""
         every = self.options.log_every or TIMED_EVERY
         if self.is_watched and self.timed_step is None and step % every == 0:
-            torch.ops.distca.watch_step(self.group_name, step)
+            ops.watch_step(self.group_name, step)
             self.timed_step = step
 
     def read_times(self) -> None:
         """Keeps what was timed, once it is known."""
-        times = [] if self.timed_step is None else torch.ops.distca.attention_times(self.group_name)
+        times = [] if self.timed_step is None else ops.attention_times(self.group_name)
         if not times:
             return
         self.times_us, step, self.timed_step = tuple(times), self.timed_step, None
@@ -77,7 +78,7 @@ class Session:
             self.planner.submit(self._save_spans, step)
 
     def _save_spans(self, step: int) -> None:
-        save_spans(self.options.run_dir, self.rank, step, *torch.ops.distca.spans(self.group_name))
+        save_spans(self.options.run_dir, self.rank, step, *ops.spans(self.group_name))
 
     @property
     def is_first(self) -> bool:
@@ -102,7 +103,7 @@ class Session:
         message = f"{type(error).__name__}: {error}".removesuffix(": ")
         for session in (self, *self.halves):
             if session.data is not None:
-                torch.ops.distca.announce_failure(session.group_name, message)
+                ops.announce_failure(session.group_name, message)
 
 
 @contextlib.contextmanager
@@ -202,12 +203,12 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     session.data = new_group(backend, data_timeout, _urgent(backend, data_timeout))
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
-    configuration = f"version {torch.ops.distca.version()} {session.options}"
+    configuration = f"version {ops.version()} {session.options}"
     names = (group.group_name for group in (session.data, session.control, session.planning))
     peer_device = choose_device(session.options.transport, backend, session.control)
     session.by_peer_memory = peer_device is not None
     peer_memory_bytes = int(1e9 * session.options.peer_memory_gb)
-    torch.ops.distca.open_session(
+    ops.open_session(
         *names, configuration, session.options.timeout_s, peer_device, peer_memory_bytes
     )
 
@@ -240,7 +241,7 @@ def _check_equal_group_counts(group: ProcessGroup) -> None:
     """Torch names a group of some ranks by how many groups each of them is in; where that differs
     they would wait for each other under different names."""
     device = "cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"
-    own = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device=device)
+    own = torch.tensor([_torch_private.num_groups()], device=device)
     counts = own.new_empty(dist.get_world_size(group))
     dist.all_gather_into_tensor(counts, own, group=group)
     if (counts != own).any():
@@ -255,7 +256,7 @@ def _urgent(backend: str, timeout: timedelta):
     if "nccl" not in backend:
         return None
     made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    made._timeout = timeout
+    _torch_private.set_timeout(made, timeout)
     return made
 
 
@@ -289,10 +290,10 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     leave(session, "has closed its session")
     if session.data is None:
         return
-    if any(torch.ops.distca.may_be_busy(each.group_name) for each in (*session.halves, session)):
+    if any(ops.may_be_busy(each.group_name) for each in (*session.halves, session)):
         _keep_groups(session)
     for each in (*session.halves, session):
-        torch.ops.distca.close_session(each.group_name)
+        ops.close_session(each.group_name)
     _destroy_groups(session)
 
 
@@ -302,7 +303,7 @@ def _keep_groups(session: Session) -> None:
     for each in (*session.halves, session):
         own += [each.data, each.control]
     gloo = [group.group_name for group in own if "nccl" not in str(dist.get_backend_config(group))]
-    torch.ops.distca.keep_groups(gloo)
+    ops.keep_groups(gloo)
 
 
 def _destroy_groups(session: Session) -> None:

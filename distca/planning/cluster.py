@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distca.cost import AttentionShape, link_bytes_per_second, measured_links
 from distca.options import Options, parse_speeds
+from distca.planning.cost import AttentionShape, link_bytes_per_second, measured_links
 
 MAX_RANKS = 65536
 DEFAULT_NODE_LINK_GB_PER_S = {"cuda": 50.0, "cpu": 2.0}

@@ -4,6 +4,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca import _torch_private
+
 # Axes whose ranks hold the same tokens (tensor parallel) or other layers (pipeline parallel).
 MODEL_AXES = ("tp", "pp", "ep", "etp", "tensor_parallel", "pipeline_parallel", "expert_parallel")
 
@@ -31,7 +33,7 @@ def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
     or pipeline parallel axis: each of its coordinates is a group of its own.
     """
     if group is None:
-        alive = _default.group in dist.distributed_c10d._world.pg_map
+        alive = _torch_private.is_alive(_default.group)
         return _default.group if alive else dist.group.WORLD
     if isinstance(group, DeviceMesh):
         return _group_of_mesh(group)
@@ -67,4 +69,4 @@ def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
-    return mesh._flatten().get_group()
+    return _torch_private.flat_group(mesh)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from distca import ops
+
 _log = logging.getLogger("distca")
 
 HOPPER = (9, 0)
@@ -49,7 +51,7 @@ def _describe_self(transport: str, backend: str) -> _Member:
     problem, device = "", ""
     if transport == "process_group" or (transport == "auto" and "nccl" not in backend):
         problem = f"transport is {transport} with {backend}"
-    elif not torch.ops.distca.has_peer_transport():
+    elif not ops.has_peer_transport():
         problem = "distca was built without its Hopper kernels"
     elif not torch.cuda.is_available():
         problem = "there is no GPU"

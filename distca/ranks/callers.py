@@ -13,10 +13,12 @@ from weakref import ref
 import torch
 from torch import nn
 
+from distca import ops
+
 UNKNOWN = -1
 MAX_FRAMES = 16  # between attention and the module that calls it
 OWN_FRAMES = 3  # of current(), attend_rows() and core_attention(), which are no modules
-_OWN_FOLDER = str(Path(__file__).parent)
+_OWN_FOLDER = str(Path(__file__).parents[1])
 
 # By id, which takes half as long as a WeakKeyDictionary. Entries go when their module dies.
 _numbers: dict[int, int] = {}
@@ -94,4 +96,4 @@ def _number_all_modules() -> None:
         for number, (name, module) in enumerate(model.named_modules()):
             if name:
                 _keep(module, number)
-                torch.ops.distca.name_caller(number, name)
+                ops.name_caller(number, name)

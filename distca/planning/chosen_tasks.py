@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from distca import ops
+
 Shard = tuple[int, int, int]  # queries of a document: index of the document, begin, end
 
 
@@ -22,9 +24,9 @@ def layout_of_server(
     tasks = [(*shard, 0) for shard in sorted(served)]
     tasks += [(*shard, 1) for shard in _rest(lengths, served)]
     chosen = torch.tensor(tasks, dtype=torch.int64).reshape(-1, 4)
-    plan = torch.ops.distca.plan_of_tasks(held, chosen, 2, *window_size)
-    layout, packed_rows = torch.ops.distca.layout(held, plan, 0, 0, device_type)
-    return layout, torch.ops.distca.unpack_rows(layout, packed_rows)
+    plan = ops.plan_of_tasks(held, chosen, 2, *window_size)
+    layout, packed_rows = ops.layout(held, plan, 0, 0, device_type)
+    return layout, ops.unpack_rows(layout, packed_rows)
 
 
 def _rest(lengths: Sequence[int], served: Sequence[Shard]) -> Iterator[Shard]:

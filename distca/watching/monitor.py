@@ -9,10 +9,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distca.figures import STEPS_FILE
 from distca.options import Options
-from distca.tensorboard import Scalars
-from distca.trace import forget_spans
+from distca.watching.figures import STEPS_FILE
+from distca.watching.report import draw_run
+from distca.watching.tensorboard import Scalars
+from distca.watching.trace import forget_spans
 
 MEASURED = ("attention_ms", "exposed_ms")  # lists by rank that are measured, not predicted
 HIDDEN_MS = 0.1  # a plan that was waited for less than this is called hidden
@@ -70,10 +71,8 @@ class Monitor:
         if file is None:
             return
         file.close()
-        from distca import report  # here, because `python -m distca.report` imports this package
-
         if (self._folder / STEPS_FILE).stat().st_size:
-            logger.info("%s", report.draw_run(self._folder))
+            logger.info("%s", draw_run(self._folder))
 
 
 def scalars(record: Mapping) -> dict[str, float]:

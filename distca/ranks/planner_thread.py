@@ -11,7 +11,7 @@ class PlannerThread:
 
     It is a daemon, because it may be waiting for other ranks when the process ends. But the
     interpreter must not end it inside an operator: C++ frames that may not throw would abort the
-    process. `distca._leaving` joins the thread before that.
+    process. `distca.ranks.leaving` joins the thread before that.
     """
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.figures import BACKWARD_OVER_FORWARD
 from distca.options import Options
+from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
 DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}

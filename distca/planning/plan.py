@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca._pieces import check_counts, gather_pieces
-from distca.cluster import (
+from distca import _torch_private, ops
+from distca.options import Options
+from distca.planning.cluster import (
     Cluster,
     cluster_of,
     held_row_bytes,
@@ -23,11 +24,11 @@ from distca.cluster import (
     memory_cap_bytes,
     ranks_of_a_node,
 )
-from distca.cost import AttentionShape, check_device, cost_tensor
-from distca.documents import Documents, check_window
-from distca.figures import max_over_mean
-from distca.options import Options
-from distca.session import NOT_TIMED, Session, configured, opened
+from distca.planning.cost import AttentionShape, check_device, cost_tensor
+from distca.planning.documents import Documents, check_window
+from distca.planning.pieces import check_counts, gather_pieces
+from distca.ranks.session import NOT_TIMED, Session, configured, opened
+from distca.watching.figures import max_over_mean
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -136,11 +137,11 @@ class Plan:
         made = self.made()
         waited_ms = 1e3 * (time.perf_counter() - start)
         packed_rows = made.packed_rows.to(self._device, non_blocking=True)
-        self.rows = torch.ops.distca.unpack_rows(made.layout, packed_rows)
+        self.rows = ops.unpack_rows(made.layout, packed_rows)
         self.layout = made.layout
         self.kept_rows = made.kept_rows
         for tensor in (self.layout, self.rows):  # lengths differ from plan to plan: compile once
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            _torch_private.mark_dynamic(tensor, 0)
         columns = list(zip(*made.loads, strict=True))
         self._report = PlanReport(
             list(columns[0]),
@@ -176,11 +177,11 @@ def awaited(group_name: str) -> Iterator[None]:
     if not group_name:
         yield
         return
-    torch.ops.distca.await_plan(group_name, True)
+    ops.await_plan(group_name, True)
     try:
         yield
     finally:
-        torch.ops.distca.await_plan(group_name, False)
+        ops.await_plan(group_name, False)
 
 
 def plan(
@@ -302,9 +303,7 @@ def _shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
         return list(astuple(shape))
     if session.num_ranks == 1:
         return [0] * SHAPE_WORDS
-    seen = (
-        torch.ops.distca.attention_shape(each.group_name) for each in (session, *session.halves)
-    )
+    seen = (ops.attention_shape(each.group_name) for each in (session, *session.halves))
     return next((words for words in seen if any(words)), [0] * SHAPE_WORDS)
 
 
@@ -327,7 +326,7 @@ def _make(session: Session, documents: Documents, problem: Problem, shape_words:
 
 
 def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
-    return [torch.ops.distca.version(), step, options.digest(), *window_size]
+    return [ops.version(), step, options.digest(), *window_size]
 
 
 def balance(
@@ -339,8 +338,8 @@ def balance(
     tolerance: float,
 ) -> tuple[Tensor, Tensor]:
     """(plan, loads) of torch.ops.distca.plan, for the ranks of a cluster. `pieces` are those of all
-    ranks, `cost` is as distca.cost.cost_tensor makes it. Raises ValueError as the operator does."""
-    return torch.ops.distca.plan(
+    ranks, `cost` is as cost_tensor makes it. Raises ValueError as the operator does."""
+    return ops.plan(
         pieces,
         cluster.num_ranks,
         *window_size,
@@ -377,7 +376,7 @@ def kept_rows_of(layout: Tensor, options: Options) -> tuple[int, int]:
     backward pass. Two at least where any may be: torch.compile specialises 0 and 1."""
     if options.keep_inputs_gb == 0:
         return 0, 0
-    queries, keys = torch.ops.distca.kept_rows(layout)
+    queries, keys = ops.kept_rows(layout)
     return max(2, queries), max(2, keys)
 
 
@@ -385,7 +384,7 @@ def lay_out(
     problem: Problem, pieces: Tensor, encoded: Tensor, options: Options, shape: AttentionShape
 ) -> tuple[Tensor, Tensor]:
     """This rank's layout and packed rows, for the upload to its device."""
-    layout, packed_rows = torch.ops.distca.layout(
+    layout, packed_rows = ops.layout(
         pieces,
         encoded,
         problem.rank,
@@ -409,7 +408,7 @@ def _exchange(
     step = words[HEADER_NAMES.index("step")]
 
     def all_gather(tensor: Tensor) -> Tensor:
-        return torch.ops.distca.all_gather(tensor, session.group_name, step)
+        return ops.all_gather(tensor, session.group_name, step)
 
     headers = all_gather(torch.tensor([*words, pieces.shape[0]]))
     check_headers(headers)  # all ranks stop here alike, also one that cuts halves

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca import groups
-from distca.documents import Documents
+from distca.planning.documents import Documents
+from distca.ranks import groups
 
 IGNORE_INDEX = -100  # cross_entropy's default
 

@@ -1,0 +1,59 @@
+"""Private names of PyTorch that distca needs, all in one place.
+
+They may change with any release. The tests cover them on PyTorch 2.11, and on the CPU also on 2.15.
+Look here first when a new release breaks distca.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+__all__ = ["CheckpointWrapper", "pytree"]
+
+NOT_BACKWARD = -1
+
+
+def backward_pass() -> int:
+    """Return a number for the backward pass that runs on this thread, NOT_BACKWARD outside one."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(call: Callable[[], object]) -> None:
+    """Call `call` when the backward pass that runs ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def saved_tensor_hooks() -> tuple | None:
+    """Return the innermost (pack, unpack) hooks of saved tensors, None outside any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Tell torch.compile that the size of a dimension changes from call to call."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def is_alive(group: ProcessGroup | None) -> bool:
+    """Return whether a process group exists and has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def num_groups() -> int:
+    """Return how many process groups this rank is in."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def flat_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Return one process group of all ranks of a mesh of several axes. Collective at first."""
+    return mesh._flatten().get_group()
+
+
+def set_timeout(options: "dist.ProcessGroupNCCL.Options", timeout: timedelta) -> None:
+    """Set the timeout of a group that is opened with these options."""
+    options._timeout = timeout

@@ -1,0 +1,1 @@
+"""Records, lines, scalars, pictures and traces of what was balanced."""
