@@ -57,7 +57,7 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
 // Everything an operator call starts with.
 struct Call {
-  std::shared_ptr<const Layout> layout = std::make_shared<Layout>();
+  Layout layout;
   Inputs inputs;
   std::shared_ptr<Session> session;    // null when no rank moves rows
   std::unique_lock<std::mutex> turn;   // holds Session::calls()

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -92,8 +91,5 @@ std::vector<int64_t> kept_rows(const at::Tensor& layout);
 
 // Throws ValueError when the tensors are not what encode_layout and unpack_rows made.
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows);
-
-// Returns the same, decoded once: all calls of a plan share it while its `layout` lives.
-std::shared_ptr<const Layout> decoded(const at::Tensor& layout, const at::Tensor& rows);
 
 }  // namespace distca::ops

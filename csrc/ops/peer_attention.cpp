@@ -227,7 +227,7 @@ bool uses_peer_memory(const Call& call, double softmax_scale) {
   const auto has_peers = [](const Round& round) { return round.peers.has_value(); };
   return call.session->peer_transport() != nullptr && softmax_scale > 0 &&
          sm90::supports(call.inputs.q) &&
-         std::all_of(call.layout->rounds.begin(), call.layout->rounds.end(), has_peers);
+         std::all_of(call.layout.rounds.begin(), call.layout.rounds.end(), has_peers);
 }
 
 std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& kept,
@@ -236,8 +236,8 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& ke
   const at::Tensor q = aligned(call.inputs.q), k = aligned(call.inputs.k),
                    v = aligned(call.inputs.v);
   const auto [out, lse] = attention::new_results(q);
-  for (size_t i = 0; i < call.layout->rounds.size(); ++i) {
-    const Round& round = call.layout->rounds[i];
+  for (size_t i = 0; i < call.layout.rounds.size(); ++i) {
+    const Round& round = call.layout.rounds[i];
     Buffers buffers(transport, round);
     const Region to_q = buffers.for_queries(q), to_k = buffers.for_keys(k),
                  to_v = buffers.for_keys(v);
@@ -275,7 +275,7 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& ke
 void peer_exchange(const Call& call) {
   peer::PeerTransport& transport = *call.session->peer_transport();
   const auto& [q, k, v] = call.inputs;
-  for (const Round& round : call.layout->rounds) {
+  for (const Round& round : call.layout.rounds) {
     Buffers buffers(transport, round);
     const Region to_q = buffers.for_queries(aligned(q)), to_k = buffers.for_keys(aligned(k)),
                  to_v = buffers.for_keys(aligned(v));
@@ -381,15 +381,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> peer_backward(
     const Call& call, const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
     const Kept& kept, const attention::Params& params) {
   const at::Tensor grad = aligned(grad_out);
-  const BackwardInputs inputs{
-      aligned(call.inputs.q), aligned(call.inputs.k),
-      aligned(call.inputs.v), grad,
-      {lse, {}, out},         delta_of_sent(call.layout->rounds, out, grad)};
-  const Round& first = call.layout->rounds[0];  // it has all home tasks
+  const BackwardInputs inputs{aligned(call.inputs.q), aligned(call.inputs.k),
+                              aligned(call.inputs.v), grad,
+                              {lse, {}, out},         delta_of_sent(call.layout.rounds, out, grad)};
+  const Round& first = call.layout.rounds[0];  // it has all home tasks
   const auto [dk, dv] = attention::new_key_gradients(inputs.k, {&first.early, &first.late});
   const Gradients gradients{at::empty(inputs.q.sizes(), inputs.q.options()), dk, dv};
-  for (size_t i = 0; i < call.layout->rounds.size(); ++i) {
-    backward_round(call, call.layout->rounds[i], inputs, kept.rounds[i], gradients, params);
+  for (size_t i = 0; i < call.layout.rounds.size(); ++i) {
+    backward_round(call, call.layout.rounds[i], inputs, kept.rounds[i], gradients, params);
   }
   return {gradients.dq, dk, dv};
 }

@@ -40,7 +40,7 @@ at::Tensor no_rows(const at::Tensor& home) {
 
 // A step of a plan of one round, whose ranks agreed when its dispatch began.
 struct Step {
-  std::shared_ptr<const Layout> layout = std::make_shared<Layout>();
+  Layout layout;
   std::shared_ptr<Session> session;  // null when no rank moves rows
 };
 
@@ -51,19 +51,19 @@ Step begin_step(const at::Tensor& layout, const at::Tensor& rows, c10::string_vi
   Step step;
   if (!group_name.empty()) step.session = find_session(std::string(group_name));
   try {
-    step.layout = decoded(layout, rows);
-    check(*step.layout, only_round(*step.layout));
+    step.layout = decode_layout(layout, rows);
+    check(step.layout, only_round(step.layout));
   } catch (const std::exception& error) {
-    const bool others_wait = step.layout->rounds.empty() || step.layout->moves_rows;
+    const bool others_wait = step.layout.rounds.empty() || step.layout.moves_rows;
     if (step.session && others_wait) {
       step.session->failures().announce(transport::message_of(error));
     }
     throw;
   }
-  TORCH_CHECK_VALUE(step.session || !step.layout->moves_rows,
-                    "group_name is empty, but the layout is one of ", step.layout->num_ranks,
+  TORCH_CHECK_VALUE(step.session || !step.layout.moves_rows,
+                    "group_name is empty, but the layout is one of ", step.layout.num_ranks,
                     " ranks; pass the plan's group_name");
-  if (!step.layout->moves_rows) step.session.reset();
+  if (!step.layout.moves_rows) step.session.reset();
   return step;
 }
 
@@ -88,7 +88,7 @@ Triple dispatch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       begin_call(Pass::kForward, q, k, v, layout, rows, no_scale, std::string(group_name));
   const auto& [home_q, home_k, home_v] = call.inputs;
   if (!call.session) return {no_rows(q), no_rows(k), no_rows(v)};
-  const Round& round = only_round(*call.layout);
+  const Round& round = only_round(call.layout);
   Session& session = *call.session;
   return announcing(session, [&]() -> Triple {
     Shipment inputs = send_to_servers(session, call.where.in(kDispatch),
@@ -121,7 +121,7 @@ Triple dispatch_backward(const at::Tensor& visiting_grad_q, const at::Tensor& vi
              {sizes(heads_kv), dtype, rows.device(), "like visiting_grad_k"});
   };
   const Step step = begin_step(layout, rows, group_name, check);
-  const Layout& plan = *step.layout;
+  const Layout& plan = step.layout;
   const at::Tensor dq = zeros_like_rows(visiting_grad_q, plan.num_home_queries());
   const at::Tensor dk = zeros_like_rows(visiting_grad_k, plan.num_home_rows);
   const at::Tensor dv = zeros_like_rows(visiting_grad_v, plan.num_home_rows);
@@ -147,8 +147,7 @@ Pair attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
             const at::Tensor& rows, double softmax_scale, c10::string_view tasks) {
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
-  const std::shared_ptr<const Layout> shared = decoded(layout, rows);
-  const Layout& plan = *shared;
+  const Layout plan = decode_layout(layout, rows);
   check_task_rows(q, k, v, plan, rows, is_home(tasks));
   const Round& round = plan.rounds[0];
   const attention::Params params = attention_params(plan, softmax_scale);
@@ -168,8 +167,7 @@ Triple attend_backward(const at::Tensor& grad_out, const at::Tensor& q, const at
                        c10::string_view tasks) {
   const c10::DeviceGuard guard(grad_out.device());
   check_no_capture(grad_out);
-  const std::shared_ptr<const Layout> shared = decoded(layout, rows);
-  const Layout& plan = *shared;
+  const Layout plan = decode_layout(layout, rows);
   check_task_rows(q, k, v, plan, rows, is_home(tasks));
   check_saved(grad_out, out, lse, q);
   const Round& round = plan.rounds[0];
@@ -207,7 +205,7 @@ Pair combine(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& vis
   if (!step.session) return {all_out, all_lse};
   Session& session = *step.session;
   return announcing(session, [&]() -> Pair {
-    const Round& round = step.layout->rounds[0];
+    const Round& round = step.layout.rounds[0];
     const transport::Where where = session.current(Pass::kForward).in(kCombine);
     const auto results =
         send_home(
@@ -228,7 +226,7 @@ Pair combine_backward(const at::Tensor& grad_out, const at::Tensor& layout, cons
     check_layout_rows(grad_out, "grad_out", plan.num_home_queries(), rows);
   };
   const Step step = begin_step(layout, rows, group_name, check);
-  const Round& round = step.layout->rounds[0];
+  const Round& round = step.layout.rounds[0];
   const at::Tensor grad = grad_out.contiguous();
   at::Tensor home_grad = grad.clone();
   zero_sent_rows(home_grad, round);
