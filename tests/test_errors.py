@@ -8,7 +8,7 @@ import pytest
 import torch
 from layout_words import STEP, numbers_of_rows
 from oracle import Case
-from ranks import Outcome, Ranks, patient
+from ranks import Outcome, Ranks
 from small_step import SHARDED, WHOLE, small_step
 
 import distca
@@ -22,9 +22,7 @@ def errors_of(outcomes: list[Outcome], error_type: str) -> list[str]:
     """Every rank's message, once all of them raised `error_type` in time."""
     for outcome in outcomes:
         assert outcome.error_type == error_type, f"rank {outcome.rank}: {outcome}"
-        assert outcome.seconds < patient(LIMIT_S), (
-            f"rank {outcome.rank} took {outcome.seconds:.1f} s"
-        )
+        assert outcome.seconds < LIMIT_S, f"rank {outcome.rank} took {outcome.seconds:.1f} s"
     return [outcome.error for outcome in outcomes]
 
 
@@ -128,7 +126,7 @@ def test_ranks_disagree_in_a_later_layer(fresh_ranks):
         attend_differently, "heads_q: 2 on rank 1, 4 on ranks 0 2", 2, timeout_s=HANG_S
     )
     assert all(outcome.error for outcome in outcomes), outcomes
-    assert all(outcome.seconds < patient(LIMIT_S) for outcome in outcomes), outcomes
+    assert all(outcome.seconds < LIMIT_S for outcome in outcomes), outcomes
     assert any("heads" in outcome.error for outcome in outcomes), outcomes
     assert all("rank 1" in outcomes[rank].error for rank in (0, 2)), outcomes
 
@@ -238,7 +236,7 @@ def test_tokens_and_documents_disagree_on_all_ranks(ranks):
 def test_tokens_and_documents_disagree_in_a_later_layer(fresh_ranks):
     outcomes = fresh_ranks.outcomes(attend_with_refused_arguments, 1, 1, timeout_s=HANG_S)
     assert all(outcome.error for outcome in outcomes), outcomes
-    assert all(outcome.seconds < patient(LIMIT_S) for outcome in outcomes), outcomes
+    assert all(outcome.seconds < LIMIT_S for outcome in outcomes), outcomes
     assert outcomes[1].error_type == "ValueError"
     assert "q has 4 tokens, but the documents of this rank have 5" in outcomes[1].error
     assert all("rank 1" in outcomes[rank].error for rank in (0, 2)), outcomes

@@ -13,7 +13,7 @@ import causal_families as families  # noqa: E402
 import packed_models as pm  # noqa: E402
 import transformers  # noqa: E402
 from packed_models import Packed  # noqa: E402
-from ranks import Ranks, patient  # noqa: E402
+from ranks import Ranks  # noqa: E402
 
 import distca  # noqa: E402
 from distca.integrations import models  # noqa: E402
@@ -391,7 +391,7 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(fresh_ranks):
     assert outcomes[1].error_type == "ValueError", outcomes
     for outcome in outcomes:
         assert "attention_mask has shape [1, 1, 43, 43]" in outcome.error, outcomes
-        assert outcome.seconds < patient(LIMIT_S), outcomes
+        assert outcome.seconds < LIMIT_S, outcomes
     assert "rank 1" in outcomes[0].error, outcomes
 
 
@@ -410,4 +410,4 @@ def test_a_rank_that_skips_a_batch_is_an_error_not_a_hang(fresh_ranks):
     outcomes = fresh_ranks.outcomes(skip_a_batch, timeout_s=HANG_S)
     assert outcomes[1].error is None, outcomes
     assert "rank 1" in outcomes[0].error and "plan" in outcomes[0].error, outcomes
-    assert outcomes[0].seconds < patient(LIMIT_S), outcomes
+    assert outcomes[0].seconds < LIMIT_S, outcomes
