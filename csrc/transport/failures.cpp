@@ -290,7 +290,8 @@ std::string FailureBoard::find_departed(const std::string& channel, int64_t posi
     if (num_completed > position) continue;
     names += (names.empty() ? "rank " : "; rank ") + std::to_string(rank) + how_of(left);
   }
-  if (names.empty()) return "";
+  // Ranks that noticed a failure leave after the alarm, and diagnose() names who failed.
+  if (names.empty() || alarmed()) return "";
   return names +
          ", and takes part in nothing more. Ranks of a group must make the same number of " +
          "steps: distca.join gives empty batches to those that have run out of data";
