@@ -1,7 +1,9 @@
 """Processes of one torch.distributed group on this machine, for tests."""
 
+import faulthandler
 import os
 import queue
+import signal
 import socket
 import time
 import traceback
@@ -60,6 +62,7 @@ def _call(function: Callable, rank: int, world_size: int, args: tuple) -> Outcom
 def _serve(
     rank: int, world_size: int, port: int, backend: str, calls: mp.Queue, outcomes: mp.Queue
 ) -> None:
+    faulthandler.register(signal.SIGUSR1)
     _join_group(rank, world_size, port, backend)
     while (call := calls.get()) is not None:
         outcomes.put(_call(*call[:1], rank, world_size, call[1]))
@@ -114,8 +117,13 @@ class Ranks:
                 dead = {r for r in waiting if not self.processes[r].is_alive()}
                 waiting -= dead
         if waiting:
+            self._print_stacks(waiting)
             self.stop()
-            raise RankError(f"ranks {sorted(waiting)} did not return within {timeout_s} s")
+            returned = "\n".join(str(found[rank]) for rank in sorted(set(found) - waiting))
+            raise RankError(
+                f"ranks {sorted(waiting)} did not return within {timeout_s} s; the others:\n"
+                f"{returned}"
+            )
         return [found[rank] for rank in range(self.world_size)]
 
     def run(self, function: Callable, *args, timeout_s: float = TIMEOUT_S) -> list:
@@ -128,6 +136,12 @@ class Ranks:
             text = "\n".join(f"rank {o.rank}: {o.traceback}" for o in failed)
             raise RankError(f"ranks {dead} died; errors:\n{text}")
         return [outcome.result for outcome in outcomes]
+
+    def _print_stacks(self, waiting: set[int]) -> None:
+        """Makes processes that hang write their Python stacks to stderr."""
+        for rank in waiting:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1)
 
     def stop(self) -> None:
         for process in self.processes:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed.run as torch_run
 from module_files import module_of
 from packaging.version import Version
+from processes import run_command
 
 import distca
 from distca import report, run
@@ -79,13 +79,10 @@ def commands_of(page: Path) -> list[str]:
 
 
 def run_python(arguments: list, folder: Path) -> str:
-    result = subprocess.run(
+    result = run_command(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
         env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -139,7 +136,7 @@ def check_pip(arguments: list[str], folder: Path) -> None:
 def check_make(arguments: list[str], folder: Path) -> None:
     """What it would do, of everything that is up to date or not."""
     command = ["make", "--dry-run", "--always-make", "-C", str(ROOT), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = run_command(command, timeout_s=60)
     assert result.returncode == 0 and len(result.stdout.splitlines()) > 3, result.stderr
 
 

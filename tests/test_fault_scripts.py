@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from kill_at import VICTIM
+from processes import run_command
 from ranks import free_port
 
 import distca
@@ -97,10 +98,10 @@ def test_every_rank_of_a_script_ends_with_the_error(environment, tmp_path, fault
 @pytest.mark.parametrize("fault", ["raise_in_the_model", "die_inside_combine"])
 def test_torchrun_ends_with_the_error(environment, fault):
     started = time.monotonic()
-    result = subprocess.run(
+    result = run_command(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3",
          "--master-port", str(free_port()), str(SCRIPT), fault],
-        env=environment, capture_output=True, text=True, timeout=HANG_S,
+        env=environment, timeout_s=HANG_S,
     )  # fmt: skip
     assert result.returncode != 0
     assert SAYS[fault][0] in result.stderr

@@ -3,12 +3,12 @@
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import run_command
 from small_step import SHARDED, WHOLE, small_step
 
 import distca
@@ -114,7 +114,7 @@ def test_the_command_draws_a_run_again(tmp_path):
         + '{"step": 3, "imba'
     )
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "distca.report", str(tmp_path)]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    result = run_command(command, env=ENVIRONMENT, timeout_s=60)
     assert result.returncode == 0, result.stderr
     found = dict(text.split("  ", 1) for text in result.stdout.splitlines() if "  " in text)
     assert {name: text.strip() for name, text in found.items()} == {
@@ -251,12 +251,9 @@ def test_the_launcher_s_flags_are_all_a_script_needs(tmp_path):
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     flags = ["--log-every", "2", "--run-dir", str(run_dir), str(script)]
-    result = subprocess.run(
+    result = run_command(
         [*command, "2", "-m", "distca.run", *flags],
         env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     lines = [each for each in result.stdout.splitlines() if each.startswith("distca  step")]

@@ -1,7 +1,6 @@
 """What is shipped: sources, version, metadata, and the PyTorch that builds are made with."""
 
 import re
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -11,6 +10,7 @@ import setuptools
 import torch
 from module_files import module_of
 from packaging.version import Version
+from processes import run_command
 
 import distca
 
@@ -24,9 +24,7 @@ SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".txt", ".py", ".typed", ".md"}
 )
 def test_the_source_distribution_builds_on_any_machine(tmp_path):
     command = ["setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path]
-    result = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    result = run_command([sys.executable, *map(str, command)], cwd=ROOT, timeout_s=60)
     assert result.returncode == 0, result.stderr
     (archive,) = tmp_path.glob("*.tar.gz")
     assert archive.name == f"distca-{distca.__version__}.tar.gz"
@@ -85,7 +83,5 @@ def test_an_isolated_build_finds_the_torch_of_its_environment(tmp_path):
     site_packages = Path(setuptools.__file__).parents[1]
     for name in ("setuptools", "_distutils_hack"):
         (tmp_path / name).symlink_to(site_packages / name)
-    result = subprocess.run(
-        [sys.executable, "-S", script], capture_output=True, text=True, timeout=60, env={}
-    )
+    result = run_command([sys.executable, "-S", script], timeout_s=60, env={})
     assert result.returncode == 0, result.stderr

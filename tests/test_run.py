@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 import distca
 from distca import options, run
@@ -63,13 +64,10 @@ def script(tmp_path):
 def launch(arguments: list, tmp_path: Path, num_ranks: int = 1) -> subprocess.CompletedProcess:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", "distca.run"]
-    return subprocess.run(
+    return run_command(
         [*command, *map(str, arguments)],
         cwd=tmp_path,
         env={**ENVIRONMENT, "REPORT": str(tmp_path / "report")},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
 
 

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case
+from processes import run_command
 from torch import Tensor
 
 from distca.simulate.measured import Measured
@@ -232,12 +232,9 @@ def torchrun(script: str, *flags: str | Path) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", ROOT / "benchmarks" / script, "--device", "cpu"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
+    result = run_command(
         [*map(str, [*command, *flags])],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

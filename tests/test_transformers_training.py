@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 from ranks import Ranks
 
 for library in ("transformers", "accelerate", "datasets", "trl"):
@@ -127,12 +127,9 @@ def test_the_launcher_registers_the_attention(tmp_path, monkeypatch):
 def test_the_example_trains(tmp_path, name):
     script = ROOT / "examples" / name
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
+    result = run_command(
         [*torchrun, "--nproc-per-node", "2", script, "--steps", "5", "--out", tmp_path],
         env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     first, last = map(float, re.search(r"loss (\S+) -> (\S+)", result.stdout).groups())
