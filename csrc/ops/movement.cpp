@@ -49,7 +49,9 @@ transport::RowBatch pack_home(const Cargo& cargo, const transport::Record& recor
   const auto& [tensors, route] = cargo;
   const at::Tensor rows = record.allocate(route.home_row.size(0));
   for (size_t idx = 0; idx < tensors.size(); ++idx) {
-    transport::gather_rows(tensors[idx], route.home_row, record.part(rows, idx), {rows, seal});
+    const bool is_first = idx == 0;  // one seal a record
+    transport::gather_rows(tensors[idx], route.home_row, record.part(rows, idx),
+                           is_first ? transport::SealedRows{rows, seal} : transport::SealedRows{});
   }
   return {rows, route.counts};
 }

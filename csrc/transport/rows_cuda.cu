@@ -55,7 +55,8 @@ __global__ void check_seals_kernel(SealView seals) {
 template <typename Word, bool kIndexSource, Sealing kSealing>
 __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row,
                                  SealView seals) {
-  const bool is_spoiled = kSealing != Sealing::kNone && *seals.seal.spoiled != 0;
+  constexpr bool kAreInputs = kIndexSource;  // of this rank, so never spoiled
+  const bool is_spoiled = kSealing != Sealing::kNone && !kAreInputs && *seals.seal.spoiled != 0;
   for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x;
        kSealing == Sealing::kMake && i < seals.num_rows; i += gridDim.x * blockDim.x) {
     make_seal(seals, i);

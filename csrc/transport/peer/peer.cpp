@@ -9,7 +9,7 @@
 #include <iterator>
 #include <utility>
 
-#include "../stream_words.h"
+#include "../streams.h"
 
 namespace distca::transport::peer {
 namespace {

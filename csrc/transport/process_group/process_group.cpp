@@ -73,7 +73,7 @@ class StreamExchange : public Exchange {
 
   std::vector<at::Tensor> wait() override {
     patience_->wait_on_stream(works_, wait_.where);
-    watch_.add(wait_);
+    patience_->guard(wait_.where, [&] { watch_.add(works_, wait_); });
     return received_;
   }
 

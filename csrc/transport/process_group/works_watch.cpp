@@ -2,24 +2,29 @@
 
 #include <ATen/ops/zeros.h>
 #ifdef DISTCA_WITH_CUDA
-#include <c10/cuda/CUDAStream.h>
-
-#include "../stream_words.h"
+#include <c10/cuda/CUDAGuard.h>
 #endif
 
 namespace distca::transport {
 
 WorksWatch::WorksWatch(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
                        std::string group_name, int64_t rank)
-    : group_(std::move(group)), device_(device), rank_(rank) {
+    : group_(std::move(group)),
+      device_(device),
+      rank_(rank)
+#ifdef DISTCA_WITH_CUDA
+      ,
+      spoiled_(at::zeros({1}, at::TensorOptions(device).dtype(at::kInt))),
+      marks_(device)
+#endif
+{
   latest_.group = std::move(group_name);
 #ifdef DISTCA_WITH_CUDA
-  spoiled_ = at::zeros({1}, at::TensorOptions(device_).dtype(at::kInt));
   c10::cuda::getCurrentCUDAStream(device_.index()).synchronize();  // other streams read it, too
 #endif
 }
 
-void WorksWatch::add(const Wait& wait) {
+void WorksWatch::add([[maybe_unused]] const Patience::Works& works, const Wait& wait) {
   [[maybe_unused]] const uint32_t number = [&] {
     std::lock_guard lock(mutex_);  // not while the driver is called, which may wait
     waits_.push_back({++num_waits_, wait});
@@ -27,8 +32,9 @@ void WorksWatch::add(const Wait& wait) {
     return num_waits_;
   }();
 #ifdef DISTCA_WITH_CUDA
-  write_on_stream(ended_.on_device() + number % HostWords::kSize, number,
-                  c10::cuda::getCurrentCUDAStream(device_.index()));
+  const c10::cuda::CUDAStreamGuard guard(marks_.stream());
+  for (const auto& work : works) work->wait();
+  write_on_stream(ended_.on_device() + number % HostWords::kSize, number, marks_.stream());
 #endif
 }
 

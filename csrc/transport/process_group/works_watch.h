@@ -9,7 +9,11 @@
 
 #include "../host_words.h"
 #include "../rows.h"
+#ifdef DISTCA_WITH_CUDA
+#include "../streams.h"
+#endif
 #include "../watchdog.h"
+#include "patience.h"
 
 namespace distca::transport {
 
@@ -20,8 +24,8 @@ class WorksWatch : public Watched {
   WorksWatch(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
              std::string group_name, int64_t rank);
 
-  // Notes that the device's current stream has just been told to wait for an exchange.
-  void add(const Wait& wait);
+  // Notes that the device's current stream has just been told to wait for an exchange's works.
+  void add(const Patience::Works& works, const Wait& wait);
 
   // Returns the seal for a call's rows.
   Seal seal(const Where& where);
@@ -46,6 +50,9 @@ class WorksWatch : public Watched {
   HostWords broken_;    // seals, by BrokenSeal
   HostWords ended_;     // numbers of waits that ended, by their remainder
   at::Tensor spoiled_;  // see Seal
+  // Writes `ended_`, which would hold up a stream that computes. Not of PyTorch's pool: the user's
+  // work on the same stream would wait for other ranks.
+  OwnStream marks_;
 #endif
   std::mutex mutex_;
   uint32_t num_waits_ = 0;

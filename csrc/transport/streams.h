@@ -1,6 +1,6 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <cstdint>
 
@@ -10,5 +10,18 @@ namespace distca::transport {
 // before. Without a kernel: a kernel's first launch may wait for the device.
 void write_on_stream(uint32_t* word, uint32_t value, cudaStream_t stream);
 void write_on_stream(uint64_t* word, uint64_t value, cudaStream_t stream);
+
+// A stream that nobody else has.
+class OwnStream {
+ public:
+  explicit OwnStream(c10::Device device);
+  OwnStream(const OwnStream&) = delete;
+  ~OwnStream();
+  c10::cuda::CUDAStream stream() const;
+
+ private:
+  c10::Device device_;
+  cudaStream_t stream_ = nullptr;
+};
 
 }  // namespace distca::transport

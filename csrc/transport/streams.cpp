@@ -1,7 +1,8 @@
 #ifdef DISTCA_WITH_CUDA
-#include "stream_words.h"
+#include "streams.h"
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <cuda.h>
 
 namespace distca::transport {
@@ -38,6 +39,19 @@ void write_on_stream(uint64_t* word, uint64_t value, cudaStream_t stream) {
       driver_function<decltype(&cuStreamWriteValue64)>("cuStreamWriteValue64");
   check_driver(write(stream, reinterpret_cast<CUdeviceptr>(word), value, 0),
                "cuStreamWriteValue64");
+}
+
+OwnStream::OwnStream(c10::Device device) : device_(device) {
+  const c10::cuda::CUDAGuard guard(device_);
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+}
+
+OwnStream::~OwnStream() {
+  C10_CUDA_CHECK_WARN(cudaStreamDestroy(stream_));
+}
+
+c10::cuda::CUDAStream OwnStream::stream() const {
+  return c10::cuda::getStreamFromExternal(stream_, device_.index());
 }
 
 }  // namespace distca::transport
