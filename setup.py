@@ -55,14 +55,14 @@ def cuda_architectures(listed: str) -> str:
 
 
 def sources(with_cuda: bool, with_sm90: bool) -> list[str]:
-    patterns = ["planner/**/*.cpp", "attention/**/*.cpp", "transport/**/*.cpp", "ops/*.cpp"]
+    patterns = ["core/*.cpp", "planner/**/*.cpp", "attention/**/*.cpp", "transport/**/*.cpp", "ops/*.cpp"]
     if with_cuda:
         patterns.append("**/*.cu")
     found = [path for pattern in patterns for path in (ROOT / "csrc").glob(pattern)]
     if not with_cuda:
         found = [path for path in found if path.parent.name != "aten"]
     if not with_sm90:  # layouts carry the tile lists all the same
-        names = {"sm90", "peer", "peer_attention"}
+        names = {"sm90", "peer"}
         sm90 = [path for path in found if names & {path.parent.name, path.stem}]
         found = [path for path in found if path not in sm90 or path.name == "tiles.cpp"]
     return sorted(str(path.relative_to(ROOT)) for path in found)

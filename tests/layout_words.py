@@ -4,7 +4,9 @@ from torch import Tensor
 
 STEP, NUM_RANKS, NUM_HOME_ROWS, NUM_ROUNDS = 2, 4, 5, 9
 RANK = 16
-HEADER_WORDS = 17  # then rows by peer: queries sent, queries received, keys sent, keys received
+HEADER_WORDS = 17
+# The movement follows: the largest numbers of rows of any rank, then what is sent, and received.
+MAX_WORDS, PLACE_WORDS = 4, 4
 
 
 def num_rounds(layout: Tensor) -> int:
@@ -13,14 +15,25 @@ def num_rounds(layout: Tensor) -> int:
 
 def numbers_of_rows(layout: Tensor) -> tuple[int, dict[str, int]]:
     """Of a rank's own rows; of those that visit it, and of those that other ranks return to it."""
-    num_ranks, rank = layout[NUM_RANKS].item(), layout[RANK].item()
-    counts = layout[HEADER_WORDS : HEADER_WORDS + 4 * num_ranks].reshape(4, num_ranks)
-    sent_q, visiting_q, sent_k, visiting_k = counts.sum(1).tolist()
-    own_q, own_k = counts[0, rank].item(), counts[2, rank].item()
-    rows = {
-        "visiting queries": visiting_q,
-        "visiting keys": visiting_k,
-        "returned queries": sent_q - own_q,
-        "returned keys": sent_k - own_k,
-    }
-    return layout[NUM_HOME_ROWS].item(), rows
+    words, rank = layout.tolist(), layout[RANK].item()
+    position = HEADER_WORDS + MAX_WORDS
+
+    def next_word() -> int:
+        nonlocal position
+        position += 1
+        return words[position - 1]
+
+    rows = dict.fromkeys(
+        ("visiting queries", "visiting keys", "returned queries", "returned keys"), 0
+    )
+    for are_sent in (True, False):
+        for _ in range(next_word()):
+            peer, _ = next_word(), next_word()
+            for kind in ("queries", "keys"):
+                for _ in range(next_word()):
+                    *_, num_rows = (next_word() for _ in range(PLACE_WORDS))
+                    if peer == rank or not are_sent:
+                        rows[f"visiting {kind}"] += num_rows
+                    if peer != rank and are_sent:
+                        rows[f"returned {kind}"] += num_rows
+    return words[NUM_HOME_ROWS], rows

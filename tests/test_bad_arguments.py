@@ -207,7 +207,7 @@ def test_an_unknown_group_is_refused():
         lambda: torch.ops.distca.core_attention(
             THD, THD, THD, made.layout, made.rows, 1.0, "unknown"
         ),
-        lambda: torch.ops.distca.dispatch(THD, THD, THD, made.layout, made.rows, "unknown"),
+        lambda: torch.ops.distca.exchange(THD, THD, THD, made.layout, made.rows, "unknown"),
         lambda: torch.ops.distca.attention_shape("unknown"),
         lambda: torch.ops.distca.open_session("unknown", "unknown", "unknown", "", 1.0),
     ):

@@ -241,12 +241,8 @@ OPERATORS_OF_A_STEP = (
     "core_attention",
     "core_attention_backward",
     "exchange",
-    "dispatch",
-    "dispatch_backward",
     "attend",
     "attend_backward",
-    "combine",
-    "combine_backward",
     "unpack_rows",
 )
 

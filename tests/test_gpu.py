@@ -56,18 +56,6 @@ def attend(rank, world_size, case):
     return [tensor.cpu() for tensor in (out.detach(), *(leaf.grad for leaf in leaves))]
 
 
-def attend_in_steps(rank, world_size, case):
-    documents, leaves, grad_out = place(case, rank, world_size)
-    made = distca.plan(documents, window_size=case.window_size, device="cuda")
-    ops, share, scale = torch.ops.distca, (made.layout, made.rows), case.head_dim**-0.5
-    visiting = ops.dispatch(*leaves, *share, made.group_name)
-    home_out, home_lse = ops.attend(*leaves, *share, scale, "home")
-    visiting_out, visiting_lse = ops.attend(*visiting, *share, scale, "visiting")
-    out, _ = ops.combine(home_out, home_lse, visiting_out, visiting_lse, *share, made.group_name)
-    out.backward(grad_out)
-    return [tensor.cpu() for tensor in (out.detach(), *(leaf.grad for leaf in leaves))]
-
-
 def assert_as_good_as_the_reference(per_rank, case):
     """Errors at most twice those of plain attention in the case's own dtype."""
     results = [torch.cat(parts) for parts in zip(*per_rank, strict=True)]
@@ -91,12 +79,6 @@ def test_equals_the_oracle(gpu_ranks, world_size, mask, sharded):
 def test_heads(gpu_ranks, heads_q, heads_kv, head_dim, dtype):
     case = Case(LENGTHS, heads_q, heads_kv, head_dim, dtype=dtype)
     assert_as_good_as_the_reference(gpu_ranks(4).run(attend, case), case)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_steps_equal_the_oracle(gpu_ranks, sharded):
-    case = Case(LENGTHS, 8, 2, 128, sharded=sharded, dtype=torch.bfloat16)
-    assert_as_good_as_the_reference(gpu_ranks(4).run(attend_in_steps, case), case)
 
 
 def attend_keeping(rank, world_size, case):

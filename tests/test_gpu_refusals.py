@@ -59,17 +59,12 @@ def tensors_of_operators() -> dict:
     share = made.layout, made.rows
     q = torch.ones(100, 2, 8, device="cuda", dtype=torch.bfloat16)
     lse = torch.ones(100, 2, device="cuda")
-    no_q, no_lse = q[:0], lse[:0]
     return {
         "core_attention": ((q, q, q, *share), (1.0, "")),
         "core_attention_backward": ((q, q, q, q, q, lse, *share), (1.0, "")),
         "exchange": ((q, q, q, *share), ("",)),
-        "dispatch": ((q, q, q, *share), ("",)),
-        "dispatch_backward": ((no_q, no_q, no_q, *share), ("",)),
         "attend": ((q, q, q, *share), (1.0, "home")),
         "attend_backward": ((q, q, q, q, q, lse, *share), (1.0, "home")),
-        "combine": ((q, lse, no_q, no_lse, *share), ("",)),
-        "combine_backward": ((q, *share), ("",)),
     }
 
 

@@ -349,14 +349,10 @@ def _devices():
     """Operators for the CPU, with one tensor on a device without data."""
     layout, rows = _alone()
     q, lse = torch.ones(100, 2, 4), torch.ones(100, 2)
-    nothing, no_lse = q[:0], lse[:0]
     operators = {
         "core_attention_backward": ((q, q, q, q, q, lse), (1.0, "", q[:0, 0, 0])),
-        "dispatch_backward": ((nothing, nothing, nothing), ("",)),
         "attend": ((q, q, q), (1.0, "home")),
         "attend_backward": ((q, q, q, q, q, lse), (1.0, "home")),
-        "combine": ((q, lse, nothing, no_lse), ("",)),
-        "combine_backward": ((q,), ("",)),
     }
 
     def call(name, tensors, others):
@@ -373,10 +369,9 @@ def _devices():
 
 
 def _steps():
-    """Tensors of the steps' operators that do not belong together, on one rank."""
+    """Tensors of attend and its backward pass that do not belong together."""
     ops, share = torch.ops.distca, _alone()
     q, lse = torch.ones(100, 2, 4), torch.ones(100, 2)
-    no_q, no_lse = q[:0], lse[:0]
 
     def attend(q=q, k=q, v=q):
         ops.attend(q, k, v, *share, 1.0, "home")
@@ -384,16 +379,7 @@ def _steps():
     def attend_backward(grad_out=q, q=q, k=q, v=q, out=q, lse=lse):
         ops.attend_backward(grad_out, q, k, v, out, lse, *share, 1.0, "home")
 
-    def combine(out=q, lse=lse, visiting_out=no_q, visiting_lse=no_lse):
-        ops.combine(out, lse, visiting_out, visiting_lse, *share, "")
-
-    def combine_backward(grad_out=q):
-        ops.combine_backward(grad_out, *share, "")
-
-    def dispatch_backward(visiting_grad_q=no_q, visiting_grad_k=no_q, visiting_grad_v=no_q):
-        ops.dispatch_backward(visiting_grad_q, visiting_grad_k, visiting_grad_v, *share, "")
-
-    for step in (attend, attend_backward, combine, combine_backward, dispatch_backward):
+    for step in (attend, attend_backward):
         names = step.__code__.co_varnames[: step.__code__.co_argcount]
         for name, right in zip(names, step.__defaults__, strict=True):
             wrongs = {
@@ -408,15 +394,6 @@ def _steps():
                     f"{step.__name__}, {name} {wrong}",
                     lambda s=step, n=name, t=tensor: s(**{n: t}),
                 )
-    yield "a dtype of its own", lambda: combine(visiting_out=no_q.double())
-    yield "heads of its own", lambda: combine(visiting_out=no_q[:, :1])
-    yield "a head_dim of its own", lambda: dispatch_backward(visiting_grad_k=no_q[..., :2])
-    yield "other heads than k", lambda: dispatch_backward(visiting_grad_v=no_q[:, :1])
-    layout, rows = _layout(_plan())
-    yield (
-        "steps without a group",
-        lambda: ops.combine_backward(q.new_ones(900, 2, 4), layout, rows, ""),
-    )
 
 
 GROUPS = {

@@ -30,7 +30,7 @@ def attend_in_rounds(rank, world_size, case: Case, rows: int):
     out.backward(grad_out)
     error = None
     if num_rounds(made.layout) > 1:
-        with pytest.raises(ValueError, match="rounds; dispatch, attend and combine take one") as e:
+        with pytest.raises(ValueError, match="rounds; attend takes one") as e:
             ops = torch.ops.distca
             ops.attend(*leaves, made.layout, made.rows, 1.0, "home")
         error = str(e.value)

@@ -116,6 +116,10 @@ bool runs_own_kernels(const at::Tensor& q) {
   return q.is_cpu();
 }
 
+bool works_in_place(const at::Tensor& q, double softmax_scale) {
+  return runs_on_sm90(q, softmax_scale);
+}
+
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params) {
@@ -186,13 +190,20 @@ std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {
           at::empty(q.sizes().slice(0, 2), q.options().dtype(real))};
 }
 
+bool writes_all_keys([[maybe_unused]] const at::Tensor& k,
+                     [[maybe_unused]] std::initializer_list<const TaskList*> lists) {
+#ifdef DISTCA_WITH_SM90
+  return sm90::supports(k) && sm90::write_all_keys(k, lists);
+#else
+  return false;
+#endif
+}
+
 std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k,
                                                     std::initializer_list<const TaskList*> lists) {
-#ifdef DISTCA_WITH_SM90
-  if (sm90::supports(k) && sm90::write_all_keys(k, lists)) {
+  if (writes_all_keys(k, lists)) {
     return {at::empty(k.sizes(), k.options()), at::empty(k.sizes(), k.options())};
   }
-#endif
   return {at::zeros(k.sizes(), k.options()), at::zeros(k.sizes(), k.options())};
 }
 

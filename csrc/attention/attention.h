@@ -42,6 +42,10 @@ struct Params {
 // takes only what aten.h says.
 bool runs_own_kernels(const at::Tensor& q);
 
+// Whether attention over such tensors reads rows in other ranks' reach where they lie, and writes
+// its results to memory that it is given, without copies.
+bool works_in_place(const at::Tensor& q, double softmax_scale);
+
 // q [rows_q, heads_q, head_dim], k, v [rows_k, heads_kv, head_dim]; last dimension contiguous, any
 // row and head strides. Returns out like q, contiguous, and lse [rows_q, heads_q] fp32 (fp64 for
 // float64 inputs), natural logarithm. Rows of no task are unspecified. A query that sees no key
@@ -88,6 +92,9 @@ void backward(const BackwardRows& rows, const Params& params);
 
 // out and lse for ForwardRows.
 std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q);
+
+// Whether the backward passes of these lists, which share no key, write every row of dk and dv.
+bool writes_all_keys(const at::Tensor& k, std::initializer_list<const TaskList*> lists);
 
 // dk and dv like k, zero unless the backward passes of these lists, which share no key, write every
 // row.

@@ -3,8 +3,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "attend.h"
 #include "core_attention.h"
-#include "steps.h"
 
 namespace distca::ops {
 namespace {
@@ -12,6 +12,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
+using Pair = std::tuple<at::Tensor, at::Tensor>;
+using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // Calls an operator below autograd through the dispatcher, so that modes (fake tensors, selective
 // checkpointing, torch.compile) see it.
@@ -23,12 +25,8 @@ auto redispatch(F*, const Args&... args) {
 
 constexpr char kCoreAttention[] = "distca::core_attention";
 constexpr char kCoreAttentionBackward[] = "distca::core_attention_backward";
-constexpr char kDispatch[] = "distca::dispatch";
-constexpr char kDispatchBackward[] = "distca::dispatch_backward";
 constexpr char kAttend[] = "distca::attend";
 constexpr char kAttendBackward[] = "distca::attend_backward";
-constexpr char kCombine[] = "distca::combine";
-constexpr char kCombineBackward[] = "distca::combine_backward";
 
 // As core_attention, whose lengths may be symbols under torch.compile.
 using CoreAttentionFunction = Triple(const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -67,29 +65,6 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
   }
 };
 
-class Dispatch : public torch::autograd::Function<Dispatch> {
- public:
-  static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
-                               const Variable& v, const Variable& layout, const Variable& rows,
-                               const std::string& group_name) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [visiting_q, visiting_k, visiting_v] =
-        redispatch<kDispatch>(&dispatch, q, k, v, layout, rows, c10::string_view(group_name));
-    ctx->save_for_backward({layout, rows});
-    ctx->saved_data["group_name"] = group_name;
-    return {visiting_q, visiting_k, visiting_v};
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto saved = ctx->get_saved_variables();
-    const std::string group_name = ctx->saved_data["group_name"].toStringRef();
-    auto [dq, dk, dv] =
-        redispatch<kDispatchBackward>(&dispatch_backward, grads[0], grads[1], grads[2], saved[0],
-                                      saved[1], c10::string_view(group_name));
-    return {dq, dk, dv, Variable(), Variable(), Variable()};
-  }
-};
-
 class Attend : public torch::autograd::Function<Attend> {
  public:
   static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
@@ -115,30 +90,6 @@ class Attend : public torch::autograd::Function<Attend> {
   }
 };
 
-class Combine : public torch::autograd::Function<Combine> {
- public:
-  static variable_list forward(AutogradContext* ctx, const Variable& out, const Variable& lse,
-                               const Variable& visiting_out, const Variable& visiting_lse,
-                               const Variable& layout, const Variable& rows,
-                               const std::string& group_name) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [all_out, all_lse] = redispatch<kCombine>(&combine, out, lse, visiting_out, visiting_lse,
-                                                   layout, rows, c10::string_view(group_name));
-    ctx->save_for_backward({layout, rows});
-    ctx->mark_non_differentiable({all_lse});
-    ctx->saved_data["group_name"] = group_name;
-    return {all_out, all_lse};
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto saved = ctx->get_saved_variables();
-    const std::string group_name = ctx->saved_data["group_name"].toStringRef();
-    auto [home_grad, visiting_grad] = redispatch<kCombineBackward>(
-        &combine_backward, grads[0], saved[0], saved[1], c10::string_view(group_name));
-    return {home_grad, Variable(), visiting_grad, Variable(), Variable(), Variable(), Variable()};
-  }
-};
-
 Triple core_attention_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const at::Tensor& layout, const at::Tensor& rows,
                                double softmax_scale, c10::string_view group_name,
@@ -149,25 +100,10 @@ Triple core_attention_autograd(const at::Tensor& q, const at::Tensor& k, const a
   return {results[0], results[1], results[2]};
 }
 
-Triple dispatch_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                         const at::Tensor& layout, const at::Tensor& rows,
-                         c10::string_view group_name) {
-  auto results = Dispatch::apply(q, k, v, layout, rows, std::string(group_name));
-  return {results[0], results[1], results[2]};
-}
-
 Pair attend_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                      c10::string_view tasks) {
   auto results = Attend::apply(q, k, v, layout, rows, softmax_scale, std::string(tasks));
-  return {results[0], results[1]};
-}
-
-Pair combine_autograd(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& visiting_out,
-                      const at::Tensor& visiting_lse, const at::Tensor& layout,
-                      const at::Tensor& rows, c10::string_view group_name) {
-  auto results =
-      Combine::apply(out, lse, visiting_out, visiting_lse, layout, rows, std::string(group_name));
   return {results[0], results[1]};
 }
 
@@ -176,11 +112,8 @@ Pair combine_autograd(const at::Tensor& out, const at::Tensor& lse, const at::Te
 
 TORCH_LIBRARY_IMPL(distca, Autograd, m) {
   m.impl("core_attention", distca::ops::core_attention_autograd);
-  m.impl("dispatch", distca::ops::dispatch_autograd);
   m.impl("attend", distca::ops::attend_autograd);
-  m.impl("combine", distca::ops::combine_autograd);
-  for (const char* name :
-       {"core_attention_backward", "dispatch_backward", "attend_backward", "combine_backward"}) {
+  for (const char* name : {"core_attention_backward", "attend_backward"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

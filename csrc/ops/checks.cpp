@@ -62,8 +62,7 @@ int64_t digest_of(const Layout& layout) {
     digest ^= digest >> 32;
   };
   for (const Round& round : layout.rounds) {
-    if (!round.peers) continue;
-    const planner::Deliveries& most = round.peers->deliveries;
+    const Movement& most = round.routes.movement;
     for (const int64_t num_rows :
          {most.max_visiting_q, most.max_visiting_k, most.max_returned_q, most.max_returned_k}) {
       add(num_rows);
@@ -119,8 +118,8 @@ void check_shape(const at::Tensor& tensor, const char* name) {
                     "; expected at least one head and head_dim >= 1");
 }
 
-Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const Layout& layout) {
+transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const Layout& layout) {
   check_shape(q, "q");
   check_shape(k, "k");
   check_shape(v, "v");
@@ -190,7 +189,7 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
                 const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                 const std::string& group_name, int64_t caller) {
   if (group_name.empty()) {
-    Call call{decode_layout(layout, rows), {}, nullptr, {}, timeline_of(group_name), {}};
+    Call call{.layout = decode_layout(layout, rows), .timeline = timeline_of(group_name)};
     TORCH_CHECK_VALUE(call.layout.num_ranks == 1, "group_name is empty, but the layout is one of ",
                       call.layout.num_ranks, " ranks; pass the plan's group_name");
     call.inputs = check_inputs(q, k, v, call.layout);
@@ -220,6 +219,8 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
   call.session->agree(signature_of(call.layout, q, k, softmax_scale));
   call.timeline = call.session->timeline();
   call.where = call.session->enter(pass, caller, call.layout.moves_rows);
+  call.transport =
+      &call.session->transport(attention::works_in_place(call.inputs.q, softmax_scale));
   if (call.layout.moves_rows) return call;
   call.turn = {};
   call.session.reset();

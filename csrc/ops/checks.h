@@ -13,16 +13,10 @@
 
 namespace distca::ops {
 
-// Inputs of core attention in the form that the rest reads: rows contiguous.
-struct Inputs {
-  at::Tensor q;  // [tokens, heads_q, head_dim]
-  at::Tensor k;  // [tokens, heads_kv, head_dim]
-  at::Tensor v;
-};
-
-// Throws ValueError naming argument, value and what is allowed. Local: no rank communicates.
-Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const Layout& layout);
+// Returns core attention's inputs with rows contiguous. Throws ValueError naming argument, value
+// and what is allowed. Local: no rank communicates.
+transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const Layout& layout);
 
 // Throws if a CUDA graph is captured, which would repeat the call with this step's documents.
 // `tensor` is on the current device. Local: call it before any rank communicates.
@@ -58,8 +52,9 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 // Everything an operator call starts with.
 struct Call {
   Layout layout;
-  Inputs inputs;
+  transport::Inputs inputs;
   std::shared_ptr<Session> session;    // null when no rank moves rows
+  transport::Transport* transport;     // of the session, for these rows
   std::unique_lock<std::mutex> turn;   // holds Session::calls()
   std::shared_ptr<Timeline> timeline;  // of the group
   transport::Where where;              // in the step

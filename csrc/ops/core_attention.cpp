@@ -3,13 +3,11 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
+
 #include "attention/delta.h"
 #include "checks.h"
 #include "keeping.h"
-#include "movement.h"
-#ifdef DISTCA_WITH_SM90
-#include "peer_attention.h"
-#endif
 
 namespace distca::ops {
 namespace {
@@ -18,29 +16,28 @@ using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
 void forward_round(const Call& call, const Round& round, const Results& results,
-                   const VisitingInputs& kept, const attention::Params& params) {
-  Session& session = *call.session;
+                   const transport::Inputs& kept, const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   const auto& [out, lse] = results;
-  Shipment inputs = send_to_servers(session, call.where.in(kDispatch),
-                                    {{{q}, round.queries}, {{k, v}, round.keys}});
-  const attention::ForwardRows early{q, k, v, round.early, out, lse};
-  in_phase(call, kEarlyTasks, [&] { attention::forward(early, params); });
-
-  const auto visiting = inputs.arrive_for_tasks();
-  const auto [visiting_out, visiting_lse] = in_phase(call, kVisitingTasks, [&] {
-    return attention::forward(visiting[0][0], visiting[1][0], visiting[1][1], round.visiting,
-                              params);
+  const auto trip = call.transport->begin(
+      round.routes, {.inputs = call.inputs, .query_results = {out, lse}}, call.where);
+  in_phase(call, kDispatch, [&] { trip->dispatch(); });
+  // Separate launches, not one that waits for rows: blocks that take tasks of both lists by turns
+  // lose the keys that they share in L2, a tenth of their speed and more.
+  in_phase(call, kEarlyTasks, [&] {
+    attention::forward({q, k, v, round.early, out, lse}, params);
   });
-  Shipment sent =
-      send_home(session, call.where.in(kCombine), {{{visiting_out, visiting_lse}, round.queries}});
-  keep(round, {visiting[0][0], visiting[1][0], visiting[1][1]}, kept);
-  const attention::ForwardRows late{q, k, v, round.late, out, lse};
-  in_phase(call, kLateTasks, [&] { attention::forward(late, params); });
-
-  const auto arrived = sent.arrive();
-  transport::scatter_rows(arrived[0][0], round.queries.home_row, out, arrived[0].seals);
-  transport::scatter_rows(arrived[0][1], round.queries.home_row, lse, arrived[0].seals);
+  const transport::Visiting visiting = in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
+  in_phase(call, kVisitingTasks, [&] {
+    const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
+    attention::forward({visiting_q, visiting_k, visiting_v, round.visiting,
+                        visiting.query_results[0], visiting.query_results[1]},
+                       params);
+  });
+  in_phase(call, kCombine, [&] { trip->combine(); });
+  transport::keep(round.routes, visiting.inputs, kept);
+  in_phase(call, kLateTasks, [&] { attention::forward({q, k, v, round.late, out, lse}, params); });
+  in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
 Results balanced_forward(const Call& call, const Kept& kept, const attention::Params& params) {
@@ -52,51 +49,98 @@ Results balanced_forward(const Call& call, const Kept& kept, const attention::Pa
   return results;
 }
 
-void backward_round(const Call& call, const Round& round, const at::Tensor& grad_out,
-                    const attention::Saved& saved, const VisitingInputs& kept,
-                    const Gradients& gradients, const attention::Params& params) {
-  Session& session = *call.session;
+// Returns rowsum(out * grad_out) of the rows that are sent, and of few between them; the others
+// hold anything. It is formed at home, so that `out` never travels. Home tasks form their own.
+at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out,
+                         const at::Tensor& grad_out) {
+  constexpr int64_t kRowsOfALaunch = 1024;  // what it takes, about
+  std::vector<Run> runs;
+  for (const Round& round : rounds) {
+    for (const Delivery& delivery : round.routes.movement.sent) {
+      for (const RowPlace& place : delivery.queries) {
+        runs.push_back({place.home_row, place.num_rows});
+      }
+    }
+  }
+  std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.first < b.first; });
+  const at::Tensor delta = attention::empty_row_dots(out);
+  for (size_t i = 0; i < runs.size();) {
+    const int64_t first = runs[i].first;
+    int64_t last = first;
+    for (; i < runs.size() && (last == first || runs[i].first <= last + kRowsOfALaunch); ++i) {
+      last = std::max(last, runs[i].first + runs[i].length);
+    }
+    const auto rows = [&](const at::Tensor& tensor) {
+      return tensor.narrow(0, first, last - first);
+    };
+    attention::row_dots_into(rows(out), rows(grad_out), rows(delta));
+  }
+  return delta;
+}
+
+// Of home rows.
+struct BackwardInputs {
+  at::Tensor grad_out, out, lse;
+  at::Tensor delta;  // of the rows that are sent
+};
+
+void backward_round(const Call& call, const Round& round, const BackwardInputs& inputs,
+                    const transport::Inputs& kept, const Gradients& gradients,
+                    const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
+  const auto& [grad_out, out, lse, delta] = inputs;
   const auto& [dq, dk, dv] = gradients;
-  Shipment inputs = send_to_servers(session, call.where.in(kDispatch),
-                                    {{{grad_out, saved.lse, saved.delta}, round.queries},
-                                     {{q}, queries_again(round)},
-                                     {{k, v}, keys_again(round)}});
-  const attention::BackwardRows early{grad_out, q, k, v, saved, round.early, dq, dk, dv};
-  in_phase(call, kEarlyTasks, [&] { attention::backward(early, params); });
-
-  const auto visiting = inputs.arrive_for_tasks();
-  const auto& of_grad = visiting[0];
-  const auto [visiting_dq, visiting_dk, visiting_dv] = in_phase(call, kVisitingTasks, [&] {
-    const auto [visiting_q, visiting_k, visiting_v] =
-        whole(round, kept, {visiting[1][0], visiting[2][0], visiting[2][1]});
-    return attention::backward(of_grad[0], visiting_q, visiting_k, visiting_v,
-                               {of_grad[1], of_grad[2], at::Tensor()}, round.visiting, params);
+  const attention::Saved saved{lse, {}, out};
+  const auto trip = call.transport->begin(round.routes,
+                                          {.inputs = call.inputs,
+                                           .with_queries = {grad_out, lse, delta},
+                                           .query_results = {dq},
+                                           .key_results = {dk, dv},
+                                           .kept = &kept},
+                                          call.where);
+  in_phase(call, kDispatch, [&] { trip->dispatch(); });
+  in_phase(call, kEarlyTasks, [&] {
+    attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
   });
-  Shipment sent =
-      send_home(session, call.where.in(kCombine),
-                {{{visiting_dq}, round.queries}, {{visiting_dk, visiting_dv}, round.keys}});
-  const attention::BackwardRows late{grad_out, q, k, v, saved, round.late, dq, dk, dv};
-  in_phase(call, kLateTasks, [&] { attention::backward(late, params); });
-
-  const auto arrived = sent.arrive();
-  transport::scatter_rows(arrived[0][0], round.queries.home_row, dq, arrived[0].seals);
-  transport::reduce_rows(arrived[1][0], round.key_gradients, dk, arrived[1].seals);
-  transport::reduce_rows(arrived[1][1], round.key_gradients, dv, arrived[1].seals);
+  const transport::Visiting visiting = in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
+  in_phase(call, kVisitingTasks, [&] {
+    const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
+    const auto& sent = visiting.with_queries;
+    const at::Tensor& visiting_dk = visiting.key_results[0];
+    const at::Tensor& visiting_dv = visiting.key_results[1];
+    if (!attention::writes_all_keys(visiting_k, {&round.visiting})) {
+      visiting_dk.zero_();
+      visiting_dv.zero_();
+    }
+    attention::backward({sent[0],
+                         visiting_q,
+                         visiting_k,
+                         visiting_v,
+                         {sent[1], sent[2], {}},
+                         round.visiting,
+                         visiting.query_results[0],
+                         visiting_dk,
+                         visiting_dv},
+                        params);
+  });
+  in_phase(call, kCombine, [&] { trip->combine(); });
+  in_phase(call, kLateTasks, [&] {
+    attention::backward({grad_out, q, k, v, saved, round.late, dq, dk, dv}, params);
+  });
+  in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
 Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
                             const at::Tensor& lse, const Kept& kept,
                             const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
-  // Formed at home, so that `out` never travels.
-  const attention::Saved saved{lse, attention::row_dots(out, grad_out), out};
-  const Round& first = call.layout.rounds[0];  // it has all home tasks
+  const std::vector<Round>& rounds = call.layout.rounds;
+  const BackwardInputs inputs{grad_out, out, lse, delta_of_sent(rounds, out, grad_out)};
+  const Round& first = rounds[0];  // it has all home tasks
   const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
   const Gradients gradients{at::empty(q.sizes(), q.options()), dk, dv};
-  const std::vector<Round>& rounds = call.layout.rounds;
   for (size_t i = 0; i < rounds.size(); ++i) {
-    backward_round(call, rounds[i], grad_out, saved, kept.rounds[i], gradients, params);
+    backward_round(call, rounds[i], inputs, kept.rounds[i], gradients, params);
   }
   return gradients;
 }
@@ -122,11 +166,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
   }
   return announcing(*call.session, [&] {
     const Kept kept = new_kept(call, num_kept_queries, num_kept_keys);
-#ifdef DISTCA_WITH_SM90
-    if (uses_peer_memory(call, softmax_scale)) {
-      return std::tuple_cat(peer_forward(call, kept, params), std::tuple(kept.elements));
-    }
-#endif
     return std::tuple_cat(balanced_forward(call, kept, params), std::tuple(kept.elements));
   });
 }
@@ -155,11 +194,6 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
     check_saved(grad_out, out, lse, q);
     const Kept inputs = kept_of(call, elements);
     const at::Tensor grad = grad_out.contiguous();
-#ifdef DISTCA_WITH_SM90
-    if (uses_peer_memory(call, softmax_scale)) {
-      return peer_backward(call, grad, out.contiguous(), lse.contiguous(), inputs, params);
-    }
-#endif
     return balanced_backward(call, grad, out.contiguous(), lse.contiguous(), inputs, params);
   });
 }
@@ -173,14 +207,8 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       begin_call(Pass::kForward, q, k, v, layout, rows, any_scale, std::string(group_name));
   if (!call.session) return;
   announcing(*call.session, [&] {
-#ifdef DISTCA_WITH_SM90
-    if (uses_peer_memory(call, any_scale)) return peer_exchange(call);
-#endif
-    const auto& [home_q, home_k, home_v] = call.inputs;
     for (const Round& round : call.layout.rounds) {
-      send_to_servers(*call.session, call.where.in(kDispatch),
-                      {{{home_q}, round.queries}, {{home_k, home_v}, round.keys}})
-          .arrive_visiting();
+      call.transport->begin(round.routes, {.inputs = call.inputs}, call.where)->deliver();
     }
   });
 }

@@ -3,17 +3,16 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include "transport/rows.h"
-
 namespace distca::ops {
 namespace {
 
-int64_t num_rows(const Round& round, at::Tensor Keeping::*rows) {
-  return round.keeping ? ((*round.keeping).*rows).size(0) : 0;
+int64_t num_rows(const Round& round, at::Tensor transport::Keeping::*rows) {
+  const auto& keeping = round.routes.keeping;
+  return keeping ? ((*keeping).*rows).size(0) : 0;
 }
 
 // Of q of so many rows, and of k and v.
-int64_t num_elements(const Inputs& inputs, int64_t num_queries, int64_t num_keys) {
+int64_t num_elements(const transport::Inputs& inputs, int64_t num_queries, int64_t num_keys) {
   const auto& [q, k, v] = inputs;
   return (num_queries * q.size(1) + 2 * num_keys * k.size(1)) * q.size(2);
 }
@@ -21,8 +20,8 @@ int64_t num_elements(const Inputs& inputs, int64_t num_queries, int64_t num_keys
 int64_t num_kept_elements(const Call& call) {
   int64_t num = 0;
   for (const Round& round : call.layout.rounds) {
-    num += num_elements(call.inputs, num_rows(round, &Keeping::kept_q),
-                        num_rows(round, &Keeping::kept_k));
+    num += num_elements(call.inputs, num_rows(round, &transport::Keeping::kept_q),
+                        num_rows(round, &transport::Keeping::kept_k));
   }
   return num;
 }
@@ -39,8 +38,8 @@ Kept in_parts(const Call& call, const at::Tensor& elements) {
     return rows;
   };
   for (const Round& round : call.layout.rounds) {
-    const int64_t num_q = num_rows(round, &Keeping::kept_q);
-    const int64_t num_k = num_rows(round, &Keeping::kept_k);
+    const int64_t num_q = num_rows(round, &transport::Keeping::kept_q);
+    const int64_t num_k = num_rows(round, &transport::Keeping::kept_k);
     kept.rounds.push_back({part(num_q, q), part(num_k, k), part(num_k, v)});
   }
   return kept;
@@ -51,7 +50,7 @@ Kept in_parts(const Call& call, const at::Tensor& elements) {
 Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
   const at::Tensor& q = call.inputs.q;
   if (num_queries == 0 && num_keys == 0) {
-    return {at::empty({0}, q.options()), std::vector<VisitingInputs>(call.layout.rounds.size())};
+    return {at::empty({0}, q.options()), std::vector<transport::Inputs>(call.layout.rounds.size())};
   }
   const int64_t room = num_elements(call.inputs, num_queries, num_keys);
   const int64_t expected = num_kept_elements(call);
@@ -74,35 +73,6 @@ Kept kept_of(const Call& call, const at::Tensor& elements) {
                     " elements; expected the ", expected, " of ", q.toString(),
                     " that the forward pass of this plan returns while gradients are enabled");
   return in_parts(call, elements);
-}
-
-void keep(const Round& round, const VisitingInputs& visiting, const VisitingInputs& kept) {
-  if (!round.keeping || !kept.q.defined()) return;
-  transport::gather_rows(visiting.q, round.keeping->kept_q, kept.q);
-  transport::gather_rows(visiting.k, round.keeping->kept_k, kept.k);
-  transport::gather_rows(visiting.v, round.keeping->kept_k, kept.v);
-}
-
-void restore(const Round& round, const VisitingInputs& kept, const VisitingInputs& visiting) {
-  if (!round.keeping) return;
-  transport::scatter_rows(kept.q, round.keeping->kept_q, visiting.q);
-  transport::scatter_rows(kept.k, round.keeping->kept_k, visiting.k);
-  transport::scatter_rows(kept.v, round.keeping->kept_k, visiting.v);
-}
-
-VisitingInputs whole(const Round& round, const VisitingInputs& kept, const VisitingInputs& again) {
-  if (!round.keeping || round.keeping->kept_q.size(0) == 0) return again;
-  const Keeping& keeping = *round.keeping;
-  const auto all_rows = [](const at::Tensor& rows, const at::Tensor& row, int64_t num_rows) {
-    const at::Tensor all = at::empty({num_rows, rows.size(1), rows.size(2)}, rows.options());
-    transport::scatter_rows(rows, row, all);
-    return all;
-  };
-  const VisitingInputs visiting{all_rows(again.q, keeping.moved_q, round.queries.num_visiting),
-                                all_rows(again.k, keeping.moved_k, round.keys.num_visiting),
-                                all_rows(again.v, keeping.moved_k, round.keys.num_visiting)};
-  restore(round, kept, visiting);
-  return visiting;
 }
 
 }  // namespace distca::ops

@@ -9,9 +9,17 @@
 #include "layout_tensor.h"
 #include "layout_words.h"
 #include "row_words.h"
+#include "transport/process_group/slots.h"
 
 namespace distca::ops {
 namespace {
+
+// How many rows of each kind there are, of queries or of keys.
+struct PlaceLimits {
+  int64_t home;
+  int64_t visiting;
+  int64_t result;
+};
 
 struct Reader {
   const int64_t* host;
@@ -25,14 +33,6 @@ struct Reader {
     TORCH_CHECK_VALUE(next_host < num_host, "layout: truncated at word ", next_host, " of ",
                       num_host);
     return host[next_host++];
-  }
-  std::vector<int64_t> row_counts(int64_t num_ranks) {
-    std::vector<int64_t> values = counts(num_ranks);
-    for (const int64_t value : values) {
-      TORCH_CHECK_VALUE(0 <= value && value <= kMaxRows, "layout: ", value,
-                        " rows for one peer; expected 0 to ", kMaxRows);
-    }
-    return values;
   }
   // Values below `limit`. Checked on the CPU; on a device they are as the host wrote them.
   at::Tensor indices(int64_t num_expected, int64_t limit) {
@@ -68,19 +68,23 @@ struct Reader {
     return section;
   }
   // A slot table may be left out: identity.
-  at::Tensor slots(int64_t num_visiting) {
+  at::Tensor slot_indices(int64_t num_visiting) {
     const bool is_identity = next_host < num_host && host[next_host] == 0;
     return indices(is_identity ? 0 : num_visiting, num_visiting);
   }
-  void movement(const Layout& layout, Route& queries, Route& keys);
-  std::optional<Keeping> keeping(const Layout& layout, const Round& round);
-  void routes(const Layout& layout, Round& round);
+  int64_t below(int64_t limit, const char* name);
+  std::vector<RowPlace> places(const PlaceLimits& limits);
+  std::vector<Delivery> deliveries(const Layout& layout, const Movement& most, bool are_sent);
+  Movement movement(const Layout& layout);
+  void slots(const Layout& layout, const Movement& movement, transport::Moving moving,
+             transport::Route& queries, transport::Route& keys);
+  transport::Keeping keeping(const Layout& layout, const transport::Routes& routes);
+  transport::Routes routes(const Layout& layout);
   attention::TaskList tasks();
   attention::TileTable tiles(const std::vector<attention::Task>& tasks,
                              const attention::sm90::KeyCounts& keys, int32_t tile_rows);
   void check_consumed() const;
   transport::Reduction reduction(int64_t num_rows, int64_t num_slots);
-  std::optional<PeerRoutes> peer_routes(const Layout& layout, const Round& round);
 };
 
 attention::TaskList Reader::tasks() {
@@ -148,21 +152,6 @@ attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
   return table;
 }
 
-std::optional<PeerRoutes> Reader::peer_routes(const Layout& layout, const Round& round) {
-  if (word() == 0) return std::nullopt;
-  std::span<const int64_t> left(host + next_host, num_host - next_host);
-  PeerRoutes routes = read_peer_routes(
-      left, {layout.rank, layout.num_ranks, layout.num_home_rows, layout.num_home_queries()});
-  next_host = num_host - static_cast<int64_t>(left.size());
-  const planner::Deliveries& most = routes.deliveries;
-  TORCH_CHECK_VALUE(round.queries.num_visiting <= most.max_visiting_q &&
-                        round.keys.num_visiting <= most.max_visiting_k,
-                    "layout: ", round.queries.num_visiting, " queries and ",
-                    round.keys.num_visiting, " keys visit, more than the most of any server, ",
-                    most.max_visiting_q, " and ", most.max_visiting_k);
-  return routes;
-}
-
 void Reader::check_consumed() const {
   TORCH_CHECK_VALUE(next_host == num_host && std::max(next_row, kMinLength) == rows.size(0),
                     "layout: ", num_host - next_host, " of its words and ", rows.size(0) - next_row,
@@ -178,27 +167,87 @@ transport::Reduction Reader::reduction(int64_t num_rows, int64_t num_slots) {
   return result;
 }
 
-void Reader::movement(const Layout& layout, Route& queries, Route& keys) {
-  for (Route* route : {&queries, &keys}) {
-    route->counts.send = row_counts(layout.num_ranks);
-    route->counts.recv = row_counts(layout.num_ranks);
-    route->num_visiting = sum(route->counts.recv);
-    TORCH_CHECK_VALUE(route->num_visiting <= kMaxRows, "layout: ", route->num_visiting,
-                      " rows arrive; expected at most ", kMaxRows);
+int64_t Reader::below(int64_t limit, const char* name) {
+  const int64_t value = word();
+  TORCH_CHECK_VALUE(0 <= value && value < limit, "layout: ", name, " is ", value,
+                    "; expected 0 <= ", name, " < ", limit);
+  return value;
+}
+
+std::vector<RowPlace> Reader::places(const PlaceLimits& limits) {
+  std::vector<RowPlace> places(small_word("places"));
+  for (auto& [home_row, visiting_row, result_row, num_rows] : places) {
+    home_row = below(limits.home, "home row");
+    visiting_row = below(limits.visiting, "visiting row");
+    result_row = below(limits.result, "result row");
+    num_rows = below(kMaxRows, "rows");
+    const int64_t fit = std::min(
+        {limits.home - home_row, limits.visiting - visiting_row, limits.result - result_row});
+    TORCH_CHECK_VALUE(num_rows <= fit, "layout: ", num_rows, " rows from home row ", home_row,
+                      ", visiting row ", visiting_row, " and result row ", result_row,
+                      " on are more than the ", limits.home, ", ", limits.visiting, " and ",
+                      limits.result, " there are");
   }
-  for (Route* route : {&queries, &keys}) {
-    const bool is_queries = route == &queries;
+  return places;
+}
+
+// `most` has the largest numbers of rows. Homes' rows are known only of this rank.
+std::vector<Delivery> Reader::deliveries(const Layout& layout, const Movement& most,
+                                         bool are_sent) {
+  std::vector<Delivery> deliveries(small_word("deliveries"));
+  int64_t last_peer = 0;
+  for (Delivery& delivery : deliveries) {
+    delivery.peer = below(layout.num_ranks, "peer");
+    const bool is_own = delivery.peer == layout.rank;
+    TORCH_CHECK_VALUE(
+        std::exchange(last_peer, delivery.peer) <= delivery.peer && (are_sent || !is_own),
+        "layout: a delivery between ranks ", layout.rank, " and ", delivery.peer,
+        "; expected them by rank, and those to the rank itself among the sent ones");
+    delivery.is_kept = below(2, "whether it is kept") == 1;
+    const int64_t home_q = are_sent ? layout.num_home_queries() : kMaxRows;
+    const int64_t home_k = are_sent ? layout.num_home_rows : kMaxRows;
+    delivery.queries =
+        places({home_q, most.max_visiting_q, is_own ? most.max_visiting_q : most.max_returned_q});
+    delivery.keys =
+        places({home_k, most.max_visiting_k, is_own ? most.max_visiting_k : most.max_returned_k});
+  }
+  return deliveries;
+}
+
+Movement Reader::movement(const Layout& layout) {
+  Movement movement;
+  movement.max_visiting_q = below(kMaxRows, "visiting queries");
+  movement.max_visiting_k = below(kMaxRows, "visiting keys");
+  movement.max_returned_q = below(kMaxRows, "returned queries");
+  movement.max_returned_k = below(kMaxRows, "returned keys");
+  movement.sent = deliveries(layout, movement, true);
+  movement.received = deliveries(layout, movement, false);
+  return movement;
+}
+
+void Reader::slots(const Layout& layout, const Movement& movement, transport::Moving moving,
+                   transport::Route& queries, transport::Route& keys) {
+  const transport::Slots slots =
+      transport::slots_of(movement, layout.rank, layout.num_ranks, moving);
+  queries.counts = {slots.send_q_rows, slots.recv_q_rows};
+  keys.counts = {slots.send_k_rows, slots.recv_k_rows};
+  for (transport::Route* route : {&queries, &keys}) {
+    const bool are_queries = route == &queries;
+    route->num_visiting = sum(route->counts.recv);
+    const int64_t most = are_queries ? movement.max_visiting_q : movement.max_visiting_k;
+    TORCH_CHECK_VALUE(route->num_visiting <= most, "layout: ", route->num_visiting,
+                      are_queries ? " queries" : " keys",
+                      " visit, more than the most of any server, ", most);
     route->home_row = indices(sum(route->counts.send),
-                              is_queries ? layout.num_home_queries() : layout.num_home_rows);
-    route->slot = slots(route->num_visiting);
+                              are_queries ? layout.num_home_queries() : layout.num_home_rows);
+    route->slot = slot_indices(route->num_visiting);
   }
 }
 
-std::optional<Keeping> Reader::keeping(const Layout& layout, const Round& round) {
-  if (word() == 0) return std::nullopt;
-  Keeping keeping;
-  movement(layout, keeping.queries, keeping.keys);
-  const int64_t num_q = round.queries.num_visiting, num_k = round.keys.num_visiting;
+transport::Keeping Reader::keeping(const Layout& layout, const transport::Routes& routes) {
+  transport::Keeping keeping;
+  slots(layout, routes.movement, transport::Moving::kNotKept, keeping.queries, keeping.keys);
+  const int64_t num_q = routes.queries.num_visiting, num_k = routes.keys.num_visiting;
   const int64_t moved_q = keeping.queries.num_visiting, moved_k = keeping.keys.num_visiting;
   keeping.moved_q = indices(moved_q, num_q);
   keeping.moved_k = indices(moved_k, num_k);
@@ -207,10 +256,21 @@ std::optional<Keeping> Reader::keeping(const Layout& layout, const Round& round)
   return keeping;
 }
 
-void Reader::routes(const Layout& layout, Round& round) {
-  movement(layout, round.queries, round.keys);
-  round.key_gradients = reduction(layout.num_home_rows, sum(round.keys.counts.send));
-  round.keeping = keeping(layout, round);
+transport::Routes Reader::routes(const Layout& layout) {
+  transport::Routes routes;
+  routes.movement = movement(layout);
+  routes.key_gradients = key_gradients(routes.movement);
+  for (const KeyGradients& rows : routes.key_gradients) {
+    const auto twice =
+        std::adjacent_find(rows.sources.begin(), rows.sources.end(),
+                           [](const auto& a, const auto& b) { return a.server == b.server; });
+    TORCH_CHECK_VALUE(twice == rows.sources.end(), "layout: keys from home row ", rows.home_row,
+                      " on are sent to rank ", twice->server, " twice; expected once");
+  }
+  slots(layout, routes.movement, transport::Moving::kAll, routes.queries, routes.keys);
+  routes.key_sums = reduction(layout.num_home_rows, sum(routes.keys.counts.send));
+  if (keeps_any(routes.movement)) routes.keeping = keeping(layout, routes);
+  return routes;
 }
 
 std::span<const int64_t> checked_words(const at::Tensor& layout) {
@@ -274,10 +334,10 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   decoded.rounds.resize(words[kNumRounds]);
   int64_t num_kept_q = 0, num_kept_k = 0;
   for (Round& round : decoded.rounds) {
-    reader.routes(decoded, round);
-    if (!round.keeping) continue;
-    num_kept_q += round.keeping->kept_q.size(0);
-    num_kept_k += round.keeping->kept_k.size(0);
+    round.routes = reader.routes(decoded);
+    if (!round.routes.keeping) continue;
+    num_kept_q += round.routes.keeping->kept_q.size(0);
+    num_kept_k += round.routes.keeping->kept_k.size(0);
   }
   TORCH_CHECK_VALUE(num_kept_q == words[kNumKeptQueries] && num_kept_k == words[kNumKeptKeys],
                     "layout: ", words[kNumKeptQueries], " queries and ", words[kNumKeptKeys],
@@ -294,7 +354,6 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
                       "layout: ", round.early.tasks.size(), " early and ", round.late.tasks.size(),
                       " late tasks; home tasks are early ones where no rank moves rows, and of the "
                       "first round");
-    round.peers = reader.peer_routes(decoded, round);
   }
   reader.check_consumed();
   return decoded;

@@ -3,44 +3,22 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "attention/attention.h"
-#include "peer_routes.h"
 #include "planner/layout/layout.h"
-#include "transport/rows.h"
-#include "transport/transport.h"
+#include "transport/routes.h"
 
 namespace distca::ops {
 
-// One way between home rows and the visiting rows of servers, for queries or for keys.
-struct Route {
-  transport::RowCounts counts;  // home to server
-  at::Tensor home_row;          // int32, device: home row of each sent slot
-  at::Tensor slot;  // int32, device: received slot of each visiting row; empty: identity
-  int64_t num_visiting = 0;
-};
-
-// Inputs of visiting rows, in part kept by their servers from the forward to the backward pass.
-struct Keeping {
-  Route queries, keys;          // what travels again
-  at::Tensor moved_q, moved_k;  // int32, device: visiting row of each that arrives again
-  at::Tensor kept_q, kept_k;    // and of each that this rank keeps
-};
-
 // What a rank does of a plan at a time: rows arrive, tasks are computed, results travel home.
 struct Round {
-  Route queries;
-  Route keys;
-  transport::Reduction key_gradients;  // returned key slots that add up to each home row
-  attention::TaskList early;           // home tasks for the time in which rows arrive
-  attention::TaskList late;            // and for that in which results travel home
+  transport::Routes routes;
+  attention::TaskList early;  // home tasks for the time in which rows arrive
+  attention::TaskList late;   // and for that in which results travel home
   attention::TaskList visiting;
-  std::optional<Keeping> keeping;   // where any inputs that this rank sends or receives are kept
-  std::optional<PeerRoutes> peers;  // of groups so small that peers may write to each other
 };
 
 // A rank's layout as operators use it. `layout` int64 on the host holds counts and tasks, `rows`
@@ -71,13 +49,8 @@ inline attention::Params attention_params(const Layout& layout, double softmax_s
   return {layout.mask, softmax_scale, layout.deterministic};
 }
 
-struct PlannedRound {
-  planner::Layout layout;
-  std::optional<PeerRoutes> peers;
-};
-
 // Returns (layout, packed rows), both on the host.
-std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>& rounds,
+std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layout>& rounds,
                                                  const planner::Plan& plan,
                                                  const LayoutOrigin& origin);
 

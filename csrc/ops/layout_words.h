@@ -13,7 +13,7 @@
 // it.
 namespace distca::ops {
 
-constexpr int64_t kMagic = 0x646973746361000a;  // "distca", format 10
+constexpr int64_t kMagic = 0x646973746361000b;  // "distca", format 11
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
@@ -28,7 +28,7 @@ inline int64_t aligned(int64_t word) {
 }
 
 // Header of the host tensor; routes of all rounds follow, then their tasks with waves and tile
-// tables, then what peers send, in the order of encode_layout.
+// tables, in the order of encode_layout.
 enum Header : int64_t {
   kMagicWord,
   kLength,

@@ -7,8 +7,8 @@
 
 #include "layout_tensor.h"
 #include "layout_words.h"
-#include "planner/layout/shared_rows.h"
 #include "row_words.h"
+#include "transport/process_group/slots.h"
 #ifdef DISTCA_WITH_CUDA
 #include "attention/aten/waves.h"
 #endif
@@ -25,9 +25,9 @@ at::Tensor padded_tensor(const std::vector<int64_t>& values) {
   return tensor;
 }
 
-int64_t length_of(const std::vector<planner::Run>& runs) {
+int64_t length_of(const std::vector<Run>& runs) {
   return std::accumulate(runs.begin(), runs.end(), int64_t{0},
-                         [](int64_t sum, planner::Run run) { return sum + run.length; });
+                         [](int64_t sum, Run run) { return sum + run.length; });
 }
 
 // Appends sections, each preceded by its length on the host side.
@@ -42,11 +42,13 @@ struct Writer {
     host.push_back(static_cast<int64_t>(words.size()));
     device.append(words);
   }
-  void section(const std::vector<planner::Run>& runs) {
+  void section(const std::vector<Run>& runs) {
     host.push_back(length_of(runs));
-    for (const planner::Run& run : runs) device.append_counted(run.first, run.length);
+    for (const Run& run : runs) device.append_counted(run.first, run.length);
   }
-  void movement(const planner::Movement& movement);
+  void places(const std::vector<RowPlace>& places);
+  void deliveries(const std::vector<Delivery>& deliveries);
+  void slots(const transport::Slots& slots);
   void routes(const planner::Layout& layout);
   void tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
              const std::string& device_type);
@@ -102,22 +104,22 @@ void Writer::tiles(const attention::sm90::TileLists& lists) {
 
 // Home rows whose sent keys come back as gradients, each with its slots in order: rows, where the
 // slots of each begin, slots.
-void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
-  const std::vector<planner::SharedRows> shared = planner::shared_rows(runs);
+void write_reduction(const std::vector<Run>& runs, Writer& writer) {
+  const std::vector<SharedRows> shared = shared_rows(runs);
   int64_t num_rows = 0, num_slots = 0;
-  for (const planner::SharedRows& rows : shared) {
+  for (const SharedRows& rows : shared) {
     num_rows += rows.length;
     num_slots += rows.length * static_cast<int64_t>(rows.slots.size());
   }
   RowWords& device = writer.device;
   writer.host.push_back(num_rows);
-  for (const planner::SharedRows& rows : shared) device.append_counted(rows.first, rows.length);
+  for (const SharedRows& rows : shared) device.append_counted(rows.first, rows.length);
 
   writer.host.push_back(num_rows + 1);
   auto at = static_cast<int32_t>(device.reserve(num_rows + 1));
   device.add({at++, 1, 0, 0, 1});
   int32_t num_before = 0;
-  for (const planner::SharedRows& rows : shared) {
+  for (const SharedRows& rows : shared) {
     const auto length = static_cast<int32_t>(rows.length);
     const auto of_row = static_cast<int32_t>(rows.slots.size());
     device.add({at, 1, num_before + of_row, of_row, length});
@@ -127,7 +129,7 @@ void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
 
   writer.host.push_back(num_slots);
   at = static_cast<int32_t>(device.reserve(num_slots));
-  for (const planner::SharedRows& rows : shared) {
+  for (const SharedRows& rows : shared) {
     const auto length = static_cast<int32_t>(rows.length);
     const auto of_row = static_cast<int32_t>(rows.slots.size());
     for (int32_t j = 0; j < of_row; ++j) device.add({at + j, of_row, rows.slots[j], 1, length});
@@ -135,24 +137,45 @@ void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
   }
 }
 
-void Writer::movement(const planner::Movement& movement) {
-  for (const auto* table : {&movement.send_q_rows, &movement.recv_q_rows, &movement.send_k_rows,
-                            &movement.recv_k_rows}) {
-    counts(*table);
+void Writer::places(const std::vector<RowPlace>& places) {
+  host.push_back(static_cast<int64_t>(places.size()));
+  for (const auto& [home_row, visiting_row, result_row, num_rows] : places) {
+    counts({home_row, visiting_row, result_row, num_rows});
   }
-  for (const auto* runs : {&movement.send_q_runs, &movement.q_slot_runs, &movement.send_k_runs,
-                           &movement.k_slot_runs}) {
+}
+
+void Writer::deliveries(const std::vector<Delivery>& deliveries) {
+  host.push_back(static_cast<int64_t>(deliveries.size()));
+  for (const Delivery& delivery : deliveries) {
+    counts({delivery.peer, delivery.is_kept});
+    places(delivery.queries);
+    places(delivery.keys);
+  }
+}
+
+void Writer::slots(const transport::Slots& slots) {
+  for (const auto* runs :
+       {&slots.send_q_runs, &slots.q_slot_runs, &slots.send_k_runs, &slots.k_slot_runs}) {
     section(*runs);
   }
 }
 
 void Writer::routes(const planner::Layout& layout) {
-  movement(layout);
-  write_reduction(layout.send_k_runs, *this);
-  host.push_back(layout.keeping.has_value());
-  if (!layout.keeping) return;
-  const auto& [again, moved, kept] = *layout.keeping;
-  movement(again);
+  const Movement& movement = layout.movement;
+  counts({movement.max_visiting_q, movement.max_visiting_k, movement.max_returned_q,
+          movement.max_returned_k});
+  deliveries(movement.sent);
+  deliveries(movement.received);
+  const auto slots_for = [&](transport::Moving moving) {
+    return transport::slots_of(movement, layout.rank, layout.num_ranks, moving);
+  };
+  const transport::Slots all = slots_for(transport::Moving::kAll);
+  slots(all);
+  write_reduction(all.send_k_runs, *this);
+  if (!keeps_any(movement)) return;
+  slots(slots_for(transport::Moving::kNotKept));
+  const VisitingRuns moved = visiting_runs(movement, layout.rank, false);
+  const VisitingRuns kept = visiting_runs(movement, layout.rank, true);
   for (const auto* runs : {&moved.queries, &moved.keys, &kept.queries, &kept.keys}) section(*runs);
   host[kNumKeptQueries] += length_of(kept.queries);
   host[kNumKeptKeys] += length_of(kept.keys);
@@ -174,10 +197,10 @@ std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
   return words;
 }
 
-std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>& rounds,
+std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layout>& rounds,
                                                  const planner::Plan& plan,
                                                  const LayoutOrigin& origin) {
-  const planner::Layout& any = rounds.front().layout;
+  const planner::Layout& any = rounds.front();
   Writer writer;
   writer.host = {kMagic,
                  0,
@@ -196,14 +219,12 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>
                  0,
                  0,
                  any.rank};
-  for (const PlannedRound& round : rounds) writer.routes(round.layout);
+  for (const planner::Layout& round : rounds) writer.routes(round);
   const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
-  for (const auto& [layout, peers] : rounds) {
-    for (const auto* tasks : {&layout.early_tasks, &layout.late_tasks, &layout.visiting_tasks}) {
+  for (const planner::Layout& round : rounds) {
+    for (const auto* tasks : {&round.early_tasks, &round.late_tasks, &round.visiting_tasks}) {
       writer.tasks(tasks_of(*tasks), mask, origin.device_type);
     }
-    writer.host.push_back(peers.has_value());
-    if (peers) append_words(*peers, writer.host);
   }
   const int64_t padding = std::max<int64_t>(0, kMinLength - writer.device.size());
   writer.device.append(std::vector<int32_t>(padding, 0));

@@ -318,15 +318,10 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
   const planner::Plan decoded = decode_plan(plan, pack);
   const auto results = by_peer_memory ? planner::Results::kWritten : planner::Results::kTaken;
-  const planner::HomeRuns home = as_value_error([&] { return planner::HomeRuns(pack, rank); });
-  std::vector<PlannedRound> rounds;
+  std::vector<planner::Layout> rounds;
   const auto add_round = [&](const planner::Plan& round) {
-    planner::Layout made = planner::make_layout(pack, round, home, results);
-    std::optional<PeerRoutes> routes;
-    if (device_type == "cuda" && decoded.num_ranks > 1 && decoded.num_ranks <= kMaxPeers) {
-      routes = peer_routes(planner::make_deliveries(pack, round, rank));
-    }
-    rounds.push_back({std::move(made), std::move(routes)});
+    rounds.push_back(
+        as_value_error([&] { return planner::make_layout(pack, round, rank, results); }));
   };
   if (round_bytes) {
     TORCH_CHECK_VALUE(held_bytes.size() == 2, "held_bytes: expected (query, key), got ",

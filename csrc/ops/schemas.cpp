@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "attend.h"
 #include "core_attention.h"
 #include "layout_tensor.h"
 #include "planning.h"
 #include "session.h"
-#include "steps.h"
 #include "version.h"
 
 // Every operator of distca. `layout` (int64, CPU) and `rows` (int32, the attention's device) are
@@ -42,16 +42,7 @@ TORCH_LIBRARY(distca, m) {
   m.def("exchange(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) -> ()",
         of_one_step);
 
-  // The same in steps, each differentiable.
-  m.def(
-      "dispatch(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, str group_name) "
-      "-> (Tensor visiting_q, Tensor visiting_k, Tensor visiting_v)",
-      of_one_step);
-  m.def(
-      "dispatch_backward(Tensor visiting_grad_q, Tensor visiting_grad_k, Tensor visiting_grad_v, "
-      "Tensor layout, Tensor rows, str group_name) "
-      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-      of_one_step);
+  // Attention of one task list, without communication; differentiable.
   m.def(
       "attend(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, float softmax_scale, "
       "str tasks) -> (Tensor out, Tensor lse)",
@@ -60,14 +51,6 @@ TORCH_LIBRARY(distca, m) {
       "attend_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
       "Tensor layout, Tensor rows, float softmax_scale, str tasks) "
       "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-      of_one_step);
-  m.def(
-      "combine(Tensor out, Tensor lse, Tensor visiting_out, Tensor visiting_lse, Tensor layout, "
-      "Tensor rows, str group_name) -> (Tensor all_out, Tensor all_lse)",
-      of_one_step);
-  m.def(
-      "combine_backward(Tensor grad_out, Tensor layout, Tensor rows, str group_name) "
-      "-> (Tensor home_grad_out, Tensor visiting_grad_out)",
       of_one_step);
 
   // Every rank's tensor on the planning group, [num_ranks, ...]. Collective; all of one shape.
@@ -194,12 +177,8 @@ void bind_on_all_devices(torch::Library& m) {
   m.impl("core_attention", distca::ops::core_attention);
   m.impl("core_attention_backward", distca::ops::core_attention_backward);
   m.impl("exchange", distca::ops::exchange);
-  m.impl("dispatch", distca::ops::dispatch);
-  m.impl("dispatch_backward", distca::ops::dispatch_backward);
   m.impl("attend", distca::ops::attend);
   m.impl("attend_backward", distca::ops::attend_backward);
-  m.impl("combine", distca::ops::combine);
-  m.impl("combine_backward", distca::ops::combine_backward);
 }
 
 }  // namespace

@@ -144,6 +144,13 @@ std::vector<int64_t> Session::meet(int64_t says, const transport::Where& where) 
   return {first, first + num_ranks_};
 }
 
+transport::Transport& Session::transport([[maybe_unused]] bool in_place) {
+#ifdef DISTCA_WITH_SM90
+  if (peer_transport_ && in_place) return *peer_transport_;
+#endif
+  return *transport_;
+}
+
 int64_t Session::peer_memory_bytes() const {
 #ifdef DISTCA_WITH_SM90
   if (peer_transport_) return peer_transport_->buffer_bytes();
@@ -272,13 +279,7 @@ transport::Where Session::enter(Pass pass, int64_t caller, bool moves_rows) {
     where.layer = num_forward_++;
   }
   if (moves_rows) ++num_moving_[field - Signature::kFirstOfHistory];
-  current_[static_cast<size_t>(pass)] = where;
   return where;
-}
-
-transport::Where Session::current(Pass pass) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return current_[static_cast<size_t>(pass)];
 }
 
 void open_session(const GroupNames& names, const std::string& configuration, double timeout_s,

@@ -76,9 +76,9 @@ class Session {
 
   int64_t num_ranks() const { return num_ranks_; }
   int64_t rank() const { return rank_; }
-  transport::Transport& transport() { return *transport_; }
-  // Null where ranks do not reach each other's memory.
-  transport::peer::PeerTransport* peer_transport() { return peer_transport_.get(); }
+  // Returns the transport of calls whose attention reads visiting rows in place, and writes their
+  // results to memory that it is given, or of others.
+  transport::Transport& transport(bool in_place);
   int64_t peer_memory_bytes() const;
   // What others write to, uint8 [peer_memory_bytes()]: both buffers, which calls use by turns.
   // Throws ValueError where there is none (yet).
@@ -102,9 +102,6 @@ class Session {
   // Counts an attention call of a pass by a module (see name_caller), and returns its place in the
   // step. Ranks compare how many calls moved rows.
   transport::Where enter(Pass pass, int64_t caller, bool moves_rows);
-
-  // Returns the place of the last enter() of this pass.
-  transport::Where current(Pass pass) const;
 
  private:
   bool has_agreed_on(int64_t step) const;
@@ -130,8 +127,7 @@ class Session {
   std::vector<Signature> agreed_;  // under the current plan
   int64_t num_forward_ = 0;        // attention calls under the current plan
   int64_t num_backward_ = 0;
-  std::array<int64_t, 3> num_moving_{};        // calls that move rows, in the order of Signature
-  std::array<transport::Where, 2> current_{};  // by Pass
+  std::array<int64_t, 3> num_moving_{};  // calls that move rows, in the order of Signature
 };
 
 // Sessions by group name. `find` throws when there is none, naming the call that opens one.

@@ -18,8 +18,8 @@ namespace distca::ops {
 
 // Phases that a rank waits in begin with "wait".
 inline constexpr const char* kAttention = "attention";  // a layer's pass, all of it
-inline constexpr const char* kDispatch = "dispatch";
-inline constexpr const char* kCombine = "combine";
+using transport::kCombine;
+using transport::kDispatch;
 inline constexpr const char* kEarlyTasks = "early home tasks";  // while rows travel
 inline constexpr const char* kLateTasks = "late home tasks";    // while results travel
 inline constexpr const char* kVisitingTasks = "visiting tasks";

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -10,10 +11,28 @@
 
 #include "planner/layout/layout.h"
 #include "planner_properties.h"
+#include "transport/process_group/slots.h"
 
 // What the layouts of a plan have to be, told token by token where the planner knows ranges. Each
 // check returns what is wrong, or nothing.
 namespace distca::planner {
+
+// A layout with what the transport over a process group derives from its movement.
+struct Keeping {
+  transport::Slots again;
+  VisitingRuns moved, kept;
+};
+struct SlotLayout : Layout, transport::Slots {
+  std::optional<Keeping> keeping;  // where this rank keeps any inputs, or servers of its rows do
+};
+
+inline std::optional<Keeping> keeping_of(const Layout& layout) {
+  const Movement& movement = layout.movement;
+  if (!keeps_any(movement)) return {};
+  return Keeping{
+      transport::slots_of(movement, layout.rank, layout.num_ranks, transport::Moving::kNotKept),
+      visiting_runs(movement, layout.rank, false), visiting_runs(movement, layout.rank, true)};
+}
 
 struct Token {
   int64_t document;
@@ -73,7 +92,7 @@ inline std::vector<PlacedTask> home_tasks(const Layout& layout) {
 }
 
 // No late task shares a row with an early one, and a rank without traffic has none.
-inline std::string check_late(const Layout& layout) {
+inline std::string check_late(const SlotLayout& layout) {
   if (layout.late_tasks.empty()) return "";
   if (layout.send_k_runs.empty() && layout.send_q_runs.empty() && layout.visiting_tasks.empty()) {
     return "late tasks without traffic";
@@ -103,20 +122,23 @@ inline std::vector<int64_t> rows_of(const std::vector<Run>& runs) {
 
 // The tables that bring queries, or keys, to their servers and what becomes of them home.
 struct RouteTables {
-  std::vector<int64_t> Movement::*send_rows;
-  std::vector<int64_t> Movement::*recv_rows;
-  std::vector<Run> Movement::*index;
-  std::vector<Run> Movement::*slot;
+  std::vector<int64_t> transport::Slots::*send_rows;
+  std::vector<int64_t> transport::Slots::*recv_rows;
+  std::vector<Run> transport::Slots::*index;
+  std::vector<Run> transport::Slots::*slot;
   std::vector<Token> ServerRows::*visiting;
   int64_t HomeRow::*home_row;
 };
 
-inline const RouteTables kQueryRoute = {&Movement::send_q_rows, &Movement::recv_q_rows,
-                                        &Movement::send_q_runs, &Movement::q_slot_runs,
-                                        &ServerRows::queries,   &HomeRow::q_row};
-inline const RouteTables kKeyRoute = {&Movement::send_k_rows, &Movement::recv_k_rows,
-                                      &Movement::send_k_runs, &Movement::k_slot_runs,
-                                      &ServerRows::keys,      &HomeRow::row};
+inline const RouteTables kQueryRoute = {
+    &transport::Slots::send_q_rows, &transport::Slots::recv_q_rows, &transport::Slots::send_q_runs,
+    &transport::Slots::q_slot_runs, &ServerRows::queries,           &HomeRow::q_row};
+inline const RouteTables kKeyRoute = {&transport::Slots::send_k_rows,
+                                      &transport::Slots::recv_k_rows,
+                                      &transport::Slots::send_k_runs,
+                                      &transport::Slots::k_slot_runs,
+                                      &ServerRows::keys,
+                                      &HomeRow::row};
 
 // First slot of each peer, and the number of all slots.
 inline std::vector<int64_t> slot_begins(const std::vector<int64_t>& rows) {
@@ -126,10 +148,10 @@ inline std::vector<int64_t> slot_begins(const std::vector<int64_t>& rows) {
 }
 
 // Counts transpose, and tables are as long as the counts say.
-inline std::string check_counts(const std::vector<Movement>& ranks,
+inline std::string check_counts(const std::vector<transport::Slots>& ranks,
                                 const std::vector<ServerRows>& servers, const RouteTables& route) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    const Movement& movement = ranks[rank];
+    const transport::Slots& movement = ranks[rank];
     const std::vector<int64_t>& send = movement.*route.send_rows;
     const std::vector<int64_t>& recv = movement.*route.recv_rows;
     if (send.size() != ranks.size() || recv.size() != ranks.size()) return "number of peers";
@@ -151,12 +173,12 @@ inline std::string check_counts(const std::vector<Movement>& ranks,
 }
 
 // Every visiting row is the one that stands at its slot, and so comes back to where it left.
-inline std::string check_route(const std::vector<Movement>& ranks,
+inline std::string check_route(const std::vector<transport::Slots>& ranks,
                                const std::vector<ServerRows>& servers, const Homes& homes,
                                const RouteTables& route) {
   if (std::string wrong = check_counts(ranks, servers, route); !wrong.empty()) return wrong;
   std::vector<std::vector<int64_t>> sent_begins, sent_rows;
-  for (const Movement& movement : ranks) {
+  for (const transport::Slots& movement : ranks) {
     sent_begins.push_back(slot_begins(movement.*route.send_rows));
     sent_rows.push_back(rows_of(movement.*route.index));
   }
@@ -180,7 +202,7 @@ inline std::string check_route(const std::vector<Movement>& ranks,
 }
 
 // Each query's result is written once: by a task that reads it in place, or by its way home.
-inline std::string check_results(const Layout& layout, const Pack& pack) {
+inline std::string check_results(const SlotLayout& layout, const Pack& pack) {
   if (layout.num_home_rows != pack.num_rows[layout.rank]) return "num_home_rows";
   if (layout.num_context_rows != pack.num_context_rows[layout.rank]) return "num_context_rows";
   const int64_t num_rows = layout.num_home_rows - layout.num_context_rows;
@@ -232,12 +254,12 @@ inline std::string take_kept(const Keepers& keepers, int64_t server, const std::
 }
 
 // What moves for the backward pass is what is not kept.
-inline std::string check_keeping(const std::vector<Layout>& layouts, const Plan& plan,
+inline std::string check_keeping(const std::vector<SlotLayout>& layouts, const Plan& plan,
                                  std::vector<ServerRows> servers, const Homes& homes) {
   const Keepers keepers = keepers_of(plan);
-  std::vector<Movement> again;
-  for (const Layout& layout : layouts) {
-    again.push_back(layout.keeping ? layout.keeping->again : Movement(layout));
+  std::vector<transport::Slots> again;
+  for (const SlotLayout& layout : layouts) {
+    again.push_back(layout.keeping ? layout.keeping->again : transport::Slots(layout));
     if (!layout.keeping) continue;
     const auto& [movement, moved, kept] = *layout.keeping;
     ServerRows& rows = servers[layout.rank];
@@ -257,19 +279,19 @@ inline std::string check_keeping(const std::vector<Layout>& layouts, const Plan&
 
 // All ranks' layouts together. The plan covers the pack.
 inline std::string check_layouts(const Pack& pack, const Plan& plan,
-                                 const std::vector<Layout>& layouts) {
+                                 const std::vector<SlotLayout>& layouts) {
   if (static_cast<int64_t>(layouts.size()) != pack.num_ranks) return "number of layouts";
   const Homes homes = homes_of(pack);
   const std::vector<ServerRows> servers = server_rows(pack, plan, homes);
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
-    const Layout& layout = layouts[rank];
+    const SlotLayout& layout = layouts[rank];
     if (layout.rank != rank || layout.num_ranks != pack.num_ranks) return "rank of a layout";
     if (!same_tasks(home_tasks(layout), servers[rank].home_tasks)) return "home tasks";
     if (!same_tasks(layout.visiting_tasks, servers[rank].visiting_tasks)) return "visiting tasks";
     if (std::string wrong = check_late(layout); !wrong.empty()) return wrong;
     if (std::string wrong = check_results(layout, pack); !wrong.empty()) return wrong;
   }
-  const std::vector<Movement> movements(layouts.begin(), layouts.end());
+  const std::vector<transport::Slots> movements(layouts.begin(), layouts.end());
   for (const RouteTables* route : {&kQueryRoute, &kKeyRoute}) {
     const std::string wrong = check_route(movements, servers, homes, *route);
     if (!wrong.empty()) return wrong;
@@ -277,10 +299,17 @@ inline std::string check_layouts(const Pack& pack, const Plan& plan,
   return check_keeping(layouts, plan, servers, homes);
 }
 
-inline std::vector<Layout> make_layouts(const Pack& pack, const Plan& plan) {
-  std::vector<Layout> layouts;
+inline SlotLayout slot_layout(const Pack& pack, const Plan& plan, int64_t rank) {
+  const Layout layout = make_layout(pack, plan, rank);
+  return {layout,
+          transport::slots_of(layout.movement, rank, plan.num_ranks, transport::Moving::kAll),
+          keeping_of(layout)};
+}
+
+inline std::vector<SlotLayout> make_layouts(const Pack& pack, const Plan& plan) {
+  std::vector<SlotLayout> layouts;
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
-    layouts.push_back(make_layout(pack, plan, rank));
+    layouts.push_back(slot_layout(pack, plan, rank));
   }
   return layouts;
 }

@@ -44,7 +44,7 @@ TEST(Keeping, LeavesTheAssignmentAloneAndTakesBytesOff) {
     EXPECT_EQ(all.tasks[i].is_kept, all.tasks[i].document < 2 && all.tasks[i].server != 0);
   }
   for (int64_t rank = 0; rank < 4; ++rank) {
-    const Layout layout = make_layout(pack, all, rank);
+    const SlotLayout layout = slot_layout(pack, all, rank);
     const int64_t num_queries = static_cast<int64_t>(rows_of(layout.send_q_runs).size());
     const int64_t num_keys = static_cast<int64_t>(rows_of(layout.send_k_runs).size());
     const int64_t bytes = num_queries * kInputs.query + num_keys * kInputs.key;
@@ -80,27 +80,27 @@ TEST(Keeping, EveryTamperedTableIsFound) {
   for (options.kept_cap_bytes = 1; num_kept(plan) == 0; options.kept_cap_bytes *= 2) {
     plan = make_plan(pack, options);  // until it keeps something
   }
-  const std::vector<Layout> layouts = make_layouts(pack, plan);
+  const std::vector<SlotLayout> layouts = make_layouts(pack, plan);
   ASSERT_EQ(check_layouts(pack, plan, layouts), "");
   const auto is_found = [&](size_t rank, auto tamper) {
-    std::vector<Layout> wrong = layouts;
+    std::vector<SlotLayout> wrong = layouts;
     tamper(*wrong[rank].keeping);
     ++num_tampered;
     return !check_layouts(pack, plan, wrong).empty();
   };
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
     if (!layouts[rank].keeping) continue;
-    for (const auto counts : {&Movement::send_q_rows, &Movement::recv_k_rows}) {
+    for (const auto counts : {&transport::Slots::send_q_rows, &transport::Slots::recv_k_rows}) {
       EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.again.*counts)[0] += 1; }));
     }
-    for (const auto runs : {&Movement::send_q_runs, &Movement::send_k_runs}) {
+    for (const auto runs : {&transport::Slots::send_q_runs, &transport::Slots::send_k_runs}) {
       EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.again.*runs).push_back({0, 1}); }));
     }
     for (const auto rows : {&Keeping::kept, &Keeping::moved}) {
       EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.*rows).queries.push_back({0, 1}); }));
       EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.*rows).keys.push_back({0, 1}); }));
     }
-    std::vector<Layout> wrong = layouts;
+    std::vector<SlotLayout> wrong = layouts;
     wrong[rank].keeping.reset();
     EXPECT_NE(check_layouts(pack, plan, wrong), "");
   }

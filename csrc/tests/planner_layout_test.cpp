@@ -6,8 +6,8 @@
 #include <tuple>
 
 #include "layout_properties.h"
-#include "planner/layout/deliveries.h"
 #include "planner/layout/layout.h"
+#include "planner/layout/movement.h"
 #include "planner/make_plan.h"
 #include "random_steps.h"
 
@@ -44,23 +44,23 @@ std::vector<Rows> home_queries(const Pack& pack) {
 }
 
 struct Tables {
-  std::vector<int64_t> Layout::*send_rows;
-  std::vector<int64_t> Layout::*recv_rows;
-  std::vector<Run> Layout::*index;
-  std::vector<Run> Layout::*slot;
+  std::vector<int64_t> SlotLayout::*send_rows;
+  std::vector<int64_t> SlotLayout::*recv_rows;
+  std::vector<Run> SlotLayout::*index;
+  std::vector<Run> SlotLayout::*slot;
 };
 
-const Tables kQueryTables = {&Layout::send_q_rows, &Layout::recv_q_rows, &Layout::send_q_runs,
-                             &Layout::q_slot_runs};
-const Tables kKeyTables = {&Layout::send_k_rows, &Layout::recv_k_rows, &Layout::send_k_runs,
-                           &Layout::k_slot_runs};
+const Tables kQueryTables = {&SlotLayout::send_q_rows, &SlotLayout::recv_q_rows,
+                             &SlotLayout::send_q_runs, &SlotLayout::q_slot_runs};
+const Tables kKeyTables = {&SlotLayout::send_k_rows, &SlotLayout::recv_k_rows,
+                           &SlotLayout::send_k_runs, &SlotLayout::k_slot_runs};
 
 // Sends rows as the tables say; returns every rank's visiting rows.
-std::vector<Rows> exchange(const std::vector<Layout>& layouts, const std::vector<Rows>& home,
+std::vector<Rows> exchange(const std::vector<SlotLayout>& layouts, const std::vector<Rows>& home,
                            const Tables& tables) {
   std::vector<Rows> slots(layouts.size());
   std::vector<std::vector<int64_t>> indices;
-  for (const Layout& layout : layouts) indices.push_back(rows_of(layout.*tables.index));
+  for (const SlotLayout& layout : layouts) indices.push_back(rows_of(layout.*tables.index));
   std::vector<size_t> sent(layouts.size(), 0);
   for (size_t server = 0; server < layouts.size(); ++server) {
     for (size_t peer = 0; peer < layouts.size(); ++peer) {
@@ -104,7 +104,7 @@ void compute(const PlacedTask& task, const Mask& mask, const Rows& q_rows, const
 }
 
 std::map<Pair, int64_t> execute(const Pack& pack, const Plan& plan,
-                                const std::vector<Layout>& layouts) {
+                                const std::vector<SlotLayout>& layouts) {
   const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
   const std::vector<Rows> queries = exchange(layouts, own_queries, kQueryTables);
   const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
@@ -146,9 +146,9 @@ TEST(Layout, ComputesEveryPairOnce) {
     const Pack pack = make_pack(draw_pieces(random, num_ranks, 60), num_ranks);
     const Plan plan = make_plan(pack, draw_options(random));
     validate(plan, pack);
-    const std::vector<Layout> layouts = make_layouts(pack, plan);
+    const std::vector<SlotLayout> layouts = make_layouts(pack, plan);
     ASSERT_EQ(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
-    for (const Layout& layout : layouts) {
+    for (const SlotLayout& layout : layouts) {
       num_home += static_cast<int64_t>(home_tasks(layout).size());
       num_visiting += static_cast<int64_t>(layout.visiting_tasks.size());
       num_permuted += !layout.q_slot_runs.empty() + !layout.k_slot_runs.empty();
@@ -163,9 +163,9 @@ TEST(Layout, AWrongRowIsNoticed) {
   const std::vector<Piece> pieces = {{0, 0, 0, 40}, {1, 0, 40, 40}};
   const Pack pack = make_pack(pieces, 2);
   const Plan plan = make_plan(pack, PlanOptions{});
-  std::vector<Layout> layouts = make_layouts(pack, plan);
+  std::vector<SlotLayout> layouts = make_layouts(pack, plan);
   ASSERT_EQ(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
-  const std::vector<Layout> good = layouts;
+  const std::vector<SlotLayout> good = layouts;
   layouts[0].send_k_runs = {{0, 3}, {4, 1}, {4, 36}};
   EXPECT_NE(execute(pack, plan, layouts), expected_pairs(pack, plan.mask));
   layouts = good;
@@ -182,7 +182,7 @@ TEST(Layout, VisitingRowsAreOrderedAndUnique) {
     Random random(seed);
     const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
     const Plan plan = make_plan(pack, draw_options(random));
-    const std::vector<Layout> layouts = make_layouts(pack, plan);
+    const std::vector<SlotLayout> layouts = make_layouts(pack, plan);
     const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
     for (const Rows& rows : exchange(layouts, own_queries, kQueryTables)) expect_ordered(rows);
     for (const Rows& rows : exchange(layouts, home, kKeyTables)) expect_ordered(rows);
@@ -196,24 +196,24 @@ TEST(Layout, DeliveriesBringTheVisitingRows) {
     Random random(seed);
     const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
     const Plan plan = make_plan(pack, draw_options(random));
-    const std::vector<Layout> layouts = make_layouts(pack, plan);
+    const std::vector<SlotLayout> layouts = make_layouts(pack, plan);
     const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
     const std::vector<Rows> queries = exchange(layouts, own_queries, kQueryTables);
     const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
     std::vector<size_t> num_brought(4, 0);
     for (int64_t rank = 0; rank < 4; ++rank) {
-      for (const Delivery& delivery : make_deliveries(pack, plan, rank).sent) {
+      for (const Delivery& delivery : movement_of(pack, plan, rank).sent) {
         const auto bring = [&](const std::vector<RowPlace>& places, const Rows& from,
                                const Rows& to) {
           for (const auto& [home_row, visiting_row, result_row, num_rows] : places) {
-            num_brought[delivery.server] += static_cast<size_t>(num_rows);
+            num_brought[delivery.peer] += static_cast<size_t>(num_rows);
             for (int64_t i = 0; i < num_rows; ++i) {
               ASSERT_EQ(from.at(home_row + i), to.at(visiting_row + i));
             }
           }
         };
-        bring(delivery.queries, own_queries[rank], queries[delivery.server]);
-        bring(delivery.keys, home[rank], keys[delivery.server]);
+        bring(delivery.queries, own_queries[rank], queries[delivery.peer]);
+        bring(delivery.keys, home[rank], keys[delivery.peer]);
       }
     }
     for (size_t server = 0; server < 4; ++server) {
@@ -229,10 +229,10 @@ TEST(Layout, LoadsAreTheRowsThatTravel) {
     const Pack pack = make_pack(draw_pieces(random, 5, 60), 5);
     const PlanOptions options = draw_options(random);
     const Plan plan = make_plan(pack, options);
-    for (const Layout& layout : make_layouts(pack, plan)) {
+    for (const SlotLayout& layout : make_layouts(pack, plan)) {
       const RowBytes &all = options.row_bytes, &inputs = options.kept_bytes;
       const RowBytes once{all.query - inputs.query, all.key - inputs.key};
-      const Movement& again = layout.keeping ? layout.keeping->again : layout;
+      const transport::Slots& again = layout.keeping ? layout.keeping->again : layout;
       int64_t bytes_in = 0, bytes_out = 0;
       for (int64_t peer = 0; peer < 5; ++peer) {
         if (peer == layout.rank) continue;
@@ -251,7 +251,7 @@ TEST(Layout, WholeDocumentsInBalanceAreReadInPlace) {
   const std::vector<Piece> pieces = {{0, 0, 0, 300}, {0, 1, 0, 70}, {1, 2, 0, 70}, {1, 3, 0, 300}};
   const Pack pack = make_pack(pieces, 2);
   const Plan plan = make_plan(pack, PlanOptions{});
-  const Layout layout = make_layout(pack, plan, 1);
+  const SlotLayout layout = slot_layout(pack, plan, 1);
   EXPECT_EQ(layout.num_home_rows, 370);
   ASSERT_EQ(layout.early_tasks.size(), 2u);
   EXPECT_EQ(layout.early_tasks[1].q_row, 70);
@@ -273,7 +273,7 @@ TEST(Layout, LateTasksAreHalfOfTheWorkAtHome) {
   for (int64_t document = 1; document < 6; ++document) {
     plan.tasks.push_back({document, 0, pack.documents[document].length, 1});
   }
-  const Layout layout = make_layout(pack, plan, 1);
+  const SlotLayout layout = slot_layout(pack, plan, 1);
   // Pairs of a document grow with the square of its length: 9 + 25 of 34 + 48, then 50 of 82.
   EXPECT_EQ(layout.early_tasks.size(), 2u);
   ASSERT_EQ(layout.late_tasks.size(), 3u);
@@ -310,7 +310,7 @@ TEST(Layout, WindowedTaskStartsAtItsFirstKey) {
   const std::vector<Piece> pieces = {{0, 0, 0, 100}, {1, 0, 100, 100}};
   const Pack pack = make_pack(pieces, 2);
   const Plan plan = make_plan(pack, options);
-  const Layout layout = make_layout(pack, plan, 1);
+  const SlotLayout layout = slot_layout(pack, plan, 1);
   ASSERT_EQ(layout.visiting_tasks.size(), 1u);
   EXPECT_EQ(layout.visiting_tasks[0].num_q_rows, 100);
   EXPECT_EQ(layout.visiting_tasks[0].num_k_rows, 110);

@@ -363,36 +363,37 @@ TEST(PlannerProperties, EveryTamperedLayoutIsFound) {
       {0, 0, 0, 900, 30}, {2, 1, 0, 60, 7}, {1, 1, 60, 60}, {1, 2, 0, 50}};
   const Pack pack = make_pack(pieces, 3);
   const Plan plan = make_plan(pack, adversarial_options({-1, 0}, 16)[0]);
-  const std::vector<Layout> layouts = make_layouts(pack, plan);
+  const std::vector<SlotLayout> layouts = make_layouts(pack, plan);
   ASSERT_EQ(check_layouts(pack, plan, layouts), "");
   int64_t num_tampered = 0;
   const auto is_found = [&](size_t rank, auto tamper) {
-    std::vector<Layout> wrong = layouts;
+    std::vector<SlotLayout> wrong = layouts;
     tamper(wrong[rank]);
     ++num_tampered;
     return !check_layouts(pack, plan, wrong).empty();
   };
-  const auto counts = {&Layout::send_q_rows, &Layout::recv_q_rows, &Layout::send_k_rows,
-                       &Layout::recv_k_rows};
-  const auto tables = {&Layout::send_q_runs, &Layout::send_k_runs, &Layout::q_slot_runs,
-                       &Layout::k_slot_runs};
+  const auto counts = {&SlotLayout::send_q_rows, &SlotLayout::recv_q_rows, &SlotLayout::send_k_rows,
+                       &SlotLayout::recv_k_rows};
+  const auto tables = {&SlotLayout::send_q_runs, &SlotLayout::send_k_runs, &SlotLayout::q_slot_runs,
+                       &SlotLayout::k_slot_runs};
   const auto task_fields = {&PlacedTask::q_row, &PlacedTask::num_q_rows, &PlacedTask::k_row,
                             &PlacedTask::num_k_rows, &PlacedTask::q_offset};
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
     for (const auto table : counts) {
-      EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*table).push_back(0); }));
+      EXPECT_TRUE(is_found(rank, [&](SlotLayout& wrong) { (wrong.*table).push_back(0); }));
       for (size_t i = 0; i < (layouts[rank].*table).size(); ++i) {
         for (const int64_t change : {int64_t{-1}, int64_t{1}, int64_t{1} << 40}) {
-          EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*table)[i] += change; }));
+          EXPECT_TRUE(is_found(rank, [&](SlotLayout& wrong) { (wrong.*table)[i] += change; }));
         }
       }
     }
     for (const auto table : tables) {
-      EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*table).push_back({0, 1}); }));
+      EXPECT_TRUE(is_found(rank, [&](SlotLayout& wrong) { (wrong.*table).push_back({0, 1}); }));
       for (size_t i = 0; i < (layouts[rank].*table).size(); ++i) {
         for (const auto field : {&Run::first, &Run::length}) {
           for (const int64_t change : {int64_t{-1}, int64_t{1}, int64_t{1} << 40}) {
-            EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*table)[i].*field += change; }));
+            EXPECT_TRUE(
+                is_found(rank, [&](SlotLayout& wrong) { (wrong.*table)[i].*field += change; }));
           }
         }
       }
@@ -400,12 +401,12 @@ TEST(PlannerProperties, EveryTamperedLayoutIsFound) {
     for (const auto tasks : {&Layout::early_tasks, &Layout::late_tasks, &Layout::visiting_tasks}) {
       for (size_t i = 0; i < (layouts[rank].*tasks).size(); ++i) {
         for (const auto field : task_fields) {
-          EXPECT_TRUE(is_found(rank, [&](Layout& wrong) { (wrong.*tasks)[i].*field += 1; }));
+          EXPECT_TRUE(is_found(rank, [&](SlotLayout& wrong) { (wrong.*tasks)[i].*field += 1; }));
         }
       }
     }
-    EXPECT_TRUE(is_found(rank, [](Layout& wrong) { wrong.num_home_rows += 1; }));
-    EXPECT_TRUE(is_found(rank, [](Layout& wrong) { wrong.num_context_rows += 1; }));
+    EXPECT_TRUE(is_found(rank, [](SlotLayout& wrong) { wrong.num_home_rows += 1; }));
+    EXPECT_TRUE(is_found(rank, [](SlotLayout& wrong) { wrong.num_context_rows += 1; }));
   }
   EXPECT_GT(num_tampered, 100);
 }

@@ -6,6 +6,10 @@
 
 namespace distca::transport {
 
+// Phases of a call that moves rows.
+inline constexpr const char* kDispatch = "dispatch";
+inline constexpr const char* kCombine = "combine";
+
 // The place in a step where a rank communicates. Ranks compare it, so that rows of one call never
 // serve another, and errors name it.
 struct Where {

@@ -1,8 +1,6 @@
 #include "visits.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 namespace distca::planner {
 
@@ -25,23 +23,6 @@ std::vector<Visit> visits_of(const Pack& pack, const Mask& mask, std::span<const
     visits.back().keys.insert(keys_of(mask, queries(task), length));
   }
   return visits;
-}
-
-HomeRuns::HomeRuns(const Pack& pack, int64_t rank) : rank_(rank) {
-  if (rank < 0 || rank >= pack.num_ranks) {
-    throw std::invalid_argument("rank is " + std::to_string(rank) + "; expected 0 <= rank < " +
-                                std::to_string(pack.num_ranks));
-  }
-  first_.reserve(pack.documents.size() + 1);
-  first_.push_back(0);
-  for (const Document& document : pack.documents) {
-    for (const Segment& segment : pack.segments_of(document)) {
-      if (segment.rank == rank) {
-        runs_.push_back({positions(segment), segment.row, segment.q_row});
-      }
-    }
-    first_.push_back(static_cast<int32_t>(runs_.size()));
-  }
 }
 
 }  // namespace distca::planner

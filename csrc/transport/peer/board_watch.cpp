@@ -33,13 +33,13 @@ Wait BoardWatch::place() {
                                  [this](const Call& call) { return call.epoch == last_.started; });
   if (call == calls_.end()) return {};
   Wait wait = call->wait;
-  wait.activity = describe(wait.where.in(has_results ? "combine" : "dispatch"));
+  wait.activity = describe(wait.where.in(has_results ? kCombine : kDispatch));
   return wait;
 }
 
 std::string BoardWatch::complaint() {
   if (read(HostWord::kMismatch) == 0) return "";
-  const Where near = place().where.in("combine");
+  const Where near = place().where.in(kCombine);
   return describe_mismatch(read(HostWord::kTheirRank), where_of(read(HostWord::kTheirTag), near),
                            rank_, where_of(read(HostWord::kOwnTag), near));
 }

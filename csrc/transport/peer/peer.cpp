@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "../streams.h"
+#include "trip.h"
 
 namespace distca::transport::peer {
 namespace {
@@ -96,13 +97,18 @@ PeerTransport::~PeerTransport() {
   C10_CUDA_CHECK_WARN(cudaDeviceSynchronize());
 }
 
-void PeerTransport::begin(int64_t num_bytes, const Where& where) {
+std::unique_ptr<RoundTrip> PeerTransport::begin(const Routes& routes, Cargo cargo,
+                                                const Where& where) {
+  return make_trip(*this, routes, std::move(cargo), where);
+}
+
+void PeerTransport::open(int64_t num_bytes, const Where& where) {
   watchdog_.check();
   if (!memory_.holds(num_bytes)) grow(num_bytes, where.in("growth of peer memory"));
   follow_last_call();
   ++epoch_;
   tag_ = tag_of(where);
-  const Where dispatch = where.in("dispatch");
+  const Where dispatch = where.in(kDispatch);
   watch_.begin(epoch_, {group_, channel_->name(), channel_->enter(dispatch), dispatch, ""});
   channel_->complete();  // nothing that the host waits for
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "../transport.h"
 #include "../watchdog.h"
 #include "board_watch.h"
 #include "kernels.h"
@@ -29,22 +30,24 @@ class Event {
 };
 
 // Rows straight from a rank's tensors to the place in another's memory where they are read, and
-// results back to a place in that of their home. One call after the other: begin, send,
-// await_arrivals, (work that reads and writes this rank's buffer), return_results, end. Every rank
-// of the group makes the same calls.
-class PeerTransport {
+// results back to a place in that of their home. A round trip (trip.cpp) goes one step after the
+// other: open, send, await_arrivals, (work that reads and writes this rank's buffer),
+// return_results, end. Every rank of the group makes the same calls.
+class PeerTransport : public Transport {
  public:
   // Buffers take `reserved_bytes` at least. Gives up a call in which nothing moves for `timeout_s`.
   PeerTransport(Members members, Meeting meet, int64_t reserved_bytes,
                 std::shared_ptr<FailureBoard> failures, double timeout_s);
   PeerTransport(const PeerTransport&) = delete;
-  ~PeerTransport();
+  ~PeerTransport() override;
+
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
 
   // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every
   // rank's buffer, as many on every rank. Where no call needed as many before, it waits for the
   // device and the other ranks, and throws as PeerMemory::grow; then no call has started.
   // If the last call ran on another stream, the current stream waits for that call.
-  void begin(int64_t num_bytes, const Where& where);
+  void open(int64_t num_bytes, const Where& where);
 
   int64_t rank() const { return memory_.board().rank; }
   char* buffer(int64_t rank) const { return memory_.buffer(rank, epoch_); }

@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "../transport.h"
+#include "exchange.h"
 
 namespace distca::transport {
 

@@ -1,96 +1,15 @@
 #include "process_group.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
 
-#include <numeric>
+#include <utility>
 
+#include "../record.h"
+#include "exchange.h"
 #include "head_start.h"
-#include "host_rows.h"
-#include "works_watch.h"
 
 namespace distca::transport {
 namespace {
-
-std::vector<at::Tensor> room_for(const std::vector<RowBatch>& batches) {
-  std::vector<at::Tensor> received;
-  for (const RowBatch& batch : batches) {
-    const auto& recv = batch.counts.recv;
-    const int64_t num_rows = std::accumulate(recv.begin(), recv.end(), int64_t{0});
-    received.push_back(at::empty({num_rows, batch.rows.size(1)}, batch.rows.options()));
-  }
-  return received;
-}
-
-// An exchange for which the host waits.
-class HostExchange : public Exchange {
- public:
-  HostExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-               const std::vector<RowBatch>& batches, std::shared_ptr<Patience> patience,
-               const Where& where)
-      : received_(room_for(batches)),
-        patience_(std::move(patience)),
-        wait_(patience_->enter(where, describe(where))) {
-    patience_->guard(where, [&] { work_ = exchange_on_host(*group, batches, received_, where); });
-  }
-
-  std::vector<at::Tensor> wait() override {
-    patience_->wait_on_host({work_}, wait_);
-    return received_;
-  }
-
- private:
-  std::vector<at::Tensor> received_;
-  std::shared_ptr<Patience> patience_;
-  Wait wait_;
-  c10::intrusive_ptr<c10d::Work> work_;
-};
-
-// An exchange for which a stream of a device waits.
-class StreamExchange : public Exchange {
- public:
-  StreamExchange(std::vector<RowBatch> batches, std::shared_ptr<Patience> patience,
-                 WorksWatch& watch, const Where& where)
-      : batches_(std::move(batches)),
-        received_(room_for(batches_)),
-        patience_(std::move(patience)),
-        watch_(watch),
-        wait_(patience_->enter(where, "")) {}
-
-  void start(c10d::ProcessGroup& group) {
-    patience_->guard(wait_.where, [&] {
-      const c10::DeviceType device = batches_[0].rows.device().type();
-      if (!group.getBackend(device)->supportsCoalescing()) {
-        for (size_t idx = 0; idx < batches_.size(); ++idx) works_.push_back(launch(group, idx));
-        return;
-      }
-      // One launch for all batches: a second one would queue behind the attention kernels.
-      group.startCoalescing(device);
-      for (size_t idx = 0; idx < batches_.size(); ++idx) launch(group, idx);
-      works_.push_back(group.endCoalescing(device));
-    });
-  }
-
-  std::vector<at::Tensor> wait() override {
-    patience_->wait_on_stream(works_, wait_.where);
-    patience_->guard(wait_.where, [&] { watch_.add(works_, wait_); });
-    return received_;
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Work> launch(c10d::ProcessGroup& group, size_t idx) {
-    std::vector<int64_t> send = batches_[idx].counts.send;
-    std::vector<int64_t> recv = batches_[idx].counts.recv;
-    return group.alltoall_base(received_[idx], batches_[idx].rows, recv, send);
-  }
-
-  std::vector<RowBatch> batches_;
-  std::vector<at::Tensor> received_;
-  std::shared_ptr<Patience> patience_;
-  WorksWatch& watch_;
-  Wait wait_;
-  Patience::Works works_;
-};
 
 // Of the streams of one device.
 struct StreamWatchdog {
@@ -113,21 +32,20 @@ class ProcessGroupTransport : public Transport {
         failures_(std::move(failures)),
         timeout_s_(timeout_s) {}
 
-  std::unique_ptr<Exchange> start(const std::vector<RowBatch>& batches,
-                                  const Where& where) override {
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
+
+  std::unique_ptr<Exchange> start(const std::vector<RowBatch>& batches, const Where& where) {
     const c10::Device device = batches[0].rows.device();
-    if (device.is_cpu()) {
-      return std::make_unique<HostExchange>(group_, batches, patience_, where);
-    }
+    if (device.is_cpu()) return exchange_on_cpu(group_, batches, patience_, where);
     StreamWatchdog& streams = streams_of(device);
     streams.watchdog.check();
-    auto exchange = std::make_unique<StreamExchange>(batches, patience_, streams.watch, where);
-    exchange->start(*group_);
+    auto exchange = exchange_on_stream(*group_, batches, patience_, streams.watch, where);
     give_head_start(device);
     return exchange;
   }
 
-  Seal seal(const Where& where, const c10::Device& device) override {
+  // Returns the seal of this call's rows, if a stream waits for them and not the host: see Seal.
+  Seal seal(const Where& where, const c10::Device& device) {
     if (device.is_cpu()) return {};
     return streams_of(device).watch.seal(where);
   }
@@ -146,6 +64,206 @@ class ProcessGroupTransport : public Transport {
   double timeout_s_;
   std::unique_ptr<StreamWatchdog> streams_;
 };
+
+// Tensors whose rows travel a route together, side by side in one record per row.
+struct Load {
+  std::vector<at::Tensor> tensors;
+  const Route& route;
+};
+
+// Received rows of a load: strided views of one buffer, and their seals.
+struct Arrival {
+  std::vector<at::Tensor> parts;
+  SealedRows seals;
+};
+
+// Loads on their way.
+class Shipment {
+ public:
+  // Packs home rows, which go to their servers.
+  static Shipment of_home_rows(ProcessGroupTransport& transport, const Where& where,
+                               const std::vector<Load>& loads);
+  // Packs visiting rows, which go to their homes and arrive in the slots that these sent.
+  static Shipment of_visiting_rows(ProcessGroupTransport& transport, const Where& where,
+                                   const std::vector<Load>& loads);
+
+  // Returns the received rows by slot.
+  std::vector<Arrival> arrive();
+
+ private:
+  Shipment(ProcessGroupTransport& transport, const Where& where, const std::vector<Load>& loads);
+
+  std::vector<Record> records_;
+  Seal seal_;
+  std::unique_ptr<Exchange> exchange_;
+};
+
+Shipment::Shipment(ProcessGroupTransport& transport, const Where& where,
+                   const std::vector<Load>& loads)
+    : seal_(transport.seal(where, loads[0].tensors[0].device())) {
+  for (const Load& load : loads) records_.emplace_back(load.tensors, seal_.broken != nullptr);
+}
+
+Shipment Shipment::of_home_rows(ProcessGroupTransport& transport, const Where& where,
+                                const std::vector<Load>& loads) {
+  Shipment shipment(transport, where, loads);
+  std::vector<RowBatch> batches;
+  for (size_t i = 0; i < loads.size(); ++i) {
+    const auto& [tensors, route] = loads[i];
+    const Record& record = shipment.records_[i];
+    const at::Tensor rows = record.allocate(route.home_row.size(0));
+    for (size_t idx = 0; idx < tensors.size(); ++idx) {
+      const bool is_first = idx == 0;  // one seal a record
+      gather_rows(tensors[idx], route.home_row, record.part(rows, idx),
+                  is_first ? SealedRows{rows, shipment.seal_} : SealedRows{});
+    }
+    batches.push_back({rows, route.counts});
+  }
+  shipment.exchange_ = transport.start(batches, where);
+  return shipment;
+}
+
+Shipment Shipment::of_visiting_rows(ProcessGroupTransport& transport, const Where& where,
+                                    const std::vector<Load>& loads) {
+  Shipment shipment(transport, where, loads);
+  std::vector<RowBatch> batches;
+  for (size_t i = 0; i < loads.size(); ++i) {
+    const auto& [tensors, route] = loads[i];
+    const Record& record = shipment.records_[i];
+    const at::Tensor rows = record.allocate(route.num_visiting);
+    for (size_t idx = 0; idx < tensors.size(); ++idx) {
+      scatter_and_seal_rows(tensors[idx], route.slot, record.part(rows, idx),
+                            {rows, shipment.seal_});
+    }
+    batches.push_back({rows, {route.counts.recv, route.counts.send}});
+  }
+  shipment.exchange_ = transport.start(batches, where);
+  return shipment;
+}
+
+std::vector<Arrival> Shipment::arrive() {
+  const std::vector<at::Tensor> received = exchange_->wait();
+  exchange_.reset();
+  std::vector<Arrival> arrivals(records_.size());
+  for (size_t i = 0; i < records_.size(); ++i) {
+    for (size_t idx = 0; idx < records_[i].num_parts(); ++idx) {
+      arrivals[i].parts.push_back(records_[i].part(received[i], idx));
+    }
+    arrivals[i].seals = {received[i], seal_};
+  }
+  return arrivals;
+}
+
+at::Tensor rows_like(const at::Tensor& tensor, int64_t num_rows) {
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  sizes[0] = num_rows;
+  return at::empty(sizes, tensor.options());
+}
+
+std::vector<at::Tensor> rows_like(const std::vector<at::Tensor>& tensors, int64_t num_rows) {
+  std::vector<at::Tensor> rows;
+  for (const at::Tensor& tensor : tensors) rows.push_back(rows_like(tensor, num_rows));
+  return rows;
+}
+
+class SlotTrip : public RoundTrip {
+ public:
+  SlotTrip(ProcessGroupTransport& transport, const Routes& routes, Cargo cargo, const Where& where)
+      : transport_(transport), routes_(routes), cargo_(std::move(cargo)), where_(where) {}
+
+  void dispatch() override {
+    const auto& [q, k, v] = cargo_.inputs;
+    std::vector<Load> loads;
+    if (!cargo_.with_queries.empty()) loads.push_back({cargo_.with_queries, routes_.queries});
+    loads.push_back({{q}, moves_again() ? routes_.keeping->queries : routes_.queries});
+    loads.push_back({{k, v}, moves_again() ? routes_.keeping->keys : routes_.keys});
+    under_way_.emplace(Shipment::of_home_rows(transport_, where_.in(kDispatch), loads));
+    for (const Load& load : loads) slots_.push_back(load.route.slot);
+  }
+
+  Visiting arrive() override {
+    std::vector<Arrival> arrivals = in_visiting_order();
+    for (const Arrival& arrival : arrivals) check_seals(arrival.seals);
+    Visiting visiting;
+    if (arrivals.size() == 3) visiting.with_queries = arrivals.front().parts;
+    const std::vector<at::Tensor>& keys = arrivals.back().parts;
+    visiting.inputs = whole({arrivals[arrivals.size() - 2].parts[0], keys[0], keys[1]});
+    query_results_ = rows_like(cargo_.query_results, routes_.queries.num_visiting);
+    key_results_ = rows_like(cargo_.key_results, routes_.keys.num_visiting);
+    visiting.query_results = query_results_;
+    visiting.key_results = key_results_;
+    return visiting;
+  }
+
+  void combine() override {
+    std::vector<Load> loads;
+    loads.push_back({query_results_, routes_.queries});
+    if (!key_results_.empty()) loads.push_back({key_results_, routes_.keys});
+    under_way_.emplace(Shipment::of_visiting_rows(transport_, where_.in(kCombine), loads));
+  }
+
+  void collect() override {
+    const std::vector<Arrival> arrivals = under_way_->arrive();
+    for (size_t i = 0; i < cargo_.query_results.size(); ++i) {
+      scatter_rows(arrivals[0].parts[i], routes_.queries.home_row, cargo_.query_results[i],
+                   arrivals[0].seals);
+    }
+    for (size_t i = 0; i < cargo_.key_results.size(); ++i) {
+      reduce_rows(arrivals[1].parts[i], routes_.key_sums, cargo_.key_results[i], arrivals[1].seals);
+    }
+  }
+
+  void deliver() override {
+    dispatch();
+    in_visiting_order();
+  }
+
+ private:
+  bool moves_again() const { return cargo_.kept != nullptr && routes_.keeping.has_value(); }
+
+  // A copy only where slots are not in that order.
+  std::vector<Arrival> in_visiting_order() {
+    std::vector<Arrival> arrivals = under_way_->arrive();
+    for (size_t i = 0; i < arrivals.size(); ++i) {
+      if (slots_[i].numel() == 0) continue;
+      for (at::Tensor& part : arrivals[i].parts) {
+        const at::Tensor ordered = at::empty(part.sizes(), part.options());
+        gather_rows(part, slots_[i], ordered);
+        part = ordered;
+      }
+    }
+    return arrivals;
+  }
+
+  // All visiting inputs: those that have arrived, and those that were kept.
+  Inputs whole(Inputs arrived) const {
+    if (!moves_again() || routes_.keeping->kept_q.size(0) == 0) return arrived;
+    const auto all_rows = [](const at::Tensor& rows, const at::Tensor& row, int64_t num_rows) {
+      const at::Tensor all = rows_like(rows, num_rows);
+      scatter_rows(rows, row, all);
+      return all;
+    };
+    const Keeping& keeping = *routes_.keeping;
+    const Inputs all{all_rows(arrived.q, keeping.moved_q, routes_.queries.num_visiting),
+                     all_rows(arrived.k, keeping.moved_k, routes_.keys.num_visiting),
+                     all_rows(arrived.v, keeping.moved_k, routes_.keys.num_visiting)};
+    restore(routes_, *cargo_.kept, all);
+    return all;
+  }
+
+  ProcessGroupTransport& transport_;
+  const Routes& routes_;
+  Cargo cargo_;
+  Where where_;
+  std::optional<Shipment> under_way_;
+  std::vector<at::Tensor> slots_;  // of each load's visiting rows
+  std::vector<at::Tensor> query_results_, key_results_;
+};
+
+std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes, Cargo cargo,
+                                                        const Where& where) {
+  return std::make_unique<SlotTrip>(*this, routes, std::move(cargo), where);
+}
 
 }  // namespace
 

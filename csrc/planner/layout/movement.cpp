@@ -1,8 +1,11 @@
-#include "deliveries.h"
+#include "movement.h"
 
 #include <algorithm>
 #include <map>
 #include <utility>
+#include <vector>
+
+#include "visits.h"
 
 namespace distca::planner {
 namespace {
@@ -46,31 +49,29 @@ std::map<int64_t, Part> parts_of(const Pack& pack, const Visit& visit, int64_t s
 
 }  // namespace
 
-Deliveries make_deliveries(const Pack& pack, const Plan& plan, int64_t rank) {
-  Deliveries deliveries;
+Movement movement_of(const Pack& pack, const Plan& plan, int64_t rank) {
+  Movement movement;
   std::vector<NextRows> returned(plan.num_ranks);
   for (int64_t server = 0; server < plan.num_ranks; ++server) {
     NextRows next;
     for (const Visit& visit : visits_of(pack, plan.mask, tasks_of(plan, server))) {
       for (auto& [home, part] : parts_of(pack, visit, server, next, returned)) {
-        if (home == rank) {
-          deliveries.sent.push_back(
-              {server, std::move(part.queries), std::move(part.keys), visit.is_kept});
-        } else if (server == rank) {
-          deliveries.returned.push_back({home, std::move(part.queries), std::move(part.keys)});
-        }
+        if (home != rank && server != rank) continue;
+        auto& deliveries = home == rank ? movement.sent : movement.received;
+        deliveries.push_back({home == rank ? server : home, std::move(part.queries),
+                              std::move(part.keys), visit.is_kept});
       }
     }
-    deliveries.max_visiting_q = std::max(deliveries.max_visiting_q, next.q);
-    deliveries.max_visiting_k = std::max(deliveries.max_visiting_k, next.k);
+    movement.max_visiting_q = std::max(movement.max_visiting_q, next.q);
+    movement.max_visiting_k = std::max(movement.max_visiting_k, next.k);
   }
   for (const NextRows& rows : returned) {
-    deliveries.max_returned_q = std::max(deliveries.max_returned_q, rows.q);
-    deliveries.max_returned_k = std::max(deliveries.max_returned_k, rows.k);
+    movement.max_returned_q = std::max(movement.max_returned_q, rows.q);
+    movement.max_returned_k = std::max(movement.max_returned_k, rows.k);
   }
-  std::stable_sort(deliveries.returned.begin(), deliveries.returned.end(),
-                   [](const Return& a, const Return& b) { return a.home < b.home; });
-  return deliveries;
+  std::stable_sort(movement.received.begin(), movement.received.end(),
+                   [](const Delivery& a, const Delivery& b) { return a.peer < b.peer; });
+  return movement;
 }
 
 }  // namespace distca::planner

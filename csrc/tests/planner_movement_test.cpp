@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "layout_properties.h"
-#include "planner/layout/deliveries.h"
+#include "planner/layout/movement.h"
 #include "planner/make_plan.h"
 #include "random_steps.h"
 
@@ -50,12 +50,12 @@ std::vector<BothRows> home_rows(const Homes& homes, int64_t num_ranks) {
 }
 
 // What lies in each server's visiting rows once all ranks have sent.
-std::vector<BothRows> deliver_all(const std::vector<Deliveries>& all,
+std::vector<BothRows> deliver_all(const std::vector<Movement>& all,
                                   const std::vector<BothRows>& homes) {
   std::vector<BothRows> servers(all.size());
   for (size_t rank = 0; rank < all.size(); ++rank) {
     for (const Delivery& delivery : all[rank].sent) {
-      BothRows& server = servers[delivery.server];
+      BothRows& server = servers[delivery.peer];
       carry(delivery.queries, &RowPlace::home_row, homes[rank].queries, &RowPlace::visiting_row,
             server.queries);
       carry(delivery.keys, &RowPlace::home_row, homes[rank].keys, &RowPlace::visiting_row,
@@ -66,15 +66,15 @@ std::vector<BothRows> deliver_all(const std::vector<Deliveries>& all,
 }
 
 // What lies in each home's returned rows once all servers have returned results.
-std::vector<BothRows> return_all(const std::vector<Deliveries>& all,
+std::vector<BothRows> return_all(const std::vector<Movement>& all,
                                  const std::vector<BothRows>& servers) {
   std::vector<BothRows> homes(all.size());
   for (size_t rank = 0; rank < all.size(); ++rank) {
     int64_t last_home = 0;
-    for (const Return& returned : all[rank].returned) {
-      EXPECT_NE(returned.home, static_cast<int64_t>(rank)) << "own results stay where they are";
-      EXPECT_GE(returned.home, std::exchange(last_home, returned.home));
-      BothRows& home = homes[returned.home];
+    for (const Delivery& returned : all[rank].received) {
+      EXPECT_NE(returned.peer, static_cast<int64_t>(rank)) << "own results stay where they are";
+      EXPECT_GE(returned.peer, std::exchange(last_home, returned.peer));
+      BothRows& home = homes[returned.peer];
       carry(returned.queries, &RowPlace::visiting_row, servers[rank].queries, &RowPlace::result_row,
             home.queries);
       carry(returned.keys, &RowPlace::visiting_row, servers[rank].keys, &RowPlace::result_row,
@@ -85,12 +85,12 @@ std::vector<BothRows> return_all(const std::vector<Deliveries>& all,
 }
 
 // Every home finds results of what it sent; returns how many rows others returned to it.
-std::pair<int64_t, int64_t> expect_results(const Deliveries& deliveries, int64_t rank,
+std::pair<int64_t, int64_t> expect_results(const Movement& movement, int64_t rank,
                                            const BothRows& home, const BothRows& visiting,
                                            const BothRows& returned) {
   int64_t num_queries = 0, num_keys = 0;
-  for (const Delivery& delivery : deliveries.sent) {
-    const bool is_own = delivery.server == rank;
+  for (const Delivery& delivery : movement.sent) {
+    const bool is_own = delivery.peer == rank;
     const auto look = [is_own](const std::vector<RowPlace>& places, const Rows& sent,
                                const Rows& own, const Rows& others, int64_t& count) {
       for (const RowPlace& place : places) {
@@ -116,14 +116,14 @@ void expect_rows(const Rows& received, const std::vector<Token>& expected) {
 void check(const Pack& pack, const Plan& plan) {
   const Homes homes = homes_of(pack);
   const std::vector<BothRows> held = home_rows(homes, plan.num_ranks);
-  std::vector<Deliveries> all;
+  std::vector<Movement> all;
   for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
-    all.push_back(make_deliveries(pack, plan, rank));
+    all.push_back(movement_of(pack, plan, rank));
   }
   const std::vector<BothRows> visiting = deliver_all(all, held);
   const std::vector<BothRows> returned = return_all(all, visiting);
   const std::vector<ServerRows> expected = server_rows(pack, plan, homes);
-  Deliveries most;
+  Movement most;
   for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
     expect_rows(visiting[rank].queries, expected[rank].queries);
     expect_rows(visiting[rank].keys, expected[rank].keys);
@@ -136,15 +136,15 @@ void check(const Pack& pack, const Plan& plan) {
     most.max_returned_q = std::max(most.max_returned_q, num_queries);
     most.max_returned_k = std::max(most.max_returned_k, num_keys);
   }
-  for (const Deliveries& deliveries : all) {
-    EXPECT_EQ(deliveries.max_visiting_q, most.max_visiting_q);
-    EXPECT_EQ(deliveries.max_visiting_k, most.max_visiting_k);
-    EXPECT_EQ(deliveries.max_returned_q, most.max_returned_q);
-    EXPECT_EQ(deliveries.max_returned_k, most.max_returned_k);
+  for (const Movement& movement : all) {
+    EXPECT_EQ(movement.max_visiting_q, most.max_visiting_q);
+    EXPECT_EQ(movement.max_visiting_k, most.max_visiting_k);
+    EXPECT_EQ(movement.max_returned_q, most.max_returned_q);
+    EXPECT_EQ(movement.max_returned_k, most.max_returned_k);
   }
 }
 
-TEST(Deliveries, BringEveryRowAndItsResultsToTheirPlaces) {
+TEST(Movement, BringEveryRowAndItsResultsToTheirPlaces) {
   Random random(11);
   for (int i = 0; i < 150 && !::testing::Test::HasFailure(); ++i) {
     const int64_t num_ranks = draw(random, 1, 6);
