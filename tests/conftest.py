@@ -1,3 +1,4 @@
+import extension
 import pytest
 import torch
 from ranks import Ranks
@@ -30,3 +31,9 @@ def ranks():
     yield get
     for processes in started.values():
         processes.stop()
+
+
+@pytest.fixture(scope="session")
+def test_extension():
+    """Builds tests/extension.py's library before the clock of a test runs."""
+    extension.load()

@@ -11,7 +11,8 @@ import time
 from datetime import timedelta
 
 import torch
-from small_step import SHARDED, Step, small_step
+from extension import at_phase
+from small_step import SHARDED, small_step
 
 import distca
 
@@ -39,26 +40,12 @@ def _die_soon() -> None:
     threading.Timer(KILL_AFTER_S, die).start()
 
 
-def _in_steps(rank: int, step: Step, group_name: str, between=None) -> torch.Tensor:
-    """A layer by the step operators; `between` is called after dispatch."""
-    ops, made = torch.ops.distca, step.documents._plans[(-1, 0)]
-    plan = (made.layout, made.rows)
-    q, k, v = step.q, step.k, step.v
-    scale = q.shape[-1] ** -0.5
-    visiting = ops.dispatch(q, k, v, *plan, group_name)
-    if between is not None:
-        between(visiting)
-    out, lse = ops.attend(q, k, v, *plan, scale, "home")
-    visiting_out, visiting_lse = ops.attend(*visiting, *plan, scale, "visiting")
-    return ops.combine(out, lse, visiting_out, visiting_lse, *plan, group_name)[0]
-
-
-def _wait_then_die(_=None) -> None:
+def _wait_then_die() -> None:
     time.sleep(KILL_AFTER_S)  # what was sent arrives
     die()
 
 
-def _delay(_=None) -> None:
+def _delay() -> None:
     time.sleep(DELAY_S)
 
 
@@ -78,7 +65,7 @@ def inside_dispatch(rank, step, group_name):
 
 def inside_attend(rank, step, group_name):
     if rank == VICTIM:
-        _in_steps(rank, step, group_name, between=_wait_then_die)
+        at_phase(f"distca forward layer {LAYER} visiting tasks", KILL_AFTER_S, 0)
     step.attend()
 
 
@@ -86,7 +73,7 @@ def inside_combine(rank, step, group_name):
     if rank == VICTIM:
         _die_soon()
     if rank == SLOW:
-        _in_steps(rank, step, group_name, between=_delay)
+        at_phase(f"distca forward layer {LAYER} visiting tasks", DELAY_S)
     step.attend()
 
 
@@ -106,24 +93,18 @@ def inside_backward_dispatch(rank, step, group_name):
     out.sum().backward()
 
 
-def _hook_visiting(rank, actions):
-    """Runs this rank's action in the backward pass, between attend and the way home."""
-
-    def between(visiting):
-        if rank in actions:
-            visiting[0].register_hook(actions[rank])
-
-    return between
-
-
 def inside_backward_attend(rank, step, group_name):
-    between = _hook_visiting(rank, {VICTIM: _wait_then_die})
-    _in_steps(rank, step, group_name, between).sum().backward()
+    if rank == VICTIM:
+        at_phase(f"distca backward layer {LAYER} visiting tasks", KILL_AFTER_S, 0)
+    step.attend().sum().backward()
 
 
 def inside_backward_combine(rank, step, group_name):
-    between = _hook_visiting(rank, {VICTIM: lambda _: _die_soon(), SLOW: _delay})
-    _in_steps(rank, step, group_name, between).sum().backward()
+    if rank == VICTIM:
+        at_phase(f"distca backward layer {LAYER} visiting tasks", 0, KILL_AFTER_S)
+    if rank == SLOW:
+        at_phase(f"distca backward layer {LAYER} visiting tasks", DELAY_S)
+    step.attend().sum().backward()
 
 
 def before_plan(rank, step, group_name):
@@ -172,7 +153,7 @@ def run(rank: int, world_size: int, scenario: str, victim: int = VICTIM) -> None
     step = small_step(rank, world_size, SHARDED)
     group_name = distca.plan(step.documents).group_name
     step.attend()
-    _in_steps(rank, step, group_name)
+    step.attend()
     role = (rank + VICTIM - victim) % world_size
     SCENARIOS[scenario](role, step, group_name)
     step.attend()

@@ -20,6 +20,7 @@ SCRIPT = Path(__file__).parent / "fault_script.py"
 MARK = "DISTCA_TEST_RUN"
 HANG_S = 40  # start-up of three processes included
 LIMIT_S = 8.0  # from the first exit to the last
+pytestmark = pytest.mark.usefixtures("test_extension")
 
 
 def marked(run: str) -> list[int]:

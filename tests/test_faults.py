@@ -15,6 +15,7 @@ import distca
 
 LIMIT_S = 6.0 + kill_at.DELAY_S
 HANG_S = 20
+pytestmark = pytest.mark.usefixtures("test_extension")
 
 
 @pytest.fixture

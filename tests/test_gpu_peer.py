@@ -13,7 +13,7 @@ from oracle import Case
 from peer_canaries import BACKWARD, FORWARD, Canaries, used_ranges
 from ranks import Ranks
 from test_gpu import LENGTHS, MASKS, assert_as_good_as_the_reference, attend, place
-from test_hostile_tensors import with_sources
+from test_hostile_tensors import with_last_sent_again
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 import distca
@@ -385,14 +385,14 @@ def test_a_first_round_that_moves_nothing(peer_ranks):
 
 
 def attend_with_many_sources(rank, world_size):
-    """Returns the error for a layout of rank 0 whose key gradient has more sources than ranks."""
+    """Returns the error for a layout of rank 0 that sends keys to more servers than there are."""
     distca.close()
     open_session(rank, world_size)
     pieces = torch.tensor([(0, 0, 0, 64), (1, 1, 0, 64)])
     tasks = torch.tensor([(1, 0, 64, 0), (0, 0, 64, 1)])  # each computes the other's
     share = share_of(pieces, torch.ops.distca.plan_of_tasks(pieces, tasks, 2, -1, 0), rank)
     if rank == 0:
-        share = with_sources(share[0], [1] * 70_000), share[1]
+        share = with_last_sent_again(share[0], 70_000), share[1]
     leaves = [
         torch.ones(64, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for heads in (4, 2, 2)
@@ -407,7 +407,7 @@ def attend_with_many_sources(rank, world_size):
 
 def test_more_sources_than_ranks(peer_ranks):
     refused, told = peer_ranks(2).run(attend_with_many_sources)
-    assert "expected one of each rank" in refused
+    assert "twice; expected once" in refused
     assert "refused on rank(s) 0; nothing was sent" in told
 
 

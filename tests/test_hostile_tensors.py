@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layout_words import HEADER_WORDS, MAX_WORDS, PLACE_WORDS
 from ranks import Ranks
 from small_step import SHARDED, small_step
 from torch import Tensor
@@ -251,12 +252,12 @@ def _tile_tables():
     yield "rows not aligned", lambda: _attend(layout, torch.cat([rows[:1], rows])[1:])
 
 
-def _peer_routes():
-    """Where rows go in other ranks' memory, which the decoder of any attention call reads."""
+def _movements():
+    """Where rows go, which the decoder of any attention call reads."""
     pieces = torch.tensor([[0, 0, 0, 300], [1, 0, 300, 300], [0, 1, 0, 64], [1, 2, 0, 100]])
     tasks = torch.tensor([[0, 300, 600, 0], [2, 0, 100, 0], [0, 0, 300, 1], [1, 0, 64, 1]])
     plan = torch.ops.distca.plan_of_tasks(pieces, tasks, 2, -1, 0)
-    layout, rows = _layout(plan, 0, pieces=pieces, device="cuda")
+    layout, rows = _layout(plan, 0, pieces=pieces)
     q = torch.ones(364, 2, 8)
 
     def attend(layout):
@@ -265,42 +266,47 @@ def _peer_routes():
     # Rank 0 computes rows [300, 600) of rank 1's half of document 0 with all 600 keys, and document
     # 2: 400 queries visit it, 400 of their keys are rank 1's. Rank 0's deliveries follow: keys to
     # itself, then its two documents to rank 1.
-    words = layout.tolist()
-    most = [400, 700, 400, 400, 3]
-    first = next(i for i in range(len(words)) if words[i : i + len(most)] == most)
+    words, first = layout.tolist(), HEADER_WORDS
+    assert words[first : first + 5] == [400, 700, 400, 400, 3]
+    sent = [first + 5]
+    for _ in range(3):
+        sent.append(after_delivery(words, sent[-1]))
+    assert [words[at] for at in sent[:3]] == [0, 1, 1]
+    received = [sent[-1] + 1]
+    assert words[sent[-1]] == 2 and words[received[0]] == 1  # two, the first from rank 1
+    for _ in range(2):
+        received.append(after_delivery(words, received[-1]))
     attend(layout)
-    for word in range(first, words[1]):
+    for word in range(first, received[-1]):
         for value in HUGE:
             yield (
                 f"word {word - first} = {value}",
                 lambda w=word, v=value: attend(_with(layout, w, v)),
             )
-    servers = [first + len(most)]
-    for _ in range(2):  # a server, whether it keeps, (queries, keys): a count and 4 words each
-        at = servers[-1] + 2
-        for _ in range(2):
-            at += 1 + 4 * words[at]
-        servers.append(at)
-    assert [words[at] for at in servers] == [0, 1, 1]
-    yield "servers out of order", lambda: attend(_with(layout, servers[2], 0))
-    returned = servers[-1] + 2
-    for _ in range(2):
-        returned += 1 + 4 * words[returned]
-    assert words[returned : returned + 2] == [2, 1]  # two returns, the first to rank 1
-    yield "own results returned", lambda: attend(_with(layout, returned + 1, 0))
-    for num in (2, 65, 1025, 70_000):
-        yield f"{num} sources of a gradient", lambda n=num: attend(with_sources(layout, [1] * n))
-    yield "sources out of order", lambda: attend(with_sources(layout, [1, 0]))
+    yield "servers out of order", lambda: attend(_with(layout, sent[2], 0))
+    yield "own rows received", lambda: attend(_with(layout, received[0], 0))
+    for num in (1, 65, 1025, 70_000):
+        yield f"keys sent {num} times more", lambda n=num: attend(with_last_sent_again(layout, n))
 
 
-def with_sources(layout: Tensor, servers: list[int]) -> Tensor:
-    """The layout with `servers` as sources of its last key gradients, which had one."""
-    words = layout.tolist()[: layout[1]]
-    *before, count, server, row = words
-    assert (count, server) == (1, 1)
-    words = [*before, len(servers), *(word for each in servers for word in (each, row))]
+def with_last_sent_again(layout: Tensor, num: int) -> Tensor:
+    """The layout with its last delivery to a server `num` times more."""
+    words, first = layout.tolist(), HEADER_WORDS + MAX_WORDS
+    begin = end = first + 1
+    for _ in range(words[first]):
+        begin, end = end, after_delivery(words, end)
+    words = words[:end] + words[begin:end] * num + words[end : words[1]]
+    words[first] += num
     words[1] = len(words)
     return torch.tensor(words)
+
+
+def after_delivery(words: list[int], at: int) -> int:
+    """The place after a delivery: its peer, whether it is kept, queries and keys by place."""
+    at += 2
+    for _ in range(2):
+        at += 1 + PLACE_WORDS * words[at]
+    return at
 
 
 def _layouts_of_two_ranks():
@@ -405,7 +411,7 @@ GROUPS = {
         _layouts,
         _packed_rows,
         _tile_tables,
-        _peer_routes,
+        _movements,
         _layouts_of_two_ranks,
         _gradients,
         _devices,

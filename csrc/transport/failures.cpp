@@ -277,10 +277,9 @@ std::string FailureBoard::find_departed(const std::string& channel, int64_t posi
   with_store([&] { has_any = store_->check({kLeft}); });
   std::string names;
   for (int64_t rank = 0; has_any && rank < num_ranks_; ++rank) {
-    std::string left, error;
-    if (rank == rank_ || !posted(key("left", rank), left) || posted(key("error", rank), error)) {
-      continue;
-    }
+    std::string left, reason;
+    if (rank == rank_ || !posted(key("left", rank), left)) continue;
+    if (posted(key("error", rank), reason) || posted(key("lost", rank), reason)) continue;
     std::istringstream text(left);
     std::string other;
     int64_t num = 0, num_completed = 0;
@@ -290,8 +289,7 @@ std::string FailureBoard::find_departed(const std::string& channel, int64_t posi
     if (num_completed > position) continue;
     names += (names.empty() ? "rank " : "; rank ") + std::to_string(rank) + how_of(left);
   }
-  // Ranks that noticed a failure leave after the alarm, and diagnose() names who failed.
-  if (names.empty() || alarmed()) return "";
+  if (names.empty()) return "";
   return names +
          ", and takes part in nothing more. Ranks of a group must make the same number of " +
          "steps: distca.join gives empty batches to those that have run out of data";

@@ -1,0 +1,45 @@
+"""A library of C++ that tests add to distca, built once: phases.cpp."""
+
+import fcntl
+import functools
+from pathlib import Path
+
+import torch
+
+from distca._library import LIBRARY
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((Path(__file__).parent / "extension_sources").glob("*.cpp"))
+FOLDER = ROOT / "build" / "test_extension"
+NAME = "distca_tests"
+
+
+@functools.cache
+def load() -> None:
+    """Builds the library where it is older than its sources or distca's library, and loads it."""
+    library = FOLDER / f"{NAME}.so"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "building").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        newest = max(path.stat().st_mtime for path in (*SOURCES, Path(__file__), LIBRARY))
+        if not library.exists() or library.stat().st_mtime < newest:
+            from torch.utils import cpp_extension  # slow to import
+
+            cpp_extension.load(
+                NAME,
+                [*map(str, SOURCES)],
+                extra_cflags=["-std=c++20", "-O1"],
+                extra_ldflags=[str(LIBRARY)],
+                extra_include_paths=[str(ROOT / "csrc")],
+                build_directory=str(FOLDER),
+                is_python_module=False,
+            )
+            library.touch()
+    torch.ops.load_library(library)
+
+
+def at_phase(phase: str, sleep_s: float, kill_after_s: float = -1) -> None:
+    """When this process next enters the phase ("distca forward layer 2 combine"), it sleeps, and is
+    killed so long after that; not where that is negative."""
+    load()
+    torch.ops.distca_tests.at_phase(phase, sleep_s, kill_after_s)

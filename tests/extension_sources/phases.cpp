@@ -1,0 +1,55 @@
+// Acts when this process enters a phase of attention: see distca's ops/timeline.h.
+#include <ATen/record_function.h>
+#include <signal.h>
+#include <torch/library.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace {
+
+struct Action {
+  std::string phase;
+  double sleep_s;
+  double kill_after_s;
+};
+
+std::mutex mutex;
+Action action;
+
+void sleep_for(double seconds) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+}
+
+std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& range) {
+  Action now;
+  {
+    std::lock_guard lock(mutex);
+    if (action.phase.empty() || action.phase != range.name()) return nullptr;
+    now = std::exchange(action, {});
+  }
+  sleep_for(now.sleep_s);
+  if (now.kill_after_s == 0) kill(getpid(), SIGKILL);
+  if (now.kill_after_s > 0) {
+    std::thread([seconds = now.kill_after_s] {
+      sleep_for(seconds);
+      kill(getpid(), SIGKILL);
+    }).detach();
+  }
+  return nullptr;
+}
+
+void at_phase(std::string phase, double sleep_s, double kill_after_s) {
+  static const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(enter));
+  std::lock_guard lock(mutex);
+  action = {std::move(phase), sleep_s, kill_after_s};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(distca_tests, m) {
+  m.def("at_phase(str phase, float sleep_s, float kill_after_s) -> ()", at_phase);
+}
