@@ -14,9 +14,6 @@ struct Task {
   int64_t k_row;
   int64_t num_k_rows;
   int64_t q_offset;
-  // Arrival flags [first_flag, last_flag) of the rows that it reads; none for rows that are here.
-  int64_t first_flag = 0;
-  int64_t last_flag = 0;
 };
 
 // Query at key index p sees keys [p - window_left, p + window_right]; -1 is no limit.

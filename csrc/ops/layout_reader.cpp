@@ -133,7 +133,7 @@ attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
                     ", ", keys.runs, " and ", keys.key_rows);
   next_row = aligned(next_row);
   table.words = device_section();
-  const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks) + 2 * table.num_runs;
+  const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks);
   TORCH_CHECK_VALUE(table.words.size(0) == num_words, "layout: a tile table of ",
                     table.words.size(0), " words does not match its counts, which say ", num_words);
   const auto address = reinterpret_cast<uintptr_t>(table.words.const_data_ptr<int32_t>());

@@ -168,9 +168,6 @@ std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
   };
   for (const attention::sm90::QueryTile& tile : lists.tiles) append(tile);
   for (const attention::sm90::KeyBlock& block : lists.blocks) append(block);
-  for (const attention::sm90::FlagRange& flags : lists.flags) {
-    words.insert(words.end(), {flags.begin, flags.end});
-  }
   return words;
 }
 

@@ -332,25 +332,6 @@ TEST(Tiles, TasksWithoutKeysOrQueries) {
   EXPECT_EQ(fields(lists.blocks[1]), std::make_tuple(10, 20, 4, 4, 3, 1, 1, 0));
 }
 
-// A run waits for what any of its tasks waits for; tasks that wait for nothing add nothing.
-TEST(Tiles, RunsWaitForTheFlagsOfTheirTasks) {
-  const std::vector<Task> tasks = {{0, 10, 0, 300, 290, 5, 7},   {10, 10, 100, 200, 0, 2, 3},
-                                   {20, 10, 100, 200, 0, 0, 0},  {30, 10, 300, 20, 10, 9, 9},
-                                   {40, 10, 400, 100, 0, 8, 12}, {50, 5, 0, 0, 0, 1, 2}};
-  for (const int32_t tile_rows : kTileRows) {
-    const TileLists lists = make_tile_lists(tasks, {-1, -1}, tile_rows);
-    ASSERT_EQ(lists.flags.size(), 4u);
-    std::map<int32_t, std::pair<int32_t, int32_t>> flags_by_row;  // of the run's first query row
-    for (const QueryTile& tile : lists.tiles) {
-      const FlagRange& flags = lists.flags[tile.run];
-      flags_by_row[tile.q_row] = {flags.begin, flags.end};
-    }
-    const std::map<int32_t, std::pair<int32_t, int32_t>> expected = {
-        {0, {2, 7}}, {10, {2, 7}}, {20, {2, 7}}, {30, {0, 0}}, {40, {8, 12}}, {50, {1, 2}}};
-    EXPECT_EQ(flags_by_row, expected);
-  }
-}
-
 TEST(Tiles, RowsPastTheDescriptorsAreRefused) {
   constexpr int64_t kLimit = int64_t{1} << 30;
   EXPECT_EQ(make_tile_lists({{kLimit - 4, 4, kLimit - 4, 4, 0}}, {}, 64).tiles.size(), 1u);

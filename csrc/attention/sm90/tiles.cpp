@@ -20,7 +20,6 @@ struct Run {
   Interval keys;
   std::vector<QueryTile> tiles = {};
   int64_t longest = 0;  // keys that one tile sees, at most
-  FlagRange flags = {};
 };
 
 void check_rows(const std::vector<Task>& tasks) {
@@ -48,17 +47,7 @@ Interval visible_keys(const QueryTile& tile, const Mask& mask) {
   return keys;
 }
 
-void add_flags(const Task& task, FlagRange& flags) {
-  if (task.first_flag == task.last_flag) return;
-  const bool is_first = flags.begin == flags.end;
-  const auto begin = static_cast<int32_t>(task.first_flag);
-  const auto end = static_cast<int32_t>(task.last_flag);
-  flags = {is_first ? begin : std::min(flags.begin, begin),
-           is_first ? end : std::max(flags.end, end)};
-}
-
 void add_tiles(const Task& task, const Mask& mask, int32_t tile_rows, Run& run) {
-  add_flags(task, run.flags);
   for (int64_t row = 0; row < task.num_q_rows; row += tile_rows) {
     QueryTile tile{};
     tile.q_row = static_cast<int32_t>(task.q_row + row);
@@ -176,7 +165,6 @@ void append_run(Run& run, const Mask& mask, TileLists& lists) {
     tile.num_of_run = static_cast<int32_t>(run.tiles.size());
   }
   lists.tiles.insert(lists.tiles.end(), run.tiles.begin(), run.tiles.end());
-  lists.flags.push_back(run.flags);
   lists.num_key_rows += static_cast<int32_t>(run.keys.end - run.keys.begin);
   ++lists.num_runs;
 }

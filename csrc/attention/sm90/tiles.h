@@ -42,19 +42,12 @@ struct KeyBlock {
   int32_t unused;
 };
 
-// Arrival flags [begin, end) of all rows that a run's tasks read.
-struct FlagRange {
-  int32_t begin = 0;
-  int32_t end = 0;
-};
-
 struct TileLists {
   int32_t tile_rows = 0;
   int32_t num_runs = 0;
   int32_t num_key_rows = 0;  // covered by runs
   std::vector<QueryTile> tiles;
   std::vector<KeyBlock> blocks;
-  std::vector<FlagRange> flags;  // [num_runs]
 };
 
 // How many of each the lists have, whatever the mask; of blocks and runs, whatever the tiles too.
