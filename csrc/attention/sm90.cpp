@@ -102,7 +102,7 @@ void forward(const ForwardRows& rows, const Params& params) {
                       .tiles = tiles,
                       .ticket = reinterpret_cast<int32_t*>(fronts + kNumFronts),
                       .fronts = is_deterministic(params) ? nullptr : fronts,
-                      .window = window_of(params.mask),
+                      .window = window_of(rows.tasks.mask),
                       .softmax_scale = static_cast<float>(params.softmax_scale)},
           stream);
 }
@@ -127,7 +127,7 @@ void backward(const BackwardRows& rows, const Params& params) {
                     .dk = row_tensor(rows.dk, rows.dq),
                     .dv = row_tensor(rows.dv, rows.dq),
                     .tiles = tiles,
-                    .window = window_of(params.mask),
+                    .window = window_of(rows.tasks.mask),
                     .softmax_scale = static_cast<float>(params.softmax_scale),
                     .deterministic = is_deterministic(params)};
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();

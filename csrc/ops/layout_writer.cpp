@@ -25,9 +25,9 @@ at::Tensor padded_tensor(const std::vector<int64_t>& values) {
   return tensor;
 }
 
-int64_t length_of(const std::vector<planner::Run>& runs) {
+int64_t length_of(const std::vector<Run>& runs) {
   return std::accumulate(runs.begin(), runs.end(), int64_t{0},
-                         [](int64_t sum, planner::Run run) { return sum + run.length; });
+                         [](int64_t sum, Run run) { return sum + run.length; });
 }
 
 // Appends sections, each preceded by its length on the host side.
@@ -42,38 +42,30 @@ struct Writer {
     host.push_back(static_cast<int64_t>(words.size()));
     device.append(words);
   }
-  void section(const std::vector<planner::Run>& runs) {
+  void section(const std::vector<Run>& runs) {
     host.push_back(length_of(runs));
-    for (const planner::Run& run : runs) device.append_counted(run.first, run.length);
+    for (const Run& run : runs) device.append_counted(run.first, run.length);
   }
   void movement(const planner::Movement& movement);
   void routes(const planner::Layout& layout);
-  void tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
+  void tasks(const std::vector<PlacedTask>& tasks, const Mask& mask,
              const std::string& device_type);
 #ifdef DISTCA_WITH_CUDA
   void tiles(const attention::sm90::TileLists& lists);
 #endif
 };
 
-std::vector<attention::Task> tasks_of(const std::vector<planner::PlacedTask>& placed) {
-  std::vector<attention::Task> tasks;
-  for (const planner::PlacedTask& t : placed) {
-    tasks.push_back({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
-  }
-  return tasks;
-}
-
-void Writer::tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
+void Writer::tasks(const std::vector<PlacedTask>& tasks, const Mask& mask,
                    const std::string& device_type) {
   host.push_back(static_cast<int64_t>(tasks.size()));
-  for (const attention::Task& t : tasks) {
+  for (const PlacedTask& t : tasks) {
     counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
   }
 #ifdef DISTCA_WITH_CUDA
   if (device_type == "cuda") {
     const attention::aten::Waves waves = attention::aten::make_waves(tasks);
     host.push_back(static_cast<int64_t>(waves.waves.size()));
-    for (const attention::VarlenWave& w : waves.waves) {
+    for (const attention::aten::VarlenWave& w : waves.waves) {
       counts({w.num_sequences, w.max_q, w.max_k, w.first_task, w.last_task});
     }
     host.push_back(static_cast<int64_t>(waves.order.size()));
@@ -95,14 +87,14 @@ void Writer::tasks(const std::vector<attention::Task>& tasks, const attention::M
 void Writer::tiles(const attention::sm90::TileLists& lists) {
   counts({lists.tile_rows, static_cast<int64_t>(lists.tiles.size()),
           static_cast<int64_t>(lists.blocks.size()), lists.num_runs, lists.num_key_rows});
-  device.append(std::vector<int32_t>(aligned(device.size()) - device.size(), 0));
+  device.append(std::vector<int32_t>(round_up(device.size(), kVectorWords) - device.size(), 0));
   section(words_of(lists));
 }
 #endif
 
 // Home rows whose sent keys come back as gradients, each with its slots in order: rows, where the
 // slots of each begin, slots.
-void write_reduction(const std::vector<planner::Run>& runs, Writer& writer) {
+void write_reduction(const std::vector<Run>& runs, Writer& writer) {
   const std::vector<planner::SharedRows> shared = planner::shared_rows(runs);
   int64_t num_rows = 0, num_slots = 0;
   for (const planner::SharedRows& rows : shared) {
@@ -194,10 +186,9 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<PlannedRound>
                  0,
                  any.rank};
   for (const PlannedRound& round : rounds) writer.routes(round.layout);
-  const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
   for (const auto& [layout, peers] : rounds) {
     for (const auto* tasks : {&layout.early_tasks, &layout.late_tasks, &layout.visiting_tasks}) {
-      writer.tasks(tasks_of(*tasks), mask, origin.device_type);
+      writer.tasks(*tasks, plan.mask, origin.device_type);
     }
     writer.host.push_back(peers.has_value());
     if (peers) append_words(*peers, writer.host);

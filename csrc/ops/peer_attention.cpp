@@ -298,7 +298,7 @@ struct BackwardInputs {
 at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out,
                          const at::Tensor& grad) {
   constexpr int64_t kRowsOfALaunch = 1024;  // what it takes, about
-  std::vector<planner::Run> runs;
+  std::vector<Run> runs;
   for (const Round& round : rounds) {
     for (const planner::Delivery& delivery : round.peers->deliveries.sent) {
       for (const planner::RowPlace& place : delivery.queries) {
@@ -306,8 +306,7 @@ at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out
       }
     }
   }
-  std::sort(runs.begin(), runs.end(),
-            [](const planner::Run& a, const planner::Run& b) { return a.first < b.first; });
+  std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.first < b.first; });
   const at::Tensor delta = attention::empty_row_dots(out);
   for (size_t i = 0; i < runs.size();) {
     const int64_t first = runs[i].first;

@@ -70,7 +70,7 @@ std::vector<planner::RowPlace> read_places(std::span<const int64_t>& words,
 }  // namespace
 
 PeerRoutes peer_routes(planner::Deliveries deliveries) {
-  std::vector<planner::Run> runs;
+  std::vector<Run> runs;
   std::vector<SentKeys> sent;
   int64_t slot = 0;
   for (const planner::Delivery& delivery : deliveries.sent) {

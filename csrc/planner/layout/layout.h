@@ -5,25 +5,10 @@
 #include <vector>
 
 #include "../model/plan.h"
+#include "core/task.h"
 #include "visits.h"
 
 namespace distca::planner {
-
-// A task in rows of the tensors its server holds. Query row i of the task stands at key index
-// q_offset + i of the task's keys, so the mask needs no document position.
-struct PlacedTask {
-  int64_t q_row;
-  int64_t num_q_rows;
-  int64_t k_row;
-  int64_t num_k_rows;
-  int64_t q_offset;
-};
-
-// Consecutive rows, or slots.
-struct Run {
-  int64_t first;
-  int64_t length;
-};
 
 // Rows on their way from homes to servers, as one rank sees them.
 struct Movement {
