@@ -54,10 +54,10 @@ fuzz: $(ENVIRONMENT)
 	$(BIN)/cmake --build $(FUZZ_BUILD) --parallel 2 --target planner_fuzz
 	cd $(FUZZ_BUILD) && ./planner_fuzz -max_total_time=$(FUZZ_SECONDS)
 
-# The planner's sources, by the checks in .clang-tidy; a minute or two.
+# The sources of core and planner, by the checks in .clang-tidy; a minute or two.
 tidy:
 	@command -v clang-tidy >/dev/null || $(call apt_install,clang-tidy)
-	clang-tidy --quiet $$(find csrc/planner -name "*.cpp") -- -std=c++20 -Icsrc
+	clang-tidy --quiet $$(find csrc/core csrc/planner -name "*.cpp") -- -std=c++20 -Icsrc
 
 test-python: $(LIBRARY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

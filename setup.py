@@ -55,7 +55,8 @@ def cuda_architectures(listed: str) -> str:
 
 
 def sources(with_cuda: bool, with_sm90: bool) -> list[str]:
-    patterns = ["core/*.cpp", "planner/**/*.cpp", "attention/**/*.cpp", "transport/**/*.cpp", "ops/*.cpp"]
+    rooms = ("core", "planner", "attention", "transport", "ops")
+    patterns = [f"{room}/**/*.cpp" for room in rooms]
     if with_cuda:
         patterns.append("**/*.cu")
     found = [path for pattern in patterns for path in (ROOT / "csrc").glob(pattern)]

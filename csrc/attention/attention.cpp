@@ -39,8 +39,8 @@ void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
                     " heads, k has ", k.size(1), "; k's must divide q's");
 }
 
-void check_tasks(const std::vector<Task>& tasks, int64_t rows_q, int64_t rows_k) {
-  for (const Task& task : tasks) {
+void check_tasks(const std::vector<PlacedTask>& tasks, int64_t rows_q, int64_t rows_k) {
+  for (const PlacedTask& task : tasks) {
     const auto inside = [](int64_t begin, int64_t count, int64_t rows) {
       return begin >= 0 && count >= 0 && count <= rows && begin <= rows - count;
     };

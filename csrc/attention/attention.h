@@ -8,7 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "task.h"
+#include "aten/waves.h"
+#include "core/mask.h"
+#include "core/task.h"
 
 namespace distca::attention {
 
@@ -24,15 +26,15 @@ struct TileTable {
 
 // Tasks on the host and what the device needs of them, built once per plan and used by all layers.
 struct TaskList {
-  std::vector<Task> tasks;
-  std::vector<VarlenWave> waves;    // empty on CPU
-  std::vector<int64_t> wave_order;  // task indices by wave
-  at::Tensor cu_seqlens;            // int32, device: per wave cu_seqlens_q, then cu_seqlens_k
-  std::vector<TileTable> tiles;     // one for each of sm90::kTileRows; empty on CPU
+  std::vector<PlacedTask> tasks;
+  Mask mask;                            // of all of them
+  std::vector<aten::VarlenWave> waves;  // empty on CPU
+  std::vector<int64_t> wave_order;      // task indices by wave
+  at::Tensor cu_seqlens;                // int32, device: per wave cu_seqlens_q, then cu_seqlens_k
+  std::vector<TileTable> tiles;         // one for each of sm90::kTileRows; empty on CPU
 };
 
 struct Params {
-  Mask mask;
   double softmax_scale;
   // Gradients equal bit by bit in every run, as under torch.use_deterministic_algorithms.
   bool deterministic = false;

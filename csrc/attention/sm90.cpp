@@ -74,84 +74,8 @@ c10::DataPtr zeros(int64_t num_bytes, cudaStream_t stream) {
   return memory;
 }
 
-// A part of a call, and copies that have to live until it is enqueued.
-template <typename Part>
-struct Prepared {
-  Part part = {};
-  std::vector<at::Tensor> copies;
-
-  const at::Tensor& keep(at::Tensor tensor) { return copies.emplace_back(std::move(tensor)); }
-};
-
-Prepared<ForwardPart> prepare(const ForwardRows& rows) {
-  const TileTable& table = table_of(rows.tasks, forward_tile_rows(rows.q.size(2)));
-  Prepared<ForwardPart> made;
-  made.part = {.q = row_tensor(made.keep(aligned(rows.q)), rows.q),
-               .k = row_tensor(made.keep(aligned(rows.k)), rows.out),
-               .v = row_tensor(made.keep(aligned(rows.v)), rows.out),
-               .out = row_tensor(rows.out, rows.out),
-               .lse = rows.lse.mutable_data_ptr<float>(),
-               .tiles = device_tiles(table)};
-  return made;
-}
-
 bool is_deterministic(const Params& params) {
   return params.deterministic || at::globalContext().deterministicAlgorithms();
-}
-
-void launch(const ForwardPart& part, const Params& params) {
-  if (part.tiles.num_tiles == 0) return;
-  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  const c10::DataPtr words =
-      zeros(kNumFronts * sizeof(uint64_t) + kNumTickets * sizeof(int32_t), stream);
-  auto* fronts = static_cast<uint64_t*>(words.get());
-  forward(ForwardCall{.home = part,
-                      .tickets = reinterpret_cast<int32_t*>(fronts + kNumFronts),
-                      .fronts = is_deterministic(params) ? nullptr : fronts,
-                      .window = window_of(params.mask),
-                      .softmax_scale = static_cast<float>(params.softmax_scale)},
-          stream);
-}
-
-Prepared<BackwardPart> prepare(const BackwardRows& rows) {
-  const TileTable& table = table_of(rows.tasks, backward_tile_rows(rows.q.size(2)));
-  Prepared<BackwardPart> made;
-  const at::Tensor grads = made.keep(aligned(rows.grad_out));
-  const bool takes_delta = rows.saved.delta.defined();
-  const at::Tensor out = takes_delta ? grads : made.keep(aligned(rows.saved.out));
-  const at::Tensor lse = made.keep(rows.saved.lse.contiguous());
-  const at::Tensor delta = takes_delta ? made.keep(rows.saved.delta.contiguous()) : at::Tensor();
-  made.part = {.q = row_tensor(made.keep(aligned(rows.q)), rows.dk),
-               .k = row_tensor(made.keep(aligned(rows.k)), rows.dq),
-               .v = row_tensor(made.keep(aligned(rows.v)), rows.dq),
-               .grad_out = row_tensor(grads, rows.dk),
-               .out = row_tensor(out, rows.dk),
-               .lse = lse.const_data_ptr<float>(),
-               .delta = takes_delta ? delta.const_data_ptr<float>() : nullptr,
-               .dq = row_tensor(rows.dq, rows.dk),
-               .dk = row_tensor(rows.dk, rows.dq),
-               .dv = row_tensor(rows.dv, rows.dq),
-               .tiles = device_tiles(table)};
-  return made;
-}
-
-void launch(const BackwardPart& part, const Params& params) {
-  if (part.tiles.num_tiles + part.tiles.num_blocks == 0) return;
-  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  BackwardCall call{.home = part,
-                    .window = window_of(params.mask),
-                    .softmax_scale = static_cast<float>(params.softmax_scale),
-                    .deterministic = is_deterministic(params)};
-  const BackwardSizes sizes = backward_sizes(call);
-  const c10::DataPtr dq_sums = workspace(sizes.dq_sums);
-  const c10::DataPtr row_stats = workspace(sizes.row_stats);
-  const c10::DataPtr bounds = workspace(sizes.bounds);
-  const c10::DataPtr tickets = zeros(kNumTickets * sizeof(int32_t), stream);
-  call.tickets = static_cast<int32_t*>(tickets.get());
-  call.dq_sums = dq_sums.get();
-  call.row_stats = static_cast<float*>(row_stats.get());
-  call.bounds = static_cast<float*>(bounds.get());
-  backward(call, stream);
 }
 
 }  // namespace
@@ -164,13 +88,57 @@ bool supports(const at::Tensor& q) {
 }
 
 void forward(const ForwardRows& rows, const Params& params) {
-  const auto prepared = prepare(rows);
-  launch(prepared.part, params);
+  const DeviceTiles tiles = device_tiles(table_of(rows.tasks, forward_tile_rows(rows.q.size(2))));
+  if (tiles.num_tiles == 0) return;
+  const at::Tensor q = aligned(rows.q), k = aligned(rows.k), v = aligned(rows.v);
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  const c10::DataPtr words = zeros(kNumFronts * sizeof(uint64_t) + sizeof(int32_t), stream);
+  auto* fronts = static_cast<uint64_t*>(words.get());
+  forward(ForwardCall{.q = row_tensor(q, rows.q),
+                      .k = row_tensor(k, rows.out),
+                      .v = row_tensor(v, rows.out),
+                      .out = row_tensor(rows.out, rows.out),
+                      .lse = rows.lse.mutable_data_ptr<float>(),
+                      .tiles = tiles,
+                      .ticket = reinterpret_cast<int32_t*>(fronts + kNumFronts),
+                      .fronts = is_deterministic(params) ? nullptr : fronts,
+                      .window = window_of(rows.tasks.mask),
+                      .softmax_scale = static_cast<float>(params.softmax_scale)},
+          stream);
 }
 
 void backward(const BackwardRows& rows, const Params& params) {
-  const auto prepared = prepare(rows);
-  launch(prepared.part, params);
+  const DeviceTiles tiles = device_tiles(table_of(rows.tasks, backward_tile_rows(rows.q.size(2))));
+  if (tiles.num_tiles + tiles.num_blocks == 0) return;
+  const bool takes_delta = rows.saved.delta.defined();
+  const at::Tensor q = aligned(rows.q), k = aligned(rows.k), v = aligned(rows.v),
+                   grads = aligned(rows.grad_out),
+                   out = takes_delta ? grads : aligned(rows.saved.out),
+                   lse = rows.saved.lse.contiguous(),
+                   delta = takes_delta ? rows.saved.delta.contiguous() : at::Tensor();
+  BackwardCall call{.q = row_tensor(q, rows.dk),
+                    .k = row_tensor(k, rows.dq),
+                    .v = row_tensor(v, rows.dq),
+                    .grad_out = row_tensor(grads, rows.dk),
+                    .out = row_tensor(out, rows.dk),
+                    .lse = lse.const_data_ptr<float>(),
+                    .delta = takes_delta ? delta.const_data_ptr<float>() : nullptr,
+                    .dq = row_tensor(rows.dq, rows.dk),
+                    .dk = row_tensor(rows.dk, rows.dq),
+                    .dv = row_tensor(rows.dv, rows.dq),
+                    .tiles = tiles,
+                    .window = window_of(rows.tasks.mask),
+                    .softmax_scale = static_cast<float>(params.softmax_scale),
+                    .deterministic = is_deterministic(params)};
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  const BackwardSizes sizes = backward_sizes(call);
+  const c10::DataPtr ticket = zeros(sizeof(int32_t), stream), dq_sums = workspace(sizes.dq_sums),
+                     row_stats = workspace(sizes.row_stats), bounds = workspace(sizes.bounds);
+  call.ticket = static_cast<int32_t*>(ticket.get());
+  call.dq_sums = dq_sums.get();
+  call.row_stats = static_cast<float*>(row_stats.get());
+  call.bounds = static_cast<float*>(bounds.get());
+  backward(call, stream);
 }
 
 bool write_all_keys(const at::Tensor& k, std::initializer_list<const TaskList*> lists) {

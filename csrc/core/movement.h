@@ -3,14 +3,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "rows.h"
+
 // How rows move between their homes and the servers that compute with them. Without torch.
 namespace distca {
-
-// Consecutive rows, or slots.
-struct Run {
-  int64_t first;
-  int64_t length;
-};
 
 // Appends rows [first, first + length), to the last run if they follow it.
 void append_run(int64_t first, int64_t length, std::vector<Run>& runs);

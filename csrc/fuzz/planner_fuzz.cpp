@@ -23,7 +23,6 @@ namespace distca::planner {
 namespace {
 
 constexpr int64_t kMaxRanks = 65536;  // operators refuse more, and more rows on a rank
-constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxRanksDrawn = 6;
 constexpr int64_t kMaxLayouts = 32;
 constexpr int64_t kMaxTokens = 4096;  // of all documents

@@ -42,7 +42,7 @@ void check_device_support(const at::Tensor& q, const Layout& layout) {
   TORCH_CHECK_VALUE(q.size(2) % 8 == 0 && q.size(2) <= kMaxHeadDimCuda, "head_dim is ", q.size(2),
                     "; core attention on CUDA takes multiples of 8 up to ", kMaxHeadDimCuda);
   if (attention::runs_own_kernels(q)) return;
-  const attention::Mask& mask = layout.mask;
+  const Mask& mask = layout.mask;
   TORCH_CHECK_VALUE(mask.window_right == 0 || (mask.window_left < 0 && mask.window_right < 0),
                     "window_size is (", mask.window_left, ", ", mask.window_right,
                     "); core attention of head_dim ", q.size(2),

@@ -25,7 +25,7 @@ struct Reader {
   const int64_t* host;
   int64_t num_host;
   at::Tensor rows;
-  attention::Mask mask;
+  Mask mask;
   int64_t next_host = 0;
   int64_t next_row = 0;
 
@@ -81,7 +81,7 @@ struct Reader {
   transport::Keeping keeping(const Layout& layout, const transport::Routes& routes);
   transport::Routes routes(const Layout& layout);
   attention::TaskList tasks();
-  attention::TileTable tiles(const std::vector<attention::Task>& tasks,
+  attention::TileTable tiles(const std::vector<PlacedTask>& tasks,
                              const attention::sm90::KeyCounts& keys, int32_t tile_rows);
   void check_consumed() const;
   transport::Reduction reduction(int64_t num_rows, int64_t num_slots);
@@ -89,6 +89,7 @@ struct Reader {
 
 attention::TaskList Reader::tasks() {
   attention::TaskList list;
+  list.mask = mask;
   const int64_t num_tasks = small_word("tasks");
   const std::vector<int64_t> words = counts(kTaskWords * num_tasks);
   list.tasks.reserve(num_tasks);
@@ -122,7 +123,7 @@ attention::TaskList Reader::tasks() {
 }
 
 // Words are checked on the CPU; on a device they are as the host wrote them.
-attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
+attention::TileTable Reader::tiles(const std::vector<PlacedTask>& tasks,
                                    const attention::sm90::KeyCounts& keys, int32_t tile_rows) {
   const std::vector<int64_t> w = counts(5);
   attention::TileTable table{w[0], w[1], w[2], w[3], w[4], {}};
@@ -135,9 +136,9 @@ attention::TileTable Reader::tiles(const std::vector<attention::Task>& tasks,
                     " runs and ", table.num_key_rows,
                     " key rows does not match its tasks, which have ", num_tiles, ", ", keys.blocks,
                     ", ", keys.runs, " and ", keys.key_rows);
-  next_row = aligned(next_row);
+  next_row = round_up(next_row, kVectorWords);
   table.words = device_section();
-  const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks) + 2 * table.num_runs;
+  const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks);
   TORCH_CHECK_VALUE(table.words.size(0) == num_words, "layout: a tile table of ",
                     table.words.size(0), " words does not match its counts, which say ", num_words);
   const auto address = reinterpret_cast<uintptr_t>(table.words.const_data_ptr<int32_t>());

@@ -31,7 +31,7 @@ struct Layout {
   int64_t num_home_rows = 0;     // of keys
   int64_t num_context_rows = 0;  // of them without queries
   bool moves_rows = false;       // whether any rank sends any row under this plan
-  attention::Mask mask;
+  Mask mask;
   bool deterministic = false;
   std::vector<Round> rounds;  // one or more, as many on every rank; home tasks are of the first
 
@@ -46,7 +46,7 @@ struct LayoutOrigin {
 };
 
 inline attention::Params attention_params(const Layout& layout, double softmax_scale) {
-  return {layout.mask, softmax_scale, layout.deterministic};
+  return {softmax_scale, layout.deterministic};
 }
 
 // Returns (layout, packed rows), both on the host.

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -14,18 +13,12 @@
 namespace distca::ops {
 
 constexpr int64_t kMagic = 0x646973746361000b;  // "distca", format 11
-constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
 constexpr int64_t kItemWords = 8;    // of a QueryTile, of a KeyBlock
 static_assert(sizeof(attention::sm90::QueryTile) == kItemWords * sizeof(int32_t));
 static_assert(sizeof(attention::sm90::KeyBlock) == kItemWords * sizeof(int32_t));
-static_assert(sizeof(attention::sm90::FlagRange) == 2 * sizeof(int32_t));
 constexpr int64_t kTaskWords = 5;
-
-inline int64_t aligned(int64_t word) {
-  return (word + kVectorWords - 1) / kVectorWords * kVectorWords;
-}
 
 // Header of the host tensor; routes of all rounds follow, then their tasks with waves and tile
 // tables, in the order of encode_layout.
@@ -54,7 +47,7 @@ inline int64_t sum(const std::vector<int64_t>& values) {
   return std::accumulate(values.begin(), values.end(), int64_t{0});
 }
 
-// Tiles, key blocks, and the arrival flags of each run.
+// Tiles, then key blocks.
 std::vector<int32_t> words_of(const attention::sm90::TileLists& lists);
 
 }  // namespace distca::ops

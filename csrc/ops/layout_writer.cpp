@@ -50,32 +50,24 @@ struct Writer {
   void deliveries(const std::vector<Delivery>& deliveries);
   void slots(const transport::Slots& slots);
   void routes(const planner::Layout& layout);
-  void tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
+  void tasks(const std::vector<PlacedTask>& tasks, const Mask& mask,
              const std::string& device_type);
 #ifdef DISTCA_WITH_CUDA
   void tiles(const attention::sm90::TileLists& lists);
 #endif
 };
 
-std::vector<attention::Task> tasks_of(const std::vector<planner::PlacedTask>& placed) {
-  std::vector<attention::Task> tasks;
-  for (const planner::PlacedTask& t : placed) {
-    tasks.push_back({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
-  }
-  return tasks;
-}
-
-void Writer::tasks(const std::vector<attention::Task>& tasks, const attention::Mask& mask,
+void Writer::tasks(const std::vector<PlacedTask>& tasks, const Mask& mask,
                    const std::string& device_type) {
   host.push_back(static_cast<int64_t>(tasks.size()));
-  for (const attention::Task& t : tasks) {
+  for (const PlacedTask& t : tasks) {
     counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
   }
 #ifdef DISTCA_WITH_CUDA
   if (device_type == "cuda") {
     const attention::aten::Waves waves = attention::aten::make_waves(tasks);
     host.push_back(static_cast<int64_t>(waves.waves.size()));
-    for (const attention::VarlenWave& w : waves.waves) {
+    for (const attention::aten::VarlenWave& w : waves.waves) {
       counts({w.num_sequences, w.max_q, w.max_k, w.first_task, w.last_task});
     }
     host.push_back(static_cast<int64_t>(waves.order.size()));
@@ -97,7 +89,7 @@ void Writer::tasks(const std::vector<attention::Task>& tasks, const attention::M
 void Writer::tiles(const attention::sm90::TileLists& lists) {
   counts({lists.tile_rows, static_cast<int64_t>(lists.tiles.size()),
           static_cast<int64_t>(lists.blocks.size()), lists.num_runs, lists.num_key_rows});
-  device.append(std::vector<int32_t>(aligned(device.size()) - device.size(), 0));
+  device.append(std::vector<int32_t>(round_up(device.size(), kVectorWords) - device.size(), 0));
   section(words_of(lists));
 }
 #endif
@@ -191,9 +183,6 @@ std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
   };
   for (const attention::sm90::QueryTile& tile : lists.tiles) append(tile);
   for (const attention::sm90::KeyBlock& block : lists.blocks) append(block);
-  for (const attention::sm90::FlagRange& flags : lists.flags) {
-    words.insert(words.end(), {flags.begin, flags.end});
-  }
   return words;
 }
 
@@ -220,10 +209,9 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layo
                  0,
                  any.rank};
   for (const planner::Layout& round : rounds) writer.routes(round);
-  const attention::Mask mask{plan.mask.window_left, plan.mask.window_right};
   for (const planner::Layout& round : rounds) {
     for (const auto* tasks : {&round.early_tasks, &round.late_tasks, &round.visiting_tasks}) {
-      writer.tasks(tasks_of(*tasks), mask, origin.device_type);
+      writer.tasks(*tasks, plan.mask, origin.device_type);
     }
   }
   const int64_t padding = std::max<int64_t>(0, kMinLength - writer.device.size());

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -27,7 +26,6 @@ namespace distca::ops {
 namespace {
 
 constexpr int64_t kMaxRanks = 65536;
-constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxPosition = int64_t{1} << 48;
 constexpr int64_t kPieceWords = 4;   // rank, document, start, length; then context or nothing
 constexpr int64_t kTaskWords = 5;    // document, q_begin, q_end, server, is_kept
@@ -209,7 +207,7 @@ struct MovedRows {
   int64_t visiting;
 };
 
-std::vector<MovedRows> moved_rows(const planner::Pack& pack, const planner::Mask& mask,
+std::vector<MovedRows> moved_rows(const planner::Pack& pack, const Mask& mask,
                                   const std::vector<planner::Task>& visiting,
                                   const planner::RowBytes& counted) {
   planner::PlanOptions options;

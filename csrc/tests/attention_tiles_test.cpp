@@ -73,12 +73,12 @@ std::string check_places(const std::vector<Item>& items, int32_t num_runs) {
 }
 
 // Each task's rows are cut from its first one, with its keys, in order of position.
-std::string check_tiles(const std::vector<Task>& tasks, const TileLists& lists) {
+std::string check_tiles(const std::vector<PlacedTask>& tasks, const TileLists& lists) {
   std::map<int64_t, QueryTile> by_q_row;
   for (const QueryTile& tile : lists.tiles) {
     if (!by_q_row.emplace(tile.q_row, tile).second) return "two tiles of one row";
   }
-  for (const Task& task : tasks) {
+  for (const PlacedTask& task : tasks) {
     for (int64_t row = 0; row < task.num_q_rows; row += lists.tile_rows) {
       const auto found = by_q_row.find(task.q_row + row);
       if (found == by_q_row.end()) return "no tile of a row";
@@ -101,9 +101,9 @@ std::string check_tiles(const std::vector<Task>& tasks, const TileLists& lists) 
 }
 
 // A block ends where the next one starts, or where no task links the rows on its two sides.
-std::string check_blocks(const std::vector<Task>& tasks, const TileLists& lists) {
+std::string check_blocks(const std::vector<PlacedTask>& tasks, const TileLists& lists) {
   std::set<int64_t> covered, linked;  // rows read by a task; by a task that reads the row before
-  for (const Task& task : tasks) {
+  for (const PlacedTask& task : tasks) {
     for (int64_t i = 0; i < task.num_k_rows; ++i) covered.insert(task.k_row + i);
     for (int64_t i = 1; i < task.num_k_rows; ++i) linked.insert(task.k_row + i);
   }
@@ -170,7 +170,7 @@ std::string check_ranges(const Mask& mask, const TileLists& lists) {
   return "";
 }
 
-std::string check(const std::vector<Task>& tasks, const Mask& mask, const TileLists& lists) {
+std::string check(const std::vector<PlacedTask>& tasks, const Mask& mask, const TileLists& lists) {
   for (const std::string& wrong : {check_tiles(tasks, lists), check_blocks(tasks, lists)}) {
     if (!wrong.empty()) return wrong;
   }
@@ -193,8 +193,8 @@ struct Random {
 
 // Documents next to each other or apart, cut into shards that share keys as far as `mask` makes
 // them; some shards are elsewhere, some tasks have no queries or no keys.
-std::vector<Task> tasks_of_documents(Random& random, const Mask& mask) {
-  std::vector<Task> tasks;
+std::vector<PlacedTask> tasks_of_documents(Random& random, const Mask& mask) {
+  std::vector<PlacedTask> tasks;
   int64_t first_row = random.below(3) * 50;
   for (int64_t num = random.below(5); num > 0; --num) {
     const int64_t length = random.length();
@@ -216,8 +216,8 @@ std::vector<Task> tasks_of_documents(Random& random, const Mask& mask) {
 }
 
 // Anything that a task list may say: keys, positions and mask unrelated.
-std::vector<Task> crafted_tasks(Random& random) {
-  std::vector<Task> tasks;
+std::vector<PlacedTask> crafted_tasks(Random& random) {
+  std::vector<PlacedTask> tasks;
   for (int64_t num = random.below(8); num > 0; --num) {
     const int64_t num_k = random.below(6) == 0 ? 0 : random.length();
     const int64_t num_q = random.below(6) == 0 ? 0 : random.length();
@@ -227,10 +227,10 @@ std::vector<Task> crafted_tasks(Random& random) {
 }
 
 // Gives the tasks disjoint query rows, in an order of its own.
-void place_queries(Random& random, std::vector<Task>& tasks) {
+void place_queries(Random& random, std::vector<PlacedTask>& tasks) {
   std::shuffle(tasks.begin(), tasks.end(), random.engine);
   int64_t q_row = 0;
-  for (Task& task : tasks) {
+  for (PlacedTask& task : tasks) {
     task.q_row = q_row + random.below(2) * random.below(9);
     q_row = task.q_row + task.num_q_rows;
   }
@@ -241,7 +241,7 @@ TEST(Tiles, RandomTasks) {
   Random random{std::mt19937(1)};
   for (int round = 0; round < 300; ++round) {
     const Mask mask = random.mask();
-    std::vector<Task> tasks =
+    std::vector<PlacedTask> tasks =
         round % 2 == 0 ? tasks_of_documents(random, mask) : crafted_tasks(random);
     place_queries(random, tasks);
     for (const int32_t tile_rows : kTileRows) {
@@ -258,7 +258,7 @@ TEST(Tiles, RandomTasks) {
 }
 
 TEST(Tiles, EveryTamperedFieldIsFound) {
-  const std::vector<Task> tasks = {
+  const std::vector<PlacedTask> tasks = {
       {0, 200, 0, 300, 100}, {300, 100, 0, 100, 0}, {200, 9, 300, 9, 0}};
   const TileLists lists = make_tile_lists(tasks, {}, 64);
   ASSERT_EQ(check(tasks, {}, lists), "");
@@ -332,25 +332,6 @@ TEST(Tiles, TasksWithoutKeysOrQueries) {
   EXPECT_EQ(fields(lists.blocks[1]), std::make_tuple(10, 20, 4, 4, 3, 1, 1, 0));
 }
 
-// A run waits for what any of its tasks waits for; tasks that wait for nothing add nothing.
-TEST(Tiles, RunsWaitForTheFlagsOfTheirTasks) {
-  const std::vector<Task> tasks = {{0, 10, 0, 300, 290, 5, 7},   {10, 10, 100, 200, 0, 2, 3},
-                                   {20, 10, 100, 200, 0, 0, 0},  {30, 10, 300, 20, 10, 9, 9},
-                                   {40, 10, 400, 100, 0, 8, 12}, {50, 5, 0, 0, 0, 1, 2}};
-  for (const int32_t tile_rows : kTileRows) {
-    const TileLists lists = make_tile_lists(tasks, {-1, -1}, tile_rows);
-    ASSERT_EQ(lists.flags.size(), 4u);
-    std::map<int32_t, std::pair<int32_t, int32_t>> flags_by_row;  // of the run's first query row
-    for (const QueryTile& tile : lists.tiles) {
-      const FlagRange& flags = lists.flags[tile.run];
-      flags_by_row[tile.q_row] = {flags.begin, flags.end};
-    }
-    const std::map<int32_t, std::pair<int32_t, int32_t>> expected = {
-        {0, {2, 7}}, {10, {2, 7}}, {20, {2, 7}}, {30, {0, 0}}, {40, {8, 12}}, {50, {1, 2}}};
-    EXPECT_EQ(flags_by_row, expected);
-  }
-}
-
 TEST(Tiles, RowsPastTheDescriptorsAreRefused) {
   constexpr int64_t kLimit = int64_t{1} << 30;
   EXPECT_EQ(make_tile_lists({{kLimit - 4, 4, kLimit - 4, 4, 0}}, {}, 64).tiles.size(), 1u);
@@ -367,17 +348,17 @@ TEST(Tiles, RowsPastTheDescriptorsAreRefused) {
 
 TEST(Tiles, WindowsPastInt64DoNotWrap) {
   const Mask widest{std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max()};
-  const std::vector<Task> tasks = {{0, 200, 0, 300, 100}, {200, 100, 0, 300, 0}};
+  const std::vector<PlacedTask> tasks = {{0, 200, 0, 300, 100}, {200, 100, 0, 300, 0}};
   EXPECT_TRUE(same(make_tile_lists(tasks, widest, 128), make_tile_lists(tasks, {-1, -1}, 128)));
 }
 
 TEST(Tiles, LongDocumentsTakeNearLinearTime) {
   constexpr int64_t kLength = 512 * 1024;
-  std::vector<Task> shards;
+  std::vector<PlacedTask> shards;
   for (int64_t row = 0; row < kLength; row += 64) {
     shards.push_back({row, 64, 0, row + 64, row});
   }
-  for (const auto& tasks : {std::vector<Task>{{0, kLength, 0, kLength, 0}}, shards}) {
+  for (const auto& tasks : {std::vector<PlacedTask>{{0, kLength, 0, kLength, 0}}, shards}) {
     const auto start = std::chrono::steady_clock::now();
     const TileLists lists = make_tile_lists(tasks, {}, 64);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;

@@ -11,7 +11,7 @@ namespace distca::attention::aten {
 namespace {
 
 // Walks a wave's sequences: each is the wave's next task, or has no queries or no keys.
-void check_wave(const std::vector<Task>& tasks, const Waves& waves, const VarlenWave& wave,
+void check_wave(const std::vector<PlacedTask>& tasks, const Waves& waves, const VarlenWave& wave,
                 const int32_t* cu_seqlens, std::vector<int>& times_seen) {
   const int32_t* cu_q = cu_seqlens;
   const int32_t* cu_k = cu_seqlens + wave.num_sequences + 1;
@@ -26,7 +26,7 @@ void check_wave(const std::vector<Task>& tasks, const Waves& waves, const Varlen
     ASSERT_LE(num_k, wave.max_k);
     const bool is_task = [&] {
       if (next == wave.last_task) return false;
-      const Task& task = tasks[waves.order[next]];
+      const PlacedTask& task = tasks[waves.order[next]];
       return task.q_row == cu_q[i] && task.num_q_rows == num_q && task.k_row == cu_k[i] &&
              task.num_k_rows == num_k;
     }();
@@ -41,7 +41,7 @@ void check_wave(const std::vector<Task>& tasks, const Waves& waves, const Varlen
 }
 
 // Every task with queries is one sequence of one wave.
-void check(const std::vector<Task>& tasks) {
+void check(const std::vector<PlacedTask>& tasks) {
   const Waves waves = make_waves(tasks);
   std::vector<int> times_seen(tasks.size());
   size_t offset = 0;
@@ -86,7 +86,7 @@ TEST(Waves, RowsPastInt32AreRefused) {
 TEST(Waves, RandomTasks) {
   std::mt19937 random(1);
   for (int round = 0; round < 2000; ++round) {
-    std::vector<Task> tasks;
+    std::vector<PlacedTask> tasks;
     int64_t q_row = 0;
     const auto num_tasks = static_cast<int64_t>(random() % 12);
     for (int64_t i = 0; i < num_tasks; ++i) {

@@ -9,7 +9,7 @@ namespace distca::attention::aten {
 
 // Throws ValueError unless ATen can compute these tasks: its mask is aligned to a task's last query
 // and last key, and it is causal, full or a window to the left. Every query must see a key.
-void check_supported(const std::vector<Task>& tasks, const Mask& mask);
+void check_supported(const std::vector<PlacedTask>& tasks, const Mask& mask);
 
 // `tasks` must carry make_waves' result, cu_seqlens on q's device.
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,

@@ -38,7 +38,7 @@ struct Call {
   std::optional<int64_t> window_right;
 };
 
-std::vector<Call> calls_of(const TaskList& tasks, const Mask& mask) {
+std::vector<Call> calls_of(const TaskList& tasks) {
   std::vector<Call> calls;
   int64_t offset = 0;
   for (const VarlenWave& wave : tasks.waves) {
@@ -48,10 +48,10 @@ std::vector<Call> calls_of(const TaskList& tasks, const Mask& mask) {
               // At 1 ATen takes every sequence, fillers included, to have exactly one query.
               .max_q = std::max<int64_t>(wave.max_q, 2),
               .max_k = wave.max_k,
-              .is_causal = mask.window_right == 0};
-    if (mask.window_left >= 0) {
-      call.window_left = mask.window_left;
-      call.window_right = mask.window_right;
+              .is_causal = tasks.mask.window_right == 0};
+    if (tasks.mask.window_left >= 0) {
+      call.window_left = tasks.mask.window_left;
+      call.window_right = tasks.mask.window_right;
     }
     calls.push_back(std::move(call));
     offset += 2 * count;
@@ -63,7 +63,7 @@ void copy_rows(const at::Tensor& from, const at::Tensor& to, int64_t first, int6
   to.narrow(0, first, count).copy_(from.narrow(0, first, count));
 }
 
-const Task& task_at(const TaskList& tasks, int64_t i) {
+const PlacedTask& task_at(const TaskList& tasks, int64_t i) {
   return tasks.tasks[tasks.wave_order[i]];
 }
 
@@ -101,17 +101,16 @@ class KeyGradSum {
 
 }  // namespace
 
-void check_supported(const std::vector<Task>& tasks, const Mask& mask) {
-  const bool is_full = mask.window_left == -1 && mask.window_right == -1;
-  TORCH_CHECK_VALUE(is_full || (mask.window_right == 0 && mask.window_left >= -1), "window is (",
-                    mask.window_left, ", ", mask.window_right,
+void check_supported(const std::vector<PlacedTask>& tasks, const Mask& mask) {
+  TORCH_CHECK_VALUE(is_full(mask) || mask.window_right == 0, "window is (", mask.window_left, ", ",
+                    mask.window_right,
                     "); attention on CUDA takes (-1, 0) causal, (-1, -1) full or (W, 0) sliding "
                     "window. Use one of them, or tensors on the CPU");
-  for (const Task& task : tasks) {
+  for (const PlacedTask& task : tasks) {
     if (task.num_q_rows == 0) continue;
     TORCH_CHECK_VALUE(task.num_k_rows > 0, "task at query row ", task.q_row,
                       " has no keys; attention on CUDA needs one for every query");
-    if (is_full) continue;
+    if (is_full(mask)) continue;
     TORCH_CHECK_VALUE(task.q_offset >= 0 && task.q_offset + task.num_q_rows == task.num_k_rows,
                       "task at query row ", task.q_row, " has q_offset ", task.q_offset, ", ",
                       task.num_q_rows, " queries and ", task.num_k_rows,
@@ -124,10 +123,10 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params) {
   check_element(q);
-  check_supported(tasks.tasks, params.mask);
+  check_supported(tasks.tasks, tasks.mask);
   check_waves(tasks, q);
   at::Tensor out, lse;  // lse [heads_q, rows_q]
-  const std::vector<Call> calls = calls_of(tasks, params.mask);
+  const std::vector<Call> calls = calls_of(tasks);
   for (size_t w = 0; w < calls.size(); ++w) {
     const Call& call = calls[w];
     auto [wave_out, wave_lse, rng_state, unused, debug_mask] = at::_flash_attention_forward(
@@ -140,7 +139,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
       continue;
     }
     for (int64_t i = tasks.waves[w].first_task; i < tasks.waves[w].last_task; ++i) {
-      const Task& task = task_at(tasks, i);
+      const PlacedTask& task = task_at(tasks, i);
       copy_rows(wave_out, out, task.q_row, task.num_q_rows);
       lse.narrow(1, task.q_row, task.num_q_rows)
           .copy_(wave_lse.narrow(1, task.q_row, task.num_q_rows));
@@ -159,9 +158,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const TaskList& tasks,
                                                         const Params& params) {
   check_element(q);
-  check_supported(tasks.tasks, params.mask);
+  check_supported(tasks.tasks, tasks.mask);
   check_waves(tasks, q);
-  const std::vector<Call> calls = calls_of(tasks, params.mask);
+  const std::vector<Call> calls = calls_of(tasks);
   if (calls.empty()) {
     return {at::empty(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()),
             at::zeros(v.sizes(), v.options())};
@@ -179,8 +178,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
         grad_out, q, k, v, out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k,
         /*dropout_p=*/0.0, call.is_causal, rng_state, unused, params.softmax_scale,
         call.window_left, call.window_right);
-    const Task& first = task_at(tasks, tasks.waves[w].first_task);
-    const Task& last = task_at(tasks, tasks.waves[w].last_task - 1);
+    const PlacedTask& first = task_at(tasks, tasks.waves[w].first_task);
+    const PlacedTask& last = task_at(tasks, tasks.waves[w].last_task - 1);
     dk.add(wave_dk, first.k_row, last.k_row + last.num_k_rows);
     dv.add(wave_dv, first.k_row, last.k_row + last.num_k_rows);
     if (w == 0) {
@@ -188,7 +187,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
       continue;
     }
     for (int64_t i = tasks.waves[w].first_task; i < tasks.waves[w].last_task; ++i) {
-      const Task& task = task_at(tasks, i);
+      const PlacedTask& task = task_at(tasks, i);
       copy_rows(wave_dq, dq, task.q_row, task.num_q_rows);
     }
   }
@@ -197,7 +196,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
 
 void forward(const ForwardRows& rows, const Params& params) {
   const auto [out, lse] = aten::forward(rows.q, rows.k, rows.v, rows.tasks, params);
-  for (const Task& task : rows.tasks.tasks) {
+  for (const PlacedTask& task : rows.tasks.tasks) {
     copy_rows(out, rows.out, task.q_row, task.num_q_rows);
     copy_rows(lse, rows.lse, task.q_row, task.num_q_rows);
   }
@@ -206,7 +205,7 @@ void forward(const ForwardRows& rows, const Params& params) {
 void backward(const BackwardRows& rows, const Params& params) {
   const auto [dq, dk, dv] =
       aten::backward(rows.grad_out, rows.q, rows.k, rows.v, rows.saved, rows.tasks, params);
-  for (const Task& task : rows.tasks.tasks) {
+  for (const PlacedTask& task : rows.tasks.tasks) {
     copy_rows(dq, rows.dq, task.q_row, task.num_q_rows);
     copy_rows(dk, rows.dk, task.k_row, task.num_k_rows);
     copy_rows(dv, rows.dv, task.k_row, task.num_k_rows);

@@ -1,7 +1,6 @@
 #include "waves.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -13,14 +12,7 @@ namespace {
 // sequences; each sequence costs the backward pass 128 rows of workspace, so not too finely.
 constexpr int64_t kMaxGap = 4096;
 
-int64_t q_end(const Task& task) {
-  return task.q_row + task.num_q_rows;
-}
-int64_t k_end(const Task& task) {
-  return task.k_row + task.num_k_rows;
-}
-
-std::vector<std::vector<int64_t>> assign_waves(const std::vector<Task>& tasks) {
+std::vector<std::vector<int64_t>> assign_waves(const std::vector<PlacedTask>& tasks) {
   std::vector<int64_t> by_q_row(tasks.size());
   std::iota(by_q_row.begin(), by_q_row.end(), 0);
   std::stable_sort(by_q_row.begin(), by_q_row.end(),
@@ -28,7 +20,9 @@ std::vector<std::vector<int64_t>> assign_waves(const std::vector<Task>& tasks) {
   std::vector<std::vector<int64_t>> waves;
   for (const int64_t i : by_q_row) {
     if (tasks[i].num_q_rows == 0) continue;
-    const auto fits = [&](const auto& wave) { return k_end(tasks[wave.back()]) <= tasks[i].k_row; };
+    const auto fits = [&](const auto& wave) {
+      return key_rows(tasks[wave.back()]).end <= tasks[i].k_row;
+    };
     const auto wave = std::find_if(waves.begin(), waves.end(), fits);
     if (wave == waves.end()) {
       waves.push_back({i});
@@ -52,12 +46,12 @@ struct Sequences {
   }
 };
 
-Sequences tile_rows(const std::vector<Task>& tasks, const std::vector<int64_t>& wave,
+Sequences tile_rows(const std::vector<PlacedTask>& tasks, const std::vector<int64_t>& wave,
                     int64_t max_k) {
   Sequences sequences;
   const int64_t max_gap = std::max(max_k, kMaxGap);
   for (const int64_t i : wave) {
-    const Task& task = tasks[i];
+    const PlacedTask& task = tasks[i];
     if (task.q_row > sequences.cu_q.back()) {
       sequences.append(task.q_row - sequences.cu_q.back(), 0);
     }
@@ -71,10 +65,10 @@ Sequences tile_rows(const std::vector<Task>& tasks, const std::vector<int64_t>& 
 
 }  // namespace
 
-Waves make_waves(const std::vector<Task>& tasks) {
-  for (const Task& task : tasks) {
-    const int64_t end = std::max(q_end(task), k_end(task));
-    if (end > std::numeric_limits<int32_t>::max()) {
+Waves make_waves(const std::vector<PlacedTask>& tasks) {
+  for (const PlacedTask& task : tasks) {
+    const int64_t end = std::max(query_rows(task).end, key_rows(task).end);
+    if (end > kMaxRows) {
       throw std::length_error(
           "tasks: row " + std::to_string(end) +
           " is past the 2^31 - 1 rows of a varlen call; use fewer tokens a rank");

@@ -3,11 +3,21 @@
 #include <cstdint>
 #include <vector>
 
-#include "../task.h"
+#include "core/task.h"
 
 // How a task list becomes calls of a varlen kernel that knows no shared keys. Standard library
 // only.
 namespace distca::attention::aten {
+
+// One call of ATen's varlen flash attention: sequences tile all query rows and all key rows up to
+// the last used one. Rows between tasks become sequences with no keys, or no queries.
+struct VarlenWave {
+  int64_t num_sequences;
+  int64_t max_q;
+  int64_t max_k;
+  int64_t first_task;  // tasks [first_task, last_task) of the order run in this wave
+  int64_t last_task;
+};
 
 struct Waves {
   std::vector<VarlenWave> waves;
@@ -20,6 +30,6 @@ struct Waves {
 // first wave that it fits, in order of q_row. Query rows between tasks are sequences without keys,
 // key rows between tasks sequences without queries; max_k covers the latter too, since the backward
 // kernel zeroes their dk and dv. Throws std::length_error for rows past int32.
-Waves make_waves(const std::vector<Task>& tasks);
+Waves make_waves(const std::vector<PlacedTask>& tasks);
 
 }  // namespace distca::attention::aten

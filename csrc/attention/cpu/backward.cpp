@@ -11,16 +11,16 @@ namespace {
 struct KeyGroup {
   int64_t k_begin;
   int64_t k_end;
-  std::vector<Task> tasks;
+  std::vector<PlacedTask> tasks;
 };
 
-std::vector<KeyGroup> key_groups(std::vector<Task> tasks) {
-  std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
+std::vector<KeyGroup> key_groups(std::vector<PlacedTask> tasks) {
+  std::sort(tasks.begin(), tasks.end(), [](const PlacedTask& a, const PlacedTask& b) {
     return std::tie(a.k_row, a.q_row) < std::tie(b.k_row, b.q_row);
   });
   std::vector<KeyGroup> groups;
-  for (const Task& task : tasks) {
-    const int64_t k_end = task.k_row + task.num_k_rows;
+  for (const PlacedTask& task : tasks) {
+    const int64_t k_end = key_rows(task).end;
     if (groups.empty() || task.k_row >= groups.back().k_end) {
       groups.push_back({task.k_row, k_end, {}});
     }
@@ -34,7 +34,7 @@ std::vector<KeyGroup> key_groups(std::vector<Task> tasks) {
 std::vector<int64_t> longest_first(const std::vector<KeyGroup>& groups) {
   std::vector<int64_t> work(groups.size()), order(groups.size());
   for (size_t i = 0; i < groups.size(); ++i) {
-    for (const Task& task : groups[i].tasks) work[i] += task.num_q_rows * task.num_k_rows;
+    for (const PlacedTask& task : groups[i].tasks) work[i] += task.num_q_rows * task.num_k_rows;
   }
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
@@ -76,7 +76,7 @@ void run_group(const BackwardArgs<T>& args, const KeyGradRows<T>& out, const Key
   const KeyGrads<Real> grads{sums.take(size), sums.take(size), group.k_begin, num_rows};
   std::fill_n(grads.dk, size, Real(0));
   std::fill_n(grads.dv, size, Real(0));
-  for (const Task& task : group.tasks) {
+  for (const PlacedTask& task : group.tasks) {
     for (int64_t row = 0; row < task.num_q_rows; row += shape.tile_rows()) {
       const int64_t row_end = std::min(row + shape.tile_rows(), task.num_q_rows);
       backward_tile(args, {task, kv_head, row, row_end}, grads, scratch);
@@ -88,7 +88,7 @@ void run_group(const BackwardArgs<T>& args, const KeyGradRows<T>& out, const Key
 
 template <typename T>
 void run_backward(const BackwardArgs<T>& args, const KeyGradRows<T>& out,
-                  const std::vector<Task>& tasks, int64_t num_kv_heads) {
+                  const std::vector<PlacedTask>& tasks, int64_t num_kv_heads) {
   using Real = RealOf<T>;
   const std::vector<KeyGroup> groups = key_groups(tasks);
   const std::vector<int64_t> order = longest_first(groups);
@@ -104,7 +104,7 @@ void run_backward(const BackwardArgs<T>& args, const KeyGradRows<T>& out,
 void backward(const BackwardRows& rows, const Params& params) {
   visit_dtype(rows.q, [&](auto element) {
     using T = decltype(element);
-    const BackwardArgs<T> args{.shape = shape_of(rows.q, rows.k, params),
+    const BackwardArgs<T> args{.shape = shape_of(rows, params),
                                .grad_out = rows_of<const T>(rows.grad_out),
                                .q = rows_of<const T>(rows.q),
                                .k = rows_of<const T>(rows.k),

@@ -42,7 +42,7 @@ struct BackwardTile {
         panels(tile, args.shape.group),
         head_dim(args.shape.head_dim),
         dims(round_up(head_dim, S::kRows)),
-        dim_panels((head_dim + S::kPanel - 1) / S::kPanel),
+        dim_panels(ceil_div(head_dim, S::kPanel)),
         first{.q = scratch.take(panels.count() * head_dim * S::kPanel),
               .grad_out = scratch.take(panels.count() * head_dim * S::kPanel),
               .q_rows = scratch.take(panels.count() * dim_panels * kSquare),
@@ -191,7 +191,7 @@ struct BackwardTile {
 
   DISTCA_BLOCK void run() {
     load_queries();
-    const KeyRange keys = tile.keys(args.shape.mask);
+    const Range keys = tile.keys(args.shape.mask);
     for (int64_t key = keys.begin; key < keys.end; key += kKeys) {
       block.load(args, tile, key, keys.end);
       attend_block();
@@ -208,7 +208,7 @@ template <typename Real>
 int64_t backward_scratch(const Shape& shape) {
   const int64_t max_panel = kMaxPanelBytes / sizeof(Real);
   const int64_t lanes = shape.group * round_up(shape.tile_rows(), max_panel);
-  const int64_t dims = round_up(shape.head_dim, kMaxRows);
+  const int64_t dims = round_up(shape.head_dim, kMaxBlockRows);
   const int64_t panel_dims = round_up(shape.head_dim, max_panel);
   const auto padded = Scratch<Real>::padded;
   return 3 * padded(lanes * dims) + 2 * padded(lanes * panel_dims) + 2 * padded(lanes) +

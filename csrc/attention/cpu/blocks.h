@@ -5,6 +5,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "core/rows.h"
+
 // Block kernels on vectors of kBytes bytes. Every function is always_inline and has no target of
 // its own, so that it takes the instruction set of the tile function it ends up in.
 #define DISTCA_BLOCK [[gnu::always_inline]] inline
@@ -27,13 +29,9 @@ struct Simd {
 };
 
 // Rows of any register block and of any panel fit in multiples of these.
-constexpr int64_t kMaxRows = 8;
+constexpr int64_t kMaxBlockRows = 8;
 constexpr int64_t kMaxPanelBytes = 128;
 constexpr int64_t kKeys = 64;  // keys of one block
-
-constexpr int64_t round_up(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
 
 constexpr double kLog2E = 1.44269504088896340736;
 

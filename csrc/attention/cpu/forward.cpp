@@ -5,10 +5,10 @@ namespace distca::attention::cpu {
 namespace {
 
 // Tiles of one kv head after the other, so that neighbours in time share keys.
-std::vector<QueryTile> query_tiles(const std::vector<Task>& tasks, int64_t num_kv_heads,
+std::vector<QueryTile> query_tiles(const std::vector<PlacedTask>& tasks, int64_t num_kv_heads,
                                    int64_t tile_rows) {
   std::vector<QueryTile> tiles;
-  for (const Task& task : tasks) {
+  for (const PlacedTask& task : tasks) {
     for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
       for (int64_t row = 0; row < task.num_q_rows; row += tile_rows) {
         const int64_t row_end = std::min(row + tile_rows, task.num_q_rows);
@@ -46,7 +46,7 @@ Isa isa() {
 }
 
 void forward(const ForwardRows& rows, const Params& params) {
-  const Shape shape = shape_of(rows.q, rows.k, params);
+  const Shape shape = shape_of(rows, params);
   const auto tiles = query_tiles(rows.tasks.tasks, rows.k.size(1), shape.tile_rows());
   visit_dtype(rows.q, [&](auto element) {
     using T = decltype(element);

@@ -112,7 +112,7 @@ struct ForwardTile {
 
   DISTCA_BLOCK void run() {
     load_queries();
-    const KeyRange keys = tile.keys(args.shape.mask);
+    const Range keys = tile.keys(args.shape.mask);
     for (int64_t key = keys.begin; key < keys.end; key += kKeys) {
       block.load(args, tile, key, keys.end);
       attend_block();
@@ -129,7 +129,7 @@ template <typename Real>
 int64_t forward_scratch(const Shape& shape) {
   const int64_t max_panel = kMaxPanelBytes / sizeof(Real);
   const int64_t lanes = shape.group * round_up(shape.tile_rows(), max_panel);
-  const int64_t dims = round_up(shape.head_dim, kMaxRows);
+  const int64_t dims = round_up(shape.head_dim, kMaxBlockRows);
   const auto padded = Scratch<Real>::padded;
   return 2 * padded(lanes * dims) + 2 * padded(lanes) + 2 * padded(kKeys * dims) +
          padded(kKeys * max_panel);

@@ -44,10 +44,11 @@ void visit_dtype(const at::Tensor& x, const F& f) {
   }
 }
 
-inline Shape shape_of(const at::Tensor& q, const at::Tensor& k, const Params& params) {
-  return {.group = q.size(1) / k.size(1),
-          .head_dim = q.size(2),
-          .mask = params.mask,
+template <typename Rows>
+Shape shape_of(const Rows& rows, const Params& params) {
+  return {.group = rows.q.size(1) / rows.k.size(1),
+          .head_dim = rows.q.size(2),
+          .mask = rows.tasks.mask,
           .softmax_scale = params.softmax_scale};
 }
 

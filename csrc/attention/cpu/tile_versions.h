@@ -15,9 +15,7 @@ struct Panels {
   int64_t per_head;
 
   DISTCA_BLOCK Panels(const QueryTile& tile, int64_t group)
-      : tile(tile),
-        group(group),
-        per_head((tile.row_end - tile.row_begin + S::kPanel - 1) / S::kPanel) {}
+      : tile(tile), group(group), per_head(ceil_div(tile.row_end - tile.row_begin, S::kPanel)) {}
 
   DISTCA_BLOCK int64_t count() const { return group * per_head; }
   DISTCA_BLOCK Panel at(int64_t i) const {
@@ -67,14 +65,14 @@ struct BlockMask {
 DISTCA_BLOCK BlockMask block_mask(const Mask& mask, const Panel& panel, int64_t key,
                                   int64_t num_keys) {
   constexpr int64_t kFar = int64_t{1} << 40;
-  const int64_t lo = mask.window_right < 0 ? -kFar : key - mask.window_right - panel.position;
-  const int64_t hi = mask.window_left < 0 ? kFar : key + mask.window_left - panel.position;
-  const int64_t last_lane = panel.num_rows - 1;
-  const int64_t seen_keys = std::clamp<int64_t>(last_lane - lo + 1, 0, num_keys);
-  return {.num_keys = hi + seen_keys <= 0 ? 0 : seen_keys,
-          .hides_some = lo + seen_keys > 1 || hi < last_lane,
-          .lo = lo,
-          .hi = hi};
+  const Range queries{panel.position, panel.position + panel.num_rows};
+  const Range seen{key, keys_seen(mask, queries, {key, key + num_keys}).end};
+  const Range lanes = queries_seeing(mask, key, {-kFar, kFar});
+  const Sight sight = sight_of(mask, queries, seen);
+  return {.num_keys = sight == Sight::kNone ? 0 : num_rows(seen),
+          .hides_some = sight == Sight::kSome,
+          .lo = lanes.begin - panel.position,
+          .hi = lanes.end - 1 - panel.position};
 }
 
 }  // namespace distca::attention::cpu

@@ -28,26 +28,18 @@ struct Rows {
   T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
 };
 
-struct KeyRange {
-  int64_t begin;
-  int64_t end;
-};
-
 // Query rows [row_begin, row_end) of a task, counted from its first, for all query heads that read
 // one kv head. They share each key block as it is loaded.
 struct QueryTile {
-  Task task;
+  PlacedTask task;
   int64_t kv_head;
   int64_t row_begin;
   int64_t row_end;
 
   // Keys of the task that any of these queries sees.
-  KeyRange keys(const Mask& mask) const {
-    const int64_t num_keys = task.num_k_rows;
-    const int64_t first = task.q_offset + row_begin, last = task.q_offset + row_end - 1;
-    const int64_t begin = mask.window_left < 0 ? 0 : first - mask.window_left;
-    const int64_t end = mask.window_right < 0 ? num_keys : last + mask.window_right + 1;
-    return {std::clamp<int64_t>(begin, 0, num_keys), std::clamp<int64_t>(end, 0, num_keys)};
+  Range keys(const Mask& mask) const {
+    return keys_seen(mask, {task.q_offset + row_begin, task.q_offset + row_end},
+                     {0, task.num_k_rows});
   }
 };
 

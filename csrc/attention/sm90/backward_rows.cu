@@ -116,7 +116,7 @@ struct PrepareArguments {
   const float* lse;
   const float* delta;   // or null: from out
   const float* bounds;  // or null: sums are in float32
-  float* row_stats;     // or null
+  float* row_stats;
   void* dq_sums;
 };
 
@@ -141,7 +141,6 @@ __device__ void clear_sums(void* sums) {
 template <typename T, int kHeadDim, int kRows>
 __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
   clear_sums<kRows * kHeadDim / 4>(arguments.dq_sums);
-  if (!arguments.row_stats) return;
   const QueryTile tile = arguments.tiles[blockIdx.x / arguments.heads_q];
   const int32_t head = blockIdx.x % arguments.heads_q;
   const int lane = threadIdx.x % kLanes;
@@ -256,73 +255,49 @@ __global__ void finish_kernel(const FinishArguments<T> arguments) {
   }
 }
 
-// What a part has of the workspaces, which hold home's share first.
-struct PartSpace {
-  uint8_t* dq_sums;
-  float* row_stats;
-  float* bounds;
-};
-
-template <int kHeadDim>
-PartSpace space_of(const BackwardCall& call, const BackwardPart& part) {
-  if (&part == &call.home)
-    return {static_cast<uint8_t*>(call.dq_sums), call.row_stats, call.bounds};
-  constexpr int64_t kRows = backward_tile_rows(kHeadDim);
-  const int64_t num_tiles = call.home.tiles.num_tiles * call.home.q.heads;
-  return {static_cast<uint8_t*>(call.dq_sums) + num_tiles * kRows * kHeadDim * 4,
-          call.row_stats + num_tiles * 3 * stats_pitch(kRows),
-          call.bounds + call.home.tiles.num_runs * call.home.k.heads * 2};
-}
-
 template <typename T, int kHeadDim>
-void prepare(const BackwardCall& call, const BackwardPart& part, cudaStream_t stream) {
-  const auto heads_q = static_cast<int32_t>(part.q.heads);
-  const auto heads_kv = static_cast<int32_t>(part.k.heads);
-  const PartSpace space = space_of<kHeadDim>(call, part);
+void prepare(const BackwardCall& call, cudaStream_t stream) {
+  const auto heads_q = static_cast<int32_t>(call.q.heads);
+  const auto heads_kv = static_cast<int32_t>(call.k.heads);
   if (call.deterministic) {
-    const size_t num_bytes = part.tiles.num_runs * heads_kv * 2 * sizeof(float);
-    check(cudaMemsetAsync(space.bounds, 0, num_bytes, stream), "cudaMemsetAsync");
-    launch_kernel(bound_kernel<T, kHeadDim>, {part.tiles.num_blocks * heads_kv, kThreads, 0},
+    const size_t num_bytes = call.tiles.num_runs * heads_kv * 2 * sizeof(float);
+    check(cudaMemsetAsync(call.bounds, 0, num_bytes, stream), "cudaMemsetAsync");
+    launch_kernel(bound_kernel<T, kHeadDim>, {call.tiles.num_blocks * heads_kv, kThreads, 0},
                   stream,
-                  BoundArguments<T>{Rows<T>(part.k), Rows<T>(part.v), part.tiles.blocks, heads_kv,
-                                    space.bounds});
+                  BoundArguments<T>{Rows<T>(call.k), Rows<T>(call.v), call.tiles.blocks, heads_kv,
+                                    call.bounds});
   }
   launch_kernel(prepare_kernel<T, kHeadDim, backward_tile_rows(kHeadDim)>,
-                {part.tiles.num_tiles * heads_q, kThreads, 0}, stream,
-                PrepareArguments<T>{
-                    Rows<T>(part.out), Rows<T>(part.grad_out), part.tiles.tiles, heads_q, heads_kv,
-                    part.lse, part.delta, call.deterministic ? space.bounds : nullptr,
-                    part.arrivals.flags ? nullptr : space.row_stats, space.dq_sums});
+                {call.tiles.num_tiles * heads_q, kThreads, 0}, stream,
+                PrepareArguments<T>{Rows<T>(call.out), Rows<T>(call.grad_out), call.tiles.tiles,
+                                    heads_q, heads_kv, call.lse, call.delta,
+                                    call.deterministic ? call.bounds : nullptr, call.row_stats,
+                                    call.dq_sums});
 }
 
 template <typename T, int kHeadDim>
-void finish(const BackwardCall& call, const BackwardPart& part, cudaStream_t stream) {
+void finish(const BackwardCall& call, cudaStream_t stream) {
   constexpr int32_t kRows = backward_tile_rows(kHeadDim);
-  const auto heads_q = static_cast<int32_t>(part.q.heads);
-  const PartSpace space = space_of<kHeadDim>(call, part);
-  const FinishArguments<T> arguments{Rows<T>(part.dq), part.tiles.tiles, heads_q,
-                                     space.dq_sums,    space.row_stats,  call.softmax_scale};
+  const auto heads_q = static_cast<int32_t>(call.q.heads);
+  const FinishArguments<T> arguments{Rows<T>(call.dq), call.tiles.tiles, heads_q,
+                                     call.dq_sums,     call.row_stats,   call.softmax_scale};
   launch_kernel(call.deterministic ? finish_kernel<T, kHeadDim, kRows, true>
                                    : finish_kernel<T, kHeadDim, kRows, false>,
-                {part.tiles.num_tiles * heads_q, kThreads, 0}, stream, arguments);
+                {call.tiles.num_tiles * heads_q, kThreads, 0}, stream, arguments);
 }
 
 }  // namespace
 
 void prepare_rows(const BackwardCall& call, cudaStream_t stream) {
-  by_element_and_head_dim(call.home.q, [&]<typename T, int kHeadDim>() {
-    for (const BackwardPart* part : {&call.home, &call.visiting}) {
-      if (part->tiles.num_tiles > 0) prepare<T, kHeadDim>(call, *part, stream);
-    }
-  });
+  if (call.tiles.num_tiles == 0) return;
+  by_element_and_head_dim(call.q,
+                          [&]<typename T, int kHeadDim>() { prepare<T, kHeadDim>(call, stream); });
 }
 
 void finish_dq(const BackwardCall& call, cudaStream_t stream) {
-  by_element_and_head_dim(call.home.q, [&]<typename T, int kHeadDim>() {
-    for (const BackwardPart* part : {&call.home, &call.visiting}) {
-      if (part->tiles.num_tiles > 0) finish<T, kHeadDim>(call, *part, stream);
-    }
-  });
+  if (call.tiles.num_tiles == 0) return;
+  by_element_and_head_dim(call.q,
+                          [&]<typename T, int kHeadDim>() { finish<T, kHeadDim>(call, stream); });
 }
 
 }  // namespace distca::attention::sm90

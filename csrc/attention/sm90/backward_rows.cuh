@@ -14,10 +14,9 @@
 // for rounding, and wrapping of partial sums cancels.
 namespace distca::attention::sm90 {
 
-// Clears call.dq_sums. Fills call.row_stats for parts that wait for no rows: by (tile, head) three
-// vectors of stats_pitch floats, the log2 of the softmax's denominator (+inf for rows past the
-// tile's end and rows that see no key, so that their probabilities are 0), -delta, and one over the
-// quantum of dQ.
+// Clears call.dq_sums. Fills call.row_stats: by (tile, head) three vectors of stats_pitch floats,
+// the log2 of the softmax's denominator (+inf for rows past the tile's end and rows that see no
+// key, so that their probabilities are 0), -delta, and one over the quantum of dQ.
 void prepare_rows(const BackwardCall& call, cudaStream_t stream);
 
 // Row r of a tile stands at stats_index(r) of such a vector: the columns that one thread of a

@@ -2,32 +2,19 @@
 
 #include "backward_rows.cuh"
 #include "kernels.h"
-#include "tickets.cuh"
+#include "ring.cuh"
 #include "tile_io.cuh"
 
 // What the warps of the backward kernel agree on: sizes, places in shared memory, barriers, and
 // what they tell each other.
 namespace distca::attention::sm90 {
 
-struct BackwardItems {
+struct BackwardArguments {
   CUtensorMap q, k, v, grad_out, dk, dv;
   const QueryTile* tiles;
   const KeyBlock* blocks;
   int32_t* ticket;
   int32_t num_items;
-  int32_t heads_kv;
-  int32_t first_sum;  // of dQ, in (tile, head)s
-  const float* lse;
-  const float* delta;
-  Arrivals arrivals;
-
-  __device__ __forceinline__ int32_t run_of(int32_t item) const {
-    return blocks[item / heads_kv].run;
-  }
-};
-
-struct BackwardArguments {
-  BackwardItems parts[kNumTickets];
   int32_t heads_q;
   int32_t heads_kv;
   int32_t heads_per_key;
@@ -37,12 +24,11 @@ struct BackwardArguments {
   float softmax_scale;
 };
 
-template <typename T, int kHeadDim_, bool kDeterministic_, bool kVisiting_>
+template <typename T, int kHeadDim_, bool kDeterministic_>
 struct BackwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kDeterministic = kDeterministic_;
-  static constexpr bool kVisiting = kVisiting_;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   static constexpr int kThreads = 3 * 128;
   // Of a thread of either kind. The kernel is launched with 168 for each thread of its three
@@ -62,8 +48,6 @@ struct alignas(16) BackwardItem {
   int32_t num_tiles;  // of all query heads together
   int32_t first_tile;
   int32_t last_tile;
-  int32_t part;
-  int32_t run;
 };
 
 // What key warpgroups need of a staged query tile.
@@ -106,38 +90,35 @@ struct BackwardMemory {
   static constexpr uint32_t kTiles = kQuanta + (Shape::kDeterministic ? 4 * kVectorBytes : 0);
   static constexpr uint32_t kItems = kTiles + 2 * sizeof(StagedTile);
   static constexpr uint32_t kBarriers = kItems + 2 * sizeof(BackwardItem);
-  static constexpr uint32_t kBytes = kBarriers + 8 * kNumBarriers;
-  static_assert(kBytes <= 232448, "a block of sm_90 has 227 KiB of shared memory");
+  static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * kNumBarriers;
+  static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
+  static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
+  static_assert(kBytes <= kMaxSharedBytes);
 
   // Of item n, and of tile i, both counted over all items of the block.
-  static __device__ uint32_t key(uint32_t n) { return (n & 1) * kSlotBytes; }
+  static __device__ uint32_t key(uint32_t n) { return Ring<2>::stage(n) * kSlotBytes; }
   static __device__ uint32_t value(uint32_t n) { return key(n) + Shape::Keys::kBytes; }
-  static __device__ uint32_t query(uint32_t i) { return kQuery + (i & 1) * Shape::Queries::kBytes; }
+  static __device__ uint32_t query(uint32_t i) {
+    return kQuery + Ring<2>::stage(i) * Shape::Queries::kBytes;
+  }
   static __device__ uint32_t grad_out(uint32_t i) {
-    return kGradOut + (i & 1) * Shape::Queries::kBytes;
+    return kGradOut + Ring<2>::stage(i) * Shape::Queries::kBytes;
   }
   static __device__ uint32_t grad_score(uint32_t i) {
-    return kGradScore + (i & 1) * Shape::GradScores::kBytes;
+    return kGradScore + Ring<2>::stage(i) * Shape::GradScores::kBytes;
   }
-  static __device__ uint32_t stats(uint32_t i) { return kStats + (i & 1) * 2 * kVectorBytes; }
+  static __device__ uint32_t stats(uint32_t i) {
+    return kStats + Ring<2>::stage(i) * 2 * kVectorBytes;
+  }
   // One over the quanta of dQ live until dQ is added, one tile later than the rest of a stage.
   static __device__ uint32_t quanta(uint32_t i) { return kQuanta + (i & 3) * kVectorBytes; }
-  static __device__ uint32_t barrier(uint32_t which, uint32_t i) {
-    return barrier_at(kBarriers, which + (i & 1));
-  }
 };
 
-// Of uses of a pair of barriers, the phase of the i-th.
-__device__ __forceinline__ uint32_t phase_of(uint32_t i) {
-  return (i >> 1) & 1;
-}
-
-// Statistics of a stage are announced apart from its queries; where a warp of its own forms them,
-// it also says when it has read an item.
-__device__ __forceinline__ void init_barriers(uint32_t barriers, bool forms_stats) {
+// Statistics of a stage are announced apart from its queries.
+__device__ __forceinline__ void init_barriers(uint32_t barriers) {
   for (uint32_t i = 0; i < kNumBarriers; ++i) {
-    const bool by_two = i / 2 == kQueryFull / 2 || (forms_stats && i / 2 == kItemAsked / 2);
-    barrier_init(barrier_at(barriers, i), by_two ? 2 : i < kFirstByWarps ? 1 : 8);
+    const bool by_two = i / 2 == kQueryFull / 2;
+    barrier_init(ring_at(barriers, i).barrier(0), by_two ? 2 : i < kFirstByWarps ? 1 : 8);
   }
   barrier_init_fence();
 }

@@ -24,8 +24,8 @@ struct KeyWarpgroup {
   float dk[Shape::kHeadDim / 2];
   float dv[Shape::kHeadDim / 2];
 
-  __device__ __forceinline__ uint32_t barrier(uint32_t which, uint32_t i) const {
-    return shared + Memory::barrier(which, i);
+  __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
+    return ring_at(shared + Memory::kBarriers, which);
   }
 
   // Values of this thread's query columns 8 j + 2 (lane % 4) and the next, j from 2 i to 2 i + 1,
@@ -204,8 +204,8 @@ struct KeyWarpgroup {
       float scores[kScores], grads[kScores];
       uint32_t probabilities[kScores / 2], packed_grads[kScores / 2];
       float dq[32];
-      barrier_wait(barrier(kQueryFull, i), phase_of(i));
-      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[i & 1];
+      ring(kQueryFull).wait(i);
+      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<2>::stage(i)];
       const uint32_t log_sums = Memory::stats(i), minus_delta = log_sums + Memory::kVectorBytes;
       // dP - delta, by starting from -delta.
 #pragma unroll
@@ -213,7 +213,7 @@ struct KeyWarpgroup {
       pin(scores);
       pin(grads);
       begin_scores(scores, Memory::key(n), Memory::query(i), false);
-      barrier_wait(barrier(kGradOutFull, i), phase_of(i));
+      ring(kGradOutFull).wait(i);
       begin_scores(grads, Memory::value(n), Memory::grad_out(i), true);
       products_wait<1>();
       pin(scores);
@@ -222,37 +222,37 @@ struct KeyWarpgroup {
       products_wait<0>();
       pin(grads);
       pack_factors(grads, scores, packed_grads, probabilities);
-      barrier_wait(barrier(kGradScoreEmpty, i), phase_of(i) ^ 1);
+      ring(kGradScoreEmpty).wait_before(i);
       store_grad_scores(packed_grads, i);
-      arrive_as_warp(barrier(kGradScoreFull, i));
+      ring(kGradScoreFull).arrive_as_warp(i);
       // dQ of the tile before; at first there is none, and this product's result is not used.
-      barrier_wait(barrier(kGradScoreFull, i - 1), phase_of(i - 1));
+      ring(kGradScoreFull).wait(i - 1);
       begin_dq(dq, Memory::key(n), i - 1);
       begin_sums(dv, probabilities, Memory::grad_out(i));
       begin_sums(dk, packed_grads, Memory::query(i));
       products_wait<2>();
       pin(dq);
       if (i > first) {
-        arrive_as_warp(barrier(kGradScoreEmpty, i - 1));
+        ring(kGradScoreEmpty).arrive_as_warp(i - 1);
         add_dq(dq, i - 1, index);
       }
       products_wait<0>();
       pin(dk);
       pin(dv);
       index = tile.index;
-      arrive_as_warp(barrier(kQueryEmpty, i));
-      arrive_as_warp(barrier(kGradOutEmpty, i));
+      ring(kQueryEmpty).arrive_as_warp(i);
+      ring(kGradOutEmpty).arrive_as_warp(i);
     }
     return index;
   }
 
   __device__ __forceinline__ void add_last_dq(uint32_t n, uint32_t i, int32_t index) {
     float dq[32];
-    barrier_wait(barrier(kGradScoreFull, i), phase_of(i));
+    ring(kGradScoreFull).wait(i);
     begin_dq(dq, Memory::key(n), i);
     products_wait<0>();
     pin(dq);
-    arrive_as_warp(barrier(kGradScoreEmpty, i));
+    ring(kGradScoreEmpty).arrive_as_warp(i);
     add_dq(dq, i, index);
   }
 
@@ -261,20 +261,20 @@ struct KeyWarpgroup {
     uint32_t num_tiles = 0;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      barrier_wait(barrier(kItemFull, n), phase_of(n));
-      const BackwardItem item = in_block<BackwardItem>(Memory::kItems)[n & 1];
+      ring(kItemFull).wait(n);
+      const BackwardItem item = in_block<BackwardItem>(Memory::kItems)[Ring<2>::stage(n)];
       if (item.num_rows < 0) return;
 #pragma unroll
       for (int i = 0; i < Shape::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
-      barrier_wait(barrier(kKeyFull, n), phase_of(n));
-      barrier_wait(barrier(kValueFull, n), phase_of(n));
+      ring(kKeyFull).wait(n);
+      ring(kValueFull).wait(n);
       const int32_t last_index = sum_up(item, n, num_tiles);
       num_tiles += item.num_tiles;
       if (item.num_tiles > 0) add_last_dq(n, num_tiles - 1, last_index);
       stage_rows<T, Keys>(shared + Memory::value(n), 64 * warpgroup, dv, {1.f, 1.f});
       named_sync(kKeysReadId, 256);  // for dQ both warpgroups read all keys
       stage_rows<T, Keys>(shared + Memory::key(n), 64 * warpgroup, dk, {scale, scale});
-      arrive_as_warp(barrier(kSlotStaged, n));
+      ring(kSlotStaged).arrive_as_warp(n);
     }
   }
 };

@@ -3,6 +3,7 @@
 #include "forward_items.cuh"
 #include "kernels.h"
 #include "launch.cuh"
+#include "ring.cuh"
 #include "tile_io.cuh"
 
 // One block per multiprocessor takes tickets, a (tile, head) each, longest first. A producer thread
@@ -12,11 +13,9 @@
 namespace distca::attention::sm90 {
 namespace {
 
-template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_,
-          bool kVisiting_>
+template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_>
 struct ForwardShape {
   using Element = T;
-  static constexpr bool kVisiting = kVisiting_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kRegisters = kRegisters_;
@@ -25,18 +24,6 @@ struct ForwardShape {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   using Queries = SharedTile<kRows, kHeadDim>;
   using Keys = SharedTile<kKeyBlockRows, kHeadDim>;
-};
-
-// Offsets in shared memory: two stages of keys and values.
-template <typename Shape>
-struct ForwardMemory {
-  static constexpr uint32_t kQuery = 0;
-  static constexpr uint32_t kOut = kQuery + Shape::Queries::kBytes;
-  static constexpr uint32_t kKey = kOut + Shape::Queries::kBytes;
-  static constexpr uint32_t kValue = kKey + 2 * Shape::Keys::kBytes;
-  static constexpr uint32_t kJobs = kValue + 2 * Shape::Keys::kBytes;
-  static constexpr uint32_t kBarriers = kJobs + 2 * sizeof(Job);
-  static constexpr uint32_t kBytes = kBarriers + 128;
 };
 
 enum Barrier : uint32_t {
@@ -51,6 +38,20 @@ enum Barrier : uint32_t {
   kNumBarriers = kJobEmpty + 2
 };
 
+// Offsets in shared memory: two stages of keys and values.
+template <typename Shape>
+struct ForwardMemory {
+  static constexpr uint32_t kQuery = 0;
+  static constexpr uint32_t kOut = kQuery + Shape::Queries::kBytes;
+  static constexpr uint32_t kKey = kOut + Shape::Queries::kBytes;
+  static constexpr uint32_t kValue = kKey + 2 * Shape::Keys::kBytes;
+  static constexpr uint32_t kJobs = kValue + 2 * Shape::Keys::kBytes;
+  static constexpr uint32_t kBarriers = kJobs + 2 * sizeof(Job);
+  static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * kNumBarriers;
+  static_assert(kJobs % alignof(Job) == 0 && kBarriers % kBarrierBytes == 0);
+  static_assert(kBytes <= kMaxSharedBytes);
+};
+
 // The part of the producer thread.
 template <typename Shape>
 struct ForwardProducer {
@@ -63,37 +64,35 @@ struct ForwardProducer {
   uint32_t barriers;
   uint32_t num_blocks = 0, num_queries = 0;
 
-  __device__ __forceinline__ void bring(const Job& job, const ForwardItems& part) {
+  __device__ __forceinline__ void bring(const Job& job) {
     const BlockRange blocks = blocks_of(job.tile, arguments.window);
     if (blocks.first == blocks.last) return;
-    await(part.arrivals, job.tile.run);
-    const uint32_t query_full = barrier_at(barriers, kQueryFull);
-    barrier_wait(barrier_at(barriers, kQueryEmpty), (num_queries++ & 1) ^ 1);
+    const uint32_t query_full = ring_at<1>(barriers, kQueryFull).barrier(0);
+    ring_at<1>(barriers, kQueryEmpty).wait_before(num_queries++);
     barrier_arrive_expecting(query_full, Queries::kBytes);
-    load_tile<Queries>(shared + Memory::kQuery, &part.q,
+    load_tile<Queries>(shared + Memory::kQuery, &arguments.q,
                        {job.head, job.tile.q_row, job.tile.num_rows}, query_full);
-    bring_blocks(job, part, job.start, blocks.first);
-    if (job.start + 1 < blocks.last) bring_blocks(job, part, blocks.last - 1, job.start + 1);
+    bring_blocks(job, job.start, blocks.first);
+    if (job.start + 1 < blocks.last) bring_blocks(job, blocks.last - 1, job.start + 1);
   }
 
   // From block `from` down to block `to`. What this loop takes per block is not hidden: two stages
   // are few.
-  __device__ __forceinline__ void bring_blocks(const Job& job, const ForwardItems& part,
-                                               int32_t from, int32_t to) {
+  __device__ __forceinline__ void bring_blocks(const Job& job, int32_t from, int32_t to) {
     RowRange rows{job.head / arguments.heads_per_key, job.tile.k_begin + from * kKeyBlockRows, 0};
     rows.num_rows = min(kKeyBlockRows, job.tile.k_end - rows.row);
     const int32_t first_row = job.tile.k_begin + to * kKeyBlockRows;
 #pragma unroll 1
     for (; rows.row >= first_row; ++num_blocks) {
-      const uint32_t stage = num_blocks & 1, phase = (num_blocks >> 1) & 1;
-      const auto copy = [&](const CUtensorMap* map, uint32_t full, uint32_t empty, uint32_t at) {
-        barrier_wait(barrier_at(barriers, empty + stage), phase ^ 1);
-        barrier_arrive_expecting(barrier_at(barriers, full + stage), Keys::kBytes);
-        load_tile<Keys>(shared + at + stage * Keys::kBytes, map, rows,
-                        barrier_at(barriers, full + stage));
+      const auto copy = [&](const CUtensorMap* map, Barrier full, Barrier empty, uint32_t at) {
+        ring_at(barriers, empty).wait_before(num_blocks);
+        const uint32_t is_full = ring_at(barriers, full).barrier(num_blocks);
+        barrier_arrive_expecting(is_full, Keys::kBytes);
+        load_tile<Keys>(shared + at + Ring<2>::stage(num_blocks) * Keys::kBytes, map, rows,
+                        is_full);
       };
-      copy(&part.k, kKeyFull, kKeyEmpty, Memory::kKey);
-      copy(&part.v, kValueFull, kValueEmpty, Memory::kValue);
+      copy(&arguments.k, kKeyFull, kKeyEmpty, Memory::kKey);
+      copy(&arguments.v, kValueFull, kValueEmpty, Memory::kValue);
       if (num_blocks % Front::kBlocksBetween == 0) job.front.say(rows.row);
       rows.row -= kKeyBlockRows;
       rows.num_rows = kKeyBlockRows;
@@ -101,26 +100,20 @@ struct ForwardProducer {
   }
 
   __device__ __forceinline__ void run() {
-    Job* jobs = in_block<Job>(Memory::kJobs);
-    int32_t ticket = take_ticket<Shape::kVisiting>(arguments.parts);
+    const Ring<2> full = ring_at(barriers, kJobFull), empty = ring_at(barriers, kJobEmpty);
+    int32_t item = atomicAdd(arguments.ticket, 1);
     for (uint32_t i = 0;; ++i) {
-      const uint32_t slot = i & 1;
-      barrier_wait(barrier_at(barriers, kJobEmpty + slot), ((i >> 1) & 1) ^ 1);
-      const int32_t item = settle_item<Shape::kVisiting>(ticket, arguments.parts);
-      if (item == kNoItem) {
-        jobs[slot].head = -1;
-        barrier_arrive(barrier_at(barriers, kJobFull + slot));
+      Job& job = in_block<Job>(Memory::kJobs)[Ring<2>::stage(i)];
+      empty.wait_before(i);
+      if (item >= arguments.num_items) {
+        job.head = -1;
+        full.arrive(i);
         return;
       }
-      jobs[slot] = job_of<Shape::kVisiting>(item, arguments);
-      barrier_arrive(barrier_at(barriers, kJobFull + slot));
-      ticket = take_ticket<Shape::kVisiting>(arguments.parts);
-      // Places of tensor maps that are known when compiled take no registers.
-      if (Shape::kVisiting && jobs[slot].part == 1) {
-        bring(jobs[slot], arguments.parts[1]);
-      } else {
-        bring(jobs[slot], arguments.parts[0]);
-      }
+      job = job_of(item, arguments);
+      full.arrive(i);
+      item = atomicAdd(arguments.ticket, 1);  // early: the copies hide the answer's way
+      bring(job);
     }
   }
 };
@@ -211,16 +204,12 @@ struct ForwardConsumer {
   float correction[2];
   RowSoftmax softmax;
 
-  __device__ __forceinline__ void release(uint32_t barrier) {
-    arrive_as_warp(barrier_at(barriers, barrier));
-  }
-
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
-    const uint32_t stage = num_keys_seen & 1;
-    barrier_wait(barrier_at(barriers, kKeyFull + stage), (num_keys_seen >> 1) & 1);
+    ring_at(barriers, kKeyFull).wait(num_keys_seen);
     const Operand query = operand_at(shared + Memory::kQuery + warpgroup * 64 * 128, 0);
-    const Operand key = operand_at(shared + Memory::kKey + stage * Keys::kBytes, 0);
+    const Operand key =
+        operand_at(shared + Memory::kKey + Ring<2>::stage(num_keys_seen) * Keys::kBytes, 0);
     pin(scores);
     products_begin();
 #pragma unroll
@@ -233,16 +222,16 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void end_scores() {
     pin(scores);
-    release(kKeyEmpty + (num_keys_seen & 1));
+    ring_at(barriers, kKeyEmpty).arrive_as_warp(num_keys_seen);
     ++num_keys_seen;
   }
 
   // out += P V of the next block of values; asynchronous.
   __device__ __forceinline__ void begin_out() {
-    const uint32_t stage = num_values_seen & 1;
-    barrier_wait(barrier_at(barriers, kValueFull + stage), (num_values_seen >> 1) & 1);
+    ring_at(barriers, kValueFull).wait(num_values_seen);
     const Operand value =
-        operand_at(shared + Memory::kValue + stage * Keys::kBytes, Keys::kPanelBytes);
+        operand_at(shared + Memory::kValue + Ring<2>::stage(num_values_seen) * Keys::kBytes,
+                   Keys::kPanelBytes);
     pin(out);
     pin(probabilities);
     products_begin();
@@ -254,7 +243,7 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void end_out() {
     pin(out);
-    release(kValueEmpty + (num_values_seen & 1));
+    ring_at(barriers, kValueEmpty).arrive_as_warp(num_values_seen);
     ++num_values_seen;
   }
 
@@ -291,7 +280,7 @@ struct ForwardConsumer {
 #pragma unroll
     for (float& x : out) x = 0.f;
     if (blocks.first == blocks.last) return;
-    barrier_wait(barrier_at(barriers, kQueryFull), num_queries++ & 1);
+    ring_at<1>(barriers, kQueryFull).wait(num_queries);
     begin_scores();
     products_wait<0>();
     end_scores();
@@ -313,14 +302,13 @@ struct ForwardConsumer {
       rescale_out();
       pack_probabilities();
     }
-    release(kQueryEmpty);
+    ring_at<1>(barriers, kQueryEmpty).arrive_as_warp(num_queries++);
     begin_out();
     products_wait<0>();
     end_out();
   }
 
   __device__ __forceinline__ void write(const Job& job) {
-    const ForwardItems& part = arguments.parts[Shape::kVisiting ? job.part : 0];
     const int32_t row_in_tile = 64 * warpgroup + 16 * warp + lane / 4;
     float inverse[2];
 #pragma unroll
@@ -333,7 +321,8 @@ struct ForwardConsumer {
       if (lane % 4 == 0 && row < job.tile.num_rows) {
         const float lse =
             sum == 0.f ? -INFINITY : softmax.maximum[r] * arguments.softmax_scale + __logf(sum);
-        part.lse[static_cast<int64_t>(job.tile.q_row + row) * arguments.heads_q + job.head] = lse;
+        arguments.lse[static_cast<int64_t>(job.tile.q_row + row) * arguments.heads_q + job.head] =
+            lse;
       }
     }
     const bool leads = warp == 0 && lane == 0;
@@ -344,22 +333,20 @@ struct ForwardConsumer {
     named_sync(4 + warpgroup, 128);
     const int32_t num_rows = min(64, job.tile.num_rows - 64 * warpgroup);
     if (!leads || num_rows <= 0) return;
-    store_tile<Queries>(&part.out, {job.head, job.tile.q_row + 64 * warpgroup, num_rows},
+    store_tile<Queries>(&arguments.out, {job.head, job.tile.q_row + 64 * warpgroup, num_rows},
                         tile + first_row * 128);
     copies_commit();
   }
 
   __device__ __forceinline__ void run() {
-    const Job* jobs = in_block<Job>(Memory::kJobs);
     if (warpgroup == Shape::kWarpgroups - 1) named_arrive(1, 256);
     for (uint32_t i = 0;; ++i) {
-      const uint32_t slot = i & 1;
-      barrier_wait(barrier_at(barriers, kJobFull + slot), (i >> 1) & 1);
-      const Job job = jobs[slot];
+      ring_at(barriers, kJobFull).wait(i);
+      const Job job = in_block<Job>(Memory::kJobs)[Ring<2>::stage(i)];
       if (job.head < 0) break;
       attend(job, blocks_of(job.tile, arguments.window));
       write(job);
-      release(kJobEmpty + slot);
+      ring_at(barriers, kJobEmpty).arrive_as_warp(i);
     }
     if (warp == 0 && lane == 0) copies_wait_read();
   }
@@ -378,7 +365,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     for (uint32_t i = 0; i < kNumBarriers; ++i) {
       const bool is_empty = i == kQueryEmpty || (i >= kKeyEmpty && i < kKeyEmpty + 2) ||
                             (i >= kValueEmpty && i < kValueEmpty + 2) || i >= kJobEmpty;
-      barrier_init(barrier_at(barriers, i), is_empty ? kWarps : 1);
+      barrier_init(ring_at(barriers, i).barrier(0), is_empty ? kWarps : 1);
     }
     barrier_init_fence();
   }
@@ -402,56 +389,40 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-// A part without tiles leaves its maps empty: nothing reads them.
-template <typename Shape>
-ForwardItems items_of(const ForwardPart& part, int32_t* ticket) {
-  const auto heads_q = static_cast<int32_t>(part.q.heads);
-  ForwardItems items{.tiles = part.tiles.tiles,
-                     .ticket = ticket,
-                     .num_items = part.tiles.num_tiles * heads_q,
-                     .heads_q = heads_q,
-                     .lse = part.lse,
-                     .arrivals = part.arrivals};
-  if (items.num_items == 0) return items;
-  items.q = make_ragged_map(part.q, Shape::kRows);
-  items.k = make_ragged_map(part.k, kKeyBlockRows);
-  items.v = make_ragged_map(part.v, kKeyBlockRows);
-  items.out = make_ragged_map(part.out, 64);
-  return items;
-}
-
 template <typename Shape>
 void launch(const ForwardCall& call, cudaStream_t stream) {
   static_assert(Shape::kRows == forward_tile_rows(Shape::kHeadDim));
   constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes;
-  const RowTensor &q = call.home.q, &k = call.home.k;
-  const ForwardArguments arguments{.parts = {items_of<Shape>(call.home, call.tickets),
-                                             items_of<Shape>(call.visiting, call.tickets + 1)},
-                                   .fronts = call.fronts,
-                                   .heads_q = static_cast<int32_t>(q.heads),
-                                   .heads_per_key = static_cast<int32_t>(q.heads / k.heads),
-                                   .window = call.window,
-                                   .softmax_scale = call.softmax_scale};
-  const int num_blocks =
-      std::min(arguments.parts[0].num_items + arguments.parts[1].num_items, num_multiprocessors());
+  const auto heads_q = static_cast<int32_t>(call.q.heads);
+  const ForwardArguments arguments{
+      .q = make_ragged_map(call.q, Shape::kRows),
+      .k = make_ragged_map(call.k, kKeyBlockRows),
+      .v = make_ragged_map(call.v, kKeyBlockRows),
+      .out = make_ragged_map(call.out, 64),
+      .tiles = call.tiles.tiles,
+      .ticket = call.ticket,
+      .fronts = call.fronts,
+      .lse = call.lse,
+      .num_items = call.tiles.num_tiles * heads_q,
+      .heads_q = heads_q,
+      .heads_per_key = static_cast<int32_t>(call.q.heads / call.k.heads),
+      .window = call.window,
+      .softmax_scale = call.softmax_scale};
+  const int num_blocks = std::min(arguments.num_items, num_multiprocessors());
   launch_kernel(forward_kernel<Shape>, {num_blocks, Shape::kThreads, kSharedBytes}, stream,
                 arguments);
 }
 
-template <typename T, int kHeadDim, bool kVisiting>
-using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32, kVisiting>,
-                                   ForwardShape<T, 128, 2, 240, 24, kVisiting>>;
+template <typename T, int kHeadDim>
+using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32>,
+                                   ForwardShape<T, 128, 2, 240, 24>>;
 
 }  // namespace
 
 void forward(const ForwardCall& call, cudaStream_t stream) {
-  by_element_and_head_dim(call.home.q, [&]<typename T, int kHeadDim>() {
-    if (call.visiting.tiles.num_tiles > 0) {
-      launch<ShapeOf<T, kHeadDim, true>>(call, stream);
-    } else {
-      launch<ShapeOf<T, kHeadDim, false>>(call, stream);
-    }
-  });
+  if (call.tiles.num_tiles == 0) return;
+  by_element_and_head_dim(
+      call.q, [&]<typename T, int kHeadDim>() { launch<ShapeOf<T, kHeadDim>>(call, stream); });
 }
 
 }  // namespace distca::attention::sm90

@@ -3,7 +3,6 @@
 #include "kernels.h"
 #include "order.cuh"
 #include "ptx.cuh"
-#include "tickets.cuh"
 
 // The items of a forward launch, a (tile, head) each: in which order they come, and where in its
 // keys each begins.
@@ -14,23 +13,13 @@
 // it takes, for which the clock goes down: 15 % at 512K keys.
 namespace distca::attention::sm90 {
 
-struct ForwardItems {
+struct ForwardArguments {
   CUtensorMap q, k, v, out;
   const QueryTile* tiles;
   int32_t* ticket;
-  int32_t num_items;
-  int32_t heads_q;
-  float* lse;
-  Arrivals arrivals;
-
-  __device__ __forceinline__ int32_t run_of(int32_t item) const {
-    return tiles[item / heads_q].run;
-  }
-};
-
-struct ForwardArguments {
-  ForwardItems parts[kNumTickets];
   uint64_t* fronts;
+  float* lse;
+  int32_t num_items;
   int32_t heads_q;
   int32_t heads_per_key;
   Window window;
@@ -70,7 +59,6 @@ struct Front {
 struct Job {
   QueryTile tile;
   int32_t head;
-  int32_t part;
   int32_t start;  // block of keys that comes first; then those before it, from the last on the rest
   Front front;
 };
@@ -87,24 +75,19 @@ __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Win
 
 // Items run by run and in a run kv heads by groups, so that the keys in use stay in cache; in a
 // group from the last position to the first, which is longest first, query heads fastest.
-template <bool kVisiting>
 __device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& arguments) {
-  const auto number_of_item = static_cast<uint32_t>(item) + 1;
-  const int32_t part = kVisiting && item >= arguments.parts[0].num_items;
-  if (part == 1) item -= arguments.parts[0].num_items;
-  const QueryTile* tiles = arguments.parts[part].tiles;
-  const QueryTile* any = tiles + item / arguments.heads_q;
+  const QueryTile* any = arguments.tiles + item / arguments.heads_q;
   const int32_t first = any->first_of_run, count = any->num_of_run;
   const HeadGroup group = head_group(item - first * arguments.heads_q, count, arguments.heads_q,
                                      arguments.heads_per_key);
   const int32_t tile = first + count - 1 - group.in_group / group.num_heads;
-  Job job{.tile = tiles[tile],
-          .head = group.first_head + group.in_group % group.num_heads,
-          .part = part};
+  Job job{.tile = arguments.tiles[tile],
+          .head = group.first_head + group.in_group % group.num_heads};
   const BlockRange blocks = blocks_of(job.tile, arguments.window);
   if (arguments.fronts && blocks.count() >= Front::kMinBlocks) {
     const int32_t number = group.first_head / group.num_heads + job.tile.run;
-    job.front = {arguments.fronts + number % kNumFronts, number_of_item - group.in_group};
+    job.front = {arguments.fronts + number % kNumFronts,
+                 static_cast<uint32_t>(item - group.in_group) + 1};
   }
   job.start = job.front.start(job.tile, blocks);
   return job;

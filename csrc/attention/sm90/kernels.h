@@ -40,30 +40,13 @@ struct Window {
   int32_t right;
 };
 
-// Rows that others write while a kernel runs. They write a flag after the rows it stands for, to
-// `epoch` or more; flags only grow (modulo 2^32), so that nobody ever resets one.
-struct Arrivals {
-  const uint32_t* flags = nullptr;    // null: all rows are here
-  const FlagRange* of_run = nullptr;  // [num_runs]
-  uint32_t epoch = 0;
-};
-
-// One list of tasks and the tensors whose rows it names. A call computes two: `home`, whose rows
-// are here, and `visiting`, of which every tile waits for its own run's rows alone. Visiting tiles
-// whose rows have come go first, because others wait for their results. A part may have no tiles.
-struct ForwardPart {
-  RowTensor q, k, v, out;
-  float* lse;  // [rows, heads_q]
-  DeviceTiles tiles;
-  Arrivals arrivals;
-};
-
-constexpr int32_t kNumTickets = 2;  // one for each part
 constexpr int32_t kNumFronts = 4;
 
 struct ForwardCall {
-  ForwardPart home, visiting;
-  int32_t* tickets;  // kNumTickets words, zero
+  RowTensor q, k, v, out;
+  float* lse;  // [rows, heads_q]
+  DeviceTiles tiles;
+  int32_t* ticket;   // zero
   uint64_t* fronts;  // kNumFronts words, zero; null: sums are taken in the same order every time
   Window window;
   float softmax_scale;
@@ -71,28 +54,21 @@ struct ForwardCall {
 
 void forward(const ForwardCall& call, cudaStream_t stream);
 
-struct BackwardPart {
+// Workspace of the backward pass, in bytes.
+struct BackwardSizes {
+  int64_t dq_sums;    // fp32 (int32 when deterministic), tile by tile
+  int64_t row_stats;  // lse, delta and the quantum of dq by tile
+  int64_t bounds;     // of |V| and |K| by run and kv head
+};
+
+struct BackwardCall {
   RowTensor q, k, v, grad_out;
   RowTensor out;       // not read when delta is given
   const float* lse;    // [rows, heads_q]
   const float* delta;  // [rows, heads_q], or null
   RowTensor dq, dk, dv;
   DeviceTiles tiles;
-  Arrivals arrivals;
-};
-
-// Workspace of the backward pass, in bytes.
-struct BackwardSizes {
-  int64_t dq_sums;    // fp32 (int32 when deterministic), tile by tile of home, then of visiting
-  int64_t row_stats;  // lse, delta and the quantum of dq by tile
-  int64_t bounds;     // of |V| and |K| by run and kv head
-};
-
-// A part that waits for rows must be given delta, and may not be deterministic: both a sum over
-// `out` and the bounds that quanta come from are formed before the kernel that waits.
-struct BackwardCall {
-  BackwardPart home, visiting;
-  int32_t* tickets;  // kNumTickets words, zero
+  int32_t* ticket;  // zero
   void* dq_sums;
   float* row_stats;
   float* bounds;

@@ -132,31 +132,6 @@ __device__ __forceinline__ void copies_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// A word that other devices and streams write, and all that they wrote before it.
-__device__ __forceinline__ uint32_t load_from_others(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-// A plain load that stays where it stands among others.
-__device__ __forceinline__ float load_in_order(const float* from) {
-  float value;
-  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
-  return value;
-}
-
-// Makes what this thread knows to be written visible to its copies to shared memory.
-__device__ __forceinline__ void fence_arrivals() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-__device__ __forceinline__ int32_t load_relaxed(const int32_t* word) {
-  int32_t value;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* word) {
   uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");

@@ -13,22 +13,14 @@ struct SharedTile {
   static constexpr uint32_t kBytes = kPanels * kPanelBytes;
 };
 
+constexpr uint32_t kMaxSharedBytes = 227 * 1024;  // that a block of sm_90 may ask for
+
 // The block's dynamic shared memory, which swizzled panels need on a multiple of 1024 bytes. What
 // lies at byte `offset`:
 template <typename T = uint8_t>
 __device__ __forceinline__ T* in_block(uint32_t offset) {
   extern __shared__ __align__(1024) uint8_t memory[];
   return reinterpret_cast<T*>(memory + offset);
-}
-
-__device__ __forceinline__ uint32_t barrier_at(uint32_t barriers, uint32_t which) {
-  return barriers + 8 * which;
-}
-
-// One arrival for the calling warp, when all of its threads are here.
-__device__ __forceinline__ void arrive_as_warp(uint32_t barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
 // Rows of a tensor and head: `row` and num_rows on.

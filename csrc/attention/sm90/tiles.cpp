@@ -9,25 +9,19 @@
 namespace distca::attention::sm90 {
 namespace {
 
-constexpr int64_t kMaxRows = int64_t{1} << 30;
-
-struct Interval {
-  int64_t begin;
-  int64_t end;  // not before begin
-};
+constexpr int64_t kReach = int64_t{1} << 30;  // rows, of the kernels' copy descriptors
 
 struct Run {
-  Interval keys;
+  Range keys;
   std::vector<QueryTile> tiles = {};
   int64_t longest = 0;  // keys that one tile sees, at most
-  FlagRange flags = {};
 };
 
-void check_rows(const std::vector<Task>& tasks) {
-  for (const Task& task : tasks) {
-    const int64_t end = std::max({task.q_row + task.num_q_rows, task.k_row + task.num_k_rows,
-                                  task.k_row + task.q_offset + task.num_q_rows});
-    if (end > kMaxRows) {
+void check_rows(const std::vector<PlacedTask>& tasks) {
+  for (const PlacedTask& task : tasks) {
+    const int64_t end = std::max(
+        {query_rows(task).end, key_rows(task).end, task.k_row + task.q_offset + task.num_q_rows});
+    if (end > kReach) {
       throw std::length_error("tasks: row " + std::to_string(end) +
                               " is past the 2^30 rows that the sm_90 kernels reach; use fewer "
                               "tokens a rank");
@@ -35,30 +29,13 @@ void check_rows(const std::vector<Task>& tasks) {
   }
 }
 
-// Key rows that any row of the tile sees: contiguous, since each row sees an interval one further
-// than the row before.
-Interval visible_keys(const QueryTile& tile, const Mask& mask) {
-  const int64_t last = int64_t{tile.position} + tile.num_rows - 1;
-  Interval keys{tile.k_begin, tile.k_end};
-  if (mask.window_left >= 0) keys.begin = std::max(keys.begin, tile.position - mask.window_left);
-  if (mask.window_right >= 0 && mask.window_right < keys.end - last) {
-    keys.end = last + mask.window_right + 1;
-  }
-  keys.end = std::max(keys.begin, keys.end);
-  return keys;
+// Key rows that any row of the tile sees.
+Range visible_keys(const QueryTile& tile, const Mask& mask) {
+  return keys_seen(mask, {tile.position, int64_t{tile.position} + tile.num_rows},
+                   {tile.k_begin, tile.k_end});
 }
 
-void add_flags(const Task& task, FlagRange& flags) {
-  if (task.first_flag == task.last_flag) return;
-  const bool is_first = flags.begin == flags.end;
-  const auto begin = static_cast<int32_t>(task.first_flag);
-  const auto end = static_cast<int32_t>(task.last_flag);
-  flags = {is_first ? begin : std::min(flags.begin, begin),
-           is_first ? end : std::max(flags.end, end)};
-}
-
-void add_tiles(const Task& task, const Mask& mask, int32_t tile_rows, Run& run) {
-  add_flags(task, run.flags);
+void add_tiles(const PlacedTask& task, const Mask& mask, int32_t tile_rows, Run& run) {
   for (int64_t row = 0; row < task.num_q_rows; row += tile_rows) {
     QueryTile tile{};
     tile.q_row = static_cast<int32_t>(task.q_row + row);
@@ -66,19 +43,19 @@ void add_tiles(const Task& task, const Mask& mask, int32_t tile_rows, Run& run) 
     tile.position = static_cast<int32_t>(task.k_row + task.q_offset + row);
     tile.k_begin = static_cast<int32_t>(task.k_row);
     tile.k_end = static_cast<int32_t>(task.k_row + task.num_k_rows);
-    const Interval keys = visible_keys(tile, mask);
-    run.longest = std::max(run.longest, keys.end - keys.begin);
+    const Range keys = visible_keys(tile, mask);
+    run.longest = std::max(run.longest, num_rows(keys));
     run.tiles.push_back(tile);
   }
 }
 
-std::vector<Run> make_runs(std::vector<Task> tasks, const Mask& mask, int32_t tile_rows) {
-  std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
+std::vector<Run> make_runs(std::vector<PlacedTask> tasks, const Mask& mask, int32_t tile_rows) {
+  std::sort(tasks.begin(), tasks.end(), [](const PlacedTask& a, const PlacedTask& b) {
     return std::tie(a.k_row, a.q_row) < std::tie(b.k_row, b.q_row);
   });
   std::vector<Run> runs, without_keys;
-  for (const Task& task : tasks) {
-    const Interval keys{task.k_row, task.k_row + task.num_k_rows};
+  for (const PlacedTask& task : tasks) {
+    const Range keys = key_rows(task);
     if (task.num_k_rows == 0) {
       if (task.num_q_rows == 0) continue;
       without_keys.push_back({keys});
@@ -100,7 +77,7 @@ std::vector<Run> make_runs(std::vector<Task> tasks, const Mask& mask, int32_t ti
 // The first of `intervals`, in the order given, that covers each of `num_blocks`; -1 where none
 // does. A block is visited once, however many intervals cover it: next[b] leads to the first block
 // from b on that none has covered yet.
-std::vector<int32_t> first_covering(const std::vector<Interval>& intervals,
+std::vector<int32_t> first_covering(const std::vector<Range>& intervals,
                                     const std::vector<int32_t>& order, int64_t num_blocks) {
   std::vector<int32_t> first(num_blocks, -1);
   std::vector<int64_t> next(num_blocks + 1);
@@ -120,10 +97,10 @@ std::vector<int32_t> first_covering(const std::vector<Interval>& intervals,
 }
 
 // Key blocks of the run that each of its tiles sees, counted from the run's first.
-std::vector<Interval> blocks_seen(const Run& run, const Mask& mask) {
-  std::vector<Interval> seen;
+std::vector<Range> blocks_seen(const Run& run, const Mask& mask) {
+  std::vector<Range> seen;
   for (const QueryTile& tile : run.tiles) {
-    const Interval keys = visible_keys(tile, mask);
+    const Range keys = visible_keys(tile, mask);
     if (keys.begin == keys.end) {
       seen.push_back({0, 0});
     } else {
@@ -136,9 +113,9 @@ std::vector<Interval> blocks_seen(const Run& run, const Mask& mask) {
 
 // Appends the run's blocks, whose tiles start at index `first_tile` of the lists.
 void append_blocks(const Run& run, const Mask& mask, int32_t first_tile, TileLists& lists) {
-  const int64_t num_rows = run.keys.end - run.keys.begin;
-  const int64_t num_blocks = (num_rows + kKeyBlockRows - 1) / kKeyBlockRows;
-  const std::vector<Interval> intervals = blocks_seen(run, mask);
+  const int64_t num_rows = distca::num_rows(run.keys);
+  const int64_t num_blocks = ceil_div(num_rows, kKeyBlockRows);
+  const std::vector<Range> intervals = blocks_seen(run, mask);
   std::vector<int32_t> order(run.tiles.size());
   std::iota(order.begin(), order.end(), 0);
   const std::vector<int32_t> first = first_covering(intervals, order, num_blocks);
@@ -176,45 +153,45 @@ void append_run(Run& run, const Mask& mask, TileLists& lists) {
     tile.num_of_run = static_cast<int32_t>(run.tiles.size());
   }
   lists.tiles.insert(lists.tiles.end(), run.tiles.begin(), run.tiles.end());
-  lists.flags.push_back(run.flags);
-  lists.num_key_rows += static_cast<int32_t>(run.keys.end - run.keys.begin);
+  lists.num_key_rows += static_cast<int32_t>(num_rows(run.keys));
   ++lists.num_runs;
 }
 
 }  // namespace
 
-int64_t count_tiles(const std::vector<Task>& tasks, int32_t tile_rows) {
+int64_t count_tiles(const std::vector<PlacedTask>& tasks, int32_t tile_rows) {
   int64_t num_tiles = 0;
-  for (const Task& task : tasks) num_tiles += (task.num_q_rows + tile_rows - 1) / tile_rows;
+  for (const PlacedTask& task : tasks) num_tiles += ceil_div(task.num_q_rows, tile_rows);
   return num_tiles;
 }
 
-KeyCounts count_keys(const std::vector<Task>& tasks) {
+KeyCounts count_keys(const std::vector<PlacedTask>& tasks) {
   KeyCounts counts;
-  std::vector<Interval> keys;
-  for (const Task& task : tasks) {
+  std::vector<Range> keys;
+  for (const PlacedTask& task : tasks) {
     if (task.num_k_rows > 0) {
-      keys.push_back({task.k_row, task.k_row + task.num_k_rows});
+      keys.push_back(key_rows(task));
     } else if (task.num_q_rows > 0) {
       ++counts.runs;
     }
   }
-  const auto by_begin = [](const Interval& a, const Interval& b) { return a.begin < b.begin; };
+  const auto by_begin = [](const Range& a, const Range& b) { return a.begin < b.begin; };
   if (!std::is_sorted(keys.begin(), keys.end(), by_begin)) {
     std::sort(keys.begin(), keys.end(), by_begin);
   }
   for (size_t i = 0; i < keys.size();) {
-    Interval run = keys[i++];
+    Range run = keys[i++];
     for (; i < keys.size() && keys[i].begin < run.end; ++i)
       run.end = std::max(run.end, keys[i].end);
     ++counts.runs;
-    counts.key_rows += run.end - run.begin;
-    counts.blocks += (run.end - run.begin + kKeyBlockRows - 1) / kKeyBlockRows;
+    counts.key_rows += num_rows(run);
+    counts.blocks += ceil_div(num_rows(run), kKeyBlockRows);
   }
   return counts;
 }
 
-TileLists make_tile_lists(const std::vector<Task>& tasks, const Mask& mask, int32_t tile_rows) {
+TileLists make_tile_lists(const std::vector<PlacedTask>& tasks, const Mask& mask,
+                          int32_t tile_rows) {
   check_rows(tasks);
   TileLists lists;
   lists.tile_rows = tile_rows;

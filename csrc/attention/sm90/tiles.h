@@ -3,7 +3,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../task.h"
+#include "core/mask.h"
+#include "core/task.h"
 
 // What the kernels of this folder loop over, built once per plan. Standard library only.
 namespace distca::attention::sm90 {
@@ -42,19 +43,12 @@ struct KeyBlock {
   int32_t unused;
 };
 
-// Arrival flags [begin, end) of all rows that a run's tasks read.
-struct FlagRange {
-  int32_t begin = 0;
-  int32_t end = 0;
-};
-
 struct TileLists {
   int32_t tile_rows = 0;
   int32_t num_runs = 0;
   int32_t num_key_rows = 0;  // covered by runs
   std::vector<QueryTile> tiles;
   std::vector<KeyBlock> blocks;
-  std::vector<FlagRange> flags;  // [num_runs]
 };
 
 // How many of each the lists have, whatever the mask; of blocks and runs, whatever the tiles too.
@@ -64,13 +58,14 @@ struct KeyCounts {
   int64_t key_rows = 0;
   bool operator==(const KeyCounts&) const = default;
 };
-KeyCounts count_keys(const std::vector<Task>& tasks);
-int64_t count_tiles(const std::vector<Task>& tasks, int32_t tile_rows);
+KeyCounts count_keys(const std::vector<PlacedTask>& tasks);
+int64_t count_tiles(const std::vector<PlacedTask>& tasks, int32_t tile_rows);
 
 // Every query row of every task is in one tile (a tile may see no key: its rows are written as
 // such), every key row of every task in one block (no tile may see it: its gradients are written
 // as zeros). Key rows of no task get no block. The order of `tasks` does not matter. Throws
 // std::length_error for rows past 2^30, the reach of the kernels' copy descriptors.
-TileLists make_tile_lists(const std::vector<Task>& tasks, const Mask& mask, int32_t tile_rows);
+TileLists make_tile_lists(const std::vector<PlacedTask>& tasks, const Mask& mask,
+                          int32_t tile_rows);
 
 }  // namespace distca::attention::sm90

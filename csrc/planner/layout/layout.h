@@ -5,18 +5,9 @@
 
 #include "../model/plan.h"
 #include "core/movement.h"
+#include "core/task.h"
 
 namespace distca::planner {
-
-// A task in rows of the tensors its server holds. Query row i of the task stands at key index
-// q_offset + i of the task's keys, so the mask needs no document position.
-struct PlacedTask {
-  int64_t q_row;
-  int64_t num_q_rows;
-  int64_t k_row;
-  int64_t num_k_rows;
-  int64_t q_offset;
-};
 
 // One rank's share of a plan.
 //

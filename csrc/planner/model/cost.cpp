@@ -1,90 +1,12 @@
 #include "cost.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 namespace distca::planner {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-// The same, fast for the powers of two that tiles are.
-int64_t num_tiles_up_to(int64_t position, int64_t tile) {
-  const uint64_t side = static_cast<uint64_t>(tile);
-  if ((side & (side - 1)) != 0) return ceil_div(position, tile);
-  return (position + tile - 1) >> std::countr_zero(side);
-}
-
-// Sum of 0 + 1 + ... + (count - 1).
-int64_t triangle(int64_t count) {
-  return count * (count - 1) / 2;
-}
-
-// Sum over i in [0, count) of floor((first + i * step) / divisor); nothing is negative. The part
-// below the divisor counts lattice points under a line, whose axes swap as in Euclid's algorithm.
-int64_t floor_sum(int64_t count, int64_t first, int64_t step, int64_t divisor) {
-  int64_t sum = 0;
-  while (count > 0) {
-    sum += triangle(count) * (step / divisor) + count * (first / divisor);
-    step %= divisor;
-    first %= divisor;
-    const int64_t last = first + count * step;
-    count = last / divisor;
-    first = last % divisor;
-    std::swap(step, divisor);
-  }
-  return sum;
-}
-
-// Tiles of any mask with any visible pair; apart, so that the causal case stays fast.
-[[gnu::noinline]] int64_t num_masked_tiles(const Mask& mask, Range q, int64_t length,
-                                           const CostModel& cost) {
-  const int64_t num_q_tiles = num_tiles_up_to(q.end - q.begin, cost.tile_q);
-  const Range keys = keys_of(mask, q, length);
-  const int64_t widest = ceil_div(length - keys.begin, cost.tile_k);
-
-  // Key tiles up to the last key of each query tile; the last query tile may be cut short.
-  int64_t tiles = ceil_div(keys.end - keys.begin, cost.tile_k);
-  int64_t num_rising = 0;
-  if (mask.window_right >= 0) {
-    const int64_t room = std::max<int64_t>(0, length - mask.window_right - q.begin);
-    num_rising = std::min(num_q_tiles - 1, room / cost.tile_q);
-  }
-  if (num_rising > 0) {
-    const int64_t first_end = q.begin + cost.tile_q + mask.window_right;
-    const int64_t first = first_end - keys.begin + cost.tile_k - 1;
-    tiles += floor_sum(num_rising, first, cost.tile_q, cost.tile_k);
-  }
-  tiles += (num_q_tiles - 1 - num_rising) * widest;
-
-  // Key tiles wholly before the first key of each query tile.
-  if (mask.window_left >= 0) {
-    const int64_t hidden = std::max<int64_t>(0, mask.window_left - q.begin);
-    const int64_t skipped =
-        hidden / cost.tile_q + (hidden % cost.tile_q != 0);  // query tiles that see key 0
-    if (skipped < num_q_tiles) {
-      const int64_t first = q.begin + skipped * cost.tile_q - mask.window_left - keys.begin;
-      tiles -= floor_sum(num_q_tiles - skipped, first, cost.tile_q, cost.tile_k);
-    }
-  }
-  return tiles;
-}
-
-// Tiles with any visible pair: query tiles start at q.begin, key tiles at the first visible key.
-int64_t num_tiles(const Mask& mask, Range q, int64_t length, const CostModel& cost) {
-  const bool is_causal = mask.window_left < 0 && mask.window_right == 0;
-  if (!is_causal || cost.tile_q != cost.tile_k) return num_masked_tiles(mask, q, length, cost);
-  // Each query tile sees one key tile more than the one before it, up to the last, cut short.
-  const int64_t num_q_tiles = num_tiles_up_to(q.end - q.begin, cost.tile_q);
-  return (num_q_tiles - 1) * num_tiles_up_to(q.begin, cost.tile_k) + triangle(num_q_tiles) +
-         num_tiles_up_to(q.end, cost.tile_k);
-}
 
 // Where x stands on an axis: between two entries, or beyond an edge and in proportion to it.
 struct Place {
@@ -132,52 +54,16 @@ void check_axis(const std::string& field, const std::vector<int64_t>& axis) {
 
 }  // namespace
 
-Range keys_of(const Mask& mask, Range q, int64_t length) {
-  if (q.begin >= q.end) return {q.begin, q.begin};
-  const bool all_before = mask.window_left < 0 || mask.window_left >= q.begin;
-  const bool all_after = mask.window_right < 0 || mask.window_right >= length - q.end;
-  return {all_before ? 0 : q.begin - mask.window_left,
-          all_after ? length : q.end + mask.window_right};
-}
-
-int64_t num_pairs(const Mask& mask, Range q, int64_t length) {
-  if (q.begin >= q.end) return 0;
-  int64_t pairs = (q.end - q.begin) * length;
-  if (mask.window_right >= 0) {  // query p hides the keys behind p + window_right
-    const int64_t split = std::clamp(length - mask.window_right, q.begin, q.end);
-    const int64_t shortest = length - mask.window_right - split;  // hidden from query split - 1
-    pairs -= (split - q.begin) * shortest + triangle(split - q.begin);
-  }
-  if (mask.window_left >= 0) {  // and the keys before p - window_left
-    const int64_t split = std::clamp(mask.window_left, q.begin, q.end);
-    pairs -= (q.end - split) * (split - mask.window_left) + triangle(q.end - split);
-  }
-  return pairs;
-}
-
 double CostModel::seconds(const Mask& mask, Range q, int64_t length) const {
   if (q.begin >= q.end) return 0.0;
-  if (table_seconds.empty()) {
-    return static_cast<double>(num_tiles(mask, q, length, *this)) * seconds_per_tile +
-           seconds_per_task;
-  }
+  const auto tiles = static_cast<double>(num_tiles(mask, q, length, {tile_q, tile_k}));
+  if (table_seconds.empty()) return tiles * seconds_per_tile + seconds_per_task;
   const Range keys = keys_of(mask, q, length);
   const int64_t num_rows = q.end - q.begin;
   const int64_t num_keys = keys.end - keys.begin;
-  const double share = static_cast<double>(num_tiles(mask, q, length, *this)) /
-                       (static_cast<double>(ceil_div(num_rows, tile_q)) *
-                        static_cast<double>(ceil_div(num_keys, tile_k)));
+  const double share = tiles / (static_cast<double>(ceil_div(num_rows, tile_q)) *
+                                static_cast<double>(ceil_div(num_keys, tile_k)));
   return seconds_per_task + (interpolate(*this, num_rows, num_keys) - seconds_per_task) * share;
-}
-
-void validate(const Mask& mask) {
-  const std::string expected = "-1 (no limit) or the number of keys seen on that side";
-  if (mask.window_left < -1) {
-    reject("mask.window_left", std::to_string(mask.window_left), expected);
-  }
-  if (mask.window_right < -1) {
-    reject("mask.window_right", std::to_string(mask.window_right), expected);
-  }
 }
 
 void validate(const CostModel& cost) {

@@ -3,25 +3,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/mask.h"
+
 namespace distca::planner {
-
-// A query at position p sees keys [p - window_left, p + window_right] of its document; -1 is no
-// limit. Causal is {-1, 0}, full {-1, -1}, a sliding window of W {W, 0}.
-struct Mask {
-  int64_t window_left = -1;
-  int64_t window_right = 0;
-};
-
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
-
-// Keys that queries [q.begin, q.end) of a document of `length` tokens may see together.
-Range keys_of(const Mask& mask, Range q, int64_t length);
-
-// (query, key) pairs that queries [q.begin, q.end) score, in closed form.
-int64_t num_pairs(const Mask& mask, Range q, int64_t length);
 
 // Seconds of kernel time (forward + backward of one layer) for one task.
 //
@@ -42,8 +26,7 @@ struct CostModel {
   double seconds(const Mask& mask, Range q, int64_t length) const;
 };
 
-// Throw std::invalid_argument naming the field.
-void validate(const Mask& mask);
+// Throws std::invalid_argument naming the field.
 void validate(const CostModel& cost);
 
 }  // namespace distca::planner

@@ -23,7 +23,7 @@ int64_t RangeSet::num_shared(Range range) const {
                                [](Range held, int64_t begin) { return held.end <= begin; });
   int64_t count = 0;
   for (; held != ranges_.end() && held->begin < range.end; ++held) {
-    count += planner::num_shared(*held, range);
+    count += distca::num_shared(*held, range);
   }
   return count;
 }

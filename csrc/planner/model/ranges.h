@@ -10,19 +10,6 @@
 
 namespace distca::planner {
 
-inline int64_t num_rows(Range range) {
-  return range.end - range.begin;
-}
-
-// May be negative: the distance between ranges that do not meet.
-inline Range intersect(Range a, Range b) {
-  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
-}
-
-inline int64_t num_shared(Range a, Range b) {
-  return std::max<int64_t>(0, num_rows(intersect(a, b)));
-}
-
 inline Range positions(const Segment& segment) {
   return {segment.start, segment.start + segment.length};
 }

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+// Counts and ranges of rows, for every room. Standard library only, as all of this folder.
+namespace distca {
+
+// Row indices are int32 where they travel and where devices read them.
+constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
+
+constexpr int64_t ceil_div(int64_t count, int64_t divisor) {
+  return (count + divisor - 1) / divisor;
+}
+
+constexpr int64_t round_up(int64_t count, int64_t multiple) {
+  return ceil_div(count, multiple) * multiple;
+}
+
+// [begin, end)
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+constexpr int64_t num_rows(Range range) {
+  return range.end - range.begin;
+}
+
+// May be negative: the distance between ranges that do not meet.
+constexpr Range intersect(Range a, Range b) {
+  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
+}
+
+constexpr int64_t num_shared(Range a, Range b) {
+  return std::max<int64_t>(0, num_rows(intersect(a, b)));
+}
+
+// Consecutive rows, or slots.
+struct Run {
+  int64_t first;
+  int64_t length;
+};
+
+}  // namespace distca
