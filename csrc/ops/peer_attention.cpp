@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "attention/delta.h"
-#include "attention/sm90.h"
 #include "transport/peer/peer.h"
 #include "transport/row_view.h"
 
@@ -16,7 +15,6 @@ namespace distca::ops {
 namespace {
 
 namespace peer = transport::peer;
-namespace sm90 = attention::sm90;
 static_assert(kMaxPeers == peer::kMaxPeers);
 
 // A tensor of visiting rows, or of returned ones, in the buffer of every rank: at the same place on
@@ -225,8 +223,8 @@ class Sending {
 
 bool uses_peer_memory(const Call& call, double softmax_scale) {
   const auto has_peers = [](const Round& round) { return round.peers.has_value(); };
-  return call.session->peer_transport() != nullptr && softmax_scale > 0 &&
-         sm90::supports(call.inputs.q) &&
+  return call.session->peer_transport() != nullptr &&
+         attention::reads_in_place(call.inputs.q, softmax_scale) &&
          std::all_of(call.layout.rounds.begin(), call.layout.rounds.end(), has_peers);
 }
 
@@ -250,20 +248,21 @@ std::tuple<at::Tensor, at::Tensor> peer_forward(const Call& call, const Kept& ke
     // Separate launches, not one that waits for flags: blocks that take tasks of both lists by
     // turns lose the keys that they share in L2, a tenth of their speed and more.
     const attention::ForwardRows early{q, k, v, round.early, out, lse};
-    in_phase(call, kEarlyTasks, [&] { sm90::forward(early, params); });
+    in_phase(call, kEarlyTasks, [&] { attention::forward(early, params); });
     in_phase(call, kWaitForRows,
              [&] { transport.await_arrivals(senders_of(round, transport.rank())); });
     in_phase(call, kVisitingTasks, [&] {
-      sm90::forward({buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), round.visiting,
-                     buffers.queries(outs.visiting), buffers.queries(lses.visiting)},
-                    params);
+      attention::forward(
+          {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v), round.visiting,
+           buffers.queries(outs.visiting), buffers.queries(lses.visiting)},
+          params);
     });
     in_phase(call, kCombine, [&] {
       transport.return_results(returned_parcels(round, buffers, {outs, lses}, {}));
     });
     keep(round, {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)}, kept.rounds[i]);
     const attention::ForwardRows late{q, k, v, round.late, out, lse};
-    in_phase(call, kLateTasks, [&] { sm90::forward(late, params); });
+    in_phase(call, kLateTasks, [&] { attention::forward(late, params); });
     std::vector<peer::Gather> gathers;
     take_queries(round, buffers, outs, out, gathers);
     take_queries(round, buffers, lses, lse, gathers);
@@ -347,26 +346,26 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
     restore(round, kept, {buffers.queries(to_q), buffers.keys(to_k), buffers.keys(to_v)});
   });
   const attention::BackwardRows early{grad, q, k, v, saved, round.early, dq, dk, dv};
-  in_phase(call, kEarlyTasks, [&] { sm90::backward(early, params); });
+  in_phase(call, kEarlyTasks, [&] { attention::backward(early, params); });
   in_phase(call, kWaitForRows,
            [&] { transport.await_arrivals(senders_of(round, transport.rank())); });
   in_phase(call, kVisitingTasks, [&] {
-    sm90::backward({buffers.queries(to_grad),
-                    buffers.queries(to_q),
-                    buffers.keys(to_k),
-                    buffers.keys(to_v),
-                    {buffers.queries(to_lse), buffers.queries(to_delta), {}},
-                    round.visiting,
-                    buffers.queries(dqs.visiting),
-                    buffers.keys(dks.visiting),
-                    buffers.keys(dvs.visiting)},
-                   params);
+    attention::backward({buffers.queries(to_grad),
+                         buffers.queries(to_q),
+                         buffers.keys(to_k),
+                         buffers.keys(to_v),
+                         {buffers.queries(to_lse), buffers.queries(to_delta), {}},
+                         round.visiting,
+                         buffers.queries(dqs.visiting),
+                         buffers.keys(dks.visiting),
+                         buffers.keys(dvs.visiting)},
+                        params);
   });
   in_phase(call, kCombine, [&] {
     transport.return_results(returned_parcels(round, buffers, {dqs}, {dks, dvs}));
   });
   const attention::BackwardRows late{grad, q, k, v, saved, round.late, dq, dk, dv};
-  in_phase(call, kLateTasks, [&] { sm90::backward(late, params); });
+  in_phase(call, kLateTasks, [&] { attention::backward(late, params); });
   std::vector<peer::Gather> gathers;
   take_queries(round, buffers, dqs, dq, gathers);
   add_key_gradients(round, buffers, dks, dk, gathers);
