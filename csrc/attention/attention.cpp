@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "choice.h"
+#include "backend.h"
 
 namespace distca::attention {
 namespace {

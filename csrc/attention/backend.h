@@ -1,7 +1,6 @@
 #pragma once
 
 #include <limits>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -43,6 +42,20 @@ const std::vector<Backend>& backends();
 
 // Puts a row before all others. Call it before the first plan; it is not safe beside other calls.
 [[gnu::visibility("default")]] void register_backend(const Backend& backend);
+
+// What decides which back end computes a call.
+struct Request {
+  const at::Tensor& q;  // [rows, heads, head_dim]
+  Mask mask;
+  double softmax_scale = 1;
+  bool deterministic = false;
+};
+
+// The first back end of the table that takes the request; null if none does.
+const Backend* find_backend(const Request& request);
+
+// The same; throws ValueError, naming what is allowed, if none does.
+const Backend& choose_backend(const Request& request);
 
 // What stands for a back end in layouts.
 constexpr int64_t id_of(std::string_view name) {

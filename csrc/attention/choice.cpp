@@ -1,10 +1,10 @@
-#include "choice.h"
-
 #include <ATen/Context.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <string>
+
+#include "backend.h"
 
 namespace distca::attention {
 namespace {
