@@ -62,10 +62,9 @@ def sources(with_cuda: bool, with_sm90: bool) -> list[str]:
     found = [path for pattern in patterns for path in (ROOT / "csrc").glob(pattern)]
     if not with_cuda:
         found = [path for path in found if path.parent.name != "aten"]
-    if not with_sm90:  # layouts carry the tile lists all the same
+    if not with_sm90:
         names = {"sm90", "peer"}
-        sm90 = [path for path in found if names & {path.parent.name, path.stem}]
-        found = [path for path in found if path not in sm90 or path.name == "tiles.cpp"]
+        found = [path for path in found if path.parent.name not in names]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 

@@ -9,6 +9,14 @@ HEADER_WORDS = 17
 MAX_WORDS, PLACE_WORDS = 4, 4
 
 
+def backend_id(name: str) -> int:
+    """What stands for a back end in layouts; see id_of in csrc/attention/backend.h."""
+    value = 0xCBF29CE484222325
+    for byte in name.encode():
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return value - 2**64 if value >= 2**63 else value
+
+
 def num_rounds(layout: Tensor) -> int:
     return layout[NUM_ROUNDS].item()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_words import HEADER_WORDS, MAX_WORDS, PLACE_WORDS
+from layout_words import HEADER_WORDS, MAX_WORDS, PLACE_WORDS, backend_id
 from ranks import Ranks
 from small_step import SHARDED, small_step
 from torch import Tensor
@@ -158,6 +158,8 @@ def _tasks():
 
 FIRST_COUNT = 11  # words before it are used as they are
 NUM_COUNTED, NUM_ROW_WORDS = 11, 12  # of a layout: what its packed rows are unpacked to
+CUDA_BACKENDS = ("sm90", "aten")
+VECTOR_WORDS = 4  # where words of back ends begin in `rows`: at multiples
 RUN_WORDS = 5  # of packed rows: first word, word step, value, value step, count
 
 
@@ -211,36 +213,36 @@ def _packed_rows():
     yield "another layout's", lambda: unpack(_alone()[0], packed)
 
 
-TILE_ROWS = 64  # of a layout's first tile table: its first word
-TABLE_WORDS = 6  # tile_rows, tiles, blocks, runs, key rows, words in `rows`
-
-
-def _tiled() -> tuple[Tensor, Tensor]:
-    """For CUDA: two documents, whose keys are two runs."""
+def _for_cuda() -> tuple[Tensor, Tensor]:
+    """Of two documents, whose keys are two runs."""
     pieces = torch.tensor([[0, 1, 0, 70], [0, 2, 0, 30]])
     return _layout(_plan(pieces, 1), pieces=pieces, device="cuda")
 
 
-def _tile_tables():
-    layout, rows = _tiled()
-    first = layout.tolist().index(TILE_ROWS)
-    for word in range(first, first + 3 * TABLE_WORDS):
+def _word_of_first_backend() -> int | None:
+    """Where a list's words of back ends begin; None if this library has none for CUDA."""
+    words = _for_cuda()[0].tolist()
+    found = [words.index(backend_id(name)) for name in CUDA_BACKENDS if backend_id(name) in words]
+    return min(found, default=None)
+
+
+def _backend_words():
+    layout, rows = _for_cuda()
+    count_word = _word_of_first_backend() - 1
+    at, row, of_rows = count_word + 1, int(layout[NUM_COUNTED]), []
+    for _ in range(int(layout[count_word])):  # its id, host words and number of device words
+        at += 2 + int(layout[at + 1])
+        row = -(-row // VECTOR_WORDS) * VECTOR_WORDS
+        of_rows += range(row, row := row + int(layout[at]))
+        at += 1
+    for word in range(count_word, at):
         right = int(layout[word])
         for value in {*HUGE, right - 1, right + 1} - {right}:
             yield (
-                f"word {word - first} = {value}",
+                f"word {word - count_word} = {value}",
                 lambda w=word, v=value: _attend(_with(layout, w, v), rows),
             )
-    for tiles in range(first + 1, first + 3 * TABLE_WORDS, TABLE_WORDS):
-        both = layout[tiles : tiles + 2]
-        for moved in (-1, 1):  # from blocks to tiles: as many words as before
-            lie = both + torch.tensor([moved, -moved])
-            yield (
-                f"{lie.tolist()} tiles and blocks for {both.tolist()}",
-                lambda w=tiles, v=lie: _attend(_with(layout, slice(w, w + 2), v), rows),
-            )
-    num_words = int(layout[first + TABLE_WORDS - 1 : first + 3 * TABLE_WORDS : TABLE_WORDS].sum())
-    for word in range(rows.numel() - num_words, rows.numel()):
+    for word in of_rows:
         right = int(rows[word])
         for value in {-(2**31), -1, 0, right - 1, right + 1, 2**31 - 1} - {right}:
             yield (
@@ -410,7 +412,7 @@ GROUPS = {
         _tasks,
         _layouts,
         _packed_rows,
-        _tile_tables,
+        _backend_words,
         _movements,
         _layouts_of_two_ranks,
         _gradients,
@@ -440,8 +442,8 @@ def refusals(rank: int, world_size: int, group: str, last: Path) -> list[str]:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_raw_operators_refuse(tmp_path, group):
-    if group == "tile_tables" and TILE_ROWS not in _tiled()[0]:
-        pytest.skip("a library without CUDA makes no tile tables")
+    if group == "backend_words" and _word_of_first_backend() is None:
+        pytest.skip("a library without CUDA has no back end that reads words")
     alone = Ranks(1, start_method="forkserver")
     last = tmp_path / "last"
     try:

@@ -14,8 +14,8 @@ CXX_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
 ROOMS = ("core", "planner", "attention", "transport", "ops", "tests", "fuzz")
 
 NO_TORCH_NO_CUDA = r"torch/|ATen/|c10/|cuda"
-# Room (the longest prefix counts): other rooms it may include, with the rooms inside them, and
-# libraries it must not.
+# Room or file (the longest prefix counts): other rooms it may include, with the rooms inside them,
+# and libraries it must not.
 CXX_RULES = {
     "core": (set(), NO_TORCH_NO_CUDA),
     "planner": ({"core"}, NO_TORCH_NO_CUDA),
@@ -24,11 +24,15 @@ CXX_RULES = {
     "planner/layout": ({"core", "planner/model"}, NO_TORCH_NO_CUDA),
     "attention": ({"core"}, r"torch/csrc/distributed/|nccl"),
     "attention/sm90": ({"core", "attention"}, r"torch/|ATen/|c10/"),
+    "attention/sm90/backend.cpp": ({"core", "attention"}, r"torch/csrc/distributed/|nccl"),
     "transport": ({"core"}, r"$^"),
     "ops": ({"core", "planner", "attention", "transport"}, r"$^"),
     "tests": ({"core", "planner", "attention", "transport"}, r"torch/|ATen/|c10/"),
     "fuzz": ({"core", "planner", "tests"}, r"torch/|ATen/|c10/"),
 }
+# Rooms that reach back ends through their table alone, and what would say that they do not.
+ABOVE_BACKENDS = ("ops/", "planner/", "transport/")
+A_BACKEND = re.compile(r"\bsm90\b|[Hh]opper|\b[Ww]aves?\b|attention(/|::)(aten|cpu)\b")
 STANDARD_ROOMS = {"core", "planner"}  # they include the standard library and their like, no more
 STANDARD_HEADER = re.compile(r"[a-z_0-9]+")
 
@@ -110,7 +114,7 @@ def libraries_reached(path: str, text: str, seen: set[str]) -> set[str]:
 
 def cxx_violations(path: str, text: str) -> list[str]:
     """What the file `path` (under csrc/) includes although its room forbids it."""
-    rooms = [room for room in CXX_RULES if path.startswith(room + "/")]
+    rooms = [room for room in CXX_RULES if f"{path}/".startswith(f"{room}/")]
     if not rooms:
         return [f"{path} is in no room"]
     own = max(rooms, key=len)
@@ -128,6 +132,16 @@ def cxx_violations(path: str, text: str) -> list[str]:
         if re.search(forbidden, header):
             found.append(f"{path} reaches <{header}>")
     return found
+
+
+def backend_violations(path: str, text: str) -> list[str]:
+    """Where the file `path` (under csrc/) knows back ends that only their table may know."""
+    if path.startswith("attention/"):
+        knows = "DISTCA_WITH_" in text and path != "attention/backends.cpp"
+        return [f"{path} asks what was built"] * knows
+    if path.startswith("transport/peer/") or not path.startswith(ABOVE_BACKENDS):
+        return []
+    return [f"{path} names {match[0]}" for match in A_BACKEND.finditer(text)]
 
 
 def imports_of(tree: ast.AST) -> set[str]:
@@ -225,6 +239,27 @@ def test_rooms_of_cxx_depend_one_way():
         assert cxx_violations(path, file.read_text()) == []
 
 
+def test_back_ends_are_known_to_their_table_alone():
+    for file in cxx_files():
+        path = file.relative_to(CSRC).as_posix()
+        assert backend_violations(path, file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        ("attention/attention.cpp", "#ifdef DISTCA_WITH_CUDA"),
+        ("attention/cpu/forward.cpp", "#ifdef DISTCA_WITH_SM90"),
+        ("ops/layout_writer.cpp", '#include "attention/sm90/tiles.h"'),
+        ("ops/layout_reader.cpp", "attention::aten::Waves waves;"),
+        ("ops/core_attention.cpp", "return attention::cpu::forward(rows, params);"),
+        ("planner/layout/layout.cpp", "// in the order of the Hopper kernels"),
+    ],
+)
+def test_planted_knowledge_of_back_ends_is_found(path, text):
+    assert backend_violations(path, text)
+
+
 def test_every_room_was_seen():
     seen = {file.relative_to(CSRC).parts[0] for file in cxx_files()}
     assert seen == set(ROOMS)
@@ -302,6 +337,7 @@ def test_python_habits():
         ("attention/attention.h", '"ops/steps.h"'),
         ("attention/sm90/forward.cu", "<ATen/core/Tensor.h>"),
         ("attention/sm90/forward.cu", '"../attention.h"'),
+        ("attention/sm90/tiles.cpp", '"../backend.h"'),
         ("transport/rows.cpp", '"attention/attention.h"'),
         ("transport/process_group/process_group.cpp", '"planner/model/plan.h"'),
         ("transport/rows.cpp", '"ops/session.h"'),
@@ -324,6 +360,7 @@ def test_planted_includes_are_found(path, header):
         ("ops/planning.cpp", '"planner/layout/layout.h"'),
         ("attention/cpu/forward.cpp", '"../attention.h"'),
         ("attention/sm90/forward.cu", "<cuda_runtime.h>"),
+        ("attention/sm90/backend.cpp", '"../backend.h"'),
         ("attention/sm90/forward.cu", '"core/task.h"'),
         ("planner/layout/layout.cpp", '"core/task.h"'),
         ("transport/rows.cpp", '"core/rows.h"'),

@@ -4,14 +4,10 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include "cpu/cpu.h"
-#include "delta.h"
-#ifdef DISTCA_WITH_CUDA
-#include "aten/aten.h"
-#endif
-#ifdef DISTCA_WITH_SM90
-#include "sm90.h"
-#endif
+#include <algorithm>
+#include <stdexcept>
+
+#include "backend.h"
 
 namespace distca::attention {
 namespace {
@@ -52,34 +48,12 @@ void check_tasks(const std::vector<PlacedTask>& tasks, int64_t rows_q, int64_t r
   }
 }
 
-void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                  const TaskList& tasks) {
-  check_qkv(q, k, v);
-  check_tasks(tasks.tasks, q.size(0), k.size(0));
-}
-
-// A scale that is not positive turns the order of scores around, which the kernels' running maximum
-// cannot follow.
-bool runs_on_sm90([[maybe_unused]] const at::Tensor& q, [[maybe_unused]] double softmax_scale) {
-#ifdef DISTCA_WITH_SM90
-  return softmax_scale > 0 && sm90::supports(q);
-#else
-  return false;
-#endif
-}
-
-#ifdef DISTCA_WITH_CUDA
-bool runs_on_aten(const at::Tensor& q, double softmax_scale) {
-  return q.is_cuda() && !runs_on_sm90(q, softmax_scale);
-}
-#endif
-
-[[noreturn]] void throw_unsupported(const at::Device& device) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !device.is_cuda(), "q is on ", device,
-      ", but distca was built without CUDA. Build it again where nvcc is found: "
-      "`pip install --no-build-isolation .`, or with FORCE_CUDA=1 and CUDA_HOME set");
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "q is on ", device, "; attention runs on cpu and cuda");
+// The back end of a call, whose arguments have passed their checks.
+const Backend& backend_of(const at::Tensor& q, const TaskList& tasks, const Params& params) {
+  const Backend& backend =
+      choose_backend({q, tasks.mask, params.softmax_scale, params.deterministic});
+  if (backend.plan_words) words_of(tasks, backend.name);
+  return backend;
 }
 
 // Results of the forward pass that the backward pass is given: `out` or `delta`, and `lse`.
@@ -107,41 +81,105 @@ void check_gradient(const at::Tensor& grad_out, const Saved& saved, const at::Te
   check_saved(saved, q);
 }
 
-}  // namespace
-
-bool runs_own_kernels(const at::Tensor& q) {
-#ifdef DISTCA_WITH_SM90
-  if (sm90::supports(q)) return true;
-#endif
-  return q.is_cpu();
+PlannedWords planned_words(const Backend& backend, const TaskList& list) {
+  try {
+    return backend.plan_words(list.tasks, list.mask);
+  } catch (const std::length_error& error) {
+    TORCH_CHECK_VALUE(false, "layout: ", error.what());
+  }
 }
 
-bool works_in_place(const at::Tensor& q, double softmax_scale) {
-  return runs_on_sm90(q, softmax_scale);
+// Whether the tasks of these lists read every key row.
+bool read_all_keys(int64_t num_rows, std::initializer_list<const TaskList*> lists) {
+  std::vector<Range> keys;
+  for (const TaskList* list : lists) {
+    for (const PlacedTask& task : list->tasks) keys.push_back(key_rows(task));
+  }
+  const auto by_begin = [](Range a, Range b) { return a.begin < b.begin; };
+  if (!std::is_sorted(keys.begin(), keys.end(), by_begin)) {
+    std::sort(keys.begin(), keys.end(), by_begin);
+  }
+  int64_t end = 0;
+  for (const Range& range : keys) {
+    if (range.begin > end) return false;
+    end = std::max(end, range.end);
+  }
+  return end >= num_rows;
+}
+
+}  // namespace
+
+std::vector<PlannedWords> plan_words(const std::vector<PlacedTask>& tasks, const Mask& mask,
+                                     c10::string_view device_type) {
+  std::vector<PlannedWords> all;
+  for (const Backend& backend : backends()) {
+    const std::string name = c10::DeviceTypeName(backend.device, /*lower_case=*/true);
+    if (!backend.plan_words || name != device_type) continue;
+    all.push_back(backend.plan_words(tasks, mask));
+    all.back().backend = id_of(backend.name);
+  }
+  return all;
+}
+
+void check_words(const TaskList& list) {
+  for (const TaskWords& words : list.words) {
+    const auto& all = backends();
+    const auto backend = std::find_if(all.begin(), all.end(), [&](const Backend& b) {
+      return b.plan_words && id_of(b.name) == words.backend;
+    });
+    TORCH_CHECK_VALUE(backend != all.end(), "layout: words of a back end, ", words.backend,
+                      ", that is not there; make it with distca.plan of this process");
+    if (backend->check_words) backend->check_words(list, words);
+    if (!words.device.is_cpu()) continue;
+    const PlannedWords expected = planned_words(*backend, list);
+    const auto* device = words.device.const_data_ptr<int32_t>();
+    TORCH_CHECK_VALUE(
+        words.host == expected.host && std::equal(expected.device.begin(), expected.device.end(),
+                                                  device, device + words.device.numel()),
+        "layout: the words of back end ", backend->name,
+        " are not those of the layout's tasks; make both with distca.plan");
+  }
+}
+
+const TaskWords& words_of(const TaskList& list, std::string_view name) {
+  const auto found =
+      std::find_if(list.words.begin(), list.words.end(),
+                   [&](const TaskWords& words) { return words.backend == id_of(name); });
+  TORCH_CHECK_VALUE(found != list.words.end(), "layout: no words for back end ", name,
+                    ", it was made for another device than q's; pass device= to distca.plan");
+  return *found;
+}
+
+void check_supported(const at::Tensor& q, const Mask& mask, bool deterministic) {
+  const double any_scale = 1;
+  choose_backend({q, mask, any_scale, deterministic});
+}
+
+bool reads_in_place(const at::Tensor& q, double softmax_scale) {
+  const Backend* backend = find_backend({q, {}, softmax_scale});
+  return backend && backend->reads_in_place;
+}
+
+void forward(const ForwardRows& rows, const Params& params) {
+  check_qkv(rows.q, rows.k, rows.v);
+  check_tasks(rows.tasks.tasks, rows.q.size(0), rows.k.size(0));
+  backend_of(rows.q, rows.tasks, params).forward(rows, params);
+}
+
+void backward(const BackwardRows& rows, const Params& params) {
+  check_qkv(rows.q, rows.k, rows.v);
+  check_tasks(rows.tasks.tasks, rows.q.size(0), rows.k.size(0));
+  check_gradient(rows.grad_out, rows.saved, rows.q);
+  backend_of(rows.q, rows.tasks, params).backward(rows, params);
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params) {
-  check_inputs(q, k, v, tasks);
-#ifdef DISTCA_WITH_CUDA
-  if (runs_on_aten(q, params.softmax_scale)) return aten::forward(q, k, v, tasks, params);
-#endif
+  check_qkv(q, k, v);
   const auto [out, lse] = new_results(q);
   forward({q, k, v, tasks, out, lse}, params);
   return {out, lse};
-}
-
-void forward(const ForwardRows& rows, const Params& params) {
-  check_inputs(rows.q, rows.k, rows.v, rows.tasks);
-  if (rows.q.is_cpu()) return cpu::forward(rows, params);
-#ifdef DISTCA_WITH_SM90
-  if (runs_on_sm90(rows.q, params.softmax_scale)) return sm90::forward(rows, params);
-#endif
-#ifdef DISTCA_WITH_CUDA
-  if (rows.q.is_cuda()) return aten::forward(rows, params);
-#endif
-  throw_unsupported(rows.q.device());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_out,
@@ -152,36 +190,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   // Autograd hands down expanded gradients, whose last dimension has stride 0.
   const at::Tensor grad =
       grad_out.dim() != 3 || grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous();
-  check_inputs(q, k, v, tasks);
-#ifdef DISTCA_WITH_CUDA
-  if (runs_on_aten(q, params.softmax_scale)) {
-    check_gradient(grad, saved, q);
-    return aten::backward(grad, q, k, v, saved, tasks, params);
-  }
-#endif
+  check_qkv(q, k, v);
   const at::Tensor dq = at::empty(q.sizes(), q.options());
   const auto [dk, dv] = new_key_gradients(k, {&tasks});
   backward({grad, q, k, v, saved, tasks, dq, dk, dv}, params);
   return {dq, dk, dv};
-}
-
-void backward(const BackwardRows& rows, const Params& params) {
-  check_inputs(rows.q, rows.k, rows.v, rows.tasks);
-  check_gradient(rows.grad_out, rows.saved, rows.q);
-  if (rows.q.is_cpu()) {
-    BackwardRows with_delta = rows;
-    if (!rows.saved.delta.defined()) {
-      with_delta.saved.delta = row_dots(rows.saved.out.contiguous(), rows.grad_out.contiguous());
-    }
-    return cpu::backward(with_delta, params);
-  }
-#ifdef DISTCA_WITH_SM90
-  if (runs_on_sm90(rows.q, params.softmax_scale)) return sm90::backward(rows, params);
-#endif
-#ifdef DISTCA_WITH_CUDA
-  if (rows.q.is_cuda()) return aten::backward(rows, params);
-#endif
-  throw_unsupported(rows.q.device());
 }
 
 std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {
@@ -190,21 +203,12 @@ std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {
           at::empty(q.sizes().slice(0, 2), q.options().dtype(real))};
 }
 
-bool writes_all_keys([[maybe_unused]] const at::Tensor& k,
-                     [[maybe_unused]] std::initializer_list<const TaskList*> lists) {
-#ifdef DISTCA_WITH_SM90
-  return sm90::supports(k) && sm90::write_all_keys(k, lists);
-#else
-  return false;
-#endif
-}
-
 std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k,
                                                     std::initializer_list<const TaskList*> lists) {
-  if (writes_all_keys(k, lists)) {
-    return {at::empty(k.sizes(), k.options()), at::empty(k.sizes(), k.options())};
-  }
-  return {at::zeros(k.sizes(), k.options()), at::zeros(k.sizes(), k.options())};
+  const auto allocate = [&, are_all_written = read_all_keys(k.size(0), lists)] {
+    return are_all_written ? at::empty(k.sizes(), k.options()) : at::zeros(k.sizes(), k.options());
+  };
+  return {allocate(), allocate()};
 }
 
 }  // namespace distca::attention

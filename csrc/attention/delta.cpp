@@ -1,33 +1,13 @@
 #include "delta.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "backend.h"
 
 namespace distca::attention {
-namespace {
-
-template <typename scalar_t>
-void row_dots_cpu(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) {
-  using acc_t = at::opmath_type<scalar_t>;
-  const int64_t head_dim = a.size(2);
-  const auto* a_data = a.const_data_ptr<scalar_t>();
-  const auto* b_data = b.const_data_ptr<scalar_t>();
-  auto* dots_data = dots.mutable_data_ptr<acc_t>();
-  at::parallel_for(0, dots.numel(), 256, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      acc_t sum = 0;
-      for (int64_t d = 0; d < head_dim; ++d) {
-        sum += static_cast<acc_t>(a_data[i * head_dim + d]) *
-               static_cast<acc_t>(b_data[i * head_dim + d]);
-      }
-      dots_data[i] = sum;
-    }
-  });
-}
-
-}  // namespace
 
 at::Tensor empty_row_dots(const at::Tensor& a) {
   const auto dtype = a.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -36,11 +16,13 @@ at::Tensor empty_row_dots(const at::Tensor& a) {
 
 void row_dots_into(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) {
   if (dots.numel() == 0) return;
-#ifdef DISTCA_WITH_CUDA
-  if (a.is_cuda()) return row_dots_cuda(a, b, dots);
-#endif
-  AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, a.scalar_type(), "row_dots",
-                                 [&] { row_dots_cpu<scalar_t>(a, b, dots); });
+  const auto& all = backends();
+  const auto backend = std::find_if(all.begin(), all.end(), [&](const Backend& backend) {
+    return backend.row_dots && backend.device == a.device().type();
+  });
+  TORCH_CHECK_VALUE(backend != all.end(), "tensors are on ", a.device(),
+                    ", for which no back end was built");
+  backend->row_dots(a, b, dots);
 }
 
 at::Tensor row_dots(const at::Tensor& a, const at::Tensor& b) {

@@ -15,8 +15,7 @@ at::Tensor empty_row_dots(const at::Tensor& a);
 // The same into `dots`, contiguous.
 void row_dots_into(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
 
-#ifdef DISTCA_WITH_CUDA
+// On CUDA devices, for their back ends.
 void row_dots_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
-#endif
 
 }  // namespace distca::attention

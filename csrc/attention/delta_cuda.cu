@@ -2,6 +2,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 
+#include "core/rows.h"
 #include "delta.h"
 
 namespace distca::attention {
@@ -49,7 +50,7 @@ void row_dots_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& d
     const auto kernel =
         in_vectors ? row_dots_kernel<scalar_t, kVector> : row_dots_kernel<scalar_t, 1>;
     const int64_t num_dots = dots.numel();
-    const auto num_blocks = static_cast<unsigned>((num_dots + kDotsPerBlock - 1) / kDotsPerBlock);
+    const auto num_blocks = static_cast<unsigned>(ceil_div(num_dots, kDotsPerBlock));
     kernel<<<num_blocks, dim3(kLanes, kDotsPerBlock), 0, at::cuda::getCurrentCUDAStream()>>>(
         a.const_data_ptr<scalar_t>(), b.const_data_ptr<scalar_t>(), dots.mutable_data_ptr<float>(),
         num_dots, a.size(2));

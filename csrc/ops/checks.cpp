@@ -1,6 +1,5 @@
 #include "checks.h"
 
-#include <ATen/Context.h>
 #include <c10/util/Exception.h>
 
 #include <bit>
@@ -14,43 +13,12 @@
 namespace distca::ops {
 namespace {
 
-constexpr int64_t kMaxHeadDimCuda = 256;
-
 void check_same(const at::Tensor& tensor, const char* name, const at::Tensor& q) {
   TORCH_CHECK_VALUE(tensor.scalar_type() == q.scalar_type(), name, " is ", tensor.scalar_type(),
                     ", q is ", q.scalar_type(),
                     "; expected one dtype (cast them, or use autocast)");
   TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " is on ", tensor.device(), ", q on ",
                     q.device(), "; expected one device");
-}
-
-void check_device_support(const at::Tensor& q, const Layout& layout) {
-  const auto dtype = q.scalar_type();
-  if (!q.is_cuda()) {
-    TORCH_CHECK_VALUE(q.device().is_cpu(), "q is on ", q.device(), "; expected cpu or cuda");
-    TORCH_CHECK_VALUE(dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16,
-                      "q is ", dtype, "; core attention on CPU takes float64, float32 or bfloat16");
-    return;
-  }
-#ifndef DISTCA_WITH_CUDA
-  TORCH_CHECK_VALUE(false, "q is on ", q.device(),
-                    ", but distca was built without CUDA; rebuild it "
-                    "where nvcc is found: FORCE_CUDA=1 pip install --no-build-isolation .");
-#endif
-  TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kHalf, "q is ", dtype,
-                    "; core attention on CUDA takes bfloat16 or float16 (cast, or use autocast)");
-  TORCH_CHECK_VALUE(q.size(2) % 8 == 0 && q.size(2) <= kMaxHeadDimCuda, "head_dim is ", q.size(2),
-                    "; core attention on CUDA takes multiples of 8 up to ", kMaxHeadDimCuda);
-  if (attention::runs_own_kernels(q)) return;
-  const Mask& mask = layout.mask;
-  TORCH_CHECK_VALUE(mask.window_right == 0 || (mask.window_left < 0 && mask.window_right < 0),
-                    "window_size is (", mask.window_left, ", ", mask.window_right,
-                    "); core attention of head_dim ", q.size(2),
-                    " on this device takes (-1, 0) causal, (W, 0) sliding or (-1, -1) full");
-  TORCH_CHECK_VALUE(!layout.deterministic || at::globalContext().deterministicAlgorithms(),
-                    "deterministic is set, but core attention of head_dim ", q.size(2),
-                    " on this device is PyTorch's, which follows another switch: call "
-                    "torch.use_deterministic_algorithms(True) too");
 }
 
 // Returns the plan's digest, extended by what decides where ranks write in each other's memory: the
@@ -140,8 +108,8 @@ transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const a
                         ? std::string("equal numbers")
                         : "k to have the documents' " + std::to_string(layout.num_context_rows) +
                               " context rows more");
-  check_device_of_rows(q, "q", layout.rounds[0].early.cu_seqlens.device());
-  check_device_support(q, layout);
+  check_device_of_rows(q, "q", layout.device);
+  attention::check_supported(q, layout.mask, layout.deterministic);
   return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
 }
 
@@ -220,7 +188,7 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
   call.timeline = call.session->timeline();
   call.where = call.session->enter(pass, caller, call.layout.moves_rows);
   call.transport =
-      &call.session->transport(attention::works_in_place(call.inputs.q, softmax_scale));
+      &call.session->transport(attention::reads_in_place(call.inputs.q, softmax_scale));
   if (call.layout.moves_rows) return call;
   call.turn = {};
   call.session.reset();

@@ -106,12 +106,6 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   in_phase(call, kVisitingTasks, [&] {
     const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
     const auto& sent = visiting.with_queries;
-    const at::Tensor& visiting_dk = visiting.key_results[0];
-    const at::Tensor& visiting_dv = visiting.key_results[1];
-    if (!attention::writes_all_keys(visiting_k, {&round.visiting})) {
-      visiting_dk.zero_();
-      visiting_dv.zero_();
-    }
     attention::backward({sent[0],
                          visiting_q,
                          visiting_k,
@@ -119,8 +113,8 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
                          {sent[1], sent[2], {}},
                          round.visiting,
                          visiting.query_results[0],
-                         visiting_dk,
-                         visiting_dv},
+                         visiting.key_results[0],
+                         visiting.key_results[1]},
                         params);
   });
   in_phase(call, kCombine, [&] { trip->combine(); });

@@ -81,8 +81,7 @@ struct Reader {
   transport::Keeping keeping(const Layout& layout, const transport::Routes& routes);
   transport::Routes routes(const Layout& layout);
   attention::TaskList tasks();
-  attention::TileTable tiles(const std::vector<PlacedTask>& tasks,
-                             const attention::sm90::KeyCounts& keys, int32_t tile_rows);
+  attention::TaskWords backend_words();
   void check_consumed() const;
   transport::Reduction reduction(int64_t num_rows, int64_t num_slots);
 };
@@ -100,57 +99,23 @@ attention::TaskList Reader::tasks() {
         std::all_of(t, t + kTaskWords, [](int64_t word) { return 0 <= word && word <= kMaxRows; }),
         "layout: task ", i, " is ", at::IntArrayRef(t, kTaskWords), "; expected 0 to ", kMaxRows);
   }
-  const int64_t num_waves = small_word("waves");
-  int64_t num_cu_seqlens = 0;
-  for (int64_t i = 0; i < num_waves; ++i) {
-    const std::vector<int64_t> w = counts(5);
-    TORCH_CHECK_VALUE(0 <= w[0] && w[0] <= kMaxRows, "layout: ", w[0], " sequences in a wave");
-    num_cu_seqlens += 2 * (w[0] + 1);
-    list.waves.push_back({w[0], w[1], w[2], w[3], w[4]});
-  }
-  list.wave_order = counts(word());
-  list.cu_seqlens = device_section();
-  TORCH_CHECK_VALUE(list.cu_seqlens.size(0) == num_cu_seqlens, "layout: ", list.cu_seqlens.size(0),
-                    " cu_seqlens do not match the waves, which have ", num_cu_seqlens);
-  const int64_t num_tables = word();
-  if (num_tables == 0) return list;
-  const std::span heights = attention::sm90::kTileRows;
-  TORCH_CHECK_VALUE(num_tables == static_cast<int64_t>(heights.size()), "layout: ", num_tables,
-                    " tile tables; expected 0 or ", heights.size());
-  const attention::sm90::KeyCounts keys = attention::sm90::count_keys(list.tasks);
-  for (const int32_t tile_rows : heights) list.tiles.push_back(tiles(list.tasks, keys, tile_rows));
+  const int64_t num_backends = small_word("back ends");
+  for (int64_t i = 0; i < num_backends; ++i) list.words.push_back(backend_words());
+  attention::check_words(list);
   return list;
 }
 
-// Words are checked on the CPU; on a device they are as the host wrote them.
-attention::TileTable Reader::tiles(const std::vector<PlacedTask>& tasks,
-                                   const attention::sm90::KeyCounts& keys, int32_t tile_rows) {
-  const std::vector<int64_t> w = counts(5);
-  attention::TileTable table{w[0], w[1], w[2], w[3], w[4], {}};
-  TORCH_CHECK_VALUE(table.tile_rows == tile_rows, "layout: tiles of ", table.tile_rows,
-                    " rows; expected ", tile_rows);
-  const int64_t num_tiles = attention::sm90::count_tiles(tasks, tile_rows);
-  const attention::sm90::KeyCounts found{table.num_blocks, table.num_runs, table.num_key_rows};
-  TORCH_CHECK_VALUE(table.num_tiles == num_tiles && found == keys, "layout: a tile table of ",
-                    table.num_tiles, " tiles, ", table.num_blocks, " key blocks, ", table.num_runs,
-                    " runs and ", table.num_key_rows,
-                    " key rows does not match its tasks, which have ", num_tiles, ", ", keys.blocks,
-                    ", ", keys.runs, " and ", keys.key_rows);
+attention::TaskWords Reader::backend_words() {
+  attention::TaskWords words{.backend = word()};
+  words.host = counts(word());
   next_row = round_up(next_row, kVectorWords);
-  table.words = device_section();
-  const int64_t num_words = kItemWords * (table.num_tiles + table.num_blocks);
-  TORCH_CHECK_VALUE(table.words.size(0) == num_words, "layout: a tile table of ",
-                    table.words.size(0), " words does not match its counts, which say ", num_words);
-  const auto address = reinterpret_cast<uintptr_t>(table.words.const_data_ptr<int32_t>());
-  TORCH_CHECK_VALUE(num_words == 0 || address % (kVectorWords * sizeof(int32_t)) == 0,
-                    "rows: not aligned to ", kVectorWords * sizeof(int32_t),
+  words.device = device_section();
+  const auto address = reinterpret_cast<uintptr_t>(words.device.const_data_ptr<int32_t>());
+  constexpr int64_t kAlignment = kVectorWords * sizeof(int32_t);
+  TORCH_CHECK_VALUE(words.device.numel() == 0 || address % kAlignment == 0, "rows: not aligned to ",
+                    kAlignment,
                     " bytes, as the kernels read it; pass a tensor of its own, call rows.clone()");
-  if (!table.words.is_cpu()) return table;
-  const auto made = words_of(attention::sm90::make_tile_lists(tasks, mask, tile_rows));
-  TORCH_CHECK_VALUE(std::equal(made.begin(), made.end(), table.words.const_data_ptr<int32_t>()),
-                    "rows: the tiles of ", tile_rows,
-                    " rows are not those of the layout's tasks; make both with distca.plan");
-  return table;
+  return words;
 }
 
 void Reader::check_consumed() const {
@@ -332,6 +297,7 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   decoded.moves_rows = words[kMovesRows] != 0;
   decoded.mask = reader.mask;
   decoded.deterministic = words[kDeterministic] != 0;
+  decoded.device = rows.device();
   decoded.rounds.resize(words[kNumRounds]);
   int64_t num_kept_q = 0, num_kept_k = 0;
   for (Round& round : decoded.rounds) {

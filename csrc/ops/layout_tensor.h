@@ -22,7 +22,7 @@ struct Round {
 };
 
 // A rank's layout as operators use it. `layout` int64 on the host holds counts and tasks, `rows`
-// int32 on the attention's device holds row indices, sequence offsets and tile lists.
+// int32 on the attention's device holds row indices and words of back ends.
 struct Layout {
   int64_t step = -1;  // plans made by the group before this one; -1: no group
   uint64_t plan_digest = 0;
@@ -32,6 +32,7 @@ struct Layout {
   int64_t num_context_rows = 0;  // of them without queries
   bool moves_rows = false;       // whether any rank sends any row under this plan
   Mask mask;
+  at::Device device{at::kCPU};  // of rows
   bool deterministic = false;
   std::vector<Round> rounds;  // one or more, as many on every rank; home tasks are of the first
 

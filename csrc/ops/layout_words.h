@@ -6,22 +6,17 @@
 #include <numeric>
 #include <vector>
 
-#include "attention/sm90/tiles.h"
-
 // How a layout is written into its two tensors; layout_writer.cpp and layout_reader.cpp agree on
 // it.
 namespace distca::ops {
 
-constexpr int64_t kMagic = 0x646973746361000b;  // "distca", format 11
+constexpr int64_t kMagic = 0x646973746361000c;  // "distca", format 12
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
-constexpr int64_t kItemWords = 8;    // of a QueryTile, of a KeyBlock
-static_assert(sizeof(attention::sm90::QueryTile) == kItemWords * sizeof(int32_t));
-static_assert(sizeof(attention::sm90::KeyBlock) == kItemWords * sizeof(int32_t));
 constexpr int64_t kTaskWords = 5;
 
-// Header of the host tensor; routes of all rounds follow, then their tasks with waves and tile
-// tables, in the order of encode_layout.
+// Header of the host tensor; routes of all rounds follow, then their tasks with the words of back
+// ends, in the order of encode_layout.
 enum Header : int64_t {
   kMagicWord,
   kLength,
@@ -46,8 +41,5 @@ enum Header : int64_t {
 inline int64_t sum(const std::vector<int64_t>& values) {
   return std::accumulate(values.begin(), values.end(), int64_t{0});
 }
-
-// Tiles, then key blocks.
-std::vector<int32_t> words_of(const attention::sm90::TileLists& lists);
 
 }  // namespace distca::ops

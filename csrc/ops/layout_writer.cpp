@@ -9,9 +9,6 @@
 #include "layout_words.h"
 #include "row_words.h"
 #include "transport/process_group/slots.h"
-#ifdef DISTCA_WITH_CUDA
-#include "attention/aten/waves.h"
-#endif
 
 namespace distca::ops {
 namespace {
@@ -52,9 +49,6 @@ struct Writer {
   void routes(const planner::Layout& layout);
   void tasks(const std::vector<PlacedTask>& tasks, const Mask& mask,
              const std::string& device_type);
-#ifdef DISTCA_WITH_CUDA
-  void tiles(const attention::sm90::TileLists& lists);
-#endif
 };
 
 void Writer::tasks(const std::vector<PlacedTask>& tasks, const Mask& mask,
@@ -63,36 +57,15 @@ void Writer::tasks(const std::vector<PlacedTask>& tasks, const Mask& mask,
   for (const PlacedTask& t : tasks) {
     counts({t.q_row, t.num_q_rows, t.k_row, t.num_k_rows, t.q_offset});
   }
-#ifdef DISTCA_WITH_CUDA
-  if (device_type == "cuda") {
-    const attention::aten::Waves waves = attention::aten::make_waves(tasks);
-    host.push_back(static_cast<int64_t>(waves.waves.size()));
-    for (const attention::aten::VarlenWave& w : waves.waves) {
-      counts({w.num_sequences, w.max_q, w.max_k, w.first_task, w.last_task});
-    }
-    host.push_back(static_cast<int64_t>(waves.order.size()));
-    counts(waves.order);
-    section(waves.cu_seqlens);
-    host.push_back(static_cast<int64_t>(std::size(attention::sm90::kTileRows)));
-    for (const int32_t tile_rows : attention::sm90::kTileRows) {
-      tiles(attention::sm90::make_tile_lists(tasks, mask, tile_rows));
-    }
-    return;
+  const auto all_words = attention::plan_words(tasks, mask, device_type);
+  host.push_back(static_cast<int64_t>(all_words.size()));
+  for (const attention::PlannedWords& words : all_words) {
+    counts({words.backend, static_cast<int64_t>(words.host.size())});
+    counts(words.host);
+    device.append(std::vector<int32_t>(round_up(device.size(), kVectorWords) - device.size(), 0));
+    section(words.device);
   }
-#endif
-  host.insert(host.end(), {0, 0});  // no waves, no order
-  section(std::vector<int32_t>{});
-  host.push_back(0);  // no tile tables
 }
-
-#ifdef DISTCA_WITH_CUDA
-void Writer::tiles(const attention::sm90::TileLists& lists) {
-  counts({lists.tile_rows, static_cast<int64_t>(lists.tiles.size()),
-          static_cast<int64_t>(lists.blocks.size()), lists.num_runs, lists.num_key_rows});
-  device.append(std::vector<int32_t>(round_up(device.size(), kVectorWords) - device.size(), 0));
-  section(words_of(lists));
-}
-#endif
 
 // Home rows whose sent keys come back as gradients, each with its slots in order: rows, where the
 // slots of each begin, slots.
@@ -174,17 +147,6 @@ void Writer::routes(const planner::Layout& layout) {
 }
 
 }  // namespace
-
-std::vector<int32_t> words_of(const attention::sm90::TileLists& lists) {
-  std::vector<int32_t> words;
-  const auto append = [&words](const auto& item) {
-    const auto item_words = std::bit_cast<std::array<int32_t, kItemWords>>(item);
-    words.insert(words.end(), item_words.begin(), item_words.end());
-  };
-  for (const attention::sm90::QueryTile& tile : lists.tiles) append(tile);
-  for (const attention::sm90::KeyBlock& block : lists.blocks) append(block);
-  return words;
-}
 
 std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layout>& rounds,
                                                  const planner::Plan& plan,

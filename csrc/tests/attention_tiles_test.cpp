@@ -31,7 +31,7 @@ auto fields(const KeyBlock& b) {
 
 bool same(const TileLists& a, const TileLists& b) {
   const auto equal = [](const auto& x, const auto& y) { return fields(x) == fields(y); };
-  return a.num_runs == b.num_runs && a.num_key_rows == b.num_key_rows &&
+  return a.num_runs == b.num_runs &&
          std::equal(a.tiles.begin(), a.tiles.end(), b.tiles.begin(), b.tiles.end(), equal) &&
          std::equal(a.blocks.begin(), a.blocks.end(), b.blocks.begin(), b.blocks.end(), equal);
 }
@@ -107,7 +107,6 @@ std::string check_blocks(const std::vector<PlacedTask>& tasks, const TileLists& 
     for (int64_t i = 0; i < task.num_k_rows; ++i) covered.insert(task.k_row + i);
     for (int64_t i = 1; i < task.num_k_rows; ++i) linked.insert(task.k_row + i);
   }
-  if (static_cast<int64_t>(covered.size()) != lists.num_key_rows) return "num_key_rows";
   Blocks blocks = lists.blocks;
   std::sort(blocks.begin(), blocks.end(),
             [](const KeyBlock& a, const KeyBlock& b) { return a.k_row < b.k_row; });
@@ -247,8 +246,7 @@ TEST(Tiles, RandomTasks) {
     for (const int32_t tile_rows : kTileRows) {
       const TileLists lists = make_tile_lists(tasks, mask, tile_rows);
       ASSERT_EQ(check(tasks, mask, lists), "") << "round " << round << ", rows " << tile_rows;
-      const KeyCounts keys{static_cast<int64_t>(lists.blocks.size()), lists.num_runs,
-                           lists.num_key_rows};
+      const KeyCounts keys{static_cast<int64_t>(lists.blocks.size()), lists.num_runs};
       ASSERT_EQ(count_keys(tasks), keys) << "round " << round;
       ASSERT_EQ(count_tiles(tasks, tile_rows), lists.tiles.size()) << "round " << round;
       std::shuffle(tasks.begin(), tasks.end(), random.engine);
@@ -280,7 +278,6 @@ TEST(Tiles, EveryTamperedFieldIsFound) {
     for (const auto field : block_fields) {
       EXPECT_TRUE(is_found([&](TileLists& l) { l.blocks[1].*field += change; }));
     }
-    EXPECT_TRUE(is_found([&](TileLists& l) { l.num_key_rows += change; }));
   }
   EXPECT_TRUE(is_found([](TileLists& l) { l.tiles.pop_back(); }));
   EXPECT_TRUE(is_found([](TileLists& l) { l.blocks.pop_back(); }));
@@ -301,7 +298,6 @@ TEST(Tiles, ShardsOfOneDocumentAreOneRun) {
   ASSERT_EQ(lists.tiles.size(), 5u);
   ASSERT_EQ(lists.blocks.size(), 4u);
   EXPECT_EQ(lists.num_runs, 2);
-  EXPECT_EQ(lists.num_key_rows, 310);
   EXPECT_EQ(fields(lists.tiles[0]), std::make_tuple(100, 64, 0, 0, 65, 0, 0, 4));
   EXPECT_EQ(fields(lists.tiles[1]), std::make_tuple(164, 1, 64, 0, 65, 0, 0, 4));
   EXPECT_EQ(fields(lists.tiles[2]), std::make_tuple(0, 64, 200, 0, 300, 0, 0, 4));
@@ -321,7 +317,6 @@ TEST(Tiles, TasksWithoutKeysOrQueries) {
                                            {73, 1, 40, 2, 0}},
                                           {}, 64);
   EXPECT_EQ(lists.num_runs, 4);
-  EXPECT_EQ(lists.num_key_rows, 22);
   ASSERT_EQ(lists.tiles.size(), 4u);
   EXPECT_EQ(fields(lists.tiles[0]), std::make_tuple(73, 1, 40, 40, 42, 0, 0, 1));
   EXPECT_EQ(fields(lists.tiles[1]), std::make_tuple(0, 64, 5, 5, 5, 1, 1, 2));

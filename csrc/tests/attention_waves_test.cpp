@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "attention/aten/waves.h"
@@ -55,6 +56,8 @@ void check(const std::vector<PlacedTask>& tasks) {
   }
   ASSERT_EQ(offset, waves.cu_seqlens.size());
   for (size_t i = 0; i < tasks.size(); ++i) ASSERT_EQ(times_seen[i], tasks[i].num_q_rows > 0);
+  const std::vector<int64_t> words = host_words(waves);
+  ASSERT_EQ(host_words(read_waves(words, static_cast<int64_t>(tasks.size()))), words);
 }
 
 TEST(Waves, NoTasksNoWaves) {
@@ -101,6 +104,21 @@ TEST(Waves, RandomTasks) {
     check(tasks);
     if (HasFatalFailure()) return;
   }
+}
+
+TEST(Waves, WordsPastTheirEndsAreRefused) {
+  const std::vector<PlacedTask> tasks = {{0, 10, 0, 20, 10}, {10, 5, 0, 5, 0}};
+  const std::vector<int64_t> words = host_words(make_waves(tasks));
+  ASSERT_EQ(words.size(), 13u);  // two waves, two tasks in order
+  for (const size_t at : {0, 1, 4, 5, 11}) {
+    for (const int64_t value : {int64_t{-1}, int64_t{1} << 40}) {
+      std::vector<int64_t> wrong = words;
+      wrong[at] = value;
+      EXPECT_THROW(read_waves(wrong, 2), std::invalid_argument) << at << " " << value;
+    }
+  }
+  EXPECT_THROW(read_waves({}, 2), std::invalid_argument);
+  EXPECT_THROW(read_waves({words.begin(), words.end() - 2}, 2), std::invalid_argument);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "waves.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -11,6 +12,8 @@ namespace {
 // A longer run of unread keys is cut, so that one long gap does not widen the launch of all
 // sequences; each sequence costs the backward pass 128 rows of workspace, so not too finely.
 constexpr int64_t kMaxGap = 4096;
+
+constexpr int64_t kWaveWords = 5;
 
 std::vector<std::vector<int64_t>> assign_waves(const std::vector<PlacedTask>& tasks) {
   std::vector<int64_t> by_q_row(tasks.size());
@@ -91,6 +94,39 @@ Waves make_waves(const std::vector<PlacedTask>& tasks) {
                             .last_task = static_cast<int64_t>(result.order.size())});
     result.cu_seqlens.insert(result.cu_seqlens.end(), sequences.cu_q.begin(), sequences.cu_q.end());
     result.cu_seqlens.insert(result.cu_seqlens.end(), sequences.cu_k.begin(), sequences.cu_k.end());
+  }
+  return result;
+}
+
+std::vector<int64_t> host_words(const Waves& waves) {
+  std::vector<int64_t> words = {static_cast<int64_t>(waves.waves.size())};
+  for (const VarlenWave& w : waves.waves) {
+    words.insert(words.end(), {w.num_sequences, w.max_q, w.max_k, w.first_task, w.last_task});
+  }
+  words.insert(words.end(), waves.order.begin(), waves.order.end());
+  return words;
+}
+
+Waves read_waves(const std::vector<int64_t>& words, int64_t num_tasks) {
+  const auto check = [](const char* name, int64_t value, int64_t least, int64_t most) {
+    if (least <= value && value <= most) return;
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; expected " +
+                                std::to_string(least) + " to " + std::to_string(most));
+  };
+  const auto num_words = static_cast<int64_t>(words.size());
+  check("number of words of waves", num_words, 1, std::numeric_limits<int64_t>::max());
+  check("number of waves", words[0], 0, (num_words - 1) / kWaveWords);
+  Waves result;
+  const auto order = words.begin() + 1 + kWaveWords * words[0];
+  result.order.assign(order, words.end());
+  for (const int64_t task : result.order) check("task of a wave", task, 0, num_tasks - 1);
+  for (auto w = words.begin() + 1; w != order; w += kWaveWords) {
+    check("number of sequences", w[0], 1, kMaxRows);
+    check("max_q", w[1], 0, kMaxRows);
+    check("max_k", w[2], 0, kMaxRows);
+    check("last task of a wave", w[4], 1, static_cast<int64_t>(result.order.size()));
+    check("first task of a wave", w[3], 0, w[4] - 1);
+    result.waves.push_back({w[0], w[1], w[2], w[3], w[4]});
   }
   return result;
 }

@@ -1,5 +1,6 @@
 #include <numeric>
 
+#include "../delta.h"
 #include "cpu.h"
 #include "run.h"
 
@@ -102,6 +103,9 @@ void run_backward(const BackwardArgs<T>& args, const KeyGradRows<T>& out,
 }  // namespace
 
 void backward(const BackwardRows& rows, const Params& params) {
+  const at::Tensor delta = rows.saved.delta.defined()
+                               ? rows.saved.delta
+                               : row_dots(rows.saved.out.contiguous(), rows.grad_out.contiguous());
   visit_dtype(rows.q, [&](auto element) {
     using T = decltype(element);
     const BackwardArgs<T> args{.shape = shape_of(rows, params),
@@ -110,7 +114,7 @@ void backward(const BackwardRows& rows, const Params& params) {
                                .k = rows_of<const T>(rows.k),
                                .v = rows_of<const T>(rows.v),
                                .lse = rows_of<const RealOf<T>>(rows.saved.lse),
-                               .delta = rows_of<const RealOf<T>>(rows.saved.delta),
+                               .delta = rows_of<const RealOf<T>>(delta),
                                .dq = rows_of<T>(rows.dq)};
     run_backward(args, {rows_of<T>(rows.dk), rows_of<T>(rows.dv)}, rows.tasks.tasks,
                  rows.k.size(1));

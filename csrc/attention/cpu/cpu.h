@@ -7,8 +7,6 @@
 namespace distca::attention::cpu {
 
 void forward(const ForwardRows& rows, const Params& params);
-
-// `saved` holds delta.
 void backward(const BackwardRows& rows, const Params& params);
 
 }  // namespace distca::attention::cpu

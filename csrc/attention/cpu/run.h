@@ -39,8 +39,7 @@ void visit_dtype(const at::Tensor& x, const F& f) {
     case at::kBFloat16:
       return f(c10::BFloat16{});
     default:
-      TORCH_CHECK_VALUE(false, "q, k and v are ", x.scalar_type(),
-                        "; attention on the CPU takes float64, float32 or bfloat16");
+      TORCH_INTERNAL_ASSERT(false, "no kernels for ", x.scalar_type());
   }
 }
 

@@ -153,7 +153,6 @@ void append_run(Run& run, const Mask& mask, TileLists& lists) {
     tile.num_of_run = static_cast<int32_t>(run.tiles.size());
   }
   lists.tiles.insert(lists.tiles.end(), run.tiles.begin(), run.tiles.end());
-  lists.num_key_rows += static_cast<int32_t>(num_rows(run.keys));
   ++lists.num_runs;
 }
 
@@ -184,7 +183,6 @@ KeyCounts count_keys(const std::vector<PlacedTask>& tasks) {
     for (; i < keys.size() && keys[i].begin < run.end; ++i)
       run.end = std::max(run.end, keys[i].end);
     ++counts.runs;
-    counts.key_rows += num_rows(run);
     counts.blocks += ceil_div(num_rows(run), kKeyBlockRows);
   }
   return counts;

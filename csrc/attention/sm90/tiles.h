@@ -46,7 +46,6 @@ struct KeyBlock {
 struct TileLists {
   int32_t tile_rows = 0;
   int32_t num_runs = 0;
-  int32_t num_key_rows = 0;  // covered by runs
   std::vector<QueryTile> tiles;
   std::vector<KeyBlock> blocks;
 };
@@ -55,7 +54,6 @@ struct TileLists {
 struct KeyCounts {
   int64_t blocks = 0;
   int64_t runs = 0;
-  int64_t key_rows = 0;
   bool operator==(const KeyCounts&) const = default;
 };
 KeyCounts count_keys(const std::vector<PlacedTask>& tasks);

@@ -1,17 +1,24 @@
-#include "sm90.h"
+#include "../backend.h"
 
+#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <iterator>
 
-#include "sm90/kernels.h"
+#include "../delta.h"
+#include "kernels.h"
 
+// bfloat16 and float16 on compute capability 9.0: tasks read shared keys where they lie, and a
+// key's gradient is written once.
 namespace distca::attention::sm90 {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 128;
+constexpr const char* kName = "sm90";
 constexpr int64_t kCopyAlignment = 16;  // bytes, of the copy engine's addresses and strides
 
 // `tensor`, or a copy of it that the copy engine can read.
@@ -37,23 +44,57 @@ RowTensor row_tensor(const at::Tensor& tensor, const at::Tensor& like) {
           .head_stride = (is_empty ? head_dim : tensor.stride(1)) * size};
 }
 
-// Tables for tiles of tile_rows rows.
-const TileTable& table_of(const TaskList& tasks, int32_t tile_rows) {
-  const auto found = std::find_if(tasks.tiles.begin(), tasks.tiles.end(),
-                                  [&](const TileTable& t) { return t.tile_rows == tile_rows; });
-  TORCH_CHECK_VALUE(found != tasks.tiles.end(),
-                    "layout: no tile lists, it was made for another device than q's; pass "
-                    "device= to distca.plan");
-  return *found;
+// Host words: key blocks and runs, which do not depend on the height of tiles, then tiles of each
+// height. Device words: tiles and key blocks of each height.
+constexpr int64_t kNumHeights = std::size(kTileRows);
+constexpr int64_t kItemWords = 8;
+static_assert(sizeof(QueryTile) == kItemWords * sizeof(int32_t));
+static_assert(sizeof(KeyBlock) == kItemWords * sizeof(int32_t));
+
+std::vector<int64_t> host_words(const std::vector<PlacedTask>& tasks) {
+  const KeyCounts keys = count_keys(tasks);
+  std::vector<int64_t> words = {keys.blocks, keys.runs};
+  for (const int32_t tile_rows : kTileRows) words.push_back(count_tiles(tasks, tile_rows));
+  return words;
 }
 
-DeviceTiles device_tiles(const TileTable& table) {
-  const auto* tiles = reinterpret_cast<const QueryTile*>(table.words.const_data_ptr<int32_t>());
-  return {.tiles = tiles,
-          .blocks = reinterpret_cast<const KeyBlock*>(tiles + table.num_tiles),
-          .num_tiles = static_cast<int32_t>(table.num_tiles),
-          .num_blocks = static_cast<int32_t>(table.num_blocks),
-          .num_runs = static_cast<int32_t>(table.num_runs)};
+PlannedWords plan_words(const std::vector<PlacedTask>& tasks, const Mask& mask) {
+  PlannedWords words{.host = host_words(tasks)};
+  const auto append = [&](const auto& item) {
+    const auto item_words = std::bit_cast<std::array<int32_t, kItemWords>>(item);
+    words.device.insert(words.device.end(), item_words.begin(), item_words.end());
+  };
+  for (const int32_t tile_rows : kTileRows) {
+    const TileLists lists = make_tile_lists(tasks, mask, tile_rows);
+    for (const QueryTile& tile : lists.tiles) append(tile);
+    for (const KeyBlock& block : lists.blocks) append(block);
+  }
+  return words;
+}
+
+void check_words(const TaskList& list, const TaskWords& words) {
+  TORCH_CHECK_VALUE(words.host == host_words(list.tasks), "layout: its counts of tiles, ",
+                    at::IntArrayRef(words.host), ", are not those of its tasks, ",
+                    at::IntArrayRef(host_words(list.tasks)));
+  int64_t num_items = kNumHeights * words.host[0];
+  for (int64_t i = 0; i < kNumHeights; ++i) num_items += words.host[2 + i];
+  TORCH_CHECK_VALUE(words.device.numel() == kItemWords * num_items,
+                    "layout: ", words.device.numel(), " words of tiles; expected ",
+                    kItemWords * num_items);
+}
+
+DeviceTiles tiles_of(const TaskList& list, int32_t tile_rows) {
+  const TaskWords& words = words_of(list, kName);
+  const int64_t num_blocks = words.host[0];
+  const auto* items = reinterpret_cast<const QueryTile*>(words.device.const_data_ptr<int32_t>());
+  int64_t height = 0;
+  for (; kTileRows[height] != tile_rows; ++height) items += words.host[2 + height] + num_blocks;
+  const int64_t num_tiles = words.host[2 + height];
+  return {.tiles = items,
+          .blocks = reinterpret_cast<const KeyBlock*>(items + num_tiles),
+          .num_tiles = static_cast<int32_t>(num_tiles),
+          .num_blocks = static_cast<int32_t>(num_blocks),
+          .num_runs = static_cast<int32_t>(words.host[1])};
 }
 
 Window window_of(const Mask& mask) {
@@ -78,17 +119,8 @@ bool is_deterministic(const Params& params) {
   return params.deterministic || at::globalContext().deterministicAlgorithms();
 }
 
-}  // namespace
-
-bool supports(const at::Tensor& q) {
-  if (!q.is_cuda() || q.dim() != 3 || q.size(2) % 8 != 0 || q.size(2) > kMaxHeadDim) return false;
-  if (q.scalar_type() != at::kBFloat16 && q.scalar_type() != at::kHalf) return false;
-  const cudaDeviceProp* device = at::cuda::getDeviceProperties(q.get_device());
-  return device->major == 9 && device->minor == 0;
-}
-
 void forward(const ForwardRows& rows, const Params& params) {
-  const DeviceTiles tiles = device_tiles(table_of(rows.tasks, forward_tile_rows(rows.q.size(2))));
+  const DeviceTiles tiles = tiles_of(rows.tasks, forward_tile_rows(rows.q.size(2)));
   if (tiles.num_tiles == 0) return;
   const at::Tensor q = aligned(rows.q), k = aligned(rows.k), v = aligned(rows.v);
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
@@ -107,8 +139,10 @@ void forward(const ForwardRows& rows, const Params& params) {
           stream);
 }
 
+// dq is added up in float32 in no fixed order or, where asked for equal bits, in fixed point: then
+// equal inputs give equal bits, in whatever order tasks are listed.
 void backward(const BackwardRows& rows, const Params& params) {
-  const DeviceTiles tiles = device_tiles(table_of(rows.tasks, backward_tile_rows(rows.q.size(2))));
+  const DeviceTiles tiles = tiles_of(rows.tasks, backward_tile_rows(rows.q.size(2)));
   if (tiles.num_tiles + tiles.num_blocks == 0) return;
   const bool takes_delta = rows.saved.delta.defined();
   const at::Tensor q = aligned(rows.q), k = aligned(rows.k), v = aligned(rows.v),
@@ -141,12 +175,28 @@ void backward(const BackwardRows& rows, const Params& params) {
   backward(call, stream);
 }
 
-bool write_all_keys(const at::Tensor& k, std::initializer_list<const TaskList*> lists) {
-  int64_t num_written = 0;
-  for (const TaskList* tasks : lists) {
-    num_written += table_of(*tasks, backward_tile_rows(k.size(2))).num_key_rows;
-  }
-  return num_written == k.size(0);
+bool is_sm90(const at::Tensor& q) {
+  const cudaDeviceProp* device = at::cuda::getDeviceProperties(q.get_device());
+  return device->major == 9 && device->minor == 0;
+}
+
+}  // namespace
+
+// A scale that is not positive turns the order of scores around, which the kernels' running maximum
+// cannot follow.
+Backend backend() {
+  return {.name = kName,
+          .device = at::kCUDA,
+          .dtypes = {at::kBFloat16, at::kHalf},
+          .head_dim_multiple = 8,
+          .max_head_dim = 128,
+          .takes_any_scale = false,
+          .takes = is_sm90,
+          .forward = forward,
+          .backward = backward,
+          .row_dots = row_dots_cuda,
+          .plan_words = plan_words,
+          .check_words = check_words};
 }
 
 }  // namespace distca::attention::sm90

@@ -1,0 +1,211 @@
+#include "../backend.h"
+
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mul.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "../delta.h"
+#include "waves.h"
+
+// PyTorch's varlen flash attention (compute capability 8.0 and up). Keys are read where they lie,
+// never copied; PyTorch allocates its results, and rows of tasks are copied from there.
+namespace distca::attention::aten {
+namespace {
+
+constexpr const char* kName = "aten";
+
+// Its mask is aligned to a task's last query and last key, and every query must see a key.
+void check_tasks(const std::vector<PlacedTask>& tasks, const Mask& mask) {
+  for (const PlacedTask& task : tasks) {
+    if (task.num_q_rows == 0) continue;
+    TORCH_CHECK_VALUE(task.num_k_rows > 0, "task at query row ", task.q_row,
+                      " has no keys; attention on CUDA needs one for every query");
+    if (is_full(mask)) continue;
+    TORCH_CHECK_VALUE(task.q_offset >= 0 && task.q_offset + task.num_q_rows == task.num_k_rows,
+                      "task at query row ", task.q_row, " has q_offset ", task.q_offset, ", ",
+                      task.num_q_rows, " queries and ", task.num_k_rows,
+                      " keys; on CUDA the last query must stand at the last key. Give a task the "
+                      "keys up to its last query and no more");
+  }
+}
+
+// What one wave's call takes beside the tensors.
+struct Call {
+  at::Tensor cu_seqlens_q;
+  at::Tensor cu_seqlens_k;
+  int64_t max_q;
+  int64_t max_k;
+  bool is_causal;
+  std::optional<int64_t> window_left;
+  std::optional<int64_t> window_right;
+  std::vector<Range> queries;  // rows of its tasks
+  Range keys;                  // from the first to the last that its tasks read
+};
+
+// In order, those that touch as one.
+std::vector<Range> merged(std::vector<Range> ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](Range a, Range b) { return a.begin < b.begin; });
+  std::vector<Range> all;
+  for (const Range range : ranges) {
+    if (num_rows(range) == 0) continue;
+    if (all.empty() || all.back().end < range.begin) {
+      all.push_back(range);
+    } else {
+      all.back().end = std::max(all.back().end, range.end);
+    }
+  }
+  return all;
+}
+
+std::vector<Call> calls_of(const TaskList& list) {
+  check_tasks(list.tasks, list.mask);
+  const TaskWords& words = words_of(list, kName);
+  const Waves waves = read_waves(words.host, static_cast<int64_t>(list.tasks.size()));
+  std::vector<Call> calls;
+  int64_t offset = 0;
+  for (const VarlenWave& wave : waves.waves) {
+    const int64_t count = wave.num_sequences + 1;
+    Call call{.cu_seqlens_q = words.device.narrow(0, offset, count),
+              .cu_seqlens_k = words.device.narrow(0, offset + count, count),
+              // At 1 ATen takes every sequence, fillers included, to have exactly one query.
+              .max_q = std::max<int64_t>(wave.max_q, 2),
+              .max_k = wave.max_k,
+              .is_causal = list.mask.window_right == 0};
+    if (list.mask.window_left >= 0) {
+      call.window_left = list.mask.window_left;
+      call.window_right = list.mask.window_right;
+    }
+    const auto task = [&](int64_t i) -> const PlacedTask& { return list.tasks[waves.order[i]]; };
+    for (int64_t i = wave.first_task; i < wave.last_task; ++i) {
+      call.queries.push_back(query_rows(task(i)));
+    }
+    call.queries = merged(std::move(call.queries));
+    call.keys = {key_rows(task(wave.first_task)).begin, key_rows(task(wave.last_task - 1)).end};
+    calls.push_back(std::move(call));
+    offset += 2 * count;
+  }
+  return calls;
+}
+
+void copy_rows(const at::Tensor& from, const at::Tensor& to, const std::vector<Range>& ranges) {
+  for (const Range range : ranges) {
+    to.slice(0, range.begin, range.end).copy_(from.slice(0, range.begin, range.end));
+  }
+}
+
+// An `out` with rowsum(out * grad_out) = delta, which is all that the backward kernel takes from
+// it: the shortest such vector along grad_out, as exact as its dtype allows.
+at::Tensor surrogate_out(const at::Tensor& grad_out, const at::Tensor& delta) {
+  const at::Tensor norm = at::linalg_vector_norm(grad_out, 2, {-1}, /*keepdim=*/true, at::kFloat);
+  const at::Tensor square = norm.square().clamp_min(std::numeric_limits<float>::min());
+  at::Tensor out = at::empty(grad_out.sizes(), grad_out.options());
+  return at::mul_out(out, grad_out, delta.unsqueeze(-1).div(square));
+}
+
+// dk, or dv, over several waves. A wave's call writes rows from 0 to its last key, as zeros where
+// no task of its reads them, and leaves the rest as allocated.
+class KeyGradSum {
+ public:
+  explicit KeyGradSum(bool is_single) : is_single_(is_single) {}
+
+  void add(const at::Tensor& grad, Range keys) {
+    if (!sum_.defined()) {
+      grad.slice(0, keys.end).zero_();
+      sum_ = is_single_ ? grad : grad.to(at::kFloat);
+    } else {
+      sum_.slice(0, keys.begin, keys.end).add_(grad.slice(0, keys.begin, keys.end));
+    }
+  }
+  const at::Tensor& sum() const { return sum_; }
+
+ private:
+  bool is_single_;  // then nothing is added up and the sum needs no float32
+  at::Tensor sum_;
+};
+
+void forward(const ForwardRows& rows, const Params& params) {
+  for (const Call& call : calls_of(rows.tasks)) {
+    const auto [out, lse, rng_state, unused, debug_mask] = at::_flash_attention_forward(
+        rows.q, rows.k, rows.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k,
+        /*dropout_p=*/0.0, call.is_causal, /*return_debug_mask=*/false, params.softmax_scale,
+        call.window_left, call.window_right);
+    copy_rows(out, rows.out, call.queries);
+    copy_rows(lse.t(), rows.lse, call.queries);  // lse [heads_q, rows_q]
+  }
+}
+
+void backward(const BackwardRows& rows, const Params& params) {
+  const std::vector<Call> calls = calls_of(rows.tasks);
+  std::vector<Range> keys;
+  for (const PlacedTask& task : rows.tasks.tasks) keys.push_back(key_rows(task));
+  keys = merged(std::move(keys));
+  if (calls.empty()) {  // no task has queries
+    for (const Range range : keys) {
+      rows.dk.slice(0, range.begin, range.end).zero_();
+      rows.dv.slice(0, range.begin, range.end).zero_();
+    }
+    return;
+  }
+  const Saved& saved = rows.saved;
+  const at::Tensor out =
+      saved.out.defined() ? saved.out : surrogate_out(rows.grad_out, saved.delta);
+  const at::Tensor lse = saved.lse.t().contiguous();
+  // State of dropout, which is off: read by no kernel, only passed on.
+  const at::Tensor rng_state = at::empty({2}, rows.q.options().dtype(at::kUInt64));
+  const at::Tensor unused = at::empty({}, rows.q.options().dtype(at::kUInt64));
+  KeyGradSum dk_sum(calls.size() == 1), dv_sum(calls.size() == 1);
+  for (const Call& call : calls) {
+    const auto [dq, dk, dv] = at::_flash_attention_backward(
+        rows.grad_out, rows.q, rows.k, rows.v, out, lse, call.cu_seqlens_q, call.cu_seqlens_k,
+        call.max_q, call.max_k, /*dropout_p=*/0.0, call.is_causal, rng_state, unused,
+        params.softmax_scale, call.window_left, call.window_right);
+    copy_rows(dq, rows.dq, call.queries);
+    dk_sum.add(dk, call.keys);
+    dv_sum.add(dv, call.keys);
+  }
+  copy_rows(dk_sum.sum(), rows.dk, keys);
+  copy_rows(dv_sum.sum(), rows.dv, keys);
+}
+
+PlannedWords plan_words(const std::vector<PlacedTask>& tasks, const Mask&) {
+  Waves waves = make_waves(tasks);
+  return {.host = host_words(waves), .device = std::move(waves.cu_seqlens)};
+}
+
+void check_words(const TaskList& list, const TaskWords& words) {
+  int64_t num_offsets = 0;
+  try {
+    const Waves waves = read_waves(words.host, static_cast<int64_t>(list.tasks.size()));
+    for (const VarlenWave& wave : waves.waves) num_offsets += 2 * (wave.num_sequences + 1);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, "layout: ", error.what());
+  }
+  TORCH_CHECK_VALUE(words.device.numel() == num_offsets, "layout: ", words.device.numel(),
+                    " cu_seqlens do not match the waves, which have ", num_offsets);
+}
+
+}  // namespace
+
+Backend backend() {
+  return {.name = kName,
+          .device = at::kCUDA,
+          .dtypes = {at::kBFloat16, at::kHalf},
+          .head_dim_multiple = 8,
+          .max_head_dim = 256,
+          .takes_any_window = false,
+          .is_deterministic = false,
+          .reads_in_place = false,
+          .forward = forward,
+          .backward = backward,
+          .row_dots = row_dots_cuda,
+          .plan_words = plan_words,
+          .check_words = check_words};
+}
+
+}  // namespace distca::attention::aten
