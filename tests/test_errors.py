@@ -6,7 +6,7 @@ import contextlib
 import oracle
 import pytest
 import torch
-from layout_words import STEP, numbers_of_rows
+from layout_words import HEADER_WORDS, MAX_WORDS, STEP, numbers_of_rows
 from oracle import Case
 from ranks import Outcome, Ranks
 from small_step import SHARDED, WHOLE, small_step
@@ -85,9 +85,8 @@ def attend_with_other_places(rank: int, world_size: int, change: int) -> torch.T
     most = [max(row[name] for row in rows) for name in rows[0]]
     layout, packed_rows = layouts[rank]
     words = layout.tolist()
-    places = [i for i in range(len(words)) if words[i : i + 5] == [1, *most]]
-    assert len(places) == 1
-    layout[places[0] + 1] += change if rank == 1 else 0
+    assert words[HEADER_WORDS : HEADER_WORDS + MAX_WORDS] == most
+    layout[HEADER_WORDS] += change if rank == 1 else 0
     plan.rows = torch.ops.distca.unpack_rows(layout, packed_rows)
     plan.layout = layout
     return step.attend().detach()

@@ -108,9 +108,10 @@ PeerTrip::PeerTrip(PeerTransport& transport, const Routes& routes, Cargo cargo, 
   const auto keys = [&](const at::Tensor& rows) {
     return add_region(rows, movement.max_visiting_k);
   };
-  for (const at::Tensor& rows : cargo_.with_queries)
-    with_queries_.push_back(queries(aligned(rows)));
   q_ = queries(aligned(cargo_.inputs.q));
+  for (const at::Tensor& rows : cargo_.with_queries) {
+    with_queries_.push_back(queries(aligned(rows)));
+  }
   k_ = keys(aligned(cargo_.inputs.k));
   v_ = keys(aligned(cargo_.inputs.v));
   for (const at::Tensor& rows : cargo_.query_results) {
