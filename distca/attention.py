@@ -9,7 +9,8 @@ from torch import Tensor
 from distca import ops
 from distca.planning.cost import check_device
 from distca.planning.documents import Documents, check_window
-from distca.planning.plan import CAUSAL, Plan, local_plan, plan
+from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
+from distca.planning.step import plan
 from distca.ranks import callers, tensor_parallel
 
 FULL = (-1, -1)
@@ -59,7 +60,7 @@ def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Pla
     if not packed._plans:
         return local_plan(packed, window_size, q.device)
     # Planned for another window: the layers of this model differ, and every rank gets here.
-    return plan(packed, window_size=window_size, group=packed._group, device=q.device)
+    return plan(packed, window_size=window_size, group=group_of(packed), device=q.device)
 
 
 def core_attention(

@@ -14,7 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.attention import FULL, core_attention
 from distca.planning.documents import Documents, check_window
-from distca.planning.plan import CAUSAL, local_plan, plan
+from distca.planning.plan import CAUSAL, local_plan
+from distca.planning.step import plan
 from distca.ranks import session as sessions
 
 _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it

@@ -76,9 +76,11 @@ def attend_with_other_places(rank: int, world_size: int, change: int) -> torch.T
     that must be equal on all ranks."""
     step = small_step(rank, world_size, SHARDED)
     plan = distca.plan(step.documents)
-    made = plan.made()
+    solution = plan.solution()
     layouts = [
-        torch.ops.distca.layout(made.pieces, made.encoded, other, plan.layout[STEP].item(), "cuda")
+        torch.ops.distca.layout(
+            solution.pieces, solution.encoded, other, plan.layout[STEP].item(), "cuda"
+        )
         for other in range(world_size)
     ]
     rows = [numbers_of_rows(layout)[1] for layout, _ in layouts]

@@ -32,7 +32,8 @@ from distca.attention import check_no_capture, core_attention
 from distca.integrations.boundaries import read_boundaries
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import check_window
-from distca.planning.plan import Plan, plan
+from distca.planning.plan import Plan
+from distca.planning.step import plan
 from distca.ranks import session as sessions
 
 # Renamed after torchtitan 0.3.0.

@@ -24,7 +24,8 @@ from distca.integrations.models import NAME, PLAIN_LAYERS, USE_ANOTHER, open_ses
 from distca.pingpong.pingpong import PingPong, middle
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
-from distca.planning.plan import CAUSAL, Plan, plan
+from distca.planning.plan import CAUSAL, Plan
+from distca.planning.step import plan
 from distca.ranks import session as sessions
 
 OLDEST_TRANSFORMERS = "5.17"

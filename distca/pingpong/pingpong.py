@@ -11,10 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from distca import attention, scope
 from distca._torch_private import CheckpointWrapper, pytree, saved_tensor_hooks
-from distca.pingpong.half_plans import plan_halves
 from distca.pingpong.token_rows import TokenRows
 from distca.pingpong.turns import Turns
 from distca.planning.documents import Documents
+from distca.planning.halves import plan_halves
+from distca.planning.plan import group_of
 from distca.ranks import session as sessions
 
 INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
@@ -179,7 +180,7 @@ def _pays(documents: Documents | None) -> bool:
                 stacklevel=4,
             )
         return False
-    session = sessions.find(documents._group)
+    session = sessions.find(group_of(documents))
     if not documents._plans or session is None:
         return False
     if session.num_ranks == 1 or not session.options.enabled:
@@ -198,7 +199,7 @@ def _row_of(documents: Documents, cut: Callable[[Documents], int]) -> int:
     if 0 <= row <= documents.num_tokens:
         return row
     error = ValueError(f"cut is {row} for {documents}; expected 0 to {documents.num_tokens}")
-    sessions.find(documents._group).announce(error)  # perhaps of this rank alone
+    sessions.find(group_of(documents)).announce(error)  # perhaps of this rank alone
     raise error
 
 
