@@ -44,9 +44,9 @@ def routed_documents() -> Documents | None:
 
 
 def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Plan:
-    found = packed._plans.get(window_size)
-    if found is not None:
-        return found if found.layout is not None else found.wait()
+    shared = packed._plans.get(window_size)
+    if shared is not None:
+        return shared if shared.layout is not None else shared.wait()
     local = packed._local_plans.get((window_size, q.device)) if not packed._plans else None
     if local is not None:
         return local
@@ -112,13 +112,13 @@ def attend_rows(
         local = tensor_parallel.local_heads(q, k, v)
         out = attend_rows(*local, documents, softmax_scale=softmax_scale, window_size=window_size)
         return tensor_parallel.like(out, q)
-    made = _plan_for(documents, window_size, q)
+    own = _plan_for(documents, window_size, q)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
-    kept_rows = made.kept_rows if torch.is_grad_enabled() else (0, 0)
-    caller = callers.current() if made.group_name else callers.UNKNOWN
+    kept_rows = own.kept_rows if torch.is_grad_enabled() else (0, 0)
+    caller = callers.current() if own.group_name else callers.UNKNOWN
     out, *_ = ops.core_attention(
-        q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows, caller
+        q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller
     )
     return out
 

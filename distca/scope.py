@@ -71,8 +71,8 @@ def prepare(
             plan(packed, window_size=window_size, group=group)
     if not packed._plans and not packed.crosses_ranks:
         local_plan(packed, window_size, _default_device())  # compiled code cannot make it
-    for made in packed._plans.values():
-        made.wait()
+    for each in packed._plans.values():
+        each.wait()
 
 
 def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None) -> None:
@@ -220,10 +220,10 @@ def _check_boundaries(packed: Documents, cu_seqlens: Tensor, name: str) -> None:
     if version is not None and known_version == version and known_documents() is packed:
         return
     expected = packed.cu_seqlens
-    given = cu_seqlens.detach().cpu()
-    if given.shape != expected.shape or not (given == expected).all():
+    offsets = cu_seqlens.detach().cpu()
+    if offsets.shape != expected.shape or not (offsets == expected).all():
         raise ValueError(
-            f"{name} has {given.numel()} boundaries up to {given.flatten()[-1:].tolist()}, but "
+            f"{name} has {offsets.numel()} boundaries up to {offsets.flatten()[-1:].tolist()}, but "
             f"the documents in force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
             "distca.documents with the same packing"
         )

@@ -64,8 +64,8 @@ class _Model:
     def _source(self, module: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
         """What documents are read from, None where `module` is not called with it."""
         if self._positions is not None:
-            found = _argument(module, self._positions, args, kwargs)
-            return found if isinstance(found, Tensor) else None
+            value = _argument(module, self._positions, args, kwargs)
+            return value if isinstance(value, Tensor) else None
         # A loss is called with integers, too.
         if not any(isinstance(part, nn.Embedding) for part in module.modules()):
             return None
@@ -109,8 +109,8 @@ def _argument(module: nn.Module, name: str, args: tuple, kwargs: dict):
         return kwargs[name]
     while isinstance(getattr(module, "module", None), nn.Module):  # as DDP wraps
         module = module.module
-    known = list(inspect.signature(module.forward).parameters)
-    place = known.index(name) if name in known else len(args)
+    names = list(inspect.signature(module.forward).parameters)
+    place = names.index(name) if name in names else len(args)
     return args[place] if place < len(args) else None
 
 

@@ -39,12 +39,12 @@ def documents_of_call(block: nn.Module, args: tuple, kwargs: dict) -> Documents 
     """The documents among a call's arguments, or in force. Raises ValueError where there are
     several."""
     leaves = pytree.tree_leaves((args, kwargs))
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}
-    if not found:
+    documents = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}
+    if not documents:
         return scope.documents_in_force()
-    if len(found) > 1:
-        raise ValueError(f"PingPong: {list(found.values())} among the arguments; expected one")
-    return next(iter(found.values()))
+    if len(documents) > 1:
+        raise ValueError(f"PingPong: {list(documents.values())} among the arguments; expected one")
+    return next(iter(documents.values()))
 
 
 @dataclass

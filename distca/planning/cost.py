@@ -166,7 +166,7 @@ class Calibration:
             _refuse("format", content["format"], str(CALIBRATION_FORMAT))
         links = content["links"]
         _check_names("links", links, {"inside", "between"})
-        made = {}
+        by_level = {}
         for level, link in links.items():
             if link is not None:
                 _check_names(f"links.{level}", link, {"latency_s", "bytes_per_second"})
@@ -174,9 +174,9 @@ class Calibration:
                     link = Link(**link)
                 except ValueError as error:
                     raise ValueError(f"links.{level}: {error}") from error
-            made[level] = link
+            by_level[level] = link
         measured = {name: content[name] for name in names - {"format", "links"}}
-        return cls(**measured, links=Links(**made))
+        return cls(**measured, links=Links(**by_level))
 
     def save(self, path: str | Path) -> None:
         """Writes the file; folders on the way are made."""

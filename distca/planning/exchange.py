@@ -36,8 +36,8 @@ def shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
         return list(astuple(shape))
     if session.num_ranks == 1:
         return [0] * SHAPE_WORDS
-    seen = (ops.attention_shape(each.group_name) for each in (session, *session.halves))
-    return next((words for words in seen if any(words)), [0] * SHAPE_WORDS)
+    shapes = (ops.attention_shape(each.group_name) for each in (session, *session.halves))
+    return next((words for words in shapes if any(words)), [0] * SHAPE_WORDS)
 
 
 def exchange(

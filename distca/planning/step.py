@@ -38,8 +38,8 @@ def plan(
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    attached = submit(session, documents, window_size, device, shape)
+    step_plan = submit(session, documents, window_size, device, shape)
     # Which windows that is for must not depend on where this rank's documents are cut.
     if session.cut is not None and window_size[1] == 0 and not documents.crosses_ranks:
         plan_halves_ahead(session, documents, window_size, device)
-    return attached if ahead else attached.wait()
+    return step_plan if ahead else step_plan.wait()

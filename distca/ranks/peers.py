@@ -36,15 +36,15 @@ def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | 
     own = _describe_self(transport, backend)
     members = [_Member(*words) for words in _gather(list(astuple(own)), control)]
     problems = _gather(_problem(members, dist.get_rank(control)), control)
-    found = next((text for text in problems if text), "")
-    if found and any(member.transport == "peer" for member in members):
+    problem = next((text for text in problems if text), "")
+    if problem and any(member.transport == "peer" for member in members):
         raise ValueError(
-            f'transport is "peer", but {found}; pass transport="auto" to use the process group'
+            f'transport is "peer", but {problem}; pass transport="auto" to use the process group'
         )
     if dist.get_rank(control) == 0:
-        way = f"by process group ({backend}): {found}" if found else "through peer memory"
+        way = f"by process group ({backend}): {problem}" if problem else "through peer memory"
         _log.info("distca: rows of core attention travel %s", way)
-    return None if found else torch.cuda.current_device()
+    return None if problem else torch.cuda.current_device()
 
 
 def _describe_self(transport: str, backend: str) -> _Member:
