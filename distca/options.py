@@ -169,9 +169,11 @@ def field_help(kind: type) -> dict[str, str]:
 
 
 def add_flags(parser: argparse._ActionsContainer, kind: type = Options) -> None:
-    """Add a flag for each field of a dataclass, with its documentation."""
+    """Add a flag for each documented field of a dataclass."""
     help_by_name = field_help(kind)
     for field in fields(kind):
+        if field.name not in help_by_name:
+            continue
         text = f"{help_by_name[field.name]} (default: {field.default})".replace("%", "%%")
         how = {"action": argparse.BooleanOptionalAction}
         if field.type is not bool:
@@ -182,4 +184,9 @@ def add_flags(parser: argparse._ActionsContainer, kind: type = Options) -> None:
 
 def from_flags(parsed: argparse.Namespace, kind: type[T] = Options) -> T:
     """Return the dataclass that flags of `add_flags` describe. Raises ValueError for bad values."""
-    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})
+    return kind(**values_of(parsed, kind))
+
+
+def values_of(parsed: argparse.Namespace, kind: type) -> dict[str, object]:
+    """Return the fields of a dataclass that flags of `add_flags` set, by name."""
+    return {name: getattr(parsed, name) for name in field_help(kind)}

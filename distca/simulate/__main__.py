@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distca.options import add_flags, values_of
 from distca.planning.cost import Calibration, Link
 from distca.planning.packs import read_lengths
 from distca.simulate import measured, report
@@ -27,7 +28,7 @@ from distca.simulate.machine import Machine
 from distca.simulate.model import PRESETS, ModelShape
 from distca.simulate.packing import DISTRIBUTIONS, Documents, distribution, draw
 from distca.simulate.results import fitted, run, steps_of
-from distca.simulate.scenario import SHARDINGS, Scenario
+from distca.simulate.scenario import Scenario
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,20 +68,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--config", type=Path, help="JSON file with another model's shape")
     group.add_argument("--layers", type=int, help="instead of the model's")
     group.add_argument("--vocab", type=int, help="instead of the model's")
-    group.add_argument("--ranks", type=int, default=8, help="GPUs: dp * cp * tp * pp")
     group.add_argument("--dp", type=int, help="checked against the others; needs --cp")
-    group.add_argument("--cp", type=int, help="default: the best is chosen for each baseline")
-    group.add_argument("--tp", type=int, default=1)
-    group.add_argument("--pp", type=int, default=1)
-    group.add_argument("--tokens", type=int, default=65536, help="of a tp group a micro-batch")
-    group.add_argument("--context", type=int, help="longest document; default: as --tokens")
-    group.add_argument("--micro-batches", type=int, help="default: 1, or 2 * pp with pipelines")
-    group.add_argument("--recompute", action="store_true", help="every block in backward")
-    group.add_argument("--sharding", choices=SHARDINGS, help="default: fsdp, zero1 with pipelines")
-    group.add_argument("--tolerance", type=float, default=Scenario.tolerance, help="planner's")
-    group.add_argument(
-        "--server-share", type=float, default=Scenario.server_share, help="dedicated servers"
-    )
+    add_flags(group, Scenario)
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
@@ -157,21 +146,8 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
             f"dp is {args.dp}; dp * cp * tp * pp is {args.dp * (args.cp or 1) * args.tp * args.pp} "
             f"and ranks {args.ranks}"
         )
-    return Scenario(
-        model=model.changed(args.layers, args.vocab),
-        machine=machine_of(args),
-        ranks=args.ranks,
-        tp=args.tp,
-        pp=args.pp,
-        cp=args.cp,
-        tokens=args.tokens,
-        context=args.context or args.tokens,
-        micro_batches=args.micro_batches or (1 if args.pp == 1 else 2 * args.pp),
-        recompute=args.recompute,
-        sharding=args.sharding or ("fsdp" if args.pp == 1 else "zero1"),
-        tolerance=args.tolerance,
-        server_share=args.server_share,
-    )
+    model = model.changed(args.layers, args.vocab)
+    return Scenario(model=model, machine=machine_of(args), **values_of(args, Scenario))
 
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
