@@ -190,18 +190,9 @@ def varlen_attention(
     """
     packed = _scope.documents
     if packed is None:
-        return _torch_varlen_attn(
-            query,
-            key,
-            value,
-            cu_seq_q,
-            cu_seq_k,
-            max_q,
-            max_k,
-            return_aux=return_aux,
-            scale=scale,
-            window_size=window_size,
-        )
+        rows = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+        keywords = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
+        return _torch_varlen_attn(*rows, **keywords)
     if return_aux is not None:
         raise ValueError("return_aux under distca.documents; expected None")
     _check_boundaries(packed, cu_seq_q, "cu_seq_q")

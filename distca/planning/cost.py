@@ -18,7 +18,6 @@ from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
 DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}
-DEFAULT_LINK_GB_PER_S = {"cuda": 200.0, "cpu": 2.0}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 CALIBRATION_FORMAT = 1
 MAX_TABLE_POINTS = 4096
@@ -244,16 +243,6 @@ def calibration_of(path: str) -> Calibration:
 def measured_links(options: Options) -> Links:
     """Of the cost table; none of them without it."""
     return calibration_of(options.cost_table).links if options.cost_table is not None else Links()
-
-
-def link_bytes_per_second(options: Options, device_type: str) -> float:
-    """Out of one rank to ranks of its node: the option, else what was measured, else a default. A
-    file of one rank a node has only the link between nodes, and that serves."""
-    if options.link_gb_per_s is not None:
-        return 1e9 * options.link_gb_per_s
-    links = measured_links(options)
-    measured = links.inside or links.between
-    return measured.bytes_per_second if measured else 1e9 * DEFAULT_LINK_GB_PER_S[device_type]
 
 
 def cost_tensor(options: Options, shape: AttentionShape, device_type: str) -> Tensor:
