@@ -57,7 +57,7 @@ PYTHON_RULES = {
     "integrations/__init__": set(),
     "calibrate": {"ops", "planning"},
     "explain": {"options", "planning"},
-    "simulate": {"options", "planning"},
+    "simulate": {"options", "planning", "watching"},
     "report": {"watching"},
     "run": {"integrations", "options", "ranks", "scope", "watching"},
 }

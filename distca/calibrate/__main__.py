@@ -133,10 +133,7 @@ def _calibration(
         heads_kv=args.heads_kv,
         head_dim=args.head_dim,
         dtype=args.dtype,
-        rows=table.rows,
-        keys=table.keys,
-        forward_seconds=table.forward_seconds,
-        backward_seconds=table.backward_seconds,
+        **vars(table),
         seconds_per_task=table.seconds_per_task,
         links=measured_links,
     )
