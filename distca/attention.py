@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from distca import ops
+from distca._torch_private import not_compiled
 from distca.planning.cost import check_device
 from distca.planning.documents import Documents, check_window
 from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
 from distca.planning.step import plan
-from distca.ranks import callers, tensor_parallel
+from distca.ranks import callers
 
 FULL = (-1, -1)
 
@@ -91,7 +92,7 @@ def core_attention(
     )
 
 
-@torch.compiler.disable
+@not_compiled
 def _attend_by_route(*args, **kwargs) -> Tensor:
     return _current.route(*args, **kwargs)
 
@@ -108,10 +109,13 @@ def attend_rows(
     """core_attention of these rows, whatever is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
-    if tensor_parallel.is_distributed(q, k, v):
-        local = tensor_parallel.local_heads(q, k, v)
-        out = attend_rows(*local, documents, softmax_scale=softmax_scale, window_size=window_size)
-        return tensor_parallel.like(out, q)
+    if any(type(tensor) is not Tensor for tensor in (q, k, v)):
+        from distca.ranks import tensor_parallel  # DTensor takes 0.3 s to import
+
+        if tensor_parallel.is_distributed(q, k, v):
+            local = tensor_parallel.local_heads(q, k, v)
+            scale = {"softmax_scale": softmax_scale, "window_size": window_size}
+            return tensor_parallel.like(attend_rows(*local, documents, **scale), q)
     own = _plan_for(documents, window_size, q)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5

@@ -89,3 +89,21 @@ def test_an_isolated_build_finds_the_torch_of_its_environment(tmp_path):
         [sys.executable, "-S", script], capture_output=True, text=True, timeout=60, env={}
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_the_import_does_not_load_the_compiler():
+    """Nor sharding: each takes a process 0.3 s and more."""
+    code = "import sys, distca; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    loaded = set(result.stdout.split())
+    assert "distca.pingpong.pingpong" in loaded
+    heavy = {
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    }
+    assert not loaded & heavy

@@ -41,7 +41,7 @@ PYTHON_RULES = {
     "watching": set(),
     "ranks": {"_library", "_torch_private", "ops", "options", "watching"},
     "planning": {"_torch_private", "ops", "options", "ranks", "watching"},
-    "attention": {"ops", "planning", "ranks"},
+    "attention": {"_torch_private", "ops", "planning", "ranks"},
     "scope": {"attention", "planning", "ranks"},
     "pingpong": {"_torch_private", "attention", "planning", "ranks", "scope"},
     "integrations": {

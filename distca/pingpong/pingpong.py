@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from distca import attention, scope
-from distca._torch_private import CheckpointWrapper, pytree, saved_tensor_hooks
+from distca._torch_private import CheckpointWrapper, not_compiled, pytree, saved_tensor_hooks
 from distca.pingpong.token_rows import TokenRows
 from distca.pingpong.turns import Turns
 from distca.planning.documents import Documents
@@ -112,7 +111,7 @@ class PingPong(nn.Module):
     def _run(self, *args, **kwargs):
         return (self._ping_pong.compiled or super().forward)(*args, **kwargs)
 
-    @torch.compiler.disable
+    @not_compiled
     def forward(self, *args, **kwargs):
         documents = self._ping_pong.find(self, args, kwargs)
         if not _pays(documents):
@@ -160,6 +159,8 @@ def _check_block(block: nn.Module) -> None:
 
 
 def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> None:
+    from torch.distributed.fsdp import FSDPModule  # takes 0.2 s to import
+
     for name, part in parts:
         where = f"block {type(block).__name__}" + (f", {name}" if name else "")
         if isinstance(part, FSDPModule):
