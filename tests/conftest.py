@@ -1,9 +1,26 @@
+import re
+
 import pytest
 import torch
 from ranks import Ranks
 
+# What a module names that starts processes, or opens a group in the process of the tests.
+STARTS_PROCESSES = re.compile(
+    r"\b(subprocess|multiprocessing|run_command|Ranks|torchrun|init_process_group)\b"
+)
+
+
+def uses_processes(item: pytest.Item) -> bool:
+    """Whether a test starts processes, uses those of `ranks`, or a GPU."""
+    if "ranks" in item.fixturenames or "gpu" in item.keywords:
+        return True
+    return STARTS_PROCESSES.search(item.path.read_text()) is not None
+
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if uses_processes(item):
+            item.add_marker("processes")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
