@@ -34,6 +34,7 @@ def ranks():
     """ranks(world_size): processes that all tests of the session share. They are started once, and
     again when a test has left some of them dead."""
     started: dict[int, Ranks] = {}
+    start_method = "spawn" if torch.cuda.is_available() else "forkserver"
 
     def get(world_size: int) -> Ranks:
         found = started.get(world_size)
@@ -41,7 +42,7 @@ def ranks():
             found.stop()
             found = None
         if found is None:
-            found = started[world_size] = Ranks(world_size)
+            found = started[world_size] = Ranks(world_size, start_method=start_method)
         return found
 
     yield get
