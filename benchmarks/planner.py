@@ -50,8 +50,8 @@ from planner_report import ALIKE, OURS, Figures, Result, save, save_json, table
 from torch import Tensor
 
 import distca
-from distca.planning.cluster import Cluster
-from distca.planning.cost import AttentionShape, link_bytes_per_second
+from distca.planning.cluster import Cluster, cluster_of
+from distca.planning.cost import AttentionShape
 from distca.planning.packs import read_lengths
 from distca.planning.plan import CAUSAL, balance, max_over_mean, tasks_of
 
@@ -125,9 +125,8 @@ class Benchmark:
         self.prices = Prices.of(options, self.shape)
 
     def figures_by_planner(self, pack: Pack, cluster_name: str) -> dict[str, Figures]:
-        cluster = CLUSTERS[cluster_name](
-            pack.num_ranks, link_bytes_per_second(self.options, "cuda")
-        )
+        link = cluster_of(self.options, pack.num_ranks, "cuda").link_bytes_per_second
+        cluster = CLUSTERS[cluster_name](pack.num_ranks, link)
         home = loads_of(pack, pack.home_tasks(), self.prices)
         case = Case(pack, home, cluster, optimum(pack, home.seconds, cluster, self.prices))
         found = {OURS: self.ours(case)}

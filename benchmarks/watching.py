@@ -62,12 +62,12 @@ def nearly_empty_block(num_layers: int) -> float:
 
 def cost_of_watching(num_layers: int, num_blocks: int, folder: str) -> float:
     """Seconds a step, of the slowest rank."""
-    on = distca.Options(log_every=STEPS_IN_BLOCK, run_dir=folder)
-    groups = {on: dist.new_group(), distca.Options(): dist.new_group()}
+    on = distca.Watching(log_every=STEPS_IN_BLOCK, run_dir=folder)
+    groups = {on: dist.new_group(), distca.Watching(): dist.new_group()}
     blocks: list[list[float]] = [[], []]
     for _ in range(num_blocks):
-        for seconds, (options, group) in zip(blocks, groups.items(), strict=True):
-            distca.init(group, options)
+        for seconds, (watching, group) in zip(blocks, groups.items(), strict=True):
+            distca.init(group, watching=watching)
             seconds.append(nearly_empty_block(num_layers))
     with_all, without = (min(seconds) / STEPS_IN_BLOCK for seconds in blocks)
     slowest = torch.tensor(with_all - without)

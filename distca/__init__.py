@@ -10,11 +10,13 @@ from distca.pingpong.pingpong import PingPong
 from distca.planning.batches import ShardedBatch, shard_batch
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
-from distca.planning.plan import Plan, PlanReport, plan
+from distca.planning.plan import Plan, PlanReport
+from distca.planning.step import plan
 from distca.ranks import signals  # noqa: F401
 from distca.ranks.join import join
 from distca.ranks.session import close, configure, init
 from distca.scope import documents, scaled_dot_product_attention, varlen_attention
+from distca.watching.settings import Watching
 
 __all__ = [
     "AttentionShape",
@@ -24,6 +26,7 @@ __all__ = [
     "Plan",
     "PlanReport",
     "ShardedBatch",
+    "Watching",
     "close",
     "configure",
     "core_attention",

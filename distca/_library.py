@@ -17,25 +17,25 @@ def built_for(library: Path) -> str:
     """
     if not library.exists():
         raise ImportError(f"distca: {library} is missing; build it with `{REBUILD}`")
-    found = None
+    version = None
     if library.stat().st_size > 0:  # an empty file cannot be mapped
         with (
             library.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
             match = re.search(rb"distca-built-for-torch:([^:\0]+):end", content)
-            found = match[1].decode() if match else None
-    if found is None:
+            version = match[1].decode() if match else None
+    if version is None:
         raise ImportError(f"distca: {library} is not distca's library; rebuild it with `{REBUILD}`")
-    return found
+    return version
 
 
 def load(library: Path = LIBRARY) -> None:
     """Registers torch.ops.distca.*; raises ImportError naming both versions if they differ."""
-    wanted, running = built_for(library), torch.__version__.split("+")[0]
-    if wanted.split("+")[0] != running:
+    expected, running = built_for(library), torch.__version__.split("+")[0]
+    if expected.split("+")[0] != running:
         raise ImportError(
-            f"distca: the library was built for torch {wanted}, but torch {running} is running; "
+            f"distca: the library was built for torch {expected}, but torch {running} is running; "
             f"rebuild it with `{REBUILD}` in the environment that runs it"
         )
     torch.ops.load_library(str(library))

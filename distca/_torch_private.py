@@ -4,8 +4,10 @@ They may change with any release. The tests cover them on PyTorch 2.11, and on t
 Look here first when a new release breaks distca.
 """
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from torch.utils import _pytree as pytree
 __all__ = ["CheckpointWrapper", "pytree"]
 
 NOT_BACKWARD = -1
+
+F = TypeVar("F", bound=Callable)
 
 
 def backward_pass() -> int:
@@ -34,9 +38,17 @@ def saved_tensor_hooks() -> tuple | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def not_compiled(function: F) -> F:
+    """Keep torch.compile out of a function, as torch.compiler.disable does. That would load the
+    compiler when distca is imported: 0.4 s."""
+    return torch._disable_dynamo(function)
+
+
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Tell torch.compile that the size of a dimension changes from call to call."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    """Tell torch.compile, where a program has loaded it, that the size of a dimension changes from
+    call to call."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def is_alive(group: ProcessGroup | None) -> bool:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from distca import ops
+from distca._torch_private import not_compiled
 from distca.planning.cost import check_device
 from distca.planning.documents import Documents, check_window
-from distca.planning.plan import CAUSAL, Plan, local_plan, plan
-from distca.ranks import callers, tensor_parallel
+from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
+from distca.planning.step import plan
+from distca.ranks import callers
 
 FULL = (-1, -1)
 
@@ -43,9 +45,9 @@ def routed_documents() -> Documents | None:
 
 
 def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Plan:
-    found = packed._plans.get(window_size)
-    if found is not None:
-        return found if found.layout is not None else found.wait()
+    shared = packed._plans.get(window_size)
+    if shared is not None:
+        return shared if shared.layout is not None else shared.wait()
     local = packed._local_plans.get((window_size, q.device)) if not packed._plans else None
     if local is not None:
         return local
@@ -59,7 +61,7 @@ def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Pla
     if not packed._plans:
         return local_plan(packed, window_size, q.device)
     # Planned for another window: the layers of this model differ, and every rank gets here.
-    return plan(packed, window_size=window_size, group=packed._group, device=q.device)
+    return plan(packed, window_size=window_size, group=group_of(packed), device=q.device)
 
 
 def core_attention(
@@ -90,7 +92,7 @@ def core_attention(
     )
 
 
-@torch.compiler.disable
+@not_compiled
 def _attend_by_route(*args, **kwargs) -> Tensor:
     return _current.route(*args, **kwargs)
 
@@ -107,17 +109,20 @@ def attend_rows(
     """core_attention of these rows, whatever is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
-    if tensor_parallel.is_distributed(q, k, v):
-        local = tensor_parallel.local_heads(q, k, v)
-        out = attend_rows(*local, documents, softmax_scale=softmax_scale, window_size=window_size)
-        return tensor_parallel.like(out, q)
-    made = _plan_for(documents, window_size, q)
+    if any(type(tensor) is not Tensor for tensor in (q, k, v)):
+        from distca.ranks import tensor_parallel  # DTensor takes 0.3 s to import
+
+        if tensor_parallel.is_distributed(q, k, v):
+            local = tensor_parallel.local_heads(q, k, v)
+            scale = {"softmax_scale": softmax_scale, "window_size": window_size}
+            return tensor_parallel.like(attend_rows(*local, documents, **scale), q)
+    own = _plan_for(documents, window_size, q)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
-    kept_rows = made.kept_rows if torch.is_grad_enabled() else (0, 0)
-    caller = callers.current() if made.group_name else callers.UNKNOWN
+    kept_rows = own.kept_rows if torch.is_grad_enabled() else (0, 0)
+    caller = callers.current() if own.group_name else callers.UNKNOWN
     out, *_ = ops.core_attention(
-        q, k, v, made.layout, made.rows, scale, made.group_name, *kept_rows, caller
+        q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller
     )
     return out
 

@@ -1,17 +1,26 @@
-"""The one configuration of distca: its fields, and the command-line flags made of them."""
+"""The configuration of balanced attention, and command-line flags from dataclasses."""
 
 import argparse
 import ast
 import hashlib
 import inspect
 import math
-import types
 import typing
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 
 MAX_SPEEDS = 65536
-TRANSPORTS = ("auto", "peer", "process_group")
+MOVED = {  # former fields, and where they are now
+    **dict.fromkeys(
+        ("log_every", "run_dir", "tensorboard"),
+        "pass distca.Watching({0}=...) as `watching` to distca.init or distca.configure",
+    ),
+    **dict.fromkeys(
+        ("patch_sdpa", "document_end_id", "document_positions", "transformers"),
+        "it belongs to the launcher, python -m distca.run (distca.run.Launch)",
+    ),
+}
+
+T = typing.TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,47 +91,21 @@ class Options:
     timeout_s: float = 600.0
     """Seconds that a rank waits for another rank before it raises an error."""
 
-    log_every: int = 0
-    """Log a one-line summary on rank 0 every N steps: imbalance before and after, measured
-    attention time and exposed communication of the ranks, bytes moved, planning time. 0 disables
-    it."""
-
-    run_dir: str | None = None
-    """Folder for records: steps.jsonl with a line per step, and at the end summary.json,
-    balance.png and trace.json. `python -m distca.report RUN_DIR` shows them at any time. None: no
-    records."""
-
-    tensorboard: bool = False
-    """Write the figures of run_dir as TensorBoard scalars too, into run_dir/tensorboard."""
-
-    patch_sdpa: bool = False
-    """Replace torch.nn.functional.scaled_dot_product_attention for the whole process (launcher)."""
-
-    document_end_id: int | None = None
-    """Token id that ends each document in the tokens that the script's model is called with. With
-    patch_sdpa, documents are read from it without an edit of the script (launcher)."""
-
-    document_positions: str | None = None
-    """Name of the model's argument whose positions restart at 0 with each document. With
-    patch_sdpa, documents are read from it without an edit of the script (launcher)."""
-
-    transformers: bool = False
-    """Register attn_implementation="distca" with transformers for the script (launcher)."""
-
     documents_may_mix: bool = False
     """Allow recurrent and convolution layers of a transformers model to carry their state from one
     document of a packed row into the next. Then only attention separates documents. If off, such a
     model is refused on packed rows, unless its layers are told where documents begin."""
+
+    def __new__(cls, **values):
+        for name in MOVED.keys() & values.keys():
+            raise ValueError(f"{name} is no option of attention: " + MOVED[name].format(name))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance}; expected 0 <= tolerance < 1")
         if self.server_speeds is not None:
             parse_speeds(self.server_speeds)
-        if self.transport not in TRANSPORTS:
-            raise ValueError(
-                f"transport is {self.transport!r}; expected one of {', '.join(TRANSPORTS)}"
-            )
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
         if self.rounds < 1:
@@ -132,11 +115,6 @@ class Options:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; expected 0 or a positive number"
                 )
-        if self.log_every < 0:
-            raise ValueError(f"log_every is {self.log_every}; expected 0 or more steps")
-        if self.tensorboard and self.run_dir is None:
-            raise ValueError("tensorboard is True, run_dir None; expected a folder for the scalars")
-        self._check_sources()
         for name in (
             "attention_tflops",
             "memory_cap_gb",
@@ -147,24 +125,6 @@ class Options:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value}; expected a positive number")
-
-    def _check_sources(self) -> None:
-        """Where documents are read from: one source, and somebody who uses them."""
-        given = [
-            name
-            for name in ("document_end_id", "document_positions")
-            if getattr(self, name) is not None
-        ]
-        if len(given) > 1:
-            raise ValueError(
-                f"document_end_id is {self.document_end_id} and document_positions "
-                f"{self.document_positions!r}; expected one of them"
-            )
-        if given and not self.patch_sdpa:
-            raise ValueError(
-                f"{given[0]} is {getattr(self, given[0])!r}, patch_sdpa False; expected both: it "
-                "says where documents of scaled_dot_product_attention begin"
-            )
 
     def digest(self) -> int:
         """63 bits that differ when any option differs."""
@@ -193,9 +153,9 @@ def parse_speeds(text: str) -> tuple[float, ...]:
     return tuple(speeds)
 
 
-def field_help(options: type = Options) -> dict[str, str]:
-    """The docstring under each field of `options`, by field name."""
-    body = ast.parse(inspect.cleandoc(inspect.getsource(options))).body[0].body
+def field_help(kind: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass, by field name."""
+    body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0].body
     help_by_name = {}
     for statement, following in zip(body, body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
@@ -203,36 +163,25 @@ def field_help(options: type = Options) -> dict[str, str]:
     return help_by_name
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of Options, with its documentation."""
-    help_by_name = field_help()
-    for field in fields(Options):
-        flag = "--" + field.name.replace("_", "-")
-        assert field.default is not MISSING
+def add_flags(parser: argparse._ActionsContainer, kind: type = Options) -> None:
+    """Add a flag for each documented field of a dataclass."""
+    help_by_name = field_help(kind)
+    for field in fields(kind):
+        if field.name not in help_by_name:
+            continue
         text = f"{help_by_name[field.name]} (default: {field.default})".replace("%", "%%")
-        if field.type is bool:
-            parser.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=field.default, help=text
-            )
-        else:
-            parser.add_argument(
-                flag, type=_plain_type(field.type), default=field.default, help=text
-            )
+        how = {"action": argparse.BooleanOptionalAction}
+        if field.type is not bool:
+            how = {"type": next(iter(typing.get_args(field.type)), field.type)}  # of "T | None", T
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, default=field.default, help=text, **how)
 
 
-def _plain_type(annotation) -> type:
-    if isinstance(annotation, types.UnionType):
-        return next(part for part in typing.get_args(annotation) if part is not type(None))
-    return annotation
+def from_flags(parsed: argparse.Namespace, kind: type[T] = Options) -> T:
+    """Return the dataclass that flags of `add_flags` describe. Raises ValueError for bad values."""
+    return kind(**values_of(parsed, kind))
 
 
-def from_flags(parsed: argparse.Namespace) -> Options:
-    """Options from what a parser with `add_flags` parsed; raises ValueError for bad values."""
-    return Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})
-
-
-def parse(arguments: Sequence[str]) -> Options:
-    """Options from flags alone, e.g. parse(["--tolerance", "0.05"])."""
-    parser = argparse.ArgumentParser(prog="distca")
-    add_flags(parser)
-    return from_flags(parser.parse_args(arguments))
+def values_of(parsed: argparse.Namespace, kind: type) -> dict[str, object]:
+    """Return the fields of a dataclass that flags of `add_flags` set, by name."""
+    return {name: getattr(parsed, name) for name in field_help(kind)}

@@ -2,7 +2,7 @@
 
     python -m distca.report RUN
 
-reads the records in the folder RUN (Options.run_dir) and writes its files there.
+reads the records in the folder RUN (Watching.run_dir) and writes its files there.
 """
 
 import argparse

@@ -6,26 +6,70 @@ import importlib
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from distca import options, scope
+from distca import scope
 from distca.integrations import plain
+from distca.options import Options, add_flags, from_flags
 from distca.ranks import session
+from distca.watching.settings import Watching
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the launcher does for a script that does not call distca."""
+
+    patch_sdpa: bool = False
+    """Replace torch.nn.functional.scaled_dot_product_attention for the whole process."""
+
+    document_end_id: int | None = None
+    """Token id that ends each document in the tokens that the script's model is called with. With
+    patch_sdpa, documents are read from it without an edit of the script."""
+
+    document_positions: str | None = None
+    """Name of the model's argument whose positions restart at 0 with each document. With
+    patch_sdpa, documents are read from it without an edit of the script."""
+
+    transformers: bool = False
+    """Register attn_implementation="distca" with transformers for the script."""
+
+    def __post_init__(self) -> None:
+        end_id, positions = self.document_end_id, self.document_positions
+        if end_id is not None and positions is not None:
+            raise ValueError(
+                f"document_end_id is {end_id} and document_positions {positions!r}; expected one "
+                "of them"
+            )
+        if self.reads_documents and not self.patch_sdpa:
+            name = "document_positions" if end_id is None else "document_end_id"
+            raise ValueError(
+                f"{name} is {getattr(self, name)!r}, patch_sdpa False; expected both: it says "
+                "where documents of scaled_dot_product_attention begin"
+            )
+
+    @property
+    def reads_documents(self) -> bool:
+        return self.document_end_id is not None or self.document_positions is not None
+
+
+SETTINGS = (Options, Watching, Launch)  # a flag for each field
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    flags = argparse.ArgumentParser(
         prog="python -m distca.run",
         description="Runs a training script with balanced attention. Flags before the script are "
         "distca's, everything after it is the script's own.",
     )
-    options.add_flags(made)
-    made.add_argument("script", help="path of the Python script to run")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    return made
+    for kind in SETTINGS:
+        add_flags(flags, kind)
+    flags.add_argument("script", help="path of the Python script to run")
+    flags.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return flags
 
 
 @record
@@ -35,15 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not script.is_file():
         parser().error(f"script {parsed.script} does not exist")
     try:
-        chosen = options.from_flags(parsed)
+        options, watching, launch = (from_flags(parsed, kind) for kind in SETTINGS)
     except ValueError as error:
         parser().error(str(error))
-    session.configure(chosen)
-    if chosen.patch_sdpa:
+    session.configure(options, watching)
+    if launch.patch_sdpa:
         torch.nn.functional.scaled_dot_product_attention = scope.scaled_dot_product_attention
-    if chosen.document_end_id is not None or chosen.document_positions is not None:
-        plain.derive_documents(chosen)
-    if chosen.transformers:
+    if launch.reads_documents:
+        plain.derive_documents(launch.document_end_id, launch.document_positions)
+    if launch.transformers:
         importlib.import_module("distca.integrations.transformers")
     sys.argv = [parsed.script, *parsed.arguments]
     sys.path[0] = str(script.resolve().parent)

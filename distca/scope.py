@@ -14,7 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.attention import FULL, core_attention
 from distca.planning.documents import Documents, check_window
-from distca.planning.plan import CAUSAL, local_plan, plan
+from distca.planning.plan import CAUSAL, local_plan
+from distca.planning.step import plan
 from distca.ranks import session as sessions
 
 _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it
@@ -70,8 +71,8 @@ def prepare(
             plan(packed, window_size=window_size, group=group)
     if not packed._plans and not packed.crosses_ranks:
         local_plan(packed, window_size, _default_device())  # compiled code cannot make it
-    for made in packed._plans.values():
-        made.wait()
+    for each in packed._plans.values():
+        each.wait()
 
 
 def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None) -> None:
@@ -189,18 +190,9 @@ def varlen_attention(
     """
     packed = _scope.documents
     if packed is None:
-        return _torch_varlen_attn(
-            query,
-            key,
-            value,
-            cu_seq_q,
-            cu_seq_k,
-            max_q,
-            max_k,
-            return_aux=return_aux,
-            scale=scale,
-            window_size=window_size,
-        )
+        rows = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+        keywords = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
+        return _torch_varlen_attn(*rows, **keywords)
     if return_aux is not None:
         raise ValueError("return_aux under distca.documents; expected None")
     _check_boundaries(packed, cu_seq_q, "cu_seq_q")
@@ -219,10 +211,10 @@ def _check_boundaries(packed: Documents, cu_seqlens: Tensor, name: str) -> None:
     if version is not None and known_version == version and known_documents() is packed:
         return
     expected = packed.cu_seqlens
-    given = cu_seqlens.detach().cpu()
-    if given.shape != expected.shape or not (given == expected).all():
+    offsets = cu_seqlens.detach().cpu()
+    if offsets.shape != expected.shape or not (offsets == expected).all():
         raise ValueError(
-            f"{name} has {given.numel()} boundaries up to {given.flatten()[-1:].tolist()}, but "
+            f"{name} has {offsets.numel()} boundaries up to {offsets.flatten()[-1:].tolist()}, but "
             f"the documents in force have {expected.numel()} up to {expected[-1:].tolist()}; enter "
             "distca.documents with the same packing"
         )

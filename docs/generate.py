@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 import distca
-from distca import options
+from distca import options, run
 
 DOCS = Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -39,7 +39,7 @@ COLUMNS = 100
 OPTIONS_HEAD = """\
 # Options
 
-One type, `distca.Options`, whose fields are the launcher's flags:
+`distca.Options` configures balanced attention. Its fields are flags of the launcher:
 
 ```
 torchrun --nproc-per-node 8 -m distca.run --tolerance 0.05 --log-every 10 train.py ...
@@ -48,7 +48,22 @@ torchrun --nproc-per-node 8 -m distca.run --tolerance 0.05 --log-every 10 train.
 or `distca.init(options=distca.Options(tolerance=0.05))`, or `distca.configure(options)` before
 anything else opens the group. They must be equal on all ranks of a group. No environment variable
 changes what distca does. `python docs/generate.py` writes this page.
+"""
+SETTINGS = {  # what comes before the table of each dataclass
+    distca.Options: "",
+    distca.Watching: """
+## Records
 
+`distca.Watching` says what is recorded of a run: flags of the launcher, or the argument `watching`
+of `distca.init` and `distca.configure`.
+""",
+    run.Launch: """
+## Scripts that do not call distca
+
+`distca.run.Launch` has the flags that only the launcher knows.
+""",
+}
+TABLE_HEAD = """
 | flag | default | meaning |
 | --- | --- | --- |
 """
@@ -66,13 +81,15 @@ them by message.
 
 
 def options_page() -> str:
-    texts = options.field_help()
-    rows = []
-    for field in dataclasses.fields(distca.Options):
-        flag = "--" + field.name.replace("_", "-")
-        both = f"`{flag}`, `--no-{flag[2:]}`" if field.type is bool else f"`{flag}`"
-        rows.append(f"| {both} | `{field.default}` | {texts[field.name]} |")
-    return OPTIONS_HEAD + "\n".join(rows) + "\n"
+    page = OPTIONS_HEAD
+    for kind, head in SETTINGS.items():
+        texts = options.field_help(kind)
+        page += head + TABLE_HEAD
+        for field in dataclasses.fields(kind):
+            flag = "--" + field.name.replace("_", "-")
+            both = f"`{flag}`, `--no-{flag[2:]}`" if field.type is bool else f"`{flag}`"
+            page += f"| {both} | `{field.default}` | {texts[field.name]} |\n"
+    return page
 
 
 def api_page() -> str:
@@ -87,7 +104,7 @@ def _entry(name: str, thing) -> str:
     if not inspect.isclass(thing):
         return f"{head}```python\n{_signature(name, thing)}\n```\n\n{inspect.getdoc(thing)}\n"
     text = head + f"{inspect.getdoc(thing)}\n"
-    if thing is distca.Options:
+    if thing in SETTINGS:
         return text + "\nFields: [options.md](options.md).\n"
     if dataclasses.is_dataclass(thing):
         texts = options.field_help(thing)

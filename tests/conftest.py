@@ -1,10 +1,27 @@
+import re
+
 import extension
 import pytest
 import torch
 from ranks import Ranks
 
+# What a module names that starts processes, or opens a group in the process of the tests.
+STARTS_PROCESSES = re.compile(
+    r"\b(subprocess|multiprocessing|run_command|Ranks|torchrun|init_process_group)\b"
+)
+
+
+def uses_processes(item: pytest.Item) -> bool:
+    """Whether a test starts processes, uses those of `ranks`, or a GPU."""
+    if "ranks" in item.fixturenames or "gpu" in item.keywords:
+        return True
+    return STARTS_PROCESSES.search(item.path.read_text()) is not None
+
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if uses_processes(item):
+            item.add_marker("processes")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
@@ -18,6 +35,7 @@ def ranks():
     """ranks(world_size): processes that all tests of the session share. They are started once, and
     again when a test has left some of them dead."""
     started: dict[int, Ranks] = {}
+    start_method = "spawn" if torch.cuda.is_available() else "forkserver"
 
     def get(world_size: int) -> Ranks:
         found = started.get(world_size)
@@ -25,7 +43,7 @@ def ranks():
             found.stop()
             found = None
         if found is None:
-            found = started[world_size] = Ranks(world_size)
+            found = started[world_size] = Ranks(world_size, start_method=start_method)
         return found
 
     yield get

@@ -1,4 +1,5 @@
-"""A library of C++ that tests add to distca, built once: phases.cpp."""
+"""A library of C++ that tests add to distca, built once. phases.cpp acts at phases of attention,
+mailbox.cpp is a transport."""
 
 import fcntl
 import functools

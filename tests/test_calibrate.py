@@ -18,14 +18,13 @@ from distca import calibrate
 from distca.calibrate import attention, links
 from distca.calibrate.__main__ import main
 from distca.calibrate.timing import NUM_WARM_UP_CALLS, ProgressBar, median_seconds
-from distca.planning.cluster import Cluster
+from distca.planning.cluster import Cluster, cluster_of
 from distca.planning.cost import (
     AttentionShape,
     Calibration,
     Link,
     Links,
     cost_tensor,
-    link_bytes_per_second,
 )
 from distca.planning.plan import ANY_IMBALANCE
 
@@ -232,7 +231,7 @@ def test_links_of_the_file_are_the_default(tmp_path, inside, between, gb_per_s, 
     }
     path = calibrations.write(tmp_path / "table.json", lambda rows, keys: 1.0, links=made)
     options = distca.Options(cost_table=path, link_gb_per_s=gb_per_s)
-    assert link_bytes_per_second(options, "cuda") == expected
+    assert cluster_of(options, 2, "cuda").link_bytes_per_second == expected
 
 
 def test_axes_are_whole_tiles():

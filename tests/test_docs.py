@@ -165,7 +165,8 @@ def check_launcher(arguments: list[str], folder: Path) -> None:
         return
     parsed = run.parser().parse_args(arguments)
     assert parsed.script == "train.py"
-    run.options.from_flags(parsed)
+    for kind in run.SETTINGS:
+        run.from_flags(parsed, kind)
 
 
 def check_train(arguments: list[str], folder: Path) -> None:

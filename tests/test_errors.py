@@ -12,6 +12,7 @@ from ranks import Outcome, Ranks
 from small_step import SHARDED, WHOLE, small_step
 
 import distca
+from distca import ops
 from distca.ranks import session as sessions
 
 LIMIT_S = 5.0
@@ -76,9 +77,11 @@ def attend_with_other_places(rank: int, world_size: int, change: int) -> torch.T
     that must be equal on all ranks."""
     step = small_step(rank, world_size, SHARDED)
     plan = distca.plan(step.documents)
-    made = plan.made()
+    solution = plan.solution()
     layouts = [
-        torch.ops.distca.layout(made.pieces, made.encoded, other, plan.layout[STEP].item(), "cuda")
+        torch.ops.distca.layout(
+            solution.pieces, solution.encoded, other, plan.layout[STEP].item(), "cuda"
+        )
         for other in range(world_size)
     ]
     rows = [numbers_of_rows(layout)[1] for layout, _ in layouts]
@@ -133,7 +136,7 @@ def test_ranks_disagree_in_a_later_layer(fresh_ranks):
 def plan_differently(rank: int, world_size: int, what: str):
     step = small_step(rank, world_size)
     session = distca.init()
-    real_version = torch.ops.distca.version
+    real_version = ops.version
     window_size = (-1, 0)
     try:
         if rank == 1 and what == "options":
@@ -141,14 +144,14 @@ def plan_differently(rank: int, world_size: int, what: str):
         elif rank == 1 and what == "step":
             session.num_plans += 1
         elif rank == 1 and what == "distca version":
-            torch.ops.distca.version = lambda: 99
+            ops.version = lambda: 99
         elif rank == 1:
             window_size = (7, 0) if what == "window_left" else (-1, -1)
         distca.plan(step.documents, window_size=window_size)
     finally:
         if rank == 1:
             session.options = distca.Options()
-            torch.ops.distca.version = real_version
+            ops.version = real_version
             session.num_plans -= what == "step"
 
 

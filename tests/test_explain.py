@@ -12,6 +12,7 @@ import distca
 from distca.explain import account
 from distca.explain.__main__ import main
 from distca.explain.text import as_data, report
+from distca.planning import task_rows
 from distca.planning.cluster import Cluster
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.packs import Pack, cut_pack, draw_pack, read_lengths
@@ -80,7 +81,7 @@ def test_keys_against_counting(window):
                     for query in range(begin, end)
                 )
             ]
-            bounds = account.keys_of(window, *map(np.array, (begin, end, length)))
+            bounds = task_rows.keys_of(window, *map(np.array, (begin, end, length)))
             assert tuple(map(int, bounds)) == (seen[0], seen[-1] + 1)
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.planning.cost import AttentionShape
+from distca.planning.halves import planned_halves
 
 ops = torch.ops.distca
 CASES = {
@@ -245,7 +246,7 @@ def ping_pong_keeping(rank, world_size):
     distca.plan(step.documents)
     truth = step.run(bare, step.documents)
     errors = map(oracle.relative_error, step.run(block, step.documents), truth)
-    (halves,) = step.documents._halves.values()
+    (halves,) = planned_halves(step.documents).values()
     kept = [sum(ops.kept_rows(half._plans[-1, 0].layout)) for half in halves]
     distca.close()
     return max(errors), kept

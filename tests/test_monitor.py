@@ -39,8 +39,7 @@ def plan_report(num_ranks: int = 4, **changes) -> PlanReport:
 def train(rank: int, world_size: int, folder: str, log_every: int) -> list[dict]:
     """Records of this rank's plans."""
     distca.close()
-    options = distca.Options(log_every=log_every, run_dir=folder)
-    distca.init(options=options)
+    distca.init(watching=distca.Watching(log_every=log_every, run_dir=folder))
     try:
         return [_step(rank, world_size, index) for index in range(NUM_STEPS)]
     finally:
@@ -148,7 +147,7 @@ def test_a_picture_of_a_long_run_is_thinned(tmp_path, monkeypatch):
 
 def test_lines_are_means_of_the_steps_between_them(caplog):
     caplog.set_level(logging.INFO, "distca")
-    monitor = Monitor(distca.Options(log_every=2))
+    monitor = Monitor(distca.Watching(log_every=2))
     for step in range(5):
         waited = float(step)
         monitor.record(step, plan_report(plan_ms=4.0 + step, waited_ms=waited).record())
@@ -164,14 +163,14 @@ def test_lines_are_means_of_the_steps_between_them(caplog):
 
 
 def test_nothing_is_kept_without_lines():
-    monitor = Monitor(distca.Options())
+    monitor = Monitor(distca.Watching())
     for step in range(100):
         monitor.record(step, plan_report().record())
     assert len(monitor._recent) <= 1
 
 
 def test_a_full_disk_ends_the_records_and_not_the_training(tmp_path, caplog):
-    monitor = Monitor(distca.Options(run_dir=str(tmp_path)))
+    monitor = Monitor(distca.Watching(run_dir=str(tmp_path)))
 
     class Full:
         def write(self, text: str) -> None:
@@ -189,7 +188,7 @@ def test_a_full_disk_ends_the_records_and_not_the_training(tmp_path, caplog):
 
 def test_scalars_reach_tensorboard(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monitor = Monitor(distca.Options(run_dir=str(tmp_path), tensorboard=True))
+    monitor = Monitor(distca.Watching(run_dir=str(tmp_path), tensorboard=True))
     times = {"attention_ms": [2.0, 4.0, 2.0, 4.0], "exposed_ms": [0.5, 1.0, 0.5, 0.0]}
     record = plan_report(**times).record()
     for step in range(3):
@@ -207,21 +206,21 @@ def test_scalars_reach_tensorboard(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "settings, message",
     [
         ({"log_every": -1}, "log_every is -1; expected 0 or more"),
         ({"tensorboard": True}, "tensorboard is True, run_dir None; expected a folder"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
+def test_settings_that_cannot_be_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        distca.Options(**options)
+        distca.Watching(**settings)
 
 
 def test_a_record_costs_less_than_half_a_percent_of_a_step(tmp_path):
     """Of 64 ranks and 100 ms, and on the planner's thread. Of many records the cheap ones count:
     the others shared the processor's caches with somebody else."""
-    monitor = Monitor(distca.Options(log_every=10, run_dir=str(tmp_path)))
+    monitor = Monitor(distca.Watching(log_every=10, run_dir=str(tmp_path)))
     made = plan_report(num_ranks=64, attention_ms=[8.0] * 64, exposed_ms=[0.5] * 64)
     costs = []
     for step in range(300):

@@ -7,12 +7,13 @@ import torch
 from ranks import Outcome
 
 import distca
-from distca.planning import pieces as exchange
-from distca.planning.plan import CAUSAL, HEADER_WORDS, NUM_WORDS, _exchange, header_of
+from distca.planning import pieces as gathering
+from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, exchange, header_of
+from distca.planning.plan import CAUSAL
 from distca.ranks.session import opened
 
 WORDS = 5
-MOST = exchange.MAX_PIECES
+MOST = gathering.MAX_PIECES
 
 
 def pieces_of(rank: int, count: int) -> torch.Tensor:
@@ -42,12 +43,12 @@ class Gather:
     "counts", [[0], [7], [0, 0, 0], [3, 0, 5, 1], [0, 200, 0, 0, 0, 1], [20] * 6, [100, 1, 1, 1]]
 )
 def test_every_rank_gathers_all_pieces(monkeypatch, counts):
-    monkeypatch.setattr(exchange, "LEAST_PIECES", 8)
+    monkeypatch.setattr(gathering, "LEAST_PIECES", 8)
     pieces = [pieces_of(rank, count) for rank, count in enumerate(counts)]
     exchanges = []
     for own in pieces:
         gather = Gather(pieces)
-        assert torch.equal(exchange.gather_pieces(own, counts, gather), torch.cat(pieces))
+        assert torch.equal(gathering.gather_pieces(own, counts, gather), torch.cat(pieces))
         exchanges.append(gather.sizes)
     assert all(sizes == exchanges[0] for sizes in exchanges)
     assert max(exchanges[0]) * len(counts) <= max(8, 4 * sum(counts), len(counts))
@@ -55,9 +56,9 @@ def test_every_rank_gathers_all_pieces(monkeypatch, counts):
 
 def test_memory_is_that_of_all_pieces():
     counts = [10**6, *[1] * 511]
-    assert exchange.pieces_at_a_time(counts) * len(counts) <= 4 * sum(counts)
+    assert gathering.pieces_at_a_time(counts) * len(counts) <= 4 * sum(counts)
     usual = [60, 90, 70, 110] * 128
-    assert exchange.pieces_at_a_time(usual) == max(usual), "in one exchange"
+    assert gathering.pieces_at_a_time(usual) == max(usual), "in one exchange"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_memory_is_that_of_all_pieces():
 )
 def test_impossible_counts_are_named(counts, message):
     with pytest.raises(ValueError, match=message):
-        exchange.check_counts(counts)
+        gathering.check_counts(counts)
 
 
 def announce(rank: int, world_size: int, count: int) -> None:
@@ -80,7 +81,7 @@ def announce(rank: int, world_size: int, count: int) -> None:
     if rank == 1:
         pieces = SimpleNamespace(shape=(count, WORDS))
     header = header_of(10**6, session.options, CAUSAL)
-    _exchange(session, pieces, [*header, *[0] * (NUM_WORDS - HEADER_WORDS)])
+    exchange(session, pieces, [*header, *[0] * (NUM_WORDS - HEADER_WORDS)])
 
 
 def imbalance_of(rank: int, world_size: int, counts: list[int]) -> float:
@@ -102,12 +103,12 @@ def test_a_broken_count_is_refused_on_every_rank(ranks, count):
 
 def in_parts(rank: int, world_size: int, counts: list[int]) -> tuple[int, float]:
     """(pieces of a rank at a time, imbalance), where an exchange holds few pieces."""
-    kept = exchange.LEAST_PIECES, exchange.MEAN_COUNTS
-    exchange.LEAST_PIECES, exchange.MEAN_COUNTS = 1, 1
+    kept = gathering.LEAST_PIECES, gathering.MEAN_COUNTS
+    gathering.LEAST_PIECES, gathering.MEAN_COUNTS = 1, 1
     try:
-        return exchange.pieces_at_a_time(counts), imbalance_of(rank, world_size, counts)
+        return gathering.pieces_at_a_time(counts), imbalance_of(rank, world_size, counts)
     finally:
-        exchange.LEAST_PIECES, exchange.MEAN_COUNTS = kept
+        gathering.LEAST_PIECES, gathering.MEAN_COUNTS = kept
 
 
 def test_most_pieces_on_one_rank(ranks):

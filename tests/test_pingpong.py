@@ -23,6 +23,7 @@ from torch import nn
 
 import distca
 from distca.pingpong import pingpong
+from distca.planning.halves import planned_halves
 from distca.ranks import session as sessions
 
 CUTS = {
@@ -251,7 +252,7 @@ def plan_ahead(rank: int, world_size: int) -> list:
     for number in range(3):
         step = step_of(rank, LENGTHS[(rank + number) % world_size])
         distca.plan(step.documents, ahead=True)
-        found.append(len(step.documents._halves))
+        found.append(len(planned_halves(step.documents)))
         truth = step.run(bare, step.documents)
         found.append(max(errors(step.run(block, step.documents), truth)) <= 1e-12)
     halves = sessions.find().halves
@@ -395,8 +396,8 @@ def learn_the_shape(rank: int, world_size: int) -> tuple[list[float], list[float
     distca.plan(step.documents)
     step.run(block, step.documents)
     shape = distca.AttentionShape(HEADS, KV_HEADS, HEAD_DIM, 8)
-    learned = distca.plan(documents_of(LENGTHS[rank])).made().loads
-    given = distca.plan(documents_of(LENGTHS[rank]), shape=shape).made().loads
+    learned = distca.plan(documents_of(LENGTHS[rank])).solution().loads
+    given = distca.plan(documents_of(LENGTHS[rank]), shape=shape).solution().loads
     return learned, given
 
 

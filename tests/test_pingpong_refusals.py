@@ -5,8 +5,8 @@ import torch
 from pingpong_blocks import LENGTHS, Block, block_of, documents_of, pair_of, step_of
 
 import distca
-from distca.pingpong.half_plans import plan_halves
 from distca.pingpong.pingpong import middle
+from distca.planning.halves import plan_halves
 
 
 def start_again(rank: int, world_size: int) -> None:

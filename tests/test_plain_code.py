@@ -13,14 +13,15 @@ from torch.utils.checkpoint import checkpoint
 import distca
 from distca import scope
 from distca.integrations import plain
+from distca.run import Launch
 
 ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-5
 END = 3
 HEADS, HEAD_DIM, VOCAB_SIZE = 4, 8, 31
 LENGTHS = [[61, 1, 138], [7, 30, 3, 160], [200], [99, 101]]  # by rank
-BY_POSITIONS = distca.Options(patch_sdpa=True, document_positions="position_ids")
-BY_END = distca.Options(patch_sdpa=True, document_end_id=END)
+BY_POSITIONS = Launch(patch_sdpa=True, document_positions="position_ids")
+BY_END = Launch(patch_sdpa=True, document_end_id=END)
 
 
 class Block(nn.Module):
@@ -92,25 +93,27 @@ def worst_error(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 class Derived:
     """As the launcher switches it on."""
 
-    def __init__(self, options: distca.Options) -> None:
-        self.options = options
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
 
     def __enter__(self) -> None:
         F.scaled_dot_product_attention = distca.scaled_dot_product_attention
-        self.end = plain.derive_documents(self.options)
+        self.end = plain.derive_documents(
+            self.launch.document_end_id, self.launch.document_positions
+        )
 
     def __exit__(self, *error) -> None:
         self.end()
         F.scaled_dot_product_attention = scope._torch_sdpa
 
 
-def train(rank: int, world_size: int, options: distca.Options, way: str) -> tuple[float, int]:
+def train(rank: int, world_size: int, launch: Launch, way: str) -> tuple[float, int]:
     """Error of the gradients of two batches whose backward passes come after both, and plans."""
     lengths = [LENGTHS[rank], LENGTHS[(rank + 1) % 4]]  # as many tokens in both
     batches = [(tokens_of(each, seed), each) for seed, each in enumerate(lengths)]
     truth = true_gradients(batches)
     num_plans = distca.init().num_plans if world_size > 1 else 0
-    with Derived(options):
+    with Derived(launch):
         made = Model(recompute=way == "recompute")
         model = made
         if way == "compiled":
@@ -125,17 +128,17 @@ def train(rank: int, world_size: int, options: distca.Options, way: str) -> tupl
 
 
 @pytest.mark.parametrize("way", ["eager", "recompute", "compiled", "compiled in place"])
-@pytest.mark.parametrize("options", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
-def test_gradients_equal_the_model_by_document(ranks, options, way):
-    for error, num_plans in ranks(2).run(train, options, way):
+@pytest.mark.parametrize("launch", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
+def test_gradients_equal_the_model_by_document(ranks, launch, way):
+    for error, num_plans in ranks(2).run(train, launch, way):
         assert error <= TOLERANCE and num_plans == 2
 
 
-@pytest.mark.parametrize("options", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
-def test_on_four_ranks_and_without_a_group(ranks, options):
-    for error, num_plans in ranks(4).run(train, options, "recompute"):
+@pytest.mark.parametrize("launch", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
+def test_on_four_ranks_and_without_a_group(ranks, launch):
+    for error, num_plans in ranks(4).run(train, launch, "recompute"):
         assert error <= TOLERANCE and num_plans == 2
-    assert train(0, 1, options, "eager")[0] <= TOLERANCE
+    assert train(0, 1, launch, "eager")[0] <= TOLERANCE
 
 
 def test_the_comparison_sees_a_lost_boundary():
@@ -144,14 +147,14 @@ def test_the_comparison_sees_a_lost_boundary():
     assert worst_error(gradients(model), true_gradients([(ids, LENGTHS[0])])) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("options", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
-def test_rows_of_a_batch_and_positional_arguments(options):
+@pytest.mark.parametrize("launch", [BY_POSITIONS, BY_END], ids=["positions", "end id"])
+def test_rows_of_a_batch_and_positional_arguments(launch):
     ids = tokens_of([6, 2, 5, 3]).view(2, 8)
     positions = positions_of([6, 2, 5, 3]).view(2, 8)
     with torch.no_grad():
         rows = ids.view(1, 16).split([6, 2, 5, 3], dim=1)
         truth = torch.cat([Model()(row)["logits"] for row in rows], dim=1).view(2, 8, -1)
-        with Derived(options):
+        with Derived(launch):
             got = nn.Sequential(Model())[0](ids, positions)["logits"]
     assert (got - truth).norm() <= TOLERANCE * truth.norm()
 
@@ -201,9 +204,9 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_read_is_an_error(case):
-    options, keywords, message = WRONG[case]
+    launch, keywords, message = WRONG[case]
     model = Model()
-    with Derived(options):
+    with Derived(launch):
         with pytest.raises(ValueError, match=message):
             model(**{"ids": tokens_of([12]), **keywords})
         good = model(tokens_of([12]), torch.arange(12)[None])  # the next batch is read again
@@ -241,6 +244,6 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(ranks):
         ),
     ],
 )
-def test_options_that_cannot_be_are_refused(arguments, message):
+def test_launches_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        distca.Options(**arguments)
+        Launch(**arguments)

@@ -29,7 +29,7 @@ found = {
     "path": sys.path[0],
     "neighbour": neighbour.VALUE,
     "patched": F.scaled_dot_product_attention is distca.scaled_dot_product_attention,
-    "default": repr(session._defaults[0]),
+    "default": repr(session.configured()),
 }
 """
 WRITE = "json.dump(found, open(os.environ['REPORT'] + os.environ.get('RANK', ''), 'w'))\n"
@@ -75,17 +75,28 @@ def test_help_lists_every_option(tmp_path):
     result = launch(["--help"], tmp_path)
     assert result.returncode == 0
     text = " ".join(result.stdout.split())
-    for field in fields(distca.Options):
-        assert "--" + field.name.replace("_", "-") in text
-        assert f"(default: {field.default})" in text
     words = re.sub(r"\W+", "", result.stdout)  # argparse breaks lines, also at hyphens
-    for name, documented in options.field_help().items():
-        assert re.sub(r"\W+", "", documented) in words, f"the help of {name} is missing"
+    for kind in run.SETTINGS:
+        for field in fields(kind):
+            assert "--" + field.name.replace("_", "-") in text
+            assert f"(default: {field.default})" in text
+        for name, documented in options.field_help(kind).items():
+            assert re.sub(r"\W+", "", documented) in words, f"the help of {name} is missing"
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
-def test_every_option_is_documented():
-    assert set(options.field_help()) == {field.name for field in fields(distca.Options)}
+@pytest.mark.parametrize("kind", run.SETTINGS)
+def test_every_field_is_documented(kind):
+    assert set(options.field_help(kind)) == {field.name for field in fields(kind)}
+
+
+@pytest.mark.parametrize(
+    "name, place",
+    [("log_every", "distca.Watching"), ("run_dir", "distca.Watching"), ("patch_sdpa", "launcher")],
+)
+def test_fields_that_moved_are_refused_with_their_new_place(name, place):
+    with pytest.raises(ValueError, match=f"{name} is no option of attention: .*{place}"):
+        distca.Options(tolerance=0.1, **{name: True})
 
 
 def test_the_script_sees_what_it_would_see_alone(script, tmp_path):
@@ -107,7 +118,7 @@ def test_under_torchrun_options_reach_the_group(script, tmp_path):
     flags = ["--patch-sdpa", "--no-enabled", "--link-gb-per-s", "12.5", "--timeout-s", "60"]
     result = launch([*flags, path, "x"], tmp_path, num_ranks=2)
     assert result.returncode == 0, result.stderr
-    wanted = distca.Options(patch_sdpa=True, enabled=False, link_gb_per_s=12.5, timeout_s=60.0)
+    wanted = distca.Options(enabled=False, link_gb_per_s=12.5, timeout_s=60.0)
     for rank in range(2):
         found = json.loads((tmp_path / f"report{rank}").read_text())
         assert found["options"] == repr(wanted)
@@ -147,6 +158,18 @@ def test_bad_flags_exit_with_2_and_are_named(script, capfd, arguments, named):
 
 
 def test_flags_make_options():
-    assert options.parse([]) == distca.Options()
-    parsed = options.parse(["--cost-table", "t.json", "--attention-tflops", "2", "--no-enabled"])
-    assert parsed == distca.Options(cost_table="t.json", attention_tflops=2.0, enabled=False)
+    flags = ["--cost-table", "t.json", "--attention-tflops", "2", "--no-enabled"]
+    flags += ["--log-every", "3", "--document-end-id", "2", "--patch-sdpa", "train.py"]
+    for arguments, settings in (
+        (["train.py"], [kind() for kind in run.SETTINGS]),
+        (
+            flags,
+            [
+                distca.Options(cost_table="t.json", attention_tflops=2.0, enabled=False),
+                distca.Watching(log_every=3),
+                run.Launch(document_end_id=2, patch_sdpa=True),
+            ],
+        ),
+    ):
+        parsed = run.parser().parse_args(arguments)
+        assert [options.from_flags(parsed, kind) for kind in run.SETTINGS] == settings

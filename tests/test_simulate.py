@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from distca.planning.cost import TILE, AttentionShape, Link
+from distca.planning.packs import Pack
 from distca.simulate import pipeline
 from distca.simulate.disaggregated import (
-    Homes,
     Work,
     cluster_of,
     dedicated_ping_pong,
     in_turn,
+    pack_on,
     ping_pong,
     plan,
     row_bytes,
@@ -157,9 +158,7 @@ def test_long_packs_lie_on_several_groups():
     assert (scenario.least_cp, scenario.packs) == (2, 2)
     (drawn,) = draw([900, 900], scenario, 1, seed=0)
     assert drawn.lengths.tolist() == [900, 100, 800, 200]
-    homes = Homes.of(drawn.lengths, np.arange(4))
-    held = [homes.rank, homes.document, homes.start, homes.length]
-    assert np.transpose(held).tolist() == [
+    assert pack_on(drawn.lengths, np.arange(4), 4).pieces.tolist() == [
         [0, 0, 0, 500],
         [1, 0, 500, 400],
         [1, 1, 0, 100],
@@ -382,11 +381,11 @@ def test_work_of_a_plan_is_what_the_planner_reports(least_cp):
         UNIT, ranks=16, tokens=8192, context=8192 * least_cp, machine=replace(UNIT_MACHINE)
     )
     (drawn,) = draw(lengths, scenario, 1, seed=0)
-    homes = Homes.of(drawn.lengths, np.arange(16))
+    pack = pack_on(drawn.lengths, np.arange(16), 16)
     cost = scenario.attention_cost()
     cluster = cluster_of(scenario, 16)
     _, loads = torch.ops.distca.plan(
-        homes.pieces(),
+        pack.as_tensor(),
         16,
         -1,
         0,
@@ -396,8 +395,8 @@ def test_work_of_a_plan_is_what_the_planner_reports(least_cp):
         cluster.links(),
         scenario.tolerance,
     )
-    tasks = plan(scenario, homes, cluster, cost)
-    work = work_of(homes, tasks, cost)
+    tasks = plan(scenario, pack, cluster, cost)
+    work = work_of(pack, tasks, cost)
     seconds = work.home_seconds + work.visiting_seconds
     assert seconds.sum(axis=0) == pytest.approx(loads[:, 1].numpy())
     query, key = scenario.attention_shape.row_bytes()
@@ -407,7 +406,7 @@ def test_work_of_a_plan_is_what_the_planner_reports(least_cp):
     assert np.bincount(work.server, num_bytes, 16) == pytest.approx(loads[:, 3].numpy())
     with pytest.raises(AssertionError):  # a task on another server is noticed
         tasks[0, 3] = (tasks[0, 3] + 1) % 16
-        moved = work_of(homes, tasks, cost)
+        moved = work_of(pack, tasks, cost)
         moved_seconds = (moved.home_seconds + moved.visiting_seconds).sum(axis=0)
         assert moved_seconds == pytest.approx(loads[:, 1].numpy())
 
@@ -427,15 +426,15 @@ def test_dedicated_servers_compute_everything():
 
 
 def test_queries_at_home_whose_keys_are_elsewhere_wait_for_them():
-    homes = Homes(2, np.array([0, 1]), np.array([0, 0]), np.array([0, 100]), np.array([100, 60]))
+    pack = Pack(2, 1, np.array([[0, 0, 0, 100], [1, 0, 100, 60]]))
     tasks = np.array([[0, 0, 100, 0], [0, 100, 160, 1]])
-    work = work_of(homes, tasks, UNIT.attention_cost())
+    work = work_of(pack, tasks, UNIT.attention_cost())
     assert work.home_seconds[FORWARD].tolist() == [1, 0]
     assert work.visiting_seconds[FORWARD].tolist() == [0, 2]
     assert [work.home, work.server, work.query_rows, work.key_rows] == [[0], [1], [0], [100]]
     # The first keys go to rank 1 once, and the last task of two decides how many.
     twice = np.array([[0, 0, 50, 1], [0, 50, 90, 1], [0, 90, 160, 1]])
-    work = work_of(homes, twice, UNIT.attention_cost())
+    work = work_of(pack, twice, UNIT.attention_cost())
     assert [work.home, work.server, work.query_rows, work.key_rows] == [[0], [1], [100], [100]]
 
 

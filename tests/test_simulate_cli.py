@@ -10,8 +10,7 @@ from calibrations import write
 
 from distca.planning.cost import Link
 from distca.simulate import __main__ as cli
-from distca.simulate import paper
-from distca.simulate.disaggregated import Homes, cluster_of
+from distca.simulate.disaggregated import cluster_of, pack_on
 from distca.simulate.layers import ATTENTION, KINDS
 from distca.simulate.machine import Machine
 from distca.simulate.measured import Measured, comparison
@@ -202,10 +201,10 @@ def test_a_cost_table_is_used_as_the_planner_uses_it(tmp_path):
     machine = cli.machine_of(args)
     scenario = Scenario(model=PRESETS["8B"], machine=machine, ranks=4, tokens=9000, context=9000)
     (drawn,) = draw([1, 127, 128, 129, 3000, 700, 9000, 77], scenario, 1, seed=0)
-    homes = Homes.of(drawn.lengths, np.arange(4))
+    pack = pack_on(drawn.lengths, np.arange(4), 4)
     cost, cluster = scenario.attention_cost(), cluster_of(scenario, 4)
     _, loads = torch.ops.distca.plan(
-        homes.pieces(),
+        pack.as_tensor(),
         4,
         -1,
         0,
@@ -251,20 +250,3 @@ def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit):
         cli.main([*DRAWN, *flags])
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("pp", ["1", "2"])
-def test_speed_ups_beside_the_published(pp, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(paper, "RANKS", (64,))
-    monkeypatch.setattr(paper, "CONTEXTS", (131072, 524288))
-    found = simulated(tmp_path, "--paper", "--steps", "1", "--pp", pp)
-    shown = capsys.readouterr().out
-    assert "1.07-1.20x" in shown and "1.05-1.12x" in shown and "1.35x" in shown
-    expected = {"1": ["8B", "8B", "34B", "34B"], "2": ["8B", "34B"]}  # of those that have room
-    assert [row["model"] for row in found] == expected[pp]
-    for row in found:
-        ours = min(row["step_ms"][name] for name in paper.OURS if name in row["step_ms"])
-        best = min(row["step_ms"][name] for name in paper.BASELINES if row["fits"][name])
-        assert f"{best / ours:.2f}x" in shown
-        in_turn = best / row["step_ms"]["distca"]
-        assert f"{in_turn:.2f}x{'*' if in_turn < 1 else ''}\n" in shown

@@ -44,12 +44,12 @@ PYTHON_RULES = {
     "ops": {"_library"},
     "_torch_private": set(),
     "options": set(),
-    "watching": {"options"},
+    "watching": set(),
     "ranks": {"_library", "_torch_private", "ops", "options", "watching"},
     "planning": {"_torch_private", "ops", "options", "ranks", "watching"},
-    "attention": {"ops", "planning", "ranks"},
+    "attention": {"_torch_private", "ops", "planning", "ranks"},
     "scope": {"attention", "planning", "ranks"},
-    "pingpong": {"_torch_private", "attention", "ops", "planning", "ranks", "scope"},
+    "pingpong": {"_torch_private", "attention", "planning", "ranks", "scope"},
     "integrations": {
         "_torch_private",
         "attention",
@@ -63,9 +63,9 @@ PYTHON_RULES = {
     "integrations/__init__": set(),
     "calibrate": {"ops", "planning"},
     "explain": {"options", "planning"},
-    "simulate": {"options", "planning"},
+    "simulate": {"options", "planning", "watching"},
     "report": {"watching"},
-    "run": {"integrations", "options", "ranks", "scope"},
+    "run": {"integrations", "options", "ranks", "scope", "watching"},
 }
 # Where alone a library may be imported.
 LIBRARY_HOMES = {

@@ -44,7 +44,8 @@ struct Movement {
 bool keeps_any(const Movement& movement);
 
 // Returns all deliveries to this rank as a server, by home: those of other ranks, and its own.
-std::vector<const Delivery*> visitors(const Movement& movement, int64_t rank);
+[[gnu::visibility("default")]] std::vector<const Delivery*> visitors(const Movement& movement,
+                                                                     int64_t rank);
 
 // Visiting rows whose inputs their server keeps, or the others, in order.
 struct VisitingRuns {

@@ -9,6 +9,7 @@
 #include "layout_tensor.h"
 #include "planning.h"
 #include "session.h"
+#include "transport/registry.h"
 #include "version.h"
 
 // Every operator of distca. `layout` (int64, CPU) and `rows` (int32, the attention's device) are
@@ -89,13 +90,16 @@ TORCH_LIBRARY(distca, m) {
   // Sessions: see session.h.
   m.def(
       "open_session(str data_group, str control_group, str planning_group, str configuration, "
-      "float timeout_s, int? peer_device=None, int peer_memory_bytes=0) -> ()",
+      "float timeout_s, str transport=\"process_group\", int? peer_device=None, "
+      "int peer_memory_bytes=0) -> ()",
       [](const std::string& data, const std::string& control, const std::string& planning,
-         const std::string& configuration, double timeout_s, std::optional<int64_t> peer_device,
-         int64_t peer_memory_bytes) {
-        distca::ops::open_session({data, control, planning}, configuration, timeout_s,
+         const std::string& configuration, double timeout_s, const std::string& transport,
+         std::optional<int64_t> peer_device, int64_t peer_memory_bytes) {
+        distca::ops::open_session({data, control, planning}, configuration, timeout_s, transport,
                                   {peer_device, peer_memory_bytes});
       });
+  // Names that open_session takes for its transport.
+  m.def("transports() -> str[]", [] { return distca::transport::transports(); });
   // Whether this build can write to other ranks' memory.
   m.def("has_peer_transport() -> bool", [] { return distca::ops::kHasPeerTransport; });
   // Bytes of this rank that others of the group write to; 0 where they do not.

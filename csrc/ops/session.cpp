@@ -14,7 +14,7 @@
 #include <sstream>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include "transport/process_group/process_group.h"
+#include "transport/registry.h"
 #ifdef DISTCA_WITH_SM90
 #include "transport/peer/peer.h"
 #endif
@@ -108,7 +108,7 @@ const char* name_of(Pass pass) {
 }
 
 Session::Session(const GroupNames& names, const std::string& configuration, double timeout_s,
-                 [[maybe_unused]] const PeerChoice& peer) {
+                 const std::string& transport, [[maybe_unused]] const PeerChoice& peer) {
   const auto data = c10d::resolve_process_group(names.data);
   const auto control = c10d::resolve_process_group(names.control);
   const auto planning = c10d::resolve_process_group(names.planning);
@@ -125,7 +125,7 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
                                         "the opening of the group"));
   planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
   planning_->set_awaited(false);  // a thread in the background waits there
-  transport_ = transport::make_process_group_transport(data, layers, failures_, timeout_s);
+  transport_ = transport::open_transport(transport, {data, layers, failures_, timeout_s});
 #ifdef DISTCA_WITH_SM90
   if (!peer.device) return;
   const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*peer.device));
@@ -283,8 +283,8 @@ transport::Where Session::enter(Pass pass, int64_t caller, bool moves_rows) {
 }
 
 void open_session(const GroupNames& names, const std::string& configuration, double timeout_s,
-                  const PeerChoice& peer) {
-  auto session = std::make_shared<Session>(names, configuration, timeout_s, peer);
+                  const std::string& transport, const PeerChoice& peer) {
+  auto session = std::make_shared<Session>(names, configuration, timeout_s, transport, peer);
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().sessions[names.data] = std::move(session);
 }

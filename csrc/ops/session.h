@@ -70,9 +70,10 @@ struct PeerChoice {
 // have agreed on.
 class Session {
  public:
-  // `peer` has a device if all ranks reach all others' memory.
+  // `transport` is a name of registry.h. `peer` has a device if all ranks reach all others' memory:
+  // then calls that can go through it do.
   Session(const GroupNames& names, const std::string& configuration, double timeout_s,
-          const PeerChoice& peer);
+          const std::string& transport, const PeerChoice& peer);
 
   int64_t num_ranks() const { return num_ranks_; }
   int64_t rank() const { return rank_; }
@@ -133,7 +134,7 @@ class Session {
 // Sessions by group name. `find` throws when there is none, naming the call that opens one.
 // `configuration` is what all ranks must have set alike, as text.
 void open_session(const GroupNames& names, const std::string& configuration, double timeout_s,
-                  const PeerChoice& peer);
+                  const std::string& transport, const PeerChoice& peer);
 void close_session(const std::string& group_name);
 std::shared_ptr<Session> find_session(const std::string& group_name);
 

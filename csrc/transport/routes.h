@@ -55,6 +55,7 @@ struct Inputs {
 void keep(const Routes& routes, const Inputs& visiting, const Inputs& kept);
 
 // Copies them back to their places among the visiting rows.
-void restore(const Routes& routes, const Inputs& kept, const Inputs& visiting);
+[[gnu::visibility("default")]] void restore(const Routes& routes, const Inputs& kept,
+                                            const Inputs& visiting);
 
 }  // namespace distca::transport

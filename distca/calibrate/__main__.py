@@ -25,35 +25,35 @@ MAX_KEYS = 2**24
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    flags = argparse.ArgumentParser(
         prog="python -m distca.calibrate",
         description=calibrate.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--out", default="calibration.json", help="file (default: %(default)s)")
-    made.add_argument("--heads-q", type=int, default=32, help="on one rank (default: %(default)s)")
-    made.add_argument("--heads-kv", type=int, default=8, help="on one rank (default: %(default)s)")
-    made.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
-    made.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
-    made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    made.add_argument(
+    flags.add_argument("--out", default="calibration.json", help="file (default: %(default)s)")
+    flags.add_argument("--heads-q", type=int, default=32, help="on one rank (default: %(default)s)")
+    flags.add_argument("--heads-kv", type=int, default=8, help="on one rank (default: %(default)s)")
+    flags.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
+    flags.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
+    flags.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    flags.add_argument(
         "--max-keys",
         type=int,
         help="of a task; more are taken to cost in proportion "
         "(default: 131072 on cuda, 4096 on cpu; 32768 and 1024 with --quick)",
     )
-    made.add_argument(
+    flags.add_argument(
         "--quick", action="store_true", help="a coarser and smaller table, fewer repeats"
     )
-    return made
+    return flags
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    made = parser()
-    args = made.parse_args(given)
+def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
+    flags = parser()
+    args = flags.parse_args(command_line)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
-        made.error("--device is cuda, but torch finds no CUDA device; expected cpu")
+        flags.error("--device is cuda, but torch finds no CUDA device; expected cpu")
     for flag, value, most in (
         ("--heads-q", args.heads_q, 1024),
         ("--heads-kv", args.heads_kv, args.heads_q),
@@ -61,23 +61,23 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         ("--max-keys", 1 if args.max_keys is None else args.max_keys, MAX_KEYS),
     ):
         if not 1 <= value <= most:
-            made.error(f"{flag} is {value}; expected 1 to {most}")
+            flags.error(f"{flag} is {value}; expected 1 to {most}")
     if Path(args.out).is_dir():
-        made.error(f"--out {args.out} is a folder; expected a file")
+        flags.error(f"--out {args.out} is a folder; expected a file")
     if args.heads_q % args.heads_kv != 0:
-        made.error(
+        flags.error(
             f"--heads-q is {args.heads_q}; expected a multiple of --heads-kv {args.heads_kv}"
         )
     if args.dtype not in DTYPES[args.device]:
-        made.error(
+        flags.error(
             f"--dtype is {args.dtype}; expected one of {', '.join(DTYPES[args.device])} on "
             f"{args.device}"
         )
     return args
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    args = arguments(given)
+def main(command_line: Sequence[str] | None = None) -> None:
+    args = arguments(command_line)
     in_group = dist.is_available() and dist.is_torchelastic_launched()
     device = _open_group(args.device) if in_group else _device(args.device, 0)
     is_first = not in_group or dist.get_rank() == 0
@@ -91,9 +91,9 @@ def main(given: Sequence[str] | None = None) -> None:
         measured_links = links.measure(device, message_bytes, bar)
         dist.destroy_process_group()
     if is_first:  # the others are done: they would only be in the way
-        made = _calibration(args, device, effort, bar, measured_links)
-        made.save(args.out)
-        print(_summary(made, args.out))
+        calibration = _calibration(args, device, effort, bar, measured_links)
+        calibration.save(args.out)
+        print(_summary(calibration, args.out))
 
 
 def _open_group(device_type: str) -> torch.device:
@@ -133,10 +133,7 @@ def _calibration(
         heads_kv=args.heads_kv,
         head_dim=args.head_dim,
         dtype=args.dtype,
-        rows=table.rows,
-        keys=table.keys,
-        forward_seconds=table.forward_seconds,
-        backward_seconds=table.backward_seconds,
+        **vars(table),
         seconds_per_task=table.seconds_per_task,
         links=measured_links,
     )
@@ -147,26 +144,26 @@ def _processor_name() -> str:
     return f"{platform.machine()} {vectors}, {num_threads} thread(s)"
 
 
-def _summary(made: Calibration, path: str) -> str:
+def _summary(table: Calibration, path: str) -> str:
     """Speeds along the table's diagonal and of its least rows, then links."""
     lines = [
-        f"{made.device_name}, {made.heads_q}:{made.heads_kv} heads of {made.head_dim}, "
-        f"{made.dtype}, torch {made.torch}",
+        f"{table.device_name}, {table.heads_q}:{table.heads_kv} heads of {table.head_dim}, "
+        f"{table.dtype}, torch {table.torch}",
         f"{'rows':>8} {'keys':>8} {'forward ms':>12} {'TFLOP/s':>8} {'backward ms':>12} "
         f"{'TFLOP/s':>8}",
     ]
-    square = [(i, made.keys.index(rows)) for i, rows in enumerate(made.rows)]
-    wide = [(0, j) for j in range(1, len(made.keys))]
+    square = [(i, table.keys.index(rows)) for i, rows in enumerate(table.rows)]
+    wide = [(0, j) for j in range(1, len(table.keys))]
     for i, j in square + wide:
-        flops = 4 * made.rows[i] * made.keys[j] * made.heads_q * made.head_dim
-        forward, backward = made.forward_seconds[i][j], made.backward_seconds[i][j]
+        flops = 4 * table.rows[i] * table.keys[j] * table.heads_q * table.head_dim
+        forward, backward = table.forward_seconds[i][j], table.backward_seconds[i][j]
         lines.append(
-            f"{made.rows[i]:8} {made.keys[j]:8} {1e3 * forward:12.4f} "
+            f"{table.rows[i]:8} {table.keys[j]:8} {1e3 * forward:12.4f} "
             f"{1e-12 * flops / forward:8.3g} {1e3 * backward:12.4f} "
             f"{2.5e-12 * flops / backward:8.3g}"
         )
-    lines.append(f"each task costs {1e6 * made.seconds_per_task:.2f} us whatever its size")
-    lines += [_link_line(level, getattr(made.links, level)) for level in links.LEVELS]
+    lines.append(f"each task costs {1e6 * table.seconds_per_task:.2f} us whatever its size")
+    lines += [_link_line(level, getattr(table.links, level)) for level in links.LEVELS]
     return "\n".join([*lines, f"wrote {path}"])
 
 

@@ -1,6 +1,5 @@
 """Latency and bandwidth of a process group's all-to-all, inside a node and between nodes."""
 
-import socket
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch.distributed as dist
 
 from distca.calibrate.timing import ProgressBar, median_seconds
 from distca.planning.cost import Link, Links
+from distca.planning.exchange import node
 
 KIB = 1024
 # Bytes that a rank sends, by (device type, quick).
@@ -21,7 +21,6 @@ MESSAGE_BYTES = {
 REPEATS = 10
 BUDGET_S = 1.0  # of one size
 LEVELS = ("inside", "between")
-NAME_BYTES = 256
 
 
 def measure(device: torch.device, message_bytes: Sequence[int], bar: ProgressBar) -> Links:
@@ -32,12 +31,10 @@ def measure(device: torch.device, message_bytes: Sequence[int], bar: ProgressBar
 
 def nodes_of_ranks(device: torch.device) -> list[int]:
     """By rank, a number that ranks of one host share. Collective."""
-    name = socket.gethostname().encode()[:NAME_BYTES]
-    own = torch.tensor([*name, *bytes(NAME_BYTES - len(name))], dtype=torch.uint8, device=device)
-    names = own.new_empty(dist.get_world_size() * NAME_BYTES)
-    dist.all_gather_into_tensor(names, own)
-    by_rank = names.cpu().reshape(-1, NAME_BYTES)
-    return torch.unique(by_rank, dim=0, return_inverse=True)[1].tolist()
+    own = torch.tensor([node()], device=device)
+    nodes = own.new_empty(dist.get_world_size())
+    dist.all_gather_into_tensor(nodes, own)
+    return torch.unique(nodes.cpu(), return_inverse=True)[1].tolist()
 
 
 def measure_between(

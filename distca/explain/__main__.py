@@ -27,55 +27,57 @@ DEFAULT_TOKENS = 65536
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    flags = argparse.ArgumentParser(
         prog="python -m distca.explain",
         description=explain.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
+    flags.add_argument(
         "--lengths",
         required=True,
         help="JSON file with a list of document lengths, or the lengths themselves: 9000,400",
     )
-    made.add_argument("--ranks", type=int, required=True)
-    made.add_argument(
+    flags.add_argument("--ranks", type=int, required=True)
+    flags.add_argument(
         "--tokens",
         type=int,
         help=f"of each rank (default: {DEFAULT_TOKENS} of a file; lengths that are given one by "
         "one are taken once, in their order, in equal runs)",
     )
-    made.add_argument("--seed", type=int, default=0, help="of the order of documents")
-    made.add_argument("--sharded", action="store_true", help="documents may cross ranks")
-    made.add_argument(
+    flags.add_argument("--seed", type=int, default=0, help="of the order of documents")
+    flags.add_argument("--sharded", action="store_true", help="documents may cross ranks")
+    flags.add_argument(
         "--window", type=int, nargs=2, default=CAUSAL, help="left and right, -1: no limit"
     )
-    made.add_argument(
+    flags.add_argument(
         "--heads",
         help="query heads, key heads and head_dim on a rank, Q:KV:DIM (default: the cost table's, "
         "else 32:8:128)",
     )
-    made.add_argument("--device", choices=sorted(TILE), help="default: the cost table's, else cuda")
-    made.add_argument("--rank", type=int, help="only what concerns this rank")
-    made.add_argument("--all", action="store_true", help="every line, not the largest only")
-    made.add_argument("--json", type=Path, help="file for the same as data, all of it")
-    options.add_flags(made.add_argument_group("options of distca"))
-    return made
+    flags.add_argument(
+        "--device", choices=sorted(TILE), help="default: the cost table's, else cuda"
+    )
+    flags.add_argument("--rank", type=int, help="only what concerns this rank")
+    flags.add_argument("--all", action="store_true", help="every line, not the largest only")
+    flags.add_argument("--json", type=Path, help="file for the same as data, all of it")
+    options.add_flags(flags.add_argument_group("options of distca"))
+    return flags
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    made = parser()
-    args = made.parse_args(given)
+def main(command_line: Sequence[str] | None = None) -> None:
+    flags = parser()
+    args = flags.parse_args(command_line)
     for flag, value, least, most in (
         ("--ranks", args.ranks, 1, MAX_RANKS),
         ("--tokens", args.tokens, 1, INT32_MAX),
         ("--rank", args.rank, 0, args.ranks - 1),
     ):
         if value is not None and not least <= value <= most:
-            made.error(f"{flag} is {value}; expected {least} to {most}")
+            flags.error(f"{flag} is {value}; expected {least} to {most}")
     try:
         account = account_of(_step(args))
     except ValueError as error:
-        made.error(str(error))
+        flags.error(str(error))
     print(report(account, args.rank, args.all))
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from distca.planning.cluster import MAX_RANKS, Cluster
 from distca.planning.cost import AttentionShape
 from distca.planning.packs import Pack
 from distca.planning.plan import ANY_IMBALANCE, balance, tasks_of
+from distca.planning.task_rows import keys_of, rows_of_tasks
 
 LOAD_NAMES = ("seconds_home", "seconds", "bytes_out", "bytes_in")  # first columns of the loads
 
@@ -161,23 +162,20 @@ def account_for(step: Step, words: Tensor) -> tuple[Tasks, Transfers]:
     tasks = words.numpy()
     document, q_begin, q_end, server = tasks.T
     k_begin, k_end = keys_of(step.window, q_begin, q_end, step.pack.lengths[document])
-    transfers, home, num_homes = _transfers(step, tasks, k_begin, k_end)
-    num_bytes = np.zeros(len(tasks), dtype=np.int64)
-    np.add.at(num_bytes, transfers.task, transfers.num_bytes)
-    seconds = seconds_of(step, tasks) / step.speeds[server]
-    made = Tasks(
-        document, q_begin, q_end, server, k_begin, k_end, seconds, home, num_homes, num_bytes
+    rows = rows_of_tasks(step.pack, tasks, step.window)
+    query_bytes, key_bytes = step.shape.row_bytes()
+    travelling = (query_bytes * rows.queries + key_bytes * rows.new_keys) * (
+        rows.rank != server[rows.task]
     )
-    return made, transfers
-
-
-def keys_of(
-    window: tuple[int, int], q_begin: np.ndarray, q_end: np.ndarray, length: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [begin, end) that any of queries [q_begin, q_end) sees."""
-    left, right = window
-    begin = np.zeros_like(q_begin) if left < 0 else np.maximum(q_begin - left, 0)
-    return begin, length if right < 0 else np.minimum(q_end + right, length)
+    moves = travelling > 0
+    num_bytes = np.zeros(len(tasks), dtype=np.int64)
+    np.add.at(num_bytes, rows.task, travelling)
+    seconds = seconds_of(step, tasks) / step.speeds[server]
+    home = _homes(rows.task, rows.rank, rows.queries, len(tasks), step.pack.num_ranks)
+    return (
+        Tasks(document, q_begin, q_end, server, k_begin, k_end, seconds, *home, num_bytes),
+        Transfers(rows.task[moves], rows.rank[moves], travelling[moves]),
+    )
 
 
 def seconds_of(step: Step, tasks: np.ndarray) -> np.ndarray:
@@ -200,49 +198,6 @@ def seconds_of(step: Step, tasks: np.ndarray) -> np.ndarray:
         seconds[order[part]] = loads[:, LOAD_NAMES.index("seconds_home")].numpy()
         begin = end
     return seconds
-
-
-def _transfers(
-    step: Step, tasks: np.ndarray, k_begin: np.ndarray, k_end: np.ndarray
-) -> tuple[Transfers, np.ndarray, np.ndarray]:
-    """(transfers, home, num_homes). Keys that several tasks of a server read travel with the
-    first."""
-    document, q_begin, q_end, server = tasks.T
-    task, piece = _pairs_of_document(document, step.pack)
-    rank, _, start, length = step.pack.pieces[piece].T
-    q_rows = _overlap(q_begin[task], q_end[task], start, start + length)
-    new_begin = _first_new_key(tasks, k_begin, k_end)
-    k_rows = _overlap(new_begin[task], k_end[task], start, start + length)
-
-    query_bytes, key_bytes = step.shape.row_bytes()
-    num_bytes = (query_bytes * q_rows + key_bytes * k_rows) * (rank != server[task])
-    home, num_homes = _homes(task, rank, q_rows, len(tasks), step.pack.num_ranks)
-    moves = num_bytes > 0
-    return Transfers(task[moves], rank[moves], num_bytes[moves]), home, num_homes
-
-
-def _pairs_of_document(document: np.ndarray, pack: Pack) -> tuple[np.ndarray, np.ndarray]:
-    """(task, piece): indices of all pairs of one document."""
-    by_document = np.argsort(pack.pieces[:, 1], kind="stable")
-    counts = np.bincount(pack.pieces[:, 1], minlength=pack.num_documents)
-    first = counts.cumsum() - counts
-    repeats = counts[document]
-    task = np.repeat(np.arange(document.size), repeats)
-    within = np.arange(task.size) - np.repeat(repeats.cumsum() - repeats, repeats)
-    return task, by_document[first[document][task] + within]
-
-
-def _overlap(begin, end, other_begin, other_end) -> np.ndarray:
-    return np.maximum(np.minimum(end, other_end) - np.maximum(begin, other_begin), 0)
-
-
-def _first_new_key(tasks: np.ndarray, k_begin: np.ndarray, k_end: np.ndarray) -> np.ndarray:
-    """[num_tasks] Where the keys begin that no earlier task brought. Tasks of a server's document
-    follow one another by queries, and so do their keys."""
-    first = k_begin.copy()
-    same = (tasks[1:, [0, 3]] == tasks[:-1, [0, 3]]).all(1)  # document and server as before
-    first[1:][same] = np.maximum(first[1:], k_end[:-1])[same]
-    return first
 
 
 def _homes(

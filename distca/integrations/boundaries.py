@@ -73,24 +73,24 @@ def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) ->
     # Inference tensors do not count their changes, so they are read at every call.
     version = None if tensor.is_inference() else tensor._version
     state = (version, batch, num_tokens)
-    known = _known.get(tensor)
-    if known is not None and version is not None and known.state == state:
-        return known
+    boundaries = _known.get(tensor)
+    if boundaries is not None and version is not None and boundaries.state == state:
+        return boundaries
     if cu_seqlens is None:
         offsets = offsets_of_positions(position_ids, batch, num_tokens)
     else:
         offsets = _offsets_of_cu_seqlens(keywords, batch, num_tokens)
     rows = torch.arange(batch + 1) * num_tokens
-    known = Boundaries(state, offsets, not torch.equal(offsets, rows), Documents(offsets))
-    _known[tensor] = known
-    return known
+    boundaries = Boundaries(state, offsets, not torch.equal(offsets, rows), Documents(offsets))
+    _known[tensor] = boundaries
+    return boundaries
 
 
 def _offsets_of_cu_seqlens(keywords: dict, batch: int, num_tokens: int) -> Tensor:
-    given = keywords["cu_seq_lens_q"]
+    cu_seqlens = keywords["cu_seq_lens_q"]
     num_rows = batch * num_tokens
     try:
-        offsets = Documents(given).cu_seqlens.to(torch.int64)
+        offsets = Documents(cu_seqlens).cu_seqlens.to(torch.int64)
     except ValueError as error:
         raise ValueError(f"cu_seq_lens_q: {error}") from error
     if offsets[-1] != num_rows:
@@ -100,10 +100,10 @@ def _offsets_of_cu_seqlens(keywords: dict, batch: int, num_tokens: int) -> Tenso
             "from one collator, and neither cut, padded or gathered after it"
         )
     keys = keywords.get("cu_seq_lens_k")
-    if keys is not None and keys is not given and not torch.equal(keys, given):
+    if keys is not None and keys is not cu_seqlens and not torch.equal(keys, cu_seqlens):
         raise ValueError(
             f"cu_seq_lens_k has {keys.numel()} boundaries and differs from cu_seq_lens_q with "
-            f"{given.numel()}; expected equal ones: queries see keys of their own document"
+            f"{cu_seqlens.numel()}; expected equal ones: queries see keys of their own document"
         )
     _check_restarts(keywords.get("position_ids"), offsets, num_rows)
     return offsets

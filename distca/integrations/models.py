@@ -135,7 +135,7 @@ class _Pass:
     """A forward pass of a model under attn_implementation="distca"."""
 
     model: nn.Module
-    given: dict[str, object]
+    boundaries: dict[str, object]
     """Its arguments that may say where documents begin."""
     has_tokens: bool
     num_calls: int = 0
@@ -170,13 +170,13 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> None:
     if any(interrupted):
         del passes[interrupted.index(True) :]
     arguments = {**dict(zip(traits.parameters, args, strict=False)), **kwargs}
-    given = {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
+    boundaries = {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
     if not passes and (traits.mixers or not traits.is_rotary):
         is_trained = model.training and torch.is_grad_enabled()
         with sessions.announced(open_session() if is_trained else None):
-            _check_packed(model, traits, given, arguments)
+            _check_packed(model, traits, boundaries, arguments)
     has_tokens = any(arguments.get(name) is not None for name in ("input_ids", "inputs_embeds"))
-    passes.append(_Pass(model, given, has_tokens))
+    passes.append(_Pass(model, boundaries, has_tokens))
 
 
 @torch.compiler.disable
@@ -195,22 +195,22 @@ def _leave(model: nn.Module, args: tuple, output: object) -> None:
         )
 
 
-def _check_packed(model: nn.Module, traits: _Traits, given: dict, arguments: dict) -> None:
+def _check_packed(model: nn.Module, traits: _Traits, boundaries: dict, arguments: dict) -> None:
     """Raises ValueError unless the whole model keeps documents of a packed row apart."""
-    if not _is_packed(given, arguments):
+    if not _is_packed(boundaries, arguments):
         return
     name = type(model).__name__
-    untold = sorted(each for each in traits.mixers if not _is_told(each, given))
+    untold = sorted(each for each in traits.mixers if not _is_told(each, boundaries))
     if untold and not _options().documents_may_mix:
         raise ValueError(
             f"{name} was given several documents in a row, and {', '.join(untold)} would carry a "
             f"state from each into the next; {_remedy(untold)}, give each document a row of its "
             "own, or say with documents_may_mix=True (--documents-may-mix) that they may mix"
         )
-    if traits.mixers and "seq_idx" in given:
-        _check_seq_idx(given, name)
+    if traits.mixers and "seq_idx" in boundaries:
+        _check_seq_idx(boundaries, name)
     if not traits.is_rotary:  # of rotary positions only the distance matters
-        _check_positions(given.get("position_ids"), traits, name)
+        _check_positions(boundaries.get("position_ids"), traits, name)
 
 
 def _check_positions(positions: Tensor | None, traits: _Traits, name: str) -> None:
@@ -234,8 +234,8 @@ def _check_positions(positions: Tensor | None, traits: _Traits, name: str) -> No
         )
 
 
-def _is_told(mixer: str, given: dict) -> bool:
-    return mixer in TOLD_OF_DOCUMENTS and set(TOLD_OF_DOCUMENTS[mixer]) <= set(given)
+def _is_told(mixer: str, boundaries: dict) -> bool:
+    return mixer in TOLD_OF_DOCUMENTS and set(TOLD_OF_DOCUMENTS[mixer]) <= set(boundaries)
 
 
 def _remedy(untold: list[str]) -> str:
@@ -248,18 +248,18 @@ def _remedy(untold: list[str]) -> str:
     )
 
 
-def _is_packed(given: dict, arguments: dict) -> bool:
+def _is_packed(boundaries: dict, arguments: dict) -> bool:
     """Returns whether some row holds several documents. With padding or cached keys no row does:
     attention has a mask then."""
     tokens = arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens
-    positions, mask = given.get("position_ids"), arguments.get("attention_mask")
+    positions, mask = boundaries.get("position_ids"), arguments.get("attention_mask")
     if tokens is None or tokens.shape[1] == 1:
         return False
     if mask is not None and not (mask.dim() == 2 and bool(mask.all())):
         return False
-    if "cu_seq_lens_q" in given:
-        return read_boundaries(given, *tokens.shape[:2], "the model").is_packed
+    if "cu_seq_lens_q" in boundaries:
+        return read_boundaries(boundaries, *tokens.shape[:2], "the model").is_packed
     if not isinstance(positions, Tensor):
         return False
     while positions.dim() > 2:  # several axes: the first is that of text, or time
@@ -267,10 +267,10 @@ def _is_packed(given: dict, arguments: dict) -> bool:
     return bool(((positions[:, 1:] == 0) | (positions[:, 1:] < positions[:, :-1])).any())
 
 
-def _check_seq_idx(given: dict, name: str) -> None:
-    seq_idx = given["seq_idx"]
+def _check_seq_idx(boundaries: dict, name: str) -> None:
+    seq_idx = boundaries["seq_idx"]
     num_tokens = seq_idx.shape[-1]
-    offsets = read_boundaries(given, seq_idx.numel() // num_tokens, num_tokens, name).offsets
+    offsets = read_boundaries(boundaries, seq_idx.numel() // num_tokens, num_tokens, name).offsets
     changes = torch.ones_like(seq_idx, dtype=torch.bool)
     changes[..., 1:] = seq_idx[..., 1:] != seq_idx[..., :-1]
     begins = changes.flatten().nonzero()[:, 0].cpu()
@@ -283,8 +283,8 @@ def _check_seq_idx(given: dict, name: str) -> None:
 
 
 def _options():
-    found = sessions.find()
-    return found.options if found is not None else sessions.configured()
+    session = sessions.find()
+    return session.options if session is not None else sessions.configured()
 
 
 def open_session() -> sessions.Session | None:
@@ -335,8 +335,8 @@ def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
             "checkpointing computes it again; expected no gradient checkpointing for this model"
         )
     for each in reversed(passes):
-        if "cu_seq_lens_q" in each.given or "position_ids" in each.given:
-            return each.given
+        if "cu_seq_lens_q" in each.boundaries or "position_ids" in each.boundaries:
+            return each.boundaries
     rows = passes[0].rows
     if num_tokens not in rows:
         rows[num_tokens] = torch.arange(num_tokens)[None]

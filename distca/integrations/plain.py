@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from distca._torch_private import NOT_BACKWARD, backward_pass, call_after_backward, pytree
 from distca.integrations.boundaries import offsets_of_positions
-from distca.options import Options
 from distca.planning.documents import Documents
 from distca.ranks import session as sessions
 from distca.scope import prepare, put_in_force, require_documents
@@ -27,8 +26,8 @@ Batch = tuple[int, int]  # (rows, tokens)
 class _Model:
     """The module whose forward pass runs, and what it was called with."""
 
-    def __init__(self, options: Options) -> None:
-        self._end_id, self._positions = options.document_end_id, options.document_positions
+    def __init__(self, end_id: int | None, positions: str | None) -> None:
+        self._end_id, self._positions = end_id, positions
         self._running: nn.Module | None = None
         self._documents: Documents | None = None
         self._batch: Batch | None = None
@@ -65,8 +64,8 @@ class _Model:
     def _source(self, module: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
         """What documents are read from, None where `module` is not called with it."""
         if self._positions is not None:
-            found = _argument(module, self._positions, args, kwargs)
-            return found if isinstance(found, Tensor) else None
+            value = _argument(module, self._positions, args, kwargs)
+            return value if isinstance(value, Tensor) else None
         # A loss is called with integers, too.
         if not any(isinstance(part, nn.Embedding) for part in module.modules()):
             return None
@@ -110,20 +109,21 @@ def _argument(module: nn.Module, name: str, args: tuple, kwargs: dict):
         return kwargs[name]
     while isinstance(getattr(module, "module", None), nn.Module):  # as DDP wraps
         module = module.module
-    known = list(inspect.signature(module.forward).parameters)
-    place = known.index(name) if name in known else len(args)
+    names = list(inspect.signature(module.forward).parameters)
+    place = names.index(name) if name in names else len(args)
     return args[place] if place < len(args) else None
 
 
-def derive_documents(options: Options) -> Callable[[], None]:
-    """From now on documents are read from what models are called with, and attention outside any
-    documents is an error; the function that is returned ends it.
+def derive_documents(end_id: int | None, positions: str | None) -> Callable[[], None]:
+    """From now on read documents from what models are called with: from the token id that ends each
+    document, or from the argument of positions. Attention outside any documents is an error. The
+    function that is returned ends it.
 
     In training, with gradients enabled, documents are balanced over the ranks (collective: ranks
     call their models equally often), otherwise they stay on this rank. A call raises ValueError on
     every rank of the group where one rank's tensor cannot be read.
     """
-    model, torchs_call = _Model(options), nn.Module.__call__
+    model, torchs_call = _Model(end_id, positions), nn.Module.__call__
 
     def call(module: nn.Module, *args, **kwargs):
         if torch.compiler.is_compiling():
@@ -131,7 +131,7 @@ def derive_documents(options: Options) -> Callable[[], None]:
         return model.call(torchs_call, module, args, kwargs)
 
     nn.Module.__call__ = call  # hooks of all modules are not given keyword arguments
-    flag = "--document-end-id" if options.document_positions is None else "--document-positions"
+    flag = "--document-end-id" if positions is None else "--document-positions"
     require_documents(
         f"{flag} is given, but no model that calls attention was called with a tensor to read them "
         "from; enter distca.documents, or leave the flag out"

@@ -32,7 +32,8 @@ from distca.attention import check_no_capture, core_attention
 from distca.integrations.boundaries import read_boundaries
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import check_window
-from distca.planning.plan import Plan, plan
+from distca.planning.plan import Plan
+from distca.planning.step import plan
 from distca.ranks import session as sessions
 
 # Renamed after torchtitan 0.3.0.
@@ -97,9 +98,9 @@ class BalancedAttention(VarlenAttention):
         ignore, in a CUDA graph, and where boundaries do not fit the batch.
         """
         self._check(q_BLNH, out_transform, kwargs)
-        given = attention_metadata if attention_metadata is not None else attention_masks
+        packing = attention_metadata if attention_metadata is not None else attention_masks
         with spmd.no_typecheck():
-            out = self._attend(given, (q_BLNH, k_BLNH, v_BLNH), scale)
+            out = self._attend(packing, (q_BLNH, k_BLNH, v_BLNH), scale)
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             spmd.assert_type(out, spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH))
         return out
@@ -108,32 +109,34 @@ class BalancedAttention(VarlenAttention):
         check_no_capture(q, "attention", ": --training.disable_cuda_graphs")
         if out_transform is not None:
             others = {"out_transform": out_transform, **others}
-        given = sorted(name for name, value in others.items() if value is not None)
-        if given:
+        names = sorted(name for name, value in others.items() if value is not None)
+        if names:
             raise ValueError(
-                f"{given[0]} is given to {type(self).__name__}; expected None: attention sinks and "
+                f"{names[0]} is given to {type(self).__name__}; expected None: attention sinks and "
                 "other changes of scores need torchtitan's own attention"
             )
 
-    def _attend(self, given, inputs: tuple[Tensor, ...], scale: float | None) -> Tensor:
+    def _attend(self, metadata, inputs: tuple[Tensor, ...], scale: float | None) -> Tensor:
         batch, num_tokens = inputs[0].shape[:2]
         q, k, v = (self._rows(tensor) for tensor in inputs)
         session = self._session()
         with sessions.announced(session):
-            known = read_boundaries(self._keywords(given), batch, num_tokens, type(self).__name__)
-        documents = known.here
+            boundaries = read_boundaries(
+                self._keywords(metadata), batch, num_tokens, type(self).__name__
+            )
+        documents = boundaries.here
         if session is not None:
-            documents, is_new_pass = known.of_pass(self)
+            documents, is_new_pass = boundaries.of_pass(self)
             if is_new_pass:
                 shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.element_size())
-                made = plan(
+                latest = plan(
                     documents,
                     window_size=self.window_size,
                     group=session.group,
                     device=q.device,
                     shape=shape,
                 )
-                _plans.append(made)
+                _plans.append(latest)
         out = core_attention(q, k, v, documents, softmax_scale=scale, window_size=self.window_size)
         return out.unflatten(0, (batch, num_tokens)).to(inputs[0].dtype)
 
@@ -148,25 +151,25 @@ class BalancedAttention(VarlenAttention):
         if not (self.training and torch.is_grad_enabled()):
             return None
         if not self._is_parallelized:
-            found = sessions.find()
-            if found is None and dist.is_initialized() and dist.get_world_size() > 1:
+            session = sessions.find()
+            if session is None and dist.is_initialized() and dist.get_world_size() > 1:
                 raise ValueError(
                     f"{type(self).__name__} was not parallelized, so that it knows no group; add "
                     "the override distca.integrations.torchtitan.metrics, or call "
                     "distca.init(group) first"
                 )
         else:
-            found = None if self._group is None else sessions.opened(self._group)
-        return found if found is not None and found.options.enabled else None
+            session = None if self._group is None else sessions.opened(self._group)
+        return session if session is not None and session.options.enabled else None
 
     @staticmethod
-    def _keywords(given) -> dict:
-        if not isinstance(given, titan.VarlenMetadata):
+    def _keywords(packing) -> dict:
+        if not isinstance(packing, titan.VarlenMetadata):
             raise ValueError(
-                f"attention metadata is a {type(given).__name__}; expected VarlenMetadata: a model "
-                'with attn_backend="varlen" and packed documents'
+                f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata: a "
+                'model with attn_backend="varlen" and packed documents'
             )
-        return {"cu_seq_lens_q": given.cu_seq_q, "cu_seq_lens_k": given.cu_seq_k}
+        return {"cu_seq_lens_q": packing.cu_seq_q, "cu_seq_lens_k": packing.cu_seq_k}
 
 
 class SavingAC(SelectiveAC):
@@ -218,7 +221,7 @@ class BalanceMetrics(MetricsProcessor):
 def recent_figures() -> dict[str, float]:
     """Means of PlanReport.figures() over the plans since the last call; {} where nothing was
     balanced."""
-    reports = [made.report().figures() for made in _plans]
+    reports = [each.report().figures() for each in _plans]
     _plans.clear()
     if not reports:
         return {}

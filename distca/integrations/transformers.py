@@ -24,7 +24,8 @@ from distca.integrations.models import NAME, PLAIN_LAYERS, USE_ANOTHER, open_ses
 from distca.pingpong.pingpong import PingPong, middle
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
-from distca.planning.plan import CAUSAL, Plan, plan
+from distca.planning.plan import CAUSAL, Plan
+from distca.planning.step import plan
 from distca.ranks import session as sessions
 
 OLDEST_TRANSFORMERS = "5.17"
@@ -151,10 +152,10 @@ def forward_mask(
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
     lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    made = sdpa_mask(*lengths, attention_mask=attention_mask, **kwargs)
-    if made is not None:
-        _mask_reasons[made] = reason
-    return made
+    mask = sdpa_mask(*lengths, attention_mask=attention_mask, **kwargs)
+    if mask is not None:
+        _mask_reasons[mask] = reason
+    return mask
 
 
 def _must_be_made(keywords: dict, mask_function: Callable | None) -> bool:
@@ -182,9 +183,9 @@ def _parts(function: Callable) -> Iterator[str]:
 
 def _check_keywords(module: nn.Module, dropout: float, keywords: dict) -> None:
     for name, meaning in UNSUPPORTED.items():
-        given = keywords.get(name)
-        if given is not None and given is not False:
-            shown = f"of shape {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+        value = keywords.get(name)
+        if value is not None and value is not False:
+            shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
                 f"{name} is {shown:.80} in {type(module).__name__} ({meaning}); "
                 f"expected None under attn_implementation={NAME!r}: {USE_ANOTHER}"
@@ -281,8 +282,8 @@ def _layer_type(module: nn.Module) -> str | None:
     types = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
     # -1 in layers that are used in several places (Zamba 2)
-    known = types is not None and index is not None and 0 <= index < len(types)
-    return types[index] if known else None
+    is_known = types is not None and index is not None and 0 <= index < len(types)
+    return types[index] if is_known else None
 
 
 def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -297,9 +298,9 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     packed = call.keywords.get("cu_seq_lens_q") is not None
     if mask is None and call.key.shape[2] == call.num_tokens and (is_causal or packed):
         window_size = call.window_size if is_causal else FULL
-        known = call.boundaries()
-        if known.is_packed or window_size != CAUSAL:
-            return call.attend(known.here, window_size)
+        boundaries = call.boundaries()
+        if boundaries.is_packed or window_size != CAUSAL:
+            return call.attend(boundaries.here, window_size)
     out, _ = sdpa_attention_forward(
         call.module,
         *(call.query, call.key, call.value, mask),
@@ -326,10 +327,10 @@ def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tenso
     in_halves = routed_documents()  # of a layer in ping-pong
     with sessions.announced(session):
         _check_batch(call, mask)
-        known = call.boundaries() if in_halves is None else None
+        boundaries = call.boundaries() if in_halves is None else None
     if in_halves is not None:
         return call.attend(in_halves, window_size)
-    documents, is_new_pass = known.of_pass(call.module)
+    documents, is_new_pass = boundaries.of_pass(call.module)
     if session is not None and is_new_pass:
         device = call.query.device
         _latest.plan = plan(documents, window_size=window_size, device=device, shape=call.shape)
@@ -373,8 +374,8 @@ def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Document
                 f"hidden_states has shape {list(hidden.shape)} in ping-pong; expected one row: "
                 f"{PACK}"
             )
-        known = read_boundaries(kwargs, 1, hidden.shape[1], type(layer).__name__)
-    documents, is_new_pass = known.of_pass(layer)
+        boundaries = read_boundaries(kwargs, 1, hidden.shape[1], type(layer).__name__)
+    documents, is_new_pass = boundaries.of_pass(layer)
     if is_new_pass:
         window_size = _likely_window(layer.self_attn)
         _latest.plan = plan(documents, window_size=window_size, device=hidden.device)

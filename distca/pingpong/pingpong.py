@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from distca import attention, scope
-from distca._torch_private import CheckpointWrapper, pytree, saved_tensor_hooks
-from distca.pingpong.half_plans import plan_halves
+from distca._torch_private import CheckpointWrapper, not_compiled, pytree, saved_tensor_hooks
 from distca.pingpong.token_rows import TokenRows
 from distca.pingpong.turns import Turns
 from distca.planning.documents import Documents
+from distca.planning.halves import plan_halves
+from distca.planning.plan import group_of
 from distca.ranks import session as sessions
 
 INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
@@ -38,12 +38,12 @@ def documents_of_call(block: nn.Module, args: tuple, kwargs: dict) -> Documents 
     """The documents among a call's arguments, or in force. Raises ValueError where there are
     several."""
     leaves = pytree.tree_leaves((args, kwargs))
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}
-    if not found:
+    documents = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}
+    if not documents:
         return scope.documents_in_force()
-    if len(found) > 1:
-        raise ValueError(f"PingPong: {list(found.values())} among the arguments; expected one")
-    return next(iter(found.values()))
+    if len(documents) > 1:
+        raise ValueError(f"PingPong: {list(documents.values())} among the arguments; expected one")
+    return next(iter(documents.values()))
 
 
 @dataclass
@@ -111,7 +111,7 @@ class PingPong(nn.Module):
     def _run(self, *args, **kwargs):
         return (self._ping_pong.compiled or super().forward)(*args, **kwargs)
 
-    @torch.compiler.disable
+    @not_compiled
     def forward(self, *args, **kwargs):
         documents = self._ping_pong.find(self, args, kwargs)
         if not _pays(documents):
@@ -159,6 +159,8 @@ def _check_block(block: nn.Module) -> None:
 
 
 def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> None:
+    from torch.distributed.fsdp import FSDPModule  # takes 0.2 s to import
+
     for name, part in parts:
         where = f"block {type(block).__name__}" + (f", {name}" if name else "")
         if isinstance(part, FSDPModule):
@@ -179,7 +181,7 @@ def _pays(documents: Documents | None) -> bool:
                 stacklevel=4,
             )
         return False
-    session = sessions.find(documents._group)
+    session = sessions.find(group_of(documents))
     if not documents._plans or session is None:
         return False
     if session.num_ranks == 1 or not session.options.enabled:
@@ -198,7 +200,7 @@ def _row_of(documents: Documents, cut: Callable[[Documents], int]) -> int:
     if 0 <= row <= documents.num_tokens:
         return row
     error = ValueError(f"cut is {row} for {documents}; expected 0 to {documents.num_tokens}")
-    sessions.find(documents._group).announce(error)  # perhaps of this rank alone
+    sessions.find(group_of(documents)).announce(error)  # perhaps of this rank alone
     raise error
 
 

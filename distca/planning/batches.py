@@ -61,8 +61,8 @@ def shard_batch(
     _check_shape("labels", labels, list(tokens.shape))
     rank, world_size = 0, 1
     if dist.is_available() and dist.is_initialized():
-        found = groups.resolve(group)
-        rank, world_size = dist.get_rank(found), dist.get_world_size(found)
+        process_group = groups.resolve(group)
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     documents = Documents.sharded(lengths, rank, world_size)
     ends = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
     held = int(ends[-1]) if ends.numel() else 0
@@ -84,8 +84,8 @@ def shard_batch(
     )
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: list[int]) -> None:
+def _check_shape(name: str, tensor: Tensor, expected: list[int]) -> None:
     shape = list(tensor.shape)
-    if shape != wanted or len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
-        expected = wanted if shape != wanted else "[tokens] or [1, tokens]: one pack a step"
-        raise ValueError(f"{name} has shape {shape}; expected {expected}")
+    if shape != expected or len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
+        allowed = expected if shape != expected else "[tokens] or [1, tokens]: one pack a step"
+        raise ValueError(f"{name} has shape {shape}; expected {allowed}")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from distca.options import Options, parse_speeds
-from distca.planning.cost import AttentionShape, link_bytes_per_second, measured_links
+from distca.planning.cost import AttentionShape, Link, measured_links
 
 MAX_RANKS = 65536
-DEFAULT_NODE_LINK_GB_PER_S = {"cuda": 50.0, "cpu": 2.0}
+DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, between nodes
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,16 @@ def cluster_of(
 ) -> Cluster:
     """What the options say of `num_ranks` ranks; `ranks_per_node` where they do not say it. One
     rank alone, and ranks that do not balance, compute what they have."""
-    inside = link_bytes_per_second(options, device_type)
-    nodes = options.ranks_per_node or ranks_per_node
-    between = node_link_bytes_per_second(options, device_type)
+    measured = measured_links(options)
+    default_inside, default_between = DEFAULT_LINKS_GB_PER_S[device_type]
+    # A cost table of one rank a node has only the link between nodes, and that serves.
+    inside = _link(options.link_gb_per_s, measured.inside or measured.between, default_inside)
     links = {
-        "ranks_per_node": nodes,
+        "ranks_per_node": options.ranks_per_node or ranks_per_node,
         "link_bytes_per_second": inside,
-        "node_link_bytes_per_second": between,
+        "node_link_bytes_per_second": _link(
+            options.node_link_gb_per_s, measured.between, default_between
+        ),
     }
     if num_ranks == 1 or not options.enabled:
         return Cluster(num_ranks, **links)
@@ -105,13 +108,11 @@ def memory_cap_bytes(options: Options) -> int | None:
     return None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
 
 
-def node_link_bytes_per_second(options: Options, device_type: str) -> float:
-    """Out of one rank to other nodes: the option, else what was measured, else a default."""
-    if options.node_link_gb_per_s is not None:
-        return 1e9 * options.node_link_gb_per_s
-    measured = measured_links(options).between
-    default = 1e9 * DEFAULT_NODE_LINK_GB_PER_S[device_type]
-    return measured.bytes_per_second if measured else default
+def _link(gb_per_s: float | None, measured: Link | None, default_gb_per_s: float) -> float:
+    """Bytes per second out of one rank: the option, else what was measured, else a default."""
+    if gb_per_s is None and measured is not None:
+        return measured.bytes_per_second
+    return 1e9 * (default_gb_per_s if gb_per_s is None else gb_per_s)
 
 
 def ranks_of_a_node(nodes: Sequence[int]) -> int:

@@ -18,7 +18,6 @@ from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
 DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}
-DEFAULT_LINK_GB_PER_S = {"cuda": 200.0, "cpu": 2.0}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 CALIBRATION_FORMAT = 1
 MAX_TABLE_POINTS = 4096
@@ -166,7 +165,7 @@ class Calibration:
             _refuse("format", content["format"], str(CALIBRATION_FORMAT))
         links = content["links"]
         _check_names("links", links, {"inside", "between"})
-        made = {}
+        by_level = {}
         for level, link in links.items():
             if link is not None:
                 _check_names(f"links.{level}", link, {"latency_s", "bytes_per_second"})
@@ -174,9 +173,9 @@ class Calibration:
                     link = Link(**link)
                 except ValueError as error:
                     raise ValueError(f"links.{level}: {error}") from error
-            made[level] = link
+            by_level[level] = link
         measured = {name: content[name] for name in names - {"format", "links"}}
-        return cls(**measured, links=Links(**made))
+        return cls(**measured, links=Links(**by_level))
 
     def save(self, path: str | Path) -> None:
         """Writes the file; folders on the way are made."""
@@ -244,16 +243,6 @@ def calibration_of(path: str) -> Calibration:
 def measured_links(options: Options) -> Links:
     """Of the cost table; none of them without it."""
     return calibration_of(options.cost_table).links if options.cost_table is not None else Links()
-
-
-def link_bytes_per_second(options: Options, device_type: str) -> float:
-    """Out of one rank to ranks of its node: the option, else what was measured, else a default. A
-    file of one rank a node has only the link between nodes, and that serves."""
-    if options.link_gb_per_s is not None:
-        return 1e9 * options.link_gb_per_s
-    links = measured_links(options)
-    measured = links.inside or links.between
-    return measured.bytes_per_second if measured else 1e9 * DEFAULT_LINK_GB_PER_S[device_type]
 
 
 def cost_tensor(options: Options, shape: AttentionShape, device_type: str) -> Tensor:

@@ -91,10 +91,10 @@ class Documents:
         self.crosses_ranks = False
         self.num_context_rows = int(context.sum())
         self.num_tokens = int(length.sum()) - self.num_context_rows
-        self._plans: dict = {}  # by window_size; see planning.py
-        self._group = None  # that the plans are for
+        # Only distca.planning writes these. Compiled code must reach a plan through its arguments:
+        # for a table by identity, torch.compile would compile again at the documents of each step.
+        self._plans: dict = {}  # by window_size
         self._local_plans: dict = {}  # by (window_size, device)
-        self._halves: dict = {}  # planned, by (the function that cuts, window_size)
 
     @property
     def cu_seqlens(self) -> Tensor:

@@ -31,9 +31,15 @@ class Pack:
     @property
     def lengths(self) -> np.ndarray:
         """[num_documents] tokens."""
-        return np.bincount(self.pieces[:, 1], self.pieces[:, 3], self.num_documents).astype(
-            np.int64
-        )
+        return self._tokens_by(1, self.num_documents)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[num_ranks] tokens."""
+        return self._tokens_by(0, self.num_ranks)
+
+    def _tokens_by(self, column: int, count: int) -> np.ndarray:
+        return np.bincount(self.pieces[:, column], self.pieces[:, 3], count).astype(np.int64)
 
 
 def check_lengths(lengths: object, name: str) -> list[int]:

@@ -1,18 +1,15 @@
-"""One plan per step: ranks exchange pieces, each computes the same plan and its own layout."""
+"""A plan of one step: its tasks for all ranks, and this rank's layout."""
 
 import contextlib
 import functools
-import hashlib
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from distca import _torch_private, ops
 from distca.options import Options
@@ -24,24 +21,24 @@ from distca.planning.cluster import (
     memory_cap_bytes,
     ranks_of_a_node,
 )
-from distca.planning.cost import AttentionShape, check_device, cost_tensor
-from distca.planning.documents import Documents, check_window
-from distca.planning.pieces import check_counts, gather_pieces
-from distca.ranks.session import NOT_TIMED, Session, configured, opened
+from distca.planning.cost import AttentionShape, cost_tensor
+from distca.planning.documents import Documents
+from distca.planning.exchange import (
+    NODE_WORD,
+    TIMES_WORDS,
+    exchange,
+    header_of,
+    node,
+    shape_words,
+)
+from distca.ranks.session import NOT_TIMED, Session, configured
 from distca.watching.figures import max_over_mean
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
 
-HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
-HEADER_WORDS = len(HEADER_NAMES)
-SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 TASK_WORDS = 5
-NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # of what ranks exchange: the node, by its host name
-# In an earlier step: microseconds of attention, and of waiting for other ranks; -1: not measured.
-TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
-NUM_WORDS = TIMES_WORDS.stop
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class PlanReport:
     """Part of plan_ms that the training thread waited for."""
     attention_ms: list[float] = field(default_factory=list)
     """Measured attention time of each rank in an earlier step: all layers, forward and backward,
-    including waits for rows. Empty if nothing was measured (Options.log_every)."""
+    including waits for rows. Empty if nothing was measured (Watching.log_every)."""
     exposed_ms: list[float] = field(default_factory=list)
     """Measured part of attention_ms in which the rank computed nothing, because rows of other ranks
     were on their way or not sent yet."""
@@ -95,8 +92,8 @@ class PlanReport:
 
 
 @dataclass(frozen=True)
-class Made:
-    """What the planner thread hands over: host tensors and figures."""
+class Solution:
+    """What the planner thread computes: host tensors and figures."""
 
     layout: Tensor
     packed_rows: Tensor
@@ -115,11 +112,14 @@ class Made:
 class Plan:
     """One rank's share of a plan. Operators can use it once `wait` has returned."""
 
-    def __init__(self, pending: Future, device: torch.device, group_name: str) -> None:
+    def __init__(
+        self, pending: Future, device: torch.device, session: Session | None = None
+    ) -> None:
         self._pending = pending
         self._device = device
         self._report: PlanReport | None = None
-        self.group_name = group_name
+        self.group = session.group if session else None  # None: of this rank alone
+        self.group_name = session.group_name if session else ""
         self.observer: Callable[[PlanReport], object] | None = None  # told of the report
         self.layout: Tensor | None = None  # int64, CPU
         self.rows: Tensor | None = None  # int32, on the device
@@ -134,31 +134,30 @@ class Plan:
                 "distca: the plan is not ready; call plan.wait() before compiled code"
             )
         start = time.perf_counter()
-        made = self.made()
+        solution = self.solution()
         waited_ms = 1e3 * (time.perf_counter() - start)
-        packed_rows = made.packed_rows.to(self._device, non_blocking=True)
-        self.rows = ops.unpack_rows(made.layout, packed_rows)
-        self.layout = made.layout
-        self.kept_rows = made.kept_rows
+        packed_rows = solution.packed_rows.to(self._device, non_blocking=True)
+        self.rows = ops.unpack_rows(solution.layout, packed_rows)
+        self.layout, self.kept_rows = solution.layout, solution.kept_rows
         for tensor in (self.layout, self.rows):  # lengths differ from plan to plan: compile once
             _torch_private.mark_dynamic(tensor, 0)
-        columns = list(zip(*made.loads, strict=True))
+        before, after, bytes_out, bytes_in, *_ = zip(*solution.loads, strict=True)
         self._report = PlanReport(
-            list(columns[0]),
-            list(columns[1]),
-            [int(value) for value in columns[2]],
-            [int(value) for value in columns[3]],
-            made.plan_ms,
+            list(before),
+            list(after),
+            [int(value) for value in bytes_out],
+            [int(value) for value in bytes_in],
+            solution.plan_ms,
             waited_ms,
-            made.attention_ms,
-            made.exposed_ms,
+            solution.attention_ms,
+            solution.exposed_ms,
         )
         if self.observer is not None:
             self.observer(self._report)
         return self
 
-    def made(self) -> Made:
-        """Wait for the planner thread, and return its result."""
+    def solution(self) -> Solution:
+        """Wait for the planner thread, and return what it computed."""
         if self._pending.done():
             return self._pending.result()
         with torch.profiler.record_function("distca wait for plan"), awaited(self.group_name):
@@ -184,41 +183,6 @@ def awaited(group_name: str) -> Iterator[None]:
         ops.await_plan(group_name, False)
 
 
-def plan(
-    documents: Documents,
-    *,
-    window_size: tuple[int, int] = CAUSAL,
-    group: ProcessGroup | DeviceMesh | None = None,
-    device: torch.device | str | None = None,
-    shape: AttentionShape | None = None,
-    ahead: bool = False,
-) -> Plan:
-    """Plan one step's attention over `group`, and attach the plan to `documents`.
-
-    Collective: every rank calls it once per step, in the same order. `group` defaults to the group
-    given to distca.init, else all ranks. `window_size` is (left, right), as in torch's varlen
-    attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. `shape` is the attention that
-    seconds and bytes are predicted for; it defaults to the last attention that ran, and before that
-    to an 8B Llama. With `ahead` the call returns at once, a background thread plans, and the first
-    use of the plan waits for it.
-
-    Raises ValueError on every rank, before any row is sent, if ranks disagree on version, options,
-    step or window, or if documents that cross ranks do not fit together.
-    """
-    window_size = check_window(window_size)
-    session = opened(group)
-    device = torch.device(device if device is not None else session.device_type)
-    check_device(device, "the plan")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    made = submit(session, documents, window_size, device, shape)
-    documents._group = group
-    # Which windows that is for must not depend on where this rank's documents are cut.
-    if session.also_plan is not None and window_size[1] == 0 and not documents.crosses_ranks:
-        session.also_plan(documents, window_size=window_size, device=device)
-    return made if ahead else made.wait()
-
-
 def submit(
     session: Session,
     documents: Documents,
@@ -226,20 +190,26 @@ def submit(
     device: torch.device,
     shape: AttentionShape | None,
 ) -> Plan:
-    """A plan that the planner thread will make, attached to `documents`."""
+    """Let the planner thread plan `documents`, and attach the plan to them."""
     session.read_times()
     problem = next_problem(session, window_size, device)
     pending = session.planner.submit(
-        _make, session, documents, problem, _shape_words(session, shape)
+        _solve_together, session, documents, problem, shape_words(session, shape)
     )
-    made = documents._plans[window_size] = Plan(pending, device, session.group_name)
+    plan = documents._plans[window_size] = Plan(pending, device, session)
     session.time_step(problem.step)
     if session.monitor is not None:
-        made.observer = functools.partial(_record, session, problem.step)
-    return made
+        plan.observer = functools.partial(_record, session, problem.step)
+    return plan
+
+
+def group_of(documents: Documents) -> ProcessGroup | None:
+    """Return the group that documents are planned over. None without a plan."""
+    return next((plan.group for plan in documents._plans.values()), None)
 
 
 def next_problem(session: Session, window_size: tuple[int, int], device: torch.device) -> "Problem":
+    """Return what the next plan of a session is for, and count it."""
     step = session.num_plans
     session.num_plans += 1
     return Problem(
@@ -259,14 +229,13 @@ def _record(session: Session, step: int, report: PlanReport) -> None:
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
-    """A plan of one rank: its own documents, no communication. Cached on `documents`.
+    """Return the plan of a rank on its own, without communication. Cached on `documents`.
 
     Raises ValueError for documents that cross ranks, whose keys are elsewhere.
     """
     key = (tuple(window_size), device)
-    found = documents._local_plans.get(key)
-    if found is not None:
-        return found
+    if key in documents._local_plans:
+        return documents._local_plans[key]
     if documents.crosses_ranks:
         raise ValueError(
             f"{documents} cross ranks and have no plan for window_size {window_size}; call "
@@ -275,8 +244,8 @@ def local_plan(documents: Documents, window_size: tuple[int, int], device: torch
     pending: Future = Future()
     problem = Problem(0, 1, tuple(window_size), device.type, step=-1)
     pending.set_result(_solve(problem, documents.pieces(0), configured(), AttentionShape()))
-    made = documents._local_plans[key] = Plan(pending, device, "")
-    return made.wait()
+    plan = documents._local_plans[key] = Plan(pending, device)
+    return plan.wait()
 
 
 @dataclass(frozen=True)
@@ -293,40 +262,24 @@ class Problem:
     by_peer_memory: bool = False  # how rows travel
 
 
-def _node() -> int:
-    """63 bits that differ between hosts."""
-    return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
-
-
-def _shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
-    if shape is not None:
-        return list(astuple(shape))
-    if session.num_ranks == 1:
-        return [0] * SHAPE_WORDS
-    seen = (ops.attention_shape(each.group_name) for each in (session, *session.halves))
-    return next((words for words in seen if any(words)), [0] * SHAPE_WORDS)
-
-
-def _make(session: Session, documents: Documents, problem: Problem, shape_words: list[int]) -> Made:
+def _solve_together(
+    session: Session, documents: Documents, problem: Problem, attention_shape: list[int]
+) -> Solution:
     """On the planner thread: exchange, plan, layout."""
     start = time.perf_counter()
     options = session.options
-    pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(shape_words)
+    pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(attention_shape)
     times = torch.tensor([problem.times_us])
     if session.num_ranks > 1:
-        words = [*header_of(problem.step, options, problem.window_size), *shape_words]
-        words += [_node(), *problem.times_us]
-        pieces, shape, headers = _exchange(session, pieces, words)
+        words = [*header_of(problem.step, options, problem.window_size), *attention_shape]
+        words += [node(), *problem.times_us]
+        pieces, shape, headers = exchange(session, pieces, words)
         nodes, times = headers[:, NODE_WORD].tolist(), headers[:, TIMES_WORDS]
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes))
     measured = (times / 1e3).T.tolist() if (times >= 0).all() else [[], []]
-    made = _solve(problem, pieces, options, shape)
+    solution = _solve(problem, pieces, options, shape)
     plan_ms = 1e3 * (time.perf_counter() - start)
-    return replace(made, plan_ms=plan_ms, attention_ms=measured[0], exposed_ms=measured[1])
-
-
-def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
-    return [ops.version(), step, options.digest(), *window_size]
+    return replace(solution, plan_ms=plan_ms, attention_ms=measured[0], exposed_ms=measured[1])
 
 
 def balance(
@@ -359,7 +312,7 @@ def tasks_of(encoded: Tensor) -> Tensor:
     return encoded[PLAN_HEADER_WORDS:].reshape(-1, TASK_WORDS)
 
 
-def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> Made:
+def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> Solution:
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type)
     cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
@@ -368,7 +321,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     layout, packed_rows = lay_out(problem, pieces, encoded, options, shape)
     kept_rows = kept_rows_of(layout, options)
     plan_ms = 1e3 * (time.perf_counter() - start)
-    return Made(layout, packed_rows, loads.tolist(), plan_ms, pieces, encoded, shape, kept_rows)
+    return Solution(layout, packed_rows, loads.tolist(), plan_ms, pieces, encoded, shape, kept_rows)
 
 
 def kept_rows_of(layout: Tensor, options: Options) -> tuple[int, int]:
@@ -398,45 +351,3 @@ def lay_out(
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()
     return layout, packed_rows
-
-
-def _exchange(
-    session: Session, pieces: Tensor, words: list[int]
-) -> tuple[Tensor, AttentionShape, Tensor]:
-    """Pieces of all ranks in rank order, the attention shape that all of them know, and every
-    rank's words."""
-    step = words[HEADER_NAMES.index("step")]
-
-    def all_gather(tensor: Tensor) -> Tensor:
-        return ops.all_gather(tensor, session.group_name, step)
-
-    headers = all_gather(torch.tensor([*words, pieces.shape[0]]))
-    check_headers(headers)  # all ranks stop here alike, also one that cuts halves
-    counts = headers[:, -1].tolist()
-    check_counts(counts)
-    gathered = gather_pieces(pieces, counts, all_gather)
-    shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
-    agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
-    shape = AttentionShape.from_words(agreed.to(torch.int64).tolist())
-    return gathered, shape, headers
-
-
-def check_headers(headers: Tensor) -> None:
-    differences = []
-    for idx, name in enumerate(HEADER_NAMES):
-        values = headers[:, idx].tolist()
-        if len(set(values)) == 1:
-            continue
-        by_value = {
-            value: [rank for rank, other in enumerate(values) if other == value]
-            for value in dict.fromkeys(values)
-        }
-        differences.append(
-            f"{name}: "
-            + ", ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-        )
-    if differences:
-        raise ValueError(
-            "distca: ranks disagree on the plan, nothing was sent: " + "; ".join(differences) + ". "
-            "All ranks of a group must run the same version with the same options and windows."
-        )

@@ -65,8 +65,8 @@ def current() -> int:
         if frame is None:
             break
         code = frame.f_code
-        known = _methods.get(id(code))
-        if known[1] if known is not None else _is_method(code):
+        method = _methods.get(id(code))
+        if method[1] if method is not None else _is_method(code):
             # The slow part: Python makes a dictionary of all locals.
             module = frame.f_locals.get("self")
             number = _numbers.get(id(module))

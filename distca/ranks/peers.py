@@ -27,6 +27,13 @@ class _Member:
     problem: str  # why it cannot take part; empty where it can
 
 
+def check_transport(transport: str) -> None:
+    """Raise ValueError unless `transport`, of Options, is one that there is."""
+    known = ["auto", "peer", *ops.transports()]
+    if transport not in known:
+        raise ValueError(f"transport is {transport!r}; expected one of {', '.join(known)}")
+
+
 def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | None:
     """Index of this rank's device if rows go to other ranks' memory, None if by process group.
 
@@ -36,20 +43,20 @@ def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | 
     own = _describe_self(transport, backend)
     members = [_Member(*words) for words in _gather(list(astuple(own)), control)]
     problems = _gather(_problem(members, dist.get_rank(control)), control)
-    found = next((text for text in problems if text), "")
-    if found and any(member.transport == "peer" for member in members):
+    problem = next((text for text in problems if text), "")
+    if problem and any(member.transport == "peer" for member in members):
         raise ValueError(
-            f'transport is "peer", but {found}; pass transport="auto" to use the process group'
+            f'transport is "peer", but {problem}; pass transport="auto" to use the process group'
         )
     if dist.get_rank(control) == 0:
-        way = f"by process group ({backend}): {found}" if found else "through peer memory"
+        way = f"by process group ({backend}): {problem}" if problem else "through peer memory"
         _log.info("distca: rows of core attention travel %s", way)
-    return None if found else torch.cuda.current_device()
+    return None if problem else torch.cuda.current_device()
 
 
 def _describe_self(transport: str, backend: str) -> _Member:
     problem, device = "", ""
-    if transport == "process_group" or (transport == "auto" and "nccl" not in backend):
+    if transport not in ("auto", "peer") or (transport == "auto" and "nccl" not in backend):
         problem = f"transport is {transport} with {backend}"
     elif not ops.has_peer_transport():
         problem = "distca was built without its Hopper kernels"

@@ -14,9 +14,10 @@ from distca import _torch_private, ops
 from distca.options import Options
 from distca.ranks import groups
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
-from distca.ranks.peers import choose_device
+from distca.ranks.peers import check_transport, choose_device
 from distca.ranks.planner_thread import PlannerThread
 from distca.watching.monitor import Monitor
+from distca.watching.settings import Watching
 from distca.watching.trace import save_spans
 
 TIMED_EVERY = 10  # steps, where log_every does not say it
@@ -43,11 +44,12 @@ class Session:
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)
-    """Those of a ping-pong step; see `halves_of`."""
-    also_plan: Callable | None = None
-    """What `distca.plan` plans besides: halves, once ping-pong has run."""
+    """Those of a step's halves; see `halves_of`."""
+    cut: Callable | None = None
+    """Where documents are cut into halves; `distca.plan` plans these too, once some were used."""
+    watching: Watching = Watching()
     monitor: Monitor | None = None
-    """Told of every plan; on the first of all ranks, where the options ask for it."""
+    """Told of every plan; on the first of all ranks, where `watching` asks for it."""
     timed_step: int | None = None
     """The step whose attention is being timed."""
     times_us: tuple[int, int] = NOT_TIMED
@@ -55,16 +57,11 @@ class Session:
     has_failed: bool = False
     """Whether this rank has told the others of an error."""
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether someone wants to see records of this group's steps."""
-        return self.options.log_every > 0 or self.options.run_dir is not None
-
     def time_step(self, step: int) -> None:
         """Times the attention of step `step`, if it is one of those to be timed and no other is
         under way."""
-        every = self.options.log_every or TIMED_EVERY
-        if self.is_watched and self.timed_step is None and step % every == 0:
+        every = self.watching.log_every or TIMED_EVERY
+        if self.watching.is_on and self.timed_step is None and step % every == 0:
             ops.watch_step(self.group_name, step)
             self.timed_step = step
 
@@ -74,11 +71,11 @@ class Session:
         if not times:
             return
         self.times_us, step, self.timed_step = tuple(times), self.timed_step, None
-        if self.options.run_dir is not None and self.is_first:
+        if self.watching.run_dir is not None and self.is_first:
             self.planner.submit(self._save_spans, step)
 
     def _save_spans(self, step: int) -> None:
-        save_spans(self.options.run_dir, self.rank, step, *ops.spans(self.group_name))
+        save_spans(self.watching.run_dir, self.rank, step, *ops.spans(self.group_name))
 
     @property
     def is_first(self) -> bool:
@@ -119,39 +116,53 @@ def announced(session: Session | None) -> Iterator[None]:
 
 
 _sessions: dict[str, Session] = {}  # by name of the group that init was given
-_defaults: list[Options] = [Options()]
 
 
-def configure(options: Options) -> None:
-    """Set the options that `init` uses if it is given none. The launcher calls it."""
-    _defaults[0] = options
+class _Defaults:
+    """What `init` uses if it is given nothing else."""
+
+    options = Options()
+    watching = Watching()
+
+
+def configure(options: Options, watching: Watching | None = None) -> None:
+    """Set the options that `init` uses if it is given none, and what is recorded (default:
+    nothing). The launcher calls it."""
+    _Defaults.options, _Defaults.watching = options, watching or Watching()
 
 
 def configured() -> Options:
     """The options last given to `configure`."""
-    return _defaults[0]
+    return _Defaults.options
 
 
-def init(group: ProcessGroup | DeviceMesh | None = None, options: Options | None = None) -> Session:
+def init(
+    group: ProcessGroup | DeviceMesh | None = None,
+    options: Options | None = None,
+    watching: Watching | None = None,
+) -> Session:
     """Open `group` for balanced attention, and make it the default of all calls without a group.
     Collective over the group. For a group that is open already, return its session.
 
     `group` holds the ranks with different tokens of the same layer: the data parallel ranks of one
     tensor and pipeline parallel coordinate. Pass a ProcessGroup or a DeviceMesh with such axes only
     (`mesh["dp"]`, or the replicas and shards of HSDP). None means all ranks, or the group that init
-    was given before.
+    was given before. `watching` says what is recorded; it defaults, as `options`, to what
+    `configure` was given.
 
     Raises RuntimeError if torch.distributed is not initialised. Raises ValueError if the group is
     open with other options, or if the mesh has an axis whose ranks share tokens.
     """
-    session = opened(group, options)
+    session = opened(group, options, watching)
     if group is not None:
         groups.set_default(session.group)
     return session
 
 
 def opened(
-    group: ProcessGroup | DeviceMesh | None = None, options: Options | None = None
+    group: ProcessGroup | DeviceMesh | None = None,
+    options: Options | None = None,
+    watching: Watching | None = None,
 ) -> Session:
     """The session of `group` as `init` opens it; the default stays what it is."""
     if not dist.is_available() or not dist.is_initialized():
@@ -160,16 +171,18 @@ def opened(
             "torch.distributed.init_process_group() first (under torchrun)"
         )
     group = groups.resolve(group)
-    wanted = options if options is not None else configured()
-    found = find(group)
-    if found is not None:
-        if options is not None and found.options != options:
-            raise ValueError(
-                f"options are {options}, but this group was opened with {found.options}; "
-                "call distca.close(group) first"
-            )
-        return found
-    session = Session(wanted, group, dist.get_rank(group), dist.get_world_size(group))
+    session = find(group)
+    if session is not None:
+        for name, asked in (("options", options), ("watching", watching)):
+            if asked not in (None, getattr(session, name)):
+                raise ValueError(
+                    f"{name} are {asked}, but this group was opened with "
+                    f"{getattr(session, name)}; call distca.close(group) first"
+                )
+        return session
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    session = Session(options or _Defaults.options, group, rank, num_ranks)
+    session.watching = watching or _Defaults.watching
     if session.num_ranks > 1:
         try:
             _open_groups(session, group)
@@ -177,14 +190,15 @@ def opened(
             if session.control is not None:
                 _destroy_groups(session)
             raise
-    if session.is_watched and dist.get_rank() == 0:
-        session.monitor = Monitor(wanted)
+    if session.watching.is_on and dist.get_rank() == 0:
+        session.monitor = Monitor(session.watching)
     _sessions[group.group_name] = session
     watch_exits(_sessions.values)
     return session
 
 
 def _open_groups(session: Session, group: ProcessGroup) -> None:
+    check_transport(session.options.transport)
     ranks = dist.get_process_group_ranks(group)
     timeout = timedelta(seconds=session.options.timeout_s)
     # Ranks outside a subgroup do not take part; then names are made of what each rank has counted.
@@ -208,13 +222,19 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     peer_device = choose_device(session.options.transport, backend, session.control)
     session.by_peer_memory = peer_device is not None
     peer_memory_bytes = int(1e9 * session.options.peer_memory_gb)
+    own = session.options.transport in ops.transports()
     ops.open_session(
-        *names, configuration, session.options.timeout_s, peer_device, peer_memory_bytes
+        *names,
+        configuration,
+        session.options.timeout_s,
+        session.options.transport if own else "process_group",
+        peer_device,
+        peer_memory_bytes,
     )
 
 
 def halves_of(session: Session) -> list[Session]:
-    """Sessions of a ping-pong step's two halves. Opened at the first call, which is collective.
+    """Sessions of a step's two halves. Opened at the first call, which is collective.
 
     A group runs its calls in order, and what one half sends must not wait for the other's results:
     each has groups of its own for rows and agreement. Plans are exchanged on the session's.
@@ -255,9 +275,9 @@ def _urgent(backend: str, timeout: timedelta):
     """Options that run NCCL's kernels before attention's where both are ready."""
     if "nccl" not in backend:
         return None
-    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    _torch_private.set_timeout(made, timeout)
-    return made
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    _torch_private.set_timeout(options, timeout)
+    return options
 
 
 def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
@@ -265,9 +285,9 @@ def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = groups.resolve(group)
-    found = _sessions.get(group.group_name)
+    session = _sessions.get(group.group_name)
     # After torch.distributed was ended and initialised again, a new group has the old one's name.
-    return found if found is not None and found.group is group else None
+    return session if session is not None and session.group is group else None
 
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:

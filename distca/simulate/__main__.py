@@ -3,7 +3,6 @@ what it is measured against. distca/simulate/__init__.py has the model of time.
 
     python -m distca.simulate --lengths lengths.json --ranks 512 --tp 8 --context 131072
     python -m distca.simulate --distribution lognormal:3000:1.2 --ranks 64 --model 34B --out runs/s
-    python -m distca.simulate --lengths lengths.json --paper
 
 A measured run of benchmarks/training_step.py on 4 GPUs, whose plain step took 1202 ms with torch's
 own attention:
@@ -21,26 +20,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distca.options import add_flags, values_of
 from distca.planning.cost import Calibration, Link
 from distca.planning.packs import read_lengths
-from distca.simulate import measured, paper, report
+from distca.simulate import measured, report
 from distca.simulate.machine import Machine
 from distca.simulate.model import PRESETS, ModelShape
 from distca.simulate.packing import DISTRIBUTIONS, Documents, distribution, draw
 from distca.simulate.results import fitted, run, steps_of
-from distca.simulate.scenario import SHARDINGS, Scenario
+from distca.simulate.scenario import Scenario
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    flags = argparse.ArgumentParser(
         prog="python -m distca.simulate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_documents(made.add_argument_group("documents"))
-    _add_model(made.add_argument_group("model and how ranks divide it"))
-    _add_machine(made.add_argument_group("machine"))
-    output = made.add_argument_group("output")
+    _add_documents(flags.add_argument_group("documents"))
+    _add_model(flags.add_argument_group("model and how ranks divide it"))
+    _add_machine(flags.add_argument_group("machine"))
+    output = flags.add_argument_group("output")
     output.add_argument("--systems", nargs="+", help="names of some systems; default: all")
     output.add_argument("--json", type=Path, help="file for all figures")
     output.add_argument("--out", type=Path, help="folder for timeline.png, balance.png, trace.json")
@@ -51,13 +51,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="file of benchmarks/training_step.py --out, of the same documents, to stand beside",
     )
-    output.add_argument(
-        "--paper",
-        action="store_true",
-        help="8B and 34B on 64 to 512 GPUs, tp 8, --pp, contexts of 128K to 512K, beside published "
-        "speed-ups",
-    )
-    return made
+    return flags
 
 
 def _add_documents(group: argparse._ArgumentGroup) -> None:
@@ -74,20 +68,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--config", type=Path, help="JSON file with another model's shape")
     group.add_argument("--layers", type=int, help="instead of the model's")
     group.add_argument("--vocab", type=int, help="instead of the model's")
-    group.add_argument("--ranks", type=int, default=8, help="GPUs: dp * cp * tp * pp")
     group.add_argument("--dp", type=int, help="checked against the others; needs --cp")
-    group.add_argument("--cp", type=int, help="default: the best is chosen for each baseline")
-    group.add_argument("--tp", type=int, default=1)
-    group.add_argument("--pp", type=int, default=1)
-    group.add_argument("--tokens", type=int, default=65536, help="of a tp group a micro-batch")
-    group.add_argument("--context", type=int, help="longest document; default: as --tokens")
-    group.add_argument("--micro-batches", type=int, help="default: 1, or 2 * pp with pipelines")
-    group.add_argument("--recompute", action="store_true", help="every block in backward")
-    group.add_argument("--sharding", choices=SHARDINGS, help="default: fsdp, zero1 with pipelines")
-    group.add_argument("--tolerance", type=float, default=Scenario.tolerance, help="planner's")
-    group.add_argument(
-        "--server-share", type=float, default=Scenario.server_share, help="dedicated servers"
-    )
+    add_flags(group, Scenario)
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
@@ -134,12 +116,12 @@ def machine_of(args: argparse.Namespace) -> Machine:
     links = calibration.links if calibration is not None else None
 
     def link(level: str) -> Link:
-        found = (getattr(links, level) if links else None) or getattr(Machine, level)
+        default = (getattr(links, level) if links else None) or getattr(Machine, level)
         bandwidth = getattr(args, f"link_{level}")
         latency = getattr(args, f"latency_{level}")
         return Link(
-            found.latency_s if latency is None else 1e-6 * latency,
-            found.bytes_per_second if bandwidth is None else 1e9 * bandwidth,
+            default.latency_s if latency is None else 1e-6 * latency,
+            default.bytes_per_second if bandwidth is None else 1e9 * bandwidth,
         )
 
     per_token = args.linear_us_per_token
@@ -164,21 +146,8 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
             f"dp is {args.dp}; dp * cp * tp * pp is {args.dp * (args.cp or 1) * args.tp * args.pp} "
             f"and ranks {args.ranks}"
         )
-    return Scenario(
-        model=model.changed(args.layers, args.vocab),
-        machine=machine_of(args),
-        ranks=args.ranks,
-        tp=args.tp,
-        pp=args.pp,
-        cp=args.cp,
-        tokens=args.tokens,
-        context=args.context or args.tokens,
-        micro_batches=args.micro_batches or (1 if args.pp == 1 else 2 * args.pp),
-        recompute=args.recompute,
-        sharding=args.sharding or ("fsdp" if args.pp == 1 else "zero1"),
-        tolerance=args.tolerance,
-        server_share=args.server_share,
-    )
+    model = model.changed(args.layers, args.vocab)
+    return Scenario(model=model, machine=machine_of(args), **values_of(args, Scenario))
 
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
@@ -201,35 +170,28 @@ def simulate(args: argparse.Namespace) -> None:
     drawn = drawn_steps(args, scenario)
     if args.fit_step_ms is not None:
         scenario = fitted(scenario, drawn, 1e-3 * args.fit_step_ms)
-    found = None
+    benchmark = None
     if args.measured is not None:
-        found = measured.Measured.load(args.measured, args.skip, args.steps)
+        benchmark = measured.Measured.load(args.measured, args.skip, args.steps)
     results = run(scenario, steps_of(scenario, drawn), args.systems, args.show_step)
     source = args.distribution if args.lengths is None else args.lengths.name
     heading = report.heading(scenario, source, args.steps)
     print("\n".join([heading, "", report.table(results), "", report.assumed(scenario)]))
-    if found is not None:
-        print("\n" + measured.comparison(found, scenario, drawn, results))
+    if benchmark is not None:
+        print("\n" + measured.comparison(benchmark, scenario, drawn, results))
     if args.json is not None:
         report.save_json(args.json, heading, scenario, results)
     if args.out is not None:
         report.save(args.out, results, args.trace_ranks)
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    made = parser()
-    args = made.parse_args(given)
+def main(command_line: Sequence[str] | None = None) -> None:
+    flags = parser()
+    args = flags.parse_args(command_line)
     try:
-        if args.paper:
-            chosen = paper.scenarios(machine_of(args), args.pp)
-            rows = paper.sweep(lengths_of(args), chosen, args.steps, args.seed)
-            print(paper.table(rows) + "\n\n" + report.assumed(chosen[0]))
-            if args.json is not None:
-                paper.save_json(args.json, rows)
-        else:
-            simulate(args)
+        simulate(args)
     except ValueError as error:
-        made.error(str(error))
+        flags.error(str(error))
 
 
 if __name__ == "__main__":

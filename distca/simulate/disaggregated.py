@@ -5,14 +5,14 @@ of one GPU of a group.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from distca.planning.cluster import Cluster, held_row_bytes
-from distca.planning.packs import cut_pack
+from distca.planning.packs import Pack, cut_pack
 from distca.planning.plan import CAUSAL, balance, tasks_of
+from distca.planning.task_rows import rows_of_tasks
 from distca.simulate.layers import (
     ATTENTION,
     EXCHANGE,
@@ -23,37 +23,13 @@ from distca.simulate.layers import (
 from distca.simulate.machine import BACKWARD, FORWARD, AttentionCost
 from distca.simulate.scenario import Scenario
 
-DOCUMENT, BEGIN, END, SERVER = range(4)  # columns of tasks
 
-
-@dataclass(frozen=True)
-class Homes:
-    """Where the documents' rows lie: pieces in order of (rank, row)."""
-
-    num_ranks: int
-    rank: np.ndarray  # [num_pieces]
-    document: np.ndarray  # [num_pieces] dense, in order of their first piece
-    start: np.ndarray  # [num_pieces] position in the document
-    length: np.ndarray  # [num_pieces]
-
-    @classmethod
-    def of(cls, lengths: np.ndarray, ranks: np.ndarray) -> "Homes":
-        """Documents one after another over `ranks`, which hold equally many tokens (up to one)."""
-        pack = cut_pack(lengths, ranks.size, int(lengths.sum()), crossing=True)
-        place, document, start, length = pack.pieces.T
-        return cls(int(ranks.max()) + 1, ranks[place], document, start, length)
-
-    def within(self, num_ranks: int) -> "Homes":
-        """The same, with ranks that hold no tokens up to `num_ranks`."""
-        return Homes(num_ranks, self.rank, self.document, self.start, self.length)
-
-    def tokens(self) -> np.ndarray:
-        """[num_ranks]"""
-        return np.bincount(self.rank, self.length, self.num_ranks)
-
-    def pieces(self) -> torch.Tensor:
-        columns = [self.rank, self.document, self.start, self.length]
-        return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64))
+def pack_on(lengths: np.ndarray, ranks: np.ndarray, num_ranks: int) -> Pack:
+    """Return documents that lie one after another over `ranks`, which hold equally many tokens (up
+    to one). The others of `num_ranks` hold none."""
+    pack = cut_pack(lengths, ranks.size, int(lengths.sum()), crossing=True)
+    pack.pieces[:, 0] = ranks[pack.pieces[:, 0]]
+    return replace(pack, num_ranks=num_ranks)
 
 
 @dataclass(frozen=True)
@@ -85,47 +61,30 @@ def cluster_of(
     )
 
 
-def plan(scenario: Scenario, homes: Homes, cluster: Cluster, cost: AttentionCost) -> np.ndarray:
+def plan(scenario: Scenario, pack: Pack, cluster: Cluster, cost: AttentionCost) -> np.ndarray:
     """Tasks, int64 [num_tasks, 4]: document, first query, last query + 1, server."""
     shape, tolerance = scenario.attention_shape, scenario.tolerance
-    encoded, _ = balance(homes.pieces(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
+    encoded, _ = balance(pack.as_tensor(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
     return tasks_of(encoded)[:, :4].numpy()
 
 
-def work_of(homes: Homes, tasks: np.ndarray, cost: AttentionCost) -> Work:
-    """Counted from the tasks' rows."""
-    first = np.searchsorted(homes.document, np.arange(homes.document[-1] + 2))
-    begin, end, server = tasks[:, BEGIN], tasks[:, END], tasks[:, SERVER]
-    count = np.diff(first)[tasks[:, DOCUMENT]]
-    task = np.repeat(np.arange(len(tasks)), count)
-    piece = np.arange(task.size) - np.repeat(count.cumsum() - count, count)
-    piece += np.repeat(first[tasks[:, DOCUMENT]], count)
-    away = homes.rank[piece] != server[task]
-    task, piece = task[away], piece[away]
-    starts, ends = homes.start[piece], homes.start[piece] + homes.length[piece]
-    queries = np.minimum(end[task], ends) - np.maximum(begin[task], starts)
-    keys = np.minimum(end[task], ends) - starts
-
-    at_home = np.ones(len(tasks), dtype=bool)
-    at_home[task[keys > 0]] = False
+def work_of(pack: Pack, tasks: np.ndarray, cost: AttentionCost) -> Work:
+    """Count the rows of tasks, as `plan` returns them."""
+    _, begin, end, server = tasks.T
+    rows = rows_of_tasks(pack, tasks, CAUSAL)
+    away = rows.rank != server[rows.task]
+    is_visiting = np.zeros(len(tasks), dtype=bool)
+    is_visiting[rows.task[away & (rows.keys > 0)]] = True
     seconds = cost.seconds(begin, end)
     by_place = [
-        np.stack([np.bincount(server[chosen], one[chosen], homes.num_ranks) for one in seconds])
-        for chosen in (at_home, ~at_home)
+        np.stack([np.bincount(server[chosen], one[chosen], pack.num_ranks) for one in seconds])
+        for chosen in (~is_visiting, is_visiting)
     ]
-
-    # A piece's keys come to a server once, as many as its last task needs.
-    of_piece = piece * homes.num_ranks + server[task]
-    visits, index = np.unique(of_piece, return_inverse=True)
-    key_rows = np.zeros(visits.size, dtype=np.int64)
-    np.maximum.at(key_rows, index, keys)
-    query_rows = np.bincount(index, np.maximum(queries, 0), visits.size)
-    visited, servers = np.divmod(visits, homes.num_ranks)
-    pairs, pair = np.unique(homes.rank[visited] * homes.num_ranks + servers, return_inverse=True)
-    rows = [np.bincount(pair, each, pairs.size) for each in (query_rows, key_rows)]
-    travels = rows[0] + rows[1] > 0
-    home, pair_server = np.divmod(pairs[travels], homes.num_ranks)
-    return Work(*by_place, home, pair_server, rows[0][travels], rows[1][travels])
+    moves = away & (rows.queries + rows.new_keys > 0)
+    of_pair = rows.rank[moves] * pack.num_ranks + server[rows.task[moves]]
+    pairs, at = np.unique(of_pair, return_inverse=True)
+    counts = (np.bincount(at, each[moves], pairs.size) for each in (rows.queries, rows.new_keys))
+    return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts)
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,15 @@ def mirrored_attention(
     lengths, index = np.unique(documents.lengths, return_inverse=True)
     bounds = lengths * np.arange(2 * cp + 1)[:, None] // (2 * cp)  # [2 * cp + 1, lengths]
     cost = scenario.attention_cost()
-    found = np.empty((NUM_PASSES, num_packs, cp))
+    seconds = np.empty((NUM_PASSES, num_packs, cp))
     for rank in range(cp):
         runs = (rank, 2 * cp - 1 - rank)
         both = sum(cost.seconds(bounds[run], bounds[run + 1]) for run in runs)
         for pass_idx in (FORWARD, BACKWARD):
-            found[pass_idx, :, rank] = np.bincount(documents.pack, both[pass_idx][index], num_packs)
-    return found
+            seconds[pass_idx, :, rank] = np.bincount(
+                documents.pack, both[pass_idx][index], num_packs
+            )
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class Measured:
         chosen = slice(skip, skip + num_steps)
         try:
             content = json.loads(path.read_text())
-            found = {name: _first(content["variants"], VARIANTS[name]) for name in VARIANTS}
-            steps = {name: each["step_ms"][chosen] for name, each in found.items() if each}
+            variants = {name: _first(content["variants"], VARIANTS[name]) for name in VARIANTS}
+            steps = {name: each["step_ms"][chosen] for name, each in variants.items() if each}
             if "fixed" not in steps:
                 raise ValueError("no variant plain, in which ranks do not balance")
             attention = np.array(content["attention_ms"]["plain"][chosen], dtype=float)
@@ -73,6 +73,6 @@ def comparison(
 def _line(name: str, measured, predicted) -> str:
     line = f"{name:<30}"
     for figure in (np.mean, slowest_tenth):
-        seen, said = float(figure(measured)), float(figure(predicted))
-        line += f"{seen:>10.1f} /{said:>8.1f} ({100 * (said / seen - 1):+.1f} %)"
+        theirs, ours = float(figure(measured)), float(figure(predicted))
+        line += f"{theirs:>10.1f} /{ours:>8.1f} ({100 * (ours / theirs - 1):+.1f} %)"
     return line

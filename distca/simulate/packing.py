@@ -30,10 +30,10 @@ class Documents:
 
 def distribution(text: str, seed: int) -> list[int]:
     """Lengths drawn from a distribution; raises ValueError with what may be given."""
-    name, *given = text.split(":")
+    name, *parameters = text.split(":")
     rng = np.random.default_rng(seed)
     try:
-        numbers = [float(value) for value in given]
+        numbers = [float(value) for value in parameters]
         if name == "fixed":
             (length,) = numbers
             drawn = np.array([length])

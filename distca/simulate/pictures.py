@@ -31,8 +31,8 @@ def draw_timeline(path: Path, results: list[Result], num_ranks: int) -> None:
             spans: dict[int, list[tuple[float, float]]] = {}
             for each in segments(schedule, scenario, rank, layers=1):
                 spans.setdefault(each.kind, []).append((1e3 * each.start, 1e3 * each.seconds))
-            for kind, found in spans.items():
-                panel.broken_barh(found, (row - 0.42, 0.84), color=COLORS[kind])
+            for kind, bars in spans.items():
+                panel.broken_barh(bars, (row - 0.42, 0.84), color=COLORS[kind])
         panel.axvline(1e3 * schedule.seconds, color="black", linewidth=1)
         panel.set_title(f"{result.system.label}: {1e3 * schedule.seconds:.0f} ms", loc="left")
         panel.invert_yaxis()

@@ -81,14 +81,14 @@ def one_f_one_b(scenario: Scenario, layers: Layers) -> Schedule:
             while waiting[stage] and (stage, *waiting[stage][-1]) in ready:
                 pass_idx, i = waiting[stage].pop()
                 start = np.maximum(free[stage], ready[stage, pass_idx, i])
-                made = Operation(stage, i, pass_idx, start, stage_seconds[i, pass_idx])
-                operations.append(made)
-                free[stage] = made.end
+                operation = Operation(stage, i, pass_idx, start, stage_seconds[i, pass_idx])
+                operations.append(operation)
+                free[stage] = operation.end
                 following = stage + 1 if pass_idx == FORWARD else stage - 1
                 if 0 <= following < pp:
-                    ready[following, pass_idx, i] = made.end + send
+                    ready[following, pass_idx, i] = operation.end + send
                 elif pass_idx == FORWARD:
-                    ready[stage, BACKWARD, i] = made.end
+                    ready[stage, BACKWARD, i] = operation.end
     return _closed(scenario, operations)
 
 
@@ -123,8 +123,8 @@ def ticks(scenario: Scenario, layers: Layers) -> Schedule:
 def micro_batch_of(scenario: Scenario, pass_idx: int, tick: int, stage: int) -> int:
     """What a stage works on in a tick; IDLE if on nothing."""
     distance = stage if pass_idx == FORWARD else scenario.pp - 1 - stage
-    found = tick - distance
-    return found if 0 <= found < scenario.micro_batches else IDLE
+    micro_batch = tick - distance
+    return micro_batch if 0 <= micro_batch < scenario.micro_batches else IDLE
 
 
 def _closed(scenario: Scenario, operations: list[Operation]) -> Schedule:

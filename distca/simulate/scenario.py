@@ -25,25 +25,37 @@ class Scenario:
     model: ModelShape
     machine: Machine = field(default_factory=Machine)
     ranks: int = 8
-    """GPUs."""
+    """GPUs: dp * cp * tp * pp."""
     tp: int = 1
+    """Tensor parallel GPUs of a group."""
     pp: int = 1
+    """Pipeline stages."""
     tokens: int = 65536
-    """Of a group (the tp GPUs of one tensor parallel group) in one micro-batch."""
-    context: int = 65536
-    """Longest document; packs have max(tokens, context) tokens."""
-    micro_batches: int = 1
+    """Tokens of a group (the tp GPUs of one tensor parallel group) in one micro-batch."""
+    context: int | None = None
+    """Longest document; packs have max(tokens, context) tokens. None: as tokens."""
+    micro_batches: int | None = None
+    """Micro-batches of a step. None: 1, or 2 * pp with pipelines."""
     cp: int | None = None
-    """Groups that share a pack in systems with context parallelism; None: the best is chosen."""
+    """Groups that share a pack in systems with context parallelism. None: the best for each."""
     recompute: bool = False
-    """Every block's forward pass, exchanges included, is repeated in its backward pass."""
-    sharding: str = "fsdp"
+    """Repeat every block's forward pass, exchanges included, in its backward pass."""
+    sharding: str | None = None
+    """fsdp or zero1. None: fsdp, zero1 with pipelines."""
     tolerance: float = Options.tolerance
-    """Of the planner: excess of the slowest server over the mean that is left alone."""
+    """Excess of the slowest server over the mean that the planner leaves alone."""
     server_share: float = 1 / 8
-    """Dedicated servers among all ranks."""
+    """Share of dedicated servers among all ranks."""
 
     def __post_init__(self) -> None:
+        has_stages = self.pp != 1
+        for name, default in (
+            ("context", self.tokens),
+            ("micro_batches", 2 * self.pp if has_stages else 1),
+            ("sharding", "zero1" if has_stages else "fsdp"),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         for name in ("ranks", "tp", "pp", "tokens", "context", "micro_batches"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:

@@ -4,7 +4,8 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.simulate.disaggregated import Homes, Work, cluster_of, ping_pong, plan, work_of
+from distca.planning.packs import Pack
+from distca.simulate.disaggregated import Work, cluster_of, pack_on, ping_pong, plan, work_of
 from distca.simulate.machine import BACKWARD, FORWARD
 from distca.simulate.packing import Documents
 from distca.simulate.pipeline import IDLE, micro_batch_of
@@ -33,42 +34,43 @@ class Step:
         return np.full(shape, self.scenario.tokens)
 
     def work(
-        self, homes: Homes, speeds: tuple[float, ...] | None = None, link_factor: float = 1.0
+        self, pack: Pack, speeds: tuple[float, ...] | None = None, link_factor: float = 1.0
     ) -> Work:
-        cluster = cluster_of(self.scenario, homes.num_ranks, speeds, link_factor)
-        return work_of(homes, plan(self.scenario, homes, cluster, self.cost), self.cost)
+        cluster = cluster_of(self.scenario, pack.num_ranks, speeds, link_factor)
+        return work_of(pack, plan(self.scenario, pack, cluster, self.cost), self.cost)
 
-    def work_ping_pong(self, homes: Homes, tokens: np.ndarray) -> Work:
+    def work_ping_pong(self, pack: Pack, tokens: np.ndarray) -> Work:
         """Exchanges may last as long as the linear work that hides them; the planner weighs them
         against attention. So it is told of links that are faster by up to the ratio of the two, and
-        the plan with the shortest layer is taken. `tokens` [ranks] are those of `homes`."""
+        the plan with the shortest layer is taken. `tokens` [ranks] are those of `pack`."""
         linear = self.scenario.linear_seconds(tokens)
-        lengths = np.bincount(homes.document, homes.length).astype(np.int64)
-        attention = self.cost.seconds(np.zeros_like(lengths), lengths).sum() / homes.num_ranks
+        lengths = pack.lengths
+        attention = self.cost.seconds(np.zeros_like(lengths), lengths).sum() / pack.num_ranks
         factors = {max(1.0, share * sum(linear).max() / attention) for share in LINK_SHARES}
 
         def layer_seconds(work: Work) -> float:
             times = [ping_pong(self.scenario, work, idx, linear[idx])[0] for idx in PASSES]
             return sum(float(each.sum(axis=0).max()) for each in times)
 
-        works = [self.work(homes, link_factor=factor) for factor in sorted(factors)]
+        works = [self.work(pack, link_factor=factor) for factor in sorted(factors)]
         return min(works, key=layer_seconds)
 
     @cached_property
-    def _homes_in_place(self) -> list[Homes]:
+    def _packs_in_place(self) -> list[Pack]:
         """By micro-batch, over the groups of a stage; packs lie where they were drawn."""
-        groups = np.arange(self.scenario.groups)
-        count = self.scenario.micro_batches
-        return [Homes.of(self.micro_batch(i).lengths, groups) for i in range(count)]
+        return self._packs_on(np.arange(self.scenario.groups))
+
+    def _packs_on(self, groups: np.ndarray) -> list[Pack]:
+        num_groups, count = self.scenario.groups, self.scenario.micro_batches
+        return [pack_on(self.micro_batch(i).lengths, groups, num_groups) for i in range(count)]
 
     @cached_property
     def in_place(self) -> list[Work]:
-        return [self.work(homes) for homes in self._homes_in_place]
+        return [self.work(pack) for pack in self._packs_in_place]
 
     @cached_property
     def in_place_ping_pong(self) -> list[Work]:
-        held = zip(self._homes_in_place, self.even_tokens, strict=True)
-        return [self.work_ping_pong(homes, tokens) for homes, tokens in held]
+        return list(map(self.work_ping_pong, self._packs_in_place, self.even_tokens))
 
     @cached_property
     def is_server(self) -> np.ndarray:
@@ -77,21 +79,19 @@ class Step:
         return np.arange(1, self.scenario.groups + 1) % every == 0
 
     @cached_property
-    def _homes_beside_servers(self) -> list[Homes]:
+    def _packs_beside_servers(self) -> list[Pack]:
         """By micro-batch; dedicated servers hold no tokens."""
-        groups, count = self.scenario.groups, self.scenario.micro_batches
-        homes = np.flatnonzero(~self.is_server)
-        return [Homes.of(self.micro_batch(i).lengths, homes).within(groups) for i in range(count)]
+        return self._packs_on(np.flatnonzero(~self.is_server))
 
     @property
     def home_tokens(self) -> np.ndarray:
         """[micro_batches, groups] beside dedicated servers."""
-        return np.stack([homes.tokens() for homes in self._homes_beside_servers])
+        return np.stack([pack.tokens for pack in self._packs_beside_servers])
 
     @cached_property
     def dedicated(self) -> list[Work]:
         speeds = tuple(self.is_server.astype(float).tolist())
-        return [self.work(homes, speeds) for homes in self._homes_beside_servers]
+        return [self.work(pack, speeds) for pack in self._packs_beside_servers]
 
     @property
     def tokens_of_ticks(self) -> np.ndarray:
@@ -104,22 +104,20 @@ class Step:
         return np.repeat(np.array(busy) * self.scenario.tokens, self.scenario.groups, axis=1)
 
     @cached_property
-    def _homes_of_ticks(self) -> list[Homes]:
+    def _packs_of_ticks(self) -> list[Pack]:
         """By forward tick, over all stages. Backward ticks have the same, mirrored."""
         scenario = self.scenario
-        found = []
+        packs = []
         for tick, tokens in enumerate(self.tokens_of_ticks):
             order = (micro_batch_of(scenario, FORWARD, tick, i) for i in range(scenario.pp))
             lengths = [self.micro_batch(i).lengths for i in order if i != IDLE]
-            homes = Homes.of(np.concatenate(lengths), np.flatnonzero(tokens))
-            found.append(homes.within(tokens.size))
-        return found
+            packs.append(pack_on(np.concatenate(lengths), np.flatnonzero(tokens), tokens.size))
+        return packs
 
     @cached_property
     def of_ticks(self) -> list[Work]:
-        return [self.work(homes) for homes in self._homes_of_ticks]
+        return [self.work(pack) for pack in self._packs_of_ticks]
 
     @cached_property
     def of_ticks_ping_pong(self) -> list[Work]:
-        held = zip(self._homes_of_ticks, self.tokens_of_ticks, strict=True)
-        return [self.work_ping_pong(homes, tokens) for homes, tokens in held]
+        return list(map(self.work_ping_pong, self._packs_of_ticks, self.tokens_of_ticks))

@@ -190,10 +190,10 @@ class System:
     def degrees(self, scenario: Scenario) -> list[int]:
         if not self.sweeps:
             return [scenario.least_cp]
-        found = scenario.degrees()
+        degrees = scenario.degrees()
         if self.name == "variable":
-            return found
-        return [cp for cp in found if cp > 1] or found
+            return degrees
+        return [cp for cp in degrees if cp > 1] or degrees
 
 
 SYSTEMS = (

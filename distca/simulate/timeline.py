@@ -15,6 +15,7 @@ from distca.simulate.layers import (
 from distca.simulate.machine import FORWARD
 from distca.simulate.pipeline import IDLE, Operation, Schedule
 from distca.simulate.scenario import Scenario
+from distca.watching.trace import event, name_event
 
 # Inside a layer's forward pass, schematically; backward mirrors it.
 ORDER = (LINEAR, TENSOR_PARALLEL, EXCHANGE, ATTENTION, WAITING, PARAMETERS)
@@ -84,22 +85,11 @@ def chrome_trace(schedule: Schedule, scenario: Scenario, num_ranks: int) -> dict
     events = []
     for rank in ranks:
         pid = rank * scenario.tp
-        events.append(_name("process_name", pid, 0, f"rank {pid}"))
-        events += [_name("thread_name", pid, tid, name) for name, tid in STREAMS.items()]
+        events.append(name_event("process_name", pid, 0, f"rank {pid}"))
+        events += [name_event("thread_name", pid, tid, name) for name, tid in STREAMS.items()]
         for each in segments(schedule, scenario, rank, layers):
-            events.append(
-                {
-                    "name": f"{KINDS[each.kind]}, {each.what}",
-                    "cat": KINDS[each.kind],
-                    "ph": "X",
-                    "pid": pid,
-                    "tid": STREAMS[STREAM_OF_KIND[each.kind]],
-                    "ts": 1e6 * each.start,
-                    "dur": 1e6 * each.seconds,
-                }
-            )
+            kind = KINDS[each.kind]
+            row = STREAMS[STREAM_OF_KIND[each.kind]]
+            times = (1e6 * each.start, 1e6 * each.seconds)
+            events.append(event(f"{kind}, {each.what}", pid, row, *times, cat=kind))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _name(what: str, pid: int, tid: int, name: str) -> dict:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distca.options import Options
 from distca.watching.figures import STEPS_FILE
 from distca.watching.report import draw_run
+from distca.watching.settings import Watching
 from distca.watching.tensorboard import Scalars
 from distca.watching.trace import forget_spans
 
@@ -24,9 +24,9 @@ logger = logging.getLogger("distca")
 class Monitor:
     """The records of one group, kept by one rank. Records arrive on the planner thread."""
 
-    def __init__(self, options: Options) -> None:
-        self._log_every = options.log_every
-        self._folder = None if options.run_dir is None else Path(options.run_dir)
+    def __init__(self, watching: Watching) -> None:
+        self._log_every = watching.log_every
+        self._folder = None if watching.run_dir is None else Path(watching.run_dir)
         self._recent: list[Mapping] = []
         self._lock = threading.Lock()
         self._file = self._scalars = None
@@ -34,7 +34,7 @@ class Monitor:
             self._folder.mkdir(parents=True, exist_ok=True)
             forget_spans(self._folder)
             self._file = (self._folder / STEPS_FILE).open("w", buffering=1)
-        if options.tensorboard:
+        if watching.tensorboard:
             self._scalars = Scalars(self._folder / "tensorboard")
         _show_lines()
         atexit.register(self.close)

@@ -12,7 +12,7 @@ class Scalars:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "Options.tensorboard needs tensorboard; install it: pip install tensorboard"
+                "Watching.tensorboard needs tensorboard; install it: pip install tensorboard"
             ) from error
         self._writer = SummaryWriter(str(folder))
 

@@ -53,24 +53,27 @@ def chrome_trace(record: Mapping, saved: Sequence[Mapping]) -> dict:
     events = []
     for each in saved:
         rank = each["rank"]
-        events.append(_name("process_name", rank, 0, f"rank {rank}"))
+        events.append(name_event("process_name", rank, 0, f"rank {rank}"))
         for row, name in enumerate((*PREDICTED, MEASURED)):
-            events.append(_name("thread_name", rank, row, name))
+            events.append(name_event("thread_name", rank, row, name))
         for phase, layer, begin, end in each["spans"]:
             start, direction = (begin - origin) / 1e3, phase.rpartition(" attention")[0]
             name = phase if layer < 0 else f"layer {layer} {phase}"
-            events.append(_event(name, rank, len(PREDICTED), start, (end - begin) / 1e3))
+            events.append(event(name, rank, len(PREDICTED), start, (end - begin) / 1e3))
             if not direction:
                 continue
             share = 1 - FORWARD_SHARE if direction == "backward" else FORWARD_SHARE
             for row, key in enumerate(PREDICTED.values()):
-                events.append(_event(name, rank, row, start, 1e6 * share * record[key][rank]))
+                events.append(event(name, rank, row, start, 1e6 * share * record[key][rank]))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _event(name: str, rank: int, row: int, start: float, duration: float) -> dict:
-    return {"name": name, "ph": "X", "pid": rank, "tid": row, "ts": start, "dur": duration}
+def event(name: str, rank: int, row: int, start: float, duration: float, **more: str) -> dict:
+    """A complete event; times in us."""
+    times = {"ts": start, "dur": duration}
+    return {"name": name, "ph": "X", "pid": rank, "tid": row, **times, **more}
 
 
-def _name(what: str, rank: int, row: int, name: str) -> dict:
+def name_event(what: str, rank: int, row: int, name: str) -> dict:
+    """`what` is "process_name" or "thread_name"."""
     return {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}

@@ -50,6 +50,6 @@ void at_phase(std::string phase, double sleep_s, double kill_after_s) {
 
 }  // namespace
 
-TORCH_LIBRARY(distca_tests, m) {
+TORCH_LIBRARY_FRAGMENT(distca_tests, m) {
   m.def("at_phase(str phase, float sleep_s, float kill_after_s) -> ()", at_phase);
 }

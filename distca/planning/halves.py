@@ -1,83 +1,82 @@
-"""Plans for ping-pong: the tasks of a plan, cut where the rows of every rank are cut in two."""
+"""Plans of halves: the tasks of a plan, cut where the rows of every rank are cut in two."""
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from distca import ops
 from distca.planning.documents import Documents
+from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, check_headers, header_of
 from distca.planning.plan import (
-    HEADER_WORDS,
-    NUM_WORDS,
-    Made,
     Plan,
     Problem,
-    check_headers,
-    header_of,
+    Solution,
+    group_of,
     kept_rows_of,
     lay_out,
     next_problem,
     submit,
     tasks_of,
 )
-from distca.ranks.session import Session, halves_of, init
+from distca.ranks.session import Session, halves_of, opened
 
 NO_ROW = -1  # of a rank that cannot cut its documents
 
+Cut = Callable[[Documents], int]
+Halves = tuple[Documents, Documents]
+
+_planned: WeakKeyDictionary[Documents, dict[tuple[Cut, tuple[int, int]], Halves]]
+_planned = WeakKeyDictionary()
+
+
+def planned_halves(documents: Documents) -> dict[tuple[Cut, tuple[int, int]], Halves]:
+    """Return the halves of documents that are planned, by the function that cuts and window."""
+    return _planned.setdefault(documents, {})
+
 
 def plan_halves(
-    documents: Documents,
-    *,
-    cut: Callable[[Documents], int],
-    window_size: tuple[int, int],
-    device: torch.device,
-) -> tuple[Documents, Documents]:
-    """The halves of documents cut at row cut(documents), each with its part of their plan, made in
-    the background. Collective at the first call with this function and window; cached on
-    `documents`. From then on `distca.plan` makes halves too.
+    documents: Documents, *, cut: Cut, window_size: tuple[int, int], device: torch.device
+) -> Halves:
+    """Return the halves of documents, cut at row cut(documents), each with its part of their plan,
+    which the planner thread computes. Collective at the first call with this function and window.
+    From then on `distca.plan` plans halves too.
 
     Raises ValueError as `Documents.halves` does; the other ranks of the group are told.
     """
-    found = documents._halves.get((cut, window_size))
-    if found is not None:
-        return found
-    session = init(documents._group)
+    halves = planned_halves(documents).get((cut, window_size))
+    if halves is not None:
+        return halves
+    session = opened(group_of(documents))
     try:
         row = cut(documents)
         halves = documents.halves(row, window_size)
     except Exception as error:
         session.announce(error)
         raise
-    session.also_plan = functools.partial(_plan_ahead, cut=cut)
-    _submit_halves(documents, row, halves, window_size, device)
-    documents._halves[cut, window_size] = halves
+    session.cut = cut
+    _submit_halves(session, documents, row, halves, window_size, device)
     return halves
 
 
-def _plan_ahead(
-    documents: Documents,
-    *,
-    cut: Callable[[Documents], int],
-    window_size: tuple[int, int],
-    device: torch.device,
+def plan_halves_ahead(
+    session: Session, documents: Documents, window_size: tuple[int, int], device: torch.device
 ) -> None:
-    """plan_halves of documents that ping-pong may never see. Where a rank cannot cut its own, no
-    rank gets halves, and what went wrong is raised where they are used."""
+    """Plan halves, by session.cut, that may never be used. If a rank cannot cut its documents, no
+    rank gets halves, and `plan_halves` raises the error."""
     try:
-        row = cut(documents)
+        row = session.cut(documents)
         halves = documents.halves(row, window_size)
     except Exception:  # plan_halves meets it again
-        _submit_halves(documents, NO_ROW, (), window_size, device)
-        return
-    _submit_halves(documents, row, halves, window_size, device)
-    documents._halves[cut, window_size] = halves
+        row, halves = NO_ROW, ()
+    _submit_halves(session, documents, row, halves, window_size, device)
 
 
 def _submit_halves(
+    session: Session,
     documents: Documents,
     row: int,
     halves: Sequence[Documents],
@@ -85,7 +84,6 @@ def _submit_halves(
     device: torch.device,
 ) -> None:
     """The part of every rank in planning halves; attaches plans to this rank's."""
-    session = init(documents._group)
     whole = documents._plans.get(window_size)
     if whole is None:
         whole = submit(session, documents, window_size, device, None)
@@ -93,8 +91,10 @@ def _submit_halves(
     problems = [next_problem(each, window_size, device) for each in its_sessions]
     rows = session.planner.submit(_exchange_rows, session, problems[0], row)
     for idx, half in enumerate(halves):
-        pending = session.planner.submit(_make_half, session, problems[idx], idx, whole, rows)
-        half._plans[window_size] = Plan(pending, device, its_sessions[idx].group_name)
+        pending = session.planner.submit(_solve_half, session, problems[idx], idx, whole, rows)
+        half._plans[window_size] = Plan(pending, device, its_sessions[idx])
+    if halves:
+        planned_halves(documents)[session.cut, window_size] = halves
 
 
 def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
@@ -107,33 +107,34 @@ def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
     return headers[:, -1]
 
 
-def _make_half(session: Session, problem: Problem, idx: int, whole: Plan, rows: Future) -> Made:
+def _solve_half(
+    session: Session, problem: Problem, idx: int, whole: Plan, rows: Future
+) -> Solution:
     """On the planner thread: a half's part of a plan. Its figures are those of the plan."""
-    made, cuts = whole.made(), rows.result()
+    solution, cuts = whole.solution(), rows.result()
     if (cuts == NO_ROW).any():
         raise ValueError(
-            f"PingPong: rank(s) {(cuts == NO_ROW).nonzero()[:, 0].tolist()} cannot cut their "
+            f"distca: rank(s) {(cuts == NO_ROW).nonzero()[:, 0].tolist()} cannot cut their "
             "documents in two; see the error there"
         )
-    tasks = tasks_of(made.encoded)
-    pieces, encoded = half_of(made.pieces, tasks, cuts, problem.window_size, idx)
-    layout, packed_rows = lay_out(problem, pieces, encoded, session.options, made.shape)
-    kept_rows = kept_rows_of(layout, session.options)
+    tasks = tasks_of(solution.encoded)
+    pieces, encoded = half_of(solution.pieces, tasks, cuts, problem.window_size, idx)
+    layout, packed_rows = lay_out(problem, pieces, encoded, session.options, solution.shape)
     return replace(
-        made,
+        solution,
         layout=layout,
         packed_rows=packed_rows,
         pieces=pieces,
         encoded=encoded,
-        kept_rows=kept_rows,
+        kept_rows=kept_rows_of(layout, session.options),
     )
 
 
 def half_of(
     pieces: Tensor, tasks: Tensor, rows: Tensor, window_size: tuple[int, int], idx: int
 ) -> tuple[Tensor, Tensor]:
-    """(pieces, plan) of the first half (idx 0) or the second, as torch.ops.distca.plan takes and
-    returns them. Queries stay on their servers, which are balanced over both halves together.
+    """Return (pieces, plan) of the first half (idx 0) or the second, as torch.ops.distca.plan takes
+    and returns them. Queries stay on their servers, which are balanced over both halves together.
 
     `pieces` int64 [num_pieces, 5] are the whole documents of all ranks, in row order, `tasks`
     [num_tasks, 5] those of a plan for them; rank r's halves are its rows before rows[r] and the

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import distca
-from distca.pingpong.half_plans import half_of
 from distca.planning.cluster import Cluster
 from distca.planning.cost import cost_tensor
+from distca.planning.halves import half_of
 from distca.planning.plan import balance, tasks_of
 
 SHAPE = distca.AttentionShape(4, 2, 8, 2)
