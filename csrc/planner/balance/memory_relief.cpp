@@ -5,14 +5,15 @@
 #include <utility>
 #include <vector>
 
+#include "cutter.h"
+
 namespace distca::planner {
 namespace {
 
 // Moves rows to one receiver after the other. Rows that do not fit wait for the next receiver.
 class MemoryRelief {
  public:
-  MemoryRelief(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-               const Weights& weights, int64_t donor);
+  MemoryRelief(Assignment& assignment, int64_t donor);
 
   void run();
 
@@ -23,37 +24,34 @@ class MemoryRelief {
   void give_to(int64_t receiver);
 
   Assignment& assignment_;
-  const Pack& pack_;
-  const PlanOptions& options_;
+  const Problem& problem_;
   const int64_t donor_;
   Cutter cutter_;
   std::vector<Item> waiting_;  // items that still visit their home, the largest first
 };
 
-MemoryRelief::MemoryRelief(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-                           const Weights& weights, int64_t donor)
+MemoryRelief::MemoryRelief(Assignment& assignment, int64_t donor)
     : assignment_(assignment),
-      pack_(pack),
-      options_(options),
+      problem_(assignment.problem()),
       donor_(donor),
-      cutter_(assignment, options, weights, donor, {}) {
+      cutter_(assignment, donor) {
   for (const Item& item : assignment.own(donor)) {
     if (visits_home(item)) waiting_.push_back(item);
   }
 }
 
 bool MemoryRelief::visits_home(const Item& item) const {
-  const Document& document = pack_.documents[item.document];
-  const Range keys = keys_of(options_.mask, item.rows, document.length);
-  return !is_home(pack_.segments_of(document), item.rows, keys, donor_);
+  const Task task{item.document, item.rows.begin, item.rows.end, donor_};
+  return !is_home(problem_.pack, problem_.options.mask, task);
 }
 
 std::vector<int64_t> MemoryRelief::receivers() const {
   std::vector<std::pair<double, int64_t>> sorted;
-  for (int64_t rank = 0; rank < pack_.num_ranks; ++rank) {
+  for (int64_t rank = 0; rank < problem_.pack.num_ranks; ++rank) {
     const double left =
-        options_.cap_bytes(rank) - static_cast<double>(assignment_.load(rank).held_bytes);
-    if (rank != donor_ && options_.speed(rank) > 0 && left > 0) sorted.emplace_back(-left, rank);
+        problem_.options.cap_bytes(rank) - static_cast<double>(assignment_.load(rank).held_bytes);
+    if (rank != donor_ && problem_.options.speed(rank) > 0 && left > 0)
+      sorted.emplace_back(-left, rank);
   }
   std::sort(sorted.begin(), sorted.end());
   std::vector<int64_t> ranks;
@@ -66,11 +64,11 @@ std::vector<int64_t> MemoryRelief::receivers() const {
 bool MemoryRelief::give(Item& item, int64_t receiver) {
   const size_t idx = assignment_.find_own(donor_, item);
   const Request request{receiver, item.seconds, item.seconds};
-  const std::optional<Move> move = cutter_.first_rows(request, idx, options_.cost.tile_q);
+  const std::optional<Move> move = cutter_.first_rows(request, idx);
   if (!move) return false;
   assignment_.apply(*move);
   item.rows.begin = move->slice.end;
-  item.seconds = assignment_.seconds(item.document, item.rows);
+  item.seconds = problem_.seconds(item.document, item.rows);
   return true;
 }
 
@@ -101,9 +99,8 @@ void MemoryRelief::run() {
 
 }  // namespace
 
-void relieve_memory(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-                    const Weights& weights, int64_t donor) {
-  MemoryRelief(assignment, pack, options, weights, donor).run();
+void relieve_memory(Assignment& assignment, int64_t donor) {
+  MemoryRelief(assignment, donor).run();
 }
 
 }  // namespace distca::planner
