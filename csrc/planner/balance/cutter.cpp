@@ -93,8 +93,12 @@ void Cutter::consider(const Request& request, size_t index) {
     const int64_t first = item.rows.begin + static_cast<int64_t>(num_first) / tile * tile;
     if (keep_cut({first, end}, From::kEnd)) return;
   }
-  const bool has_slice = keep_cut({item.rows.begin, end}, From::kEnd);
-  if (!has_slice || gives_all_ || problem_.options.mask.window_left >= 0) {
+  const std::optional<Move> below = cut(request, index, {item.rows.begin, end}, From::kEnd);
+  keep(request, item, below);
+  if (below && below->relief >= request.target) {
+    keep_cut({item.rows.begin, last_split_point(problem_, item, end, request.target)}, From::kEnd);
+  }
+  if (!below || gives_all_ || problem_.options.mask.window_left >= 0) {
     keep_cut(item.rows, From::kBegin);
   }
 }
@@ -115,7 +119,8 @@ int64_t Cutter::split_point_of(const Request& request, const Item& item) {
 
 // Returns the split point whose row of slices moves the fewest bytes.
 int64_t Cutter::best_split_point(const Item& item, double target) const {
-  assignment_.spend(1);
+  // Other items of the donor give about the same part.
+  target *= item.seconds / assignment_.own(donor_).front().seconds;
   const Grid points{item.rows, problem_.options.cost.tile_q};
   const int64_t last = points.index(item.rows.end);
   if (target >= item.seconds || last == 1) return item.rows.end;
@@ -164,8 +169,7 @@ std::optional<Move> Cutter::cut(const Request& request, size_t index, Range part
   };
   const auto seconds = [&](int64_t count) { return problem_.seconds(item.document, slice(count)); };
   Move move{donor_, request.receiver, index, {}, 0, 0, 0};
-  int64_t count =
-      last_true(0, last - first, [&](int64_t c) { return seconds(c) <= request.most(); });
+  int64_t count = last_within(last - first, request.most(), seconds);
   if (count < last - first && request.target <= request.capacity &&
       seconds(count) < request.target && seconds(count + 1) <= request.capacity) {
     ++count;

@@ -39,7 +39,7 @@ struct Heuristics {
   double keys_part = 0.7;     // part of the least bytes that the keys of a last slice take
   int num_near = 1;           // candidates on either side of the target
   int max_recut_slices = 8;   // of a document that is cut anew; 0 cuts none
-  int num_recut_points = 8;   // split points tried before those near the best
+  int num_recut_points = 4;   // split points tried before those near the best
 };
 
 }  // namespace distca::planner

@@ -10,25 +10,17 @@ Range slice_below(const Problem& problem, const Item& item, int64_t end, double 
   const Grid points{item.rows, problem.options.cost.tile_q};
   const int64_t last = points.index(end);
   const auto slice = [&](int64_t count) { return Range{points.at(last - count), end}; };
-  return slice(last_true(1, last, [&](int64_t count) {
-    return problem.seconds(item.document, slice(count)) <= most;
-  }));
+  return slice(std::max<int64_t>(1, last_within(last, most, [&](int64_t count) {
+                                   return problem.seconds(item.document, slice(count));
+                                 })));
 }
 
 // Returns the slice that holds the target, or the longest one below it if that exceeds the
-// capacity. It need not touch earlier slices, so it ends where its keys take about their part of
-// the least bytes for its work.
+// capacity.
 Range last_slice(const Problem& problem, const Item& item, int64_t end, double target,
                  double capacity) {
-  const double bytes =
-      problem.heuristics.keys_part * problem.bytes_per_root_second * std::sqrt(target);
-  const auto key_bytes = static_cast<double>(std::max<int64_t>(1, problem.options.row_bytes.key));
-  const auto num_keys = static_cast<int64_t>(std::min(bytes / key_bytes, static_cast<double>(end)));
-  const Range first_rows{item.rows.begin, std::max(item.rows.begin, num_keys)};
   const Grid points{item.rows, problem.options.cost.tile_q};
-  if (problem.seconds(item.document, first_rows) >= target) {
-    end = points.at(points.index(first_rows.end));
-  }
+  end = points.at(points.index(last_split_point(problem, item, end, target)));
   const Range below = slice_below(problem, item, end, target);
   if (problem.seconds(item.document, below) >= target) return below;
   const Range above{std::max(item.rows.begin, below.begin - points.tile), end};
@@ -36,6 +28,15 @@ Range last_slice(const Problem& problem, const Item& item, int64_t end, double t
 }
 
 }  // namespace
+
+int64_t last_split_point(const Problem& problem, const Item& item, int64_t end, double target) {
+  const double bytes =
+      problem.heuristics.keys_part * problem.bytes_per_root_second * std::sqrt(target);
+  const auto key_bytes = static_cast<double>(std::max<int64_t>(1, problem.options.row_bytes.key));
+  const auto num_keys = static_cast<int64_t>(std::min(bytes / key_bytes, static_cast<double>(end)));
+  const Range first_rows{item.rows.begin, std::max(item.rows.begin, num_keys)};
+  return problem.seconds(item.document, first_rows) < target ? end : first_rows.end;
+}
 
 std::vector<Range> row_of_slices(const Problem& problem, const Item& item, int64_t end,
                                  double target, std::span<const double> capacities) {

@@ -31,6 +31,28 @@ int64_t last_true(int64_t low, int64_t high, Predicate holds) {
   return low;
 }
 
+// Returns the upper end of a document's last slice, which holds the target. It need not touch
+// earlier slices, so it ends where its keys take about their part of the least bytes for its work.
+int64_t last_split_point(const Problem& problem, const Item& item, int64_t end, double target);
+
+// Returns the greatest count in [0, high] whose seconds, which grow with it, are at most `most`.
+// Interpolates, and bisects every third time in case that converges slowly.
+template <typename Seconds>
+int64_t last_within(int64_t high, double most, Seconds seconds) {
+  int64_t low = 0;
+  double below = 0, above = seconds(high);
+  if (above <= most) return high;
+  for (int i = 1; high - low > 1; ++i) {
+    const double part = i % 3 == 0 ? 0.5 : (most - below) / (above - below);
+    const auto step = static_cast<int64_t>(part * static_cast<double>(high - low));
+    const int64_t middle = std::clamp(low + step, low + 1, high - 1);
+    const double value = seconds(middle);
+    (value <= most ? low : high) = middle;
+    (value <= most ? below : above) = value;
+  }
+  return low;
+}
+
 // Returns slices of an item cut downward from `end`, one per capacity, until they hold the target.
 std::vector<Range> row_of_slices(const Problem& problem, const Item& item, int64_t end,
                                  double target, std::span<const double> capacities);
