@@ -30,6 +30,7 @@ RankBalancer::RankBalancer(Assignment& assignment, const Pairing& pairing, Range
   for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
     list(rank);
     const double capacity = std::max(0.0, -assignment_.surplus(rank));
+    initial_surplus_ += std::max(0.0, assignment_.surplus(rank));
     least_bytes_.push_back(problem_.bytes_per_root_second * std::sqrt(capacity));
     bytes_before_.push_back(assignment_.load(rank).bytes_in);
     largest_bytes_ = std::max(largest_bytes_, least_bytes_.back());
@@ -48,16 +49,18 @@ void RankBalancer::list(int64_t rank) {
   }
 }
 
-// The cutter plans for the largest receivers, as many as the surplus fills.
+// The cutter plans for the capacities that the donor is likely to meet if donors take turns.
 Cutter& RankBalancer::cutter_of(int64_t donor) {
   const auto cutter = cutters_.find(donor);
   if (cutter != cutters_.end()) return cutter->second;
   double surplus = assignment_.surplus(donor);
+  const double stride = std::max(1.0, initial_surplus_ / surplus);
   std::vector<double> capacities;
-  for (const double capacity : initial_capacities_) {
-    if (surplus <= 0) break;
-    capacities.push_back(capacity);
-    surplus -= capacity;
+  for (double next = 0; surplus > 0; next += stride) {
+    const auto index = static_cast<size_t>(std::ceil(next));
+    if (index >= initial_capacities_.size()) break;
+    capacities.push_back(initial_capacities_[index]);
+    surplus -= capacities.back();
   }
   return cutters_.try_emplace(donor, assignment_, donor, std::move(capacities)).first->second;
 }

@@ -57,6 +57,7 @@ class RankBalancer {
   std::vector<double> least_bytes_;         // [ranks] for the rank's initial capacity
   std::vector<int64_t> bytes_before_;       // [ranks] into the rank before run()
   double largest_bytes_ = 0;                // for the largest capacity
+  double initial_surplus_ = 0;              // of all donors
   std::vector<double> initial_capacities_;  // falling
   const ByteBound* byte_bound_ = nullptr;
   std::map<int64_t, Cutter> cutters_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -36,19 +37,33 @@ int64_t last_true(int64_t low, int64_t high, Predicate holds) {
 int64_t last_split_point(const Problem& problem, const Item& item, int64_t end, double target);
 
 // Returns the greatest count in [0, high] whose seconds, which grow with it, are at most `most`.
-// Interpolates, and bisects every third time in case that converges slowly.
+// Seconds of causal rows are a parabola, so its root through the middle is exact. For other masks
+// interpolation comes close, and every third step bisects.
 template <typename Seconds>
 int64_t last_within(int64_t high, double most, Seconds seconds) {
   int64_t low = 0;
   double below = 0, above = seconds(high);
   if (above <= most) return high;
+  const auto split_at = [&](double point) {
+    const int64_t count = std::clamp(static_cast<int64_t>(point), low + 1, high - 1);
+    const double value = seconds(count);
+    (value <= most ? low : high) = count;
+    (value <= most ? below : above) = value;
+    return value / static_cast<double>(count);
+  };
+  if (high > 3) {
+    const auto whole = static_cast<double>(high), half = static_cast<double>(high / 2);
+    const double mean = above / whole, first_mean = split_at(half);
+    const double bend = (mean - first_mean) / (whole - half);
+    const double slope = first_mean - bend * half;
+    const double root = slope + std::sqrt(std::max(0.0, slope * slope + 4 * bend * most));
+    const double guess = root > 0 ? std::floor(std::min(whole, 2 * most / root)) : half;
+    if (high - low > 1) split_at(guess);
+    if (high - low > 1) split_at(static_cast<double>(low) == guess ? guess + 1 : guess - 1);
+  }
   for (int i = 1; high - low > 1; ++i) {
     const double part = i % 3 == 0 ? 0.5 : (most - below) / (above - below);
-    const auto step = static_cast<int64_t>(part * static_cast<double>(high - low));
-    const int64_t middle = std::clamp(low + step, low + 1, high - 1);
-    const double value = seconds(middle);
-    (value <= most ? low : high) = middle;
-    (value <= most ? below : above) = value;
+    split_at(static_cast<double>(low) + part * static_cast<double>(high - low));
   }
   return low;
 }
