@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <ctime>
 #include <fstream>
+#include <iterator>
 #include <random>
 #include <sstream>
 #include <string>
@@ -140,35 +141,37 @@ Figures measure(const Case& each, const Heuristics& heuristics) {
   return sum;
 }
 
-struct Growth {
-  void add(double without, double with) {
-    const double percent = with > 0 ? 100 * (without / with - 1) : 0;
-    most = std::max(most, percent);
-    sum += percent;
+// How the figures of all cases grow without a heuristic.
+class Row {
+ public:
+  void add(const Figures& without, const Figures& with) {
+    step_.add(without.step, with.step);
+    bytes_.add(without.bytes, with.bytes);
+    without_planning_ += without.planning;
+    planning_ += with.planning;
+  }
+  void print(const char* name) const {
+    std::printf("| %s | %.1f | %.1f | %.1f | %.1f | %.0f |\n", name, step_.most, step_.mean(),
+                bytes_.most, bytes_.mean(), 100 * (without_planning_ / planning_ - 1));
   }
 
-  double most = -100;
-  double sum = 0;
+ private:
+  struct Percents {
+    void add(double without, double with) {
+      const double percent = with > 0 ? 100 * (without / with - 1) : 0;
+      most = std::max(most, percent);
+      sum += percent;
+      ++count;
+    }
+    double mean() const { return sum / count; }
+
+    double most = -100, sum = 0;
+    int count = 0;
+  };
+
+  Percents step_, bytes_;
+  double without_planning_ = 0, planning_ = 0;
 };
-
-void print_row(const Change& change, const std::vector<Case>& cases) {
-  Heuristics heuristics;
-  change.make(heuristics);
-  Growth step, bytes;
-  double planning = 0, default_planning = 0;
-  for (const Case& each : cases) {
-    const Figures with = measure(each, {}), without = measure(each, heuristics);
-    step.add(without.step, with.step);
-    bytes.add(without.bytes, with.bytes);
-    planning += without.planning;
-    default_planning += with.planning;
-  }
-  const auto count = static_cast<double>(cases.size());
-  std::printf("| %s | %.1f | %.1f | %.1f | %.1f | %.0f |\n", change.name, step.most,
-              step.sum / count, bytes.most, bytes.sum / count,
-              100 * (planning / default_planning - 1));
-  std::fflush(stdout);
-}
 
 int run(const std::vector<std::string>& arguments) {
   std::vector<int64_t> ranks = {8, 64, 512, 4096};
@@ -188,9 +191,19 @@ int run(const std::vector<std::string>& arguments) {
     std::fprintf(stderr, "usage: planner_ablation [--ranks 8,64] lengths.json ...\n");
     return 1;
   }
+  std::vector<Row> rows(std::size(kChanges));
+  for (const Case& each : cases) {
+    measure(each, {});  // warms up
+    const Figures with = measure(each, {});
+    for (size_t i = 0; i < rows.size(); ++i) {
+      Heuristics heuristics;
+      kChanges[i].make(heuristics);
+      rows[i].add(measure(each, heuristics), with);
+    }
+  }
   std::printf("| without | step, worst %% | mean %% | bytes, worst %% | mean %% | planning %% |\n");
   std::printf("| --- | --- | --- | --- | --- | --- |\n");
-  for (const Change& change : kChanges) print_row(change, cases);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i].print(kChanges[i].name);
   return 0;
 }
 
