@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 CXX_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
-ROOMS = ("core", "planner", "attention", "transport", "ops", "tests", "fuzz")
+ROOMS = ("core", "planner", "attention", "transport", "ops", "tests", "fuzz", "ablation")
 
 NO_TORCH_NO_CUDA = r"torch/|ATen/|c10/|cuda"
 # Room or file (the longest prefix counts): other rooms it may include, with the rooms inside them,
@@ -29,6 +29,7 @@ CXX_RULES = {
     "ops": ({"core", "planner", "attention", "transport"}, r"$^"),
     "tests": ({"core", "planner", "attention", "transport"}, r"torch/|ATen/|c10/"),
     "fuzz": ({"core", "planner", "tests"}, r"torch/|ATen/|c10/"),
+    "ablation": ({"core", "planner", "planner/balance", "planner/model"}, NO_TORCH_NO_CUDA),
 }
 # Rooms that reach back ends through their table alone, and what would say that they do not.
 ABOVE_BACKENDS = ("ops/", "planner/", "transport/")
@@ -327,8 +328,8 @@ def test_python_habits():
         ("planner/model/cost.cpp", '"../../ops/steps.h"'),
         ("planner/model/plan.cpp", '"../balance/assignment.h"'),
         ("planner/model/plan.cpp", '"../layout/visits.h"'),
-        ("planner/balance/group.cpp", '"planner/layout/layout.h"'),
-        ("planner/balance/group.cpp", '"../make_plan.h"'),
+        ("planner/balance/recut.cpp", '"planner/layout/layout.h"'),
+        ("planner/balance/recut.cpp", '"../make_plan.h"'),
         ("planner/layout/rounds.cpp", '"../balance/assignment.h"'),
         ("planner/layout/rounds.cpp", '"../make_plan.h"'),
         ("attention/cpu/forward.cpp", '"planner/model/plan.h"'),
@@ -354,7 +355,7 @@ def test_planted_includes_are_found(path, header):
     [
         ("planner/model/cost.cpp", "<vector>"),
         ("planner/model/cost.cpp", '"plan.h"'),
-        ("planner/balance/group.cpp", '"../model/plan.h"'),
+        ("planner/balance/recut.cpp", '"../model/plan.h"'),
         ("planner/layout/rounds.cpp", '"planner/model/plan.h"'),
         ("planner/make_plan.cpp", '"balance/balancer.h"'),
         ("ops/planning.cpp", '"planner/layout/layout.h"'),

@@ -6,7 +6,6 @@
 
 #include "planner/balance/assignment.h"
 #include "planner/balance/budget.h"
-#include "planner/balance/items.h"
 #include "planner/balance/scheduler.h"
 #include "planner_properties.h"
 #include "random_steps.h"
@@ -28,8 +27,11 @@ TEST(Budget, EndsAnywhere) {
     if (total == 0) continue;
     Budget budget(draw(random, 0, 1 << draw(random, 0, 12)));
     const double limit = draw(random, 0, 3) == 0 ? 1e6 : total / static_cast<double>(num_ranks);
-    Assignment assignment(pack, options, home, limit, budget);
-    schedule(assignment, pack, options, {100, 1e-4 * total}, {});
+    Problem problem(pack, options, home);
+    problem.bytes_per_root_second = 100;
+    problem.min_relief = 1e-4 * total;
+    Assignment assignment(problem, limit, budget);
+    schedule(assignment, {});
     Plan plan{num_ranks, options.mask, assignment.tasks(), {}, 0};
     plan.digest = digest_of(pack, plan.mask, plan.tasks);
     ASSERT_EQ(check_cover(pack, plan), "") << "seed " << seed;
@@ -59,42 +61,13 @@ TEST(Budget, IsNotNeededToEmptyARank) {
     options.servers[draw(random, 0, num_ranks - 1)].speed = 1;
     const HomeCut home(pack, options);
     Budget budget(0);
-    Assignment assignment(pack, options, home, 1e9, budget);
-    schedule(assignment, pack, options, {100, 0}, {});
+    Problem problem(pack, options, home);
+    problem.bytes_per_root_second = 100;
+    problem.min_relief = 0;
+    Assignment assignment(problem, 1e9, budget);
+    schedule(assignment, {});
     for (int64_t rank = 0; rank < num_ranks; ++rank) {
       ASSERT_TRUE(options.speed(rank) > 0 || assignment.seconds(rank) == 0) << "seed " << seed;
-    }
-  }
-}
-
-TEST(LargestFirst, IsASortedList) {
-  for (uint32_t seed = 0; seed < 300; ++seed) {
-    Random random(seed);
-    std::vector<Item> expected;
-    const auto drawn = [&](int64_t document) {
-      return Item{document, {0, 1}, static_cast<double>(draw(random, 0, 5))};
-    };
-    for (int64_t i = draw(random, 0, 20); i > 0; --i) expected.push_back(drawn(i));
-    std::sort(expected.begin(), expected.end(), is_larger);
-    LargestFirst items;
-    items.assign(expected);
-    for (int64_t i = 100; i < 200; ++i) {
-      if (draw(random, 0, 1) == 0) {
-        const Item item = drawn(i);
-        items.insert(item);
-        expected.insert(std::upper_bound(expected.begin(), expected.end(), item, is_larger), item);
-      } else {
-        const int64_t first = draw(random, 0, static_cast<int64_t>(expected.size()));
-        const int64_t last =
-            std::min(first + draw(random, 0, 2), static_cast<int64_t>(expected.size()));
-        items.erase(first, last);
-        expected.erase(expected.begin() + first, expected.begin() + last);
-      }
-      ASSERT_EQ(items.size(), expected.size());
-      for (size_t j = 0; j < expected.size(); ++j) {
-        ASSERT_EQ(items[j].document, expected[j].document);
-        ASSERT_EQ(items.find(expected[j]), j);
-      }
     }
   }
 }

@@ -143,21 +143,6 @@ TEST(Plan, CutsAtTiles) {
   EXPECT_GT(num_cuts, 0);
 }
 
-TEST(Plan, CutsAtRowsWhereTilesAreTooCoarse) {
-  PlanOptions options = llama_options();
-  options.cost.table_rows = {1000};
-  options.cost.table_keys = {1000};
-  options.cost.table_seconds = {1.0};
-  const std::vector<Piece> pieces = {{0, 0, 0, 120}};
-  const Pack pack = make_pack(pieces, 3);
-  const Plan plan = make_plan(pack, options);
-  validate(plan, pack);
-  // Each task is a rectangle inside one tile, so that cuts also save work.
-  double slowest = 0;
-  for (const Load& load : plan.loads) slowest = std::max(slowest, load.seconds);
-  EXPECT_LE(slowest, 1.01 * plan.loads[0].seconds_home / 3);
-}
-
 TEST(Plan, LeavesShortDocumentsWhole) {
   std::vector<Piece> pieces;
   for (int64_t i = 0; i < 40; ++i) pieces.push_back({0, i, 0, 100});

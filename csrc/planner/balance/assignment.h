@@ -1,21 +1,18 @@
 #pragma once
 
-#include <limits>
+#include <deque>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
 #include "../model/loads.h"
-#include "../model/options.h"
 #include "../model/plan.h"
 #include "../model/ranges.h"
 #include "budget.h"
-#include "home_cut.h"
 #include "items.h"
+#include "problem.h"
 
 namespace distca::planner {
-
-constexpr int64_t kMovedAtOnce = 16;  // items that shift in memory for one step of the budget
 
 // Moves part of one of the donor's items to a receiver.
 struct Move {
@@ -40,35 +37,31 @@ struct Placement {
 class Assignment {
  public:
   // Servers and links must finish within `limit` seconds. All work is charged to the budget.
-  Assignment(const Pack& pack, const PlanOptions& options, const HomeCut& home, double limit,
-             Budget& budget);
+  Assignment(const Problem& problem, double limit, Budget& budget);
 
+  const Problem& problem() const { return problem_; }
   void spend(int64_t steps) const { budget_.spend(steps); }
   bool is_budget_spent() const { return budget_.is_spent(); }
 
   // Returns the seconds at speed 1 above the rank's limit; negative below it.
   double surplus(int64_t rank) const { return seconds_[rank] - limit(rank); }
-  double limit(int64_t rank) const { return limit_ * options_.speed(rank); }
+  double limit(int64_t rank) const { return limit_ * problem_.options.speed(rank); }
   double seconds(int64_t rank) const { return seconds_[rank]; }
-  int64_t bytes_in(int64_t rank) const { return traffic_[rank].bytes_in; }
   // Returns the seconds that the rank can still receive: the scarcest of compute, ingress and
   // memory decides.
   double capacity(int64_t rank) const;
 
-  double seconds(int64_t document, Range rows) const {
-    return options_.cost.seconds(options_.mask, rows, pack_.documents[document].length);
-  }
   // Returns the donor's home rows that it still computes, the largest first.
-  std::span<const Item> own(int64_t rank);
+  const std::deque<Item>& own(int64_t rank);
   // Returns those of one document, in no order.
   std::span<const Item> own_of(int64_t rank, int64_t document) const;
   // Returns the index of an item that the donor still computes.
-  size_t find_own(int64_t rank, const Item& item) const { return ranks_[rank].own.find(item); }
+  size_t find_own(int64_t rank, const Item& item) const;
 
   // Returns the rows of the document that the receiver already has.
   const RangeSet& keys_on(int64_t receiver, int64_t document);
   // Returns the bytes into a receiver that already has `keys`.
-  int64_t bytes_of(int64_t document, Range rows, const RangeSet& keys) const;
+  int64_t bytes_of(int64_t document, Range rows, const RangeSet& keys = {}) const;
   // Returns the bytes that the rank may still send to other nodes.
   double node_bytes_left(int64_t rank) const;
   // Returns whether the links and the receiver's memory stay within their limits.
@@ -87,49 +80,45 @@ class Assignment {
   void take_back(std::span<const Placement> placements);
   // Returns the move that makes the placement of rows that the donor still computes.
   Move move_of(const Placement& placement) const;
+
   // Returns whether no memory cap is exceeded and ranks of speed 0 compute nothing.
   bool is_valid() const;
   bool is_over_cap(int64_t rank) const {
-    return static_cast<double>(traffic_[rank].held_bytes) > options_.cap_bytes(rank);
+    return static_cast<double>(load(rank).held_bytes) > problem_.options.cap_bytes(rank);
   }
-  const Load& load(int64_t rank) const { return traffic_[rank]; }  // without seconds
-  double total_bytes() const;
-  // Return the seconds of the slowest server, and of the slowest server or link.
-  double slowest_seconds() const;
-  double makespan() const;
-  // In plan order; adjacent ranges of a server are not joined.
-  std::vector<Task> tasks() const;
+  const Load& load(int64_t rank) const { return traffic_[rank]; }       // without seconds
+  std::vector<Load> loads() const { return traffic_.loads(seconds_); }  // [num_ranks]
+  std::vector<Task> tasks() const;                                      // in plan order
 
  private:
+  using ItemsByDocument = std::unordered_map<int64_t, std::vector<Item>>;
+
   struct Rank {
-    LargestFirst own;                   // home rows; only once opened
-    std::vector<Item> guests;           // rows of other homes, in order; they stay
-    std::vector<Item> whole_documents;  // guests too, but no more of their documents can come
-    // The part of `own` of every document that has rows elsewhere.
-    std::unordered_map<int64_t, std::vector<Item>> rest;
+    std::deque<Item> own;  // home rows, the largest first; only once opened
     bool is_open = false;
+    ItemsByDocument rest;      // the part of `own` of every document that has rows elsewhere
+    ItemsByDocument received;  // rows of other homes
   };
 
-  // Which part of a document is away from home.
-  enum class Away : char { kNothing, kRows, kWhole };
-
   void open(int64_t rank);
-  bool has_lone_home(int64_t document) const { return pack_.documents[document].num_segments == 1; }
+  bool has_lone_home(int64_t document) const {
+    return problem_.document(document).num_segments == 1;
+  }
+  std::span<const Item> received_of(int64_t rank, int64_t document) const;
   std::vector<Item>& rest_of(int64_t rank, int64_t document);
-  bool is_idle(int64_t rank) const;
-  double give_all_of(int64_t document, int64_t donor, int64_t receiver, double max_seconds);
   void insert_own(int64_t rank, const Item& item);
+  void erase_own(int64_t rank, size_t first, size_t last);
+  void receive(int64_t rank, Item item);
+  void relieve(int64_t donor, double seconds);
   void count(int64_t document, int64_t rank, int64_t times);
-  void take(const Move& move, int64_t document);
+  double give_all_of(int64_t document, int64_t donor, int64_t receiver, double max_seconds);
 
-  const Pack& pack_;
-  const PlanOptions& options_;
-  const HomeCut& home_;
+  const Problem& problem_;
   const double limit_;
   std::vector<double> seconds_;  // [num_ranks] at speed 1
   Traffic traffic_;
   std::vector<Rank> ranks_;
-  std::vector<Away> away_;  // [documents] kRows from the first where one crosses ranks
+  std::vector<char> is_shared_;  // [documents] whether rows have left home, or homes are several
   Budget& budget_;
   RangeSet keys_;            // scratch of keys_on
   std::vector<Range> rows_;  // scratch of count

@@ -6,73 +6,94 @@ namespace distca::planner {
 namespace {
 
 constexpr int64_t kStepsPerDocument = 4;  // charged to the budget for a document that moves whole
+constexpr int64_t kMovedAtOnce = 16;      // items that shift in memory for one step of the budget
 
 }  // namespace
 
+void Assignment::open(int64_t rank) {
+  Rank& entry = ranks_[rank];
+  if (entry.is_open) return;
+  const std::span<const Item> sorted = problem_.home.largest_first(rank);
+  entry.own.assign(sorted.begin(), sorted.end());
+  entry.is_open = true;
+  spend(static_cast<int64_t>(sorted.size()) / kMovedAtOnce + 1);
+}
+
+std::vector<Item>& Assignment::rest_of(int64_t rank, int64_t document) {
+  const auto [entry, is_new] = ranks_[rank].rest.try_emplace(document);
+  if (is_new) {
+    const std::span<const Item> all = problem_.home.items_of(rank, document);
+    entry->second.assign(all.begin(), all.end());
+  }
+  return entry->second;
+}
+
 void Assignment::insert_own(int64_t rank, const Item& item) {
-  spend(ranks_[rank].own.insert(item) / kMovedAtOnce);
+  std::deque<Item>& own = ranks_[rank].own;
+  const size_t at = find_own(rank, item);
+  spend(static_cast<int64_t>(std::min(at, own.size() - at)) / kMovedAtOnce);
+  own.insert(own.begin() + static_cast<std::ptrdiff_t>(at), item);
   rest_of(rank, item.document).push_back(item);
+}
+
+void Assignment::erase_own(int64_t rank, size_t first, size_t last) {
+  std::deque<Item>& own = ranks_[rank].own;
+  spend(static_cast<int64_t>(std::min(first, own.size() - last)) / kMovedAtOnce);
+  own.erase(own.begin() + static_cast<std::ptrdiff_t>(first),
+            own.begin() + static_cast<std::ptrdiff_t>(last));
 }
 
 // Adds the traffic of all rows that the rank computes of the document, `times` times (1 or -1).
 void Assignment::count(int64_t document, int64_t rank, int64_t times) {
   rows_.clear();
-  for (const Item& item : items_of(ranks_[rank].guests, document)) rows_.push_back(item.rows);
+  for (const Item& item : received_of(rank, document)) rows_.push_back(item.rows);
   if (!has_lone_home(document)) {
     for (const Item& item : own_of(rank, document)) rows_.push_back(item.rows);
   }
-  spend(pack_.documents[document].num_segments + static_cast<int64_t>(rows_.size()));
+  spend(problem_.document(document).num_segments + static_cast<int64_t>(rows_.size()));
   traffic_.add(document, rows_, rank, times);
 }
 
-// Adds the slice to the receiver's guests and joins it with adjacent ones.
-void Assignment::take(const Move& move, int64_t document) {
-  std::vector<Item>& guests = ranks_[move.receiver].guests;
-  double& total = seconds_[move.receiver];
-  Item guest_item{document, move.slice, move.seconds};
-  auto first = std::lower_bound(guests.begin(), guests.end(), guest_item, in_order), last = first;
-  const auto joins = [&](const Item& guest) {
-    return guest.document == document &&
-           (guest.rows.end == guest_item.rows.begin || guest.rows.begin == guest_item.rows.end);
-  };
-  if (first != guests.begin() && joins(*(first - 1))) --first;
-  if (last != guests.end() && joins(*last)) ++last;
-  for (auto guest = first; guest != last; ++guest) {
-    guest_item.rows = {std::min(guest_item.rows.begin, guest->rows.begin),
-                       std::max(guest_item.rows.end, guest->rows.end)};
-    total -= guest->seconds;
-  }
-  if (away_[document] != Away::kNothing) guest_item.seconds = seconds(document, guest_item.rows);
-  total += guest_item.seconds;
-  spend((guests.end() - last) / kMovedAtOnce);
-  if (first == last) {
-    guests.insert(first, guest_item);
-  } else {
-    *first = guest_item;
-    guests.erase(first + 1, last);
-  }
+// Adds rows of another home, joined with those that touch them.
+void Assignment::receive(int64_t rank, Item item) {
+  std::vector<Item>& received = ranks_[rank].received[item.document];
+  spend(static_cast<int64_t>(received.size()));
+  const size_t num_joined = std::erase_if(received, [&](const Item& other) {
+    if (other.rows.end != item.rows.begin && other.rows.begin != item.rows.end) return false;
+    item.rows = {std::min(item.rows.begin, other.rows.begin),
+                 std::max(item.rows.end, other.rows.end)};
+    seconds_[rank] -= other.seconds;
+    return true;
+  });
+  if (num_joined > 0) item.seconds = problem_.seconds(item.document, item.rows);
+  seconds_[rank] += item.seconds;
+  received.push_back(item);
+}
+
+void Assignment::relieve(int64_t donor, double seconds) {
+  const bool is_idle = ranks_[donor].own.empty() && ranks_[donor].received.empty();
+  seconds_[donor] = is_idle ? 0.0 : seconds_[donor] - seconds;
 }
 
 void Assignment::apply(const Move& move) {
-  Rank& donor = ranks_[move.donor];
-  const Item item = donor.own[move.item];
-  const bool was_moved = away_[item.document] != Away::kNothing;
-  if (was_moved) {
+  const Item item = ranks_[move.donor].own[move.item];
+  const bool was_shared = is_shared_[item.document];
+  if (was_shared) {
     count(item.document, move.donor, -1);
     count(item.document, move.receiver, -1);
   }
   std::erase_if(rest_of(move.donor, item.document),
                 [&](const Item& each) { return each.rows.begin == item.rows.begin; });
-  spend(donor.own.erase(move.item, move.item + 1) / kMovedAtOnce);
+  erase_own(move.donor, move.item, move.item + 1);
   for (const Range rest :
        {Range{item.rows.begin, move.slice.begin}, Range{move.slice.end, item.rows.end}}) {
     if (num_rows(rest) == 0) continue;
-    insert_own(move.donor, {item.document, rest, seconds(item.document, rest)});
+    insert_own(move.donor, {item.document, rest, problem_.seconds(item.document, rest)});
   }
-  seconds_[move.donor] = is_idle(move.donor) ? 0.0 : seconds_[move.donor] - move.relief;
-  take(move, item.document);
-  if (was_moved) count(item.document, move.donor, 1);
-  away_[item.document] = Away::kRows;
+  relieve(move.donor, move.relief);
+  receive(move.receiver, {item.document, move.slice, move.seconds});
+  if (was_shared) count(item.document, move.donor, 1);
+  is_shared_[item.document] = true;
   count(item.document, move.receiver, 1);
 }
 
@@ -84,36 +105,33 @@ double Assignment::give_all_of(int64_t document, int64_t donor, int64_t receiver
   double relief = 0;
   for (const Item& item : all) relief += item.seconds;
   if (relief > max_seconds) return 0;
-  std::vector<Item>& guests = ranks_[receiver].guests;
   count(document, donor, -1);
   count(document, receiver, -1);
+  std::vector<Item>& received = ranks_[receiver].received[document];
   for (const Item& item : all) {
-    const size_t idx = find_own(donor, item);
-    spend(ranks_[donor].own.erase(idx, idx + 1) / kMovedAtOnce);
+    const size_t at = find_own(donor, item);
+    erase_own(donor, at, at + 1);
+    received.push_back(item);
   }
   rest_of(donor, document).clear();
-  guests.insert(guests.end(), all.begin(), all.end());
-  std::sort(guests.begin(), guests.end(), in_order);
-  spend(static_cast<int64_t>(guests.size()));
   count(document, receiver, 1);
   seconds_[receiver] += relief;
-  seconds_[donor] = is_idle(donor) ? 0.0 : seconds_[donor] - relief;
+  relieve(donor, relief);
   return relief;
 }
 
 double Assignment::give_whole_documents(int64_t donor, int64_t receiver, double max_seconds) {
-  const std::span<const Item> own = this->own(donor);
+  const std::deque<Item>& own = this->own(donor);
   const auto begin = std::partition_point(own.begin(), own.end(), [max_seconds](const Item& item) {
     return item.seconds > max_seconds;
   });
   const auto first = static_cast<size_t>(begin - own.begin());
   const auto move = [&](size_t idx) {
     const Item& item = own[idx];
-    const RangeSet& held = keys_on(receiver, item.document);
-    const int64_t bytes = bytes_of(item.document, item.rows, held);
+    const int64_t bytes = bytes_of(item.document, item.rows, keys_on(receiver, item.document));
     return Move{donor, receiver, idx, item.rows, item.seconds, item.seconds, bytes};
   };
-  if (first < own.size() && away_[own[first].document] == Away::kRows) {
+  if (first < own.size() && is_shared_[own[first].document]) {
     if (is_budget_spent()) {
       if (limit(donor) > 0) return 0;
       return give_all_of(own[first].document, donor, receiver, max_seconds);
@@ -127,38 +145,36 @@ double Assignment::give_whole_documents(int64_t donor, int64_t receiver, double 
   size_t last = first;
   for (; last < own.size() && relief + own[last].seconds <= max_seconds; ++last) {
     const Item& item = own[last];
-    if (away_[item.document] == Away::kRows || !links_fit(move(last))) break;
-    away_[item.document] = Away::kWhole;
+    if (is_shared_[item.document] || !links_fit(move(last))) break;
+    is_shared_[item.document] = true;
     traffic_.add(item.document, {&item.rows, 1}, receiver, 1);
-    ranks_[receiver].whole_documents.push_back(item);
+    ranks_[donor].rest.try_emplace(item.document);
+    ranks_[receiver].received[item.document].push_back(item);
     relief += item.seconds;
   }
   spend(kStepsPerDocument * static_cast<int64_t>(last - first) + 1);
-  spend(ranks_[donor].own.erase(first, last) / kMovedAtOnce);
+  erase_own(donor, first, last);
   seconds_[receiver] += relief;
-  seconds_[donor] = is_idle(donor) ? 0.0 : seconds_[donor] - relief;
+  relieve(donor, relief);
   return relief;
 }
 
 void Assignment::take_back(std::span<const Placement> placements) {
-  const Item all = whole(placements[0].document);
+  const auto [document, donor, first_receiver, first_rows] = placements[0];
   for (const Placement& each : placements) {
-    std::vector<Item>& guests = ranks_[each.receiver].guests;
-    count(all.document, each.receiver, -1);
-    const std::span<const Item> of_document = items_of(guests, all.document);
-    for (const Item& guest : of_document) seconds_[each.receiver] -= guest.seconds;
-    const auto first = guests.begin() + (of_document.data() - guests.data());
-    spend((guests.end() - first) / kMovedAtOnce);
-    guests.erase(first, first + static_cast<std::ptrdiff_t>(of_document.size()));
+    count(document, each.receiver, -1);
+    for (const Item& item : received_of(each.receiver, document)) {
+      seconds_[each.receiver] -= item.seconds;
+    }
+    ranks_[each.receiver].received.erase(document);
   }
-  const int64_t donor = placements[0].donor;
-  std::vector<Item>& rest = rest_of(donor, all.document);
-  for (const Item& item : rest) {
+  for (const Item& item : own_of(donor, document)) {
     seconds_[donor] -= item.seconds;
-    const size_t idx = ranks_[donor].own.find(item);
-    spend(ranks_[donor].own.erase(idx, idx + 1) / kMovedAtOnce);
+    const size_t at = find_own(donor, item);
+    erase_own(donor, at, at + 1);
   }
-  rest.clear();
+  rest_of(donor, document).clear();
+  const Item all = whole(document);
   insert_own(donor, all);
   seconds_[donor] += all.seconds;
 }

@@ -35,6 +35,15 @@ HomeCut::HomeCut(const Pack& pack, const PlanOptions& options)
   }
 }
 
+std::span<const Item> HomeCut::items_of(int64_t rank, int64_t document) const {
+  const std::span<const Item> own = items_of(rank);
+  const auto begin = std::partition_point(
+      own.begin(), own.end(), [&](const Item& item) { return item.document < document; });
+  auto end = begin;
+  while (end != own.end() && end->document == document) ++end;
+  return {begin, end};
+}
+
 std::span<const Item> HomeCut::largest_first(int64_t rank) const {
   std::vector<Item>& sorted = largest_first_[rank];
   if (sorted.empty()) {

@@ -18,7 +18,8 @@ struct HomeCut {
   std::span<const Item> items_of(int64_t rank) const {
     return {items.data() + first[rank], static_cast<size_t>(first[rank + 1] - first[rank])};
   }
-  // Returns the same items in descending order of seconds, sorted on first use.
+  std::span<const Item> items_of(int64_t rank, int64_t document) const;
+  // Returns the rank's items in descending order of seconds, sorted on first use.
   std::span<const Item> largest_first(int64_t rank) const;
 
   std::vector<Item> items;      // by rank, document, position

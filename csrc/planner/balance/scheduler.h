@@ -1,8 +1,6 @@
 #pragma once
 
-#include "../model/options.h"
 #include "assignment.h"
-#include "slices.h"
 
 namespace distca::planner {
 
@@ -18,9 +16,7 @@ struct Pairing {
 
 // Moves work from servers above the assignment's limit to others, and visiting rows off servers
 // above their memory cap; receivers and links stay within their limits. The surplus of a node
-// leaves first, then each node balances its own ranks. Returns whether all ranks end within their
-// limits.
-bool schedule(Assignment& assignment, const Pack& pack, const PlanOptions& options,
-              const Weights& weights, const Pairing& pairing);
+// leaves first, then each node balances its own ranks.
+void schedule(Assignment& assignment, const Pairing& pairing);
 
 }  // namespace distca::planner

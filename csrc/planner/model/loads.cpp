@@ -35,6 +35,15 @@ void Traffic::add(int64_t document, std::span<const Range> queries, int64_t serv
   }
 }
 
+std::vector<Load> Traffic::loads(std::span<const double> seconds) const {
+  std::vector<Load> loads = ranks_;
+  for (size_t rank = 0; rank < loads.size(); ++rank) {
+    if (seconds[rank] > 0)
+      loads[rank].seconds = seconds[rank] / options_.speed(static_cast<int64_t>(rank));
+  }
+  return loads;
+}
+
 double link_seconds_in(const Load& load, const Links& links) {
   const double inside = static_cast<double>(load.bytes_in - load.node_bytes_in);
   return kOneWay * std::max(inside / links.bytes_per_second,
@@ -65,19 +74,19 @@ std::vector<Load> loads_of(const Pack& pack, const PlanOptions& options,
     }
     traffic.add(first.document, rows, first.server, 1);
   }
-  std::vector<Load> loads;
-  loads.reserve(pack.num_ranks);
-  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
-    loads.push_back(traffic[rank]);
-    if (seconds[rank] > 0) loads.back().seconds = seconds[rank] / options.speed(rank);
-  }
-  return loads;
+  return traffic.loads(seconds);
 }
 
 double makespan(const std::vector<Load>& loads, const Links& links) {
   double most = 0;
   for (const Load& load : loads) most = std::max({most, load.seconds, link_seconds(load, links)});
   return most;
+}
+
+double total_bytes(const std::vector<Load>& loads) {
+  double bytes = 0;
+  for (const Load& load : loads) bytes += static_cast<double>(load.bytes_in);
+  return bytes;
 }
 
 }  // namespace distca::planner

@@ -24,6 +24,8 @@ class Traffic {
     return a / options_.links.ranks_per_node == b / options_.links.ranks_per_node;
   }
   const Load& operator[](int64_t rank) const { return ranks_[rank]; }  // without seconds
+  // Returns the loads of all ranks that compute `seconds` [num_ranks], at speed 1.
+  std::vector<Load> loads(std::span<const double> seconds) const;
 
  private:
   void send(int64_t home, int64_t server, int64_t num_bytes);
@@ -50,5 +52,8 @@ std::vector<Load> loads_of(const Pack& pack, const PlanOptions& options,
 
 // Seconds of the slowest server, or link.
 double makespan(const std::vector<Load>& loads, const Links& links);
+
+// Bytes that all ranks move.
+double total_bytes(const std::vector<Load>& loads);
 
 }  // namespace distca::planner

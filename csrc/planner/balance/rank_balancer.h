@@ -6,10 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "../model/options.h"
 #include "assignment.h"
+#include "cutter.h"
 #include "scheduler.h"
-#include "slices.h"
 
 namespace distca::planner {
 
@@ -19,23 +18,20 @@ struct ByteBound {
   double min_part;         // a slice is refused if the bound cuts it below this part of its request
 };
 
-// Returns the seconds that the donor should give in whole documents: all but the last few documents
-// if its surplus takes many, else 0. Returns the whole surplus if no budget is left for cuts, or if
-// documents are too short to be worth a task each.
-double seconds_in_whole_documents(Assignment& assignment, const Weights& weights, int64_t donor,
-                                  double surplus);
+// Returns the seconds that the donor should give in whole documents: its surplus if that takes many
+// documents, if no budget is left for cuts, or if documents are too short to be worth a task each;
+// else 0.
+double seconds_in_whole_documents(Assignment& assignment, int64_t donor, double surplus);
 
-// Moves work between the ranks of one group, from those above the assignment's limit, the donors,
-// to those below it, the receivers.
-class Group {
+// Moves work between ranks, from those above the assignment's limit, the donors, to those below it,
+// the receivers.
+class RankBalancer {
  public:
-  Group(Assignment& assignment, const PlanOptions& options, const Weights& weights,
-        const Pairing& pairing, Range ranks);
+  RankBalancer(Assignment& assignment, const Pairing& pairing, Range ranks);
 
-  // Returns whether every rank's seconds are within the limit afterwards.
-  bool run();
-  // Cuts documents anew after run(). The group must hold all ranks.
-  void save_bytes();
+  void run();
+  // Returns the bytes that each rank may get in all, under the first byte bound.
+  std::vector<double> most_bytes();
 
  private:
   using Order = std::set<std::pair<double, int64_t>>;  // (key, rank)
@@ -44,7 +40,6 @@ class Group {
   bool give(int64_t donor);
   bool give_whole_documents(int64_t donor);
   Cutter& cutter_of(int64_t donor);
-  std::vector<double> capacities_for(double surplus) const;
   double bytes_left(int64_t receiver) const;
   std::optional<Move> next_move(int64_t donor);
   std::optional<Move> next_bounded_move(int64_t donor);
@@ -54,8 +49,7 @@ class Group {
   std::optional<Move> cut(Cutter& cutter, double surplus, int64_t receiver);
 
   Assignment& assignment_;
-  const PlanOptions& options_;
-  const Weights& weights_;
+  const Problem& problem_;
   const Pairing& pairing_;
   const Range ranks_;
   Order donors_;                            // by falling surplus
@@ -64,7 +58,7 @@ class Group {
   std::vector<int64_t> bytes_before_;       // [ranks] into the rank before run()
   double largest_bytes_ = 0;                // for the largest capacity
   double initial_surplus_ = 0;              // of all donors
-  std::vector<double> initial_capacities_;  // falling; a copy, since walking receivers_ is slow
+  std::vector<double> initial_capacities_;  // falling
   const ByteBound* byte_bound_ = nullptr;
   std::map<int64_t, Cutter> cutters_;
 };
