@@ -16,7 +16,7 @@ struct Problem {
 
   const Document& document(int64_t index) const { return pack.documents[index]; }
   Range keys_of(int64_t document_idx, Range rows) const {
-    return planner::keys_of(options.mask, rows, document(document_idx).length);
+    return distca::keys_of(options.mask, rows, document(document_idx).length);
   }
   double seconds(int64_t document_idx, Range rows) const {
     return options.cost.seconds(options.mask, rows, document(document_idx).length);
