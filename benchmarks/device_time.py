@@ -31,7 +31,7 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
 # Chrome traces have demangled names, or mangled ones where that failed.
 PEER_KERNEL = re.compile(
-    r"distca.*(start|store|await_rows|await_results|publish|finish|fetch|close)_kernel"
+    r"transport.*peer.*(start|store|await_rows|await_results|publish|finish|fetch|close)_kernel"
 )
 ROW_KERNEL = re.compile(r"distca.*(copy_rows|reduce_rows|hold)_kernel")
 ATTENTION_KERNEL = re.compile(r"attention|attend|flash|fmha|sdpa")

@@ -84,6 +84,7 @@ def event(name: str, begin: float, duration: float, stream: int, category: str =
         ),
         ("distca::transport::(anonymous namespace)::hold_kernel()", COMMUNICATION, ""),
         ("void distca::attention::sm90::(anonymous namespace)::backward_kernel<", ATTENTION, ""),
+        ("void distca::attention::sm90::(anonymous namespace)::finish_kernel<", ATTENTION, ""),
         (
             "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<",
             ATTENTION,
