@@ -73,7 +73,7 @@ def plan_of_tasks(
 def layout(
     pieces: Tensor, plan: Tensor, rank: int, step: int, device_type: str,
     deterministic: bool = False, held_bytes: Sequence[int] = (), round_bytes: float | None = None,
-    by_peer_memory: bool = False,
+    by_peer_memory: bool = False, batch: int | None = None,
 ) -> Two:
     """Return a rank's layout and the packed form of its rows."""
 

@@ -186,7 +186,8 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
   }
   call.session->agree(signature_of(call.layout, q, k, softmax_scale));
   call.timeline = call.session->timeline();
-  call.where = call.session->enter(pass, caller, call.layout.moves_rows);
+  call.where = call.session->enter(pass, {call.layout.step, call.layout.batch}, caller,
+                                   call.layout.moves_rows);
   call.transport =
       &call.session->transport(attention::reads_in_place(call.inputs.q, softmax_scale));
   if (call.layout.moves_rows) return call;

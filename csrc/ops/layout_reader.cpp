@@ -289,6 +289,7 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
                     words[kNumHomeRows]);
   Layout decoded;
   decoded.step = words[kStep];
+  decoded.batch = words[kBatch];
   decoded.plan_digest = static_cast<uint64_t>(words[kPlanDigest]);
   decoded.num_ranks = words[kNumRanks];
   decoded.rank = words[kRank];

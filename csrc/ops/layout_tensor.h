@@ -24,7 +24,8 @@ struct Round {
 // A rank's layout as operators use it. `layout` int64 on the host holds counts and tasks, `rows`
 // int32 on the attention's device holds row indices and words of back ends.
 struct Layout {
-  int64_t step = -1;  // plans made by the group before this one; -1: no group
+  int64_t step = -1;   // plans made by the group before this one; -1: no group
+  int64_t batch = -1;  // step of the first plan for the same documents
   uint64_t plan_digest = 0;
   int64_t num_ranks = 1;
   int64_t rank = 0;
@@ -41,6 +42,7 @@ struct Layout {
 
 struct LayoutOrigin {
   int64_t step;
+  int64_t batch;
   bool moves_rows;
   bool deterministic;
   std::string device_type;  // "cpu" or "cuda": what the attention implementation needs

@@ -10,7 +10,7 @@
 // it.
 namespace distca::ops {
 
-constexpr int64_t kMagic = 0x646973746361000c;  // "distca", format 12
+constexpr int64_t kMagic = 0x646973746361000d;  // "distca", format 13
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
 constexpr int64_t kTaskWords = 5;
@@ -35,6 +35,7 @@ enum Header : int64_t {
   kNumKeptQueries,
   kNumKeptKeys,
   kRank,
+  kBatch,
   kHeaderLength
 };
 

@@ -169,7 +169,8 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layo
                  any.num_context_rows,
                  0,
                  0,
-                 any.rank};
+                 any.rank,
+                 origin.batch};
   for (const planner::Layout& round : rounds) writer.routes(round);
   for (const planner::Layout& round : rounds) {
     for (const auto* tasks : {&round.early_tasks, &round.late_tasks, &round.visiting_tasks}) {

@@ -310,7 +310,8 @@ at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int6
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
                                           int64_t rank, int64_t step, c10::string_view device_type,
                                           bool deterministic, at::IntArrayRef held_bytes,
-                                          std::optional<double> round_bytes, bool by_peer_memory) {
+                                          std::optional<double> round_bytes, bool by_peer_memory,
+                                          std::optional<int64_t> batch) {
   const auto words = int64_words(plan, "plan");
   TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
@@ -333,7 +334,8 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
     add_round(decoded);
   }
   return encode_layout(rounds, decoded,
-                       {step, moves_rows(pack, decoded), deterministic, std::string(device_type)});
+                       {step, batch.value_or(step), moves_rows(pack, decoded), deterministic,
+                        std::string(device_type)});
 }
 
 }  // namespace distca::ops

@@ -23,6 +23,7 @@ at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int6
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,
                                           int64_t rank, int64_t step, c10::string_view device_type,
                                           bool deterministic, at::IntArrayRef held_bytes,
-                                          std::optional<double> round_bytes, bool by_peer_memory);
+                                          std::optional<double> round_bytes, bool by_peer_memory,
+                                          std::optional<int64_t> batch);
 
 }  // namespace distca::ops

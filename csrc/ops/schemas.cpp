@@ -77,10 +77,12 @@ TORCH_LIBRARY(distca, m) {
       "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
       "int window_right) -> Tensor plan");
   // by_peer_memory: rows go by peer memory, so that results come home without this rank's stream.
+  // batch: the step of the first plan for the same documents, under which layers are counted; None:
+  // this one's.
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
       "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None, "
-      "bool by_peer_memory=False) "
+      "bool by_peer_memory=False, int? batch=None) "
       "-> (Tensor layout, Tensor packed_rows)");
   // `rows` from their packed form, on its device.
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows", of_one_step);

@@ -170,8 +170,18 @@ at::Tensor Session::peer_memory() const {
   return buffers;
 }
 
-bool Session::has_agreed_on(int64_t step) const {
-  return !agreed_.empty() && agreed_.front().values[Signature::kStep] == step;
+Session::Agreement* Session::agreement_on(int64_t step) {
+  const auto found = std::find_if(agreements_.rbegin(), agreements_.rend(),
+                                  [step](const Agreement& each) { return each.step == step; });
+  return found == agreements_.rend() ? nullptr : &*found;
+}
+
+Session::Batch& Session::batch_of(int64_t number) {
+  const auto found = std::find_if(batches_.rbegin(), batches_.rend(),
+                                  [number](const Batch& each) { return each.number == number; });
+  if (found != batches_.rend()) return *found;
+  if (batches_.size() == kPlansInFlight) batches_.pop_front();
+  return batches_.emplace_back(number);
 }
 
 std::vector<Signature> Session::gather(const Signature& mine, const std::string& activity) {
@@ -213,19 +223,24 @@ void Session::check_history(const std::vector<Signature>& all, int64_t step) {
 
 void Session::agree(const Signature& mine) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (std::find(agreed_.begin(), agreed_.end(), mine) != agreed_.end()) return;
-  const bool new_plan = !has_agreed_on(mine.values[Signature::kStep]);
+  const int64_t step = mine.values[Signature::kStep];
+  Agreement* agreement = agreement_on(step);
+  const bool new_plan = agreement == nullptr;
+  if (!new_plan && std::find(agreement->signatures.begin(), agreement->signatures.end(), mine) !=
+                       agreement->signatures.end()) {
+    return;
+  }
   // Later in a step the others may not be agreeing at all: the text must say on what.
   const auto all = gather(with_history(mine), new_plan ? "the agreement before the first layer"
                                                        : "an agreement on " + description_of(mine));
-  check_history(all, mine.values[Signature::kStep]);
+  check_history(all, step);
   std::string refused;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     if (all[rank].values[Signature::kRefused] != 0) refused += " " + std::to_string(rank);
   }
   // The refusing rank throws its own, more precise error after this call.
   if (mine.values[Signature::kRefused] != 0) return;
-  TORCH_CHECK_VALUE(refused.empty(), "distca: step ", mine.values[Signature::kStep],
+  TORCH_CHECK_VALUE(refused.empty(), "distca: step ", step,
                     ": the arguments of core attention were refused on rank(s)", refused,
                     "; nothing was sent. See the error on that rank.");
   const std::string difference = differences(all, Signature::kVersion, Signature::kFirstOfHistory);
@@ -233,19 +248,18 @@ void Session::agree(const Signature& mine) {
                     "distca: ranks disagree on core attention, nothing was sent: ", difference,
                     ". All ranks of a group must run the same model on the same plan.");
   if (new_plan) {
-    agreed_.clear();
-    num_forward_ = 0;
-    num_backward_ = 0;
+    if (agreements_.size() == kPlansInFlight) agreements_.pop_front();
+    agreement = &agreements_.emplace_back(step);
     num_moving_ = {};
   }
-  agreed_.push_back(mine);
+  agreement->signatures.push_back(mine);
 }
 
 void Session::refuse(int64_t step, const std::string& error) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     // Without a readable layout (step -1) the others are taken to be further on already.
-    if (has_agreed_on(step) || (step < 0 && !agreed_.empty())) return failures_->announce(error);
+    if (agreement_on(step) || (step < 0 && !agreements_.empty())) return failures_->announce(error);
   }
   Signature refused;
   refused.values[Signature::kRefused] = 1;
@@ -255,28 +269,29 @@ void Session::refuse(int64_t step, const std::string& error) {
 
 std::array<int64_t, 4> Session::attention_shape() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (agreed_.empty()) return {};
-  const auto& values = agreed_.back().values;
+  if (agreements_.empty()) return {};
+  const auto& values = agreements_.back().signatures.back().values;
   const auto dtype = static_cast<c10::ScalarType>(values[Signature::kDtype]);
   return {values[Signature::kHeadsQ], values[Signature::kHeadsKv], values[Signature::kHeadDim],
           static_cast<int64_t>(c10::elementSize(dtype))};
 }
 
-transport::Where Session::enter(Pass pass, int64_t caller, bool moves_rows) {
+transport::Where Session::enter(Pass pass, const PlanOfBatch& plan, int64_t caller,
+                                bool moves_rows) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const int64_t step = agreed_.empty() ? -1 : agreed_.front().values[Signature::kStep];
-  transport::Where where{"", name_of(pass), 0, step, caller};
+  Batch& batch = batch_of(plan.batch);
+  transport::Where where{"", name_of(pass), 0, plan.step, caller};
   int64_t field = Signature::kForwardCalls;
   if (pass == Pass::kBackward) {
-    where.layer = num_forward_ - ++num_backward_;
+    where.layer = batch.num_forward - ++batch.num_backward;
     field = Signature::kBackwardCalls;
   } else if (torch::autograd::get_current_graph_task_id() != -1) {
     // A forward call inside the backward pass is activation checkpointing computing a layer again.
     where.pass = "recomputed forward";
-    where.layer = num_forward_ - num_backward_ - 1;
+    where.layer = batch.num_forward - batch.num_backward - 1;
     field = Signature::kRecomputedCalls;
   } else {
-    where.layer = num_forward_++;
+    where.layer = batch.num_forward++;
   }
   if (moves_rows) ++num_moving_[field - Signature::kFirstOfHistory];
   return where;

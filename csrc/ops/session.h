@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -66,6 +67,16 @@ struct PeerChoice {
   int64_t num_bytes = 0;          // that a rank takes for them at least
 };
 
+// Plans and batches that calls may alternate between. Gradient accumulation, pipelines and layers
+// with different windows do.
+constexpr size_t kPlansInFlight = 256;
+
+// A plan, and the first plan for the same documents.
+struct PlanOfBatch {
+  int64_t step;
+  int64_t batch;
+};
+
 // One group of ranks that shares attention: its transport, its control planes and what the ranks
 // have agreed on.
 class Session {
@@ -89,7 +100,8 @@ class Session {
   std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
-  // Collective on the first call with a new signature under a plan; free afterwards. Throws on
+  // Collective on the first call with a new signature under a plan; free afterwards, also where
+  // calls under other plans come between, as long as these are at most kPlansInFlight. Throws on
   // every rank, naming ranks and difference, unless all ranks have the same signature.
   void agree(const Signature& mine);
 
@@ -100,12 +112,25 @@ class Session {
   // heads_q, heads_kv, head_dim and bytes per element last agreed on; zeros before that.
   std::array<int64_t, 4> attention_shape() const;
 
-  // Counts an attention call of a pass by a module (see name_caller), and returns its place in the
-  // step. Ranks compare how many calls moved rows.
-  transport::Where enter(Pass pass, int64_t caller, bool moves_rows);
+  // Counts an attention call of a pass by a module (see name_caller) under a plan of the batch, and
+  // returns its place in the step. Ranks compare how many calls moved rows.
+  transport::Where enter(Pass pass, const PlanOfBatch& plan, int64_t caller, bool moves_rows);
 
  private:
-  bool has_agreed_on(int64_t step) const;
+  // What ranks agreed on under one plan.
+  struct Agreement {
+    int64_t step;
+    std::vector<Signature> signatures;
+  };
+  // Attention calls of one batch, whose layers may have several plans.
+  struct Batch {
+    int64_t number;
+    int64_t num_forward = 0;
+    int64_t num_backward = 0;
+  };
+
+  Agreement* agreement_on(int64_t step);
+  Batch& batch_of(int64_t number);
   Signature with_history(const Signature& mine) const;
   std::vector<Signature> gather(const Signature& mine, const std::string& activity);
   void check_history(const std::vector<Signature>& all, int64_t step);
@@ -125,9 +150,8 @@ class Session {
   std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
   int64_t rank_;
   int64_t num_ranks_;
-  std::vector<Signature> agreed_;  // under the current plan
-  int64_t num_forward_ = 0;        // attention calls under the current plan
-  int64_t num_backward_ = 0;
+  std::deque<Agreement> agreements_;     // of plans in flight, the newest last
+  std::deque<Batch> batches_;            // likewise
   std::array<int64_t, 3> num_moving_{};  // calls that move rows, in the order of Signature
 };
 

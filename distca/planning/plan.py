@@ -120,6 +120,7 @@ class Plan:
         self._report: PlanReport | None = None
         self.group = session.group if session else None  # None: of this rank alone
         self.group_name = session.group_name if session else ""
+        self.batch: int | None = None  # see Problem
         self.observer: Callable[[PlanReport], object] | None = None  # told of the report
         self.layout: Tensor | None = None  # int64, CPU
         self.rows: Tensor | None = None  # int32, on the device
@@ -193,10 +194,14 @@ def submit(
     """Let the planner thread plan `documents`, and attach the plan to them."""
     session.read_times()
     problem = next_problem(session, window_size, device)
+    others = [plan for window, plan in documents._plans.items() if window != window_size]
+    if others and window_size not in documents._plans:
+        problem = replace(problem, batch=others[0].batch)
     pending = session.planner.submit(
         _solve_together, session, documents, problem, shape_words(session, shape)
     )
     plan = documents._plans[window_size] = Plan(pending, device, session)
+    plan.batch = problem.step if problem.batch is None else problem.batch
     session.time_step(problem.step)
     if session.monitor is not None:
         plan.observer = functools.partial(_record, session, problem.step)
@@ -257,6 +262,7 @@ class Problem:
     window_size: tuple[int, int]
     device_type: str
     step: int
+    batch: int | None = None  # step of the first plan for the same documents; None: this one
     ranks_per_node: int | None = None  # as host names say
     times_us: tuple[int, int] = NOT_TIMED  # what this rank measured last, to tell the others
     by_peer_memory: bool = False  # how rows travel
@@ -347,6 +353,7 @@ def lay_out(
         held_row_bytes(shape),
         memory_cap_bytes(options),
         problem.by_peer_memory,
+        problem.batch,
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()

@@ -1,0 +1,129 @@
+"""Calls that alternate between plans: ranks agree once on each, and layers keep their numbers."""
+
+import extension
+import kill_at
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Case
+from ranks import Ranks
+from small_step import SHARDED, Step, small_step
+
+import distca
+
+WINDOWS = [(-1, 0), (200, 0)]
+NUM_LAYERS = 6
+NUM_MICRO_BATCHES = 4
+HANG_S = 30
+
+
+def windows_by_layer() -> list[tuple[int, int]]:
+    return [WINDOWS[layer % len(WINDOWS)] for layer in range(NUM_LAYERS)]
+
+
+def ranges_of(profile: torch.profiler.profile) -> dict[str, int]:
+    return {
+        each.key: each.count for each in profile.key_averages() if each.key.startswith("distca ")
+    }
+
+
+def alternate(rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:
+    """Ranges of the profiler, and each layer's error against one plan at a time."""
+    step = small_step(rank, world_size, SHARDED)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for window in WINDOWS:
+            distca.plan(step.documents, window_size=window)
+        outs = [step.attend(window_size=window) for window in windows_by_layer()]
+        sum(outs).sum().backward()
+    alone = []
+    for window in WINDOWS:
+        own = small_step(rank, world_size, SHARDED)
+        distca.plan(own.documents, window_size=window)
+        alone.append(own.attend(window_size=window).detach())
+    errors = [oracle.relative_error(out.detach(), alone[i % 2]) for i, out in enumerate(outs)]
+    return ranges_of(profile), errors
+
+
+def test_layers_of_two_windows_agree_once_on_each_plan(ranks):
+    for ranges, errors in ranks(3).run(alternate):
+        assert ranges["distca agreement"] == len(WINDOWS)
+        for each in ("forward", "backward"):
+            for layer in range(NUM_LAYERS):
+                assert ranges[f"distca {each} layer {layer} dispatch"] == 1, (each, layer)
+        assert max(errors) == 0
+
+
+def one_forward_one_backward(num_warm_up: int) -> list[tuple[str, int]]:
+    """The order of passes of a pipeline's stage, (pass, micro-batch)."""
+    order = [("forward", i) for i in range(num_warm_up)]
+    for i in range(NUM_MICRO_BATCHES - num_warm_up):
+        order += [("forward", num_warm_up + i), ("backward", i)]
+    first = NUM_MICRO_BATCHES - num_warm_up
+    return order + [("backward", i) for i in range(first, NUM_MICRO_BATCHES)]
+
+
+def run_a_stage(rank: int, world_size: int) -> tuple[dict[str, int], float]:
+    """Two stages of two ranks: a stage's ranges, and the largest error of its gradients against
+    micro-batches one after the other."""
+    distca.close()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage, own = divmod(rank, 2)
+    distca.init(groups[stage])
+    case = Case([[300, 11], [5]], dtype=torch.float32)
+
+    def micro_batch() -> Step:
+        return small_step(own, 2, case)
+
+    steps = [micro_batch() for _ in range(NUM_MICRO_BATCHES)]
+    outs: dict[int, torch.Tensor] = {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for each, i in one_forward_one_backward(2 - stage):
+            if each == "forward":
+                distca.plan(steps[i].documents)
+                outs[i] = sum(steps[i].attend() for _ in range(3))
+            else:
+                outs[i].sum().backward()
+    alone = micro_batch()
+    distca.plan(alone.documents)
+    sum(alone.attend() for _ in range(3)).sum().backward()
+    errors = [oracle.relative_error(step.q.grad, alone.q.grad) for step in steps]
+    ranges = ranges_of(profile)
+    distca.close()
+    return ranges, max(errors)
+
+
+def test_a_pipeline_s_micro_batches_agree_once_each(ranks):
+    for ranges, error in ranks(4).run(run_a_stage):
+        assert ranges["distca agreement"] == NUM_MICRO_BATCHES
+        for each in ("forward", "backward"):
+            for layer in range(3):
+                name = f"distca {each} layer {layer} dispatch"
+                assert ranges[name] == NUM_MICRO_BATCHES, name
+        assert error == 0
+
+
+def die_in_a_layer(rank: int, world_size: int, place: str) -> None:
+    extension.load()
+    step = small_step(rank, world_size, SHARDED)
+    for window in WINDOWS:
+        distca.plan(step.documents, window_size=window)
+    if rank == kill_at.VICTIM:
+        extension.at_phase(f"distca {place} visiting tasks", 0.2, 0)
+    sum(step.attend(window_size=window) for window in windows_by_layer()).sum().backward()
+    raise AssertionError("no error")
+
+
+@pytest.mark.usefixtures("test_extension")
+@pytest.mark.parametrize("place", ["forward layer 3", "backward layer 2"])
+def test_a_failure_names_the_layer_among_those_of_all_plans(place):
+    broken = Ranks(3, start_method="forkserver")
+    try:
+        outcomes = broken.outcomes(die_in_a_layer, place, timeout_s=HANG_S)
+    finally:
+        broken.stop()
+    which, _, layer = place.split()
+    for rank in {0, 1, 2} - {kill_at.VICTIM}:
+        error = outcomes[rank].error
+        assert f"of attention layer {layer}, {which} pass" in error, error
+        assert f"rank {kill_at.VICTIM} is dead" in error, error
