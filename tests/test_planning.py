@@ -145,7 +145,7 @@ def test_equal_pieces_give_equal_layouts(ranks):
     for result in ranks(4).run(plans_of, planned(4), {}):
         for _, num_differing_words, same_rows in result.values():
             assert same_rows
-            assert num_differing_words <= 1, "only the step of the plan may differ"
+            assert num_differing_words <= 2, "only the step and the batch of the plan may differ"
 
 
 def pieces_of(lengths_by_rank: list[list[int]]) -> torch.Tensor:
