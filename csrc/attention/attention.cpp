@@ -48,7 +48,7 @@ void check_tasks(const std::vector<PlacedTask>& tasks, int64_t rows_q, int64_t r
   }
 }
 
-// The back end of a call, whose arguments have passed their checks.
+// Returns the back end of a call whose arguments have passed their checks.
 const Backend& backend_of(const at::Tensor& q, const TaskList& tasks, const Params& params) {
   const Backend& backend =
       choose_backend({q, tasks.mask, params.softmax_scale, params.deterministic});
@@ -89,7 +89,7 @@ PlannedWords planned_words(const Backend& backend, const TaskList& list) {
   }
 }
 
-// Whether the tasks of these lists read every key row.
+// Returns whether the tasks of these lists read every key row.
 bool read_all_keys(int64_t num_rows, std::initializer_list<const TaskList*> lists) {
   std::vector<Range> keys;
   for (const TaskList* list : lists) {
