@@ -1,8 +1,8 @@
 """Builds distca/_C.so: one library of operators, loaded by torch.ops.load_library, no Python ABI.
 
-Environment: DISTCA_SKIP_CUDA_BUILD=1 leaves CUDA out, FORCE_CUDA=1 demands it; without either it is
-built where nvcc is found. TORCH_CUDA_ARCH_LIST and MAX_JOBS as everywhere in torch, except that 9.0
-is built as 9.0a: the kernels for Hopper need it, and are left out where the list has neither.
+Environment: DISTCA_SKIP_CUDA_BUILD=1 leaves CUDA out, FORCE_CUDA=1 requires it. By default CUDA is
+built if nvcc is installed. TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in torch, except that 9.0 is
+built as 9.0a, which the Hopper kernels need. Without 9.0 or 9.0a in the list they are left out.
 """
 
 import os

@@ -20,7 +20,7 @@ Two, Three = tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]
 
 
 def _operator(declaration: Callable[P, R]) -> Callable[P, R]:
-    """Return the operator that a function declares: its name, its types, its schema's defaults."""
+    """Return the operator that a function declares by its name, types and defaults."""
     return getattr(torch.ops.distca, declaration.__name__)
 
 
@@ -98,7 +98,7 @@ def open_session(
 
 @_operator
 def transports() -> list[str]:
-    """Return the names that open_session takes for its transport."""
+    """Return the names that open_session accepts as `transport`."""
 
 
 @_operator

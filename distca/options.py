@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass, fields
 
 MAX_SPEEDS = 65536
-MOVED = {  # former fields, and where they are now
+MOVED = {  # former fields, and how to set them now
     **dict.fromkeys(
         ("log_every", "run_dir", "tensorboard"),
         "pass distca.Watching({0}=...) as `watching` to distca.init or distca.configure",

@@ -21,7 +21,7 @@ from distca.watching.settings import Watching
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the launcher does for a script that does not call distca."""
+    """Options of the launcher, for scripts that do not call distca."""
 
     patch_sdpa: bool = False
     """Replace torch.nn.functional.scaled_dot_product_attention for the whole process."""

@@ -54,13 +54,13 @@ SETTINGS = {  # what comes before the table of each dataclass
     distca.Watching: """
 ## Records
 
-`distca.Watching` says what is recorded of a run: flags of the launcher, or the argument `watching`
-of `distca.init` and `distca.configure`.
+`distca.Watching` configures logs and records of a run. Its fields are flags of the launcher too;
+in Python, pass it as `watching` to `distca.init` or `distca.configure`.
 """,
     run.Launch: """
 ## Scripts that do not call distca
 
-`distca.run.Launch` has the flags that only the launcher knows.
+`distca.run.Launch` has the launcher's own options.
 """,
 }
 TABLE_HEAD = """

@@ -5,14 +5,14 @@ import pytest
 import torch
 from ranks import Ranks
 
-# What a module names that starts processes, or opens a group in the process of the tests.
+# Names in modules that start processes, or open a group in the process of the tests.
 STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|run_command|Ranks|torchrun|init_process_group)\b"
 )
 
 
 def uses_processes(item: pytest.Item) -> bool:
-    """Whether a test starts processes, uses those of `ranks`, or a GPU."""
+    """Return whether a test starts processes, uses those of `ranks`, or needs a GPU."""
     if "ranks" in item.fixturenames or "gpu" in item.keywords:
         return True
     return STARTS_PROCESSES.search(item.path.read_text()) is not None
@@ -53,5 +53,5 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def test_extension():
-    """Builds tests/extension.py's library before the clock of a test runs."""
+    """Build the library of tests/extension.py before a test's clock starts."""
     extension.load()

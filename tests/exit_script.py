@@ -28,7 +28,7 @@ NUM_RANKS = 3
 ODD = 1  # the rank that does something else than the others
 TIMEOUT_S = 40  # that nothing here may need
 LIMIT_S = 30
-WAYS_AT_A_TIME = 4  # most of their time is waiting
+WAYS_AT_A_TIME = 4  # they mostly wait
 SIGNALLED = 2  # the rank that gets a SIGINT while it waits for ODD
 
 
@@ -204,7 +204,7 @@ def be_rank(rank: int, port: int, way: str, error_file: Path) -> None:
 
 
 def start(way: str, folder: Path) -> list[int]:
-    """Process ids of the ranks of a way; does not return in these ranks."""
+    """Fork the ranks of a way and return their process ids. Does not return in the ranks."""
     port, processes = free_port(), []
     for rank in range(NUM_RANKS):
         error_file = folder / f"{way}.{rank}"
@@ -217,11 +217,11 @@ def start(way: str, folder: Path) -> list[int]:
 
 
 class BecomeRank(Exception):  # noqa: N818
-    """Leaves the loops of the parent in a fork of it."""
+    """Raised in a forked rank to leave the loops of its parent."""
 
 
 def watch(ways: dict[str, list[int]], folder: Path) -> None:
-    """Wait for all ranks of ways that run at the same time, and write what came of them."""
+    """Wait for all ranks of ways that run at the same time, and write their outcomes."""
     begin = time.monotonic()
     outcomes: dict[str, list] = {way: [None] * NUM_RANKS for way in ways}
     while any(None in of_ranks for of_ranks in outcomes.values()):
@@ -243,7 +243,7 @@ def watch(ways: dict[str, list[int]], folder: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # or each fork would copy all modules when it ends: 0.6 s of processor time
+    gc.freeze()  # otherwise each fork copies all modules at its exit, in 0.6 s
     folder, ways = Path(sys.argv[1]), sys.argv[2:]
     try:
         for first in range(0, len(ways), WAYS_AT_A_TIME):

@@ -1,5 +1,5 @@
-"""A library of C++ that tests add to distca, built once. phases.cpp acts at phases of attention,
-mailbox.cpp is a transport."""
+"""A C++ library that tests add to distca, built once. phases.cpp sleeps or kills the process at
+phases of attention; mailbox.cpp is a transport."""
 
 import fcntl
 import functools
@@ -17,7 +17,7 @@ NAME = "distca_tests"
 
 @functools.cache
 def load() -> None:
-    """Builds the library where it is older than its sources or distca's library, and loads it."""
+    """Build the library if it is older than its sources or distca's library, and load it."""
     library = FOLDER / f"{NAME}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "building").open("w") as lock:
@@ -40,7 +40,7 @@ def load() -> None:
 
 
 def at_phase(phase: str, sleep_s: float, kill_after_s: float = -1) -> None:
-    """When this process next enters the phase ("distca forward layer 2 combine"), it sleeps, and is
-    killed so long after that; not where that is negative."""
+    """Let this process sleep when it next enters the phase ("distca forward layer 2 combine"), and
+    kill it `kill_after_s` later unless that is negative."""
     load()
     torch.ops.distca_tests.at_phase(phase, sleep_s, kill_after_s)

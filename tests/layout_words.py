@@ -10,7 +10,7 @@ MAX_WORDS, PLACE_WORDS = 4, 4
 
 
 def backend_id(name: str) -> int:
-    """What stands for a back end in layouts; see id_of in csrc/attention/backend.h."""
+    """Return the number that stands for a back end in layouts: see id_of in backend.h."""
     value = 0xCBF29CE484222325
     for byte in name.encode():
         value = (value ^ byte) * 0x100000001B3 % 2**64

@@ -9,8 +9,8 @@ _END_S = 40  # torchrun gives its ranks 30 s
 def run_command(
     command: list, timeout_s: float = TIMEOUT_S, **options
 ) -> subprocess.CompletedProcess:
-    """Like subprocess.run with captured text, but a command that takes too long gets SIGTERM, so
-    that torchrun ends its ranks, too. `options` are those of subprocess.Popen."""
+    """Run a command like subprocess.run, with captured text. A command that takes too long gets
+    SIGTERM, so that torchrun ends its ranks too. `options` go to subprocess.Popen."""
     with subprocess.Popen(
         [*map(str, command)],
         stdout=subprocess.PIPE,

@@ -138,7 +138,7 @@ class Ranks:
         return [outcome.result for outcome in outcomes]
 
     def _print_stacks(self, waiting: set[int]) -> None:
-        """Makes processes that hang write their Python stacks to stderr."""
+        """Make processes that hang write their Python stacks to stderr."""
         for rank in waiting:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(1)

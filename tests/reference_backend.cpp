@@ -1,5 +1,5 @@
-// A back end from outside the library, for test_backends.py: the formula, in float64 on the CPU,
-// for head_dim 24 alone. Its words say which keys each query row of a list sees.
+// A back end from outside the library, for test_backends.py. It computes the formula in float64 on
+// the CPU, for head_dim 24 only. Its words give the keys that each query row of a list sees.
 #include <ATen/ATen.h>
 
 #include <atomic>
@@ -34,13 +34,13 @@ bool takes(const at::Tensor& q) {
   return q.size(2) == kHeadDim;
 }
 
-// [heads, rows, head_dim], each kv head as often as q has heads for it.
+// Returns [heads, rows, head_dim]. Repeats each kv head for all of its query heads.
 at::Tensor by_head(const at::Tensor& x, Range rows, int64_t num_heads) {
   const at::Tensor part = x.slice(0, rows.begin, rows.end);
   return part.repeat_interleave(num_heads / x.size(1), 1).transpose(0, 1);
 }
 
-// The other way: kv heads get the sum over theirs.
+// The reverse: each kv head gets the sum over its query heads.
 at::Tensor by_row(const at::Tensor& x, int64_t num_heads) {
   const at::Tensor rows = x.transpose(0, 1);
   return rows.reshape({rows.size(0), num_heads, -1, rows.size(2)}).sum(2);

@@ -1,4 +1,4 @@
-"""A back end can be added from outside the library, and is chosen for the calls that it takes."""
+"""A back end from outside the library computes the calls that it supports."""
 
 import ctypes
 import shutil
@@ -22,7 +22,7 @@ CASE = Case([[200, 1, 0, 131], []], head_dim=24, window_size=(37, 5), sharded=Tr
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
-    """reference_backend.cpp, linked to distca's library."""
+    """Build reference_backend.cpp, linked to distca's library. Return its path."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -36,7 +36,7 @@ def library(tmp_path_factory) -> Path:
 
 
 def attend_with(rank: int, world_size: int, library: Path, case: Case):
-    """Results by the back end, and the number of its calls."""
+    """Return results by the back end, and the number of its calls."""
     backend = ctypes.CDLL(str(library))
     if backend.num_reference_calls() == 0:
         backend.register_reference_backend()

@@ -159,7 +159,7 @@ def _tasks():
 FIRST_COUNT = 11  # words before it are used as they are
 NUM_COUNTED, NUM_ROW_WORDS = 11, 12  # of a layout: what its packed rows are unpacked to
 CUDA_BACKENDS = ("sm90", "aten")
-VECTOR_WORDS = 4  # where words of back ends begin in `rows`: at multiples
+VECTOR_WORDS = 4  # words of back ends begin at multiples of this in `rows`
 RUN_WORDS = 5  # of packed rows: first word, word step, value, value step, count
 
 
@@ -214,13 +214,13 @@ def _packed_rows():
 
 
 def _for_cuda() -> tuple[Tensor, Tensor]:
-    """Of two documents, whose keys are two runs."""
+    """Return a layout for CUDA of two documents, whose keys are two runs."""
     pieces = torch.tensor([[0, 1, 0, 70], [0, 2, 0, 30]])
     return _layout(_plan(pieces, 1), pieces=pieces, device="cuda")
 
 
 def _word_of_first_backend() -> int | None:
-    """Where a list's words of back ends begin; None if this library has none for CUDA."""
+    """Return the index of the first back end's words, or None if no back end for CUDA was built."""
     words = _for_cuda()[0].tolist()
     found = [words.index(backend_id(name)) for name in CUDA_BACKENDS if backend_id(name) in words]
     return min(found, default=None)
@@ -292,7 +292,7 @@ def _movements():
 
 
 def with_last_sent_again(layout: Tensor, num: int) -> Tensor:
-    """The layout with its last delivery to a server `num` times more."""
+    """Return the layout with its last delivery to a server repeated `num` more times."""
     words, first = layout.tolist(), HEADER_WORDS + MAX_WORDS
     begin = end = first + 1
     for _ in range(words[first]):
@@ -304,7 +304,7 @@ def with_last_sent_again(layout: Tensor, num: int) -> Tensor:
 
 
 def after_delivery(words: list[int], at: int) -> int:
-    """The place after a delivery: its peer, whether it is kept, queries and keys by place."""
+    """Return the index after a delivery: peer, whether it is kept, queries and keys by place."""
     at += 2
     for _ in range(2):
         at += 1 + PLACE_WORDS * words[at]

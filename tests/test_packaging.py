@@ -88,7 +88,7 @@ def test_an_isolated_build_finds_the_torch_of_its_environment(tmp_path):
 
 
 def test_the_import_does_not_load_the_compiler():
-    """Nor sharding: each takes a process 0.3 s and more."""
+    """Sharding is not loaded either: each would add 0.3 s or more to the import."""
     code = "import sys, distca; print(*sys.modules)"
     result = run_command([sys.executable, "-c", code], cwd=ROOT)
     assert result.returncode == 0, result.stderr

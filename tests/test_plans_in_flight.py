@@ -1,4 +1,4 @@
-"""Calls that alternate between plans: ranks agree once on each, and layers keep their numbers."""
+"""Calls alternate between plans: ranks agree once on each plan, and layers keep their numbers."""
 
 import extension
 import kill_at
@@ -29,7 +29,7 @@ def ranges_of(profile: torch.profiler.profile) -> dict[str, int]:
 
 
 def alternate(rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:
-    """Ranges of the profiler, and each layer's error against one plan at a time."""
+    """Return the profiler's ranges, and each layer's error against a run of one plan at a time."""
     step = small_step(rank, world_size, SHARDED)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for window in WINDOWS:
@@ -55,7 +55,7 @@ def test_layers_of_two_windows_agree_once_on_each_plan(ranks):
 
 
 def one_forward_one_backward(num_warm_up: int) -> list[tuple[str, int]]:
-    """The order of passes of a pipeline's stage, (pass, micro-batch)."""
+    """Return the passes of a pipeline's stage in order, as (pass, micro-batch)."""
     order = [("forward", i) for i in range(num_warm_up)]
     for i in range(NUM_MICRO_BATCHES - num_warm_up):
         order += [("forward", num_warm_up + i), ("backward", i)]
@@ -64,8 +64,8 @@ def one_forward_one_backward(num_warm_up: int) -> list[tuple[str, int]]:
 
 
 def run_a_stage(rank: int, world_size: int) -> tuple[dict[str, int], float]:
-    """Two stages of two ranks: a stage's ranges, and the largest error of its gradients against
-    micro-batches one after the other."""
+    """Run two stages of two ranks. Return the stage's ranges, and the largest error of its
+    gradients against a run of one micro-batch after another."""
     distca.close()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     stage, own = divmod(rank, 2)

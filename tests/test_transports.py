@@ -1,4 +1,4 @@
-"""A transport that is added from outside carries the rows of attention."""
+"""A transport from outside the library carries the rows of attention."""
 
 import extension
 import oracle
@@ -15,7 +15,7 @@ CASES = {
 
 
 def attend(rank: int, world_size: int, case: Case, options: dict) -> tuple[list, int, list]:
-    """(results, rounds that the added transport began, what visiting inputs were kept)."""
+    """Return (results, rounds that the added transport began, visiting inputs that were kept)."""
     extension.load()
     torch.ops.distca_tests.add_mailbox()
     distca.close()

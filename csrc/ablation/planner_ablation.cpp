@@ -1,5 +1,5 @@
-// What each of the planner's heuristics earns: predicted step seconds, bytes moved and planning
-// time without it over those with it.
+// Measures the gain of each of the planner's heuristics: how much predicted step time, bytes moved
+// and planning time grow without it.
 //
 //     planner_ablation [--ranks 8,64] lengths.json ...
 //
@@ -28,8 +28,8 @@ struct Change {
   void (*make)(Heuristics& heuristics);
 };
 
-// Each without one heuristic. The first changes nothing that matters: what it does to the figures
-// is the noise of the search.
+// Each row switches one heuristic off, or changes its value. The first change is too small to
+// matter, so it shows the noise of the search.
 constexpr Change kChanges[] = {
     {"noise: `limit_slack` 2.2e-4", [](Heuristics& h) { h.limit_slack = 2.2e-4; }},
     {"`limit_slack`", [](Heuristics& h) { h.limit_slack = 0; }},
@@ -68,8 +68,8 @@ std::vector<int64_t> read_lengths(const std::string& path) {
   return lengths;
 }
 
-// Cuts documents, over and over, to `tokens` on each rank; the rest of one starts the next rank as
-// a document of its own.
+// Packs documents, over and over, to `tokens` on each rank. A document that does not fit is cut;
+// its rest starts the next rank as a document of its own.
 Pack draw_pack(std::vector<int64_t> lengths, int64_t num_ranks, int64_t tokens, uint64_t seed) {
   std::mt19937_64 random(seed);
   for (size_t i = lengths.size(); i > 1; --i) std::swap(lengths[i - 1], lengths[random() % i]);
@@ -124,7 +124,7 @@ std::vector<Case> cases_of(const std::vector<int64_t>& lengths, const std::vecto
 struct Figures {
   double step = 0;  // seconds
   double bytes = 0;
-  double planning = 0;  // seconds of this process
+  double planning = 0;  // seconds of processor time
 };
 
 Figures measure(const Case& each, const Heuristics& heuristics) {
@@ -141,7 +141,7 @@ Figures measure(const Case& each, const Heuristics& heuristics) {
   return sum;
 }
 
-// How the figures of all cases grow without a heuristic.
+// The growth of all cases' figures without one heuristic.
 class Row {
  public:
   void add(const Figures& without, const Figures& with) {

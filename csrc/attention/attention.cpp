@@ -48,7 +48,7 @@ void check_tasks(const std::vector<PlacedTask>& tasks, int64_t rows_q, int64_t r
   }
 }
 
-// The back end of a call, whose arguments have passed their checks.
+// Returns the back end of a call whose arguments have passed their checks.
 const Backend& backend_of(const at::Tensor& q, const TaskList& tasks, const Params& params) {
   const Backend& backend =
       choose_backend({q, tasks.mask, params.softmax_scale, params.deterministic});
@@ -89,7 +89,7 @@ PlannedWords planned_words(const Backend& backend, const TaskList& list) {
   }
 }
 
-// Whether the tasks of these lists read every key row.
+// Returns whether the tasks of these lists read every key row.
 bool read_all_keys(int64_t num_rows, std::initializer_list<const TaskList*> lists) {
   std::vector<Range> keys;
   for (const TaskList* list : lists) {
@@ -127,8 +127,8 @@ void check_words(const TaskList& list) {
     const auto backend = std::find_if(all.begin(), all.end(), [&](const Backend& b) {
       return b.plan_words && id_of(b.name) == words.backend;
     });
-    TORCH_CHECK_VALUE(backend != all.end(), "layout: words of a back end, ", words.backend,
-                      ", that is not there; make it with distca.plan of this process");
+    TORCH_CHECK_VALUE(backend != all.end(), "layout: words of an unknown back end, ", words.backend,
+                      "; create the layout with distca.plan in this process");
     if (backend->check_words) backend->check_words(list, words);
     if (!words.device.is_cpu()) continue;
     const PlannedWords expected = planned_words(*backend, list);
@@ -137,7 +137,7 @@ void check_words(const TaskList& list) {
         words.host == expected.host && std::equal(expected.device.begin(), expected.device.end(),
                                                   device, device + words.device.numel()),
         "layout: the words of back end ", backend->name,
-        " are not those of the layout's tasks; make both with distca.plan");
+        " do not match the layout's tasks; create both with distca.plan");
   }
 }
 
@@ -146,7 +146,7 @@ const TaskWords& words_of(const TaskList& list, std::string_view name) {
       std::find_if(list.words.begin(), list.words.end(),
                    [&](const TaskWords& words) { return words.backend == id_of(name); });
   TORCH_CHECK_VALUE(found != list.words.end(), "layout: no words for back end ", name,
-                    ", it was made for another device than q's; pass device= to distca.plan");
+                    "; it is for another device than q's. Pass device= to distca.plan");
   return *found;
 }
 

@@ -13,8 +13,8 @@
 
 namespace distca::attention {
 
-// What one back end reads of a task list beside the tasks: words in an order of its own, which
-// travel in the layout. `Device` is a vector before they travel, an int32 tensor after.
+// A back end's own form of a task list: words that it reads besides the tasks. The layout carries
+// them. `Device` is a vector when they are written to a layout, an int32 tensor when read from one.
 template <typename Device>
 struct Words {
   int64_t backend;  // see id_of in backend.h
@@ -24,19 +24,19 @@ struct Words {
 using PlannedWords = Words<std::vector<int32_t>>;
 using TaskWords = Words<at::Tensor>;
 
-// Tasks on the host, and what back ends read of them, built once per plan and used by all layers.
+// Tasks on the host, and the words of back ends. Built once per plan and used by all layers.
 struct TaskList {
   std::vector<PlacedTask> tasks;
-  Mask mask;  // of all of them
+  Mask mask;  // of all tasks
   std::vector<TaskWords> words;
 };
 
-// The words of every back end of a device type ("cpu", "cuda") that reads any.
+// Returns the words of the back ends of a device type ("cpu", "cuda") that read any.
 std::vector<PlannedWords> plan_words(const std::vector<PlacedTask>& tasks, const Mask& mask,
                                      c10::string_view device_type);
 
-// Throws ValueError unless the words are those that plan_words gives. Words on a device are as the
-// host wrote them; they are compared on the CPU only.
+// Throws ValueError unless the words equal those of plan_words. Device words are compared on the
+// CPU only: on a device, they are trusted to be as the host wrote them.
 void check_words(const TaskList& list);
 
 struct Params {
@@ -45,15 +45,15 @@ struct Params {
   bool deterministic = false;
 };
 
-// Throws ValueError, naming what is allowed, unless a back end computes attention of such queries
-// with a positive scale.
+// Throws ValueError unless a back end supports such queries with a positive scale. The message
+// names what is supported.
 void check_supported(const at::Tensor& q, const Mask& mask, bool deterministic);
 
-// Whether the back end of such calls reads rows where they lie and writes results where they
-// belong, without copies of either: what rows in memory that other ranks write ask for.
+// Returns whether the back end of such calls reads rows and writes results in place, without
+// copies. Rows in memory that other ranks write need such a back end.
 bool reads_in_place(const at::Tensor& q, double softmax_scale);
 
-// Tasks with their rows, and where the results go. q [rows_q, heads_q, head_dim], k, v [rows_k,
+// The tensors of a task list's forward pass. q [rows_q, heads_q, head_dim], k, v [rows_k,
 // heads_kv, head_dim]; last dimension contiguous, any row and head strides. out like q and lse
 // [rows_q, heads_q] fp32 (fp64 for float64 inputs), natural logarithm, both contiguous.
 struct ForwardRows {
@@ -62,7 +62,8 @@ struct ForwardRows {
   at::Tensor out, lse;
 };
 
-// Rows of no task keep what is in out and lse. A query that sees no key gives out 0 and lse -inf.
+// Leaves rows of out and lse outside all tasks unchanged. A query that sees no key gives out 0 and
+// lse -inf.
 void forward(const ForwardRows& rows, const Params& params);
 
 // What the backward pass knows of the forward's result: `out`, or delta = rowsum(out * grad_out)
@@ -81,13 +82,12 @@ struct BackwardRows {
   at::Tensor dq, dk, dv;
 };
 
-// Every key row of a task gets the sum over all tasks that read it, zero where none of their
-// queries sees it. Rows of q of no task, and rows of k that no task reads, keep what is in dq, dk
-// and dv.
+// Writes dq of the tasks' queries, and dk and dv of the tasks' keys: the sum over all tasks that
+// read the key, or zero if no query sees it. Leaves all other rows of dq, dk and dv unchanged.
 void backward(const BackwardRows& rows, const Params& params);
 
-// The same with results of their own: (out, lse), whose rows of no task are unspecified, and
-// (dq, dk, dv), where dk and dv are zero for keys that no task reads.
+// The same with new result tensors. Rows of (out, lse) and dq outside all tasks are unspecified. dk
+// and dv are zero for keys that no task reads.
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params);

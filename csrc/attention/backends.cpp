@@ -2,7 +2,7 @@
 
 namespace distca::attention {
 
-// Each in its folder.
+// Each is defined in its own folder.
 namespace sm90 {
 Backend backend();
 }

@@ -61,7 +61,7 @@ bool takes(const Backend& backend, const Request& request) {
          (!backend.takes || backend.takes(request.q));
 }
 
-// What the last back end of the device, which takes most, does not take.
+// Throws ValueError for a request that the device's last back end, which supports most, refuses.
 [[noreturn]] void refuse(const Backend& backend, const Request& request) {
   const at::Tensor& q = request.q;
   const std::string device = c10::DeviceTypeName(backend.device);
@@ -99,7 +99,7 @@ const Backend& choose_backend(const Request& request) {
   });
   if (last != all.rend()) refuse(*last, request);
   TORCH_CHECK_VALUE(!device.is_cuda(), "q is on ", device,
-                    ", but distca was built without CUDA; rebuild it where nvcc is found: "
+                    ", but distca was built without CUDA; rebuild it where nvcc is installed: "
                     "FORCE_CUDA=1 pip install --no-build-isolation .");
   TORCH_CHECK_VALUE(false, "q is on ", device, "; expected cpu or cuda");
 }

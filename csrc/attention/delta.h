@@ -15,7 +15,7 @@ at::Tensor empty_row_dots(const at::Tensor& a);
 // The same into `dots`, contiguous.
 void row_dots_into(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
 
-// On CUDA devices, for their back ends.
+// row_dots of the back ends on CUDA.
 void row_dots_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
 
 }  // namespace distca::attention

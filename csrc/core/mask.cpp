@@ -9,7 +9,7 @@
 namespace distca {
 namespace {
 
-// ceil_div, fast for the powers of two that tiles are.
+// Like ceil_div, but fast if the divisor is a power of two, as tile sizes are.
 int64_t num_tiles_up_to(int64_t position, int64_t tile) {
   const uint64_t side = static_cast<uint64_t>(tile);
   if ((side & (side - 1)) != 0) return ceil_div(position, tile);
@@ -37,7 +37,7 @@ int64_t floor_sum(int64_t count, int64_t first, int64_t step, int64_t divisor) {
   return sum;
 }
 
-// Tiles of any mask with any visible pair; apart, so that the causal case stays fast.
+// num_tiles for any mask. A function of its own keeps the causal case fast.
 [[gnu::noinline]] int64_t num_masked_tiles(const Mask& mask, Range q, int64_t length,
                                            const TileSize& tile) {
   const int64_t num_q_tiles = num_tiles_up_to(q.end - q.begin, tile.queries);
@@ -86,12 +86,12 @@ void validate(const Mask& mask) {
 int64_t num_pairs(const Mask& mask, Range q, int64_t length) {
   if (q.begin >= q.end) return 0;
   int64_t pairs = (q.end - q.begin) * length;
-  if (mask.window_right >= 0) {  // query p hides the keys behind p + window_right
+  if (mask.window_right >= 0) {  // keys after p + window_right are hidden from query p
     const int64_t split = std::clamp(length - mask.window_right, q.begin, q.end);
     const int64_t shortest = length - mask.window_right - split;  // hidden from query split - 1
     pairs -= (split - q.begin) * shortest + triangle(split - q.begin);
   }
-  if (mask.window_left >= 0) {  // and the keys before p - window_left
+  if (mask.window_left >= 0) {  // and so are keys before p - window_left
     const int64_t split = std::clamp(mask.window_left, q.begin, q.end);
     pairs -= (q.end - split) * (split - mask.window_left) + triangle(q.end - split);
   }
@@ -100,7 +100,7 @@ int64_t num_pairs(const Mask& mask, Range q, int64_t length) {
 
 int64_t num_tiles(const Mask& mask, Range q, int64_t length, const TileSize& tile) {
   if (!is_causal(mask) || tile.queries != tile.keys) return num_masked_tiles(mask, q, length, tile);
-  // Each query tile sees one key tile more than the one before it, up to the last, cut short.
+  // Each query tile sees one more key tile than the one before it; the last may be cut short.
   const int64_t num_q_tiles = num_tiles_up_to(q.end - q.begin, tile.queries);
   return (num_q_tiles - 1) * num_tiles_up_to(q.begin, tile.keys) + triangle(num_q_tiles) +
          num_tiles_up_to(q.end, tile.keys);

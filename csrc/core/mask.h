@@ -4,12 +4,12 @@
 
 #include "rows.h"
 
-// Which keys a query sees: the one answer for plans, costs and task lists. The kernels for Hopper
-// answer it again by element, in 32 bits.
+// Decides which keys a query sees, for plans, costs and task lists. The Hopper kernels apply the
+// same rule to elements, in 32 bits.
 namespace distca {
 
-// A query at position p sees keys [p - window_left, p + window_right] of its document; -1 is no
-// limit. Causal is {-1, 0}, full {-1, -1}, a sliding window of W {W, 0}.
+// A query at position p sees keys [p - window_left, p + window_right] of its document; -1 means no
+// limit. Causal: {-1, 0}. Full: {-1, -1}. Sliding window of W: {W, 0}.
 struct Mask {
   int64_t window_left = -1;
   int64_t window_right = 0;
@@ -26,8 +26,9 @@ constexpr bool is_causal(const Mask& mask) {
   return mask.window_left < 0 && mask.window_right == 0;
 }
 
-// Those of `keys` that any of `queries` sees: contiguous, since each query sees an interval one
-// further than the query before. Empty for no queries. Positions are not negative.
+// Returns the subrange of `keys` that at least one of `queries` sees. It is contiguous, since each
+// query sees the interval of the query before it, shifted by one. Empty without queries. Positions
+// must not be negative.
 constexpr Range keys_seen(const Mask& mask, Range queries, Range keys) {
   if (queries.begin >= queries.end) return {queries.begin, queries.begin};
   Range seen = keys;
@@ -39,20 +40,20 @@ constexpr Range keys_seen(const Mask& mask, Range queries, Range keys) {
   return seen;
 }
 
-// Of a document of `length` tokens.
+// Returns the keys that `queries` see in a document of `length` tokens.
 constexpr Range keys_of(const Mask& mask, Range queries, int64_t length) {
   return keys_seen(mask, queries, {0, length});
 }
 
-// Those of `queries` that see a key.
+// Returns the subrange of `queries` that see `key`.
 constexpr Range queries_seeing(const Mask& mask, int64_t key, Range queries) {
   return keys_seen({mask.window_right, mask.window_left}, {key, key + 1}, queries);
 }
 
-// What a tile of scores needs: nothing computed, some scores hidden, or none hidden.
+// How much of a tile of scores is visible: none of it, some, or all.
 enum class Sight { kNone, kSome, kAll };
 
-// Neither range is empty.
+// Neither range may be empty.
 constexpr Sight sight_of(const Mask& mask, Range queries, Range keys) {
   const Range seen = keys_seen(mask, queries, keys);
   if (seen.begin == seen.end) return Sight::kNone;
@@ -63,7 +64,8 @@ constexpr Sight sight_of(const Mask& mask, Range queries, Range keys) {
   return first_sees_last && last_sees_first ? Sight::kAll : Sight::kSome;
 }
 
-// (query, key) pairs that `queries` score in a document of `length` tokens, in closed form.
+// Returns the number of visible (query, key) pairs in a document of `length` tokens, in closed
+// form.
 int64_t num_pairs(const Mask& mask, Range queries, int64_t length);
 
 struct TileSize {
@@ -71,8 +73,8 @@ struct TileSize {
   int64_t keys;
 };
 
-// Tiles with any visible pair, in closed form: query tiles start at queries.begin, key tiles at the
-// first visible key.
+// Returns the number of tiles with a visible pair, in closed form. Query tiles start at
+// queries.begin, key tiles at the first visible key.
 int64_t num_tiles(const Mask& mask, Range queries, int64_t length, const TileSize& tile);
 
 }  // namespace distca

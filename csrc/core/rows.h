@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <limits>
 
-// Counts and ranges of rows, for every room. Standard library only, as all of this folder.
+// Counts and ranges of rows. Like all of csrc/core, it uses the standard library only.
 namespace distca {
 
-// Row indices are int32 where they travel and where devices read them.
+// Row indices are int32 in layouts and on devices.
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
 constexpr int64_t ceil_div(int64_t count, int64_t divisor) {
@@ -28,7 +28,7 @@ constexpr int64_t num_rows(Range range) {
   return range.end - range.begin;
 }
 
-// May be negative: the distance between ranges that do not meet.
+// If the ranges do not meet, the length is minus their distance.
 constexpr Range intersect(Range a, Range b) {
   return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
 }

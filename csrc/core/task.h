@@ -6,10 +6,10 @@
 
 namespace distca {
 
-// Query rows [q_row, q_row + num_q_rows) of tensors that a server holds, over their key rows
-// [k_row, k_row + num_k_rows). Query i of the task stands at key q_offset + i of the task's keys,
-// so that a mask needs no document position. Tasks may share key rows; their query rows are
-// disjoint.
+// A task whose rows have places in a server's tensors: query rows [q_row, q_row + num_q_rows)
+// attend to key rows [k_row, k_row + num_k_rows). Query i has the position of the task's key
+// q_offset + i, so masks need no document positions. Tasks may share key rows; their query rows
+// are disjoint.
 struct PlacedTask {
   int64_t q_row;
   int64_t num_q_rows;

@@ -13,19 +13,19 @@ bool is_home(c10::string_view tasks) {
   return tasks == "home";
 }
 
-// Rows of a task list all stand on their server at once.
+// Returns the layout's only round: attend needs all rows of a task list at once.
 const Round& only_round(const Layout& layout) {
   TORCH_CHECK_VALUE(layout.rounds.size() == 1, "layout: ", layout.rounds.size(),
                     " rounds; attend takes one. Call core_attention, or set rounds to 1");
   return layout.rounds[0];
 }
 
-// Home rows that a server computes have no home task, so no kernel wrote them.
+// Zeroes home rows that servers compute: they have no home task, so no kernel wrote them.
 void zero_sent_rows(const at::Tensor& home, const Round& round) {
   home.index_fill_(0, round.routes.queries.home_row.to(at::kLong), 0);
 }
 
-// q, k and v are those of the layout's home tasks, or of its visiting ones.
+// Checks that q, k and v are the rows of the layout's home tasks, or of its visiting tasks.
 void check_task_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const Layout& plan, const at::Tensor& rows, bool are_home) {
   const Round& round = only_round(plan);

@@ -6,9 +6,9 @@
 
 namespace distca::ops {
 
-// Attention of one task list, an operator of schemas.cpp below autograd, for calibration: without
-// communication. Rows of no task are zero. `tasks` is "home" or "visiting": which of the layout's
-// task lists the rows belong to.
+// Computes one task list without communication, for calibration. It is the operator `attend` of
+// schemas.cpp, below autograd. Rows outside all tasks are zero. `tasks`, "home" or "visiting",
+// names the layout's task list.
 std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor& k,
                                           const at::Tensor& v, const at::Tensor& layout,
                                           const at::Tensor& rows, double softmax_scale,

@@ -13,8 +13,8 @@
 
 namespace distca::ops {
 
-// Returns core attention's inputs with rows contiguous. Throws ValueError naming argument, value
-// and what is allowed. Local: no rank communicates.
+// Returns core attention's inputs with rows contiguous. Throws a ValueError that names the
+// argument, its value and the allowed values. Local: no rank communicates.
 transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const Layout& layout);
 
@@ -54,7 +54,7 @@ struct Call {
   Layout layout;
   transport::Inputs inputs;
   std::shared_ptr<Session> session;    // null when no rank moves rows
-  transport::Transport* transport;     // of the session, for these rows
+  transport::Transport* transport;     // the session's, for these rows
   std::unique_lock<std::mutex> turn;   // holds Session::calls()
   std::shared_ptr<Timeline> timeline;  // of the group
   transport::Where where;              // in the step

@@ -22,8 +22,8 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   const auto trip = call.transport->begin(
       round.routes, {.inputs = call.inputs, .query_results = {out, lse}}, call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
-  // Separate launches, not one that waits for rows: blocks that take tasks of both lists by turns
-  // lose the keys that they share in L2, a tenth of their speed and more.
+  // One launch for both lists would be slower by a tenth or more: blocks that alternate between the
+  // lists do not share keys in L2.
   in_phase(call, kEarlyTasks, [&] {
     attention::forward({q, k, v, round.early, out, lse}, params);
   });
@@ -49,11 +49,11 @@ Results balanced_forward(const Call& call, const Kept& kept, const attention::Pa
   return results;
 }
 
-// Returns rowsum(out * grad_out) of the rows that are sent, and of few between them; the others
-// hold anything. It is formed at home, so that `out` never travels. Home tasks form their own.
+// Returns rowsum(out * grad_out) for the rows that are sent and a few between them. Other rows are
+// uninitialised. The home computes it, so that `out` never travels. Home tasks compute their own.
 at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out,
                          const at::Tensor& grad_out) {
-  constexpr int64_t kRowsOfALaunch = 1024;  // what it takes, about
+  constexpr int64_t kRowsOfALaunch = 1024;  // rows that cost about as much as a launch
   std::vector<Run> runs;
   for (const Round& round : rounds) {
     for (const Delivery& delivery : round.routes.movement.sent) {
@@ -78,7 +78,7 @@ at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out
   return delta;
 }
 
-// Of home rows.
+// The backward pass's inputs, for home rows.
 struct BackwardInputs {
   at::Tensor grad_out, out, lse;
   at::Tensor delta;  // of the rows that are sent
@@ -130,7 +130,7 @@ Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const 
   const auto& [q, k, v] = call.inputs;
   const std::vector<Round>& rounds = call.layout.rounds;
   const BackwardInputs inputs{grad_out, out, lse, delta_of_sent(rounds, out, grad_out)};
-  const Round& first = rounds[0];  // it has all home tasks
+  const Round& first = rounds[0];  // all home tasks are in the first round
   const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
   const Gradients gradients{at::empty(q.sizes(), q.options()), dk, dv};
   for (size_t i = 0; i < rounds.size(); ++i) {

@@ -14,7 +14,7 @@
 namespace distca::ops {
 namespace {
 
-// How many rows of each kind there are, of queries or of keys.
+// The number of rows of each kind, for queries or for keys.
 struct PlaceLimits {
   int64_t home;
   int64_t visiting;
@@ -157,7 +157,7 @@ std::vector<RowPlace> Reader::places(const PlaceLimits& limits) {
   return places;
 }
 
-// `most` has the largest numbers of rows. Homes' rows are known only of this rank.
+// `most` has the largest numbers of rows. The number of home rows is known for this rank only.
 std::vector<Delivery> Reader::deliveries(const Layout& layout, const Movement& most,
                                          bool are_sent) {
   std::vector<Delivery> deliveries(small_word("deliveries"));

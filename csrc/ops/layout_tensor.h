@@ -13,18 +13,18 @@
 
 namespace distca::ops {
 
-// What a rank does of a plan at a time: rows arrive, tasks are computed, results travel home.
+// A part of a plan that a rank computes at a time: rows arrive, tasks run, results travel home.
 struct Round {
   transport::Routes routes;
-  attention::TaskList early;  // home tasks for the time in which rows arrive
-  attention::TaskList late;   // and for that in which results travel home
+  attention::TaskList early;  // home tasks that run while rows arrive
+  attention::TaskList late;   // home tasks that run while results travel home
   attention::TaskList visiting;
 };
 
-// A rank's layout as operators use it. `layout` int64 on the host holds counts and tasks, `rows`
-// int32 on the attention's device holds row indices and words of back ends.
+// A rank's layout as operators use it. `layout` (int64, host) holds counts and tasks. `rows`
+// (int32, on the device of attention) holds row indices and words of back ends.
 struct Layout {
-  int64_t step = -1;   // plans made by the group before this one; -1: no group
+  int64_t step = -1;   // number of the group's earlier plans; -1: no group
   int64_t batch = -1;  // step of the first plan for the same documents
   uint64_t plan_digest = 0;
   int64_t num_ranks = 1;
@@ -57,15 +57,15 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layo
                                                  const planner::Plan& plan,
                                                  const LayoutOrigin& origin);
 
-// `rows` of the layout, on the device of its packed rows. Throws ValueError when they do not belong
-// together.
+// Returns the layout's `rows`, on the device of its packed rows. Throws ValueError if the two do
+// not belong together.
 at::Tensor unpack_rows(const at::Tensor& layout, const at::Tensor& packed_rows);
 
-// Visiting query rows and key rows whose inputs this rank keeps, of all rounds. Throws ValueError
-// for another tensor.
+// Returns the numbers of visiting query rows and key rows that this rank keeps, over all rounds.
+// Throws ValueError if `layout` is not a layout.
 std::vector<int64_t> kept_rows(const at::Tensor& layout);
 
-// Throws ValueError when the tensors are not what encode_layout and unpack_rows made.
+// Throws ValueError unless the tensors are results of encode_layout and unpack_rows.
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows);
 
 }  // namespace distca::ops

@@ -6,8 +6,7 @@
 #include <numeric>
 #include <vector>
 
-// How a layout is written into its two tensors; layout_writer.cpp and layout_reader.cpp agree on
-// it.
+// The format of a layout's two tensors, shared by layout_writer.cpp and layout_reader.cpp.
 namespace distca::ops {
 
 constexpr int64_t kMagic = 0x646973746361000d;  // "distca", format 13
@@ -15,8 +14,8 @@ constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of len
 constexpr int64_t kVectorWords = 4;  // device sections read by 16-byte loads start at multiples
 constexpr int64_t kTaskWords = 5;
 
-// Header of the host tensor; routes of all rounds follow, then their tasks with the words of back
-// ends, in the order of encode_layout.
+// The header of the host tensor. The routes of all rounds follow, then their tasks with the words
+// of back ends, in the order of encode_layout.
 enum Header : int64_t {
   kMagicWord,
   kLength,

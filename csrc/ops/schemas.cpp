@@ -100,7 +100,7 @@ TORCH_LIBRARY(distca, m) {
         distca::ops::open_session({data, control, planning}, configuration, timeout_s, transport,
                                   {peer_device, peer_memory_bytes});
       });
-  // Names that open_session takes for its transport.
+  // Returns the names that open_session accepts as `transport`.
   m.def("transports() -> str[]", [] { return distca::transport::transports(); });
   // Whether this build can write to other ranks' memory.
   m.def("has_peer_transport() -> bool", [] { return distca::ops::kHasPeerTransport; });

@@ -67,8 +67,8 @@ struct PeerChoice {
   int64_t num_bytes = 0;          // that a rank takes for them at least
 };
 
-// Plans and batches that calls may alternate between. Gradient accumulation, pipelines and layers
-// with different windows do.
+// How many plans and batches calls may alternate between, as they do under gradient accumulation,
+// in pipelines and in layers with different windows.
 constexpr size_t kPlansInFlight = 256;
 
 // A plan, and the first plan for the same documents.
@@ -81,15 +81,15 @@ struct PlanOfBatch {
 // have agreed on.
 class Session {
  public:
-  // `transport` is a name of registry.h. `peer` has a device if all ranks reach all others' memory:
-  // then calls that can go through it do.
+  // `transport` is a name in registry.h. `peer` has a device if every rank can access every other
+  // rank's memory. Calls then go through peer memory where they can.
   Session(const GroupNames& names, const std::string& configuration, double timeout_s,
           const std::string& transport, const PeerChoice& peer);
 
   int64_t num_ranks() const { return num_ranks_; }
   int64_t rank() const { return rank_; }
-  // Returns the transport of calls whose attention reads visiting rows in place, and writes their
-  // results to memory that it is given, or of others.
+  // Returns the transport for calls whose back end reads and writes visiting rows in place
+  // (`in_place`), or for all other calls.
   transport::Transport& transport(bool in_place);
   int64_t peer_memory_bytes() const;
   // What others write to, uint8 [peer_memory_bytes()]: both buffers, which calls use by turns.
@@ -100,9 +100,9 @@ class Session {
   std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
-  // Collective on the first call with a new signature under a plan; free afterwards, also where
-  // calls under other plans come between, as long as these are at most kPlansInFlight. Throws on
-  // every rank, naming ranks and difference, unless all ranks have the same signature.
+  // Collective on the first call with a new signature under a plan. Later calls are free, even if
+  // calls under up to kPlansInFlight plans alternate. If signatures differ, throws on every rank
+  // and names the ranks and the difference.
   void agree(const Signature& mine);
 
   // This rank refuses its arguments with `error`. Before the first agreement of a step the others
@@ -112,17 +112,18 @@ class Session {
   // heads_q, heads_kv, head_dim and bytes per element last agreed on; zeros before that.
   std::array<int64_t, 4> attention_shape() const;
 
-  // Counts an attention call of a pass by a module (see name_caller) under a plan of the batch, and
-  // returns its place in the step. Ranks compare how many calls moved rows.
+  // Counts an attention call that a module (see name_caller) makes in a pass, and returns its place
+  // in the step. Calls under all plans of a batch count together. Ranks compare how many calls
+  // moved rows.
   transport::Where enter(Pass pass, const PlanOfBatch& plan, int64_t caller, bool moves_rows);
 
  private:
-  // What ranks agreed on under one plan.
+  // The signatures that ranks agreed on under one plan.
   struct Agreement {
     int64_t step;
     std::vector<Signature> signatures;
   };
-  // Attention calls of one batch, whose layers may have several plans.
+  // The attention calls of one batch. Its layers may have several plans.
   struct Batch {
     int64_t number;
     int64_t num_forward = 0;
@@ -150,7 +151,7 @@ class Session {
   std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
   int64_t rank_;
   int64_t num_ranks_;
-  std::deque<Agreement> agreements_;     // of plans in flight, the newest last
+  std::deque<Agreement> agreements_;     // for plans in flight, the newest last
   std::deque<Batch> batches_;            // likewise
   std::array<int64_t, 3> num_moving_{};  // calls that move rows, in the order of Signature
 };

@@ -23,7 +23,7 @@ struct Keeping {
   VisitingRuns moved, kept;
 };
 struct SlotLayout : Layout, transport::Slots {
-  std::optional<Keeping> keeping;  // where this rank keeps any inputs, or servers of its rows do
+  std::optional<Keeping> keeping;  // set if this rank, or a server of its rows, keeps inputs
 };
 
 inline std::optional<Keeping> keeping_of(const Layout& layout) {

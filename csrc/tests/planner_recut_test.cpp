@@ -28,7 +28,7 @@ struct Step {
         home(pack, options),
         problem(pack, options, home),
         assignment(problem, tiles(400), budget) {
-    // By the cost of a slice of any pairs, see problem.cpp.
+    // Follows from the cost of a slice: see problem.cpp.
     const double pairs_per_second = kTile * kTile / options.cost.seconds_per_tile;
     problem.bytes_per_root_second = 2 * std::sqrt(41344.0 * 12288.0 * pairs_per_second);
     problem.min_relief = 0;

@@ -84,8 +84,8 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   void leave(const std::string& how) noexcept;
 
   // Names the ranks that left before they completed exchange `position` of the channel, in a
-  // sentence that is empty if there are none. Leaves out ranks that left because of an error, their
-  // own or another's.
+  // sentence that is empty if there are none. Leaves out ranks that left because of an error on
+  // any rank.
   std::string find_departed(const std::string& channel, int64_t position) noexcept;
 
   // Notes that an exchange was given up. It may stay under way until the process group's timeout.

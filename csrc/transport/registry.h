@@ -10,19 +10,19 @@
 
 namespace distca::transport {
 
-// What a transport is opened with. Every rank of the group opens the same one.
+// The arguments that open a transport. Every rank of a group must open the same transport.
 struct Opening {
-  c10::intrusive_ptr<c10d::ProcessGroup> group;  // for rows alone
+  c10::intrusive_ptr<c10d::ProcessGroup> group;  // carries rows only
   std::shared_ptr<Patience> patience;
   std::shared_ptr<FailureBoard> failures;
   double timeout_s;
 };
 using OpenTransport = std::unique_ptr<Transport> (*)(const Opening& opening);
 
-// Adds a transport for Options.transport to name. Call it before sessions open.
+// Adds a transport that Options.transport can name. Call it before sessions open.
 [[gnu::visibility("default")]] void add_transport(const std::string& name, OpenTransport open);
 
-// Throws ValueError naming those that there are.
+// Throws ValueError for an unknown name; the message lists the known ones.
 std::unique_ptr<Transport> open_transport(const std::string& name, const Opening& opening);
 
 std::vector<std::string> transports();

@@ -55,7 +55,7 @@ __global__ void check_seals_kernel(SealView seals) {
 template <typename Word, bool kIndexSource, Sealing kSealing>
 __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row,
                                  SealView seals) {
-  constexpr bool kAreInputs = kIndexSource;  // of this rank, so never spoiled
+  constexpr bool kAreInputs = kIndexSource;  // this rank's own, so never spoiled
   const bool is_spoiled = kSealing != Sealing::kNone && !kAreInputs && *seals.seal.spoiled != 0;
   for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x;
        kSealing == Sealing::kMake && i < seals.num_rows; i += gridDim.x * blockDim.x) {

@@ -11,7 +11,7 @@ namespace distca::transport {
 void write_on_stream(uint32_t* word, uint32_t value, cudaStream_t stream);
 void write_on_stream(uint64_t* word, uint64_t value, cudaStream_t stream);
 
-// A stream that nobody else has.
+// A stream that no other code uses.
 class OwnStream {
  public:
   explicit OwnStream(c10::Device device);

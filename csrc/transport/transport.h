@@ -13,17 +13,17 @@ namespace distca::transport {
 // The tensors [home rows, ...] of one round. Results must be contiguous.
 struct Cargo {
   Inputs inputs;                          // to the servers
-  std::vector<at::Tensor> with_queries;   // what else goes with each query row
-  std::vector<at::Tensor> query_results;  // from the servers: rows are written
-  std::vector<at::Tensor> key_results;    // rows are added to what is there
-  // Visiting inputs that this rank kept. Those that any server kept do not travel again. Null: all
-  // travel.
+  std::vector<at::Tensor> with_queries;   // more tensors, sent with each query row
+  std::vector<at::Tensor> query_results;  // from the servers; they overwrite rows
+  std::vector<at::Tensor> key_results;    // from the servers; they are added to rows
+  // Visiting inputs that this rank kept. Inputs that a server kept are not sent again. If null, all
+  // are sent.
   const Inputs* kept = nullptr;
 };
 
-// Rows that visit this rank, in their order. The results of these rows, contiguous, go where
-// `query_results` and `key_results` say: tensors of the cargo's dtypes and row shapes, in its
-// order, uninitialised.
+// Rows that visit this rank, in their order. The caller writes their results to `query_results` and
+// `key_results`: contiguous, uninitialised tensors with the dtypes, row shapes and order of the
+// cargo's.
 struct Visiting {
   Inputs inputs;
   std::vector<at::Tensor> with_queries;
@@ -31,24 +31,25 @@ struct Visiting {
   std::vector<at::Tensor> key_results;
 };
 
-// One round's rows, to their servers and back. Every rank of the group calls these in this order,
-// and may compute between them: work that it puts on the current stream runs beside the rows. On
-// CUDA the current stream waits for rows, not the host. Throws DistBackendError naming the ranks at
-// fault and where the rank is in the step if a peer is gone or makes another call.
+// Moves one round's rows to their servers and their results back. Every rank of the group calls
+// dispatch, arrive, combine and collect in this order. Work that a rank puts on the current stream
+// between them overlaps with communication. On CUDA the current stream waits for rows, not the
+// host. Throws DistBackendError if a peer is gone or makes another call. The message names the
+// ranks at fault and this rank's place in the step.
 class RoundTrip {
  public:
   virtual ~RoundTrip() = default;
 
-  // Home rows leave for their servers.
+  // Sends home rows to their servers.
   virtual void dispatch() = 0;
-  // Waits for visiting rows.
+  // Waits for visiting rows and returns them.
   virtual Visiting arrive() = 0;
-  // The results of visiting rows, which have been computed, leave for their homes.
+  // Sends the results of visiting rows to their homes. They must have been computed.
   virtual void combine() = 0;
-  // Waits for results and puts them into the cargo's tensors.
+  // Waits for results and writes them to the cargo's tensors.
   virtual void collect() = 0;
 
-  // Instead of all that: brings the rows to their servers and ends there, to be timed.
+  // Moves rows to their servers and ends the round trip, for timing. Replaces the calls above.
   virtual void deliver() = 0;
 };
 
@@ -56,7 +57,7 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Starts a round of a call. `routes` must outlive the round trip.
+  // Starts one round of a call. `routes` must outlive the round trip.
   virtual std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo,
                                            const Where& where) = 0;
 };

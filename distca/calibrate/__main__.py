@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--heads-kv", type=int, default=8, help="on one rank (default: %(default)s)")
     flags.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
     flags.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
-    flags.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    flags.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available")
     flags.add_argument(
         "--max-keys",
         type=int,

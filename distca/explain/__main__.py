@@ -57,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--device", choices=sorted(TILE), help="default: the cost table's, else cuda"
     )
-    flags.add_argument("--rank", type=int, help="only what concerns this rank")
-    flags.add_argument("--all", action="store_true", help="every line, not the largest only")
-    flags.add_argument("--json", type=Path, help="file for the same as data, all of it")
+    flags.add_argument("--rank", type=int, help="print only lines that concern this rank")
+    flags.add_argument("--all", action="store_true", help="print every line, not only the largest")
+    flags.add_argument("--json", type=Path, help="file for all figures as JSON")
     options.add_flags(flags.add_argument_group("options of distca"))
     return flags
 

@@ -115,13 +115,13 @@ def _argument(module: nn.Module, name: str, args: tuple, kwargs: dict):
 
 
 def derive_documents(end_id: int | None, positions: str | None) -> Callable[[], None]:
-    """From now on read documents from what models are called with: from the token id that ends each
-    document, or from the argument of positions. Attention outside any documents is an error. The
-    function that is returned ends it.
+    """Read documents from the arguments of every model call: from the token id that ends each
+    document, or from the positions. Attention outside documents is then an error. Return a function
+    that undoes this.
 
-    In training, with gradients enabled, documents are balanced over the ranks (collective: ranks
-    call their models equally often), otherwise they stay on this rank. A call raises ValueError on
-    every rank of the group where one rank's tensor cannot be read.
+    In training, with gradients enabled, documents are balanced over the ranks. This is collective:
+    all ranks must call their models equally often. Otherwise documents stay on this rank. If one
+    rank's tensor cannot be read, the call raises ValueError on every rank of the group.
     """
     model, torchs_call = _Model(end_id, positions), nn.Module.__call__
 

@@ -200,7 +200,7 @@ def _row_of(documents: Documents, cut: Callable[[Documents], int]) -> int:
     if 0 <= row <= documents.num_tokens:
         return row
     error = ValueError(f"cut is {row} for {documents}; expected 0 to {documents.num_tokens}")
-    sessions.find(group_of(documents)).announce(error)  # perhaps of this rank alone
+    sessions.find(group_of(documents)).announce(error)  # other ranks may not have it
     raise error
 
 

@@ -85,7 +85,7 @@ def cluster_of(
     rank alone, and ranks that do not balance, compute what they have."""
     measured = measured_links(options)
     default_inside, default_between = DEFAULT_LINKS_GB_PER_S[device_type]
-    # A cost table of one rank a node has only the link between nodes, and that serves.
+    # A cost table of one rank per node has only the link between nodes. Use it for both.
     inside = _link(options.link_gb_per_s, measured.inside or measured.between, default_inside)
     links = {
         "ranks_per_node": options.ranks_per_node or ranks_per_node,
@@ -109,7 +109,7 @@ def memory_cap_bytes(options: Options) -> int | None:
 
 
 def _link(gb_per_s: float | None, measured: Link | None, default_gb_per_s: float) -> float:
-    """Bytes per second out of one rank: the option, else what was measured, else a default."""
+    """Return bytes per second out of one rank: the option, the measured value, or the default."""
     if gb_per_s is None and measured is not None:
         return measured.bytes_per_second
     return 1e9 * (default_gb_per_s if gb_per_s is None else gb_per_s)

@@ -92,7 +92,7 @@ class Documents:
         self.num_context_rows = int(context.sum())
         self.num_tokens = int(length.sum()) - self.num_context_rows
         # Only distca.planning writes these. Compiled code must reach a plan through its arguments:
-        # for a table by identity, torch.compile would compile again at the documents of each step.
+        # torch.compile would recompile a look-up by identity for the documents of each step.
         self._plans: dict = {}  # by window_size
         self._local_plans: dict = {}  # by (window_size, device)
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they plan: pieces, and a header of words to compare."""
+"""Exchange pieces and headers between ranks, and compare the headers, before ranks plan."""
 
 import hashlib
 import socket
@@ -15,9 +15,9 @@ from distca.ranks.session import Session
 
 HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
 HEADER_WORDS = len(HEADER_NAMES)
-SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, element bytes
+SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, bytes per element
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # the node, by its host name
-# In an earlier step: microseconds of attention, and of waiting for other ranks; -1: not measured.
+# Times of an earlier step: attention, and its wait for other ranks, in us. -1: not measured.
 TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
 NUM_WORDS = TIMES_WORDS.stop
 
@@ -43,15 +43,15 @@ def shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
 def exchange(
     session: Session, pieces: Tensor, words: list[int]
 ) -> tuple[Tensor, AttentionShape, Tensor]:
-    """Return the pieces of all ranks in rank order, the attention shape that all of them know, and
-    every rank's words. Collective."""
+    """Return the pieces of all ranks in rank order, their common attention shape, and every rank's
+    words. Collective."""
     step = words[HEADER_NAMES.index("step")]
 
     def all_gather(tensor: Tensor) -> Tensor:
         return ops.all_gather(tensor, session.group_name, step)
 
     headers = all_gather(torch.tensor([*words, pieces.shape[0]]))
-    check_headers(headers)  # all ranks stop here alike, also one that cuts halves
+    check_headers(headers)  # raises on all ranks alike, even if only some plan halves
     counts = headers[:, -1].tolist()
     check_counts(counts)
     gathered = gather_pieces(pieces, counts, all_gather)
@@ -62,7 +62,7 @@ def exchange(
 
 
 def check_headers(headers: Tensor) -> None:
-    """Raises ValueError on every rank if ranks plan different steps."""
+    """Raise ValueError on every rank if ranks plan different steps."""
     differences = []
     for idx, name in enumerate(HEADER_NAMES):
         values = headers[:, idx].tolist()

@@ -1,4 +1,4 @@
-"""Plans of halves: the tasks of a plan, cut where the rows of every rank are cut in two."""
+"""Plans of halves: each rank cuts its rows in two, and the tasks of a plan are cut there too."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -34,15 +34,15 @@ _planned = WeakKeyDictionary()
 
 
 def planned_halves(documents: Documents) -> dict[tuple[Cut, tuple[int, int]], Halves]:
-    """Return the halves of documents that are planned, by the function that cuts and window."""
+    """Return the planned halves of documents, keyed by (cut, window_size)."""
     return _planned.setdefault(documents, {})
 
 
 def plan_halves(
     documents: Documents, *, cut: Cut, window_size: tuple[int, int], device: torch.device
 ) -> Halves:
-    """Return the halves of documents, cut at row cut(documents), each with its part of their plan,
-    which the planner thread computes. Collective at the first call with this function and window.
+    """Return the halves of documents, cut at row cut(documents). The planner thread gives each half
+    its part of the documents' plan. Collective on the first call with this function and window.
     From then on `distca.plan` plans halves too.
 
     Raises ValueError as `Documents.halves` does; the other ranks of the group are told.
@@ -65,12 +65,12 @@ def plan_halves(
 def plan_halves_ahead(
     session: Session, documents: Documents, window_size: tuple[int, int], device: torch.device
 ) -> None:
-    """Plan halves, by session.cut, that may never be used. If a rank cannot cut its documents, no
-    rank gets halves, and `plan_halves` raises the error."""
+    """Plan the halves that session.cut gives, before anything asks for them. If a rank cannot cut
+    its documents, no rank gets halves, and `plan_halves` raises the error."""
     try:
         row = session.cut(documents)
         halves = documents.halves(row, window_size)
-    except Exception:  # plan_halves meets it again
+    except Exception:  # plan_halves raises it
         row, halves = NO_ROW, ()
     _submit_halves(session, documents, row, halves, window_size, device)
 

@@ -93,7 +93,7 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the planner thread computes: host tensors and figures."""
+    """The planner thread's result: host tensors and figures."""
 
     layout: Tensor
     packed_rows: Tensor
@@ -118,7 +118,7 @@ class Plan:
         self._pending = pending
         self._device = device
         self._report: PlanReport | None = None
-        self.group = session.group if session else None  # None: of this rank alone
+        self.group = session.group if session else None  # None: this rank alone
         self.group_name = session.group_name if session else ""
         self.batch: int | None = None  # see Problem
         self.observer: Callable[[PlanReport], object] | None = None  # told of the report
@@ -158,7 +158,7 @@ class Plan:
         return self
 
     def solution(self) -> Solution:
-        """Wait for the planner thread, and return what it computed."""
+        """Wait for the planner thread, and return its result."""
         if self._pending.done():
             return self._pending.result()
         with torch.profiler.record_function("distca wait for plan"), awaited(self.group_name):
@@ -209,12 +209,12 @@ def submit(
 
 
 def group_of(documents: Documents) -> ProcessGroup | None:
-    """Return the group that documents are planned over. None without a plan."""
+    """Return the group that documents are planned over, or None if they have no plan."""
     return next((plan.group for plan in documents._plans.values()), None)
 
 
 def next_problem(session: Session, window_size: tuple[int, int], device: torch.device) -> "Problem":
-    """Return what the next plan of a session is for, and count it."""
+    """Return the problem of a session's next plan, and count that plan."""
     step = session.num_plans
     session.num_plans += 1
     return Problem(
@@ -255,7 +255,7 @@ def local_plan(documents: Documents, window_size: tuple[int, int], device: torch
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan is for, apart from the pieces."""
+    """The input of a plan, apart from the pieces."""
 
     rank: int
     num_ranks: int
@@ -264,7 +264,7 @@ class Problem:
     step: int
     batch: int | None = None  # step of the first plan for the same documents; None: this one
     ranks_per_node: int | None = None  # as host names say
-    times_us: tuple[int, int] = NOT_TIMED  # what this rank measured last, to tell the others
+    times_us: tuple[int, int] = NOT_TIMED  # this rank's latest, for the other ranks
     by_peer_memory: bool = False  # how rows travel
 
 

@@ -1,4 +1,4 @@
-"""Plan one step: its documents and, once a group uses halves of them, the halves too."""
+"""Plan one step: its documents and, once a group uses halves, their halves too."""
 
 import torch
 from torch.distributed import ProcessGroup
@@ -39,7 +39,7 @@ def plan(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     step_plan = submit(session, documents, window_size, device, shape)
-    # Which windows that is for must not depend on where this rank's documents are cut.
+    # All ranks must do this for the same windows, wherever documents are cut on this rank.
     if session.cut is not None and window_size[1] == 0 and not documents.crosses_ranks:
         plan_halves_ahead(session, documents, window_size, device)
     return step_plan if ahead else step_plan.wait()

@@ -1,4 +1,4 @@
-"""Which rows of which rank the tasks of a plan read."""
+"""The rows that the tasks of a plan read, by rank."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ class TaskRows:
     rank: np.ndarray
     queries: np.ndarray
     keys: np.ndarray
-    """All that any of the task's queries sees."""
+    """Number of keys that at least one of the task's queries sees."""
     new_keys: np.ndarray
-    """Of these, keys that no earlier task of the server reads: they travel with the first."""
+    """Number of these keys that no earlier task of the server reads. Keys travel only once."""
 
 
 def rows_of_tasks(pack: Pack, tasks: np.ndarray, window: tuple[int, int]) -> TaskRows:
@@ -27,7 +27,7 @@ def rows_of_tasks(pack: Pack, tasks: np.ndarray, window: tuple[int, int]) -> Tas
     k_begin, k_end = keys_of(window, q_begin, q_end, pack.lengths[document])
     new_begin = (
         k_begin.copy()
-    )  # a server's tasks of a document follow one another, as do their keys
+    )  # a server's tasks of a document are consecutive, and so are their keys
     same = (tasks[1:, [0, 3]] == tasks[:-1, [0, 3]]).all(1)  # document and server as before
     new_begin[1:][same] = np.maximum(new_begin[1:], k_end[:-1])[same]
     task, piece = _pairs_of_document(document, pack)
@@ -42,14 +42,14 @@ def rows_of_tasks(pack: Pack, tasks: np.ndarray, window: tuple[int, int]) -> Tas
 def keys_of(
     window: tuple[int, int], q_begin: np.ndarray, q_end: np.ndarray, length: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys [begin, end) that any of queries [q_begin, q_end) sees."""
+    """Return keys [begin, end) that at least one of queries [q_begin, q_end) sees."""
     left, right = window
     begin = np.zeros_like(q_begin) if left < 0 else np.maximum(q_begin - left, 0)
     return begin, length if right < 0 else np.minimum(q_end + right, length)
 
 
 def _pairs_of_document(document: np.ndarray, pack: Pack) -> tuple[np.ndarray, np.ndarray]:
-    """(task, piece): indices of all pairs of one document."""
+    """Return index arrays (task, piece) of all pairs that belong to one document."""
     by_document = np.argsort(pack.pieces[:, 1], kind="stable")
     counts = np.bincount(pack.pieces[:, 1], minlength=pack.num_documents)
     first = counts.cumsum() - counts

@@ -28,7 +28,7 @@ class _Member:
 
 
 def check_transport(transport: str) -> None:
-    """Raise ValueError unless `transport`, of Options, is one that there is."""
+    """Raise ValueError unless Options.transport is a known transport."""
     known = ["auto", "peer", *ops.transports()]
     if transport not in known:
         raise ValueError(f"transport is {transport!r}; expected one of {', '.join(known)}")

@@ -44,12 +44,13 @@ class Session:
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)
-    """Those of a step's halves; see `halves_of`."""
+    """Sessions of a step's halves; see `halves_of`."""
     cut: Callable | None = None
-    """Where documents are cut into halves; `distca.plan` plans these too, once some were used."""
+    """Returns the row that cuts documents into halves. Set on first use; then `distca.plan` plans
+    halves too."""
     watching: Watching = Watching()
     monitor: Monitor | None = None
-    """Told of every plan; on the first of all ranks, where `watching` asks for it."""
+    """Records every plan. Set on rank 0 if `watching` asks for records."""
     timed_step: int | None = None
     """The step whose attention is being timed."""
     times_us: tuple[int, int] = NOT_TIMED
@@ -119,15 +120,14 @@ _sessions: dict[str, Session] = {}  # by name of the group that init was given
 
 
 class _Defaults:
-    """What `init` uses if it is given nothing else."""
+    """Values that `init` uses for arguments that are None."""
 
     options = Options()
     watching = Watching()
 
 
 def configure(options: Options, watching: Watching | None = None) -> None:
-    """Set the options that `init` uses if it is given none, and what is recorded (default:
-    nothing). The launcher calls it."""
+    """Set the defaults of `init`. `watching` defaults to no records. The launcher calls this."""
     _Defaults.options, _Defaults.watching = options, watching or Watching()
 
 
@@ -147,8 +147,8 @@ def init(
     `group` holds the ranks with different tokens of the same layer: the data parallel ranks of one
     tensor and pipeline parallel coordinate. Pass a ProcessGroup or a DeviceMesh with such axes only
     (`mesh["dp"]`, or the replicas and shards of HSDP). None means all ranks, or the group that init
-    was given before. `watching` says what is recorded; it defaults, as `options`, to what
-    `configure` was given.
+    was given before. `watching` configures logs and records. `options` and `watching` default to
+    the values passed to `configure`.
 
     Raises RuntimeError if torch.distributed is not initialised. Raises ValueError if the group is
     open with other options, or if the mesh has an axis whose ranks share tokens.

@@ -25,8 +25,8 @@ from distca.simulate.scenario import Scenario
 
 
 def pack_on(lengths: np.ndarray, ranks: np.ndarray, num_ranks: int) -> Pack:
-    """Return documents that lie one after another over `ranks`, which hold equally many tokens (up
-    to one). The others of `num_ranks` hold none."""
+    """Return documents laid out one after another over `ranks`. These hold equally many tokens (up
+    to one). All other ranks of `num_ranks` hold none."""
     pack = cut_pack(lengths, ranks.size, int(lengths.sum()), crossing=True)
     pack.pieces[:, 0] = ranks[pack.pieces[:, 0]]
     return replace(pack, num_ranks=num_ranks)

@@ -33,7 +33,7 @@ class Scenario:
     tokens: int = 65536
     """Tokens of a group (the tp GPUs of one tensor parallel group) in one micro-batch."""
     context: int | None = None
-    """Longest document; packs have max(tokens, context) tokens. None: as tokens."""
+    """Longest document; packs have max(tokens, context) tokens. None: same as tokens."""
     micro_batches: int | None = None
     """Micro-batches of a step. None: 1, or 2 * pp with pipelines."""
     cp: int | None = None
@@ -41,7 +41,7 @@ class Scenario:
     recompute: bool = False
     """Repeat every block's forward pass, exchanges included, in its backward pass."""
     sharding: str | None = None
-    """fsdp or zero1. None: fsdp, zero1 with pipelines."""
+    """fsdp or zero1. None: fsdp, or zero1 with pipelines."""
     tolerance: float = Options.tolerance
     """Excess of the slowest server over the mean that the planner leaves alone."""
     server_share: float = 1 / 8

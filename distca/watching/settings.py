@@ -1,11 +1,11 @@
-"""What is recorded of a run."""
+"""Configuration of logs and records."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """What distca records of a run. It changes no result. Pass it on every rank: all ranks take
+    """Logs and records of a run. They do not affect results. Pass it on every rank: all ranks take
     part in timing, and rank 0 keeps the records."""
 
     log_every: int = 0

@@ -69,11 +69,11 @@ def chrome_trace(record: Mapping, saved: Sequence[Mapping]) -> dict:
 
 
 def event(name: str, rank: int, row: int, start: float, duration: float, **more: str) -> dict:
-    """A complete event; times in us."""
+    """Return a complete event. Times are in us."""
     times = {"ts": start, "dur": duration}
     return {"name": name, "ph": "X", "pid": rank, "tid": row, **times, **more}
 
 
 def name_event(what: str, rank: int, row: int, name: str) -> dict:
-    """`what` is "process_name" or "thread_name"."""
+    """Return a metadata event. `what` is "process_name" or "thread_name"."""
     return {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}

@@ -1,4 +1,4 @@
-// A transport of CPU rows through the group's store, from distca's headers alone.
+// A transport that moves CPU rows through the group's store, written with distca's headers only.
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -100,7 +100,7 @@ struct Message {
   size_t position = 0;
 };
 
-// `take` gets each run of rows: the tensor's, and those that came.
+// Calls take(rows of the tensor, rows that came) for each run of rows.
 template <typename Take>
 void unpack(const Tensors& tensors, const std::vector<RowPlace>& places, int64_t RowPlace::*first,
             Message& message, Take&& take) {

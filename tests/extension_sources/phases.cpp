@@ -1,4 +1,4 @@
-// Acts when this process enters a phase of attention: see distca's ops/timeline.h.
+// Sleeps or kills this process when it enters a phase of attention (see csrc/ops/timeline.h).
 #include <ATen/record_function.h>
 #include <signal.h>
 #include <torch/library.h>

@@ -35,7 +35,7 @@ void check_tasks(const std::vector<PlacedTask>& tasks, const Mask& mask) {
   }
 }
 
-// What one wave's call takes beside the tensors.
+// The arguments of one wave's call, apart from the tensors.
 struct Call {
   at::Tensor cu_seqlens_q;
   at::Tensor cu_seqlens_k;
@@ -45,10 +45,10 @@ struct Call {
   std::optional<int64_t> window_left;
   std::optional<int64_t> window_right;
   std::vector<Range> queries;  // rows of its tasks
-  Range keys;                  // from the first to the last that its tasks read
+  Range keys;                  // from the first to the last row that its tasks read
 };
 
-// In order, those that touch as one.
+// Returns the ranges in order, with touching ones joined.
 std::vector<Range> merged(std::vector<Range> ranges) {
   std::sort(ranges.begin(), ranges.end(), [](Range a, Range b) { return a.begin < b.begin; });
   std::vector<Range> all;
@@ -99,8 +99,8 @@ void copy_rows(const at::Tensor& from, const at::Tensor& to, const std::vector<R
   }
 }
 
-// An `out` with rowsum(out * grad_out) = delta, which is all that the backward kernel takes from
-// it: the shortest such vector along grad_out, as exact as its dtype allows.
+// Returns an `out` with rowsum(out * grad_out) = delta, since the backward kernel uses `out` for
+// that sum alone: the shortest such vector, a multiple of grad_out, as exact as its dtype allows.
 at::Tensor surrogate_out(const at::Tensor& grad_out, const at::Tensor& delta) {
   const at::Tensor norm = at::linalg_vector_norm(grad_out, 2, {-1}, /*keepdim=*/true, at::kFloat);
   const at::Tensor square = norm.square().clamp_min(std::numeric_limits<float>::min());
@@ -108,8 +108,8 @@ at::Tensor surrogate_out(const at::Tensor& grad_out, const at::Tensor& delta) {
   return at::mul_out(out, grad_out, delta.unsqueeze(-1).div(square));
 }
 
-// dk, or dv, over several waves. A wave's call writes rows from 0 to its last key, as zeros where
-// no task of its reads them, and leaves the rest as allocated.
+// Sums dk, or dv, over several waves. A wave's call writes the rows from 0 to its last key, zero if
+// none of its tasks reads them. It leaves the rest uninitialised.
 class KeyGradSum {
  public:
   explicit KeyGradSum(bool is_single) : is_single_(is_single) {}
@@ -125,7 +125,7 @@ class KeyGradSum {
   const at::Tensor& sum() const { return sum_; }
 
  private:
-  bool is_single_;  // then nothing is added up and the sum needs no float32
+  bool is_single_;  // then there is no sum, and no need for float32
   at::Tensor sum_;
 };
 
@@ -156,7 +156,7 @@ void backward(const BackwardRows& rows, const Params& params) {
   const at::Tensor out =
       saved.out.defined() ? saved.out : surrogate_out(rows.grad_out, saved.delta);
   const at::Tensor lse = saved.lse.t().contiguous();
-  // State of dropout, which is off: read by no kernel, only passed on.
+  // The state of dropout. Dropout is off, so no kernel reads it.
   const at::Tensor rng_state = at::empty({2}, rows.q.options().dtype(at::kUInt64));
   const at::Tensor unused = at::empty({}, rows.q.options().dtype(at::kUInt64));
   KeyGradSum dk_sum(calls.size() == 1), dv_sum(calls.size() == 1);

@@ -32,9 +32,8 @@ struct Waves {
 // kernel zeroes their dk and dv. Throws std::length_error for rows past int32.
 Waves make_waves(const std::vector<PlacedTask>& tasks);
 
-// Waves and their order as a layout's host words, and back, without cu_seqlens. read_waves throws
-// std::invalid_argument for words that say more than these words hold or name tasks that are not
-// there.
+// Writes waves and their order as a layout's host words, without cu_seqlens, and reads them back.
+// read_waves throws std::invalid_argument if words are missing or name tasks that do not exist.
 std::vector<int64_t> host_words(const Waves& waves);
 Waves read_waves(const std::vector<int64_t>& words, int64_t num_tasks);
 

@@ -13,15 +13,15 @@
 #include "../delta.h"
 #include "kernels.h"
 
-// bfloat16 and float16 on compute capability 9.0: tasks read shared keys where they lie, and a
-// key's gradient is written once.
+// The back end for bfloat16 and float16 on compute capability 9.0. Tasks read shared keys in place,
+// and a key's gradient is written once.
 namespace distca::attention::sm90 {
 namespace {
 
 constexpr const char* kName = "sm90";
-constexpr int64_t kCopyAlignment = 16;  // bytes, of the copy engine's addresses and strides
+constexpr int64_t kCopyAlignment = 16;  // bytes, for the copy engine's addresses and strides
 
-// `tensor`, or a copy of it that the copy engine can read.
+// Returns `tensor`, or a copy of it that the copy engine can read.
 at::Tensor aligned(const at::Tensor& tensor) {
   const auto is_aligned = [&](int64_t stride) {
     return stride * tensor.element_size() % kCopyAlignment == 0;
@@ -32,7 +32,7 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return can ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-// `like` lends its address to a tensor without rows, which has none and is never read.
+// A tensor without rows has no address and is never read, so it gets the address of `like`.
 RowTensor row_tensor(const at::Tensor& tensor, const at::Tensor& like) {
   const bool is_empty = tensor.numel() == 0;
   const int64_t size = tensor.element_size(), head_dim = tensor.size(2);
@@ -44,8 +44,8 @@ RowTensor row_tensor(const at::Tensor& tensor, const at::Tensor& like) {
           .head_stride = (is_empty ? head_dim : tensor.stride(1)) * size};
 }
 
-// Host words: key blocks and runs, which do not depend on the height of tiles, then tiles of each
-// height. Device words: tiles and key blocks of each height.
+// Host words: the counts of key blocks and runs, which do not depend on the height of tiles, then
+// the count of tiles of each height. Device words: tiles and key blocks of each height.
 constexpr int64_t kNumHeights = std::size(kTileRows);
 constexpr int64_t kItemWords = 8;
 static_assert(sizeof(QueryTile) == kItemWords * sizeof(int32_t));
@@ -104,7 +104,7 @@ Window window_of(const Mask& mask) {
   return {side(mask.window_left), side(mask.window_right)};
 }
 
-// Memory of this call, not filled with NaN as new tensors are in deterministic mode.
+// Memory of this call. Unlike new tensors in deterministic mode, it is not filled with NaN.
 c10::DataPtr workspace(int64_t num_bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(std::max<int64_t>(num_bytes, 16));
 }
@@ -139,8 +139,8 @@ void forward(const ForwardRows& rows, const Params& params) {
           stream);
 }
 
-// dq is added up in float32 in no fixed order or, where asked for equal bits, in fixed point: then
-// equal inputs give equal bits, in whatever order tasks are listed.
+// dq is summed in float32 in no fixed order. In deterministic mode it is summed in fixed point, so
+// that equal inputs give equal bits, whatever the order of tasks.
 void backward(const BackwardRows& rows, const Params& params) {
   const DeviceTiles tiles = tiles_of(rows.tasks, backward_tile_rows(rows.q.size(2)));
   if (tiles.num_tiles + tiles.num_blocks == 0) return;
@@ -182,8 +182,8 @@ bool is_sm90(const at::Tensor& q) {
 
 }  // namespace
 
-// A scale that is not positive turns the order of scores around, which the kernels' running maximum
-// cannot follow.
+// A scale that is not positive would reverse the order of scores, which the kernels' running
+// maximum cannot follow.
 Backend backend() {
   return {.name = kName,
           .device = at::kCUDA,

@@ -112,7 +112,7 @@ struct ForwardProducer {
       }
       job = job_of(item, arguments);
       full.arrive(i);
-      item = atomicAdd(arguments.ticket, 1);  // early: the copies hide the answer's way
+      item = atomicAdd(arguments.ticket, 1);  // early, so that the copies hide its latency
       bring(job);
     }
   }

@@ -63,7 +63,7 @@ struct BackwardSizes {
 
 struct BackwardCall {
   RowTensor q, k, v, grad_out;
-  RowTensor out;       // not read when delta is given
+  RowTensor out;       // not read if there is delta
   const float* lse;    // [rows, heads_q]
   const float* delta;  // [rows, heads_q], or null
   RowTensor dq, dk, dv;

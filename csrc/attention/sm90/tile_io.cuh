@@ -13,7 +13,7 @@ struct SharedTile {
   static constexpr uint32_t kBytes = kPanels * kPanelBytes;
 };
 
-constexpr uint32_t kMaxSharedBytes = 227 * 1024;  // that a block of sm_90 may ask for
+constexpr uint32_t kMaxSharedBytes = 227 * 1024;  // limit of a block on sm_90
 
 // The block's dynamic shared memory, which swizzled panels need on a multiple of 1024 bytes. What
 // lies at byte `offset`:

@@ -9,7 +9,7 @@
 namespace distca::attention::sm90 {
 namespace {
 
-constexpr int64_t kReach = int64_t{1} << 30;  // rows, of the kernels' copy descriptors
+constexpr int64_t kReach = int64_t{1} << 30;  // rows that the kernels' copy descriptors can address
 
 struct Run {
   Range keys;
@@ -29,7 +29,7 @@ void check_rows(const std::vector<PlacedTask>& tasks) {
   }
 }
 
-// Key rows that any row of the tile sees.
+// Returns the key rows that at least one row of the tile sees.
 Range visible_keys(const QueryTile& tile, const Mask& mask) {
   return keys_seen(mask, {tile.position, int64_t{tile.position} + tile.num_rows},
                    {tile.k_begin, tile.k_end});

@@ -118,7 +118,7 @@ class Assignment {
   std::vector<double> seconds_;  // [num_ranks] at speed 1
   Traffic traffic_;
   std::vector<Rank> ranks_;
-  std::vector<char> is_shared_;  // [documents] whether rows have left home, or homes are several
+  std::vector<char> is_shared_;  // [documents] rows have left home, or there are several homes
   Budget& budget_;
   RangeSet keys_;            // scratch of keys_on
   std::vector<Range> rows_;  // scratch of count

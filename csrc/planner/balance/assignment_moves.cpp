@@ -54,7 +54,7 @@ void Assignment::count(int64_t document, int64_t rank, int64_t times) {
   traffic_.add(document, rows_, rank, times);
 }
 
-// Adds rows of another home, joined with those that touch them.
+// Adds rows of another home, and joins them with rows that touch them.
 void Assignment::receive(int64_t rank, Item item) {
   std::vector<Item>& received = ranks_[rank].received[item.document];
   spend(static_cast<int64_t>(received.size()));

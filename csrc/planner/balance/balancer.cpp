@@ -24,7 +24,7 @@ constexpr int64_t kStepsPerItem = 160;
 // Has no byte bounds: these make more bytes leave a donor, whose link may be too slow for them.
 constexpr Pairing kUnbounded{8, true, false, 0, 0.8};
 
-// For links between nodes that need more time than servers do; those that move fewer bytes first.
+// For cases in which links between nodes need more time than servers. Fewest bytes first.
 constexpr Pairing kNodePairings[] = {
     {8, true, false, 1, 0.8}, {8, true, false, 2, 0.9}, {8, true, false, 4, 1}};
 
@@ -161,7 +161,7 @@ void Balancer::reject() const {
                               "; raise the caps or let more ranks serve");
 }
 
-// Searches the least feasible limit, from the first one by bisection up to the best makespan.
+// Searches for the least feasible limit: tries the first one, then bisects up to the best makespan.
 void Balancer::search(double limit) {
   double infeasible = 0, feasible = 0;
   for (int i = 0; i < heuristics_.max_limits; ++i) {
@@ -179,7 +179,7 @@ std::vector<Task> Balancer::run() {
       problem_.total_seconds / problem_.total_speed * (1 + problem_.options.tolerance);
   const std::vector<Load> loads = best_->loads();
   const bool is_balanced = std::all_of(loads.begin(), loads.end(), [&](const Load& load) {
-    return load.seconds <= limit;  // whatever the links: keys have to travel
+    return load.seconds <= limit;  // at any link time, since keys must travel
   });
   if (!is_valid_ || !is_balanced) search(limit);
   return best_->tasks();

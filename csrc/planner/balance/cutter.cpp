@@ -68,7 +68,7 @@ std::optional<Move> Cutter::best_slice(const Request& request) {
   return best_;
 }
 
-// Keeps the move if it costs less than the best so far. Returns whether there is a move.
+// Keeps the move if it costs less than the best one so far. Returns false if there is no move.
 bool Cutter::keep(const Request& request, const Item& item, const std::optional<Move>& move) {
   if (!move) return false;
   const double value = cost(request, item, *move);
@@ -119,7 +119,7 @@ int64_t Cutter::split_point_of(const Request& request, const Item& item) {
 
 // Returns the split point whose row of slices moves the fewest bytes.
 int64_t Cutter::best_split_point(const Item& item, double target) const {
-  // Other items of the donor give about the same part.
+  // Assume that the donor's other items give about the same part of themselves.
   target *= item.seconds / assignment_.own(donor_).front().seconds;
   const Grid points{item.rows, problem_.options.cost.tile_q};
   const int64_t last = points.index(item.rows.end);
@@ -184,8 +184,8 @@ std::optional<Move> Cutter::cut(const Request& request, size_t index, Range part
   return move;
 }
 
-// Returns bytes per sqrt(second) of relief. Bytes include a part of the least for the missing
-// target. A donor that gives all weighs what the rest will cost.
+// Returns bytes per sqrt(second) of relief. Bytes include a part of the least bytes of the missing
+// target. For a donor that gives all its work, they include the cost of the rest.
 double Cutter::cost(const Request& request, const Item& item, const Move& move) const {
   double bytes = static_cast<double>(move.bytes);
   if (request.is_thrifty) return bytes / move.relief;

@@ -13,25 +13,25 @@ namespace distca::planner {
 // Asks a donor for one slice. Seconds are at speed 1.
 struct Request {
   int64_t receiver;
-  double target;    // relief of the donor; tiles may round it up
+  double target;    // wanted relief of the donor; tiles may round it up
   double capacity;  // upper bound of the slice's seconds
   double max_bytes = std::numeric_limits<double>::infinity();  // into the receiver
-  double planned_seconds = 0;  // of this and later requests; 0 means target
-  bool is_thrifty = false;     // links are scarce: of short documents only the last rows move
+  double planned_seconds = 0;  // total of this and later requests; 0 means target
+  bool is_thrifty = false;     // if links are scarce: only the last rows of short documents move
 
   double most() const { return std::min(target, capacity); }
 };
 
-// Cuts one donor's own items. Slices of a document are cut downward, one below the other, from a
-// split point that leaves its last rows at home: these cost the most bytes, since they need all
-// keys before them.
+// Cuts one donor's own items. The slices of a document are cut one below the other, down from a
+// split point. Rows above that point stay at home: they would cost the most bytes, since they need
+// all keys before them.
 class Cutter {
  public:
-  // `capacities` are those of the likely receivers, the largest first.
+  // `capacities` are the capacities of the likely receivers, the largest first.
   Cutter(Assignment& assignment, int64_t donor, std::vector<double> capacities = {});
 
-  // Returns the slice with the lowest cost that keeps servers and links within the limits and the
-  // request. It holds the target or, if that does not fit, as much as does.
+  // Returns the cheapest slice that keeps servers and links within the limits and meets the
+  // request. It holds the target or, if that does not fit, as much as fits.
   std::optional<Move> best_slice(const Request& request);
   // Returns a slice at the beginning of one of the donor's own items.
   std::optional<Move> first_rows(const Request& request, size_t index);
@@ -57,8 +57,8 @@ class Cutter {
   const std::vector<double> capacities_;
   std::unordered_map<int64_t, int64_t> split_points_;  // of first slices, by document
   std::vector<int64_t> started_;                       // documents with slices cut from them
-  std::vector<size_t> candidates_;                     // scratch of best_slice: items by index
-  const RangeSet* receiver_keys_ = nullptr;            // of an item's document on the receiver
+  std::vector<size_t> candidates_;           // scratch space of best_slice: indices of items
+  const RangeSet* receiver_keys_ = nullptr;  // of an item's document on the receiver
   std::optional<Move> best_;
   double best_cost_ = 0;
 };

@@ -4,41 +4,41 @@
 
 namespace distca::planner {
 
-// The search's rules of thumb and their constants. Plans are made with the defaults;
-// planner_ablation measures what each rule earns. Least bytes are those of the cheapest slice for a
-// number of seconds; a surplus counts largest items of its donor.
+// The search's rules of thumb and their constants. Plans use the defaults; planner_ablation
+// measures the gain of each rule. Least bytes are the bytes of the cheapest slice for a number of
+// seconds. A surplus is measured in largest items of its donor.
 struct Heuristics {
   // The search for the least limit, see balancer.cpp.
-  int max_limits = 11;           // limits tried: the wanted one, then by bisection
+  int max_limits = 11;           // limits to try: the wanted one, then by bisection
   double close_enough = 1.005;   // ratio of makespan to infeasible limit that ends the search
   double limit_slack = 2e-4;     // part of a limit kept free for surpluses too small for a task
-  double min_relief = 1e-4;      // of a slice worth a task, over the mean compute
-  bool tries_unbounded = true;   // whether byte bounds that make a limit infeasible are dropped
-  int64_t many_ranks = 512;      // pairings tried to save bytes = this / ranks
-  int64_t many_items = 1 << 17;  // and at most this / items
-  bool empties_ranks = true;     // whether ranks of a receiving node are emptied for large slices
-  bool plans_for_links = true;   // whether split points suit what links between nodes can carry
+  double min_relief = 1e-4;      // least relief of a slice worth a task, over the mean compute
+  bool tries_unbounded = true;   // drop byte bounds that make a limit infeasible
+  int64_t many_ranks = 512;      // pairings to try for fewer bytes: at most this / ranks
+  int64_t many_items = 1 << 17;  // and this / items
+  bool empties_ranks = true;     // empty ranks of receiving nodes, to make room for large slices
+  bool plans_for_links = true;   // fit split points to the links between nodes
   // Pairing of nodes, see node_balancer.cpp.
   double node_slack = 0.004;       // part of a node's limit kept free, since tiles do not divide
-  double min_capacity_part = 0.8;  // a node whose ranks all have less of a limit empties one
+  double min_capacity_part = 0.8;  // a node whose ranks all have less, over the limit, empties one
   bool is_thrifty = true;          // between nodes, relief per byte decides
-  double thrifty_part = 0.55;      // last part of a short document that moves alone
+  double thrifty_part = 0.55;      // the last part of a short document, which then moves alone
   // Pairing of ranks, see rank_balancer.cpp.
   int max_receivers = 8;        // receivers compared for a slice before the donor gives up
-  int num_shorter = 4;          // slices, each a tile row shorter, that a smaller capacity may fit
-  bool fits_last_slice = true;  // whether a last slice goes to the least sufficient capacity
+  int num_shorter = 4;          // shorter slices to try, each by a tile row, for smaller capacities
+  bool fits_last_slice = true;  // the last slice goes to the least sufficient capacity
   int max_pairs = 64;           // pairs of receivers compared for the last two slices
-  double pair_slack = 100;      // least reliefs of extra capacity, since rows are not divided
-  double waste_part = 0.5;      // of the least bytes of unused capacity: a candidate's cost
-  int many_documents = 64;      // a surplus of more moves whole documents
+  double pair_slack = 100;      // extra capacity in least reliefs, since rows are not divided
+  double waste_part = 0.5;      // part of the least bytes of unused capacity, charged as cost
+  int many_documents = 64;      // a larger surplus moves whole documents
   double max_bytes_ratio = 1.49;  // bytes into a receiver, over the least for its capacity
   // Cuts, see cutter.cpp and recut.cpp.
-  bool splits_high = true;    // whether a document's last rows stay at home
+  bool splits_high = true;    // a document's last rows stay at home
   int num_split_points = 4;   // intervals between split points tried for the first slice
-  double missing_part = 0.5;  // of the least bytes of the missing target: a candidate's cost
+  double missing_part = 0.5;  // part of the least bytes of the missing target, charged as cost
   double keys_part = 0.7;     // part of the least bytes that the keys of a last slice take
   int num_near = 1;           // candidates on either side of the target
-  int max_recut_slices = 8;   // of a document that is cut anew; 0 cuts none
+  int max_recut_slices = 8;   // of a document that is cut anew; 0: never cut anew
   int num_recut_points = 4;   // split points tried before those near the best
 };
 

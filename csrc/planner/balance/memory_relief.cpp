@@ -14,7 +14,7 @@ bool visits_home(const Problem& problem, const Item& item, int64_t home) {
   return num_rows(item.rows) > 0 && !is_home(problem.pack, problem.options.mask, task);
 }
 
-// Returns the servers that have memory left, those with most first.
+// Returns the servers that have memory left, those with the most first.
 std::vector<int64_t> receivers_for(const Assignment& assignment, int64_t donor) {
   const PlanOptions& options = assignment.problem().options;
   std::vector<std::pair<double, int64_t>> sorted;

@@ -52,7 +52,7 @@ int64_t NodeBalancer::largest_receiver(Range ranks) const {
   return best;
 }
 
-// Returns (capacity, node) of the least sufficient node and the one with a little less.
+// Returns (capacity, node) of the nodes with the least sufficient and the next smaller capacity.
 std::vector<std::pair<double, int64_t>> NodeBalancer::receivers_for(double surplus) const {
   std::vector<std::pair<double, int64_t>> nodes;
   auto at = receivers_.lower_bound({surplus, -1});
@@ -61,8 +61,8 @@ std::vector<std::pair<double, int64_t>> NodeBalancer::receivers_for(double surpl
   return nodes;
 }
 
-// Works like RankBalancer::give_whole_documents, but takes at most what the donor's node has too
-// much, and half of a rank's capacity at a time.
+// Works like RankBalancer::give_whole_documents, but moves at most the surplus of the donor's node,
+// and at most half of a rank's capacity at a time.
 bool NodeBalancer::give_whole_documents(int64_t donor, double surplus) {
   const double most = seconds_in_whole_documents(assignment_, donor, surplus);
   if (most <= 0) return false;
@@ -79,7 +79,7 @@ bool NodeBalancer::give_whole_documents(int64_t donor, double surplus) {
   return false;
 }
 
-// Moves a slice to the rank with most capacity of one of the nodes.
+// Moves a slice to one of the nodes, to its rank with most capacity.
 bool NodeBalancer::give_slice(int64_t donor, double surplus) {
   Cutter& cutter = cutters_.try_emplace(donor, assignment_, donor).first->second;
   for (const auto& [node_capacity, node] : receivers_for(surplus)) {
@@ -107,8 +107,8 @@ bool NodeBalancer::give_slice(int64_t donor, double surplus) {
   return false;
 }
 
-// Moves work of the rank with the largest surplus, which may be negative. Returns whether anything
-// moved.
+// Moves work of the rank with the largest surplus, even if that is negative. Returns whether
+// anything moved.
 bool NodeBalancer::give(int64_t node) {
   const Range ranks = ranks_of(node);
   while (true) {
@@ -135,8 +135,8 @@ void NodeBalancer::update(int64_t donor, int64_t receiver, double relief, double
   list(to);
 }
 
-// Moves the work of the rank with fewest documents to the other ranks of its node, so that it can
-// receive large slices: bytes grow only with the square root of a slice's work.
+// Moves the work of the rank with fewest documents to the other ranks of its node. It can then
+// receive large slices, whose bytes grow only with the square root of their work.
 void NodeBalancer::empty_rank(int64_t node) {
   ++num_emptied_[node];
   const Range ranks = ranks_of(node);

@@ -40,8 +40,8 @@ class NodeBalancer {
   std::vector<double> surplus_;   // [nodes] seconds at speed 1
   std::vector<char> is_spent_;    // [ranks] whether the rank can give no more to other nodes
   std::vector<int> num_emptied_;  // [nodes]
-  Order donors_;                  // nodes by falling surplus
-  Order receivers_;               // nodes by rising capacity
+  Order donors_;                  // nodes by descending surplus
+  Order receivers_;               // nodes by ascending capacity
   std::map<int64_t, Cutter> cutters_;
 };
 

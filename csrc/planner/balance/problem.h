@@ -9,7 +9,7 @@
 
 namespace distca::planner {
 
-// What a search balances, and the scales that make slices of different size comparable.
+// The balancing problem, with scales by which slices of different sizes are compared.
 struct Problem {
   Problem(const Pack& pack, const PlanOptions& options, const HomeCut& home,
           const Heuristics& heuristics = {});

@@ -18,13 +18,12 @@ struct ByteBound {
   double min_part;         // a slice is refused if the bound cuts it below this part of its request
 };
 
-// Returns the seconds that the donor should give in whole documents: its surplus if that takes many
-// documents, if no budget is left for cuts, or if documents are too short to be worth a task each;
-// else 0.
+// Returns the seconds that the donor should give in whole documents. That is its surplus if it
+// takes many documents, if no budget is left for cuts, or if documents are too short to be worth a
+// task each; otherwise 0.
 double seconds_in_whole_documents(Assignment& assignment, int64_t donor, double surplus);
 
-// Moves work between ranks, from those above the assignment's limit, the donors, to those below it,
-// the receivers.
+// Moves work from donors, the ranks above the assignment's limit, to receivers, the ranks below it.
 class RankBalancer {
  public:
   RankBalancer(Assignment& assignment, const Pairing& pairing, Range ranks);
@@ -58,7 +57,7 @@ class RankBalancer {
   std::vector<int64_t> bytes_before_;       // [ranks] into the rank before run()
   double largest_bytes_ = 0;                // for the largest capacity
   double initial_surplus_ = 0;              // of all donors
-  std::vector<double> initial_capacities_;  // falling
+  std::vector<double> initial_capacities_;  // descending
   const ByteBound* byte_bound_ = nullptr;
   std::map<int64_t, Cutter> cutters_;
 };

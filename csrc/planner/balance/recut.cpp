@@ -33,7 +33,7 @@ class Recut {
   Assignment& assignment_;
   const Problem& problem_;
   const std::span<const double> most_bytes_;
-  const std::vector<Placement> old_;  // by falling capacity
+  const std::vector<Placement> old_;  // by descending capacity
   const int64_t donor_;
   const Item whole_;
   std::vector<double> capacities_;  // of the receivers without their old slices

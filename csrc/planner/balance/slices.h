@@ -20,8 +20,8 @@ struct Grid {
   int64_t tile;
 };
 
-// Returns the greatest count in [low, high] for which `holds`. It must hold for `low`, and stay
-// false once false.
+// Returns the greatest count in [low, high] for which `holds` is true. It must be true for `low`,
+// and stay false once it is false.
 template <typename Predicate>
 int64_t last_true(int64_t low, int64_t high, Predicate holds) {
   if (holds(high)) return high;
@@ -32,8 +32,8 @@ int64_t last_true(int64_t low, int64_t high, Predicate holds) {
   return low;
 }
 
-// Returns the upper end of a document's last slice, which holds the target. It need not touch
-// earlier slices, so it ends where its keys take about their part of the least bytes for its work.
+// Returns the upper end of a document's last slice, which holds the target. The slice need not
+// touch earlier ones, so it may end where its keys take about `keys_part` of its least bytes.
 int64_t last_split_point(const Problem& problem, const Item& item, int64_t end, double target);
 
 // Returns the greatest count in [0, high] whose seconds, which grow with it, are at most `most`.

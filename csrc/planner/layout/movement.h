@@ -8,7 +8,7 @@
 namespace distca::planner {
 
 // Returns the rows that a rank sends and those that visit it. `plan` must be valid for `pack`.
-// Linear in the plan of all ranks, because rows of other ranks stand before this one's.
+// Linear in the plan of all ranks, because places depend on the rows of other ranks.
 Movement movement_of(const Pack& pack, const Plan& plan, int64_t rank);
 
 }  // namespace distca::planner

@@ -29,9 +29,9 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// Rows straight from a rank's tensors to the place in another's memory where they are read, and
-// results back to a place in that of their home. A round trip (trip.cpp) goes one step after the
-// other: open, send, await_arrivals, (work that reads and writes this rank's buffer),
+// Copies rows from a rank's tensors straight to the place in another rank's memory where kernels
+// read them, and results back to a place in their home's memory. A round trip (trip.cpp) calls, in
+// this order: open, send, await_arrivals, (work that reads and writes this rank's buffer),
 // return_results, end. Every rank of the group makes the same calls.
 class PeerTransport : public Transport {
  public:

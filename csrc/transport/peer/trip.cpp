@@ -12,8 +12,8 @@
 namespace distca::transport::peer {
 namespace {
 
-// A tensor of visiting rows, or of returned ones, in the buffer of every rank: at the same place on
-// all, with room for the rank that has most. `rows` gives dtype and shape of a row.
+// A tensor of visiting or returned rows in every rank's buffer. All ranks use the same offset and
+// leave room for the rank with most rows. `rows` gives the dtype and shape of a row.
 struct Region {
   at::Tensor rows;
   int64_t offset = 0;
@@ -25,13 +25,13 @@ struct Region {
   }
 };
 
-// Results of visiting rows, where their server writes them and where their home gets them.
+// Where a server writes the results of visiting rows, and where their home receives them.
 struct ResultRegions {
   Region visiting;
   Region returned;
 };
 
-// Home rows that copies can read: at multiples of 16 bytes.
+// Returns `tensor`, or a copy, with rows at multiples of 16 bytes, as the copy kernels need.
 at::Tensor aligned(const at::Tensor& tensor) {
   const RowView view = row_view(tensor);
   const bool can = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride_bytes % 16 == 0;
@@ -47,7 +47,7 @@ int64_t num_rows(const std::vector<const Delivery*>& deliveries,
   return sum;
 }
 
-// The last parcel, if it is for this rank, or a new one.
+// Returns the last parcel if it is for this rank, else a new one.
 Parcel& parcel_for(int64_t rank, std::vector<Parcel>& parcels) {
   if (!parcels.empty() && parcels.back().rank == rank) return parcels.back();
   return parcels.emplace_back(rank, std::vector<RowBlock>{});
@@ -83,7 +83,7 @@ class PeerTrip : public RoundTrip {
                     std::vector<Gather>& gathers) const;
   void add_keys(const ResultRegions& results, const at::Tensor& to,
                 std::vector<Gather>& gathers) const;
-  // Where a rank's own server, or another, left a result for this one.
+  // Returns where `server`, this rank or another, left a result for this rank.
   Gather::Source source(const ResultRegions& results, int64_t server, int64_t result_row) const;
 
   PeerTransport& transport_;
@@ -123,12 +123,12 @@ PeerTrip::PeerTrip(PeerTransport& transport, const Routes& routes, Cargo cargo, 
   transport_.open(num_bytes_, where);
 }
 
-// What is sent stays as it is until it has left, also where an exception ends the call.
+// Waits until all rows have left, even after an exception: they must not change before that.
 PeerTrip::~PeerTrip() {
   try {
     transport_.await_sent();
   } catch (const std::exception&) {
-    // The device is lost: nothing is sent any more.
+    // The device is lost, so it sends nothing more.
   }
 }
 
@@ -150,7 +150,7 @@ Inputs PeerTrip::visiting_inputs() const {
           visiting(v_, num_visiting_k_)};
 }
 
-// Ranks whose rows visit this one, itself included.
+// Returns the ranks whose rows visit this one, itself included.
 RankSet PeerTrip::senders() const {
   RankSet ranks = 0;
   for (const Delivery* delivery : visitors(routes_.movement, transport_.rank())) {
@@ -182,7 +182,7 @@ std::vector<Parcel> PeerTrip::home_rows() const {
 
 void PeerTrip::dispatch() {
   transport_.send(home_rows());
-  // Nobody uses the buffer any more, once the stream gets here.
+  // When the stream gets here, no rank uses the buffer any more.
   if (cargo_.kept != nullptr) restore(routes_, *cargo_.kept, visiting_inputs());
 }
 
@@ -202,8 +202,8 @@ Visiting PeerTrip::arrive() {
   return rows;
 }
 
-// What other homes get back from this rank. Homes that get nothing have no parcel: a word that
-// nobody waits for might be raised after the next call's.
+// Returns the results that go back to other homes. A home without results gets no parcel, because
+// nobody would wait for its word, which might then be raised after the next call's.
 std::vector<Parcel> PeerTrip::visiting_results() const {
   std::vector<Parcel> parcels;
   for (const Delivery& delivery : routes_.movement.received) {

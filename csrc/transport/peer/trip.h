@@ -8,7 +8,8 @@ namespace distca::transport::peer {
 
 class PeerTransport;
 
-// A round trip by a transport's primitives: places of rows become addresses in the ranks' buffers.
+// Starts a round trip through peer memory. It turns places of rows into addresses in the ranks'
+// buffers.
 std::unique_ptr<RoundTrip> make_trip(PeerTransport& transport, const Routes& routes, Cargo cargo,
                                      const Where& where);
 

@@ -19,7 +19,7 @@ std::vector<at::Tensor> room_for(const std::vector<RowBatch>& batches) {
   return received;
 }
 
-// An exchange for which the host waits.
+// An exchange that the host waits for.
 class HostExchange : public Exchange {
  public:
   HostExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -43,7 +43,7 @@ class HostExchange : public Exchange {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-// An exchange for which a stream of a device waits.
+// An exchange that a device's stream waits for.
 class StreamExchange : public Exchange {
  public:
   StreamExchange(std::vector<RowBatch> batches, std::shared_ptr<Patience> patience,

@@ -18,7 +18,8 @@ struct RowBatch {
   RowCounts counts;
 };
 
-// Batches in flight between all ranks of a group. Started by every rank in the same order.
+// Batches in flight between all ranks of a group. Every rank must start exchanges in the same
+// order.
 class Exchange {
  public:
   virtual ~Exchange() = default;
@@ -28,7 +29,7 @@ class Exchange {
   virtual std::vector<at::Tensor> wait() = 0;
 };
 
-// The host waits for rows on the CPU, a stream for those on a device.
+// On the CPU the host waits for rows; on a device a stream does.
 std::unique_ptr<Exchange> exchange_on_cpu(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                           const std::vector<RowBatch>& batches,
                                           const std::shared_ptr<Patience>& patience,

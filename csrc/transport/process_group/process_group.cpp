@@ -44,7 +44,7 @@ class ProcessGroupTransport : public Transport {
     return exchange;
   }
 
-  // Returns the seal of this call's rows, if a stream waits for them and not the host: see Seal.
+  // Returns the seal of this call's rows if a stream, not the host, waits for them (see Seal).
   Seal seal(const Where& where, const c10::Device& device) {
     if (device.is_cpu()) return {};
     return streams_of(device).watch.seal(where);
@@ -65,25 +65,25 @@ class ProcessGroupTransport : public Transport {
   std::unique_ptr<StreamWatchdog> streams_;
 };
 
-// Tensors whose rows travel a route together, side by side in one record per row.
+// Tensors whose rows travel one route together. Each row of all of them forms one record.
 struct Load {
   std::vector<at::Tensor> tensors;
   const Route& route;
 };
 
-// Received rows of a load: strided views of one buffer, and their seals.
+// A load's received rows, as strided views of one buffer, and their seals.
 struct Arrival {
   std::vector<at::Tensor> parts;
   SealedRows seals;
 };
 
-// Loads on their way.
+// Loads in flight.
 class Shipment {
  public:
-  // Packs home rows, which go to their servers.
+  // Packs home rows that go to their servers.
   static Shipment of_home_rows(ProcessGroupTransport& transport, const Where& where,
                                const std::vector<Load>& loads);
-  // Packs visiting rows, which go to their homes and arrive in the slots that these sent.
+  // Packs visiting rows that go to their homes. They arrive in the slots that the homes sent.
   static Shipment of_visiting_rows(ProcessGroupTransport& transport, const Where& where,
                                    const std::vector<Load>& loads);
 
@@ -113,7 +113,7 @@ Shipment Shipment::of_home_rows(ProcessGroupTransport& transport, const Where& w
     const Record& record = shipment.records_[i];
     const at::Tensor rows = record.allocate(route.home_row.size(0));
     for (size_t idx = 0; idx < tensors.size(); ++idx) {
-      const bool is_first = idx == 0;  // one seal a record
+      const bool is_first = idx == 0;  // one seal per record
       gather_rows(tensors[idx], route.home_row, record.part(rows, idx),
                   is_first ? SealedRows{rows, shipment.seal_} : SealedRows{});
     }
@@ -221,7 +221,7 @@ class SlotTrip : public RoundTrip {
  private:
   bool moves_again() const { return cargo_.kept != nullptr && routes_.keeping.has_value(); }
 
-  // A copy only where slots are not in that order.
+  // Copies only if slots are in another order.
   std::vector<Arrival> in_visiting_order() {
     std::vector<Arrival> arrivals = under_way_->arrive();
     for (size_t i = 0; i < arrivals.size(); ++i) {
@@ -235,7 +235,7 @@ class SlotTrip : public RoundTrip {
     return arrivals;
   }
 
-  // All visiting inputs: those that have arrived, and those that were kept.
+  // Returns all visiting inputs, whether they have just arrived or were kept.
   Inputs whole(Inputs arrived) const {
     if (!moves_again() || routes_.keeping->kept_q.size(0) == 0) return arrived;
     const auto all_rows = [](const at::Tensor& rows, const at::Tensor& row, int64_t num_rows) {

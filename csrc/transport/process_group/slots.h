@@ -7,16 +7,16 @@
 
 namespace distca::transport {
 
-// A movement as all_to_all exchanges it: rows travel in slots. Sent slots are ordered by peer, then
-// by the order in which the peer's visiting tasks list them; received slots by peer, then by this
-// server's order, so the tables of any two ranks transpose.
+// A movement in the form that all_to_all exchanges: rows travel in slots. Sent slots are ordered by
+// peer, then in the order of the peer's visiting rows. Received slots are ordered by peer, then in
+// the order of this rank's visiting rows. So what one rank sends is what its peer receives.
 struct Slots {
   std::vector<int64_t> send_q_rows, recv_q_rows;  // [num_ranks] rows to and from each peer
   std::vector<int64_t> send_k_rows, recv_k_rows;  // [num_ranks]
 
   std::vector<Run> send_q_runs, send_k_runs;  // home rows of the sent slots, in order
 
-  // Received slots of the visiting rows that move, in order; empty when slot i is the i-th of them.
+  // Received slots of the visiting rows that move, in order; empty if slot i is the i-th of them.
   std::vector<Run> q_slot_runs, k_slot_runs;
 };
 

@@ -50,8 +50,8 @@ class WorksWatch : public Watched {
   HostWords broken_;    // seals, by BrokenSeal
   HostWords ended_;     // numbers of waits that ended, by their remainder
   at::Tensor spoiled_;  // see Seal
-  // Writes `ended_`, which would hold up a stream that computes. Not of PyTorch's pool: the user's
-  // work on the same stream would wait for other ranks.
+  // Writes `ended_`; on the caller's stream that write would delay compute. It is not from
+  // PyTorch's pool, because user work on a pooled stream would wait for other ranks.
   OwnStream marks_;
 #endif
   std::mutex mutex_;
