@@ -287,6 +287,10 @@ Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {
   TORCH_CHECK_VALUE(0 <= words[kNumContextRows] && words[kNumContextRows] <= words[kNumHomeRows],
                     "layout: ", words[kNumContextRows], " context rows; expected 0 to ",
                     words[kNumHomeRows]);
+  TORCH_CHECK_VALUE(
+      words[kBatch] == words[kStep] || (0 <= words[kBatch] && words[kBatch] < words[kStep]),
+      "layout: batch ", words[kBatch], " of step ", words[kStep],
+      "; expected this step or an earlier one");
   Layout decoded;
   decoded.step = words[kStep];
   decoded.batch = words[kBatch];
