@@ -4,6 +4,7 @@ Ranks compare the number in each call. So a rank that leaves a layer out, or run
 another order, is found before rows of one layer serve another.
 """
 
+import contextlib
 import gc
 import sys
 from pathlib import Path
@@ -88,12 +89,18 @@ def _is_method(code: CodeType) -> bool:
 
 def _number_all_modules() -> None:
     """Numbers the modules of all models in memory: a module does not know its model."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    # A module that is being created or destroyed has no modules of its own, not even none.
+    modules = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), nn.Module) and "_modules" in vars(each)
+    ]
     parts = {
         id(part) for module in modules for part in module._modules.values() if part is not None
     }
     for model in (module for module in modules if id(module) not in parts):
-        for number, (name, module) in enumerate(model.named_modules()):
-            if name:
-                _keep(module, number)
-                ops.name_caller(number, name)
+        with contextlib.suppress(AttributeError):  # so may a part of the model be
+            for number, (name, module) in enumerate(model.named_modules()):
+                if name:
+                    _keep(module, number)
+                    ops.name_caller(number, name)

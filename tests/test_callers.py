@@ -1,0 +1,20 @@
+"""Numbers of the modules that call attention."""
+
+from torch import nn
+
+from distca.ranks import callers
+
+
+def test_a_module_has_its_number_in_the_model():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.ReLU()))
+    assert callers.number_of(model[1][1]) == 4
+    assert callers.number_of(model[0]) == 1
+    assert callers.number_of(model) == callers.UNKNOWN
+
+
+def test_modules_that_are_being_created_or_destroyed_are_left_out():
+    half = nn.Linear.__new__(nn.Linear)  # as the constructor and the collector leave it for a while
+    broken = nn.Sequential(nn.ReLU())
+    broken._modules["1"] = half
+    model = nn.Sequential(nn.ReLU(), nn.ReLU())
+    assert callers.number_of(model[1]) == 2
