@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from oracle import Case
 from ranks import Ranks
-from small_step import SHARDED, Step, small_step
+from small_step import SHARDED, WHOLE, Step, small_step
 
 import distca
 
@@ -132,3 +132,29 @@ def test_a_failure_names_the_layer_among_those_of_all_plans(place):
         error = outcomes[rank].error
         assert f"of attention layer {layer}, {which} pass" in error, error
         assert f"rank {kill_at.VICTIM} is dead" in error, error
+
+
+def batches_of(rank: int, world_size: int) -> list[int]:
+    """Batches of plans for two windows, in two steps, then over a group of its own. Rank 0 plans
+    the same documents again, the other ranks new ones."""
+    distca.close()
+    step = small_step(rank, world_size, SHARDED)
+    plans = []
+    for _ in range(2):
+        if rank > 0:
+            step = small_step(rank, world_size, SHARDED)
+        plans += [distca.plan(step.documents, window_size=window) for window in WINDOWS]
+    whole = small_step(rank, world_size, WHOLE).documents
+    distca.plan(whole, window_size=WINDOWS[0])
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    plans.append(distca.plan(whole, window_size=WINDOWS[1], group=alone))
+    distca.close()
+    return [plan.batch for plan in plans]
+
+
+def test_plans_for_the_windows_of_one_step_are_one_batch():
+    fresh = Ranks(3, start_method="forkserver")
+    try:
+        assert fresh.run(batches_of) == [[0, 0, 2, 2, 0]] * 3
+    finally:
+        fresh.stop()

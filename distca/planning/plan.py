@@ -194,18 +194,30 @@ def submit(
     """Let the planner thread plan `documents`, and attach the plan to them."""
     session.read_times()
     problem = next_problem(session, window_size, device)
-    others = [plan for window, plan in documents._plans.items() if window != window_size]
-    if others and window_size not in documents._plans:
-        problem = replace(problem, batch=others[0].batch)
+    problem = replace(problem, batch=_batch_of(session, documents, window_size, problem.step))
     pending = session.planner.submit(
         _solve_together, session, documents, problem, shape_words(session, shape)
     )
     plan = documents._plans[window_size] = Plan(pending, device, session)
-    plan.batch = problem.step if problem.batch is None else problem.batch
+    plan.batch = problem.batch
     session.time_step(problem.step)
     if session.monitor is not None:
         plan.observer = functools.partial(_record, session, problem.step)
     return plan
+
+
+def _batch_of(
+    session: Session, documents: Documents, window_size: tuple[int, int], step: int
+) -> int:
+    """Return the newest batch of the documents' plans over this group that has no plan for this
+    window yet, or else `step`, which begins a batch."""
+    batches = {
+        window: plan.batch
+        for window, plan in documents._plans.items()
+        if plan.group_name == session.group_name
+    }
+    newest = max(batches.values(), default=step)
+    return newest if batches.get(window_size) != newest else step
 
 
 def group_of(documents: Documents) -> ProcessGroup | None:
