@@ -25,9 +25,8 @@ def rows_of_tasks(pack: Pack, tasks: np.ndarray, window: tuple[int, int]) -> Tas
     piece of their documents. Tasks are in a plan's order: by (server, document, q_begin)."""
     document, q_begin, q_end, _ = tasks.T
     k_begin, k_end = keys_of(window, q_begin, q_end, pack.lengths[document])
-    new_begin = (
-        k_begin.copy()
-    )  # a server's tasks of a document are consecutive, and so are their keys
+    new_begin = k_begin.copy()
+    # A server's tasks of one document are consecutive, and so are their keys.
     same = (tasks[1:, [0, 3]] == tasks[:-1, [0, 3]]).all(1)  # document and server as before
     new_begin[1:][same] = np.maximum(new_begin[1:], k_end[:-1])[same]
     task, piece = _pairs_of_document(document, pack)

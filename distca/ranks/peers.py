@@ -29,9 +29,9 @@ class _Member:
 
 def check_transport(transport: str) -> None:
     """Raise ValueError unless Options.transport is a known transport."""
-    known = ["auto", "peer", *ops.transports()]
-    if transport not in known:
-        raise ValueError(f"transport is {transport!r}; expected one of {', '.join(known)}")
+    names = ["auto", "peer", *ops.transports()]
+    if transport not in names:
+        raise ValueError(f"transport is {transport!r}; expected one of {', '.join(names)}")
 
 
 def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | None:
