@@ -2,16 +2,13 @@
 
 #include <ATen/ops/empty.h>
 
+#include "core/rows.h"
 #include "rows.h"
 
 namespace distca::transport {
 namespace {
 
 constexpr int64_t kPartAlignment = 16;  // bytes
-
-int64_t round_up(int64_t bytes) {
-  return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
-}
 
 }  // namespace
 
@@ -21,7 +18,7 @@ Record::Record(const std::vector<at::Tensor>& prototypes, bool is_sealed)
     Part part{prototype.scalar_type(), prototype.sizes().slice(1).vec(), row_bytes_};
     int64_t bytes = prototype.element_size();
     for (const int64_t size : part.row_shape) bytes *= size;
-    row_bytes_ += round_up(bytes);
+    row_bytes_ += round_up(bytes, kPartAlignment);
     parts_.push_back(std::move(part));
   }
   if (is_sealed) row_bytes_ += kSealBytes;

@@ -18,11 +18,7 @@ struct Region {
   at::Tensor rows;
   int64_t offset = 0;
 
-  int64_t row_bytes() const {
-    int64_t bytes = rows.element_size();
-    for (const int64_t size : rows.sizes().slice(1)) bytes *= size;
-    return bytes;
-  }
+  int64_t row_bytes() const { return row_view(rows).row_bytes; }
 };
 
 // Where a server writes the results of visiting rows, and where their home receives them.
@@ -36,15 +32,6 @@ at::Tensor aligned(const at::Tensor& tensor) {
   const RowView view = row_view(tensor);
   const bool can = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride_bytes % 16 == 0;
   return can || tensor.dim() < 3 ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
-
-int64_t num_rows(const std::vector<const Delivery*>& deliveries,
-                 std::vector<RowPlace> Delivery::*places) {
-  int64_t sum = 0;
-  for (const Delivery* delivery : deliveries) {
-    for (const RowPlace& place : delivery->*places) sum += place.num_rows;
-  }
-  return sum;
 }
 
 // Returns the last parcel if it is for this rank, else a new one.
@@ -89,7 +76,6 @@ class PeerTrip : public RoundTrip {
   PeerTransport& transport_;
   const Routes& routes_;
   Cargo cargo_;
-  int64_t num_visiting_q_, num_visiting_k_;
   int64_t num_bytes_ = 0;  // of all regions
   std::vector<Region> with_queries_;
   Region q_, k_, v_;
@@ -99,9 +85,6 @@ class PeerTrip : public RoundTrip {
 PeerTrip::PeerTrip(PeerTransport& transport, const Routes& routes, Cargo cargo, const Where& where)
     : transport_(transport), routes_(routes), cargo_(std::move(cargo)) {
   const Movement& movement = routes_.movement;
-  const auto visitors = distca::visitors(movement, transport_.rank());
-  num_visiting_q_ = num_rows(visitors, &Delivery::queries);
-  num_visiting_k_ = num_rows(visitors, &Delivery::keys);
   const auto queries = [&](const at::Tensor& rows) {
     return add_region(rows, movement.max_visiting_q);
   };
@@ -135,7 +118,7 @@ PeerTrip::~PeerTrip() {
 Region PeerTrip::add_region(const at::Tensor& rows, int64_t num_rows) {
   constexpr int64_t kAlignment = 1024;
   Region region{rows, num_bytes_};
-  num_bytes_ += (num_rows * region.row_bytes() + kAlignment - 1) / kAlignment * kAlignment;
+  num_bytes_ += round_up(num_rows * region.row_bytes(), kAlignment);
   return region;
 }
 
@@ -146,8 +129,8 @@ at::Tensor PeerTrip::visiting(const Region& region, int64_t num_rows) const {
 }
 
 Inputs PeerTrip::visiting_inputs() const {
-  return {visiting(q_, num_visiting_q_), visiting(k_, num_visiting_k_),
-          visiting(v_, num_visiting_k_)};
+  return {visiting(q_, routes_.queries.num_visiting), visiting(k_, routes_.keys.num_visiting),
+          visiting(v_, routes_.keys.num_visiting)};
 }
 
 // Returns the ranks whose rows visit this one, itself included.
@@ -191,13 +174,13 @@ Visiting PeerTrip::arrive() {
   Visiting rows;
   rows.inputs = visiting_inputs();
   for (const Region& region : with_queries_) {
-    rows.with_queries.push_back(visiting(region, num_visiting_q_));
+    rows.with_queries.push_back(visiting(region, routes_.queries.num_visiting));
   }
   for (const ResultRegions& results : query_results_) {
-    rows.query_results.push_back(visiting(results.visiting, num_visiting_q_));
+    rows.query_results.push_back(visiting(results.visiting, routes_.queries.num_visiting));
   }
   for (const ResultRegions& results : key_results_) {
-    rows.key_results.push_back(visiting(results.visiting, num_visiting_k_));
+    rows.key_results.push_back(visiting(results.visiting, routes_.keys.num_visiting));
   }
   return rows;
 }

@@ -77,68 +77,52 @@ struct Arrival {
   SealedRows seals;
 };
 
-// Loads in flight.
+RowBatch pack_home(const Load& load, const Record& record, const Seal& seal) {
+  const auto& [tensors, route] = load;
+  const at::Tensor rows = record.allocate(route.home_row.size(0));
+  for (size_t idx = 0; idx < tensors.size(); ++idx) {
+    const bool is_first = idx == 0;  // one seal per record
+    gather_rows(tensors[idx], route.home_row, record.part(rows, idx),
+                is_first ? SealedRows{rows, seal} : SealedRows{});
+  }
+  return {rows, route.counts};
+}
+
+RowBatch pack_visiting(const Load& load, const Record& record, const Seal& seal) {
+  const auto& [tensors, route] = load;
+  const at::Tensor rows = record.allocate(route.num_visiting);
+  for (size_t idx = 0; idx < tensors.size(); ++idx) {
+    scatter_and_seal_rows(tensors[idx], route.slot, record.part(rows, idx), {rows, seal});
+  }
+  return {rows, {route.counts.recv, route.counts.send}};
+}
+
+// Loads in flight: home rows to their servers if pack_home packs them, or visiting rows to their
+// homes, where they arrive in the slots that the homes sent.
 class Shipment {
  public:
-  // Packs home rows that go to their servers.
-  static Shipment of_home_rows(ProcessGroupTransport& transport, const Where& where,
-                               const std::vector<Load>& loads);
-  // Packs visiting rows that go to their homes. They arrive in the slots that the homes sent.
-  static Shipment of_visiting_rows(ProcessGroupTransport& transport, const Where& where,
-                                   const std::vector<Load>& loads);
+  using Pack = RowBatch(const Load& load, const Record& record, const Seal& seal);
+  Shipment(ProcessGroupTransport& transport, const Where& where, const std::vector<Load>& loads,
+           Pack& pack);
 
   // Returns the received rows by slot.
   std::vector<Arrival> arrive();
 
  private:
-  Shipment(ProcessGroupTransport& transport, const Where& where, const std::vector<Load>& loads);
-
   std::vector<Record> records_;
   Seal seal_;
   std::unique_ptr<Exchange> exchange_;
 };
 
 Shipment::Shipment(ProcessGroupTransport& transport, const Where& where,
-                   const std::vector<Load>& loads)
+                   const std::vector<Load>& loads, Pack& pack)
     : seal_(transport.seal(where, loads[0].tensors[0].device())) {
-  for (const Load& load : loads) records_.emplace_back(load.tensors, seal_.broken != nullptr);
-}
-
-Shipment Shipment::of_home_rows(ProcessGroupTransport& transport, const Where& where,
-                                const std::vector<Load>& loads) {
-  Shipment shipment(transport, where, loads);
   std::vector<RowBatch> batches;
-  for (size_t i = 0; i < loads.size(); ++i) {
-    const auto& [tensors, route] = loads[i];
-    const Record& record = shipment.records_[i];
-    const at::Tensor rows = record.allocate(route.home_row.size(0));
-    for (size_t idx = 0; idx < tensors.size(); ++idx) {
-      const bool is_first = idx == 0;  // one seal per record
-      gather_rows(tensors[idx], route.home_row, record.part(rows, idx),
-                  is_first ? SealedRows{rows, shipment.seal_} : SealedRows{});
-    }
-    batches.push_back({rows, route.counts});
+  for (const Load& load : loads) {
+    const Record& record = records_.emplace_back(load.tensors, seal_.broken != nullptr);
+    batches.push_back(pack(load, record, seal_));
   }
-  shipment.exchange_ = transport.start(batches, where);
-  return shipment;
-}
-
-Shipment Shipment::of_visiting_rows(ProcessGroupTransport& transport, const Where& where,
-                                    const std::vector<Load>& loads) {
-  Shipment shipment(transport, where, loads);
-  std::vector<RowBatch> batches;
-  for (size_t i = 0; i < loads.size(); ++i) {
-    const auto& [tensors, route] = loads[i];
-    const Record& record = shipment.records_[i];
-    const at::Tensor rows = record.allocate(route.num_visiting);
-    for (size_t idx = 0; idx < tensors.size(); ++idx) {
-      scatter_and_seal_rows(tensors[idx], route.slot, record.part(rows, idx),
-                            {rows, shipment.seal_});
-    }
-    batches.push_back({rows, {route.counts.recv, route.counts.send}});
-  }
-  shipment.exchange_ = transport.start(batches, where);
-  return shipment;
+  exchange_ = transport.start(batches, where);
 }
 
 std::vector<Arrival> Shipment::arrive() {
@@ -177,7 +161,7 @@ class SlotTrip : public RoundTrip {
     if (!cargo_.with_queries.empty()) loads.push_back({cargo_.with_queries, routes_.queries});
     loads.push_back({{q}, moves_again() ? routes_.keeping->queries : routes_.queries});
     loads.push_back({{k, v}, moves_again() ? routes_.keeping->keys : routes_.keys});
-    under_way_.emplace(Shipment::of_home_rows(transport_, where_.in(kDispatch), loads));
+    under_way_.emplace(transport_, where_.in(kDispatch), loads, pack_home);
     for (const Load& load : loads) slots_.push_back(load.route.slot);
   }
 
@@ -185,7 +169,7 @@ class SlotTrip : public RoundTrip {
     std::vector<Arrival> arrivals = in_visiting_order();
     for (const Arrival& arrival : arrivals) check_seals(arrival.seals);
     Visiting visiting;
-    if (arrivals.size() == 3) visiting.with_queries = arrivals.front().parts;
+    if (!cargo_.with_queries.empty()) visiting.with_queries = arrivals.front().parts;
     const std::vector<at::Tensor>& keys = arrivals.back().parts;
     visiting.inputs = whole({arrivals[arrivals.size() - 2].parts[0], keys[0], keys[1]});
     query_results_ = rows_like(cargo_.query_results, routes_.queries.num_visiting);
@@ -199,7 +183,7 @@ class SlotTrip : public RoundTrip {
     std::vector<Load> loads;
     loads.push_back({query_results_, routes_.queries});
     if (!key_results_.empty()) loads.push_back({key_results_, routes_.keys});
-    under_way_.emplace(Shipment::of_visiting_rows(transport_, where_.in(kCombine), loads));
+    under_way_.emplace(transport_, where_.in(kCombine), loads, pack_visiting);
   }
 
   void collect() override {
