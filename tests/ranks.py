@@ -36,12 +36,11 @@ class Outcome:
 
 def _join_group(rank: int, world_size: int, port: int, backend: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
-    )
+    timeout = timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _call(function: Callable, rank: int, world_size: int, args: tuple) -> Outcome:
@@ -75,6 +74,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def open_store() -> dist.TCPStore:
+    """A store at a port of its own, which no other group can have taken before ranks meet there."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 class Ranks:
     """`world_size` processes that wait for calls. `run` raises if any rank raised.
 
@@ -88,7 +92,8 @@ class Ranks:
         self.world_size = world_size
         self._outcomes = context.Queue()
         self._calls = [context.Queue() for _ in range(world_size)]
-        port = free_port()
+        self._store = open_store()
+        port = self._store.port
         self.processes = [
             context.Process(
                 target=_serve,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_fault_script import FAULTS, TIMEOUT_S, VICTIM
-from ranks import free_port
+from ranks import open_store
 
 import distca
 
@@ -44,12 +44,15 @@ def errors_of_survivor(fault: str, moment: str, failing_pass: str, transport: st
         pytest.skip("peer memory needs a Hopper GPU")
     if transport == "process_group" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a device for every rank")
+    store = open_store()
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(distca.__file__).parents[1]),
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun, whose agent has the store
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": "2",
     }
     processes = [
