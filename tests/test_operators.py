@@ -7,6 +7,7 @@ from oracle import Case
 from torch.autograd.gradcheck import GradcheckError
 from torch.autograd.graph import saved_tensors_hooks
 from torch.library import opcheck
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import distca
 from distca.planning.cluster import Cluster
@@ -208,3 +209,30 @@ def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
 def test_saves_no_more_than_inputs_and_results(ranks, world_size):
     for saved, allowed in ranks(world_size).run(saved_bytes):
         assert 0 < saved <= allowed
+
+
+def attend_locally(plan: distca.Plan, num_tokens: int) -> torch.Tensor:
+    rows = torch.randn(num_tokens, 1, 8)
+    return ops.core_attention(rows, rows, rows, plan.layout, plan.rows, SCALE, "")[0]
+
+
+def test_a_layout_that_was_written_is_decoded_again():
+    """Calls share a decoded layout, but not beyond a write to its tensors."""
+    plan = local_plan(distca.Documents([0, 3, 10]), (-1, 0), torch.device("cpu"))
+    attend_locally(plan, 10)
+    attend_locally(plan, 10)
+    with pytest.raises(ValueError, match="layout"):
+        ops.core_attention(*[torch.ones(10, 1, 8)] * 3, plan.layout[:-1], plan.rows, 1.0, "")
+    plan.layout.zero_()
+    with pytest.raises(ValueError, match="layout"):
+        attend_locally(plan, 10)
+
+
+def test_a_plan_that_is_gone_leaves_no_rows():
+    """Decoded layouts keep their rows' memory no longer than until the next call."""
+    plan = local_plan(distca.Documents([0, 5]), (-1, 0), torch.device("cpu"))
+    attend_locally(plan, 5)
+    rows = StorageWeakRef(plan.rows.untyped_storage())
+    del plan
+    attend_locally(local_plan(distca.Documents([0, 4]), (-1, 0), torch.device("cpu")), 4)
+    assert rows.expired()

@@ -251,8 +251,8 @@ def test_back_ends_are_known_to_their_table_alone():
     [
         ("attention/attention.cpp", "#ifdef DISTCA_WITH_CUDA"),
         ("attention/cpu/forward.cpp", "#ifdef DISTCA_WITH_SM90"),
-        ("ops/layout_writer.cpp", '#include "attention/sm90/tiles.h"'),
-        ("ops/layout_reader.cpp", "attention::aten::Waves waves;"),
+        ("ops/layout_tensor.cpp", '#include "attention/sm90/tiles.h"'),
+        ("ops/layout_cache.cpp", "attention::aten::Waves waves;"),
         ("ops/core_attention.cpp", "return attention::cpu::forward(rows, params);"),
         ("planner/layout/layout.cpp", "// in the order of the Hopper kernels"),
     ],

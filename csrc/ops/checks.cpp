@@ -157,40 +157,40 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
                 const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                 const std::string& group_name, int64_t caller) {
   if (group_name.empty()) {
-    Call call{.layout = decode_layout(layout, rows), .timeline = timeline_of(group_name)};
-    TORCH_CHECK_VALUE(call.layout.num_ranks == 1, "group_name is empty, but the layout is one of ",
-                      call.layout.num_ranks, " ranks; pass the plan's group_name");
-    call.inputs = check_inputs(q, k, v, call.layout);
-    call.where = {"", name_of(pass), -1, call.layout.step, caller};
+    Call call{.layout = shared_layout(layout, rows), .timeline = timeline_of(group_name)};
+    TORCH_CHECK_VALUE(call.layout->num_ranks == 1, "group_name is empty, but the layout is one of ",
+                      call.layout->num_ranks, " ranks; pass the plan's group_name");
+    call.inputs = check_inputs(q, k, v, *call.layout);
+    call.where = {"", name_of(pass), -1, call.layout->step, caller};
     return call;
   }
   Call call;
   call.session = find_session(group_name);
   call.turn = std::unique_lock(call.session->calls());
   try {
-    call.layout = decode_layout(layout, rows);
-    TORCH_CHECK_VALUE(call.layout.num_ranks == call.session->num_ranks(), "the layout is one of ",
-                      call.layout.num_ranks, " ranks, but group '", group_name, "' has ",
+    call.layout = shared_layout(layout, rows);
+    TORCH_CHECK_VALUE(call.layout->num_ranks == call.session->num_ranks(), "the layout is one of ",
+                      call.layout->num_ranks, " ranks, but group '", group_name, "' has ",
                       call.session->num_ranks(), "; plan over this group");
-    TORCH_CHECK_VALUE(call.layout.rank == call.session->rank(), "the layout is that of rank ",
-                      call.layout.rank, ", but this is rank ", call.session->rank(), " of group '",
+    TORCH_CHECK_VALUE(call.layout->rank == call.session->rank(), "the layout is that of rank ",
+                      call.layout->rank, ", but this is rank ", call.session->rank(), " of group '",
                       group_name, "'; pass this rank's own");
-    call.inputs = check_inputs(q, k, v, call.layout);
+    call.inputs = check_inputs(q, k, v, *call.layout);
   } catch (const std::exception& error) {
     try {
-      call.session->refuse(call.layout.step, transport::message_of(error));
+      call.session->refuse(call.layout ? call.layout->step : -1, transport::message_of(error));
     } catch (const std::exception&) {
       // Telling the others failed; this rank's own error is the one to report.
     }
     throw;
   }
-  call.session->agree(signature_of(call.layout, q, k, softmax_scale));
+  call.session->agree(signature_of(*call.layout, q, k, softmax_scale));
   call.timeline = call.session->timeline();
-  call.where = call.session->enter(pass, {call.layout.step, call.layout.batch}, caller,
-                                   call.layout.moves_rows);
+  call.where = call.session->enter(pass, {call.layout->step, call.layout->batch}, caller,
+                                   call.layout->moves_rows);
   call.transport =
       &call.session->transport(attention::reads_in_place(call.inputs.q, softmax_scale));
-  if (call.layout.moves_rows) return call;
+  if (call.layout->moves_rows) return call;
   call.turn = {};
   call.session.reset();
   return call;

@@ -51,7 +51,7 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
 // Everything an operator call starts with.
 struct Call {
-  Layout layout;
+  std::shared_ptr<const Layout> layout;
   transport::Inputs inputs;
   std::shared_ptr<Session> session;    // null when no rank moves rows
   transport::Transport* transport;     // the session's, for these rows

@@ -42,7 +42,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
 
 Results balanced_forward(const Call& call, const Kept& kept, const attention::Params& params) {
   const Results results = attention::new_results(call.inputs.q);
-  const std::vector<Round>& rounds = call.layout.rounds;
+  const std::vector<Round>& rounds = call.layout->rounds;
   for (size_t i = 0; i < rounds.size(); ++i) {
     forward_round(call, rounds[i], results, kept.rounds[i], params);
   }
@@ -128,7 +128,7 @@ Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const 
                             const at::Tensor& lse, const Kept& kept,
                             const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
-  const std::vector<Round>& rounds = call.layout.rounds;
+  const std::vector<Round>& rounds = call.layout->rounds;
   const BackwardInputs inputs{grad_out, out, lse, delta_of_sent(rounds, out, grad_out)};
   const Round& first = rounds[0];  // all home tasks are in the first round
   const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
@@ -149,13 +149,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
   check_no_capture(q);
   const Call call = begin_call(Pass::kForward, q, k, v, layout, rows, softmax_scale,
                                std::string(group_name), caller);
-  const attention::Params params = attention_params(call.layout, softmax_scale);
+  const attention::Params params = attention_params(*call.layout, softmax_scale);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
     const Kept nothing = new_kept(call, num_kept_queries, num_kept_keys);
     return std::tuple_cat(
-        attention::forward(home_q, home_k, home_v, call.layout.rounds[0].early, params),
+        attention::forward(home_q, home_k, home_v, call.layout->rounds[0].early, params),
         std::tuple(nothing.elements));
   }
   return announcing(*call.session, [&] {
@@ -174,7 +174,7 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
   check_no_capture(q);
   const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale,
                                std::string(group_name), caller);
-  const attention::Params params = attention_params(call.layout, softmax_scale);
+  const attention::Params params = attention_params(*call.layout, softmax_scale);
   const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
@@ -182,7 +182,7 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
     check_saved(grad_out, out, lse, q);
     kept_of(call, elements);
     return attention::backward(grad_out.contiguous(), home_q, home_k, home_v,
-                               {lse, at::Tensor(), out}, call.layout.rounds[0].early, params);
+                               {lse, at::Tensor(), out}, call.layout->rounds[0].early, params);
   }
   return announcing(*call.session, [&] {
     check_saved(grad_out, out, lse, q);
@@ -201,7 +201,7 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       begin_call(Pass::kForward, q, k, v, layout, rows, any_scale, std::string(group_name));
   if (!call.session) return;
   announcing(*call.session, [&] {
-    for (const Round& round : call.layout.rounds) {
+    for (const Round& round : call.layout->rounds) {
       call.transport->begin(round.routes, {.inputs = call.inputs}, call.where)->deliver();
     }
   });

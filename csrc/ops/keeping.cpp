@@ -19,7 +19,7 @@ int64_t num_elements(const transport::Inputs& inputs, int64_t num_queries, int64
 
 int64_t num_kept_elements(const Call& call) {
   int64_t num = 0;
-  for (const Round& round : call.layout.rounds) {
+  for (const Round& round : call.layout->rounds) {
     num += num_elements(call.inputs, num_rows(round, &transport::Keeping::kept_q),
                         num_rows(round, &transport::Keeping::kept_k));
   }
@@ -37,7 +37,7 @@ Kept in_parts(const Call& call, const at::Tensor& elements) {
     next += num;
     return rows;
   };
-  for (const Round& round : call.layout.rounds) {
+  for (const Round& round : call.layout->rounds) {
     const int64_t num_q = num_rows(round, &transport::Keeping::kept_q);
     const int64_t num_k = num_rows(round, &transport::Keeping::kept_k);
     kept.rounds.push_back({part(num_q, q), part(num_k, k), part(num_k, v)});
@@ -50,7 +50,8 @@ Kept in_parts(const Call& call, const at::Tensor& elements) {
 Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
   const at::Tensor& q = call.inputs.q;
   if (num_queries == 0 && num_keys == 0) {
-    return {at::empty({0}, q.options()), std::vector<transport::Inputs>(call.layout.rounds.size())};
+    return {at::empty({0}, q.options()),
+            std::vector<transport::Inputs>(call.layout->rounds.size())};
   }
   const int64_t room = num_elements(call.inputs, num_queries, num_keys);
   const int64_t expected = num_kept_elements(call);

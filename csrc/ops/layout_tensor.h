@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -13,6 +14,8 @@
 
 namespace distca::ops {
 
+constexpr int64_t kMaxRanks = 65536;
+
 // A part of a plan that a rank computes at a time: rows arrive, tasks run, results travel home.
 struct Round {
   transport::Routes routes;
@@ -21,23 +24,35 @@ struct Round {
   attention::TaskList visiting;
 };
 
-// A rank's layout as operators use it. `layout` (int64, host) holds counts and tasks. `rows`
-// (int32, on the device of attention) holds row indices and words of back ends.
-struct Layout {
+// The first words of a layout's host tensor.
+struct LayoutHeader {
+  int64_t magic = 0;
+  int64_t length = 0;  // words of the host tensor; it may be padded
   int64_t step = -1;   // number of the group's earlier plans; -1: no group
-  int64_t batch = -1;  // step of the first plan for the same documents
   uint64_t plan_digest = 0;
   int64_t num_ranks = 1;
-  int64_t rank = 0;
-  int64_t num_home_rows = 0;     // of keys
-  int64_t num_context_rows = 0;  // of them without queries
-  bool moves_rows = false;       // whether any rank sends any row under this plan
+  int64_t num_home_rows = 0;  // of keys
+  int64_t moves_rows = 0;     // whether any rank sends any row under this plan
   Mask mask;
-  at::Device device{at::kCPU};  // of rows
-  bool deterministic = false;
-  std::vector<Round> rounds;  // one or more, as many on every rank; home tasks are of the first
+  int64_t num_rounds = 1;
+  int64_t deterministic = 0;
+  int64_t num_counted = 0;       // of `rows`: words that runs give
+  int64_t num_row_words = 0;     // of `rows`
+  int64_t num_context_rows = 0;  // home rows without queries
+  int64_t num_kept_queries = 0;  // visiting rows that this rank keeps, over all rounds
+  int64_t num_kept_keys = 0;
+  int64_t rank = 0;
+  int64_t batch = -1;  // step of the first plan for the same documents
 
   int64_t num_home_queries() const { return num_home_rows - num_context_rows; }
+};
+
+// A rank's layout as operators use it. `layout` (int64, host) has the header, then the movement of
+// each round, then the tasks of each round with the words of back ends. `rows` (int32, on the
+// device of attention) has row indices (see row_words.h) and device words of back ends.
+struct Layout : LayoutHeader {
+  at::Device device{at::kCPU};  // of rows
+  std::vector<Round> rounds;    // one or more, as many on every rank; home tasks are of the first
 };
 
 struct LayoutOrigin {
@@ -49,7 +64,7 @@ struct LayoutOrigin {
 };
 
 inline attention::Params attention_params(const Layout& layout, double softmax_scale) {
-  return {softmax_scale, layout.deterministic};
+  return {softmax_scale, layout.deterministic != 0};
 }
 
 // Returns (layout, packed rows), both on the host.
@@ -67,5 +82,9 @@ std::vector<int64_t> kept_rows(const at::Tensor& layout);
 
 // Throws ValueError unless the tensors are results of encode_layout and unpack_rows.
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows);
+
+// Does the same, but once for all calls of a plan: while the tensors' memory lives, nobody writes
+// to it, and gradients or inference mode do not prevent counting writes.
+std::shared_ptr<const Layout> shared_layout(const at::Tensor& layout, const at::Tensor& rows);
 
 }  // namespace distca::ops

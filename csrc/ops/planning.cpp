@@ -25,7 +25,6 @@
 namespace distca::ops {
 namespace {
 
-constexpr int64_t kMaxRanks = 65536;
 constexpr int64_t kMaxPosition = int64_t{1} << 48;
 constexpr int64_t kPieceWords = 4;   // rank, document, start, length; then context or nothing
 constexpr int64_t kTaskWords = 5;    // document, q_begin, q_end, server, is_kept

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace distca::ops {
 namespace {
@@ -60,32 +61,65 @@ void unpack_on_device(const at::Tensor& packed, int64_t num_runs, int64_t num_co
   words.index_copy_(0, place, (column(2) + in_run * column(3)).to(at::kInt));
 }
 
+IndexList counting(const std::vector<Run>& runs) {
+  IndexList list;
+  for (const Run& run : runs) {
+    list.runs.push_back({static_cast<int32_t>(list.size), 1, static_cast<int32_t>(run.first), 1,
+                         static_cast<int32_t>(run.length)});
+    list.size += run.length;
+  }
+  return list;
+}
+
+void append_reduction(const std::vector<Run>& sent_keys, std::vector<IndexList>& lists) {
+  IndexList row, begin{{{0, 1, 0, 0, 1}}, 1}, slot;
+  for (const SharedRows& shared : shared_rows(sent_keys)) {
+    const auto length = static_cast<int32_t>(shared.length);
+    const auto per_row = static_cast<int32_t>(shared.slots.size());
+    const auto first_row = static_cast<int32_t>(row.size), first = static_cast<int32_t>(slot.size);
+    row.runs.push_back({first_row, 1, static_cast<int32_t>(shared.first), 1, length});
+    begin.runs.push_back({first_row + 1, 1, first + per_row, per_row, length});
+    for (int32_t i = 0; i < per_row; ++i) {
+      slot.runs.push_back({first + i, per_row, shared.slots[i], 1, length});
+    }
+    row.size += length;
+    begin.size += length;
+    slot.size += int64_t{length} * per_row;
+  }
+  lists.insert(lists.end(), {std::move(row), std::move(begin), std::move(slot)});
+}
+
+void append_slots(const transport::Slots& slots, std::vector<IndexList>& lists) {
+  for (const auto* runs :
+       {&slots.send_q_runs, &slots.q_slot_runs, &slots.send_k_runs, &slots.k_slot_runs}) {
+    lists.push_back(counting(*runs));
+  }
+}
+
 }  // namespace
 
-int64_t RowWords::reserve(int64_t count) {
-  TORCH_INTERNAL_ASSERT(literals_.empty(), "counted words after others");
-  const int64_t first_word = total_;
-  total_ += count;
-  counted_ += count;
-  return first_word;
+SlotsOfRound slots_of_round(const Movement& movement, int64_t rank, int64_t num_ranks) {
+  using transport::Moving;
+  SlotsOfRound slots{transport::slots_of(movement, rank, num_ranks, Moving::kAll), {}};
+  if (keeps_any(movement)) {
+    slots.again = transport::slots_of(movement, rank, num_ranks, Moving::kNotKept);
+  }
+  return slots;
 }
 
-void RowWords::add(const WordRun& run) {
-  if (run.count == 0) return;
-  runs_.insert(runs_.end(), {run.first_word, run.word_step, run.value, run.value_step, run.count});
-}
-
-void RowWords::append(std::span<const int32_t> words) {
-  literals_.insert(literals_.end(), words.begin(), words.end());
-  total_ += static_cast<int64_t>(words.size());
-}
-
-at::Tensor RowWords::packed() const {
-  const auto size = static_cast<int64_t>(runs_.size() + literals_.size());
-  at::Tensor tensor = at::empty({size}, at::kInt);
-  int32_t* next = tensor.mutable_data_ptr<int32_t>();
-  std::copy(literals_.begin(), literals_.end(), std::copy(runs_.begin(), runs_.end(), next));
-  return tensor;
+std::vector<IndexList> index_lists(const Movement& movement, int64_t rank,
+                                   const SlotsOfRound& slots) {
+  std::vector<IndexList> lists;
+  append_slots(slots.all, lists);
+  append_reduction(slots.all.send_k_runs, lists);
+  if (!slots.again) return lists;
+  append_slots(*slots.again, lists);
+  for (const bool are_kept : {false, true}) {
+    const VisitingRuns visiting = visiting_runs(movement, rank, are_kept);
+    lists.push_back(counting(visiting.queries));
+    lists.push_back(counting(visiting.keys));
+  }
+  return lists;
 }
 
 at::Tensor unpack_words(const at::Tensor& packed, int64_t num_counted, int64_t num_words) {
