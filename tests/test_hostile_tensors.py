@@ -41,10 +41,11 @@ def _plan(
     servers=NO_SERVERS,
     links=LINKS,
     tolerance=TOLERANCE,
+    **others,
 ) -> Tensor:
     cost = _cost() if cost is None else cost
     call = torch.ops.distca.plan
-    return call(pieces, num_ranks, *window, cost, row_bytes, servers, links, tolerance)[0]
+    return call(pieces, num_ranks, *window, cost, row_bytes, servers, links, tolerance, **others)[0]
 
 
 def _layout(plan: Tensor, rank: int = 0, pieces: Tensor = PIECES, device: str = "cpu"):
@@ -77,7 +78,10 @@ def _plans():
     yield "row_bytes", lambda: _plan(row_bytes=(-1, 1))
     yield "one row_bytes", lambda: _plan(row_bytes=(1,))
     yield "row_bytes that wrap around", lambda: _plan(row_bytes=(2**62, 2**62))
-    yield "held row_bytes", lambda: _plan(row_bytes=(1, 1, -1, 1))
+    yield "held_bytes", lambda: _plan(held_bytes=(-1, 1))
+    yield "one held_bytes", lambda: _plan(held_bytes=(1,))
+    yield "one kept_bytes", lambda: _plan(kept_bytes=(1,))
+    yield "a cap without kept_bytes", lambda: _plan(kept_cap_bytes=1)
     for word in range(3):
         for value in (0.0, -1.0, float("nan")):
             yield f"links {word} {value}", lambda w=word, v=value: _plan(links=_with(LINKS, w, v))

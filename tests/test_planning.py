@@ -185,10 +185,11 @@ def solve(
         num_ranks,
         *CAUSAL,
         cost_tensor(options, shape, device),
-        [*shape.row_bytes(), *held_row_bytes(shape)],
+        shape.row_bytes(),
         cluster.servers(),
         cluster.links(),
         options.tolerance,
+        held_bytes=held_row_bytes(shape),
     )
 
 

@@ -59,12 +59,45 @@ void check_device_of_rows(const at::Tensor& tensor, const char* name, const at::
                     ", but the plan was made for ", rows, "; pass device= to distca.plan");
 }
 
+// Checks that the layout is of this rank of the session; without a session, of the only rank.
+void check_member(const Layout& layout, const Session* session, const std::string& group_name) {
+  TORCH_CHECK_VALUE(session || layout.num_ranks == 1,
+                    "group_name is empty, but the layout is one of ", layout.num_ranks,
+                    " ranks; pass the plan's group_name");
+  if (!session) return;
+  TORCH_CHECK_VALUE(layout.num_ranks == session->num_ranks() && layout.rank == session->rank(),
+                    "the layout is that of rank ", layout.rank, ", but this is rank ",
+                    session->rank(), " of group '", group_name, "'; its plan is over ",
+                    layout.num_ranks, " ranks, the group has ", session->num_ranks(),
+                    ". Pass this rank's own layout, of a plan over this group");
+}
+
 // If only head_dim differs, as in multi-head latent attention, zeros can fill up the values.
 std::string remedy_for_values(const at::Tensor& k, const at::Tensor& v) {
   if (v.sizes().slice(0, 2) != k.sizes().slice(0, 2) || v.size(2) >= k.size(2)) return "";
   const std::string width = std::to_string(v.size(2));
   return ": pad v with zeros and slice the result, core_attention(q, k, F.pad(v, (0, " +
          std::to_string(k.size(2) - v.size(2)) + ")), ...)[..., :" + width + "]";
+}
+
+// Sizes and dtype that a tensor must have.
+struct Expected {
+  std::vector<int64_t> sizes;
+  at::ScalarType dtype;
+  at::Device device;
+  const char* reason;
+};
+
+void check_is(const at::Tensor& tensor, const char* name, const Expected& expected) {
+  const auto& [sizes, dtype, device, reason] = expected;
+  TORCH_CHECK_VALUE(
+      tensor.sizes() == sizes && tensor.scalar_type() == dtype && tensor.device() == device, name,
+      " is ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device(),
+      "; expected ", dtype, " of shape ", at::IntArrayRef(sizes), " on ", device, ", ", reason);
+}
+
+at::ScalarType lse_dtype(const at::Tensor& out) {
+  return out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 }  // namespace
@@ -113,18 +146,6 @@ transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const a
   return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
 }
 
-void check_is(const at::Tensor& tensor, const char* name, const Expected& expected) {
-  const auto& [sizes, dtype, device, reason] = expected;
-  TORCH_CHECK_VALUE(
-      tensor.sizes() == sizes && tensor.scalar_type() == dtype && tensor.device() == device, name,
-      " is ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device(),
-      "; expected ", dtype, " of shape ", at::IntArrayRef(sizes), " on ", device, ", ", reason);
-}
-
-at::ScalarType lse_dtype(const at::Tensor& out) {
-  return out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
                  const at::Tensor& q) {
   check_is(grad_out, "grad_out", {q.sizes().vec(), q.scalar_type(), q.device(), "like q"});
@@ -156,41 +177,36 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
 Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
                 const std::string& group_name, int64_t caller) {
-  if (group_name.empty()) {
-    Call call{.layout = shared_layout(layout, rows), .timeline = timeline_of(group_name)};
-    TORCH_CHECK_VALUE(call.layout->num_ranks == 1, "group_name is empty, but the layout is one of ",
-                      call.layout->num_ranks, " ranks; pass the plan's group_name");
-    call.inputs = check_inputs(q, k, v, *call.layout);
-    call.where = {"", name_of(pass), -1, call.layout->step, caller};
-    return call;
+  Call call{.timeline = timeline_of(group_name)};
+  if (!group_name.empty()) {
+    call.session = find_session(group_name);
+    call.turn = std::unique_lock(call.session->calls());
   }
-  Call call;
-  call.session = find_session(group_name);
-  call.turn = std::unique_lock(call.session->calls());
   try {
     call.layout = shared_layout(layout, rows);
-    TORCH_CHECK_VALUE(call.layout->num_ranks == call.session->num_ranks(), "the layout is one of ",
-                      call.layout->num_ranks, " ranks, but group '", group_name, "' has ",
-                      call.session->num_ranks(), "; plan over this group");
-    TORCH_CHECK_VALUE(call.layout->rank == call.session->rank(), "the layout is that of rank ",
-                      call.layout->rank, ", but this is rank ", call.session->rank(), " of group '",
-                      group_name, "'; pass this rank's own");
+    check_member(*call.layout, call.session.get(), group_name);
     call.inputs = check_inputs(q, k, v, *call.layout);
   } catch (const std::exception& error) {
     try {
-      call.session->refuse(call.layout ? call.layout->step : -1, transport::message_of(error));
+      if (call.session) {
+        call.session->refuse(call.layout ? call.layout->step : -1, transport::message_of(error));
+      }
     } catch (const std::exception&) {
       // Telling the others failed; this rank's own error is the one to report.
     }
     throw;
   }
+  const auto& [step, batch, moves_rows] =
+      std::tie(call.layout->step, call.layout->batch, call.layout->moves_rows);
+  if (!call.session) {
+    call.where = {"", name_of(pass), -1, step, caller};
+    return call;
+  }
   call.session->agree(signature_of(*call.layout, q, k, softmax_scale));
-  call.timeline = call.session->timeline();
-  call.where = call.session->enter(pass, {call.layout->step, call.layout->batch}, caller,
-                                   call.layout->moves_rows);
+  call.where = call.session->enter(pass, {step, batch}, caller, moves_rows);
   call.transport =
       &call.session->transport(attention::reads_in_place(call.inputs.q, softmax_scale));
-  if (call.layout->moves_rows) return call;
+  if (moves_rows) return call;
   call.turn = {};
   call.session.reset();
   return call;

@@ -25,15 +25,6 @@ void check_no_capture(const at::Tensor& tensor);
 // `tensor` is [rows, heads, head_dim].
 void check_shape(const at::Tensor& tensor, const char* name);
 
-// Sizes and dtype that a tensor must have.
-struct Expected {
-  std::vector<int64_t> sizes;
-  at::ScalarType dtype;
-  at::Device device;
-  const char* reason;
-};
-void check_is(const at::Tensor& tensor, const char* name, const Expected& expected);
-
 // Checks that the backward pass's inputs fit the forward pass of q, [rows, heads, head_dim].
 void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
                  const at::Tensor& q);
@@ -42,9 +33,6 @@ void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Te
 // `rows`.
 void check_layout_rows(const at::Tensor& tensor, const char* name, int64_t expected,
                        const at::Tensor& rows);
-
-// Returns the dtype of lse for rows of `out`.
-at::ScalarType lse_dtype(const at::Tensor& out);
 
 // A tensor whose rows are contiguous: itself, or a copy.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);

@@ -31,11 +31,15 @@ constexpr int64_t kTaskWords = 5;    // document, q_begin, q_end, server, is_kep
 constexpr int64_t kLoadColumns = 7;  // see schemas.cpp
 enum PlanHeader : int64_t { kNumRanks, kWindowLeft, kWindowRight, kDigest, kNumTasks, kPlanHeader };
 
-std::span<const int64_t> int64_words(const at::Tensor& tensor, const char* name) {
+// Returns the elements of a contiguous CPU tensor of dtype T. Throws ValueError for any other.
+template <typename T>
+std::span<const T> words_of(const at::Tensor& tensor, const char* name) {
+  constexpr at::ScalarType dtype = c10::CppTypeToScalarType<T>::value;
+  constexpr const char* dtype_name = dtype == at::kDouble ? "float64" : "int64";
   TORCH_CHECK_VALUE(
-      tensor.device().is_cpu() && tensor.scalar_type() == at::kLong && tensor.is_contiguous(), name,
-      ": expected a contiguous int64 CPU tensor, got ", tensor.toString());
-  return {tensor.const_data_ptr<int64_t>(), static_cast<size_t>(tensor.numel())};
+      tensor.device().is_cpu() && tensor.scalar_type() == dtype && tensor.is_contiguous(), name,
+      ": expected a contiguous ", dtype_name, " CPU tensor, got ", tensor.toString());
+  return {tensor.const_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
 }
 
 // The planner throws std::invalid_argument; Python users see ValueError.
@@ -54,7 +58,7 @@ planner::Pack decode_pack(const at::Tensor& pieces, int64_t num_ranks) {
                     "pieces: expected [num_pieces, 4] (rank, document, start, length), or 5 with "
                     "context rows, got ",
                     pieces.sizes());
-  const auto words = int64_words(pieces, "pieces");
+  const auto words = words_of<int64_t>(pieces, "pieces");
   std::vector<planner::Piece> decoded;
   TORCH_CHECK_VALUE(0 < num_ranks && num_ranks <= kMaxRanks, "num_ranks is ", num_ranks,
                     "; expected 1 to ", kMaxRanks);
@@ -77,10 +81,8 @@ planner::Pack decode_pack(const at::Tensor& pieces, int64_t num_ranks) {
 // float64 [tile_q, tile_k, seconds_per_tile, seconds_per_task, num_rows, num_keys, rows...,
 // keys..., seconds...]
 planner::CostModel decode_cost(const at::Tensor& cost) {
-  TORCH_CHECK_VALUE(cost.device().is_cpu() && cost.scalar_type() == at::kDouble &&
-                        cost.is_contiguous() && cost.numel() >= 6,
-                    "cost: expected a contiguous float64 CPU tensor of at least 6 values");
-  const double* values = cost.const_data_ptr<double>();
+  const auto values = words_of<double>(cost, "cost");
+  TORCH_CHECK_VALUE(values.size() >= 6, "cost: ", values.size(), " values; expected at least 6");
   const auto whole = [&](int64_t word, int64_t limit) {
     TORCH_CHECK_VALUE(0 <= values[word] && values[word] <= static_cast<double>(limit),
                       "cost: value ", word, " is ", values[word], "; expected 0 to ", limit);
@@ -96,7 +98,7 @@ planner::CostModel decode_cost(const at::Tensor& cost) {
   model.seconds_per_tile = values[2];
   model.seconds_per_task = values[3];
   for (int64_t i = 6; i < 6 + num_rows + num_keys; ++i) whole(i, kMaxRows);
-  const double* next = values + 6;
+  const double* next = values.data() + 6;
   model.table_rows.assign(next, next + num_rows);
   model.table_keys.assign(next + num_rows, next + num_rows + num_keys);
   next += num_rows + num_keys;
@@ -105,15 +107,8 @@ planner::CostModel decode_cost(const at::Tensor& cost) {
   return model;
 }
 
-std::span<const double> float64_words(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(
-      tensor.device().is_cpu() && tensor.scalar_type() == at::kDouble && tensor.is_contiguous(),
-      name, ": expected a contiguous float64 CPU tensor, got ", tensor.toString());
-  return {tensor.const_data_ptr<double>(), static_cast<size_t>(tensor.numel())};
-}
-
 std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t num_ranks) {
-  const auto values = float64_words(servers, "servers");
+  const auto values = words_of<double>(servers, "servers");
   if (values.empty()) return {};
   TORCH_CHECK_VALUE(servers.dim() == 2 && servers.size(0) == num_ranks && servers.size(1) == 2,
                     "servers: expected [", num_ranks,
@@ -125,11 +120,16 @@ std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t n
 }
 
 planner::Links decode_links(const at::Tensor& links) {
-  const auto values = float64_words(links, "links");
+  const auto values = words_of<double>(links, "links");
   TORCH_CHECK_VALUE(values.size() == 3 && 1 <= values[0] && values[0] <= kMaxRanks,
                     "links: expected (ranks of a node, 1 to ", kMaxRanks,
                     ", bytes per second within it, between nodes), got ", links.sizes());
   return {static_cast<int64_t>(values[0]), values[1], values[2]};
+}
+
+planner::RowBytes decode_row_bytes(at::IntArrayRef bytes, const char* name) {
+  TORCH_CHECK_VALUE(bytes.size() == 2, name, ": expected (query, key), got ", bytes);
+  return {bytes[0], bytes[1]};
 }
 
 at::Tensor encode_plan(const planner::Plan& plan) {
@@ -163,7 +163,7 @@ void append_tasks(std::span<const int64_t> words, int64_t task_words, planner::P
 }
 
 planner::Plan decode_plan(const at::Tensor& encoded, const planner::Pack& pack) {
-  const auto words = int64_words(encoded, "plan");
+  const auto words = words_of<int64_t>(encoded, "plan");
   TORCH_CHECK_VALUE(
       words.size() >= kPlanHeader && words[kNumTasks] >= 0 &&
           (words.size() - kPlanHeader) / kTaskWords == static_cast<size_t>(words[kNumTasks]),
@@ -259,24 +259,20 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
                                         int64_t window_left, int64_t window_right,
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,
                                         const at::Tensor& servers, const at::Tensor& links,
-                                        double tolerance, int64_t rounds, double kept_cap_bytes) {
-  TORCH_CHECK_VALUE(row_bytes.size() == 2 || row_bytes.size() == 4 || row_bytes.size() == 6,
-                    "row_bytes: expected (query, key), or (query, key, held query, held key), or "
-                    "(query, key, held query, held key, kept query, kept key), got ",
-                    row_bytes);
-  TORCH_CHECK_VALUE(kept_cap_bytes == 0 || row_bytes.size() == 6, "kept_cap_bytes is ",
-                    kept_cap_bytes, ", but row_bytes ", row_bytes,
-                    " do not say what a kept row takes");
+                                        double tolerance, int64_t rounds, double kept_cap_bytes,
+                                        at::OptionalIntArrayRef held_bytes,
+                                        at::OptionalIntArrayRef kept_bytes) {
+  TORCH_CHECK_VALUE(kept_cap_bytes == 0 || kept_bytes, "kept_cap_bytes is ", kept_cap_bytes,
+                    ", but kept_bytes does not say what a kept row takes");
   TORCH_CHECK_VALUE(window_left >= -1 && window_right >= -1, "window is (", window_left, ", ",
                     window_right, "); expected -1 (no limit) or more");
   const planner::Pack pack = decode_pack(pieces, num_ranks);
   planner::PlanOptions options;
   options.mask = {window_left, window_right};
   options.cost = decode_cost(cost);
-  options.row_bytes = {row_bytes[0], row_bytes[1]};
-  const size_t held = row_bytes.size() > 2 ? 2 : 0;
-  options.held_bytes = {row_bytes[held], row_bytes[held + 1]};
-  if (row_bytes.size() > 4) options.kept_bytes = {row_bytes[4], row_bytes[5]};
+  options.row_bytes = decode_row_bytes(row_bytes, "row_bytes");
+  options.held_bytes = decode_row_bytes(held_bytes.value_or(row_bytes), "held_bytes");
+  if (kept_bytes) options.kept_bytes = decode_row_bytes(*kept_bytes, "kept_bytes");
   options.kept_cap_bytes = kept_cap_bytes;
   options.servers = decode_servers(servers, num_ranks);
   options.links = decode_links(links);
@@ -290,7 +286,7 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
 
 at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,
                          int64_t window_left, int64_t window_right) {
-  const auto words = int64_words(tasks, "tasks");
+  const auto words = words_of<int64_t>(tasks, "tasks");
   TORCH_CHECK_VALUE(
       tasks.dim() == 2 && (tasks.size(1) == kTaskWords || tasks.size(1) == kTaskWords - 1),
       "tasks has shape ", tasks.sizes(), "; expected [num_tasks, ", kTaskWords - 1,
@@ -311,7 +307,7 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
                                           bool deterministic, at::IntArrayRef held_bytes,
                                           std::optional<double> round_bytes, bool by_peer_memory,
                                           std::optional<int64_t> batch) {
-  const auto words = int64_words(plan, "plan");
+  const auto words = words_of<int64_t>(plan, "plan");
   TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
   const planner::Plan decoded = decode_plan(plan, pack);
@@ -322,9 +318,7 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
         as_value_error([&] { return planner::make_layout(pack, round, rank, results); }));
   };
   if (round_bytes) {
-    TORCH_CHECK_VALUE(held_bytes.size() == 2, "held_bytes: expected (query, key), got ",
-                      held_bytes);
-    const planner::RowBytes held{held_bytes[0], held_bytes[1]};
+    const planner::RowBytes held = decode_row_bytes(held_bytes, "held_bytes");
     for (const planner::Plan& round :
          as_value_error([&] { return planner::rounds_of(pack, decoded, held, *round_bytes); })) {
       add_round(round);

@@ -15,7 +15,9 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
                                         int64_t window_left, int64_t window_right,
                                         const at::Tensor& cost, at::IntArrayRef row_bytes,
                                         const at::Tensor& servers, const at::Tensor& links,
-                                        double tolerance, int64_t rounds, double kept_cap_bytes);
+                                        double tolerance, int64_t rounds, double kept_cap_bytes,
+                                        at::OptionalIntArrayRef held_bytes,
+                                        at::OptionalIntArrayRef kept_bytes);
 
 at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,
                          int64_t window_left, int64_t window_right);

@@ -59,16 +59,16 @@ TORCH_LIBRARY(distca, m) {
 
   // Planning: pieces int64 [num_pieces, 4] (rank, document, start, length) of all ranks, in row
   // order within each rank, or 5 with the number of their first tokens that are context: keys
-  // without queries, which only a document's first piece has; row_bytes (query, key) that travel
-  // for a layer, or these and what a server holds of them, or these and what their inputs take, of
-  // which a server may keep kept_cap_bytes for the backward pass; servers float64 [num_ranks, 2]
+  // without queries, which only a document's first piece has; bytes of a (query, key) row that
+  // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
+  // of which a server may keep kept_cap_bytes for the backward pass; servers float64 [num_ranks, 2]
   // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [3] (ranks
   // of a node, bytes per second of a rank within it, and between nodes); loads float64 [num_ranks,
   // 7] (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes).
   m.def(
       "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
       "int[] row_bytes, Tensor servers, Tensor links, float tolerance, int rounds=1, "
-      "float kept_cap_bytes=0) "
+      "float kept_cap_bytes=0, int[]? held_bytes=None, int[]? kept_bytes=None) "
       "-> (Tensor plan, Tensor loads)");
   // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server), or 5 with
   // whether the server keeps inputs, which is alike for all that it computes of a document away

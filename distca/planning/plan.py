@@ -315,12 +315,14 @@ def balance(
         cluster.num_ranks,
         *window_size,
         cost,
-        [*shape.row_bytes(), *held_row_bytes(shape), *input_row_bytes(shape)],
+        shape.row_bytes(),
         cluster.servers(),
         cluster.links(),
         tolerance,
         cluster.rounds,
         cluster.kept_cap_bytes,
+        held_row_bytes(shape),
+        input_row_bytes(shape),
     )
 
 
