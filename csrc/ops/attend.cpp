@@ -1,11 +1,17 @@
-#include "attend.h"
-
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 #include "checks.h"
 
 namespace distca::ops {
 namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
 
 bool is_home(c10::string_view tasks) {
   TORCH_CHECK_VALUE(tasks == "home" || tasks == "visiting", "tasks is '", tasks,
@@ -36,8 +42,8 @@ void check_task_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   check_layout_rows(v, "v", num_keys, rows);
 }
 
-}  // namespace
-
+// Computes one task list without communication, for calibration. Rows outside all tasks are zero.
+// `tasks`, "home" or "visiting", names the layout's task list.
 std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor& k,
                                           const at::Tensor& v, const at::Tensor& layout,
                                           const at::Tensor& rows, double softmax_scale,
@@ -81,4 +87,60 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(
   return {dq, dk, dv};
 }
 
+class Attend : public torch::autograd::Function<Attend> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
+                               const Variable& v, const Variable& layout, const Variable& rows,
+                               double softmax_scale, const std::string& tasks) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("distca::attend", "")
+                               .typed<decltype(attend)>();
+    auto [out, lse] = op.call(q, k, v, layout, rows, softmax_scale, c10::string_view(tasks));
+    ctx->save_for_backward({q, k, v, out, lse, layout, rows});
+    ctx->mark_non_differentiable({lse});
+    ctx->saved_data["softmax_scale"] = softmax_scale;
+    ctx->saved_data["tasks"] = tasks;
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::string tasks = ctx->saved_data["tasks"].toStringRef();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("distca::attend_backward", "")
+                               .typed<decltype(attend_backward)>();
+    auto [dq, dk, dv] =
+        op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+                ctx->saved_data["softmax_scale"].toDouble(), c10::string_view(tasks));
+    return {dq, dk, dv, Variable(), Variable(), Variable(), Variable()};
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> attend_autograd(const at::Tensor& q, const at::Tensor& k,
+                                                   const at::Tensor& v, const at::Tensor& layout,
+                                                   const at::Tensor& rows, double softmax_scale,
+                                                   c10::string_view tasks) {
+  auto results = Attend::apply(q, k, v, layout, rows, softmax_scale, std::string(tasks));
+  return {results[0], results[1]};
+}
+
+}  // namespace
 }  // namespace distca::ops
+
+TORCH_LIBRARY_IMPL(distca, CPU, m) {
+  m.impl("attend", distca::ops::attend);
+  m.impl("attend_backward", distca::ops::attend_backward);
+}
+
+// Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
+// dispatcher's.
+TORCH_LIBRARY_IMPL(distca, CUDA, m) {
+  m.impl("attend", distca::ops::attend);
+  m.impl("attend_backward", distca::ops::attend_backward);
+}
+
+TORCH_LIBRARY_IMPL(distca, Autograd, m) {
+  m.impl("attend", distca::ops::attend_autograd);
+  m.impl("attend_backward", torch::autograd::autogradNotImplementedFallback());
+}

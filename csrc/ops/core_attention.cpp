@@ -1,7 +1,9 @@
-#include "core_attention.h"
-
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 #include <algorithm>
 
@@ -12,6 +14,9 @@
 namespace distca::ops {
 namespace {
 
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
 using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
@@ -139,8 +144,6 @@ Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const 
   return gradients;
 }
 
-}  // namespace
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
     const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
@@ -207,4 +210,77 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   });
 }
 
+// As core_attention, whose lengths may be symbols under torch.compile.
+using SymbolicForward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    double, c10::string_view, c10::SymInt, c10::SymInt, int64_t);
+
+// Calls the operators through the dispatcher, so that modes (fake tensors, selective checkpointing,
+// torch.compile) see them.
+class CoreAttention : public torch::autograd::Function<CoreAttention> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
+                               const Variable& v, const Variable& layout, const Variable& rows,
+                               double softmax_scale, const std::string& group_name,
+                               const c10::SymInt& num_kept_queries,
+                               const c10::SymInt& num_kept_keys, int64_t caller) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("distca::core_attention", "")
+                               .typed<SymbolicForward>();
+    auto [out, lse, kept] =
+        op.call(q, k, v, layout, rows, softmax_scale, c10::string_view(group_name),
+                num_kept_queries, num_kept_keys, caller);
+    ctx->save_for_backward({q, k, v, out, lse, layout, rows, kept});
+    ctx->mark_non_differentiable({lse, kept});
+    ctx->saved_data["softmax_scale"] = softmax_scale;
+    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["caller"] = caller;
+    return {out, lse, kept};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::string group_name = ctx->saved_data["group_name"].toStringRef();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("distca::core_attention_backward", "")
+                               .typed<decltype(core_attention_backward)>();
+    auto [dq, dk, dv] =
+        op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+                ctx->saved_data["softmax_scale"].toDouble(), c10::string_view(group_name),
+                std::optional<at::Tensor>(saved[7]), ctx->saved_data["caller"].toInt());
+    return {dq,         dk,         dv,         Variable(), Variable(),
+            Variable(), Variable(), Variable(), Variable(), Variable()};
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention_autograd(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
+    const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
+    c10::SymInt num_kept_queries, c10::SymInt num_kept_keys, int64_t caller) {
+  auto results = CoreAttention::apply(q, k, v, layout, rows, softmax_scale, std::string(group_name),
+                                      num_kept_queries, num_kept_keys, caller);
+  return {results[0], results[1], results[2]};
+}
+
+}  // namespace
 }  // namespace distca::ops
+
+TORCH_LIBRARY_IMPL(distca, CPU, m) {
+  m.impl("core_attention", distca::ops::core_attention);
+  m.impl("core_attention_backward", distca::ops::core_attention_backward);
+  m.impl("exchange", distca::ops::exchange);
+}
+
+// Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
+// dispatcher's.
+TORCH_LIBRARY_IMPL(distca, CUDA, m) {
+  m.impl("core_attention", distca::ops::core_attention);
+  m.impl("core_attention_backward", distca::ops::core_attention_backward);
+  m.impl("exchange", distca::ops::exchange);
+}
+
+TORCH_LIBRARY_IMPL(distca, Autograd, m) {
+  m.impl("core_attention", distca::ops::core_attention_autograd);
+  m.impl("core_attention_backward", torch::autograd::autogradNotImplementedFallback());
+}

@@ -1,7 +1,6 @@
-#include "planning.h"
-
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <iterator>
@@ -248,8 +247,6 @@ void check_row_indices(const planner::Pack& pack, const planner::Plan& plan) {
   }
 }
 
-}  // namespace
-
 at::Tensor all_gather(const at::Tensor& tensor, c10::string_view group_name, int64_t step) {
   const auto session = find_session(std::string(group_name));
   return session->planning().all_gather(tensor, {"plan", "", -1, step}, "the plan of a step");
@@ -331,4 +328,12 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
                         std::string(device_type)});
 }
 
+}  // namespace
 }  // namespace distca::ops
+
+TORCH_LIBRARY_IMPL(distca, CPU, m) {
+  m.impl("all_gather", distca::ops::all_gather);
+  m.impl("plan", distca::ops::plan);
+  m.impl("plan_of_tasks", distca::ops::plan_of_tasks);
+  m.impl("layout", distca::ops::layout);
+}

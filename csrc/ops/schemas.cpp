@@ -4,10 +4,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include "attend.h"
-#include "core_attention.h"
 #include "layout_tensor.h"
-#include "planning.h"
 #include "session.h"
 #include "transport/registry.h"
 #include "version.h"
@@ -176,31 +173,12 @@ TORCH_LIBRARY(distca, m) {
   m.def("version() -> int", [] { return distca::ops::kVersion; });
 }
 
-namespace {
-
-void bind_on_all_devices(torch::Library& m) {
-  m.impl("unpack_rows", distca::ops::unpack_rows);
-  m.impl("core_attention", distca::ops::core_attention);
-  m.impl("core_attention_backward", distca::ops::core_attention_backward);
-  m.impl("exchange", distca::ops::exchange);
-  m.impl("attend", distca::ops::attend);
-  m.impl("attend_backward", distca::ops::attend_backward);
-}
-
-}  // namespace
-
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  bind_on_all_devices(m);
-  m.impl("all_gather", distca::ops::all_gather);
-  m.impl("plan", distca::ops::plan);
-  m.impl("plan_of_tasks", distca::ops::plan_of_tasks);
-  m.impl("layout", distca::ops::layout);
+  m.impl("unpack_rows", distca::ops::unpack_rows);
 }
 
-// Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
-// dispatcher's.
 TORCH_LIBRARY_IMPL(distca, CUDA, m) {
-  bind_on_all_devices(m);
+  m.impl("unpack_rows", distca::ops::unpack_rows);
 }
 
 // Read from the file before it is loaded: a library built for another torch must not be.
