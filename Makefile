@@ -73,13 +73,13 @@ docs: $(LIBRARY)
 install: $(LIBRARY)
 
 format: $(ENVIRONMENT)
-	find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
+	find csrc tests benchmarks -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
 		-exec $(BIN)/clang-format -i {} +
 	$(BIN)/ruff check --fix $(PYTHON_FILES)
 	$(BIN)/ruff format $(PYTHON_FILES)
 
 check-format: $(ENVIRONMENT)
-	find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
+	find csrc tests benchmarks -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
 		-exec $(BIN)/clang-format --dry-run --Werror {} +
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(BIN)/ruff format --check $(PYTHON_FILES)

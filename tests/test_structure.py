@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 CXX_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
-ROOMS = ("core", "planner", "attention", "transport", "ops", "tests", "fuzz", "ablation")
+ROOMS = ("core", "planner", "attention", "transport", "ops", "tests")
 
 NO_TORCH_NO_CUDA = r"torch/|ATen/|c10/|cuda"
 # Room or file (the longest prefix counts): other rooms it may include, with the rooms inside them,
@@ -28,8 +28,6 @@ CXX_RULES = {
     "transport": ({"core"}, r"$^"),
     "ops": ({"core", "planner", "attention", "transport"}, r"$^"),
     "tests": ({"core", "planner", "attention", "transport"}, r"torch/|ATen/|c10/"),
-    "fuzz": ({"core", "planner", "tests"}, r"torch/|ATen/|c10/"),
-    "ablation": ({"core", "planner", "planner/balance", "planner/model"}, NO_TORCH_NO_CUDA),
 }
 # Rooms that reach back ends through their table alone, and what would say that they do not.
 ABOVE_BACKENDS = ("ops/", "planner/", "transport/")

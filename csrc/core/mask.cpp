@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <stdexcept>
-#include <string>
 #include <utility>
+
+#include "check.h"
 
 namespace distca {
 namespace {
@@ -75,9 +75,8 @@ int64_t floor_sum(int64_t count, int64_t first, int64_t step, int64_t divisor) {
 
 void validate(const Mask& mask) {
   const auto check = [](const char* field, int64_t width) {
-    if (width >= -1) return;
-    throw std::invalid_argument(std::string(field) + " is " + std::to_string(width) +
-                                "; expected -1 (no limit) or the number of keys seen on that side");
+    require(width >= -1, field, " is ", width,
+            "; expected -1 (no limit) or the number of keys seen on that side");
   };
   check("mask.window_left", mask.window_left);
   check("mask.window_right", mask.window_right);

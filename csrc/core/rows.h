@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 
@@ -35,6 +36,11 @@ constexpr Range intersect(Range a, Range b) {
 
 constexpr int64_t num_shared(Range a, Range b) {
   return std::max<int64_t>(0, num_rows(intersect(a, b)));
+}
+
+// What is left of `rows`, before and after a part of them.
+constexpr std::array<Range, 2> outside(Range part, Range rows) {
+  return {Range{rows.begin, part.begin}, Range{part.end, rows.end}};
 }
 
 // Consecutive rows, or slots.

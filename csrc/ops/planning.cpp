@@ -12,7 +12,6 @@
 
 #include "layout_tensor.h"
 #include "planner/layout/layout.h"
-#include "planner/layout/rounds.h"
 #include "planner/make_plan.h"
 #include "planner/model/loads.h"
 #include "planner/model/options.h"

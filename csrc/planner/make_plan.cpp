@@ -5,21 +5,19 @@
 #include <stdexcept>
 
 #include "balance/balancer.h"
-#include "balance/home_cut.h"
-#include "layout/keeping.h"
-#include "layout/rounds.h"
+#include "layout/layout.h"
 #include "model/loads.h"
 
 namespace distca::planner {
 
 Plan make_plan(const Pack& pack, const PlanOptions& options) {
   validate(options, pack);
-  const HomeCut home(pack, options);
-  Plan plan{pack.num_ranks, options.mask, balance(pack, options, home), {}, 0};
+  const Problem problem(pack, options);
+  Plan plan{pack.num_ranks, options.mask, balance(problem), {}, 0};
   plan.loads = loads_of(pack, options, plan.tasks);
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
     const double speed = options.speed(rank);
-    plan.loads[rank].seconds_home = home.seconds[rank] / (speed > 0 ? speed : 1.0);
+    plan.loads[rank].seconds_home = problem.home_seconds[rank] / (speed > 0 ? speed : 1.0);
   }
   if (options.kept_cap_bytes > 0) keep_inputs(pack, options, plan);
   plan.digest = digest_of(pack, plan.mask, plan.tasks);

@@ -1,12 +1,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
-#include "planner/balance/assignment.h"
-#include "planner/balance/budget.h"
-#include "planner/balance/scheduler.h"
+#include "planner/balance/schedule.h"
 #include "planner_properties.h"
 #include "random_steps.h"
 
@@ -22,12 +19,11 @@ TEST(Budget, EndsAnywhere) {
     const Pack pack = make_pack(draw_pieces(random, num_ranks, draw(random, 1, 100)), num_ranks);
     PlanOptions options = draw_options(random);
     draw_cluster(random, num_ranks, options);
-    const HomeCut home(pack, options);
-    const double total = std::accumulate(home.seconds.begin(), home.seconds.end(), 0.0);
+    Problem problem(pack, options);
+    const double total = problem.total_seconds;
     if (total == 0) continue;
-    Budget budget(draw(random, 0, 1 << draw(random, 0, 12)));
+    Budget budget{draw(random, 0, 1 << draw(random, 0, 12))};
     const double limit = draw(random, 0, 3) == 0 ? 1e6 : total / static_cast<double>(num_ranks);
-    Problem problem(pack, options, home);
     problem.bytes_per_root_second = 100;
     problem.min_relief = 1e-4 * total;
     Assignment assignment(problem, limit, budget);
@@ -59,9 +55,8 @@ TEST(Budget, IsNotNeededToEmptyARank) {
     PlanOptions options = draw_options(random);
     options.servers.assign(num_ranks, {0});
     options.servers[draw(random, 0, num_ranks - 1)].speed = 1;
-    const HomeCut home(pack, options);
-    Budget budget(0);
-    Problem problem(pack, options, home);
+    Budget budget{0};
+    Problem problem(pack, options);
     problem.bytes_per_root_second = 100;
     problem.min_relief = 0;
     Assignment assignment(problem, 1e9, budget);

@@ -7,7 +7,6 @@
 
 #include "layout_properties.h"
 #include "planner/layout/layout.h"
-#include "planner/layout/movement.h"
 #include "planner/make_plan.h"
 #include "random_steps.h"
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "layout_properties.h"
-#include "planner/layout/movement.h"
+#include "planner/layout/layout.h"
 #include "planner/make_plan.h"
 #include "random_steps.h"
 

@@ -4,7 +4,7 @@
 #include <limits>
 #include <vector>
 
-#include "planner/balance/recut.h"
+#include "planner/balance/schedule.h"
 #include "planner/model/pack.h"
 
 namespace distca::planner {
@@ -25,8 +25,7 @@ struct Step {
   explicit Step(const PlanOptions& step_options = options_of_step())
       : options(step_options),
         pack(make_pack(std::vector<Piece>{{0, 0, 0, 40 * kTile}}, 4)),
-        home(pack, options),
-        problem(pack, options, home),
+        problem(pack, options),
         assignment(problem, tiles(400), budget) {
     // Follows from the cost of a slice: see problem.cpp.
     const double pairs_per_second = kTile * kTile / options.cost.seconds_per_tile;
@@ -38,7 +37,6 @@ struct Step {
 
   PlanOptions options;
   Pack pack;
-  HomeCut home;
   Problem problem;
   Budget budget{1000000};
   Assignment assignment;
@@ -46,7 +44,7 @@ struct Step {
 
 void give(Assignment& assignment, int64_t receiver, int64_t begin, int64_t end) {
   assignment.own(0);
-  assignment.apply(assignment.move_of({0, 0, receiver, {begin * kTile, end * kTile}}));
+  assignment.apply(assignment.move_of({0, begin * kTile, end * kTile, receiver}));
 }
 
 // Of 40 tiles: the second lies apart from the others.

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "planner/layout/rounds.h"
+#include "planner/layout/layout.h"
 #include "planner/make_plan.h"
 #include "planner/model/ranges.h"
 #include "random_steps.h"

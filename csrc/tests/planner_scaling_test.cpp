@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "planner/layout/layout.h"
-#include "planner/layout/rounds.h"
 #include "planner/make_plan.h"
 #include "planner/model/plan.h"
 #include "random_steps.h"

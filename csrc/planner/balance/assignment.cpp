@@ -7,8 +7,8 @@ namespace distca::planner {
 Assignment::Assignment(const Problem& problem, double limit, Budget& budget)
     : problem_(problem),
       limit_(limit),
-      seconds_(problem.home.seconds),
-      traffic_(problem.home.traffic),
+      seconds_(problem.home_seconds),
+      traffic_(problem.home_traffic),
       ranks_(problem.pack.num_ranks),
       is_shared_(problem.pack.documents.size()),
       budget_(budget) {
@@ -24,21 +24,10 @@ double Assignment::capacity(int64_t rank) const {
   return most - std::max(seconds_[rank], most * std::max(in_link, held));
 }
 
-const std::deque<Item>& Assignment::own(int64_t rank) {
-  open(rank);
-  return ranks_[rank].own;
-}
-
 std::span<const Item> Assignment::own_of(int64_t rank, int64_t document) const {
   const auto entry = ranks_[rank].rest.find(document);
   if (entry != ranks_[rank].rest.end()) return entry->second;
-  return problem_.home.items_of(rank, document);
-}
-
-size_t Assignment::find_own(int64_t rank, const Item& item) const {
-  const std::deque<Item>& own = ranks_[rank].own;
-  return static_cast<size_t>(std::lower_bound(own.begin(), own.end(), item, is_larger) -
-                             own.begin());
+  return problem_.home_items(rank, document);
 }
 
 std::span<const Item> Assignment::received_of(int64_t rank, int64_t document) const {
@@ -57,7 +46,7 @@ const RangeSet& Assignment::keys_on(int64_t receiver, int64_t document) {
   if (has_lone_home(document)) return keys_;
   hold(own_of(receiver, document));
   const int64_t first_query = problem_.document(document).first_query;
-  for (const Item& item : problem_.home.items_of(receiver, document)) {
+  for (const Item& item : problem_.home_items(receiver, document)) {
     const bool has_context = item.rows.begin == first_query;  // context comes first
     keys_.insert({has_context ? 0 : item.rows.begin, item.rows.end});
   }
@@ -78,7 +67,7 @@ double Assignment::node_bytes_left(int64_t rank) const {
 
 bool Assignment::links_fit(const Move& move) const {
   const PlanOptions& options = problem_.options;
-  const int64_t document = ranks_[move.donor].own[move.item].document;
+  const int64_t document = move.item.document;
   const Load &in = load(move.receiver), &out = load(move.donor);
   const bool inside = traffic_.same_node(move.donor, move.receiver);
   const double bytes_per_second =
@@ -96,41 +85,44 @@ bool Assignment::links_fit(const Move& move) const {
   return static_cast<double>(held) <= options.cap_bytes(move.receiver);
 }
 
-std::vector<Placement> Assignment::placements() const {
-  std::vector<Placement> all;
+Move Assignment::move_of(int64_t donor, const Item& item, Range slice, int64_t receiver,
+                         const RangeSet& keys) const {
+  double relief = item.seconds;
+  for (const Range rest : outside(slice, item.rows)) {
+    relief -= problem_.seconds(item.document, rest);
+  }
+  const double seconds = problem_.seconds(item.document, slice);
+  return {donor, receiver, item, slice, relief, seconds, bytes_of(item.document, slice, keys)};
+}
+
+Move Assignment::move_of(const Task& task) const {
+  const int64_t donor = home_of(task.document);
+  const std::span<const Item> own = own_of(donor, task.document);
+  const auto item = std::find_if(own.begin(), own.end(), [&](const Item& each) {
+    return each.rows.begin <= task.q_begin && task.q_end <= each.rows.end;
+  });
+  return move_of(donor, *item, queries(task), task.server);
+}
+
+std::vector<Task> Assignment::tasks_away() const {
+  std::vector<Task> tasks;
   for (int64_t rank = 0; rank < problem_.pack.num_ranks; ++rank) {
     for (const auto& [document, items] : ranks_[rank].received) {
       if (!has_lone_home(document)) continue;
-      const int64_t donor = problem_.pack.segments_of(problem_.document(document))[0].rank;
-      for (const Item& item : items) all.push_back({document, donor, rank, item.rows});
+      for (const Item& item : items) {
+        tasks.push_back({document, item.rows.begin, item.rows.end, rank});
+      }
     }
   }
-  std::sort(all.begin(), all.end(), [](const Placement& a, const Placement& b) {
-    return std::tie(a.document, a.rows.begin) < std::tie(b.document, b.rows.begin);
+  std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
+    return std::tie(a.document, a.q_begin) < std::tie(b.document, b.q_begin);
   });
-  return all;
+  return tasks;
 }
 
 Item Assignment::whole(int64_t document) const {
   const Range rows{problem_.document(document).first_query, problem_.document(document).length};
   return {document, rows, problem_.seconds(document, rows)};
-}
-
-Move Assignment::move_of(const Placement& placement) const {
-  const auto& [document, donor, receiver, rows] = placement;
-  const std::span<const Item> own = own_of(donor, document);
-  const auto item = std::find_if(own.begin(), own.end(), [rows = rows](const Item& each) {
-    return each.rows.begin <= rows.begin && rows.end <= each.rows.end;
-  });
-  const double rest = problem_.seconds(document, {item->rows.begin, rows.begin}) +
-                      problem_.seconds(document, {rows.end, item->rows.end});
-  return {donor,
-          receiver,
-          find_own(donor, *item),
-          rows,
-          item->seconds - rest,
-          problem_.seconds(document, rows),
-          bytes_of(document, rows)};
 }
 
 bool Assignment::is_valid() const {
@@ -143,7 +135,7 @@ bool Assignment::is_valid() const {
 
 std::vector<Task> Assignment::tasks() const {
   std::vector<Task> tasks;
-  tasks.reserve(problem_.home.items.size() + ranks_.size());
+  tasks.reserve(problem_.items.size() + ranks_.size());
   for (int64_t rank = 0; rank < problem_.pack.num_ranks; ++rank) {
     const auto add = [&](const auto& items) {
       for (const auto& [document, rows, _] : items) {
@@ -152,7 +144,7 @@ std::vector<Task> Assignment::tasks() const {
     };
     const auto first = static_cast<std::ptrdiff_t>(tasks.size());
     const Rank& entry = ranks_[rank];
-    entry.is_open ? add(entry.own) : add(problem_.home.items_of(rank));
+    entry.is_open ? add(entry.own) : add(problem_.home_items(rank));
     for (const auto& [_, items] : entry.received) add(items);
     if (entry.is_open || !entry.received.empty()) {
       std::sort(tasks.begin() + first, tasks.end(), in_plan_order);

@@ -5,32 +5,28 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../model/loads.h"
-#include "../model/plan.h"
-#include "../model/ranges.h"
-#include "budget.h"
-#include "items.h"
 #include "problem.h"
 
 namespace distca::planner {
+
+// Counts the work that the search may still do, in steps. Handling an item or a segment, or
+// estimating seconds, takes about one step. The search counts work instead of time, so that equal
+// inputs stop at the same place on every rank.
+struct Budget {
+  int64_t left;
+
+  bool is_spent() const { return left <= 0; }
+};
 
 // Moves part of one of the donor's items to a receiver.
 struct Move {
   int64_t donor;
   int64_t receiver;
-  size_t item;  // index in the donor's own items
+  Item item;  // one of the donor's own
   Range slice;
   double relief;   // seconds off the donor
   double seconds;  // of the slice; above the relief if the split costs extra tiles
   int64_t bytes;   // into the receiver
-};
-
-// A receiver computes these rows of a document whose home is one rank, the donor.
-struct Placement {
-  int64_t document;
-  int64_t donor;
-  int64_t receiver;
-  Range rows;
 };
 
 // Tracks who computes what during the search, and the load of servers and links.
@@ -40,7 +36,7 @@ class Assignment {
   Assignment(const Problem& problem, double limit, Budget& budget);
 
   const Problem& problem() const { return problem_; }
-  void spend(int64_t steps) const { budget_.spend(steps); }
+  void spend(int64_t steps) const { budget_.left -= steps; }
   bool is_budget_spent() const { return budget_.is_spent(); }
 
   // Returns the seconds at speed 1 above the rank's limit; negative below it.
@@ -55,31 +51,34 @@ class Assignment {
   const std::deque<Item>& own(int64_t rank);
   // Returns those of one document, in no order.
   std::span<const Item> own_of(int64_t rank, int64_t document) const;
-  // Returns the index of an item that the donor still computes.
-  size_t find_own(int64_t rank, const Item& item) const;
-
   // Returns the rows of the document that the receiver already has.
   const RangeSet& keys_on(int64_t receiver, int64_t document);
   // Returns the bytes into a receiver that already has `keys`.
   int64_t bytes_of(int64_t document, Range rows, const RangeSet& keys = {}) const;
   // Returns the bytes that the rank may still send to other nodes.
   double node_bytes_left(int64_t rank) const;
+
+  // Returns the move of a slice of the donor's item to a receiver that already has `keys`.
+  Move move_of(int64_t donor, const Item& item, Range slice, int64_t receiver,
+               const RangeSet& keys = {}) const;
   // Returns whether the links and the receiver's memory stay within their limits.
   bool links_fit(const Move& move) const;
-
   void apply(const Move& move);
   // Moves the donor's largest items of at most `max_seconds` whole, one by one, while their sum is
   // at most `max_seconds` and links and memory have capacity. Returns the sum. Once the budget is
   // spent, only a donor of speed 0 moves items of cut documents, and it ignores links.
   double give_whole_documents(int64_t donor, int64_t receiver, double max_seconds);
 
-  // Returns the placements of all documents with one home rank, by document.
-  std::vector<Placement> placements() const;
+  // The tasks of documents with one home rank on other servers, by document and position. To cut
+  // such a document anew, take back all of its tasks and move new ones.
+  std::vector<Task> tasks_away() const;
+  int64_t home_of(int64_t document) const {
+    return problem_.pack.segments_of(problem_.document(document))[0].rank;
+  }
   Item whole(int64_t document) const;
-  // Returns all rows of one document to its donor. `placements` are all of the document's.
-  void take_back(std::span<const Placement> placements);
-  // Returns the move that makes the placement of rows that the donor still computes.
-  Move move_of(const Placement& placement) const;
+  void take_back(std::span<const Task> tasks);
+  // Returns the move that makes a task of rows that their home still computes.
+  Move move_of(const Task& task) const;
 
   // Returns whether no memory cap is exceeded and ranks of speed 0 compute nothing.
   bool is_valid() const;
@@ -100,12 +99,12 @@ class Assignment {
     ItemsByDocument received;  // rows of other homes
   };
 
-  void open(int64_t rank);
   bool has_lone_home(int64_t document) const {
     return problem_.document(document).num_segments == 1;
   }
   std::span<const Item> received_of(int64_t rank, int64_t document) const;
   std::vector<Item>& rest_of(int64_t rank, int64_t document);
+  size_t find_own(int64_t rank, const Item& item) const;
   void insert_own(int64_t rank, const Item& item);
   void erase_own(int64_t rank, size_t first, size_t last);
   void receive(int64_t rank, Item item);

@@ -10,22 +10,30 @@ constexpr int64_t kMovedAtOnce = 16;      // items that shift in memory for one 
 
 }  // namespace
 
-void Assignment::open(int64_t rank) {
+const std::deque<Item>& Assignment::own(int64_t rank) {
   Rank& entry = ranks_[rank];
-  if (entry.is_open) return;
-  const std::span<const Item> sorted = problem_.home.largest_first(rank);
-  entry.own.assign(sorted.begin(), sorted.end());
-  entry.is_open = true;
-  spend(static_cast<int64_t>(sorted.size()) / kMovedAtOnce + 1);
+  if (!entry.is_open) {
+    const std::span<const Item> sorted = problem_.largest_first(rank);
+    entry.own.assign(sorted.begin(), sorted.end());
+    entry.is_open = true;
+    spend(static_cast<int64_t>(sorted.size()) / kMovedAtOnce + 1);
+  }
+  return entry.own;
 }
 
 std::vector<Item>& Assignment::rest_of(int64_t rank, int64_t document) {
   const auto [entry, is_new] = ranks_[rank].rest.try_emplace(document);
   if (is_new) {
-    const std::span<const Item> all = problem_.home.items_of(rank, document);
+    const std::span<const Item> all = problem_.home_items(rank, document);
     entry->second.assign(all.begin(), all.end());
   }
   return entry->second;
+}
+
+size_t Assignment::find_own(int64_t rank, const Item& item) const {
+  const std::deque<Item>& own = ranks_[rank].own;
+  return static_cast<size_t>(std::lower_bound(own.begin(), own.end(), item, is_larger) -
+                             own.begin());
 }
 
 void Assignment::insert_own(int64_t rank, const Item& item) {
@@ -76,7 +84,7 @@ void Assignment::relieve(int64_t donor, double seconds) {
 }
 
 void Assignment::apply(const Move& move) {
-  const Item item = ranks_[move.donor].own[move.item];
+  const Item& item = move.item;
   const bool was_shared = is_shared_[item.document];
   if (was_shared) {
     count(item.document, move.donor, -1);
@@ -84,9 +92,9 @@ void Assignment::apply(const Move& move) {
   }
   std::erase_if(rest_of(move.donor, item.document),
                 [&](const Item& each) { return each.rows.begin == item.rows.begin; });
-  erase_own(move.donor, move.item, move.item + 1);
-  for (const Range rest :
-       {Range{item.rows.begin, move.slice.begin}, Range{move.slice.end, item.rows.end}}) {
+  const size_t at = find_own(move.donor, item);
+  erase_own(move.donor, at, at + 1);
+  for (const Range rest : outside(move.slice, item.rows)) {
     if (num_rows(rest) == 0) continue;
     insert_own(move.donor, {item.document, rest, problem_.seconds(item.document, rest)});
   }
@@ -126,17 +134,16 @@ double Assignment::give_whole_documents(int64_t donor, int64_t receiver, double 
     return item.seconds > max_seconds;
   });
   const auto first = static_cast<size_t>(begin - own.begin());
-  const auto move = [&](size_t idx) {
-    const Item& item = own[idx];
+  const auto move_of = [&](const Item& item) {
     const int64_t bytes = bytes_of(item.document, item.rows, keys_on(receiver, item.document));
-    return Move{donor, receiver, idx, item.rows, item.seconds, item.seconds, bytes};
+    return Move{donor, receiver, item, item.rows, item.seconds, item.seconds, bytes};
   };
   if (first < own.size() && is_shared_[own[first].document]) {
     if (is_budget_spent()) {
       if (limit(donor) > 0) return 0;
       return give_all_of(own[first].document, donor, receiver, max_seconds);
     }
-    const Move whole = move(first);
+    const Move whole = move_of(own[first]);
     if (!links_fit(whole)) return 0;
     apply(whole);
     return whole.seconds;
@@ -145,7 +152,7 @@ double Assignment::give_whole_documents(int64_t donor, int64_t receiver, double 
   size_t last = first;
   for (; last < own.size() && relief + own[last].seconds <= max_seconds; ++last) {
     const Item& item = own[last];
-    if (is_shared_[item.document] || !links_fit(move(last))) break;
+    if (is_shared_[item.document] || !links_fit(move_of(item))) break;
     is_shared_[item.document] = true;
     traffic_.add(item.document, {&item.rows, 1}, receiver, 1);
     ranks_[donor].rest.try_emplace(item.document);
@@ -159,14 +166,14 @@ double Assignment::give_whole_documents(int64_t donor, int64_t receiver, double 
   return relief;
 }
 
-void Assignment::take_back(std::span<const Placement> placements) {
-  const auto [document, donor, first_receiver, first_rows] = placements[0];
-  for (const Placement& each : placements) {
-    count(document, each.receiver, -1);
-    for (const Item& item : received_of(each.receiver, document)) {
-      seconds_[each.receiver] -= item.seconds;
+void Assignment::take_back(std::span<const Task> tasks) {
+  const int64_t document = tasks[0].document, donor = home_of(document);
+  for (const Task& task : tasks) {
+    count(document, task.server, -1);
+    for (const Item& item : received_of(task.server, document)) {
+      seconds_[task.server] -= item.seconds;
     }
-    ranks_[each.receiver].received.erase(document);
+    ranks_[task.server].received.erase(document);
   }
   for (const Item& item : own_of(donor, document)) {
     seconds_[donor] -= item.seconds;
@@ -174,9 +181,8 @@ void Assignment::take_back(std::span<const Placement> placements) {
     erase_own(donor, at, at + 1);
   }
   rest_of(donor, document).clear();
-  const Item all = whole(document);
-  insert_own(donor, all);
-  seconds_[donor] += all.seconds;
+  insert_own(donor, whole(document));
+  seconds_[donor] += whole(document).seconds;
 }
 
 }  // namespace distca::planner

@@ -7,11 +7,6 @@
 #include "slices.h"
 
 namespace distca::planner {
-namespace {
-
-constexpr int64_t kStepsPerCut = 16;  // charged to the budget
-
-}  // namespace
 
 Cutter::Cutter(Assignment& assignment, int64_t donor, std::vector<double> capacities)
     : assignment_(assignment),
@@ -21,7 +16,7 @@ Cutter::Cutter(Assignment& assignment, int64_t donor, std::vector<double> capaci
       capacities_(std::move(capacities)) {}
 
 void Cutter::apply(const Move& move) {
-  const int64_t document = assignment_.own(donor_)[move.item].document;
+  const int64_t document = move.item.document;
   assignment_.apply(move);
   if (!split_points_.contains(document)) return;
   if (std::find(started_.begin(), started_.end(), document) == started_.end()) {
@@ -29,61 +24,56 @@ void Cutter::apply(const Move& move) {
   }
 }
 
-std::optional<Move> Cutter::first_rows(const Request& request, size_t index) {
-  const Item& item = assignment_.own(donor_)[index];
-  receiver_keys_ = &assignment_.keys_on(request.receiver, item.document);
-  return cut(request, index, item.rows, From::kBegin);
+std::optional<Move> Cutter::first_rows(const Request& request, const Item& item) {
+  return cut(request, item, item.rows, From::kBegin,
+             assignment_.keys_on(request.receiver, item.document));
 }
 
-// Lists the largest item, those closest to the target, and the rest below earlier slices.
-void Cutter::list_candidates(double target) {
+// Returns the largest item, those closest to the target, and the rest below earlier slices.
+std::vector<Item> Cutter::candidates(double target) {
   const std::deque<Item>& own = assignment_.own(donor_);
   const auto near = std::partition_point(
       own.begin(), own.end(), [target](const Item& item) { return item.seconds > target; });
-  const auto at = static_cast<size_t>(near - own.begin());
-  const auto num_near = static_cast<size_t>(problem_.heuristics.num_near);
-  candidates_.assign(1, 0);
-  for (size_t i = at - std::min(at, num_near); i < std::min(at + num_near, own.size()); ++i) {
-    candidates_.push_back(i);
-  }
+  const std::ptrdiff_t num_near = problem_.heuristics.num_near;
+  std::vector<Item> items = {own.front()};
+  items.insert(items.end(), near - std::min(num_near, near - own.begin()),
+               near + std::min(num_near, own.end() - near));
   std::erase_if(started_, [&](int64_t document) {
     bool is_left = false;
     for (const Item& item : assignment_.own_of(donor_, document)) {
       if (item.rows.end > split_points_.at(document)) continue;
       is_left = true;
-      candidates_.push_back(assignment_.find_own(donor_, item));
+      items.push_back(item);
     }
     return !is_left;
   });
-  std::sort(candidates_.begin(), candidates_.end());
-  candidates_.erase(std::unique(candidates_.begin(), candidates_.end()), candidates_.end());
-  assignment_.spend(static_cast<int64_t>(candidates_.size()));
+  std::sort(items.begin(), items.end(), is_larger);
+  const auto is_same = [](const Item& a, const Item& b) {
+    return a.document == b.document && a.rows.begin == b.rows.begin;
+  };
+  items.erase(std::unique(items.begin(), items.end(), is_same), items.end());
+  assignment_.spend(static_cast<int64_t>(items.size()));
+  return items;
 }
 
 std::optional<Move> Cutter::best_slice(const Request& request) {
   best_.reset();
   best_cost_ = std::numeric_limits<double>::infinity();
-  list_candidates(request.most());
-  for (const size_t idx : candidates_) consider(request, idx);
+  for (const Item& item : candidates(request.most())) consider(request, item);
   return best_;
 }
 
-// Keeps the move if it costs less than the best one so far. Returns false if there is no move.
-bool Cutter::keep(const Request& request, const Item& item, const std::optional<Move>& move) {
-  if (!move) return false;
-  const double value = cost(request, item, *move);
-  if (value < best_cost_) {
-    best_cost_ = value;
-    best_ = move;
-  }
-  return true;
-}
-
-void Cutter::consider(const Request& request, size_t index) {
-  const Item& item = assignment_.own(donor_)[index];
-  receiver_keys_ = &assignment_.keys_on(request.receiver, item.document);
-  const auto keep_cut = [&](Range part, From from) {
-    return keep(request, item, cut(request, index, part, from));
+// Compares slices of one item with the best so far.
+void Cutter::consider(const Request& request, const Item& item) {
+  const RangeSet& keys = assignment_.keys_on(request.receiver, item.document);
+  const auto try_part = [&](Range part, From from) {
+    const std::optional<Move> move = cut(request, item, part, from, keys);
+    const double value = move ? cost(request, *move) : best_cost_;
+    if (value < best_cost_) {
+      best_cost_ = value;
+      best_ = move;
+    }
+    return move;
   };
   const int64_t end = split_point_of(request, item);
   if (request.is_thrifty && !gives_all_ && end == item.rows.end && item.seconds < request.most()) {
@@ -91,15 +81,14 @@ void Cutter::consider(const Request& request, size_t index) {
         (1 - problem_.heuristics.thrifty_part) * static_cast<double>(num_rows(item.rows));
     const int64_t tile = problem_.options.cost.tile_q;
     const int64_t first = item.rows.begin + static_cast<int64_t>(num_first) / tile * tile;
-    if (keep_cut({first, end}, From::kEnd)) return;
+    if (try_part({first, end}, From::kEnd)) return;
   }
-  const std::optional<Move> below = cut(request, index, {item.rows.begin, end}, From::kEnd);
-  keep(request, item, below);
+  const std::optional<Move> below = try_part({item.rows.begin, end}, From::kEnd);
   if (below && below->relief >= request.target) {
-    keep_cut({item.rows.begin, last_split_point(problem_, item, end, request.target)}, From::kEnd);
+    try_part({item.rows.begin, last_split_point(problem_, item, end, request.target)}, From::kEnd);
   }
   if (!below || gives_all_ || problem_.options.mask.window_left >= 0) {
-    keep_cut(item.rows, From::kBegin);
+    try_part(item.rows, From::kBegin);
   }
 }
 
@@ -146,21 +135,11 @@ int64_t Cutter::best_split_point(const Item& item, double target) const {
   return best;
 }
 
-bool Cutter::complete(const Request& request, const Item& item, Range slice, Move& move) const {
-  const Range head{item.rows.begin, slice.begin}, tail{slice.end, item.rows.end};
-  move.slice = slice;
-  move.relief =
-      item.seconds - problem_.seconds(item.document, head) - problem_.seconds(item.document, tail);
-  move.seconds = problem_.seconds(item.document, slice);
-  move.bytes = assignment_.bytes_of(item.document, slice, *receiver_keys_);
-  return move.seconds <= request.capacity && static_cast<double>(move.bytes) <= request.max_bytes &&
-         assignment_.links_fit(move);
-}
-
-// Returns a slice at one end of `part`.
-std::optional<Move> Cutter::cut(const Request& request, size_t index, Range part, From from) const {
-  assignment_.spend(kStepsPerCut);
-  const Item& item = assignment_.own(donor_)[index];
+// Returns a slice at one end of `part`, for a receiver that already has `keys`.
+std::optional<Move> Cutter::cut(const Request& request, const Item& item, Range part, From from,
+                                const RangeSet& keys) const {
+  constexpr int64_t kSteps = 16;
+  assignment_.spend(kSteps);
   const Grid points{item.rows, problem_.options.cost.tile_q};
   const int64_t first = points.index(part.begin), last = points.index(part.end);
   const auto slice = [&](int64_t count) {
@@ -168,17 +147,22 @@ std::optional<Move> Cutter::cut(const Request& request, size_t index, Range part
                               : Range{points.at(first), points.at(first + count)};
   };
   const auto seconds = [&](int64_t count) { return problem_.seconds(item.document, slice(count)); };
-  Move move{donor_, request.receiver, index, {}, 0, 0, 0};
   int64_t count = last_within(last - first, request.most(), seconds);
   if (count < last - first && request.target <= request.capacity &&
       seconds(count) < request.target && seconds(count + 1) <= request.capacity) {
     ++count;
   }
   if (count == 0) return std::nullopt;
-  if (!complete(request, item, slice(count), move)) {
-    count = last_true(0, count - 1,
-                      [&](int64_t c) { return c == 0 || complete(request, item, slice(c), move); });
-    if (count == 0 || !complete(request, item, slice(count), move)) return std::nullopt;
+  Move move;
+  const auto fits = [&](int64_t num_tiles) {
+    if (num_tiles == 0) return true;
+    move = assignment_.move_of(donor_, item, slice(num_tiles), request.receiver, keys);
+    return move.seconds <= request.capacity &&
+           static_cast<double>(move.bytes) <= request.max_bytes && assignment_.links_fit(move);
+  };
+  if (!fits(count)) {
+    count = last_true(0, count - 1, fits);
+    if (count == 0 || !fits(count)) return std::nullopt;
   }
   if (move.relief < problem_.min_relief && !gives_all_) return std::nullopt;
   return move;
@@ -186,14 +170,14 @@ std::optional<Move> Cutter::cut(const Request& request, size_t index, Range part
 
 // Returns bytes per sqrt(second) of relief. Bytes include a part of the least bytes of the missing
 // target. For a donor that gives all its work, they include the cost of the rest.
-double Cutter::cost(const Request& request, const Item& item, const Move& move) const {
+double Cutter::cost(const Request& request, const Move& move) const {
   double bytes = static_cast<double>(move.bytes);
   if (request.is_thrifty) return bytes / move.relief;
   const double missing = std::max(0.0, request.most() - move.relief);
   bytes += problem_.heuristics.missing_part * problem_.bytes_per_root_second * std::sqrt(missing);
   if (!gives_all_) return bytes / std::sqrt(move.relief);
-  for (const Range rest :
-       {Range{item.rows.begin, move.slice.begin}, Range{move.slice.end, item.rows.end}}) {
+  const Item& item = move.item;
+  for (const Range rest : outside(move.slice, item.rows)) {
     bytes += static_cast<double>(assignment_.bytes_of(item.document, rest));
   }
   return bytes - static_cast<double>(assignment_.bytes_of(item.document, item.rows));

@@ -34,21 +34,20 @@ class Cutter {
   // request. It holds the target or, if that does not fit, as much as fits.
   std::optional<Move> best_slice(const Request& request);
   // Returns a slice at the beginning of one of the donor's own items.
-  std::optional<Move> first_rows(const Request& request, size_t index);
+  std::optional<Move> first_rows(const Request& request, const Item& item);
   // Applies a move. The next slices of its document are cut below it.
   void apply(const Move& move);
 
  private:
   enum class From { kBegin, kEnd };
 
-  void list_candidates(double target);
-  void consider(const Request& request, size_t index);
-  bool keep(const Request& request, const Item& item, const std::optional<Move>& move);
-  std::optional<Move> cut(const Request& request, size_t index, Range part, From from) const;
-  bool complete(const Request& request, const Item& item, Range slice, Move& move) const;
+  std::vector<Item> candidates(double target);
+  void consider(const Request& request, const Item& item);
+  std::optional<Move> cut(const Request& request, const Item& item, Range part, From from,
+                          const RangeSet& keys) const;
   int64_t split_point_of(const Request& request, const Item& item);
   int64_t best_split_point(const Item& item, double target) const;
-  double cost(const Request& request, const Item& item, const Move& move) const;
+  double cost(const Request& request, const Move& move) const;
 
   Assignment& assignment_;
   const Problem& problem_;
@@ -57,8 +56,6 @@ class Cutter {
   const std::vector<double> capacities_;
   std::unordered_map<int64_t, int64_t> split_points_;  // of first slices, by document
   std::vector<int64_t> started_;                       // documents with slices cut from them
-  std::vector<size_t> candidates_;           // scratch space of best_slice: indices of items
-  const RangeSet* receiver_keys_ = nullptr;  // of an item's document on the receiver
   std::optional<Move> best_;
   double best_cost_ = 0;
 };

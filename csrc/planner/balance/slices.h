@@ -6,7 +6,6 @@
 #include <span>
 #include <vector>
 
-#include "items.h"
 #include "problem.h"
 
 namespace distca::planner {

@@ -1,9 +1,8 @@
-#include "keeping.h"
-
 #include <algorithm>
-#include <numeric>
+#include <set>
 
 #include "../model/loads.h"
+#include "layout.h"
 #include "visits.h"
 
 namespace distca::planner {
@@ -17,32 +16,6 @@ double bytes_kept(const Visit& visit, const RowBytes& bytes) {
   return static_cast<double>(num_bytes);
 }
 
-// Of visits that take `bytes` each: those that are kept.
-std::vector<bool> choose(const std::vector<double>& bytes, double cap_bytes) {
-  std::vector<size_t> order(bytes.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return bytes[a] > bytes[b]; });
-  std::vector<bool> is_kept(bytes.size(), false);
-  for (const size_t idx : order) {
-    if (bytes[idx] > cap_bytes) continue;
-    is_kept[idx] = true;
-    cap_bytes -= bytes[idx];
-  }
-  return is_kept;
-}
-
-// Marks visiting tasks of the kept documents, which are in the tasks' order.
-void mark(const Pack& pack, const Mask& mask, const std::vector<int64_t>& documents,
-          std::span<Task> tasks) {
-  auto document = documents.begin();
-  for (Task& task : tasks) {
-    while (document != documents.end() && *document < task.document) ++document;
-    if (document == documents.end()) return;
-    if (*document == task.document) task.is_kept = !is_home(pack, mask, task);
-  }
-}
-
 }  // namespace
 
 void keep_inputs(const Pack& pack, const PlanOptions& options, Plan& plan) {
@@ -50,21 +23,24 @@ void keep_inputs(const Pack& pack, const PlanOptions& options, Plan& plan) {
   inputs.row_bytes = options.kept_bytes;
   Traffic spared(pack, inputs);
   for (int64_t server = 0; server < plan.num_ranks; ++server) {
-    const std::span<const Task> found = tasks_of(plan, server);
-    const std::span<Task> tasks(plan.tasks.data() + (found.data() - plan.tasks.data()),
-                                found.size());
-    const std::vector<Visit> visits = visits_of(pack, plan.mask, found);
-    std::vector<double> bytes;
-    bytes.reserve(visits.size());
-    for (const Visit& visit : visits) bytes.push_back(bytes_kept(visit, options.kept_bytes));
-    const std::vector<bool> is_kept = choose(bytes, options.kept_cap_bytes);
-    std::vector<int64_t> documents;
-    for (size_t i = 0; i < visits.size(); ++i) {
-      if (!is_kept[i]) continue;
-      documents.push_back(visits[i].document);
-      spared.add(visits[i].document, visits[i].queries, server, 1);
+    const std::span<Task> tasks = tasks_of(plan.tasks, server);
+    std::vector<std::pair<double, Visit>> visits;
+    for (Visit& visit : visits_of(pack, plan.mask, tasks)) {
+      visits.emplace_back(bytes_kept(visit, options.kept_bytes), std::move(visit));
     }
-    mark(pack, plan.mask, documents, tasks);
+    std::stable_sort(visits.begin(), visits.end(),
+                     [](const auto& a, const auto& b) { return a.first > b.first; });
+    double left = options.kept_cap_bytes;
+    std::set<int64_t> documents;  // that are kept
+    for (const auto& [bytes, visit] : visits) {
+      if (bytes > left) continue;
+      left -= bytes;
+      documents.insert(visit.document);
+      spared.add(visit.document, visit.queries, server, 1);
+    }
+    for (Task& task : tasks) {
+      task.is_kept = documents.contains(task.document) && !is_home(pack, plan.mask, task);
+    }
   }
   for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
     Load& load = plan.loads[rank];

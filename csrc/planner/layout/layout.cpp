@@ -1,10 +1,8 @@
 #include "layout.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
-#include "movement.h"
+#include "core/check.h"
 #include "visits.h"
 
 namespace distca::planner {
@@ -36,7 +34,7 @@ int64_t middle_of(const std::vector<HomeTask>& tasks) {
 // `are_cut`: whether something comes between early and late ones.
 void fill_home_tasks(const Pack& pack, const Plan& plan, bool are_cut, Layout& layout) {
   std::vector<HomeTask> tasks;
-  for (const Task& task : tasks_of(plan, layout.rank)) {
+  for (const Task& task : tasks_of(plan.tasks, layout.rank)) {
     if (!is_home(pack, plan.mask, task)) continue;
     const Document& document = pack.documents[task.document];
     const std::span<const Segment> segments = pack.segments_of(document);
@@ -76,17 +74,15 @@ void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<V
 }  // namespace
 
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results results) {
-  if (rank < 0 || rank >= pack.num_ranks) {
-    throw std::invalid_argument("rank is " + std::to_string(rank) + "; expected 0 <= rank < " +
-                                std::to_string(pack.num_ranks));
-  }
+  require(0 <= rank && rank < pack.num_ranks, "rank is ", rank, "; expected 0 <= rank < ",
+          pack.num_ranks);
   Layout layout;
   layout.rank = rank;
   layout.num_ranks = plan.num_ranks;
   layout.num_home_rows = pack.num_rows[rank];
   layout.num_context_rows = pack.num_context_rows[rank];
   layout.movement = movement_of(pack, plan, rank);
-  const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan, rank));
+  const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan.tasks, rank));
   const bool sends = !layout.movement.sent.empty();
   fill_home_tasks(pack, plan, !visits.empty() || (sends && results == Results::kTaken), layout);
   fill_visiting_tasks(pack, plan, visits, layout);

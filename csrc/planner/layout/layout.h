@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../model/options.h"
 #include "../model/plan.h"
 #include "core/movement.h"
 #include "core/task.h"
@@ -39,5 +40,22 @@ enum class Results { kWritten, kTaken };
 // `plan` must be valid for `pack` (see validate). Throws std::invalid_argument for a bad rank.
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank,
                    Results results = Results::kTaken);
+
+// Returns the rows that a rank sends and those that visit it. `plan` must be valid for `pack`.
+// Linear in the plan of all ranks, because places depend on the rows of other ranks.
+Movement movement_of(const Pack& pack, const Plan& plan, int64_t rank);
+
+// The plan's tasks in rounds, in each of which no server holds more than `cap_bytes` of visiting
+// rows; tasks with too many queries are cut. Home tasks are of the first round. At least one round;
+// one server may need fewer than another. Each has the plan's digest and covers a part of the pack.
+// `held` is what a visiting row occupies, as in PlanOptions. Throws std::invalid_argument naming
+// server and bytes where the keys of a single query take more.
+std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& held,
+                            double cap_bytes);
+
+// Marks the tasks whose inputs their servers keep from the forward to the backward pass, so that
+// they travel once: documents of which a server has most bytes first, as long as they fit in its
+// kept_cap_bytes. Takes the bytes that do not travel again off the loads.
+void keep_inputs(const Pack& pack, const PlanOptions& options, Plan& plan);
 
 }  // namespace distca::planner

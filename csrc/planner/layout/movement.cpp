@@ -1,10 +1,9 @@
-#include "movement.h"
-
 #include <algorithm>
 #include <map>
 #include <utility>
 #include <vector>
 
+#include "layout.h"
 #include "visits.h"
 
 namespace distca::planner {
@@ -54,7 +53,7 @@ Movement movement_of(const Pack& pack, const Plan& plan, int64_t rank) {
   std::vector<NextRows> returned(plan.num_ranks);
   for (int64_t server = 0; server < plan.num_ranks; ++server) {
     NextRows next;
-    for (const Visit& visit : visits_of(pack, plan.mask, tasks_of(plan, server))) {
+    for (const Visit& visit : visits_of(pack, plan.mask, tasks_of(plan.tasks, server))) {
       for (auto& [home, part] : parts_of(pack, visit, server, next, returned)) {
         if (home != rank && server != rank) continue;
         auto& deliveries = home == rank ? movement.sent : movement.received;

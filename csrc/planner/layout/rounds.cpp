@@ -1,11 +1,9 @@
-#include "rounds.h"
-
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "../model/ranges.h"
+#include "core/check.h"
+#include "layout.h"
 
 namespace distca::planner {
 namespace {
@@ -50,20 +48,17 @@ class Rounds {
 
   // Of the first queries of a task that a round of its own cannot hold.
   int64_t num_that_fit(const Task& task) const {
+    const auto bytes_of_first = [&](int64_t count) {
+      return bytes_added({task.q_begin, task.q_begin + count}, task.document);
+    };
     int64_t fit = 0, too_many = task.q_end - task.q_begin;
     while (too_many - fit > 1) {
       const int64_t middle = fit + (too_many - fit) / 2;
-      const double bytes = bytes_added({task.q_begin, task.q_begin + middle}, task.document);
-      (bytes <= cap_bytes_ ? fit : too_many) = middle;
+      (bytes_of_first(middle) <= cap_bytes_ ? fit : too_many) = middle;
     }
-    if (fit == 0) {
-      const double bytes = bytes_added({task.q_begin, task.q_begin + 1}, task.document);
-      throw std::invalid_argument(
-          "server " + std::to_string(task.server) + " needs " +
-          std::to_string(static_cast<int64_t>(bytes)) + " bytes for one query of document " +
-          std::to_string(task.document) + " with its keys; a round may hold " +
-          std::to_string(static_cast<int64_t>(cap_bytes_)));
-    }
+    require(fit > 0, "server ", task.server, " needs ", static_cast<int64_t>(bytes_of_first(1)),
+            " bytes for one query of document ", task.document, " with its keys; a round may hold ",
+            static_cast<int64_t>(cap_bytes_));
     return fit > kTileRows ? fit / kTileRows * kTileRows : fit;
   }
 

@@ -1,10 +1,10 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "../model/plan.h"
 #include "../model/ranges.h"
 
 namespace distca::planner {
@@ -17,10 +17,29 @@ struct Visit {
   bool is_kept;                // whether their inputs are
 };
 
-// The tasks of one server, in plan order.
-std::span<const Task> tasks_of(const Plan& plan, int64_t server);
+// The tasks of one server, in plan order. `Tasks` may be const.
+template <typename Tasks>
+auto tasks_of(Tasks& tasks, int64_t server) {
+  const auto [first, last] =
+      std::equal_range(tasks.begin(), tasks.end(), Task{0, 0, 0, server},
+                       [](const Task& a, const Task& b) { return a.server < b.server; });
+  return std::span(first, last);
+}
 
 // Visits of one server, given its tasks in plan order.
-std::vector<Visit> visits_of(const Pack& pack, const Mask& mask, std::span<const Task> tasks);
+inline std::vector<Visit> visits_of(const Pack& pack, const Mask& mask,
+                                    std::span<const Task> tasks) {
+  std::vector<Visit> visits;
+  for (const Task& task : tasks) {
+    if (is_home(pack, mask, task)) continue;
+    if (visits.empty() || visits.back().document != task.document) {
+      visits.push_back({task.document, {}, {}, task.is_kept});
+    }
+    const int64_t length = pack.documents[task.document].length;
+    visits.back().queries.push_back(queries(task));
+    visits.back().keys.insert(keys_of(mask, queries(task), length));
+  }
+  return visits;
+}
 
 }  // namespace distca::planner

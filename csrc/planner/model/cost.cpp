@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <stdexcept>
-#include <string>
+
+#include "core/check.h"
 
 namespace distca::planner {
 namespace {
@@ -37,18 +37,11 @@ double interpolate(const CostModel& cost, int64_t num_rows, int64_t num_keys) {
   return seconds * row.scale * key.scale;
 }
 
-[[noreturn]] void reject(const std::string& field, const std::string& value,
-                         const std::string& expected) {
-  throw std::invalid_argument(field + " is " + value + "; expected " + expected);
-}
-
-void check_axis(const std::string& field, const std::vector<int64_t>& axis) {
+void check_axis(const char* field, const std::vector<int64_t>& axis) {
   for (size_t i = 0; i < axis.size(); ++i) {
     const int64_t least = i == 0 ? 1 : axis[i - 1] + 1;
-    if (axis[i] < least) {
-      reject(field + "[" + std::to_string(i) + "]", std::to_string(axis[i]),
-             "positive, increasing entries: at least " + std::to_string(least));
-    }
+    require(axis[i] >= least, field, "[", i, "] is ", axis[i],
+            "; expected positive, increasing entries: at least ", least);
   }
 }
 
@@ -67,29 +60,23 @@ double CostModel::seconds(const Mask& mask, Range q, int64_t length) const {
 }
 
 void validate(const CostModel& cost) {
-  if (cost.tile_q < 1) reject("cost.tile_q", std::to_string(cost.tile_q), "at least 1");
-  if (cost.tile_k < 1) reject("cost.tile_k", std::to_string(cost.tile_k), "at least 1");
-  if (!(cost.seconds_per_tile > 0) || !std::isfinite(cost.seconds_per_tile)) {
-    reject("cost.seconds_per_tile", std::to_string(cost.seconds_per_tile), "a positive number");
-  }
-  if (!(cost.seconds_per_task >= 0) || !std::isfinite(cost.seconds_per_task)) {
-    reject("cost.seconds_per_task", std::to_string(cost.seconds_per_task),
-           "zero or a positive number");
-  }
+  const auto is_positive = [](double value) { return value > 0 && std::isfinite(value); };
+  require(cost.tile_q >= 1, "cost.tile_q is ", cost.tile_q, "; expected at least 1");
+  require(cost.tile_k >= 1, "cost.tile_k is ", cost.tile_k, "; expected at least 1");
+  require(is_positive(cost.seconds_per_tile), "cost.seconds_per_tile is ", cost.seconds_per_tile,
+          "; expected a positive number");
+  require(cost.seconds_per_task == 0 || is_positive(cost.seconds_per_task),
+          "cost.seconds_per_task is ", cost.seconds_per_task,
+          "; expected zero or a positive number");
   check_axis("cost.table_rows", cost.table_rows);
   check_axis("cost.table_keys", cost.table_keys);
-  const size_t num_entries = cost.table_rows.size() * cost.table_keys.size();
-  const bool lone_axis = num_entries == 0 && cost.table_rows.size() + cost.table_keys.size() > 0;
-  if (cost.table_seconds.size() != num_entries || lone_axis) {
-    reject("cost.table_seconds", std::to_string(cost.table_seconds.size()) + " entries",
-           std::to_string(cost.table_rows.size()) + " rows x " +
-               std::to_string(cost.table_keys.size()) + " keys of them, none empty or all");
-  }
-  for (size_t i = 0; i < num_entries; ++i) {
-    if (!(cost.table_seconds[i] > 0) || !std::isfinite(cost.table_seconds[i])) {
-      reject("cost.table_seconds[" + std::to_string(i) + "]", std::to_string(cost.table_seconds[i]),
-             "a positive number");
-    }
+  const size_t num_rows = cost.table_rows.size(), num_keys = cost.table_keys.size();
+  require(cost.table_seconds.size() == num_rows * num_keys && (num_rows == 0) == (num_keys == 0),
+          "cost.table_seconds is ", cost.table_seconds.size(), " entries; expected ", num_rows,
+          " rows x ", num_keys, " keys of them, none empty or all");
+  for (size_t i = 0; i < cost.table_seconds.size(); ++i) {
+    require(is_positive(cost.table_seconds[i]), "cost.table_seconds[", i, "] is ",
+            cost.table_seconds[i], "; expected a positive number");
   }
 }
 

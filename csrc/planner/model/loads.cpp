@@ -44,42 +44,21 @@ std::vector<Load> Traffic::loads(std::span<const double> seconds) const {
   return loads;
 }
 
+static double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
+  return kOneWay * std::max(static_cast<double>(bytes - node_bytes) / links.bytes_per_second,
+                            static_cast<double>(node_bytes) / links.node_bytes_per_second);
+}
+
 double link_seconds_in(const Load& load, const Links& links) {
-  const double inside = static_cast<double>(load.bytes_in - load.node_bytes_in);
-  return kOneWay * std::max(inside / links.bytes_per_second,
-                            static_cast<double>(load.node_bytes_in) / links.node_bytes_per_second);
-}
-
-double link_seconds(const Load& load, const Links& links) {
-  const double inside = static_cast<double>(load.bytes_out - load.node_bytes_out);
-  const double out =
-      kOneWay * std::max(inside / links.bytes_per_second,
-                         static_cast<double>(load.node_bytes_out) / links.node_bytes_per_second);
-  return std::max(link_seconds_in(load, links), out);
-}
-
-std::vector<Load> loads_of(const Pack& pack, const PlanOptions& options,
-                           std::span<const Task> tasks) {
-  Traffic traffic(pack, options);
-  std::vector<double> seconds(pack.num_ranks, 0.0);
-  std::vector<Range> rows;
-  for (auto task = tasks.begin(); task != tasks.end();) {
-    rows.clear();
-    const Task first = *task;
-    const int64_t length = pack.documents[first.document].length;
-    for (; task != tasks.end() && task->server == first.server && task->document == first.document;
-         ++task) {
-      rows.push_back(queries(*task));
-      seconds[first.server] += options.cost.seconds(options.mask, rows.back(), length);
-    }
-    traffic.add(first.document, rows, first.server, 1);
-  }
-  return traffic.loads(seconds);
+  return link_seconds(load.bytes_in, load.node_bytes_in, links);
 }
 
 double makespan(const std::vector<Load>& loads, const Links& links) {
   double most = 0;
-  for (const Load& load : loads) most = std::max({most, load.seconds, link_seconds(load, links)});
+  for (const Load& load : loads) {
+    const double out = link_seconds(load.bytes_out, load.node_bytes_out, links);
+    most = std::max({most, load.seconds, link_seconds_in(load, links), out});
+  }
   return most;
 }
 
@@ -87,6 +66,24 @@ double total_bytes(const std::vector<Load>& loads) {
   double bytes = 0;
   for (const Load& load : loads) bytes += static_cast<double>(load.bytes_in);
   return bytes;
+}
+
+std::vector<Load> loads_of(const Pack& pack, const PlanOptions& options,
+                           std::span<const Task> tasks) {
+  Traffic traffic(pack, options);
+  std::vector<double> seconds(pack.num_ranks, 0.0);
+  std::vector<Range> rows;
+  for_each_visit(tasks, [&](std::span<const Task> visit) {
+    const int64_t document = visit[0].document, server = visit[0].server;
+    rows.clear();
+    for (const Task& task : visit) {
+      rows.push_back(queries(task));
+      seconds[server] +=
+          options.cost.seconds(options.mask, rows.back(), pack.documents[document].length);
+    }
+    traffic.add(document, rows, server, 1);
+  });
+  return traffic.loads(seconds);
 }
 
 }  // namespace distca::planner

@@ -40,10 +40,8 @@ class Traffic {
 // and for the backward pass, their gradients come back; queries send 3 rows and get 2.
 constexpr double kOneWay = 2.0 / 3;
 
-// Seconds that the links of the rank are busy with what it takes in, and with that and what it
-// gives.
+// Seconds that the links of the rank are busy with what it takes in.
 double link_seconds_in(const Load& load, const Links& links);
-double link_seconds(const Load& load, const Links& links);
 
 // Of every rank under `tasks`, which are in plan order. seconds are those of the server's speed;
 // seconds_home is left 0.

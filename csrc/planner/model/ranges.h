@@ -27,12 +27,38 @@ inline bool in_plan_order(const Task& a, const Task& b) {
   return std::tie(a.server, a.document, a.q_begin) < std::tie(b.server, b.document, b.q_begin);
 }
 
+// Calls visit(tasks) for all tasks of one document on one server, one after the other. `tasks` are
+// in plan order.
+template <typename Visit>
+void for_each_visit(std::span<const Task> tasks, Visit visit) {
+  for (auto first = tasks.begin(); first != tasks.end();) {
+    const auto last = std::find_if(first, tasks.end(), [first](const Task& task) {
+      return task.server != first->server || task.document != first->document;
+    });
+    visit(std::span(first, last));
+    first = last;
+  }
+}
+
 // Sorted disjoint ranges that do not touch.
 class RangeSet {
  public:
-  void insert(Range range);
+  void insert(Range range) {
+    if (range.begin >= range.end) return;
+    const auto first = std::partition_point(ranges_.begin(), ranges_.end(),
+                                            [&](Range held) { return held.end < range.begin; });
+    auto last = first;
+    for (; last != ranges_.end() && last->begin <= range.end; ++last) {
+      range = {std::min(range.begin, last->begin), std::max(range.end, last->end)};
+    }
+    ranges_.insert(ranges_.erase(first, last), range);
+  }
   void clear() { ranges_.clear(); }
-  int64_t num_shared(Range range) const;
+  int64_t num_shared(Range range) const {
+    int64_t count = 0;
+    for (const Range held : ranges_) count += distca::num_shared(held, range);
+    return count;
+  }
   const std::vector<Range>& ranges() const { return ranges_; }
 
  private:

@@ -1,4 +1,4 @@
-#include "memory_relief.h"
+#include "schedule.h"
 
 #include <algorithm>
 #include <utility>
@@ -29,19 +29,8 @@ std::vector<int64_t> receivers_for(const Assignment& assignment, int64_t donor) 
   return ranks;
 }
 
-// Moves the first rows of the item and leaves the others in it. Returns whether any moved.
-bool give(Assignment& assignment, Cutter& cutter, int64_t donor, int64_t receiver, Item& item) {
-  const Request request{receiver, item.seconds, item.seconds};
-  const auto move = cutter.first_rows(request, assignment.find_own(donor, item));
-  if (!move) return false;
-  assignment.apply(*move);
-  item.rows.begin = move->slice.end;
-  item.seconds = assignment.problem().seconds(item.document, item.rows);
-  return true;
-}
-
-}  // namespace
-
+// Moves rows that visit their own home, because their keys are elsewhere, to the servers with most
+// memory left. Stops when the donor keeps to its cap, or when no server has memory left.
 void relieve_memory(Assignment& assignment, int64_t donor) {
   const Problem& problem = assignment.problem();
   Cutter cutter(assignment, donor);
@@ -49,12 +38,21 @@ void relieve_memory(Assignment& assignment, int64_t donor) {
   for (const Item& item : assignment.own(donor)) {
     if (visits_home(problem, item, donor)) waiting.push_back(item);
   }
+  // Moves the first rows of the item and leaves the others in it. Returns whether any moved.
+  const auto give = [&](Item& item, int64_t receiver) {
+    const auto move = cutter.first_rows({receiver, item.seconds, item.seconds}, item);
+    if (!move) return false;
+    assignment.apply(*move);
+    item.rows.begin = move->slice.end;
+    item.seconds = problem.seconds(item.document, item.rows);
+    return true;
+  };
   for (const int64_t receiver : receivers_for(assignment, donor)) {
     bool has_place = true;
     auto item = waiting.begin(), rest = item;
     for (; has_place && item != waiting.end() && assignment.is_over_cap(donor); ++item) {
       while (assignment.is_over_cap(donor) && visits_home(problem, *item, donor)) {
-        if (give(assignment, cutter, donor, receiver, *item)) continue;
+        if (give(*item, receiver)) continue;
         *rest++ = *item;
         has_place = !assignment.is_budget_spent();
         break;
@@ -63,6 +61,24 @@ void relieve_memory(Assignment& assignment, int64_t donor) {
     if (!assignment.is_over_cap(donor)) return;
     if (rest != item) waiting.erase(rest, item);
   }
+}
+
+}  // namespace
+
+void schedule(Assignment& assignment, const Pairing& pairing) {
+  const Links& links = assignment.problem().options.links;
+  const int64_t num_ranks = assignment.problem().pack.num_ranks;
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    if (assignment.is_over_cap(rank)) relieve_memory(assignment, rank);
+  }
+  if (links.are_slow_between_nodes(num_ranks)) {
+    balance_nodes(assignment, pairing);
+    for (int64_t first = 0; first < num_ranks; first += links.ranks_per_node) {
+      balance_ranks(assignment, pairing,
+                    {first, std::min(num_ranks, first + links.ranks_per_node)});
+    }
+  }
+  recut(assignment, balance_ranks(assignment, pairing, {0, num_ranks}));
 }
 
 }  // namespace distca::planner

@@ -131,8 +131,7 @@ Figures measure(const Case& each, const Heuristics& heuristics) {
   Figures sum;
   for (const Pack& pack : each.packs) {
     const std::clock_t start = std::clock();
-    const HomeCut home(pack, each.options);
-    const std::vector<Task> tasks = balance(pack, each.options, home, heuristics);
+    const std::vector<Task> tasks = balance(Problem(pack, each.options, heuristics));
     sum.planning += static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
     const std::vector<Load> loads = loads_of(pack, each.options, tasks);
     sum.step += makespan(loads, each.options.links);

@@ -14,10 +14,10 @@
 #include <tuple>
 #include <vector>
 
+#include "layout_properties.h"
 #include "planner/make_plan.h"
-#include "tests/layout_properties.h"
-#include "tests/planner_properties.h"
-#include "tests/random_steps.h"
+#include "planner_properties.h"
+#include "random_steps.h"
 
 namespace distca::planner {
 namespace {
