@@ -1,16 +1,16 @@
 """An account as tables on the screen, and as data."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-from distca.explain.account import Account, Tasks
+from distca.explain.account import Account
 
 MIB = 2**20
 MAX_LINES = 20  # of a table, unless all are wanted
 MAX_LINKS = 8
 
-Column = tuple[str, int, Sequence[str]]  # heading, width, cells
+Column = tuple[str, int, Iterable]  # heading, width, cells
 LEGEND = (
     "from: home of the task's queries (*: of most of them); to: its server; x least: bytes over\n"
     "those of the cheapest shape with this much work; +-ms: of that rank above the mean,\n"
@@ -20,23 +20,21 @@ LEGEND = (
 
 def report(account: Account, rank: int | None, all_lines: bool) -> str:
     """Totals, ranks, tasks and links: of one rank, or of all; the largest only, or all lines."""
-    parts = [totals(account), ranks_table(account, rank, all_lines)]
-    parts.append(tasks_table(account, rank, all_lines) + "\n" + LEGEND)
-    parts.append(links_table(account, rank, all_lines))
-    return "\n\n".join(parts)
+    tables = [table(account, rank, all_lines) for table in (ranks_table, tasks_table, links_table)]
+    tables[1] += "\n" + LEGEND
+    return "\n\n".join([totals(account), *tables])
 
 
 def totals(account: Account) -> str:
     step, moved = account.step, account.is_moved
     lengths, seconds = step.pack.lengths, account.tasks.seconds
-    slowest = [
-        s.max() / account.mean_seconds for s in (account.seconds_before, account.seconds_after)
-    ]
+    before, after = account.seconds_before.max(), account.seconds_after.max()
     lines = [
         f"{step.pack.num_ranks} ranks, {lengths.sum()} tokens, {lengths.size} documents (median "
         f"{np.median(lengths):.0f}, longest {lengths.max()}), window {step.window}",
         f"attention of a layer, forward + backward: mean {_ms(account.mean_seconds)} ms; slowest "
-        f"rank x {slowest[0]:.3f} before, x {slowest[1]:.3f} after",
+        f"rank x {before / account.mean_seconds:.3f} before, x {after / account.mean_seconds:.3f} "
+        "after",
     ]
     if not moved.any():
         why = (
@@ -94,13 +92,14 @@ def tasks_table(account: Account, rank: int | None, all_lines: bool) -> str:
 def _task_columns(account: Account, chosen: np.ndarray) -> list[Column]:
     tasks, moved = account.tasks, account.is_moved[chosen]
     home, server = tasks.home[chosen], tasks.server[chosen]
-    over = [f"{value:.2f}" for value in account.bytes_over_least[chosen]]
     stars = np.where(tasks.num_homes[chosen] > 1, "*", "")
     before, after = (account.excess(s) for s in (account.seconds_before, account.seconds_after))
 
+    def if_moved(texts: Iterable[str]) -> list[str]:
+        return [text if m else "" for text, m in zip(texts, moved, strict=True)]
+
     def excess_of(ranks: np.ndarray) -> list[str]:
-        changes = zip(before[ranks], after[ranks], moved, strict=True)
-        return [f"{_signed_ms(b)}>{_signed_ms(a)}" if m else "" for b, a, m in changes]
+        return if_moved(f"{_signed_ms(before[r])}>{_signed_ms(after[r])}" for r in ranks)
 
     return [
         ("from", 6, [f"{rank}{star}" for rank, star in zip(home, stars, strict=True)]),
@@ -110,7 +109,7 @@ def _task_columns(account: Account, chosen: np.ndarray) -> list[Column]:
         ("keys", 14, _ranges(tasks.k_begin[chosen], tasks.k_end[chosen])),
         ("ms", 7, map(_ms, tasks.seconds[chosen])),
         ("MiB", 7, map(_mib, tasks.num_bytes[chosen])),
-        ("x least", 8, [text if m else "" for text, m in zip(over, moved, strict=True)]),
+        ("x least", 8, if_moved(f"{over:.2f}" for over in account.bytes_over_least[chosen])),
         ("from +-ms", 14, excess_of(home)),
         ("to +-ms", 14, excess_of(server)),
     ]
@@ -134,50 +133,44 @@ def links_table(account: Account, rank: int | None, all_lines: bool) -> str:
 
 def as_data(account: Account) -> dict:
     """The whole account: what `--json` writes."""
-    tasks, moved = account.tasks, account.is_moved
-    from_homes: list[dict[int, int]] = [{} for _ in range(moved.size)]
-    transfers = account.transfers
-    for task, home, num_bytes in zip(
-        transfers.task.tolist(), transfers.home.tolist(), transfers.num_bytes.tolist(), strict=True
-    ):
-        from_homes[task][home] = num_bytes
+    step, tasks, transfers = account.step, account.tasks, account.transfers
+    by_home: list[dict[int, int]] = [{} for _ in account.is_moved]
+    for each in _records(task=transfers.task, home=transfers.home, bytes=transfers.num_bytes):
+        by_home[each["task"]][each["home"]] = each["bytes"]
     home, server, num_bytes = account.links()
-    links = zip(home.tolist(), server.tolist(), num_bytes.tolist(), strict=True)
-    mean = account.mean_seconds
     return {
-        "ranks": account.step.pack.num_ranks,
-        "tokens": int(account.step.pack.lengths.sum()),
-        "documents": account.step.pack.lengths.tolist(),
-        "window": list(account.step.window),
-        "mean_seconds": mean,
-        "max_over_mean_before": float(account.seconds_before.max() / mean),
-        "max_over_mean_after": float(account.seconds_after.max() / mean),
+        "ranks": step.pack.num_ranks,
+        "tokens": int(step.pack.lengths.sum()),
+        "documents": step.pack.lengths.tolist(),
+        "window": list(step.window),
+        "mean_seconds": account.mean_seconds,
+        "max_over_mean_before": float(account.seconds_before.max() / account.mean_seconds),
+        "max_over_mean_after": float(account.seconds_after.max() / account.mean_seconds),
         "bytes": int(account.bytes_in.sum()),
         "least_bytes": account.least_bytes,
         "seconds_before": account.seconds_before.tolist(),
         "seconds_after": account.seconds_after.tolist(),
         "bytes_out": account.bytes_out.tolist(),
         "bytes_in": account.bytes_in.tolist(),
-        "links": [{"home": h, "server": s, "bytes": b} for h, s, b in links],
-        "tasks": list(_task_records(tasks, account.bytes_over_least, from_homes)),
+        "links": _records(home=home, server=server, bytes=num_bytes),
+        "tasks": _records(
+            server=tasks.server,
+            document=tasks.document,
+            rows=np.stack([tasks.q_begin, tasks.q_end], axis=1),
+            keys=np.stack([tasks.k_begin, tasks.k_end], axis=1),
+            home=tasks.home,
+            seconds=tasks.seconds,
+            bytes=tasks.num_bytes,
+            bytes_by_home=np.array(by_home),
+            bytes_over_least=account.bytes_over_least,
+        ),
     }
 
 
-def _task_records(
-    tasks: Tasks, bytes_over_least: np.ndarray, from_homes: list[dict[int, int]]
-) -> Iterable[dict]:
-    for i, by_home in enumerate(from_homes):
-        yield {
-            "server": int(tasks.server[i]),
-            "document": int(tasks.document[i]),
-            "rows": [int(tasks.q_begin[i]), int(tasks.q_end[i])],
-            "keys": [int(tasks.k_begin[i]), int(tasks.k_end[i])],
-            "home": int(tasks.home[i]),
-            "seconds": float(tasks.seconds[i]),
-            "bytes": int(tasks.num_bytes[i]),
-            "bytes_by_home": by_home,
-            "bytes_over_least": float(bytes_over_least[i]),
-        }
+def _records(**columns: np.ndarray) -> list[dict]:
+    """An object for each row."""
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _most(order: np.ndarray, all_lines: bool) -> np.ndarray:
@@ -186,14 +179,14 @@ def _most(order: np.ndarray, all_lines: bool) -> np.ndarray:
 
 def _table(title: str, columns: list[Column], num_lines: int, num_all: int) -> str:
     """Right-aligned; the title says what is left out."""
+    if num_all == 0:
+        return f"{title}: none"
     left_out = f" ({num_lines} of {num_all}; --all shows all)" if num_lines < num_all else ""
-    lines = [f"{title}{left_out}"] if num_all else [f"{title}: none"]
-    if num_all:
-        cells = [[str(cell) for cell in column] for _, _, column in columns]
-        heads, widths = [name for name, _, _ in columns], [width for _, width, _ in columns]
-        for row in [heads, *zip(*cells, strict=True)]:
-            line = "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-            lines.append(line.rstrip())
+    heads, widths, cells = zip(*columns, strict=True)
+    lines = [f"{title}{left_out}"]
+    for row in (heads, *zip(*cells, strict=True)):
+        line = "".join(f"{cell!s:>{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 
