@@ -22,29 +22,21 @@ class Documents:
     lengths: np.ndarray  # [num_documents]
     pack: np.ndarray  # [num_documents], never decreasing; micro-batches one after another
 
-    def of_packs(self, first: int, last: int) -> "Documents":
-        """Of packs [first, last), which are counted from 0 then."""
-        chosen = slice(*np.searchsorted(self.pack, (first, last)))
-        return Documents(self.lengths[chosen], self.pack[chosen] - first)
-
 
 def distribution(text: str, seed: int) -> list[int]:
     """Lengths drawn from a distribution; raises ValueError with what may be given."""
     name, *parameters = text.split(":")
     rng = np.random.default_rng(seed)
     try:
-        numbers = [float(value) for value in parameters]
-        if name == "fixed":
-            (length,) = numbers
-            drawn = np.array([length])
-        elif name == "uniform":
-            low, high = numbers
-            drawn = rng.uniform(low, high + 1, DRAWN_LENGTHS)
-        elif name == "lognormal":
-            median, sigma = numbers
-            drawn = rng.lognormal(math.log(median), sigma, DRAWN_LENGTHS)
-        else:
-            raise ValueError(f"there is no {name!r}")
+        match name, [float(value) for value in parameters]:
+            case "fixed", [length]:
+                drawn = np.array([length])
+            case "uniform", [low, high]:
+                drawn = rng.uniform(low, high + 1, DRAWN_LENGTHS)
+            case "lognormal", [median, sigma]:
+                drawn = rng.lognormal(math.log(median), sigma, DRAWN_LENGTHS)
+            case _:
+                raise ValueError(f"there is no {name!r} of {len(parameters)} numbers")
         if not np.isfinite(drawn).all() or drawn.min() < 0 or drawn.max() > MAX_LENGTH:
             raise ValueError(f"lengths have to be from 0 to {MAX_LENGTH}")
     except ValueError as error:
