@@ -81,7 +81,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     is_first = not in_group or dist.get_rank() == 0
     effort = attention.EFFORTS[device.type, args.quick]
     effort = replace(effort, max_keys=args.max_keys or effort.max_keys)
-    message_bytes = links.MESSAGE_BYTES[device.type, args.quick] if in_group else []
+    message_bytes = [links.SMALLEST << 2 * i for i in range(effort.num_messages * in_group)]
     num_entries = len(list(attention.entries(*attention.grid(device.type, effort))))
     bar = ProgressBar(num_entries + len(links.LEVELS) * len(message_bytes), is_first)
     measured_links = Links()

@@ -11,13 +11,7 @@ from distca.planning.cost import Link, Links
 from distca.planning.exchange import node
 
 KIB = 1024
-# Bytes that a rank sends, by (device type, quick).
-MESSAGE_BYTES = {
-    ("cuda", False): [64 * KIB << 2 * i for i in range(7)],
-    ("cuda", True): [64 * KIB << 2 * i for i in range(6)],
-    ("cpu", False): [64 * KIB << 2 * i for i in range(5)],
-    ("cpu", True): [64 * KIB << 2 * i for i in range(4)],
-}
+SMALLEST = 64 * KIB  # message of a rank
 REPEATS = 10
 BUDGET_S = 1.0  # of one size
 LEVELS = ("inside", "between")
