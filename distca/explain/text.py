@@ -1,6 +1,6 @@
 """An account as tables on the screen, and as data."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ MIB = 2**20
 MAX_LINES = 20  # of a table, unless all are wanted
 MAX_LINKS = 8
 
-Column = tuple[str, int, Iterable]  # heading, width, cells
+Column = tuple[str, int, Callable[[int], object]]  # heading, width, cell by index
 LEGEND = (
     "from: home of the task's queries (*: of most of them); to: its server; x least: bytes over\n"
     "those of the cheapest shape with this much work; +-ms: of that rank above the mean,\n"
@@ -56,79 +56,80 @@ def totals(account: Account) -> str:
 
 def ranks_table(account: Account, rank: int | None, all_lines: bool) -> str:
     """Attention time and bytes of ranks, those first whose time changes most."""
-    change = np.abs(account.seconds_after - account.seconds_before)
-    order = np.argsort(-change, kind="stable")
-    chosen = np.array([rank]) if rank is not None else _most(order, all_lines)
-    served = np.bincount(account.tasks.server[account.is_moved], minlength=change.size)
-    before, after = (account.excess(s) for s in (account.seconds_before, account.seconds_after))
+    before, after = account.seconds_before, account.seconds_after
+    over_before, over_after = account.excess(before), account.excess(after)
+    served = np.bincount(account.tasks.server[account.is_moved], minlength=before.size)
     columns = [
-        ("rank", 6, chosen),
-        ("before ms", 10, map(_ms, account.seconds_before[chosen])),
-        ("after ms", 10, map(_ms, account.seconds_after[chosen])),
-        ("above mean before", 18, map(_signed_ms, before[chosen])),
-        ("after", 9, map(_signed_ms, after[chosen])),
-        ("sends MiB", 10, map(_mib, account.bytes_out[chosen])),
-        ("receives MiB", 13, map(_mib, account.bytes_in[chosen])),
-        ("visiting tasks", 15, served[chosen]),
+        ("rank", 6, str),
+        ("before ms", 10, lambda r: _ms(before[r])),
+        ("after ms", 10, lambda r: _ms(after[r])),
+        ("above mean before", 18, lambda r: _signed_ms(over_before[r])),
+        ("after", 9, lambda r: _signed_ms(over_after[r])),
+        ("sends MiB", 10, lambda r: _mib(account.bytes_out[r])),
+        ("receives MiB", 13, lambda r: _mib(account.bytes_in[r])),
+        ("visiting tasks", 15, lambda r: served[r]),
     ]
-    return _table("Ranks", columns, len(chosen), order.size if rank is None else 1)
+    order = np.argsort(-np.abs(after - before), kind="stable")
+    return _table("Ranks", columns, order if rank is None else [rank], all_lines)
 
 
 def tasks_table(account: Account, rank: int | None, all_lines: bool) -> str:
     """What is computed away from home, most seconds first; of one rank, or with `all_lines`, what
     stays at home too."""
-    tasks, moved = account.tasks, account.is_moved
-    wanted = moved | (all_lines or rank is not None)
-    if rank is not None:
-        gives = np.zeros(moved.size, dtype=bool)
-        gives[account.transfers.task[account.transfers.home == rank]] = True
-        wanted &= gives | (tasks.server == rank)
-    order = np.lexsort((-tasks.seconds, ~moved))
-    order = order[wanted[order]]
-    chosen = _most(order, all_lines)
-    return _table("Tasks", _task_columns(account, chosen), chosen.size, order.size)
-
-
-def _task_columns(account: Account, chosen: np.ndarray) -> list[Column]:
-    tasks, moved = account.tasks, account.is_moved[chosen]
-    home, server = tasks.home[chosen], tasks.server[chosen]
-    stars = np.where(tasks.num_homes[chosen] > 1, "*", "")
+    tasks, moved, over = account.tasks, account.is_moved, account.bytes_over_least
     before, after = (account.excess(s) for s in (account.seconds_before, account.seconds_after))
 
-    def if_moved(texts: Iterable[str]) -> list[str]:
-        return [text if m else "" for text, m in zip(texts, moved, strict=True)]
+    def excess_of(task: int, ranks: np.ndarray) -> str:
+        own = ranks[task]
+        return f"{_signed_ms(before[own])}>{_signed_ms(after[own])}" if moved[task] else ""
 
-    def excess_of(ranks: np.ndarray) -> list[str]:
-        return if_moved(f"{_signed_ms(before[r])}>{_signed_ms(after[r])}" for r in ranks)
-
-    return [
-        ("from", 6, [f"{rank}{star}" for rank, star in zip(home, stars, strict=True)]),
-        ("to", 6, server),
-        ("document", 9, tasks.document[chosen]),
-        ("rows", 14, _ranges(tasks.q_begin[chosen], tasks.q_end[chosen])),
-        ("keys", 14, _ranges(tasks.k_begin[chosen], tasks.k_end[chosen])),
-        ("ms", 7, map(_ms, tasks.seconds[chosen])),
-        ("MiB", 7, map(_mib, tasks.num_bytes[chosen])),
-        ("x least", 8, if_moved(f"{over:.2f}" for over in account.bytes_over_least[chosen])),
-        ("from +-ms", 14, excess_of(home)),
-        ("to +-ms", 14, excess_of(server)),
+    columns = [
+        ("from", 6, lambda i: f"{tasks.home[i]}{'*' if tasks.num_homes[i] > 1 else ''}"),
+        ("to", 6, lambda i: tasks.server[i]),
+        ("document", 9, lambda i: tasks.document[i]),
+        ("rows", 14, lambda i: f"{tasks.q_begin[i]}-{tasks.q_end[i]}"),
+        ("keys", 14, lambda i: f"{tasks.k_begin[i]}-{tasks.k_end[i]}"),
+        ("ms", 7, lambda i: _ms(tasks.seconds[i])),
+        ("MiB", 7, lambda i: _mib(tasks.num_bytes[i])),
+        ("x least", 8, lambda i: f"{over[i]:.2f}" if moved[i] else ""),
+        ("from +-ms", 14, lambda i: excess_of(i, tasks.home)),
+        ("to +-ms", 14, lambda i: excess_of(i, tasks.server)),
     ]
+    wanted = moved | (all_lines or rank is not None)
+    if rank is not None:
+        given = account.transfers.task[account.transfers.home == rank]
+        wanted &= (tasks.server == rank) | np.isin(np.arange(moved.size), given)
+    order = np.lexsort((-tasks.seconds, ~moved))
+    return _table("Tasks", columns, order[wanted[order]], all_lines)
 
 
 def links_table(account: Account, rank: int | None, all_lines: bool) -> str:
     home, server, num_bytes = account.links()
-    if rank is not None:
-        of_rank = (home == rank) | (server == rank)
-        home, server, num_bytes = home[of_rank], server[of_rank], num_bytes[of_rank]
-    chosen = slice(None if all_lines else MAX_LINKS)
-    bandwidths = account.bandwidth(home, server)
+    seconds = num_bytes / account.bandwidth(home, server)
     columns = [
-        ("home", 6, home[chosen]),
-        ("server", 7, server[chosen]),
-        ("MiB", 9, map(_mib, num_bytes[chosen])),
-        ("ms", 9, map(_ms, (num_bytes / bandwidths)[chosen])),
+        ("home", 6, lambda i: home[i]),
+        ("server", 7, lambda i: server[i]),
+        ("MiB", 9, lambda i: _mib(num_bytes[i])),
+        ("ms", 9, lambda i: _ms(seconds[i])),
     ]
-    return _table("Links, most bytes first", columns, len(home[chosen]), home.size)
+    order = np.flatnonzero((rank is None) | (home == rank) | (server == rank))
+    return _table("Links, most bytes first", columns, order, all_lines, MAX_LINKS)
+
+
+def _table(
+    title: str, columns: list[Column], order: Sequence[int], all_lines: bool, most: int = MAX_LINES
+) -> str:
+    """Right-aligned; the title says what is left out."""
+    if len(order) == 0:
+        return f"{title}: none"
+    shown = order if all_lines else order[:most]
+    if len(shown) < len(order):
+        title += f" ({len(shown)} of {len(order)}; --all shows all)"
+    rows = [[name for name, _, _ in columns]]
+    rows += [[str(cell(i)) for _, _, cell in columns] for i in shown]
+    widths = [width for _, width, _ in columns]
+    lines = ["".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    return "\n".join([title, *lines])
 
 
 def as_data(account: Account) -> dict:
@@ -173,23 +174,6 @@ def _records(**columns: np.ndarray) -> list[dict]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _most(order: np.ndarray, all_lines: bool) -> np.ndarray:
-    return order if all_lines else order[:MAX_LINES]
-
-
-def _table(title: str, columns: list[Column], num_lines: int, num_all: int) -> str:
-    """Right-aligned; the title says what is left out."""
-    if num_all == 0:
-        return f"{title}: none"
-    left_out = f" ({num_lines} of {num_all}; --all shows all)" if num_lines < num_all else ""
-    heads, widths, cells = zip(*columns, strict=True)
-    lines = [f"{title}{left_out}"]
-    for row in (heads, *zip(*cells, strict=True)):
-        line = "".join(f"{cell!s:>{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}" if seconds < 0.1 else f"{1e3 * seconds:.1f}"
 
@@ -201,7 +185,3 @@ def _signed_ms(seconds: float) -> str:
 def _mib(num_bytes: float) -> str:
     mib = num_bytes / MIB
     return f"{mib:.1f}" if mib < 1000 else f"{mib:.0f}"
-
-
-def _ranges(begin: np.ndarray, end: np.ndarray) -> list[str]:
-    return [f"{first}-{last}" for first, last in zip(begin, end, strict=True)]
