@@ -146,7 +146,7 @@ def drawn_steps(args: argparse.Namespace, scenario: Scenario) -> list[Documents]
         lengths = read_lengths(args.lengths)
     else:
         lengths = distribution(args.distribution, args.seed)
-    return list(draw(lengths, scenario, args.skip + args.steps, args.seed))[args.skip :]
+    return draw(lengths, scenario, args.skip + args.steps, args.seed)[args.skip :]
 
 
 def simulate(args: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 import heapq
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,25 +43,22 @@ def distribution(text: str, seed: int) -> list[int]:
     return np.maximum(drawn.astype(np.int64), 1).tolist()
 
 
-def draw(lengths: list[int], scenario: Scenario, num_steps: int, seed: int) -> Iterator[Documents]:
+def draw(lengths: list[int], scenario: Scenario, num_steps: int, seed: int) -> list[Documents]:
     """Documents in shuffled order, cut to the context, then into packs of equally many tokens; the
     rest of one starts the next pack, as a document of its own. benchmarks/training_step.py draws
     the same packs in the same order."""
     shuffled = [length for length in lengths if length > 0]
     random.Random(seed).shuffle(shuffled)
     stream = np.array(shuffled, dtype=np.int64)
-    tokens = scenario.pack_tokens
-    if scenario.context < tokens:
+    if scenario.context < scenario.pack_tokens:
         stream = _cut(stream, scenario.context)
-    num_packs = scenario.packs * scenario.micro_batches
-    period, ends = int(stream.sum()), stream.cumsum()
-    for step in range(num_steps):
-        first, total = step * num_packs * tokens, num_packs * tokens
-        rounds = np.arange(first // period, (first + total) // period + 1) * period
-        inside = (rounds[:, None] + ends).ravel() - first
-        of_step = np.diff(inside[inside > 0], prepend=0)
-        pieces = cut_pack(of_step, num_packs, total).pieces
-        yield Documents(pieces[:, 3], pieces[:, 0])
+    packs_of_step = scenario.packs * scenario.micro_batches
+    total = num_steps * packs_of_step * scenario.pack_tokens
+    repeated = np.tile(stream, -(-total // int(stream.sum())))
+    pack, _, _, tokens = cut_pack(repeated, num_steps * packs_of_step, total).pieces.T
+    edges = np.searchsorted(pack, np.arange(1, num_steps) * packs_of_step)
+    of_steps = zip(np.split(tokens, edges), np.split(pack % packs_of_step, edges), strict=True)
+    return [Documents(*each) for each in of_steps]
 
 
 def _cut(lengths: np.ndarray, longest: int) -> np.ndarray:

@@ -129,7 +129,8 @@ def draw_balance(path: Path, results: list[Result]) -> None:
     ranks.set_xlabel("share of ranks")
     ranks.legend(fontsize=8)
     memory.barh(place, [result.memory_max / 1e9 for result in results], color=colors)
-    memory.plot([result.memory_mean / 1e9 for result in results], place, "k|", markersize=14)
+    means = [result.means["memory_mean_bytes"] / 1e9 for result in results]
+    memory.plot(means, place, "k|", markersize=14)
     memory.axvline(results[0].scenario.machine.memory_gb, color="#c44e52")
     memory.set_yticks(place, [""] * len(results))
     memory.invert_yaxis()

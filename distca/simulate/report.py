@@ -49,12 +49,12 @@ def table(results: list[Result]) -> str:
 
 def _figures(result: Result) -> str:
     cp = result.cp if result.system.is_baseline else "-"
-    memory = f"{result.memory_max / 1e9:.1f} / {result.memory_mean / 1e9:.1f}"
+    attention, compute, exposed_ms, waiting_ms, memory_mean = result.means.values()
+    memory = f"{result.memory_max / 1e9:.1f} / {memory_mean / 1e9:.1f}"
     return (
         f"{result.system.label:<30}{cp:>4}{1e3 * result.mean:>10.1f}"
-        f"{1e3 * result.slowest_decile:>10.1f}{result.attention_imbalance:>7.2f}"
-        f"{result.compute_imbalance:>8.2f}{1e3 * result.exposed_seconds:>9.1f}"
-        f"{1e3 * max(0.0, result.waiting_seconds):>9.1f}{memory:>15}"
+        f"{1e3 * result.slowest_decile:>10.1f}{attention:>7.2f}{compute:>8.2f}{exposed_ms:>9.1f}"
+        f"{max(0.0, waiting_ms):>9.1f}{memory:>15}"
         f"{'' if result.fits else '!':1}{result.tokens_per_second:>13,.0f}"
     )
 
@@ -84,12 +84,8 @@ def as_data(title: str, scenario: Scenario, results: list[Result]) -> dict:
                 "step_ms": [1e3 * seconds for seconds in result.step_seconds],
                 "step_ms_mean": 1e3 * result.mean,
                 "step_ms_slowest_decile": 1e3 * result.slowest_decile,
-                "attention_imbalance": result.attention_imbalance,
-                "compute_imbalance": result.compute_imbalance,
-                "exposed_communication_ms": 1e3 * result.exposed_seconds,
-                "waiting_ms": 1e3 * result.waiting_seconds,
+                **result.means,
                 "memory_max_bytes": result.memory_max,
-                "memory_mean_bytes": result.memory_mean,
                 "fits_in_memory": result.fits,
                 "tokens_per_second": result.tokens_per_second,
                 "speed_up_over": {

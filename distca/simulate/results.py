@@ -15,19 +15,18 @@ FIT_PRECISION = 1e-6
 
 @dataclass(frozen=True)
 class Result:
-    """One system over all steps; seconds and imbalances are means over steps unless by step."""
+    """One system over all steps."""
 
     system: System
     scenario: Scenario
     cp: int
     outcome: Outcome  # of the step to show
     step_seconds: list[float]
-    attention_imbalance: float  # max / mean over the ranks that have any
-    compute_imbalance: float  # of linear work and attention
-    exposed_seconds: float  # communication that nothing hides, mean over ranks
-    waiting_seconds: float  # for other ranks and in bubbles, mean over ranks
-    memory_mean: float  # bytes
-    memory_max: float  # of the fullest rank in any step
+    memory_max: float  # bytes of the fullest rank in any step
+    means: dict[str, float]
+    """Over steps. attention_imbalance: max / mean over the ranks that have any; compute_imbalance:
+    of linear work and attention; exposed_communication_ms: that nothing hides, mean over ranks;
+    waiting_ms: for other ranks and in bubbles, mean over ranks; memory_mean_bytes."""
 
     @property
     def mean(self) -> float:
@@ -64,25 +63,24 @@ def run(
 def run_system(
     system: System, scenario: Scenario, steps: list[Step], cp: int, shown: int
 ) -> Result:
-    by_step = []
+    step_seconds, memory_max, by_step = [], [], []
     for idx, step in enumerate(steps):
         outcome = system.simulate(step, cp)
         if idx == shown:
             kept = outcome
-        busy = outcome.schedule.busy(scenario)
-        figures = (
-            max_over_mean(busy[ATTENTION][busy[ATTENTION] > 0]),
-            max_over_mean(busy[ATTENTION] + busy[LINEAR]),
-            busy[COMMUNICATION].sum(axis=0).mean(),
-            busy[WAITING].mean(),
-            outcome.memory_bytes.mean(),
-        )
-        by_step.append((outcome.schedule.seconds, outcome.memory_bytes.max(), *figures))
-    step_seconds, memory_max, *columns = np.array(by_step).T
-    means = np.array(columns).mean(axis=1).tolist()
-    return Result(
-        system, scenario, cp, kept, step_seconds.tolist(), *means, float(memory_max.max())
-    )
+        busy = 1e3 * outcome.schedule.busy(scenario)
+        step_seconds.append(outcome.schedule.seconds)
+        memory_max.append(float(outcome.memory_bytes.max()))
+        figures = {
+            "attention_imbalance": max_over_mean(busy[ATTENTION][busy[ATTENTION] > 0]),
+            "compute_imbalance": max_over_mean(busy[ATTENTION] + busy[LINEAR]),
+            "exposed_communication_ms": busy[COMMUNICATION].sum(axis=0).mean(),
+            "waiting_ms": busy[WAITING].mean(),
+            "memory_mean_bytes": outcome.memory_bytes.mean(),
+        }
+        by_step.append(figures)
+    means = {name: float(np.mean([each[name] for each in by_step])) for name in figures}
+    return Result(system, scenario, cp, kept, step_seconds, max(memory_max), means)
 
 
 def slowest_tenth(values: Sequence[float]) -> float:
