@@ -97,8 +97,8 @@ def tasks_table(account: Account, rank: int | None, all_lines: bool) -> str:
     ]
     wanted = moved | (all_lines or rank is not None)
     if rank is not None:
-        given = account.transfers.task[account.transfers.home == rank]
-        wanted &= (tasks.server == rank) | np.isin(np.arange(moved.size), given)
+        away = account.transfers.task[account.transfers.home == rank]
+        wanted &= (tasks.server == rank) | np.isin(np.arange(moved.size), away)
     order = np.lexsort((-tasks.seconds, ~moved))
     return _table("Tasks", columns, order[wanted[order]], all_lines)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.planning.cluster import Cluster, held_row_bytes
+from distca.planning.cluster import Cluster, held_row_bytes, input_row_bytes
 from distca.planning.packs import Pack, cut_pack
 from distca.planning.plan import CAUSAL, balance, tasks_of
 from distca.planning.task_rows import rows_of_tasks
@@ -97,10 +97,8 @@ def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
 
 def row_bytes(scenario: Scenario) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
     """By pass, bytes of a (query row, key row) on their way out and home."""
-    shape = scenario.attention_shape
-    q = shape.heads_q * shape.head_dim * shape.element_bytes
-    kv = 2 * shape.heads_kv * shape.head_dim * shape.element_bytes
-    lse = 4 * shape.heads_q
+    q, kv = input_row_bytes(scenario.attention_shape)
+    lse = 4 * scenario.attention_shape.heads_q
     return {
         FORWARD: ((q, kv), (q + lse, 0)),
         BACKWARD: ((2 * q + 2 * lse, kv), (q, kv)),
@@ -149,8 +147,8 @@ def _by_kind(linear, attention, exchange, waiting) -> np.ndarray:
 
 
 def in_turn(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
-    """Without ping-pong: all linear work, then inputs travel beside home tasks, then
-    visiting tasks, then results."""
+    """In turn: linear work, then inputs travel beside home tasks, then visiting tasks, then
+    results."""
     arrival, sent, received = exchange_seconds(scenario, work, pass_idx)
     at_home, visiting = work.home_seconds[pass_idx], work.visiting_seconds[pass_idx]
     stall = np.where(visiting > 0, np.maximum(0.0, arrival - at_home), 0.0)
@@ -165,8 +163,8 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -
 
 
 def ping_pong(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
-    """Of two halves: both halves' work, and what of a half's exchanges is longer than
-    the linear work of the other."""
+    """Of two halves: both halves' work, and what of a half's exchanges is longer than the linear
+    work of the other."""
     attention, exchange = work.seconds[pass_idx], _exchange_of_half(scenario, work, pass_idx)
     hidden = min(exchange, linear.max() / 2)
     waiting = attention.max() - attention + linear.max() - linear
@@ -174,8 +172,8 @@ def ping_pong(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray)
 
 
 def dedicated_ping_pong(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
-    """When ranks with tokens and servers work on different halves at the same time. Two
-    halves go round; each rank's work and the way round bound how often."""
+    """When ranks with tokens and servers work on different halves at the same time. Two halves go
+    round; each rank's work and the way round bound how often."""
     attention, exchange = work.seconds[pass_idx], _exchange_of_half(scenario, work, pass_idx)
     own = linear + attention
     round_trip = linear.max() / 2 + exchange + attention.max() / 2

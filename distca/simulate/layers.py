@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.planning.cluster import input_row_bytes
 from distca.simulate.machine import BACKWARD, FORWARD
 from distca.simulate.packing import Documents
 from distca.simulate.scenario import ELEMENT_BYTES, GRADIENT_BYTES, Scenario
@@ -84,17 +85,11 @@ def ring(scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarray
     return (cp - 1) * np.maximum(0.0, np.stack(hops) - slowest / cp)
 
 
-def key_bytes(scenario: Scenario) -> float:
-    """k and v of one token on one rank."""
-    shape = scenario.attention_shape
-    return 2.0 * shape.heads_kv * shape.head_dim * shape.element_bytes
-
-
 def workspace_of_token(scenario: Scenario, cp: int, keys: KeyExchange) -> float:
     """Bytes beside activations for each token of a group: keys and their gradients, of all ranks or
     of two neighbours."""
     copies = 2.0 * (cp if keys is all_gather else 2)
-    return copies * key_bytes(scenario) if cp > 1 else 0.0
+    return copies * input_row_bytes(scenario.attention_shape)[1] if cp > 1 else 0.0
 
 
 def context_parallel(
@@ -112,7 +107,8 @@ def context_parallel(
     layers = layers_of(scenario, np.repeat(tokens / cp, cp, axis=1), by_group(attention))
     if cp > 1:
         slowest = attention.max(axis=-1, keepdims=True)
-        exchange = keys(scenario, key_bytes(scenario) * tokens, cp, slowest[..., 0])
+        num_bytes = input_row_bytes(scenario.attention_shape)[1] * tokens
+        exchange = keys(scenario, num_bytes, cp, slowest[..., 0])
         layers.seconds[:, :, EXCHANGE] = by_group(exchange[..., None].repeat(cp, axis=-1))
         layers.seconds[:, :, WAITING] = by_group(slowest - attention)
         workspace = tokens.max(axis=0) / cp * workspace_of_token(scenario, cp, keys)

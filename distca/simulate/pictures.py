@@ -38,8 +38,7 @@ def segments(
     time; every operation is drawn as `layers` equal layers."""
     stage, group = divmod(rank, scenario.groups)
     spans = []
-    own = [each for each in schedule.operations if each.stage == stage]
-    for each in sorted(own, key=lambda each: float(each.start[group])):
+    for each in (each for each in schedule.operations if each.stage == stage):  # in order
         is_forward = each.pass_idx == FORWARD
         work = "serving only" if each.micro_batch == IDLE else f"{each.micro_batch}"
         what = f"{'forward' if is_forward else 'backward'} {work}"

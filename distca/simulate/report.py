@@ -15,8 +15,8 @@ from distca.simulate.scenario import Scenario
 FORMAT = 1
 NO_GAIN = "<1"
 WIDTH = 100
-# Systems here, and what the benchmark calls them; the first that it ran.
-VARIANTS = {"fixed": ("plain",), "distca": ("peer", "process_group")}
+# What the benchmark calls systems here; of those that it ran the last.
+VARIANTS = (("plain", "fixed"), ("process_group", "distca"), ("peer", "distca"))
 
 
 def heading(scenario: Scenario, source: str, num_steps: int) -> str:
@@ -164,8 +164,8 @@ class Measured:
         chosen = slice(skip, skip + num_steps)
         try:
             content = json.loads(path.read_text())
-            variants = {name: _first(content["variants"], VARIANTS[name]) for name in VARIANTS}
-            steps = {name: each["step_ms"][chosen] for name, each in variants.items() if each}
+            ran = [(name, system) for name, system in VARIANTS if name in content["variants"]]
+            steps = {system: content["variants"][name]["step_ms"][chosen] for name, system in ran}
             if "fixed" not in steps:
                 raise ValueError("no variant plain, in which ranks do not balance")
             attention = np.array(content["attention_ms"]["plain"][chosen], dtype=float)
@@ -178,10 +178,6 @@ class Measured:
                 f"measured {path}: holds fewer than skip + steps = {skip + num_steps} steps"
             )
         return cls(steps, attention)
-
-
-def _first(variants: dict, names: tuple[str, ...]) -> dict | None:
-    return next((variants[name] for name in names if name in variants), None)
 
 
 def comparison(
@@ -197,14 +193,14 @@ def comparison(
     attention = np.array([plain_attention(scenario, each, packs) for each in drawn])
     shape = (len(drawn), NUM_PASSES * scenario.micro_batches, scenario.packs)
     attention = attention.reshape(shape).sum(axis=1) * scenario.model.layers  # [steps, packs]
-    theirs = measured.attention_ms
-    rows.append(("attention, mean of ranks", theirs.mean(1), attention.mean(1)))
-    rows.append(("attention, slowest rank", theirs.max(1), attention.max(1)))
+    by_rank = measured.attention_ms
+    rows.append(("attention, mean of ranks", by_rank.mean(1), attention.mean(1)))
+    rows.append(("attention, slowest rank", by_rank.max(1), attention.max(1)))
     lines = [f"{'measured / predicted, ms':<30}{'mean':>24}{'slowest tenth':>28}"]
     for name, measured_ms, predicted in rows:
         line = f"{name:<30}"
         for figure in (np.mean, slowest_tenth):
-            then, now = float(figure(measured_ms)), 1e3 * float(figure(predicted))
-            line += f"{then:>10.1f} /{now:>8.1f} ({100 * (now / then - 1):+.1f} %)"
+            theirs, ours = float(figure(measured_ms)), 1e3 * float(figure(predicted))
+            line += f"{theirs:>10.1f} /{ours:>8.1f} ({100 * (ours / theirs - 1):+.1f} %)"
         lines.append(line)
     return "\n".join(lines)

@@ -9,7 +9,6 @@ from distca.planning.cost import AttentionShape
 from distca.simulate.machine import Machine, TableCost, TileCost
 
 MAX_RANKS = 65536
-MAX_CP = 64  # tried
 SHARDINGS = ("fsdp", "zero1")
 ELEMENT_BYTES = 2  # bfloat16
 GRADIENT_BYTES = 4  # float32, reduced and kept
@@ -279,11 +278,3 @@ class Scenario:
         per_token = kept + self.repeated_bytes() + workspace_bytes
         room = self.machine.usable_bytes - self.state_bytes()
         return max(float(self.tokens), room / per_token)
-
-    def degrees(self) -> list[int]:
-        """Context parallel degrees to try: powers of two times the least."""
-        if self.cp is not None:
-            return [self.cp]
-        tried = (self.least_cp << i for i in range(MAX_CP.bit_length()))
-        most = max(MAX_CP, self.least_cp)
-        return [cp for cp in tried if self.groups % cp == 0 and cp <= most]

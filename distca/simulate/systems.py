@@ -39,6 +39,7 @@ from distca.simulate.packing import Documents, balanced_packs
 from distca.simulate.pipeline import IDLE, Schedule, micro_batch_of, one_f_one_b, ticks
 from distca.simulate.scenario import Scenario
 
+MAX_CP = 64  # tried, unless packs need more
 LINK_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the ratio of linear work to attention
 
 
@@ -50,19 +51,29 @@ class Step:
         self.documents = documents
         self.cost = scenario.attention_cost()
 
-    def _lengths(self, micro_batch: int) -> np.ndarray:
-        packs = self.scenario.packs
-        edges = (micro_batch * packs, (micro_batch + 1) * packs)
-        return self.documents.lengths[slice(*np.searchsorted(self.documents.pack, edges))]
-
-    def _packs_on(self, groups: np.ndarray) -> list[Pack]:
-        num_groups, count = self.scenario.groups, self.scenario.micro_batches
-        return [pack_on(self._lengths(i), groups, num_groups) for i in range(count)]
+    def _packs(self, holds: np.ndarray, stages: int = 1) -> list[Pack]:
+        """By forward tick, over the groups of `stages` stages; `holds` [groups] says which have
+        tokens. Ticks of one stage are micro-batches."""
+        scenario = self.scenario
+        edges = np.arange(1, scenario.micro_batches) * scenario.packs
+        lengths = np.split(self.documents.lengths, np.searchsorted(self.documents.pack, edges))
+        packs = []
+        for tick in range(scenario.micro_batches + stages - 1):
+            order = np.array([micro_batch_of(scenario, FORWARD, tick, i) for i in range(stages)])
+            in_order = np.concatenate([lengths[i] for i in order if i != IDLE])
+            ranks = np.flatnonzero(np.outer(order != IDLE, holds))
+            packs.append(pack_on(in_order, ranks, stages * scenario.groups))
+        return packs
 
     @cached_property
     def in_place(self) -> list[Pack]:
         """By micro-batch, over the groups of a stage; packs lie where they were drawn."""
-        return self._packs_on(np.arange(self.scenario.groups))
+        return self._packs(np.ones(self.scenario.groups))
+
+    @cached_property
+    def of_ticks(self) -> list[Pack]:
+        """By forward tick, over all stages. Backward ticks have the same, mirrored."""
+        return self._packs(np.ones(self.scenario.groups), self.scenario.pp)
 
     @cached_property
     def is_server(self) -> np.ndarray:
@@ -73,20 +84,7 @@ class Step:
     @cached_property
     def beside_servers(self) -> list[Pack]:
         """By micro-batch; dedicated servers hold no tokens."""
-        return self._packs_on(np.flatnonzero(~self.is_server))
-
-    @cached_property
-    def of_ticks(self) -> list[Pack]:
-        """By forward tick, over all stages. Backward ticks have the same, mirrored."""
-        scenario = self.scenario
-        packs = []
-        for tick in range(scenario.micro_batches + scenario.pp - 1):
-            stages = range(scenario.pp)
-            order = np.array([micro_batch_of(scenario, FORWARD, tick, i) for i in stages])
-            lengths = [self._lengths(i) for i in order if i != IDLE]
-            busy = np.flatnonzero(np.repeat(order != IDLE, scenario.groups))
-            packs.append(pack_on(np.concatenate(lengths), busy, scenario.pp * scenario.groups))
-        return packs
+        return self._packs(~self.is_server)
 
     def work(
         self, pack: Pack, speeds: tuple[float, ...] | None = None, link_factor: float = 1.0
@@ -244,10 +242,15 @@ class System:
     is_baseline: bool = False
 
     def degrees(self, scenario: Scenario) -> list[int]:
+        """Context parallel degrees to try: powers of two times the least."""
+        least = scenario.least_cp
         if self.least_cp is None:
-            return [scenario.least_cp]
-        degrees = scenario.degrees()
-        return [cp for cp in degrees if cp >= self.least_cp] or degrees
+            return [least]
+        if scenario.cp is not None:
+            return [scenario.cp]
+        tried = (least << i for i in range(MAX_CP.bit_length()))
+        possible = [cp for cp in tried if scenario.groups % cp == 0 and cp <= max(MAX_CP, least)]
+        return [cp for cp in possible if cp >= self.least_cp] or possible
 
 
 baseline = partial(System, is_baseline=True)
