@@ -38,8 +38,7 @@ def layers_of(scenario: Scenario, tokens: np.ndarray, attention: np.ndarray) -> 
     seconds[:, FORWARD, LINEAR], seconds[:, BACKWARD, LINEAR] = scenario.linear_seconds(tokens)
     seconds[:, :, ATTENTION] = attention
     seconds[:, :, TENSOR_PARALLEL] = scenario.tensor_parallel_seconds(tokens)[:, None]
-    hidden = np.zeros((num_micro_batches, NUM_PASSES))
-    return Layers(seconds, tokens, np.zeros(num_groups), hidden)
+    return Layers(seconds, tokens, np.zeros(num_groups), np.zeros(seconds.shape[:2]))
 
 
 def plain_attention(scenario: Scenario, documents: Documents, num_packs: int) -> np.ndarray:

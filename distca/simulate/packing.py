@@ -47,26 +47,18 @@ def draw(lengths: list[int], scenario: Scenario, num_steps: int, seed: int) -> l
     """Documents in shuffled order, cut to the context, then into packs of equally many tokens; the
     rest of one starts the next pack, as a document of its own. benchmarks/training_step.py draws
     the same packs in the same order."""
-    shuffled = [length for length in lengths if length > 0]
-    random.Random(seed).shuffle(shuffled)
-    stream = np.array(shuffled, dtype=np.int64)
-    if scenario.context < scenario.pack_tokens:
-        stream = _cut(stream, scenario.context)
+    stream = [length for length in lengths if length > 0]
+    random.Random(seed).shuffle(stream)
+    longest = scenario.context
+    if longest < scenario.pack_tokens:
+        stream = [min(longest, rest) for length in stream for rest in range(length, 0, -longest)]
     packs_of_step = scenario.packs * scenario.micro_batches
     total = num_steps * packs_of_step * scenario.pack_tokens
-    repeated = np.tile(stream, -(-total // int(stream.sum())))
+    repeated = np.tile(stream, -(-total // sum(stream)))
     pack, _, _, tokens = cut_pack(repeated, num_steps * packs_of_step, total).pieces.T
     edges = np.searchsorted(pack, np.arange(1, num_steps) * packs_of_step)
     of_steps = zip(np.split(tokens, edges), np.split(pack % packs_of_step, edges), strict=True)
     return [Documents(*each) for each in of_steps]
-
-
-def _cut(lengths: np.ndarray, longest: int) -> np.ndarray:
-    """Documents in parts of `longest` tokens and a rest."""
-    parts = -(-lengths // longest)
-    cut = np.full(int(parts.sum()), longest, dtype=np.int64)
-    cut[parts.cumsum() - 1] = lengths - (parts - 1) * longest
-    return cut
 
 
 def balanced_packs(
