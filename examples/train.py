@@ -9,6 +9,7 @@ from one seed, first with torch's own attention, and reports the largest loss di
 import argparse
 import gc
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
-from distca.watching import report
+from distca.watching.report import draw_balance
 
 SIZES = {
     "cpu": {"tokens_per_rank": 4096, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2},
@@ -230,14 +231,18 @@ def summarize(args: argparse.Namespace, history: History, reference: History | N
         pairs = zip(history.losses, reference.losses, strict=True)
         difference = max(abs(a - b) for a, b in pairs)
     tokens_per_step = args.tokens_per_rank * dist.get_world_size()
-    return report.summary(
-        [each.seconds_before for each in history.plan_reports],
-        [each.seconds_after for each in history.plan_reports],
-        bytes_per_step=[sum(each.bytes_out) * args.layers for each in history.plan_reports],
-        plan_ms=[each.plan_ms for each in history.plan_reports],
-        tokens_per_second=tokens_per_step / statistics.median(history.step_seconds),
-        max_loss_difference=difference,
-    )
+    reports = history.plan_reports
+    return {
+        "max_loss_difference": difference,
+        "imbalance_before": statistics.fmean(each.imbalance_before for each in reports),
+        "imbalance_after": statistics.fmean(each.imbalance_after for each in reports),
+        "imbalance_after_max": max(each.imbalance_after for each in reports),
+        "tokens_per_second": tokens_per_step / statistics.median(history.step_seconds),
+        "bytes_per_step": statistics.fmean(sum(each.bytes_out) * args.layers for each in reports),
+        "plan_ms": statistics.median(each.plan_ms for each in reports),
+        "ranks": dist.get_world_size(),
+        "steps": len(reports),
+    }
 
 
 def finish(args: argparse.Namespace, history: History, reference: History | None) -> str | None:
@@ -248,8 +253,9 @@ def finish(args: argparse.Namespace, history: History, reference: History | None
         f"(predicted max/mean attention time of {summary['ranks']} ranks, mean of steps)"
     )
     if args.out is not None:
-        report.write_summary(args.out / "summary.json", summary)
-        report.draw_balance(
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        draw_balance(
             args.out / "balance.png",
             [each.seconds_before for each in history.plan_reports],
             [each.seconds_after for each in history.plan_reports],

@@ -254,10 +254,10 @@ def test_entries_of_more_rows_than_keys_go_on_as_a_line():
 def test_overhead_is_what_a_task_costs_without_keys():
     keys = [32, 64, 128, 256, 512]
     line = [7.0 + 0.5 * k for k in keys]
-    table = attention.Table([32], keys, [line], [[2 * value for value in line]])
-    assert table.seconds_per_task == pytest.approx(3 * 7.0)
-    assert attention.Table([32], [32], [[1.0]], [[1.0]]).seconds_per_task == 0
-    assert attention.Table([32], [32, 64], [[1.0, 3.0]], [[1.0, 3.0]]).seconds_per_task == 0
+    seconds = [3 * value for value in line]
+    assert attention.seconds_per_task(keys, seconds) == pytest.approx(3 * 7.0)
+    assert attention.seconds_per_task([32], [2.0]) == 0
+    assert attention.seconds_per_task([32, 64], [2.0, 6.0]) == 0
 
 
 def test_calls_fill_a_device_within_its_memory(monkeypatch):
@@ -316,7 +316,7 @@ def test_progress_is_one_line_on_a_terminal(monkeypatch):
 
 def measured_links(rank: int, world_size: int, nodes: list[int]) -> Links:
     device, sizes = torch.device("cpu"), [1 << 14, 1 << 18]
-    return links.measure_between(nodes, device, sizes, ProgressBar(4, shown=False))
+    return links.measure(device, sizes, ProgressBar(4, shown=False), nodes)
 
 
 def named_nodes(rank: int, world_size: int) -> list[int]:

@@ -24,26 +24,24 @@ from distca.simulate.disaggregated import (
     work_of,
 )
 from distca.simulate.layers import (
-    ALL_GATHER,
     ATTENTION,
     EXCHANGE,
     KINDS,
     LINEAR,
     PARAMETERS,
-    RING,
     WAITING,
     Layers,
     add_parameters,
+    all_gather,
     context_parallel,
     layers_of,
+    ring,
 )
-from distca.simulate.machine import BACKWARD, FORWARD, AttentionCost, Machine, num_tiles
-from distca.simulate.model import PRESETS, ModelShape
+from distca.simulate.machine import BACKWARD, FORWARD, Machine, TileCost, num_tiles
 from distca.simulate.packing import Documents, balanced_packs, distribution, draw
-from distca.simulate.results import fitted, run, run_system, steps_of
-from distca.simulate.scenario import Scenario
-from distca.simulate.step import Step
-from distca.simulate.systems import SYSTEMS, fixed, variable
+from distca.simulate.results import fitted, run, run_system
+from distca.simulate.scenario import PRESETS, ModelShape, Scenario
+from distca.simulate.systems import SYSTEMS, Step, fixed, variable
 
 ROWS = TILE["cuda"]
 INSTANT = Link(0.0, 1e30)
@@ -110,8 +108,8 @@ def test_collectives_by_hand():
 def test_key_blocks_cost_backward_only():
     shape = TINY.attention(1)
     begin, end = np.array([0, 128, 5]), np.array([256, 300, 5])
-    plain = AttentionCost(UNIT_MACHINE, shape).seconds(begin, end)
-    dear = AttentionCost(replace(UNIT_MACHINE, key_block_tiles=1.5), shape).seconds(begin, end)
+    plain = TileCost(UNIT_MACHINE, shape).seconds(begin, end)
+    dear = TileCost(replace(UNIT_MACHINE, key_block_tiles=1.5), shape).seconds(begin, end)
     assert dear[FORWARD].tolist() == plain[FORWARD].tolist() == [3, 5, 0]
     assert dear[BACKWARD].tolist() == pytest.approx([2 * (3 + 3), 2 * (5 + 4.5), 0])
 
@@ -231,7 +229,7 @@ def test_all_gather_by_hand():
     """A document of 4 tiles in 4 runs: each rank has 1 + 4 or 2 + 3 of 10 tiles."""
     slow = replace(UNIT, machine=replace(UNIT_MACHINE, inside=Link(10.0, 1024.0)))
     one = Documents(np.array([4 * ROWS]), np.array([0]))
-    layers = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=ALL_GATHER)
+    layers = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=all_gather)
     assert layers.seconds[0, :, ATTENTION].tolist() == [[5, 5], [10, 10]]
     # k and v: 512 bytes a token; half of 512 tokens' come from the other rank.
     gather = 10 + 512 * 512 / 2 / 1024
@@ -242,9 +240,9 @@ def test_ring_by_hand():
     # 256 tokens' keys a hop: 131072 bytes, 6.5 s forward and 11 s backward beside 2.5 s and 5 s.
     slow = replace(UNIT, machine=replace(UNIT_MACHINE, inside=Link(2.0, 131072 / 4.5)))
     one = Documents(np.array([4 * ROWS]), np.array([0]))
-    layers = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=RING)
+    layers = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=ring)
     assert layers.seconds[0, :, EXCHANGE, 0].tolist() == pytest.approx([6.5 - 2.5, 11 - 5])
-    quick = context_parallel(UNIT, one, np.array([[4 * ROWS]]), cp=2, keys=RING)
+    quick = context_parallel(UNIT, one, np.array([[4 * ROWS]]), cp=2, keys=ring)
     assert quick.seconds[0, :, EXCHANGE].max() == 0
 
 
@@ -252,7 +250,7 @@ def test_a_ring_over_nodes_has_its_slowest_hop():
     machine = replace(UNIT_MACHINE, gpus_per_node=1, between=Link(100.0, 1e30))
     one = Documents(np.array([4 * ROWS]), np.array([0]))
     layers = context_parallel(
-        replace(UNIT, machine=machine), one, np.array([[4 * ROWS]]), cp=2, keys=RING
+        replace(UNIT, machine=machine), one, np.array([[4 * ROWS]]), cp=2, keys=ring
     )
     assert layers.seconds[0, :, EXCHANGE, 0].tolist() == pytest.approx([97.5, 95])
 
@@ -274,7 +272,7 @@ def test_variable_length_packing_lets_tokens_diverge():
 
 def test_variable_packing_keeps_within_memory():
     eight = EIGHT_ROWS.state_bytes() + 8.5 * ROWS * EIGHT_ROWS.token_bytes()
-    machine = replace(UNIT_MACHINE, memory_bytes=eight / Machine.usable_memory)
+    machine = replace(UNIT_MACHINE, memory_gb=eight / 1e9 / Machine.usable_memory)
     outcome = variable(Step(replace(EIGHT_ROWS, machine=machine), LONG_AND_SHORT), 1)
     assert outcome.memory_bytes.max() <= eight
     assert outcome.schedule.seconds == pytest.approx(42 + 4 * 6)
@@ -420,7 +418,8 @@ def test_dedicated_servers_compute_everything():
     # 8 documents of 36 tiles; cuts inside a document add none, being at whole tiles.
     assert attention[FORWARD, 7] == pytest.approx(8 * 36, rel=0.03)
     assert attention[:, :7].max() == 0
-    assert step.home_tokens.sum() == 8 * scenario.tokens and step.home_tokens[0, 7] == 0
+    (pack,) = step.beside_servers
+    assert pack.tokens.sum() == 8 * scenario.tokens and pack.tokens[7] == 0
     seconds = SYSTEM["dedicated"].simulate(step, 1).schedule.seconds
     assert seconds == pytest.approx(3 * (attention[FORWARD, 7] + 8 * 8 / 7), rel=1e-3)
 
@@ -626,7 +625,7 @@ def test_busy_and_waiting_add_up_to_the_step(pp):
 def test_faster_links_are_never_slower(level):
     """Of one plan: the planner may choose another for another link."""
     step = random_step(REAL, seed=2)
-    works = step.in_place
+    works = step.works(step.in_place, in_turn)
     before = {}
     for factor in (1.0, 2.0, 8.0, 1e6):
         link = getattr(Machine, level)
@@ -668,7 +667,7 @@ def test_ping_pong_has_the_better_of_several_plans():
         passes = (FORWARD, BACKWARD)
         return sum(ping_pong(scenario, work, i, linear[i])[0].sum(axis=0).max() for i in passes)
 
-    (cautious,), (bold,) = step.in_place, step.in_place_ping_pong
+    (cautious,), (bold,) = (step.works(step.in_place, each) for each in (in_turn, ping_pong))
     assert slowest(bold) < slowest(cautious)
     assert layer(bold) < layer(cautious)
 
@@ -708,7 +707,7 @@ def test_tensor_parallel_ranks_share_heads_and_matrices():
 def test_a_fit_gives_the_measured_step_back():
     drawn = [random_step(REAL, seed).documents for seed in range(3)]
     made = fitted(REAL, drawn, step_seconds=0.5)
-    (result,) = run(made, steps_of(made, drawn), ["fixed"])
+    (result,) = run(made, [Step(made, each) for each in drawn], ["fixed"])
     assert result.mean == pytest.approx(0.5, rel=1e-4)
     with pytest.raises(ValueError, match="fit_step_ms is 1e-06"):
         fitted(REAL, drawn, step_seconds=1e-9)
@@ -733,8 +732,8 @@ def test_a_faster_degree_that_does_not_fit_is_left():
     step = random_step(scenario, seed=6)
     two, four = (run_system(SYSTEM["all-gather"], scenario, [step], cp, 0) for cp in (2, 4))
     assert two.mean > four.mean and two.memory_max < four.memory_max
-    memory_bytes = (two.memory_max + 1) / Machine.usable_memory
-    tight = replace(scenario, machine=replace(machine, memory_bytes=memory_bytes))
+    memory_gb = (two.memory_max + 1) / 1e9 / Machine.usable_memory
+    tight = replace(scenario, machine=replace(machine, memory_gb=memory_gb))
     (chosen,) = run(tight, [Step(tight, step.documents)], ["all-gather"])
     assert chosen.cp == 2 and chosen.fits
 

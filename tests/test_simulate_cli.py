@@ -13,15 +13,12 @@ from distca.simulate import __main__ as cli
 from distca.simulate.disaggregated import cluster_of, pack_on
 from distca.simulate.layers import ATTENTION, KINDS
 from distca.simulate.machine import Machine
-from distca.simulate.measured import Measured, comparison
-from distca.simulate.model import PRESETS
 from distca.simulate.packing import draw
-from distca.simulate.report import as_data, table
-from distca.simulate.results import run, steps_of
-from distca.simulate.scenario import Scenario
-from distca.simulate.step import Step
-from distca.simulate.systems import fixed
-from distca.simulate.timeline import STREAMS, chrome_trace
+from distca.simulate.pictures import STREAMS, chrome_trace
+from distca.simulate.report import Measured, as_data, comparison, table
+from distca.simulate.results import run
+from distca.simulate.scenario import PRESETS, Scenario
+from distca.simulate.systems import Step, fixed
 
 DRAWN = ["--distribution", "lognormal:2000:1.3", "--steps", "2", "--tokens", "16384"]
 
@@ -94,7 +91,8 @@ def small_results() -> tuple[Scenario, list]:
         model=PRESETS["8B"].changed(2, 128), ranks=4, tokens=8192, context=8192, micro_batches=2
     )
     drawn = list(draw([300, 7000, 2000], scenario, 2, seed=0))
-    return scenario, run(scenario, steps_of(scenario, drawn), ["fixed", "distca", "limit"])
+    steps = [Step(scenario, each) for each in drawn]
+    return scenario, run(scenario, steps, ["fixed", "distca", "limit"])
 
 
 def test_a_wrong_trace_is_noticed():

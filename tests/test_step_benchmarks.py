@@ -20,7 +20,7 @@ from oracle import Case
 from processes import run_command
 from torch import Tensor
 
-from distca.simulate.measured import Measured
+from distca.simulate.report import Measured
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

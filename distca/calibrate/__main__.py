@@ -14,12 +14,9 @@ import torch.distributed as dist
 from distca import calibrate
 from distca.calibrate import attention, links
 from distca.calibrate.timing import ProgressBar
-from distca.planning.cost import DTYPE_BYTES, Calibration, Link, Links
+from distca.planning.cost import DTYPE_BYTES, Calibration, Links
 
-DTYPES = {
-    "cuda": ("bfloat16", "float16"),
-    "cpu": ("float64", "float32", "bfloat16"),
-}
+DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float64", "float32", "bfloat16")}
 MAX_HEAD_DIM = 256
 MAX_KEYS = 2**24
 
@@ -69,41 +66,54 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
             f"--heads-q is {args.heads_q}; expected a multiple of --heads-kv {args.heads_kv}"
         )
     if args.dtype not in DTYPES[args.device]:
-        flags.error(
-            f"--dtype is {args.dtype}; expected one of {', '.join(DTYPES[args.device])} on "
-            f"{args.device}"
-        )
+        known = ", ".join(DTYPES[args.device])
+        flags.error(f"--dtype is {args.dtype}; expected one of {known} on {args.device}")
     return args
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
     args = arguments(command_line)
     in_group = dist.is_available() and dist.is_torchelastic_launched()
-    device = _open_group(args.device) if in_group else _device(args.device, 0)
+    device = _device(args.device, dist.get_node_local_rank() if in_group else 0)
+    if in_group:
+        group = {"backend": "nccl", "device_id": device}
+        dist.init_process_group(**(group if device.type == "cuda" else {"backend": "gloo"}))
     is_first = not in_group or dist.get_rank() == 0
     effort = attention.EFFORTS[device.type, args.quick]
     effort = replace(effort, max_keys=args.max_keys or effort.max_keys)
-    message_bytes = links.MESSAGE_BYTES[device.type, args.quick] if in_group else []
+    message_bytes = [links.SMALLEST << 2 * i for i in range(effort.num_messages * in_group)]
     num_entries = len(list(attention.entries(*attention.grid(device.type, effort))))
     bar = ProgressBar(num_entries + len(links.LEVELS) * len(message_bytes), is_first)
     measured_links = Links()
     if in_group:
-        measured_links = links.measure(device, message_bytes, bar)
+        nodes = links.nodes_of_ranks(device)
+        measured_links = links.measure(device, message_bytes, bar, nodes)
         dist.destroy_process_group()
-    if is_first:  # the others are done: they would only be in the way
-        calibration = _calibration(args, device, effort, bar, measured_links)
-        calibration.save(args.out)
-        print(_summary(calibration, args.out))
+    if not is_first:  # it would only be in the way
+        return
+    heads = attention.Heads(args.heads_q, args.heads_kv, args.head_dim, getattr(torch, args.dtype))
+    seconds = attention.measure(heads, device, effort, bar)
+    bar.finish()
+    calibration = _calibration(args, device, seconds, measured_links)
+    calibration.save(args.out)
+    print(f"{_summary(calibration)}\nwrote {args.out}")
 
 
-def _open_group(device_type: str) -> torch.device:
-    """Joins torchrun's group; this rank's device."""
-    device = _device(device_type, dist.get_node_local_rank())
-    if device.type == "cpu":
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("nccl", device_id=device)
-    return device
+def _calibration(
+    args: argparse.Namespace, device: torch.device, seconds: dict, measured_links: Links
+) -> Calibration:
+    return Calibration(
+        device_type=device.type,
+        device_name=_device_name(device),
+        torch=str(torch.__version__),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        heads_q=args.heads_q,
+        heads_kv=args.heads_kv,
+        head_dim=args.head_dim,
+        dtype=args.dtype,
+        links=measured_links,
+        **seconds,
+    )
 
 
 def _device(device_type: str, index: int) -> torch.device:
@@ -113,38 +123,14 @@ def _device(device_type: str, index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _calibration(
-    args: argparse.Namespace,
-    device: torch.device,
-    effort: attention.Effort,
-    bar: ProgressBar,
-    measured_links: Links,
-) -> Calibration:
-    heads = attention.Heads(args.heads_q, args.heads_kv, args.head_dim, getattr(torch, args.dtype))
-    table = attention.measure(heads, device, effort, bar)
-    bar.finish()
-    is_cuda = device.type == "cuda"
-    return Calibration(
-        device_type=device.type,
-        device_name=torch.cuda.get_device_name(device) if is_cuda else _processor_name(),
-        torch=str(torch.__version__),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        heads_q=args.heads_q,
-        heads_kv=args.heads_kv,
-        head_dim=args.head_dim,
-        dtype=args.dtype,
-        **vars(table),
-        seconds_per_task=table.seconds_per_task,
-        links=measured_links,
-    )
-
-
-def _processor_name() -> str:
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     vectors, num_threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     return f"{platform.machine()} {vectors}, {num_threads} thread(s)"
 
 
-def _summary(table: Calibration, path: str) -> str:
+def _summary(table: Calibration) -> str:
     """Speeds along the table's diagonal and of its least rows, then links."""
     lines = [
         f"{table.device_name}, {table.heads_q}:{table.heads_kv} heads of {table.head_dim}, "
@@ -163,17 +149,16 @@ def _summary(table: Calibration, path: str) -> str:
             f"{2.5e-12 * flops / backward:8.3g}"
         )
     lines.append(f"each task costs {1e6 * table.seconds_per_task:.2f} us whatever its size")
-    lines += [_link_line(level, getattr(table.links, level)) for level in links.LEVELS]
-    return "\n".join([*lines, f"wrote {path}"])
-
-
-def _link_line(level: str, link: Link | None) -> str:
-    if link is None:
-        return f"links {level} nodes: not measured"
-    return (
-        f"links {level} nodes: {1e-9 * link.bytes_per_second:.3g} GB/s out of each rank, "
-        f"{1e6 * link.latency_s:.0f} us latency"
-    )
+    for level in links.LEVELS:
+        link = getattr(table.links, level)
+        speed = "not measured"
+        if link is not None:
+            speed = (
+                f"{1e-9 * link.bytes_per_second:.3g} GB/s out of each rank, "
+                f"{1e6 * link.latency_s:.0f} us latency"
+            )
+        lines.append(f"links {level} nodes: {speed}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

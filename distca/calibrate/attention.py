@@ -1,6 +1,6 @@
 """Seconds that a task adds to a busy server, over a grid of query rows and keys."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,17 +25,16 @@ class Effort:
 
     max_keys: int
     repeats: int
-    budget_s: float
-    """Of one entry, beyond which calls are repeated less often."""
-    flops: float
-    """Forward, of a call at least."""
+    budget_s: float  # of one entry, beyond which calls are repeated less often
+    flops: float  # forward, of a call at least
+    num_messages: int  # sizes of messages between ranks, from links.SMALLEST by factors of 4
 
 
-EFFORTS = {
-    ("cuda", False): Effort(131072, repeats=7, budget_s=0.5, flops=5e11),
-    ("cuda", True): Effort(32768, repeats=5, budget_s=0.2, flops=2e11),
-    ("cpu", False): Effort(4096, repeats=5, budget_s=1.0, flops=2e9),
-    ("cpu", True): Effort(1024, repeats=3, budget_s=0.3, flops=5e8),
+EFFORTS = {  # by (device type, quick)
+    ("cuda", False): Effort(131072, repeats=7, budget_s=0.5, flops=5e11, num_messages=7),
+    ("cuda", True): Effort(32768, repeats=5, budget_s=0.2, flops=2e11, num_messages=6),
+    ("cpu", False): Effort(4096, repeats=5, budget_s=1.0, flops=2e9, num_messages=5),
+    ("cpu", True): Effort(1024, repeats=3, budget_s=0.3, flops=5e8, num_messages=4),
 }
 
 
@@ -45,32 +44,6 @@ class Heads:
     kv: int
     dim: int
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Table:
-    rows: list[int]
-    keys: list[int]
-    forward_seconds: list[list[float]]
-    """[rows][keys]"""
-    backward_seconds: list[list[float]]
-
-    @property
-    def seconds_per_task(self) -> float:
-        """What is left of a task without keys: a task of one tile, n of which in one call are
-        compared with one task of as many rows as one of them and as many keys as all."""
-        both = [
-            forward + backward
-            for forward, backward in zip(
-                self.forward_seconds[0], self.backward_seconds[0], strict=True
-            )
-        ]
-        num_tiles = [keys / self.keys[0] for keys in self.keys]
-        at = max(i for i, tiles in enumerate(num_tiles) if tiles <= OVERHEAD_KEYS)
-        if at == 0:
-            return 0.0
-        left = (num_tiles[at] * both[0] - both[at]) / (num_tiles[at] - 1)
-        return max(0.0, left)
 
 
 def axis(tile: int, most: int) -> list[int]:
@@ -95,14 +68,34 @@ def entries(rows: list[int], keys: list[int]) -> Iterator[tuple[int, int]]:
                 yield i, j
 
 
-def measure(heads: Heads, device: torch.device, effort: Effort, bar: ProgressBar) -> Table:
-    """One step of the bar for each of `entries`."""
+def measure(
+    heads: Heads, device: torch.device, effort: Effort, bar: ProgressBar
+) -> dict[str, list | float]:
+    """The fields of a Calibration that say seconds; a step of the bar for each of `entries`."""
     rows, keys = grid(device.type, effort)
     seconds = np.full((2, len(rows), len(keys)), np.nan)
     for i, j in entries(rows, keys):
         bar.advance(f"attention of {rows[i]} rows, {keys[j]} keys")
         seconds[:, i, j] = _seconds_of_task(rows[i], keys[j], heads, device, effort)
-    return Table(rows, keys, *continued(seconds, np.array(rows)).tolist())
+    forward, backward = continued(seconds, np.array(rows))
+    return {
+        "rows": rows,
+        "keys": keys,
+        "forward_seconds": forward.tolist(),
+        "backward_seconds": backward.tolist(),
+        "seconds_per_task": seconds_per_task(keys, forward[0] + backward[0]),
+    }
+
+
+def seconds_per_task(keys: Sequence[int], seconds: Sequence[float]) -> float:
+    """What is left of a task without keys: a task of one tile, n of which in one call are compared
+    with one task of as many rows as one of them and as many keys as all. `seconds` [keys] are of
+    tasks of one tile of rows."""
+    at = max(i for i, each in enumerate(keys) if each <= OVERHEAD_KEYS * keys[0])
+    num_tiles = keys[at] / keys[0]
+    if at == 0:
+        return 0.0
+    return max(0.0, float(num_tiles * seconds[0] - seconds[at]) / (num_tiles - 1))
 
 
 def continued(seconds: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -11,36 +11,25 @@ from distca.planning.cost import Link, Links
 from distca.planning.exchange import node
 
 KIB = 1024
-# Bytes that a rank sends, by (device type, quick).
-MESSAGE_BYTES = {
-    ("cuda", False): [64 * KIB << 2 * i for i in range(7)],
-    ("cuda", True): [64 * KIB << 2 * i for i in range(6)],
-    ("cpu", False): [64 * KIB << 2 * i for i in range(5)],
-    ("cpu", True): [64 * KIB << 2 * i for i in range(4)],
-}
+SMALLEST = 64 * KIB  # message of a rank
 REPEATS = 10
 BUDGET_S = 1.0  # of one size
 LEVELS = ("inside", "between")
 
 
-def measure(device: torch.device, message_bytes: Sequence[int], bar: ProgressBar) -> Links:
-    """Collective over all ranks, which get equal results. A step of the bar for each size and
-    level. Nodes are the ranks' host names."""
-    return measure_between(nodes_of_ranks(device), device, message_bytes, bar)
-
-
 def nodes_of_ranks(device: torch.device) -> list[int]:
-    """By rank, a number that ranks of one host share. Collective."""
+    """By rank, a number that ranks of one host name share. Collective."""
     own = torch.tensor([node()], device=device)
     nodes = own.new_empty(dist.get_world_size())
     dist.all_gather_into_tensor(nodes, own)
     return torch.unique(nodes.cpu(), return_inverse=True)[1].tolist()
 
 
-def measure_between(
-    nodes: Sequence[int], device: torch.device, message_bytes: Sequence[int], bar: ProgressBar
+def measure(
+    device: torch.device, message_bytes: Sequence[int], bar: ProgressBar, nodes: Sequence[int]
 ) -> Links:
-    """`measure` with the node of each rank."""
+    """Collective over all ranks, which get equal results. `nodes` says which ranks share one. A
+    step of the bar for each size and level."""
     own, links = nodes[dist.get_rank()], {}
     for level in LEVELS:
         is_peer = [(node == own) == (level == "inside") for node in nodes]

@@ -19,23 +19,17 @@ class ProgressBar:
         self._num_done = 0
         self._shown = shown and sys.stderr.isatty()
 
-    def advance(self, doing: str) -> None:
+    def advance(self, doing: str, end: str = "") -> None:
         """A step begins: `doing` says which."""
-        self._write(doing)
+        if self._shown:
+            bar = "#" * (BAR_WIDTH * self._num_done // max(1, self._num_steps))
+            count = f"{self._num_done}/{self._num_steps}"
+            sys.stderr.write(f"\r[{bar:.<{BAR_WIDTH}}] {count} {doing:<40.40}{end}")
+            sys.stderr.flush()
         self._num_done += 1
 
     def finish(self) -> None:
-        self._write("done")
-        if self._shown:
-            sys.stderr.write("\n")
-
-    def _write(self, text: str) -> None:
-        if not self._shown:
-            return
-        filled = BAR_WIDTH * self._num_done // max(1, self._num_steps)
-        bar = "#" * filled + "." * (BAR_WIDTH - filled)
-        sys.stderr.write(f"\r[{bar}] {self._num_done}/{self._num_steps} {text:<40.40}")
-        sys.stderr.flush()
+        self.advance("done", end="\n")
 
 
 def median_seconds(
@@ -60,14 +54,12 @@ def median_seconds(
 
 def _seconds(call: Callable[[], object], device: torch.device, count: int) -> float:
     """Of `count` calls, on the host's clock, until the device is done."""
-    synchronise(device)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
         call()
-    synchronise(device)
-    return time.perf_counter() - start
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
+    if is_cuda:
         torch.cuda.synchronize(device)
+    return time.perf_counter() - start

@@ -13,12 +13,7 @@ from distca.explain.account import Step
 from distca.explain.account import explain as account_of
 from distca.explain.text import as_data, report
 from distca.planning.cluster import MAX_RANKS, cluster_of
-from distca.planning.cost import (
-    TILE,
-    AttentionShape,
-    calibration_of,
-    cost_tensor,
-)
+from distca.planning.cost import TILE, AttentionShape, calibration_of, cost_tensor
 from distca.planning.documents import INT32_MAX, check_window
 from distca.planning.packs import Pack, check_lengths, cut_pack, draw_pack, read_lengths
 from distca.planning.plan import ANY_IMBALANCE, CAUSAL
@@ -103,16 +98,14 @@ def _step(args: argparse.Namespace) -> Step:
 
 
 def _pack(args: argparse.Namespace) -> Pack:
-    listed = [part.strip() for part in args.lengths.split(",")]
-    if not all(part.isdecimal() for part in listed):
+    listed, tokens = [part.strip() for part in args.lengths.split(",")], args.tokens
+    if all(part.isdecimal() for part in listed):
+        lengths = check_lengths([int(part) for part in listed], "--lengths")
+        if tokens is None:
+            return cut_pack(lengths, args.ranks, sum(lengths), args.sharded)
+    else:
         lengths = read_lengths(args.lengths)
-        return draw_pack(
-            lengths, args.ranks, args.tokens or DEFAULT_TOKENS, args.seed, args.sharded
-        )
-    lengths = check_lengths([int(part) for part in listed], "--lengths")
-    if args.tokens is None:
-        return cut_pack(lengths, args.ranks, sum(lengths), args.sharded)
-    return draw_pack(lengths, args.ranks, args.tokens, args.seed, args.sharded)
+    return draw_pack(lengths, args.ranks, tokens or DEFAULT_TOKENS, args.seed, args.sharded)
 
 
 def _shape(text: str, element_bytes: int) -> AttentionShape:

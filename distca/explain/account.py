@@ -10,9 +10,7 @@ from distca.planning.cluster import MAX_RANKS, Cluster
 from distca.planning.cost import AttentionShape
 from distca.planning.packs import Pack
 from distca.planning.plan import ANY_IMBALANCE, balance, tasks_of
-from distca.planning.task_rows import keys_of, rows_of_tasks
-
-LOAD_NAMES = ("seconds_home", "seconds", "bytes_out", "bytes_in")  # first columns of the loads
+from distca.planning.task_rows import TaskRows, keys_of, rows_of_tasks
 
 
 @dataclass(frozen=True)
@@ -41,25 +39,19 @@ class Tasks:
     q_begin: np.ndarray
     q_end: np.ndarray
     server: np.ndarray
-    k_begin: np.ndarray
-    """Keys [k_begin, k_end) that any of the queries sees."""
+    k_begin: np.ndarray  # keys [k_begin, k_end) that any of the queries sees
     k_end: np.ndarray
-    seconds: np.ndarray
-    """On its server."""
-    home: np.ndarray
-    """Rank that holds most of its queries."""
-    num_homes: np.ndarray
-    """Ranks that hold queries of it."""
-    num_bytes: np.ndarray
-    """That travel for it, over all links."""
+    seconds: np.ndarray  # on its server
+    home: np.ndarray  # rank that holds most of its queries
+    num_homes: np.ndarray  # ranks that hold queries of it
+    num_bytes: np.ndarray  # that travel for it, over all links
 
 
 @dataclass(frozen=True)
 class Transfers:
     """Rows of one home rank that travel for one task. Each field is an array."""
 
-    task: np.ndarray
-    """Index into Tasks."""
+    task: np.ndarray  # index into Tasks
     home: np.ndarray
     num_bytes: np.ndarray
 
@@ -69,11 +61,9 @@ class Account:
     step: Step
     tasks: Tasks
     transfers: Transfers
-    seconds_before: np.ndarray
-    """[num_ranks] of attention, nothing moved."""
+    seconds_before: np.ndarray  # [num_ranks] of attention, nothing moved
     seconds_after: np.ndarray
-    bytes_out: np.ndarray
-    """[num_ranks] of its own rows, whichever way they travel."""
+    bytes_out: np.ndarray  # [num_ranks] of its own rows, whichever way they travel
     bytes_in: np.ndarray
 
     @property
@@ -97,11 +87,8 @@ class Account:
         """[num_tasks] Bytes over those of the cheapest shape with as much work. Moved tasks of one
         document and server share keys, and so this; it may be below 1 where rows lie on the server.
         """
-        visits, at = np.unique(
-            np.stack([self.tasks.document, self.tasks.server, self.is_moved]),
-            axis=1,
-            return_inverse=True,
-        )
+        of_task = np.stack([self.tasks.document, self.tasks.server, self.is_moved])
+        visits, at = np.unique(of_task, axis=1, return_inverse=True)
         work = self.tasks.seconds * self.step.speeds[self.tasks.server]
         num_pairs = np.bincount(at, work, visits.shape[1]) / seconds_per_pair(self.step.cost)
         num_bytes = np.bincount(at, self.tasks.num_bytes, visits.shape[1])
@@ -123,10 +110,14 @@ class Account:
         first."""
         num_ranks, server = self.step.pack.num_ranks, self.tasks.server[self.transfers.task]
         pairs, at = np.unique(self.transfers.home * num_ranks + server, return_inverse=True)
-        num_bytes = np.zeros(pairs.size, dtype=np.int64)
-        np.add.at(num_bytes, at, self.transfers.num_bytes)
+        num_bytes = _sums(at, self.transfers.num_bytes, pairs.size)
         order = np.argsort(-num_bytes, kind="stable")
         return *np.divmod(pairs[order], num_ranks), num_bytes[order]
+
+
+def _sums(index: np.ndarray, num_bytes: np.ndarray, count: int) -> np.ndarray:
+    """[count] of integers; float64 holds sums of bytes exactly."""
+    return np.bincount(index, num_bytes, count).astype(np.int64)
 
 
 def seconds_per_pair(cost: Tensor) -> float:
@@ -145,37 +136,24 @@ def explain(step: Step) -> Account:
     cluster = replace(step.cluster, kept_cap_bytes=0)
     encoded, loads = balance(pieces, step.window, step.cost, step.shape, cluster, step.tolerance)
     tasks, transfers = account_for(step, tasks_of(encoded)[:, :4])
-    columns = dict(zip(LOAD_NAMES, loads.numpy().T, strict=False))
-    return Account(
-        step,
-        tasks,
-        transfers,
-        columns["seconds_home"],
-        columns["seconds"],
-        columns["bytes_out"].astype(np.int64),
-        columns["bytes_in"].astype(np.int64),
-    )
+    before, after, bytes_out, bytes_in, *_ = loads.numpy().T
+    num_bytes = (bytes_out.astype(np.int64), bytes_in.astype(np.int64))
+    return Account(step, tasks, transfers, before, after, *num_bytes)
 
 
 def account_for(step: Step, words: Tensor) -> tuple[Tasks, Transfers]:
     """`words`: int64 [num_tasks, 4] (document, q_begin, q_end, server), in the plan's order."""
     tasks = words.numpy()
     document, q_begin, q_end, server = tasks.T
-    k_begin, k_end = keys_of(step.window, q_begin, q_end, step.pack.lengths[document])
+    keys = keys_of(step.window, q_begin, q_end, step.pack.lengths[document])
     rows = rows_of_tasks(step.pack, tasks, step.window)
     query_bytes, key_bytes = step.shape.row_bytes()
-    travelling = (query_bytes * rows.queries + key_bytes * rows.new_keys) * (
-        rows.rank != server[rows.task]
-    )
-    moves = travelling > 0
-    num_bytes = np.zeros(len(tasks), dtype=np.int64)
-    np.add.at(num_bytes, rows.task, travelling)
+    moves = (rows.rank != server[rows.task]) & (rows.queries + rows.new_keys > 0)
+    travelling = (query_bytes * rows.queries + key_bytes * rows.new_keys)[moves]
+    transfers = Transfers(rows.task[moves], rows.rank[moves], travelling)
+    num_bytes = _sums(transfers.task, travelling, len(tasks))
     seconds = seconds_of(step, tasks) / step.speeds[server]
-    home = _homes(rows.task, rows.rank, rows.queries, len(tasks), step.pack.num_ranks)
-    return (
-        Tasks(document, q_begin, q_end, server, k_begin, k_end, seconds, *home, num_bytes),
-        Transfers(rows.task[moves], rows.rank[moves], travelling[moves]),
-    )
+    return Tasks(*tasks.T, *keys, seconds, *_homes(rows, len(tasks)), num_bytes), transfers
 
 
 def seconds_of(step: Step, tasks: np.ndarray) -> np.ndarray:
@@ -184,30 +162,27 @@ def seconds_of(step: Step, tasks: np.ndarray) -> np.ndarray:
     order = np.lexsort((tasks[:, 1], tasks[:, 0]))
     document, q_begin, q_end, _ = tasks[order].T
     seconds = np.empty(len(tasks))
-    firsts = np.flatnonzero(np.diff(document, prepend=-1))
+    # As many tasks at a time as there may be ranks, of whole documents.
+    edges = np.flatnonzero(np.diff(document, prepend=-1, append=-1))
     begin = 0
     while begin < len(tasks):
-        later = firsts[(firsts > begin) & (firsts <= begin + MAX_RANKS)]
-        end = len(tasks) if len(tasks) - begin <= MAX_RANKS else int(later[-1])
+        end = int(edges[edges <= begin + MAX_RANKS][-1])
         part = slice(begin, end)
-        ranks = np.arange(end - begin)
-        columns = [ranks, document[part], q_begin[part], (q_end - q_begin)[part]]
+        columns = [np.arange(end - begin), document[part], q_begin[part], (q_end - q_begin)[part]]
         pieces = torch.from_numpy(np.stack(columns, axis=1))
         alone = Cluster(end - begin)
         _, loads = balance(pieces, step.window, step.cost, step.shape, alone, ANY_IMBALANCE)
-        seconds[order[part]] = loads[:, LOAD_NAMES.index("seconds_home")].numpy()
+        seconds[order[part]] = loads[:, 0].numpy()  # seconds at home
         begin = end
     return seconds
 
 
-def _homes(
-    task: np.ndarray, rank: np.ndarray, q_rows: np.ndarray, num_tasks: int, num_ranks: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _homes(rows: TaskRows, num_tasks: int) -> tuple[np.ndarray, np.ndarray]:
     """(home, num_homes) of each task."""
-    held = q_rows > 0
-    pairs, at = np.unique(task[held] * num_ranks + rank[held], return_inverse=True)
-    rows = np.bincount(at, q_rows[held], pairs.size)
+    held = rows.queries > 0
+    num_ranks = int(rows.rank.max()) + 1
+    pairs, at = np.unique(rows.task[held] * num_ranks + rows.rank[held], return_inverse=True)
     task, rank = np.divmod(pairs, num_ranks)
-    most_last = np.lexsort((-rank, rows, task))
+    most_last = np.lexsort((-rank, np.bincount(at, rows.queries[held]), task))
     last = np.flatnonzero(np.diff(task[most_last], append=num_tasks))
     return rank[most_last][last], np.bincount(task, minlength=num_tasks)

@@ -1,16 +1,16 @@
 """An account as tables on the screen, and as data."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from distca.explain.account import Account, Tasks
+from distca.explain.account import Account
 
 MIB = 2**20
 MAX_LINES = 20  # of a table, unless all are wanted
 MAX_LINKS = 8
 
-Column = tuple[str, int, Sequence[str]]  # heading, width, cells
+Column = tuple[str, int, Callable[[int], object]]  # heading, width, cell by index
 LEGEND = (
     "from: home of the task's queries (*: of most of them); to: its server; x least: bytes over\n"
     "those of the cheapest shape with this much work; +-ms: of that rank above the mean,\n"
@@ -20,23 +20,21 @@ LEGEND = (
 
 def report(account: Account, rank: int | None, all_lines: bool) -> str:
     """Totals, ranks, tasks and links: of one rank, or of all; the largest only, or all lines."""
-    parts = [totals(account), ranks_table(account, rank, all_lines)]
-    parts.append(tasks_table(account, rank, all_lines) + "\n" + LEGEND)
-    parts.append(links_table(account, rank, all_lines))
-    return "\n\n".join(parts)
+    tables = [table(account, rank, all_lines) for table in (ranks_table, tasks_table, links_table)]
+    tables[1] += "\n" + LEGEND
+    return "\n\n".join([totals(account), *tables])
 
 
 def totals(account: Account) -> str:
     step, moved = account.step, account.is_moved
     lengths, seconds = step.pack.lengths, account.tasks.seconds
-    slowest = [
-        s.max() / account.mean_seconds for s in (account.seconds_before, account.seconds_after)
-    ]
+    before, after = account.seconds_before.max(), account.seconds_after.max()
     lines = [
         f"{step.pack.num_ranks} ranks, {lengths.sum()} tokens, {lengths.size} documents (median "
         f"{np.median(lengths):.0f}, longest {lengths.max()}), window {step.window}",
         f"attention of a layer, forward + backward: mean {_ms(account.mean_seconds)} ms; slowest "
-        f"rank x {slowest[0]:.3f} before, x {slowest[1]:.3f} after",
+        f"rank x {before / account.mean_seconds:.3f} before, x {after / account.mean_seconds:.3f} "
+        "after",
     ]
     if not moved.any():
         why = (
@@ -58,143 +56,122 @@ def totals(account: Account) -> str:
 
 def ranks_table(account: Account, rank: int | None, all_lines: bool) -> str:
     """Attention time and bytes of ranks, those first whose time changes most."""
-    change = np.abs(account.seconds_after - account.seconds_before)
-    order = np.argsort(-change, kind="stable")
-    chosen = np.array([rank]) if rank is not None else _most(order, all_lines)
-    served = np.bincount(account.tasks.server[account.is_moved], minlength=change.size)
-    before, after = (account.excess(s) for s in (account.seconds_before, account.seconds_after))
+    before, after = account.seconds_before, account.seconds_after
+    over_before, over_after = account.excess(before), account.excess(after)
+    served = np.bincount(account.tasks.server[account.is_moved], minlength=before.size)
     columns = [
-        ("rank", 6, chosen),
-        ("before ms", 10, map(_ms, account.seconds_before[chosen])),
-        ("after ms", 10, map(_ms, account.seconds_after[chosen])),
-        ("above mean before", 18, map(_signed_ms, before[chosen])),
-        ("after", 9, map(_signed_ms, after[chosen])),
-        ("sends MiB", 10, map(_mib, account.bytes_out[chosen])),
-        ("receives MiB", 13, map(_mib, account.bytes_in[chosen])),
-        ("visiting tasks", 15, served[chosen]),
+        ("rank", 6, str),
+        ("before ms", 10, lambda r: _ms(before[r])),
+        ("after ms", 10, lambda r: _ms(after[r])),
+        ("above mean before", 18, lambda r: _signed_ms(over_before[r])),
+        ("after", 9, lambda r: _signed_ms(over_after[r])),
+        ("sends MiB", 10, lambda r: _mib(account.bytes_out[r])),
+        ("receives MiB", 13, lambda r: _mib(account.bytes_in[r])),
+        ("visiting tasks", 15, lambda r: served[r]),
     ]
-    return _table("Ranks", columns, len(chosen), order.size if rank is None else 1)
+    order = np.argsort(-np.abs(after - before), kind="stable")
+    return _table("Ranks", columns, order if rank is None else [rank], all_lines)
 
 
 def tasks_table(account: Account, rank: int | None, all_lines: bool) -> str:
     """What is computed away from home, most seconds first; of one rank, or with `all_lines`, what
     stays at home too."""
-    tasks, moved = account.tasks, account.is_moved
-    wanted = moved | (all_lines or rank is not None)
-    if rank is not None:
-        gives = np.zeros(moved.size, dtype=bool)
-        gives[account.transfers.task[account.transfers.home == rank]] = True
-        wanted &= gives | (tasks.server == rank)
-    order = np.lexsort((-tasks.seconds, ~moved))
-    order = order[wanted[order]]
-    chosen = _most(order, all_lines)
-    return _table("Tasks", _task_columns(account, chosen), chosen.size, order.size)
-
-
-def _task_columns(account: Account, chosen: np.ndarray) -> list[Column]:
-    tasks, moved = account.tasks, account.is_moved[chosen]
-    home, server = tasks.home[chosen], tasks.server[chosen]
-    over = [f"{value:.2f}" for value in account.bytes_over_least[chosen]]
-    stars = np.where(tasks.num_homes[chosen] > 1, "*", "")
+    tasks, moved, over = account.tasks, account.is_moved, account.bytes_over_least
     before, after = (account.excess(s) for s in (account.seconds_before, account.seconds_after))
 
-    def excess_of(ranks: np.ndarray) -> list[str]:
-        changes = zip(before[ranks], after[ranks], moved, strict=True)
-        return [f"{_signed_ms(b)}>{_signed_ms(a)}" if m else "" for b, a, m in changes]
+    def excess_of(task: int, ranks: np.ndarray) -> str:
+        own = ranks[task]
+        return f"{_signed_ms(before[own])}>{_signed_ms(after[own])}" if moved[task] else ""
 
-    return [
-        ("from", 6, [f"{rank}{star}" for rank, star in zip(home, stars, strict=True)]),
-        ("to", 6, server),
-        ("document", 9, tasks.document[chosen]),
-        ("rows", 14, _ranges(tasks.q_begin[chosen], tasks.q_end[chosen])),
-        ("keys", 14, _ranges(tasks.k_begin[chosen], tasks.k_end[chosen])),
-        ("ms", 7, map(_ms, tasks.seconds[chosen])),
-        ("MiB", 7, map(_mib, tasks.num_bytes[chosen])),
-        ("x least", 8, [text if m else "" for text, m in zip(over, moved, strict=True)]),
-        ("from +-ms", 14, excess_of(home)),
-        ("to +-ms", 14, excess_of(server)),
+    columns = [
+        ("from", 6, lambda i: f"{tasks.home[i]}{'*' if tasks.num_homes[i] > 1 else ''}"),
+        ("to", 6, lambda i: tasks.server[i]),
+        ("document", 9, lambda i: tasks.document[i]),
+        ("rows", 14, lambda i: f"{tasks.q_begin[i]}-{tasks.q_end[i]}"),
+        ("keys", 14, lambda i: f"{tasks.k_begin[i]}-{tasks.k_end[i]}"),
+        ("ms", 7, lambda i: _ms(tasks.seconds[i])),
+        ("MiB", 7, lambda i: _mib(tasks.num_bytes[i])),
+        ("x least", 8, lambda i: f"{over[i]:.2f}" if moved[i] else ""),
+        ("from +-ms", 14, lambda i: excess_of(i, tasks.home)),
+        ("to +-ms", 14, lambda i: excess_of(i, tasks.server)),
     ]
+    wanted = moved | (all_lines or rank is not None)
+    if rank is not None:
+        away = account.transfers.task[account.transfers.home == rank]
+        wanted &= (tasks.server == rank) | np.isin(np.arange(moved.size), away)
+    order = np.lexsort((-tasks.seconds, ~moved))
+    return _table("Tasks", columns, order[wanted[order]], all_lines)
 
 
 def links_table(account: Account, rank: int | None, all_lines: bool) -> str:
     home, server, num_bytes = account.links()
-    if rank is not None:
-        of_rank = (home == rank) | (server == rank)
-        home, server, num_bytes = home[of_rank], server[of_rank], num_bytes[of_rank]
-    chosen = slice(None if all_lines else MAX_LINKS)
-    bandwidths = account.bandwidth(home, server)
+    seconds = num_bytes / account.bandwidth(home, server)
     columns = [
-        ("home", 6, home[chosen]),
-        ("server", 7, server[chosen]),
-        ("MiB", 9, map(_mib, num_bytes[chosen])),
-        ("ms", 9, map(_ms, (num_bytes / bandwidths)[chosen])),
+        ("home", 6, lambda i: home[i]),
+        ("server", 7, lambda i: server[i]),
+        ("MiB", 9, lambda i: _mib(num_bytes[i])),
+        ("ms", 9, lambda i: _ms(seconds[i])),
     ]
-    return _table("Links, most bytes first", columns, len(home[chosen]), home.size)
+    order = np.flatnonzero((rank is None) | (home == rank) | (server == rank))
+    return _table("Links, most bytes first", columns, order, all_lines, MAX_LINKS)
+
+
+def _table(
+    title: str, columns: list[Column], order: Sequence[int], all_lines: bool, most: int = MAX_LINES
+) -> str:
+    """Right-aligned; the title says what is left out."""
+    if len(order) == 0:
+        return f"{title}: none"
+    shown = order if all_lines else order[:most]
+    if len(shown) < len(order):
+        title += f" ({len(shown)} of {len(order)}; --all shows all)"
+    rows = [[name for name, _, _ in columns]]
+    rows += [[str(cell(i)) for _, _, cell in columns] for i in shown]
+    widths = [width for _, width, _ in columns]
+    lines = ["".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    return "\n".join([title, *lines])
 
 
 def as_data(account: Account) -> dict:
     """The whole account: what `--json` writes."""
-    tasks, moved = account.tasks, account.is_moved
-    from_homes: list[dict[int, int]] = [{} for _ in range(moved.size)]
-    transfers = account.transfers
-    for task, home, num_bytes in zip(
-        transfers.task.tolist(), transfers.home.tolist(), transfers.num_bytes.tolist(), strict=True
-    ):
-        from_homes[task][home] = num_bytes
+    step, tasks, transfers = account.step, account.tasks, account.transfers
+    by_home: list[dict[int, int]] = [{} for _ in account.is_moved]
+    for each in _records(task=transfers.task, home=transfers.home, bytes=transfers.num_bytes):
+        by_home[each["task"]][each["home"]] = each["bytes"]
     home, server, num_bytes = account.links()
-    links = zip(home.tolist(), server.tolist(), num_bytes.tolist(), strict=True)
-    mean = account.mean_seconds
     return {
-        "ranks": account.step.pack.num_ranks,
-        "tokens": int(account.step.pack.lengths.sum()),
-        "documents": account.step.pack.lengths.tolist(),
-        "window": list(account.step.window),
-        "mean_seconds": mean,
-        "max_over_mean_before": float(account.seconds_before.max() / mean),
-        "max_over_mean_after": float(account.seconds_after.max() / mean),
+        "ranks": step.pack.num_ranks,
+        "tokens": int(step.pack.lengths.sum()),
+        "documents": step.pack.lengths.tolist(),
+        "window": list(step.window),
+        "mean_seconds": account.mean_seconds,
+        "max_over_mean_before": float(account.seconds_before.max() / account.mean_seconds),
+        "max_over_mean_after": float(account.seconds_after.max() / account.mean_seconds),
         "bytes": int(account.bytes_in.sum()),
         "least_bytes": account.least_bytes,
         "seconds_before": account.seconds_before.tolist(),
         "seconds_after": account.seconds_after.tolist(),
         "bytes_out": account.bytes_out.tolist(),
         "bytes_in": account.bytes_in.tolist(),
-        "links": [{"home": h, "server": s, "bytes": b} for h, s, b in links],
-        "tasks": list(_task_records(tasks, account.bytes_over_least, from_homes)),
+        "links": _records(home=home, server=server, bytes=num_bytes),
+        "tasks": _records(
+            server=tasks.server,
+            document=tasks.document,
+            rows=np.stack([tasks.q_begin, tasks.q_end], axis=1),
+            keys=np.stack([tasks.k_begin, tasks.k_end], axis=1),
+            home=tasks.home,
+            seconds=tasks.seconds,
+            bytes=tasks.num_bytes,
+            bytes_by_home=np.array(by_home),
+            bytes_over_least=account.bytes_over_least,
+        ),
     }
 
 
-def _task_records(
-    tasks: Tasks, bytes_over_least: np.ndarray, from_homes: list[dict[int, int]]
-) -> Iterable[dict]:
-    for i, by_home in enumerate(from_homes):
-        yield {
-            "server": int(tasks.server[i]),
-            "document": int(tasks.document[i]),
-            "rows": [int(tasks.q_begin[i]), int(tasks.q_end[i])],
-            "keys": [int(tasks.k_begin[i]), int(tasks.k_end[i])],
-            "home": int(tasks.home[i]),
-            "seconds": float(tasks.seconds[i]),
-            "bytes": int(tasks.num_bytes[i]),
-            "bytes_by_home": by_home,
-            "bytes_over_least": float(bytes_over_least[i]),
-        }
-
-
-def _most(order: np.ndarray, all_lines: bool) -> np.ndarray:
-    return order if all_lines else order[:MAX_LINES]
-
-
-def _table(title: str, columns: list[Column], num_lines: int, num_all: int) -> str:
-    """Right-aligned; the title says what is left out."""
-    left_out = f" ({num_lines} of {num_all}; --all shows all)" if num_lines < num_all else ""
-    lines = [f"{title}{left_out}"] if num_all else [f"{title}: none"]
-    if num_all:
-        cells = [[str(cell) for cell in column] for _, _, column in columns]
-        heads, widths = [name for name, _, _ in columns], [width for _, width, _ in columns]
-        for row in [heads, *zip(*cells, strict=True)]:
-            line = "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-            lines.append(line.rstrip())
-    return "\n".join(lines)
+def _records(**columns: np.ndarray) -> list[dict]:
+    """An object for each row."""
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _ms(seconds: float) -> str:
@@ -208,7 +185,3 @@ def _signed_ms(seconds: float) -> str:
 def _mib(num_bytes: float) -> str:
     mib = num_bytes / MIB
     return f"{mib:.1f}" if mib < 1000 else f"{mib:.0f}"
-
-
-def _ranges(begin: np.ndarray, end: np.ndarray) -> list[str]:
-    return [f"{first}-{last}" for first, last in zip(begin, end, strict=True)]

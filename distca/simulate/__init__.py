@@ -11,7 +11,7 @@ ends at the end of its pack. Every system computes these documents, so all do th
 only where that happens differs. A pack longer than `tokens` lies on context / tokens ranks.
 
 **Linear work** of a layer and token, forward: 2 * parameters FLOPs at the matmul speed, and the
-bytes of everything elementwise (model.py counts them) at the memory's; backward is twice that.
+bytes of everything elementwise (scenario.py counts them) at the memory's; backward is twice that.
 Head and embedding are spread evenly over the layers. Or one measured constant for all of it:
 `--fit-step-ms`.
 
@@ -59,8 +59,8 @@ micro-batch i - s in F_i and j - (p - 1 - s) in B_j, and one plan balances a tic
 all stages, idle ones too. As many ticks as 1F1B has slots, but up to 2 * (p - s) - 1 micro-batches
 in flight instead of p - s.
 
-**Memory** of a rank: weights, gradients and optimizer (model.py), activations of all micro-batches
-in flight, and the largest workspace that attention needs beside them.
+**Memory** of a rank: weights, gradients and optimizer (scenario.py), activations of all
+micro-batches in flight, and the largest workspace that attention needs beside them.
 
 Left out: launches and Python, planning time (it runs ahead), stragglers that are not data,
 contention between jobs and inside switches, fragmentation.

@@ -16,6 +16,7 @@ own attention:
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +24,12 @@ from pathlib import Path
 from distca.options import add_flags, values_of
 from distca.planning.cost import Calibration, Link
 from distca.planning.packs import read_lengths
-from distca.simulate import measured, report
+from distca.simulate import pictures, report
 from distca.simulate.machine import Machine
-from distca.simulate.model import PRESETS, ModelShape
 from distca.simulate.packing import DISTRIBUTIONS, Documents, distribution, draw
-from distca.simulate.results import fitted, run, steps_of
-from distca.simulate.scenario import Scenario
+from distca.simulate.results import Result, fitted, run
+from distca.simulate.scenario import PRESETS, ModelShape, Scenario
+from distca.simulate.systems import Step
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,14 +74,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    inside, between = Machine.inside, Machine.between
-    group.add_argument("--gpus-per-node", type=int, default=Machine.gpus_per_node)
-    group.add_argument("--link-inside", type=float, help="GB/s of a GPU, one way (330)")
-    group.add_argument("--link-between", type=float, help="GB/s of a GPU, one way (50)")
-    group.add_argument("--latency-inside", type=float, help=f"us ({1e6 * inside.latency_s:g})")
-    group.add_argument("--latency-between", type=float, help=f"us ({1e6 * between.latency_s:g})")
+    for level in ("inside", "between"):
+        link = getattr(Machine, level)
+        default = f"default: the cost table's, else {link.bytes_per_second / 1e9:g}"
+        group.add_argument(f"--link-{level}", type=float, help=f"GB/s of a GPU, one way; {default}")
+        default = f"default: the cost table's, else {1e6 * link.latency_s:g}"
+        group.add_argument(f"--latency-{level}", type=float, help=f"us; {default}")
     group.add_argument("--cost-table", type=Path, help="file of python -m distca.calibrate")
-    group.add_argument("--matmul-tflops", type=float, default=Machine.matmul_tflops)
     group.add_argument(
         "--attention-tflops",
         type=float,
@@ -88,15 +88,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         metavar=("FORWARD", "BACKWARD"),
         default=Machine.attention_tflops,
     )
-    group.add_argument(
-        "--key-block-tiles",
-        type=float,
-        default=0.0,
-        help="backward cost of a task's 128 keys beside its tiles, in tiles: 0 distca's kernels, "
-        "1.2 FlashAttention-2, 2.2 FlashAttention-3",
-    )
-    group.add_argument("--memory-tb-per-s", type=float, default=4.0)
-    group.add_argument("--memory-gb", type=float, default=Machine.memory_bytes / 1e9)
+    add_flags(group, Machine)
     linear = group.add_mutually_exclusive_group()
     linear.add_argument(
         "--linear-us-per-token",
@@ -113,27 +105,21 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 def machine_of(args: argparse.Namespace) -> Machine:
     calibration = Calibration.load(args.cost_table) if args.cost_table is not None else None
-    links = calibration.links if calibration is not None else None
-
-    def link(level: str) -> Link:
-        default = (getattr(links, level) if links else None) or getattr(Machine, level)
-        bandwidth = getattr(args, f"link_{level}")
-        latency = getattr(args, f"latency_{level}")
-        return Link(
+    links = {}
+    for level in ("inside", "between"):
+        default = getattr(Machine, level)
+        if calibration is not None:
+            default = getattr(calibration.links, level) or default
+        bandwidth, latency = getattr(args, f"link_{level}"), getattr(args, f"latency_{level}")
+        links[level] = Link(
             default.latency_s if latency is None else 1e-6 * latency,
             default.bytes_per_second if bandwidth is None else 1e9 * bandwidth,
         )
-
     per_token = args.linear_us_per_token
     return Machine(
-        gpus_per_node=args.gpus_per_node,
-        inside=link("inside"),
-        between=link("between"),
-        matmul_tflops=args.matmul_tflops,
+        **values_of(args, Machine),
+        **links,
         attention_tflops=tuple(args.attention_tflops),
-        key_block_tiles=args.key_block_tiles,
-        memory_bytes_per_second=1e12 * args.memory_tb_per_s,
-        memory_bytes=1e9 * args.memory_gb,
         calibration=calibration,
         linear_seconds_per_token=None if per_token is None else 1e-6 * per_token,
     )
@@ -141,19 +127,14 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
     model = ModelShape.load(args.config) if args.config is not None else PRESETS[args.model]
-    if args.dp is not None and args.dp * (args.cp or 1) * args.tp * args.pp != args.ranks:
-        raise ValueError(
-            f"dp is {args.dp}; dp * cp * tp * pp is {args.dp * (args.cp or 1) * args.tp * args.pp} "
-            f"and ranks {args.ranks}"
-        )
+    if args.dp is not None:
+        product = args.dp * (args.cp or 1) * args.tp * args.pp
+        if product != args.ranks:
+            raise ValueError(
+                f"dp is {args.dp}; dp * cp * tp * pp is {product} and ranks {args.ranks}"
+            )
     model = model.changed(args.layers, args.vocab)
     return Scenario(model=model, machine=machine_of(args), **values_of(args, Scenario))
-
-
-def lengths_of(args: argparse.Namespace) -> list[int]:
-    if args.lengths is not None:
-        return read_lengths(args.lengths)
-    return distribution(args.distribution, args.seed)
 
 
 def drawn_steps(args: argparse.Namespace, scenario: Scenario) -> list[Documents]:
@@ -161,8 +142,11 @@ def drawn_steps(args: argparse.Namespace, scenario: Scenario) -> list[Documents]
         raise ValueError(f"steps is {args.steps} and skip {args.skip}; expected 1 or more, and 0")
     if not 0 <= args.show_step < args.steps:
         raise ValueError(f"show_step is {args.show_step}; expected 0 to {args.steps - 1}")
-    drawn = draw(lengths_of(args), scenario, args.skip + args.steps, args.seed)
-    return [documents for i, documents in enumerate(drawn) if i >= args.skip]
+    if args.lengths is not None:
+        lengths = read_lengths(args.lengths)
+    else:
+        lengths = distribution(args.distribution, args.seed)
+    return draw(lengths, scenario, args.skip + args.steps, args.seed)[args.skip :]
 
 
 def simulate(args: argparse.Namespace) -> None:
@@ -172,17 +156,31 @@ def simulate(args: argparse.Namespace) -> None:
         scenario = fitted(scenario, drawn, 1e-3 * args.fit_step_ms)
     benchmark = None
     if args.measured is not None:
-        benchmark = measured.Measured.load(args.measured, args.skip, args.steps)
-    results = run(scenario, steps_of(scenario, drawn), args.systems, args.show_step)
+        benchmark = report.Measured.load(args.measured, args.skip, args.steps)
+    steps = [Step(scenario, documents) for documents in drawn]
+    results = run(scenario, steps, args.systems, args.show_step)
     source = args.distribution if args.lengths is None else args.lengths.name
     heading = report.heading(scenario, source, args.steps)
     print("\n".join([heading, "", report.table(results), "", report.assumed(scenario)]))
     if benchmark is not None:
-        print("\n" + measured.comparison(benchmark, scenario, drawn, results))
+        print("\n" + report.comparison(benchmark, scenario, drawn, results))
     if args.json is not None:
-        report.save_json(args.json, heading, scenario, results)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps(report.as_data(heading, scenario, results), indent=2)
+        args.json.write_text(content + "\n")
     if args.out is not None:
-        report.save(args.out, results, args.trace_ranks)
+        save(args.out, results, args.trace_ranks)
+
+
+def save(folder: Path, results: list[Result], num_ranks: int) -> None:
+    """timeline.png, balance.png, and a trace of each system's shown step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        trace = pictures.chrome_trace(result.outcome.schedule, result.scenario, num_ranks)
+        path = folder / f"trace_{result.system.name}.json"
+        path.write_text(json.dumps(trace) + "\n")
+    pictures.draw_timeline(folder / "timeline.png", results, num_ranks)
+    pictures.draw_balance(folder / "balance.png", results)
 
 
 def main(command_line: Sequence[str] | None = None) -> None:

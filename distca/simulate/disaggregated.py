@@ -9,18 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.planning.cluster import Cluster, held_row_bytes
+from distca.planning.cluster import Cluster, held_row_bytes, input_row_bytes
 from distca.planning.packs import Pack, cut_pack
 from distca.planning.plan import CAUSAL, balance, tasks_of
 from distca.planning.task_rows import rows_of_tasks
-from distca.simulate.layers import (
-    ATTENTION,
-    EXCHANGE,
-    KINDS,
-    LINEAR,
-    WAITING,
-)
-from distca.simulate.machine import BACKWARD, FORWARD, AttentionCost
+from distca.simulate.layers import ATTENTION, EXCHANGE, KINDS, LINEAR, WAITING
+from distca.simulate.machine import BACKWARD, FORWARD, TableCost, TileCost
 from distca.simulate.scenario import Scenario
 
 
@@ -43,6 +37,11 @@ class Work:
     query_rows: np.ndarray  # [pairs]
     key_rows: np.ndarray  # [pairs] once a document and server
 
+    @property
+    def seconds(self) -> np.ndarray:
+        """[2, ranks]"""
+        return self.home_seconds + self.visiting_seconds
+
 
 def cluster_of(
     scenario: Scenario,
@@ -61,14 +60,16 @@ def cluster_of(
     )
 
 
-def plan(scenario: Scenario, pack: Pack, cluster: Cluster, cost: AttentionCost) -> np.ndarray:
+def plan(
+    scenario: Scenario, pack: Pack, cluster: Cluster, cost: TileCost | TableCost
+) -> np.ndarray:
     """Tasks, int64 [num_tasks, 4]: document, first query, last query + 1, server."""
     shape, tolerance = scenario.attention_shape, scenario.tolerance
     encoded, _ = balance(pack.as_tensor(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
     return tasks_of(encoded)[:, :4].numpy()
 
 
-def work_of(pack: Pack, tasks: np.ndarray, cost: AttentionCost) -> Work:
+def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost) -> Work:
     """Count the rows of tasks, as `plan` returns them."""
     _, begin, end, server = tasks.T
     rows = rows_of_tasks(pack, tasks, CAUSAL)
@@ -87,116 +88,99 @@ def work_of(pack: Pack, tasks: np.ndarray, cost: AttentionCost) -> Work:
     return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts)
 
 
-@dataclass(frozen=True)
-class Exchanges:
-    """Seconds of a pass's dispatch and combine on every rank, [ranks], latencies included."""
-
-    arrival: np.ndarray  # when all that visits a server is there
-    sent: np.ndarray  # results have left the server
-    received: np.ndarray  # results have come home
+def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
+    """[ranks] Rows of other homes that a server holds for one layer."""
+    query, key = held_row_bytes(scenario.attention_shape)
+    num_bytes = work.query_rows * query + work.key_rows * key
+    return np.bincount(work.server, num_bytes, work.home_seconds.shape[1])
 
 
 def row_bytes(scenario: Scenario) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
     """By pass, bytes of a (query row, key row) on their way out and home."""
-    shape = scenario.attention_shape
-    q = shape.heads_q * shape.head_dim * shape.element_bytes
-    kv = 2 * shape.heads_kv * shape.head_dim * shape.element_bytes
-    lse = 4 * shape.heads_q
+    q, kv = input_row_bytes(scenario.attention_shape)
+    lse = 4 * scenario.attention_shape.heads_q
     return {
         FORWARD: ((q, kv), (q + lse, 0)),
         BACKWARD: ((2 * q + 2 * lse, kv), (q, kv)),
     }
 
 
-def exchanges_of(scenario: Scenario, work: Work, pass_idx: int, share: float = 1.0) -> Exchanges:
-    """`share` of the plan's rows travels at a time."""
+def exchange_seconds(
+    scenario: Scenario, work: Work, pass_idx: int, share: float = 1.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """When `share` of the rows travels, each [ranks], latencies included: when all that visits a
+    server is there; then how long until its results have left, and a home's have come."""
     num_ranks = work.home_seconds.shape[1]
-    (q_out, kv_out), (q_home, kv_home) = row_bytes(scenario)[pass_idx]
-    rows = (work.query_rows * share, work.key_rows * share)
     machine, per_node = scenario.machine, scenario.groups_per_node
     inside = work.home // per_node == work.server // per_node
 
     def seconds(rank: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
         """Of all that goes through a rank's links in one direction; both links work at once."""
-        links = ((inside, machine.inside), (~inside, machine.between))
         by_link = []
-        for chosen, link in links:
+        for chosen, link in ((inside, machine.inside), (~inside, machine.between)):
             total = np.bincount(rank[chosen], num_bytes[chosen], num_ranks)
             latency = link.latency_s * (np.bincount(rank[chosen], minlength=num_ranks) > 0)
             by_link.append(latency + total / link.bytes_per_second)
         return np.maximum(*by_link)
 
-    out = rows[0] * q_out + rows[1] * kv_out
-    leaving, arriving = seconds(work.home, out), seconds(work.server, out)
-    arrival = arriving.copy()
-    np.maximum.at(arrival, work.server, leaving[work.home])
-    back = rows[0] * q_home + rows[1] * kv_home
-    return Exchanges(arrival, seconds(work.server, back), seconds(work.home, back))
+    out, back = (
+        share * work.query_rows * query + share * work.key_rows * key
+        for query, key in row_bytes(scenario)[pass_idx]
+    )
+    arrival = seconds(work.server, out)
+    np.maximum.at(arrival, work.server, seconds(work.home, out)[work.home])
+    return arrival, seconds(work.server, back), seconds(work.home, back)
 
 
-# (scenario, work, pass, linear work of a layer on every rank [ranks]) -> (seconds of the layer
-# [kinds, ranks], of exchanges hidden behind the layer's compute).
-Attend = Callable[[Scenario, Work, int, np.ndarray], tuple[np.ndarray, float]]
+# Seconds of the layer [kinds, ranks], and of exchanges hidden behind the layer's compute.
+Times = tuple[np.ndarray, float]
+# (scenario, work, pass, seconds of a layer's linear work on every rank [ranks]).
+Attend = Callable[[Scenario, Work, int, np.ndarray], Times]
 
 
-def in_turn(
-    scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """Without ping-pong (see Attend): all linear work, then inputs travel beside home tasks, then
-    visiting tasks, then results."""
-    moved = exchanges_of(scenario, work, pass_idx)
+def _by_kind(linear, attention, exchange, waiting) -> np.ndarray:
+    """[kinds, ranks]"""
+    times = np.zeros((len(KINDS), attention.size))
+    kinds = [LINEAR, ATTENTION, EXCHANGE, WAITING]
+    times[kinds] = np.broadcast_arrays(linear, attention, exchange, waiting)
+    return times
+
+
+def in_turn(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
+    """In turn: linear work, then inputs travel beside home tasks, then visiting tasks, then
+    results."""
+    arrival, sent, received = exchange_seconds(scenario, work, pass_idx)
     at_home, visiting = work.home_seconds[pass_idx], work.visiting_seconds[pass_idx]
-    stall = np.where(visiting > 0, np.maximum(0.0, moved.arrival - at_home), 0.0)
+    stall = np.where(visiting > 0, np.maximum(0.0, arrival - at_home), 0.0)
     done = at_home + stall + visiting
-    finished = done + moved.sent
-    arrived = done[work.server] + np.maximum(moved.sent[work.server], moved.received[work.home])
+    finished = done + sent
+    arrived = done[work.server] + np.maximum(sent[work.server], received[work.home])
     np.maximum.at(finished, work.home, arrived)
     end = finished.max(initial=0.0)
-    results = np.minimum(np.maximum(moved.sent, moved.received), end - done)
-    times = np.zeros((len(KINDS), done.size))
-    times[LINEAR] = linear
-    times[ATTENTION] = at_home + visiting
-    times[EXCHANGE] = stall + results
-    times[WAITING] = end - done - results + linear.max() - linear
-    return times, 0.0
+    results = np.minimum(np.maximum(sent, received), end - done)
+    waiting = end - done - results + linear.max() - linear
+    return _by_kind(linear, at_home + visiting, stall + results, waiting), 0.0
 
 
-def ping_pong(
-    scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """Of two halves (see Attend): both halves' work, and what of a half's exchanges is longer than
-    the linear work of the other."""
-    moved = exchanges_of(scenario, work, pass_idx, share=0.5)
-    attention = work.home_seconds[pass_idx] + work.visiting_seconds[pass_idx]
-    round_trip = moved.arrival.max() + max(moved.sent.max(), moved.received.max())
-    hidden = min(round_trip, linear.max() / 2)
-    times = np.zeros((len(KINDS), attention.size))
-    times[LINEAR], times[ATTENTION] = linear, attention
-    times[EXCHANGE] = 2 * (round_trip - hidden)
-    times[WAITING] = attention.max() - attention + linear.max() - linear
-    return times, 2 * hidden
+def ping_pong(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
+    """Of two halves: both halves' work, and what of a half's exchanges is longer than the linear
+    work of the other."""
+    attention, exchange = work.seconds[pass_idx], _exchange_of_half(scenario, work, pass_idx)
+    hidden = min(exchange, linear.max() / 2)
+    waiting = attention.max() - attention + linear.max() - linear
+    return _by_kind(linear, attention, 2 * (exchange - hidden), waiting), 2 * hidden
 
 
-def dedicated_ping_pong(
-    scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """When ranks with tokens and servers work on different halves at the same time (see Attend).
-    Two halves go round; each rank's work and the way round bound how often."""
-    moved = exchanges_of(scenario, work, pass_idx, share=0.5)
-    attention = work.home_seconds[pass_idx] + work.visiting_seconds[pass_idx]
-    exchange = moved.arrival.max() + max(moved.sent.max(), moved.received.max())
+def dedicated_ping_pong(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
+    """When ranks with tokens and servers work on different halves at the same time. Two halves go
+    round; each rank's work and the way round bound how often."""
+    attention, exchange = work.seconds[pass_idx], _exchange_of_half(scenario, work, pass_idx)
     own = linear + attention
     round_trip = linear.max() / 2 + exchange + attention.max() / 2
     exposed = max(own.max(), round_trip) - own.max()
-    times = np.zeros((len(KINDS), attention.size))
-    times[LINEAR], times[ATTENTION] = linear, attention
-    times[EXCHANGE] = exposed
-    times[WAITING] = own.max() - own
-    return times, 2 * exchange - exposed
+    return _by_kind(linear, attention, exposed, own.max() - own), 2 * exchange - exposed
 
 
-def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
-    """[ranks] Rows of other homes that a server holds for one layer."""
-    query, key = held_row_bytes(scenario.attention_shape)
-    num_bytes = work.query_rows * query + work.key_rows * key
-    return np.bincount(work.server, num_bytes, work.home_seconds.shape[1])
+def _exchange_of_half(scenario: Scenario, work: Work, pass_idx: int) -> float:
+    arrival, sent, received = exchange_seconds(scenario, work, pass_idx, share=0.5)
+    return arrival.max() + max(sent.max(), received.max())

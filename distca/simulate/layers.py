@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.planning.cluster import input_row_bytes
 from distca.simulate.machine import BACKWARD, FORWARD
-from distca.simulate.model import ELEMENT_BYTES, GRADIENT_BYTES
 from distca.simulate.packing import Documents
-from distca.simulate.scenario import Scenario
+from distca.simulate.scenario import ELEMENT_BYTES, GRADIENT_BYTES, Scenario
 
 KINDS = ("linear", "attention", "exchange", "tensor_parallel", "parameters", "waiting")
 LINEAR, ATTENTION, EXCHANGE, TENSOR_PARALLEL, PARAMETERS, WAITING = range(len(KINDS))
@@ -38,109 +38,81 @@ def layers_of(scenario: Scenario, tokens: np.ndarray, attention: np.ndarray) -> 
     seconds[:, FORWARD, LINEAR], seconds[:, BACKWARD, LINEAR] = scenario.linear_seconds(tokens)
     seconds[:, :, ATTENTION] = attention
     seconds[:, :, TENSOR_PARALLEL] = scenario.tensor_parallel_seconds(tokens)[:, None]
-    hidden = np.zeros((num_micro_batches, NUM_PASSES))
-    return Layers(seconds, tokens, np.zeros(num_groups), hidden)
-
-
-def repeat_forward(layers: Layers) -> None:
-    """Block recomputation: backward begins with the whole forward pass."""
-    layers.seconds[:, BACKWARD] += layers.seconds[:, FORWARD]
-    layers.hidden[:, BACKWARD] += layers.hidden[:, FORWARD]
+    return Layers(seconds, tokens, np.zeros(num_groups), np.zeros(seconds.shape[:2]))
 
 
 def plain_attention(scenario: Scenario, documents: Documents, num_packs: int) -> np.ndarray:
     """[2, packs] seconds when a pack's documents are computed where they lie."""
-    each = scenario.attention_cost().seconds(np.zeros_like(documents.lengths), documents.lengths)
-    return np.stack([np.bincount(documents.pack, one, num_packs) for one in each])
+    return mirrored_attention(scenario, documents, num_packs, cp=1)[:, :, 0]
 
 
 def mirrored_attention(
     scenario: Scenario, documents: Documents, num_packs: int, cp: int
 ) -> np.ndarray:
     """[2, packs, cp] seconds under per-document context parallelism: rank j has runs j and
-    2 * cp - 1 - j of the 2 * cp equal ones of every document."""
-    if cp == 1:
-        return plain_attention(scenario, documents, num_packs)[:, :, None]
+    2 * cp - 1 - j of the 2 * cp equal ones of every document; the only rank has all of it."""
     lengths, index = np.unique(documents.lengths, return_inverse=True)
     bounds = lengths * np.arange(2 * cp + 1)[:, None] // (2 * cp)  # [2 * cp + 1, lengths]
     cost = scenario.attention_cost()
     seconds = np.empty((NUM_PASSES, num_packs, cp))
     for rank in range(cp):
-        runs = (rank, 2 * cp - 1 - rank)
-        both = sum(cost.seconds(bounds[run], bounds[run + 1]) for run in runs)
-        for pass_idx in (FORWARD, BACKWARD):
-            seconds[pass_idx, :, rank] = np.bincount(
-                documents.pack, both[pass_idx][index], num_packs
-            )
+        runs = [(rank, rank + 1), (2 * cp - 1 - rank, 2 * cp - rank)] if cp > 1 else [(0, 2)]
+        of_lengths = sum(cost.seconds(bounds[begin], bounds[end]) for begin, end in runs)
+        seconds[:, :, rank] = [
+            np.bincount(documents.pack, each[index], num_packs) for each in of_lengths
+        ]
     return seconds
 
 
-@dataclass(frozen=True)
-class KeyTransfer:
-    """How the ranks of a context parallel group come by each other's keys."""
+# How the ranks of a context parallel group come by each other's keys: (scenario, bytes of each
+# pack's keys, cp, attention of its slowest rank [2, ...]) -> exposed seconds [2, ...].
+KeyExchange = Callable[[Scenario, np.ndarray, int, np.ndarray], np.ndarray]
 
-    exposed: Callable[[Scenario, np.ndarray, int, int, np.ndarray], np.ndarray]
-    """(scenario, tokens of a pack, cp, pass, attention of the slowest rank) -> seconds."""
-    copies: Callable[[int], float]
-    """Of a rank's own keys, that it holds beside them at degree cp, gradients included."""
+
+def all_gather(
+    scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarray
+) -> np.ndarray:
+    """Keys are gathered in both passes, and their gradients reduced and scattered."""
+    gather = scenario.machine.gather_seconds(num_bytes, cp, scenario.groups_per_node)
+    return np.stack([gather, 2 * gather])
+
+
+def ring(scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarray) -> np.ndarray:
+    """What cp - 1 hops take beyond the attention of the step they run beside."""
+    inside = cp <= scenario.groups_per_node
+    hops = [scenario.machine.send_seconds(count * num_bytes / cp, inside) for count in (1, 2)]
+    return (cp - 1) * np.maximum(0.0, np.stack(hops) - slowest / cp)
+
+
+def workspace_of_token(scenario: Scenario, cp: int, keys: KeyExchange) -> float:
+    """Bytes beside activations for each token of a group: keys and their gradients, of all ranks or
+    of two neighbours."""
+    copies = 2.0 * (cp if keys is all_gather else 2)
+    return copies * input_row_bytes(scenario.attention_shape)[1] if cp > 1 else 0.0
 
 
 def context_parallel(
-    scenario: Scenario, documents: Documents, tokens: np.ndarray, cp: int, keys: KeyTransfer
+    scenario: Scenario, documents: Documents, tokens: np.ndarray, cp: int, keys: KeyExchange
 ) -> Layers:
     """Packs `documents.pack` [micro_batches * packs], each on `cp` groups that follow one another;
     `tokens` [micro_batches, packs] in each."""
-    num_micro_batches, num_packs = tokens.shape
     attention = mirrored_attention(scenario, documents, tokens.size, cp)
-    attention = attention.reshape(NUM_PASSES, num_micro_batches, num_packs, cp)
-    by_group = attention.swapaxes(0, 1).reshape(num_micro_batches, NUM_PASSES, -1)
-    layers = layers_of(scenario, np.repeat(tokens / cp, cp, axis=1), by_group)
-    if cp == 1:
-        return layers
-    slowest = attention.max(axis=-1, keepdims=True)
-    waiting = slowest - attention
-    for pass_idx in (FORWARD, BACKWARD):
-        exchange = keys.exposed(scenario, tokens, cp, pass_idx, slowest[pass_idx, :, :, 0])
-        layers.seconds[:, pass_idx, EXCHANGE] = np.repeat(exchange, cp, axis=1)
-        layers.seconds[:, pass_idx, WAITING] = waiting[pass_idx].reshape(num_micro_batches, -1)
-    workspace = tokens.max(axis=0) / cp * workspace_of_token(scenario, cp, keys)
-    layers.workspace_bytes = np.repeat(workspace, cp)
+    attention = attention.reshape(NUM_PASSES, *tokens.shape, cp)
+
+    def by_group(seconds: np.ndarray) -> np.ndarray:
+        """[micro_batches, 2, groups] of [2, micro_batches, packs, cp]"""
+        return seconds.swapaxes(0, 1).reshape(len(tokens), NUM_PASSES, -1)
+
+    layers = layers_of(scenario, np.repeat(tokens / cp, cp, axis=1), by_group(attention))
+    if cp > 1:
+        slowest = attention.max(axis=-1, keepdims=True)
+        num_bytes = input_row_bytes(scenario.attention_shape)[1] * tokens
+        exchange = keys(scenario, num_bytes, cp, slowest[..., 0])
+        layers.seconds[:, :, EXCHANGE] = by_group(exchange[..., None].repeat(cp, axis=-1))
+        layers.seconds[:, :, WAITING] = by_group(slowest - attention)
+        workspace = tokens.max(axis=0) / cp * workspace_of_token(scenario, cp, keys)
+        layers.workspace_bytes = np.repeat(workspace, cp)
     return layers
-
-
-def workspace_of_token(scenario: Scenario, cp: int, keys: KeyTransfer) -> float:
-    """Bytes beside activations for each token of a group."""
-    return keys.copies(cp) * _key_bytes(scenario) if cp > 1 else 0.0
-
-
-def _key_bytes(scenario: Scenario) -> float:
-    """k and v of one token on one rank."""
-    shape = scenario.attention_shape
-    return 2.0 * shape.heads_kv * shape.head_dim * shape.element_bytes
-
-
-def _gather_exchange(
-    scenario: Scenario, tokens: np.ndarray, cp: int, pass_idx: int, slowest: np.ndarray
-) -> np.ndarray:
-    gather = np.vectorize(
-        lambda num_bytes: scenario.machine.gather_seconds(num_bytes, cp, scenario.groups_per_node),
-        otypes=[float],
-    )(_key_bytes(scenario) * tokens)
-    return gather if pass_idx == FORWARD else 2 * gather
-
-
-def _ring_exchange(
-    scenario: Scenario, tokens: np.ndarray, cp: int, pass_idx: int, slowest: np.ndarray
-) -> np.ndarray:
-    """What cp - 1 hops take beyond the attention of the step they run beside."""
-    num_bytes = _key_bytes(scenario) * tokens / cp * (1 if pass_idx == FORWARD else 2)
-    inside = cp <= scenario.groups_per_node
-    hop = scenario.machine.send_seconds(num_bytes, inside)
-    return (cp - 1) * np.maximum(0.0, hop - slowest / cp)
-
-
-ALL_GATHER = KeyTransfer(_gather_exchange, copies=lambda cp: 2.0 * cp)
-RING = KeyTransfer(_ring_exchange, copies=lambda cp: 4.0)  # two neighbours'
 
 
 def add_parameters(scenario: Scenario, layers: Layers) -> None:
@@ -148,10 +120,11 @@ def add_parameters(scenario: Scenario, layers: Layers) -> None:
     micro-batch no rank gets far ahead of another."""
     if scenario.sharding != "fsdp" or scenario.groups == 1:
         return
-    machine, per_node = scenario.machine, scenario.groups_per_node
     params = scenario.model.layer_params / scenario.tp
-    gather = machine.gather_seconds(ELEMENT_BYTES * params, scenario.groups, per_node)
-    reduce = machine.gather_seconds(GRADIENT_BYTES * params, scenario.groups, per_node)
+    gather, reduce = (
+        scenario.machine.gather_seconds(size * params, scenario.groups, scenario.groups_per_node)
+        for size in (ELEMENT_BYTES, GRADIENT_BYTES)
+    )
     seconds = layers.seconds
     for pass_idx, collective in ((FORWARD, gather), (BACKWARD, gather + reduce)):
         compute = seconds[:, pass_idx, [LINEAR, ATTENTION]].sum(axis=1)  # [micro_batches, groups]

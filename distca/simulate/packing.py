@@ -3,7 +3,6 @@
 import heapq
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,29 +21,21 @@ class Documents:
     lengths: np.ndarray  # [num_documents]
     pack: np.ndarray  # [num_documents], never decreasing; micro-batches one after another
 
-    def of_packs(self, first: int, last: int) -> "Documents":
-        """Of packs [first, last), which are counted from 0 then."""
-        chosen = slice(*np.searchsorted(self.pack, (first, last)))
-        return Documents(self.lengths[chosen], self.pack[chosen] - first)
-
 
 def distribution(text: str, seed: int) -> list[int]:
     """Lengths drawn from a distribution; raises ValueError with what may be given."""
     name, *parameters = text.split(":")
     rng = np.random.default_rng(seed)
     try:
-        numbers = [float(value) for value in parameters]
-        if name == "fixed":
-            (length,) = numbers
-            drawn = np.array([length])
-        elif name == "uniform":
-            low, high = numbers
-            drawn = rng.uniform(low, high + 1, DRAWN_LENGTHS)
-        elif name == "lognormal":
-            median, sigma = numbers
-            drawn = rng.lognormal(math.log(median), sigma, DRAWN_LENGTHS)
-        else:
-            raise ValueError(f"there is no {name!r}")
+        match name, [float(value) for value in parameters]:
+            case "fixed", [length]:
+                drawn = np.array([length])
+            case "uniform", [low, high]:
+                drawn = rng.uniform(low, high + 1, DRAWN_LENGTHS)
+            case "lognormal", [median, sigma]:
+                drawn = rng.lognormal(math.log(median), sigma, DRAWN_LENGTHS)
+            case _:
+                raise ValueError(f"there is no {name!r} of {len(parameters)} numbers")
         if not np.isfinite(drawn).all() or drawn.min() < 0 or drawn.max() > MAX_LENGTH:
             raise ValueError(f"lengths have to be from 0 to {MAX_LENGTH}")
     except ValueError as error:
@@ -52,33 +43,22 @@ def distribution(text: str, seed: int) -> list[int]:
     return np.maximum(drawn.astype(np.int64), 1).tolist()
 
 
-def draw(lengths: list[int], scenario: Scenario, num_steps: int, seed: int) -> Iterator[Documents]:
+def draw(lengths: list[int], scenario: Scenario, num_steps: int, seed: int) -> list[Documents]:
     """Documents in shuffled order, cut to the context, then into packs of equally many tokens; the
     rest of one starts the next pack, as a document of its own. benchmarks/training_step.py draws
     the same packs in the same order."""
-    shuffled = [length for length in lengths if length > 0]
-    random.Random(seed).shuffle(shuffled)
-    stream = np.array(shuffled, dtype=np.int64)
-    tokens = scenario.pack_tokens
-    if scenario.context < tokens:
-        stream = _cut(stream, scenario.context)
-    num_packs = scenario.packs * scenario.micro_batches
-    period, ends = int(stream.sum()), stream.cumsum()
-    for step in range(num_steps):
-        first, total = step * num_packs * tokens, num_packs * tokens
-        rounds = np.arange(first // period, (first + total) // period + 1) * period
-        inside = (rounds[:, None] + ends).ravel() - first
-        of_step = np.diff(inside[inside > 0], prepend=0)
-        pieces = cut_pack(of_step, num_packs, total).pieces
-        yield Documents(pieces[:, 3], pieces[:, 0])
-
-
-def _cut(lengths: np.ndarray, longest: int) -> np.ndarray:
-    """Documents in parts of `longest` tokens and a rest."""
-    parts = -(-lengths // longest)
-    cut = np.full(int(parts.sum()), longest, dtype=np.int64)
-    cut[parts.cumsum() - 1] = lengths - (parts - 1) * longest
-    return cut
+    stream = [length for length in lengths if length > 0]
+    random.Random(seed).shuffle(stream)
+    longest = scenario.context
+    if longest < scenario.pack_tokens:
+        stream = [min(longest, rest) for length in stream for rest in range(length, 0, -longest)]
+    packs_of_step = scenario.packs * scenario.micro_batches
+    total = num_steps * packs_of_step * scenario.pack_tokens
+    repeated = np.tile(stream, -(-total // sum(stream)))
+    pack, _, _, tokens = cut_pack(repeated, num_steps * packs_of_step, total).pieces.T
+    edges = np.searchsorted(pack, np.arange(1, num_steps) * packs_of_step)
+    of_steps = zip(np.split(tokens, edges), np.split(pack % packs_of_step, edges), strict=True)
+    return [Documents(*each) for each in of_steps]
 
 
 def balanced_packs(

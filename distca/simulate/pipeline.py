@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.simulate.layers import KINDS, NUM_PASSES, PARAMETERS, WAITING, Layers
+from distca.simulate.layers import KINDS, LINEAR, NUM_PASSES, PARAMETERS, WAITING, Layers
 from distca.simulate.machine import BACKWARD, FORWARD
-from distca.simulate.model import ELEMENT_BYTES, GRADIENT_BYTES
-from distca.simulate.scenario import Scenario
+from distca.simulate.scenario import ELEMENT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, Scenario
 
 IDLE = -1  # micro-batch of a stage that only serves
 
@@ -38,12 +37,11 @@ class Schedule:
 
     def busy(self, scenario: Scenario) -> np.ndarray:
         """[kinds, stages * groups] seconds; what is left of the step is waiting."""
-        total = np.tile(self.closing, (1, scenario.pp))
+        total = np.tile(self.closing[:, None], (1, scenario.pp, 1))
         for each in self.operations:
-            first = each.stage * scenario.groups
-            total[:, first : first + scenario.groups] += each.seconds
+            total[:, each.stage] += each.seconds
         total[WAITING] += self.seconds - total.sum(axis=0)
-        return total
+        return total.reshape(len(KINDS), -1)
 
 
 def send_seconds(scenario: Scenario) -> float:
@@ -56,21 +54,12 @@ def send_seconds(scenario: Scenario) -> float:
     )
 
 
-def order_of(stage: int, pp: int, micro_batches: int) -> list[tuple[int, int]]:
-    """(pass, micro-batch) in which 1F1B runs them on a stage."""
-    ahead = min(micro_batches, pp - stage - 1)
-    order = [(FORWARD, i) for i in range(ahead)]
-    for i in range(micro_batches - ahead):
-        order += [(FORWARD, ahead + i), (BACKWARD, i)]
-    return order + [(BACKWARD, i) for i in range(micro_batches - ahead, micro_batches)]
-
-
 def one_f_one_b(scenario: Scenario, layers: Layers) -> Schedule:
     """Every stage has the same times; groups of one stage run apart from each other."""
     stage_seconds = layers.seconds * scenario.stage_layers
     num_micro_batches, pp = len(stage_seconds), scenario.pp
     send = send_seconds(scenario)
-    waiting = [order_of(stage, pp, num_micro_batches)[::-1] for stage in range(pp)]
+    waiting = [_alternating(num_micro_batches, ahead=pp - stage - 1)[::-1] for stage in range(pp)]
     free = np.zeros((pp, stage_seconds.shape[-1]))
     ready: dict[tuple[int, int, int], np.ndarray | float] = {
         (0, FORWARD, i): 0.0 for i in range(num_micro_batches)
@@ -92,28 +81,29 @@ def one_f_one_b(scenario: Scenario, layers: Layers) -> Schedule:
     return _closed(scenario, operations)
 
 
+def _alternating(count: int, ahead: int) -> list[tuple[int, int]]:
+    """(pass, index): `ahead` forward passes, then one of each in turn, then the rest backward."""
+    ahead = min(ahead, count)
+    order = [(FORWARD, i) for i in range(ahead)]
+    for i in range(count - ahead):
+        order += [(FORWARD, ahead + i), (BACKWARD, i)]
+    return order + [(BACKWARD, i) for i in range(count - ahead, count)]
+
+
 def ticks(scenario: Scenario, layers: Layers) -> Schedule:
     """`layers` are of ticks: [micro_batches + pp - 1, 2, kinds, stages * groups], forward and
     backward tick i one after another, all of whose ranks take equally long."""
-    pp, num_groups = scenario.pp, scenario.groups
-    num_ticks = len(layers.seconds)
+    pp, num_ticks = scenario.pp, len(layers.seconds)
     stage_seconds = layers.seconds * scenario.stage_layers
-    order = []
-    for i in range(num_ticks):
-        order.append((FORWARD, i))
-        if i >= pp - 1:
-            order.append((BACKWARD, i - pp + 1))
-    order += [(BACKWARD, i) for i in range(num_ticks - pp + 1, num_ticks)]
+    by_stage = stage_seconds.reshape(num_ticks, NUM_PASSES, len(KINDS), pp, scenario.groups)
     send, now = send_seconds(scenario), 0.0
     sent = [0.0] * NUM_PASSES
     operations = []
-    for pass_idx, i in order:
-        start = max(now, sent[pass_idx])
+    for pass_idx, i in _alternating(num_ticks, ahead=pp - 1):
+        begin = np.full(scenario.groups, max(now, sent[pass_idx]))
         for stage in range(pp):
-            columns = slice(stage * num_groups, (stage + 1) * num_groups)
-            seconds = stage_seconds[i, pass_idx, :, columns]
             micro_batch = micro_batch_of(scenario, pass_idx, i, stage)
-            begin = np.full(num_groups, start)
+            seconds = by_stage[i, pass_idx, :, stage]
             operations.append(Operation(stage, micro_batch, pass_idx, begin, seconds))
         now = float(max(each.end.max() for each in operations[-pp:]))
         sent[pass_idx] = now + send
@@ -131,13 +121,17 @@ def _closed(scenario: Scenario, operations: list[Operation]) -> Schedule:
     """The end of the step: gradients meet where they have not, then the optimizer."""
     end = max(float(each.end.max()) for each in operations)
     closing = np.zeros((len(KINDS), scenario.groups))
+    machine = scenario.machine
     if scenario.sharding == "zero1":
-        machine, per_node = scenario.machine, scenario.groups_per_node
+        ranks = (scenario.groups, scenario.groups_per_node)
         collectives = sum(
-            machine.gather_seconds(size * scenario.stage_params, scenario.groups, per_node)
+            machine.gather_seconds(size * scenario.stage_params, *ranks)
             for size in (GRADIENT_BYTES, ELEMENT_BYTES)
         )
         last = operations[-1].seconds.sum(axis=0).min()
         closing[PARAMETERS] = max(0.0, collectives - last)
-    closing[0] = scenario.optimizer_seconds()
+    if machine.linear_seconds_per_token is None:  # a measured constant includes the optimizer
+        # Memory bounds it: it reads and writes weights and moments, and reads gradients.
+        num_bytes = (2 * OPTIMIZER_BYTES + GRADIENT_BYTES) * scenario.stage_params / scenario.groups
+        closing[LINEAR] = num_bytes / (machine.memory_tb_per_s * 1e12)
     return Schedule(end + float(closing.sum(axis=0).max()), operations, closing)

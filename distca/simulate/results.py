@@ -8,27 +8,25 @@ import numpy as np
 from distca.simulate.layers import ATTENTION, COMMUNICATION, LINEAR, WAITING
 from distca.simulate.packing import Documents
 from distca.simulate.scenario import Scenario
-from distca.simulate.step import Step
-from distca.simulate.systems import Outcome, System, fixed, systems_for
+from distca.simulate.systems import Outcome, Step, System, fixed, systems_for
 
 FIT_PRECISION = 1e-6
 
 
 @dataclass(frozen=True)
 class Result:
-    """One system over all steps; seconds and imbalances are means over steps unless by step."""
+    """One system over all steps."""
 
     system: System
     scenario: Scenario
     cp: int
-    step_seconds: list[float]
-    attention_imbalance: float  # max / mean over the ranks that have any
-    compute_imbalance: float  # of linear work and attention
-    exposed_seconds: float  # communication that nothing hides, mean over ranks
-    waiting_seconds: float  # for other ranks and in bubbles, mean over ranks
-    memory_max: float  # bytes of the fullest rank in any step
-    memory_mean: float
     outcome: Outcome  # of the step to show
+    step_seconds: list[float]
+    memory_max: float  # bytes of the fullest rank in any step
+    means: dict[str, float]
+    """Over steps. attention_imbalance: max / mean over the ranks that have any; compute_imbalance:
+    of linear work and attention; exposed_communication_ms: that nothing hides, mean over ranks;
+    waiting_ms: for other ranks and in bubbles, mean over ranks; memory_mean_bytes."""
 
     @property
     def mean(self) -> float:
@@ -44,15 +42,10 @@ class Result:
 
     @property
     def fits(self) -> bool:
-        machine = self.scenario.machine
-        return bool(self.memory_max <= machine.memory_bytes * machine.usable_memory)
+        return bool(self.memory_max <= self.scenario.machine.usable_bytes)
 
     def speed_up_over(self, other: "Result") -> float:
         return other.mean / self.mean
-
-
-def steps_of(scenario: Scenario, drawn: list[Documents]) -> list[Step]:
-    return [Step(scenario, documents) for documents in drawn]
 
 
 def run(
@@ -70,36 +63,24 @@ def run(
 def run_system(
     system: System, scenario: Scenario, steps: list[Step], cp: int, shown: int
 ) -> Result:
-    by_step = []
+    step_seconds, memory_max, by_step = [], [], []
     for idx, step in enumerate(steps):
         outcome = system.simulate(step, cp)
         if idx == shown:
             kept = outcome
-        busy = outcome.schedule.busy(scenario)
-        memory = outcome.memory_bytes
-        by_step.append(
-            [
-                outcome.schedule.seconds,
-                max_over_mean(busy[ATTENTION][busy[ATTENTION] > 0]),
-                max_over_mean(busy[ATTENTION] + busy[LINEAR]),
-                busy[COMMUNICATION].sum(axis=0).mean(),
-                busy[WAITING].mean(),
-                memory.max(),
-                memory.mean(),
-            ]
-        )
-    columns = np.array(by_step).T
-    means = columns.mean(axis=1).tolist()
-    return Result(
-        system,
-        scenario,
-        cp,
-        columns[0].tolist(),
-        *means[1:5],
-        float(columns[5].max()),
-        means[6],
-        kept,
-    )
+        busy = 1e3 * outcome.schedule.busy(scenario)
+        step_seconds.append(outcome.schedule.seconds)
+        memory_max.append(float(outcome.memory_bytes.max()))
+        figures = {
+            "attention_imbalance": max_over_mean(busy[ATTENTION][busy[ATTENTION] > 0]),
+            "compute_imbalance": max_over_mean(busy[ATTENTION] + busy[LINEAR]),
+            "exposed_communication_ms": busy[COMMUNICATION].sum(axis=0).mean(),
+            "waiting_ms": busy[WAITING].mean(),
+            "memory_mean_bytes": outcome.memory_bytes.mean(),
+        }
+        by_step.append(figures)
+    means = {name: float(np.mean([each[name] for each in by_step])) for name in figures}
+    return Result(system, scenario, cp, kept, step_seconds, max(memory_max), means)
 
 
 def slowest_tenth(values: Sequence[float]) -> float:
@@ -118,14 +99,13 @@ def fitted(scenario: Scenario, drawn: list[Documents], step_seconds: float) -> S
     longer."""
 
     def with_linear(per_token: float) -> Scenario:
-        return replace(
-            scenario, machine=replace(scenario.machine, linear_seconds_per_token=per_token)
-        )
+        machine = replace(scenario.machine, linear_seconds_per_token=per_token)
+        return replace(scenario, machine=machine)
 
     def mean_step(per_token: float) -> float:
-        steps = steps_of(with_linear(per_token), drawn)
-        cp = scenario.least_cp
-        return float(np.mean([fixed(step, cp).schedule.seconds for step in steps]))
+        tried, cp = with_linear(per_token), scenario.least_cp
+        steps = [fixed(Step(tried, documents), cp) for documents in drawn]
+        return float(np.mean([step.schedule.seconds for step in steps]))
 
     low, high = 1e-15, step_seconds / scenario.tokens
     if mean_step(low) > step_seconds:

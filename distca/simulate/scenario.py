@@ -1,26 +1,112 @@
 """What is simulated: model, machine, how ranks are divided, how many tokens each holds."""
 
-import math
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 from distca.options import Options
 from distca.planning.cost import AttentionShape
-from distca.simulate.machine import AttentionCost, Machine
-from distca.simulate.model import (
-    BACKWARD_OVER_FORWARD,
-    ELEMENT_BYTES,
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
-    ModelShape,
-)
+from distca.simulate.machine import Machine, TableCost, TileCost
 
 MAX_RANKS = 65536
 SHARDINGS = ("fsdp", "zero1")
+ELEMENT_BYTES = 2  # bfloat16
+GRADIENT_BYTES = 4  # float32, reduced and kept
+OPTIMIZER_BYTES = 12  # float32 weights and Adam's two moments
+LINEAR_BACKWARD_OVER_FORWARD = 2.0  # gradients of inputs and of weights
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder in Llama's style. Raises ValueError naming the field that is wrong."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "name" and (type(value) is not int or value < 1):
+                raise ValueError(f"model {name} is {value!r}; expected an integer above 0")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model kv_heads is {self.kv_heads}; expected a divisor of heads = {self.heads}"
+            )
+
+    @property
+    def _row_elements(self) -> int:
+        """q, k, v and out of one token."""
+        return 2 * (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def layer_params(self) -> int:
+        """wq, wk, wv, wo and SwiGLU's three matrices."""
+        return self.hidden * (self._row_elements + 3 * self.ffn)
+
+    @property
+    def params(self) -> int:
+        return self.layers * self.layer_params + 2 * self.vocab * self.hidden
+
+    @property
+    def linear_flops(self) -> float:
+        """Forward, of one token and layer; the head's spread over the layers."""
+        return 2.0 * (self.layer_params + self.vocab * self.hidden / self.layers)
+
+    @property
+    def elementwise_bytes(self) -> float:
+        """Read and written by everything between matrices, forward, of one token and layer: two
+        norms, two residual sums, RoPE, SiLU and its product, each by itself."""
+        norms_and_sums = (2 * 2 + 2 * 3) * self.hidden
+        return ELEMENT_BYTES * (norms_and_sums + self._row_elements + (2 + 3) * self.ffn)
+
+    @property
+    def activation_bytes(self) -> float:
+        """Kept for backward, of one token and layer: input and output of both norms, q, k, v, out
+        and lse of attention, four rows of the feed-forward."""
+        rows = 4 * self.hidden + self._row_elements + 4 * self.ffn
+        return ELEMENT_BYTES * rows + 4 * self.heads
+
+    def attention(self, tp: int) -> AttentionShape:
+        """Heads of one rank; key heads are repeated where there are fewer than ranks."""
+        if self.heads % tp:
+            raise ValueError(f"tp is {tp}; expected a divisor of heads = {self.heads}")
+        return AttentionShape(
+            self.heads // tp, max(1, self.kv_heads // tp), self.head_dim, ELEMENT_BYTES
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "ModelShape":
+        """From a JSON object of this class's fields; raises ValueError naming the file."""
+        try:
+            content = json.loads(path.read_text())
+            return cls(**{"name": path.stem, **content})
+        except (OSError, ValueError, TypeError) as error:
+            names = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"{path}: {error}; expected a JSON object of {names}") from error
+
+    def changed(self, layers: int | None, vocab: int | None) -> "ModelShape":
+        return replace(self, layers=layers or self.layers, vocab=vocab or self.vocab)
+
+
+PRESETS = {  # Llama 3 8B and 70B, CodeLlama 34B
+    name: ModelShape(name, *sizes)
+    for name, *sizes in (
+        # layers, hidden, heads, kv_heads, head_dim, ffn, vocab
+        ("8B", 32, 4096, 32, 8, 128, 14336, 128256),
+        ("34B", 48, 8192, 64, 8, 128, 22016, 32016),
+        ("70B", 80, 8192, 64, 8, 128, 28672, 128256),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Raises ValueError naming the field that is wrong."""
+    """Raises ValueError naming the field that is wrong. Fields with a docstring are flags."""
 
     model: ModelShape
     machine: Machine = field(default_factory=Machine)
@@ -60,6 +146,14 @@ class Scenario:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}; expected an integer above 0")
+        if self.sharding not in SHARDINGS:
+            raise ValueError(f"sharding is {self.sharding!r}; expected one of {SHARDINGS}")
+        if not 0 < self.server_share < 1:
+            raise ValueError(f"server_share is {self.server_share}; expected above 0, below 1")
+        self._check_division()
+        self.model.attention(self.tp)
+
+    def _check_division(self) -> None:
         if self.ranks > MAX_RANKS or self.ranks % (self.tp * self.pp):
             raise ValueError(
                 f"ranks is {self.ranks}; expected a multiple of tp * pp = {self.tp * self.pp}, at "
@@ -69,7 +163,7 @@ class Scenario:
             raise ValueError(
                 f"pp is {self.pp}; expected a divisor of the model's {self.model.layers} layers"
             )
-        if self.context > self.tokens and self.context % self.tokens:
+        if self.pack_tokens % self.tokens:
             raise ValueError(
                 f"context is {self.context}; above tokens it has to be a multiple of them "
                 f"({self.tokens})"
@@ -85,11 +179,6 @@ class Scenario:
                 f"cp is {self.cp}; expected a multiple of {self.least_cp} (context / tokens) that "
                 f"divides the {self.groups} groups of a stage"
             )
-        if self.sharding not in SHARDINGS:
-            raise ValueError(f"sharding is {self.sharding!r}; expected one of {SHARDINGS}")
-        if not 0 < self.server_share < 1:
-            raise ValueError(f"server_share is {self.server_share}; expected above 0, below 1")
-        self.model.attention(self.tp)
 
     @property
     def groups(self) -> int:
@@ -127,29 +216,30 @@ class Scenario:
         """Of one rank."""
         return self.model.attention(self.tp)
 
-    def attention_cost(self) -> AttentionCost:
-        return AttentionCost(self.machine, self.attention_shape)
+    def attention_cost(self) -> TileCost | TableCost:
+        if self.machine.calibration is not None:
+            return TableCost(self.machine.calibration, self.attention_shape)
+        return TileCost(self.machine, self.attention_shape)
 
     def linear_seconds(self, tokens):
         """(forward, backward) of one layer and rank, for `tokens` of its group."""
         machine, model = self.machine, self.model
         if machine.linear_seconds_per_token is not None:
             both = machine.linear_seconds_per_token / self.stage_layers
-            forward = both / (1 + BACKWARD_OVER_FORWARD)
+            forward = both / (1 + LINEAR_BACKWARD_OVER_FORWARD)
         else:
             matmul = model.linear_flops / (machine.matmul_tflops * 1e12)
-            elementwise = model.elementwise_bytes / machine.memory_bytes_per_second
+            elementwise = model.elementwise_bytes / (machine.memory_tb_per_s * 1e12)
             forward = (matmul + elementwise) / self.tp
-        return forward * tokens, BACKWARD_OVER_FORWARD * forward * tokens
+        return forward * tokens, LINEAR_BACKWARD_OVER_FORWARD * forward * tokens
 
     def tensor_parallel_seconds(self, tokens):
         """Of one layer and pass: two all-reduces of the group's activations."""
         if self.tp == 1:
             return 0.0 * tokens
+        machine = self.machine
         num_bytes = ELEMENT_BYTES * self.model.hidden * tokens
-        link = (
-            self.machine.inside if self.tp <= self.machine.gpus_per_node else self.machine.between
-        )
+        link = machine.inside if self.tp <= machine.gpus_per_node else machine.between
         one_way = (self.tp - 1) / self.tp * num_bytes / link.bytes_per_second
         return 2 * 2 * one_way + 2 * link.latency_s
 
@@ -157,14 +247,6 @@ class Scenario:
     def stage_params(self) -> float:
         """Of one rank, before sharding."""
         return self.model.params / (self.pp * self.tp)
-
-    def optimizer_seconds(self) -> float:
-        """Reads and writes weights and moments, reads gradients; bound by memory. A measured
-        constant for linear work includes it."""
-        if self.machine.linear_seconds_per_token is not None:
-            return 0.0
-        num_bytes = (2 * OPTIMIZER_BYTES + GRADIENT_BYTES) * self.stage_params / self.groups
-        return num_bytes / self.machine.memory_bytes_per_second
 
     def state_bytes(self, holders: int | None = None) -> float:
         """Weights, gradients, optimizer of one rank. fsdp: everything sharded over the stage's
@@ -192,14 +274,7 @@ class Scenario:
     def most_tokens(self, workspace_bytes: float = 0.0) -> float:
         """Of a group's micro-batch, in the memory that may be used, when each needs
         `workspace_bytes` beside its activations; never less than `tokens`."""
-        room = self.machine.memory_bytes * self.machine.usable_memory - self.state_bytes()
         kept = self.token_bytes() * min(self.micro_batches, self.pp)  # the first stage's in 1F1B
         per_token = kept + self.repeated_bytes() + workspace_bytes
+        room = self.machine.usable_bytes - self.state_bytes()
         return max(float(self.tokens), room / per_token)
-
-    def degrees(self) -> list[int]:
-        """Context parallel degrees to try: powers of two times the least, up to 64."""
-        if self.cp is not None:
-            return [self.cp]
-        tried = (self.least_cp * 2**i for i in range(int(math.log2(64)) + 1))
-        return [cp for cp in tried if self.groups % cp == 0 and cp <= max(64, self.least_cp)]

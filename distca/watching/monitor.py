@@ -9,13 +9,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distca.watching.figures import STEPS_FILE
+from distca.watching.figures import MEASURED, STEPS_FILE
 from distca.watching.report import draw_run
 from distca.watching.settings import Watching
-from distca.watching.tensorboard import Scalars
 from distca.watching.trace import forget_spans
 
-MEASURED = ("attention_ms", "exposed_ms")  # lists by rank that are measured, not predicted
 HIDDEN_MS = 0.1  # a plan that was waited for less than this is called hidden
 
 logger = logging.getLogger("distca")
@@ -29,13 +27,13 @@ class Monitor:
         self._folder = None if watching.run_dir is None else Path(watching.run_dir)
         self._recent: list[Mapping] = []
         self._lock = threading.Lock()
-        self._file = self._scalars = None
+        self._file = self._writer = None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             forget_spans(self._folder)
             self._file = (self._folder / STEPS_FILE).open("w", buffering=1)
         if watching.tensorboard:
-            self._scalars = Scalars(self._folder / "tensorboard")
+            self._writer = _tensorboard_writer(self._folder / "tensorboard")
         _show_lines()
         atexit.register(self.close)
 
@@ -46,7 +44,7 @@ class Monitor:
                 self._write(step, record)
             except OSError as error:
                 logger.warning("records end at step %d: %s", step, error)
-                self._file = self._scalars = None
+                self._file = self._writer = None
             self._recent.append(record)
             if self._log_every and (step + 1) % self._log_every == 0:
                 logger.info(line(step, self._recent))
@@ -57,22 +55,32 @@ class Monitor:
     def _write(self, step: int, record: Mapping) -> None:
         if self._file is not None:
             self._file.write(json.dumps({"step": step, **record}) + "\n")
-        if self._scalars is not None:
-            self._scalars.write(step, scalars(record))
+        if self._writer is not None:
+            for name, value in scalars(record).items():
+                self._writer.add_scalar(f"distca/{name}", value, step)
 
     def close(self) -> None:
         """Ends the records and draws the summary; a second call does nothing."""
         atexit.unregister(self.close)
         with self._lock:
-            file, self._file = self._file, None
-            scalars_file, self._scalars = self._scalars, None
-        if scalars_file is not None:
-            scalars_file.close()
-        if file is None:
-            return
-        file.close()
-        if (self._folder / STEPS_FILE).stat().st_size:
-            logger.info("%s", draw_run(self._folder))
+            file, writer = self._file, self._writer
+            self._file = self._writer = None
+        if writer is not None:
+            writer.close()
+        if file is not None:
+            file.close()
+            if (self._folder / STEPS_FILE).stat().st_size:
+                logger.info("%s", draw_run(self._folder))
+
+
+def _tensorboard_writer(folder: Path):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "Watching.tensorboard needs tensorboard; install it: pip install tensorboard"
+        ) from error
+    return SummaryWriter(str(folder))
 
 
 def scalars(record: Mapping) -> dict[str, float]:
@@ -87,23 +95,19 @@ def scalars(record: Mapping) -> dict[str, float]:
 
 def line(step: int, records: Sequence[Mapping]) -> str:
     """The mean of these records on one line."""
-    mean = {
-        name: statistics.fmean(each[name] for each in records)
-        for name, value in records[0].items()
-        if not isinstance(value, list)
-    }
-    measured = next((each for each in reversed(records) if each["attention_ms"]), None)
-    shown = ""
-    if measured is not None:
+    names = [name for name, value in records[0].items() if not isinstance(value, list)]
+    mean = {name: statistics.fmean(each[name] for each in records) for name in names}
+    times = ""
+    if timed := [each for each in records if each["attention_ms"]]:
         attention, exposed = (
-            f"{min(measured[name]):.1f}-{max(measured[name]):.1f} ms" for name in MEASURED
+            f"{min(timed[-1][name]):.1f}-{max(timed[-1][name]):.1f} ms" for name in MEASURED
         )
-        shown = f"attention {attention}, exposed {exposed}  "
+        times = f"attention {attention}, exposed {exposed}  "
     wait = mean["waited_ms"]
     hidden = "hidden" if wait < HIDDEN_MS else f"waited {wait:.1f} ms"
     return (
         f"distca  step {step + 1}  imbalance {mean['imbalance_before']:.3f} -> "
-        f"{mean['imbalance_after']:.3f}  {shown}{mean['moved_mb']:.1f} MB a layer  "
+        f"{mean['imbalance_after']:.3f}  {times}{mean['moved_mb']:.1f} MB a layer  "
         f"plan {mean['plan_ms']:.1f} ms, {hidden}"
     )
 
