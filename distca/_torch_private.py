@@ -7,7 +7,6 @@ Look here first when a new release breaks distca.
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,6 @@ from torch.utils import _pytree as pytree
 __all__ = ["CheckpointWrapper", "pytree"]
 
 NOT_BACKWARD = -1
-
-F = TypeVar("F", bound=Callable)
 
 
 def backward_pass() -> int:
@@ -38,7 +35,7 @@ def saved_tensor_hooks() -> tuple | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def not_compiled(function: F) -> F:
+def not_compiled(function: Callable) -> Callable:
     """Keep torch.compile out of a function, as torch.compiler.disable does, but without loading
     the compiler: that would add 0.4 s to the import of distca."""
     return torch._disable_dynamo(function)
