@@ -40,22 +40,24 @@ class Cluster:
     link_bytes_per_second."""
 
     def __post_init__(self) -> None:
-        if type(self.num_ranks) is not int or not 1 <= self.num_ranks <= MAX_RANKS:
-            raise ValueError(f"num_ranks is {self.num_ranks}; expected 1 to {MAX_RANKS}")
+        def check(name: str, is_valid: bool, expected: str) -> None:
+            if not is_valid:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
+
+        ranks = self.num_ranks
+        check("num_ranks", type(ranks) is int and 1 <= ranks <= MAX_RANKS, f"1 to {MAX_RANKS}")
         if self.speeds is not None:
-            check_speeds(self.speeds, self.num_ranks)
+            check_speeds(self.speeds, ranks)
         for name in ("memory_cap_bytes", "ranks_per_node"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is {value}; expected None or an integer above 0")
-        if type(self.rounds) is not int or self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; expected at least 1")
-        if type(self.kept_cap_bytes) is not int or self.kept_cap_bytes < 0:
-            raise ValueError(f"kept_cap_bytes is {self.kept_cap_bytes}; expected 0 or more")
+            is_count = type(value) is int and value >= 1
+            check(name, value is None or is_count, "None or an integer above 0")
+        check("rounds", type(self.rounds) is int and self.rounds >= 1, "at least 1")
+        is_count = type(self.kept_cap_bytes) is int and self.kept_cap_bytes >= 0
+        check("kept_cap_bytes", is_count, "0 or more")
         for name in ("link_bytes_per_second", "node_link_bytes_per_second"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; expected a positive number")
+            check(name, value is None or 0 < value < math.inf, "a positive number")
 
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
@@ -85,12 +87,18 @@ def cluster_of(
     rank alone, and ranks that do not balance, compute what they have."""
     measured = measured_links(options)
     default_inside, default_between = DEFAULT_LINKS_GB_PER_S[device_type]
+
+    def bytes_per_second(gb_per_s: float | None, link: Link | None, default: float) -> float:
+        if gb_per_s is None and link is not None:
+            return link.bytes_per_second
+        return 1e9 * (default if gb_per_s is None else gb_per_s)
+
     # A cost table of one rank per node has only the link between nodes. Use it for both.
-    inside = _link(options.link_gb_per_s, measured.inside or measured.between, default_inside)
+    inside = measured.inside or measured.between
     links = {
         "ranks_per_node": options.ranks_per_node or ranks_per_node,
-        "link_bytes_per_second": inside,
-        "node_link_bytes_per_second": _link(
+        "link_bytes_per_second": bytes_per_second(options.link_gb_per_s, inside, default_inside),
+        "node_link_bytes_per_second": bytes_per_second(
             options.node_link_gb_per_s, measured.between, default_between
         ),
     }
@@ -106,13 +114,6 @@ def cluster_of(
 
 def memory_cap_bytes(options: Options) -> int | None:
     return None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
-
-
-def _link(gb_per_s: float | None, measured: Link | None, default_gb_per_s: float) -> float:
-    """Return bytes per second out of one rank: the option, the measured value, or the default."""
-    if gb_per_s is None and measured is not None:
-        return measured.bytes_per_second
-    return 1e9 * (default_gb_per_s if gb_per_s is None else gb_per_s)
 
 
 def ranks_of_a_node(nodes: Sequence[int]) -> int:

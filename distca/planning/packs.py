@@ -31,15 +31,12 @@ class Pack:
     @property
     def lengths(self) -> np.ndarray:
         """[num_documents] tokens."""
-        return self._tokens_by(1, self.num_documents)
+        return np.bincount(self.pieces[:, 1], self.pieces[:, 3], self.num_documents).astype(int)
 
     @property
     def tokens(self) -> np.ndarray:
         """[num_ranks] tokens."""
-        return self._tokens_by(0, self.num_ranks)
-
-    def _tokens_by(self, column: int, count: int) -> np.ndarray:
-        return np.bincount(self.pieces[:, column], self.pieces[:, 3], count).astype(np.int64)
+        return np.bincount(self.pieces[:, 0], self.pieces[:, 3], self.num_ranks).astype(int)
 
 
 def check_lengths(lengths: object, name: str) -> list[int]:

@@ -10,18 +10,13 @@ from distca import _torch_private
 MODEL_AXES = ("tp", "pp", "ep", "etp", "tensor_parallel", "pipeline_parallel", "expert_parallel")
 
 
-class _Default:
-    """The group that distca.init was given last; None: all ranks."""
-
-    group: ProcessGroup | None = None
-
-
-_default = _Default()
+_default: ProcessGroup | None = None  # the group that distca.init was given last; None: all ranks
 
 
 def set_default(group: ProcessGroup | None) -> None:
     """What `resolve` answers without a group."""
-    _default.group = group
+    global _default
+    _default = group
 
 
 def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
@@ -33,8 +28,7 @@ def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
     or pipeline parallel axis: each of its coordinates is a group of its own.
     """
     if group is None:
-        alive = _torch_private.is_alive(_default.group)
-        return _default.group if alive else dist.group.WORLD
+        return _default if _torch_private.is_alive(_default) else dist.group.WORLD
     if isinstance(group, DeviceMesh):
         return _group_of_mesh(group)
     if not isinstance(group, ProcessGroup):
