@@ -106,25 +106,17 @@ class Options:
             raise ValueError(f"tolerance is {self.tolerance}; expected 0 <= tolerance < 1")
         if self.server_speeds is not None:
             parse_speeds(self.server_speeds)
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; expected at least 1")
-        for name in ("keep_inputs_gb", "peer_memory_gb"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; expected 0 or a positive number"
-                )
-        for name in (
-            "attention_tflops",
-            "memory_cap_gb",
-            "link_gb_per_s",
-            "node_link_gb_per_s",
-            "timeout_s",
-        ):
+        for name in ("ranks_per_node", "rounds"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} is {value}; expected a positive number")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        may_be_zero = ("keep_inputs_gb", "peer_memory_gb")
+        above_zero = ("attention_tflops", "memory_cap_gb", "link_gb_per_s", "node_link_gb_per_s")
+        for name in (*may_be_zero, *above_zero, "timeout_s"):
+            value, zero = getattr(self, name), name in may_be_zero
+            if value is not None and not (0 < value < math.inf or (zero and value == 0)):
+                expected = "0 or a positive number" if zero else "a positive number"
+                raise ValueError(f"{name} is {value}; expected {expected}")
 
     def digest(self) -> int:
         """63 bits that differ when any option differs."""
