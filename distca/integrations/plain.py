@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from distca._torch_private import NOT_BACKWARD, backward_pass, call_after_backward, pytree
 from distca.integrations.boundaries import offsets_of_positions
 from distca.planning.documents import Documents
+from distca.planning.plan import CAUSAL
 from distca.ranks import session as sessions
 from distca.scope import prepare, put_in_force, require_documents
 
-CAUSAL = (-1, 0)
 Batch = tuple[int, int]  # (rows, tokens)
 
 
@@ -28,38 +28,36 @@ class _Model:
 
     def __init__(self, end_id: int | None, positions: str | None) -> None:
         self._end_id, self._positions = end_id, positions
-        self._running: nn.Module | None = None
-        self._documents: Documents | None = None
-        self._batch: Batch | None = None
+        self._running = False
 
     def call(self, call: Callable, module: nn.Module, args: tuple, kwargs: dict):
         """call(module, *args, **kwargs), of any module."""
         # In the backward pass checkpointing calls a part of the model again.
-        if self._running is not None or _is_backward():
-            return call(module, *args, **kwargs)
-        source = self._source(module, args, kwargs)
+        is_inside = self._running or backward_pass() != NOT_BACKWARD
+        source = None if is_inside else self._source(module, args, kwargs)
         if source is None:
             return call(module, *args, **kwargs)
-        self._enter(module, source)
+        documents_and_batch = self._enter(module, source)
         try:
             outputs = call(module, *args, **kwargs)
         finally:
-            self._running = None
+            self._running = False
             put_in_force(None)
-        again = functools.partial(_put_in_force_backward, self._documents, self._batch)
+        again = functools.partial(_put_in_force_backward, *documents_and_batch)
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.grad_fn.register_prehook(again)
         return outputs
 
-    def _enter(self, module: nn.Module, source: Tensor) -> None:
+    def _enter(self, module: nn.Module, source: Tensor) -> tuple[Documents, Batch]:
         is_trained = module.training and torch.is_grad_enabled()
         with sessions.announced(sessions.find() if is_trained else None):
             offsets, batch = self._offsets(source)
         documents = Documents(offsets)
         prepare(documents, CAUSAL, None, is_balanced=is_trained)
         put_in_force(documents, batch)
-        self._running, self._documents, self._batch = module, documents, batch
+        self._running = True
+        return documents, batch
 
     def _source(self, module: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
         """What documents are read from, None where `module` is not called with it."""
@@ -75,9 +73,10 @@ class _Model:
     def _offsets(self, source: Tensor) -> tuple[Tensor, Batch]:
         """Where documents begin, int64 [num_documents + 1], and the source's (rows, tokens)."""
         if source.dim() not in (1, 2):
+            name = self._positions or "the tensor of token ids"
             raise ValueError(
-                f"{self._name()} has shape {list(source.shape)}; expected [tokens] or [batch, "
-                "tokens], because documents are read from it"
+                f"{name} has shape {list(source.shape)}; expected [tokens] or [batch, tokens], "
+                "because documents are read from it"
             )
         rows = source.detach()[None] if source.dim() == 1 else source.detach()
         batch, num_tokens = rows.shape
@@ -89,18 +88,11 @@ class _Model:
         after = ends.flatten().nonzero()[:, 0] + 1
         return torch.nn.functional.pad(after, (1, 0)), (batch, num_tokens)
 
-    def _name(self) -> str:
-        return self._positions or "the tensor of token ids"
-
 
 def _put_in_force_backward(documents: Documents, batch: Batch, gradients: tuple) -> None:
     """Until the backward pass ends, or comes to the outputs of another forward pass."""
     put_in_force(documents, batch)
     call_after_backward(lambda: put_in_force(None))
-
-
-def _is_backward() -> bool:
-    return backward_pass() != NOT_BACKWARD
 
 
 def _argument(module: nn.Module, name: str, args: tuple, kwargs: dict):
