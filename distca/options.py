@@ -108,8 +108,8 @@ class Options:
             parse_speeds(self.server_speeds)
         for name in ("ranks_per_node", "rounds"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value}; expected an integer, at least 1")
         may_be_zero = ("keep_inputs_gb", "peer_memory_gb")
         above_zero = ("attention_tflops", "memory_cap_gb", "link_gb_per_s", "node_link_gb_per_s")
         for name in (*may_be_zero, *above_zero, "timeout_s"):

@@ -17,7 +17,7 @@ DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, b
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines that a plan is for. Raises ValueError naming the field that is wrong."""
+    """The machines that a plan is for; torch.ops.distca.plan checks the fields."""
 
     num_ranks: int
     speeds: tuple[float, ...] | None = None
@@ -39,45 +39,22 @@ class Cluster:
     """One direction, of each rank, to ranks of other nodes; both links work at once. None: as
     link_bytes_per_second."""
 
-    def __post_init__(self) -> None:
-        def check(name: str, is_valid: bool, expected: str) -> None:
-            if not is_valid:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}")
-
-        ranks = self.num_ranks
-        check("num_ranks", type(ranks) is int and 1 <= ranks <= MAX_RANKS, f"1 to {MAX_RANKS}")
-        if self.speeds is not None:
-            check_speeds(self.speeds, ranks)
-        for name in ("memory_cap_bytes", "ranks_per_node"):
-            value = getattr(self, name)
-            is_count = type(value) is int and value >= 1
-            check(name, value is None or is_count, "None or an integer above 0")
-        check("rounds", type(self.rounds) is int and self.rounds >= 1, "at least 1")
-        is_count = type(self.kept_cap_bytes) is int and self.kept_cap_bytes >= 0
-        check("kept_cap_bytes", is_count, "0 or more")
-        for name in ("link_bytes_per_second", "node_link_bytes_per_second"):
-            value = getattr(self, name)
-            check(name, value is None or 0 < value < math.inf, "a positive number")
-
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
         (inf: none); empty, [0, 2], where all servers are alike and without a cap."""
         if self.speeds is None and self.memory_cap_bytes is None:
             return torch.empty(0, 2, dtype=torch.float64)
-        servers = torch.ones(self.num_ranks, 2, dtype=torch.float64)
-        if self.speeds is not None:
-            servers[:, 0] = torch.tensor(self.speeds, dtype=torch.float64)
-        servers[:, 1] = math.inf if self.memory_cap_bytes is None else self.memory_cap_bytes
-        return servers
+        speeds = (1.0,) * self.num_ranks if self.speeds is None else self.speeds
+        cap_bytes = math.inf if self.memory_cap_bytes is None else self.memory_cap_bytes
+        return torch.tensor([[speed, cap_bytes] for speed in speeds], dtype=torch.float64)
 
     def links(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [3], ranks per node, bytes per second of a
         rank's link within a node and between nodes."""
-        inside = self.link_bytes_per_second
-        between = self.node_link_bytes_per_second or inside
-        return torch.tensor(
-            [self.ranks_per_node or self.num_ranks, inside, between], dtype=torch.float64
-        )
+        inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
+        between = inside if between is None else between
+        node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
+        return torch.tensor([node, inside, between], dtype=torch.float64)
 
 
 def cluster_of(
@@ -121,17 +98,6 @@ def ranks_of_a_node(nodes: Sequence[int]) -> int:
     runs of ranks, the most that divides them all: the planner then takes some links for slower
     than they are."""
     return math.gcd(*(len(list(run)) for _, run in itertools.groupby(nodes)))
-
-
-def check_speeds(speeds: tuple[float, ...], num_ranks: int) -> None:
-    """Raises ValueError unless there is one speed a rank, none negative and not all 0."""
-    if len(speeds) != num_ranks:
-        raise ValueError(f"speeds has {len(speeds)} entries; expected one for each of {num_ranks}")
-    for rank, speed in enumerate(speeds):
-        if not 0 <= speed < math.inf:
-            raise ValueError(f"speeds[{rank}] is {speed}; expected 0 or a positive number")
-    if not any(speeds):
-        raise ValueError("speeds are all 0; expected at least one server")
 
 
 def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:
