@@ -113,13 +113,15 @@ def _name(kind: type) -> str:
 
 @dataclass(eq=False)
 class _Pass:
-    """A forward pass of a model under attn_implementation="distca"; the outermost one counts."""
+    """A forward pass of a model under attn_implementation="distca"."""
 
-    model: nn.Module
+    model: nn.Module | None
     boundaries: dict[str, object]  # its arguments that may say where documents begin
     has_tokens: bool
+    # Of the outermost pass alone, for all that it contains:
     num_calls: int = 0  # of the registered attention
-    unmasked: set[int] = field(default_factory=set)  # ids of configurations: see leave_out_mask
+    unmasked: set[int] = field(default_factory=set)
+    """Ids of configurations whose layers asked for a causal mask and got none."""
     rows: dict[int, Tensor] = field(default_factory=dict)  # positions of a row, by its tokens
 
 
@@ -263,25 +265,14 @@ def open_session() -> sessions.Session | None:
     return session if session.options.enabled else None
 
 
-def count_call() -> None:
-    """Notes that a layer called the registered attention."""
-    for outermost in _under_way.passes[:1]:
-        outermost.num_calls += 1
+def outermost() -> _Pass:
+    """Returns the outermost forward pass that runs, else one that nothing else sees."""
+    return _under_way.passes[0] if _under_way.passes else _Pass(None, {}, has_tokens=False)
 
 
 def needs_mask(config: object) -> bool:
     """Returns whether layers of `config` cannot do without their mask in the current pass."""
     return any(id(config) in _traits[each.model].masked for each in _under_way.passes)
-
-
-def leave_out_mask(config: object) -> None:
-    """Notes that layers of `config` asked for a causal mask in the current pass and get none."""
-    for outermost in _under_way.passes[:1]:
-        outermost.unmasked.add(id(config))
-
-
-def has_left_out_mask(config: object) -> bool:
-    return any(id(config) in outermost.unmasked for outermost in _under_way.passes[:1])
 
 
 def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
@@ -294,8 +285,12 @@ def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
     passes, is_recomputed = _under_way.passes, backward_pass() != NOT_BACKWARD
     if not passes and not is_recomputed:
         return {}
-    is_trained = module.training and torch.is_grad_enabled()
-    if is_recomputed or (is_trained and _is_checkpointed(passes[0].model)):
+    if not is_recomputed and module.training and torch.is_grad_enabled():
+        kind = type(passes[0].model)
+        former = getattr(kind, "is_gradient_checkpointing", None)
+        switch = getattr(kind, "is_activation_checkpointing", former)
+        is_recomputed = switch is not None and switch.fget(passes[0].model)  # it will be
+    if is_recomputed:
         raise ValueError(
             f"position_ids is None and cu_seq_lens_q None in {type(module).__name__}: its model "
             "hands it no document boundaries, so that they are not there where gradient "
@@ -305,9 +300,3 @@ def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
         if "cu_seq_lens_q" in each.boundaries or "position_ids" in each.boundaries:
             return each.boundaries
     return {"position_ids": passes[0].rows.setdefault(num_tokens, torch.arange(num_tokens)[None])}
-
-
-def _is_checkpointed(model: nn.Module) -> bool:
-    former = getattr(type(model), "is_gradient_checkpointing", None)
-    switch = getattr(type(model), "is_activation_checkpointing", former)
-    return switch is not None and switch.fget(model)

@@ -110,7 +110,10 @@ class BalancedAttention(VarlenAttention):
 
     def _attend(self, packing, inputs: tuple[Tensor, ...], scale: float | None) -> Tensor:
         batch_and_tokens, session = inputs[0].shape[:2], self._session()
-        q, k, v = (_rows(tensor) for tensor in inputs)
+        q, k, v = (  # in the dtype that torchtitan casts to
+            each.bfloat16() if each.is_cuda and each.dtype != torch.float16 else each
+            for each in (tensor.flatten(0, 1) for tensor in inputs)
+        )
         with sessions.announced(session):
             if not isinstance(packing, titan.VarlenMetadata):
                 raise ValueError(
@@ -142,12 +145,6 @@ class BalancedAttention(VarlenAttention):
                     "distca.init(group) first"
                 )
         return session if session is not None and session.options.enabled else None
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[batch * tokens, heads, head_dim], on CUDA in the dtype that torchtitan casts to."""
-    rows = tensor.flatten(0, 1)
-    return rows if rows.dtype == torch.float16 or not rows.is_cuda else rows.bfloat16()
 
 
 class SavingAC(SelectiveAC):

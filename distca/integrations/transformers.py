@@ -95,7 +95,7 @@ def attention_forward(
     training masks, padding, bidirectional attention, keys of a cache, and boundaries that are
     missing or contradict each other.
     """
-    models.count_call()
+    models.outermost().num_calls += 1
     _check_keywords(module, dropout, kwargs)
     call = _Call(module, *_autocast(query, key, value), scaling, kwargs)
     if is_causal is None:
@@ -135,7 +135,7 @@ def forward_mask(
         reason = "the model's layers read their mask, or choose keys by it"
         kwargs.update(allow_is_causal_skip=False)
     else:
-        models.leave_out_mask(kwargs.get("config"))
+        models.outermost().unmasked.add(id(kwargs.get("config")))
         return None
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
@@ -282,7 +282,8 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 def _check_own_mask(call: _Call, mask: Tensor) -> None:
     """Raises ValueError if a layer derived a mask from the model's, which distca left out."""
-    if mask not in _mask_reasons and models.has_left_out_mask(getattr(call.module, "config", None)):
+    is_left_out = id(getattr(call.module, "config", None)) in models.outermost().unmasked
+    if mask not in _mask_reasons and is_left_out:
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)} and was made by "
             f"{type(call.module).__name__} itself; expected None for packed documents, which are "

@@ -116,7 +116,12 @@ class PingPong(nn.Module):
         if not settings.is_checked:
             _check_parts(self, [(name, part) for name, part in self.named_modules() if name])
             settings.is_checked = True
-        row = _row_of(documents, settings.cut)
+        row = settings.cut(documents)
+        if not 0 <= row <= documents.num_tokens:
+            most = documents.num_tokens
+            error = ValueError(f"cut is {row} for {documents}; expected 0 to {most}")
+            sessions.find(group_of(documents)).announce(error)  # other ranks may not have it
+            raise error
         rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
         turns = Turns(rows.device)
         # Gradients of parameters come from both streams. Their accumulators belong to the current
@@ -190,16 +195,6 @@ def _pays(documents: Documents | None) -> bool:
             "block without PingPong"
         )
     return any(any(plan.report().bytes_out) for plan in documents._plans.values())
-
-
-def _row_of(documents: Documents, cut: Callable[[Documents], int]) -> int:
-    """cut(documents). Raises ValueError, and tells the other ranks, for no row of theirs."""
-    row = cut(documents)
-    if 0 <= row <= documents.num_tokens:
-        return row
-    error = ValueError(f"cut is {row} for {documents}; expected 0 to {documents.num_tokens}")
-    sessions.find(group_of(documents)).announce(error)  # other ranks may not have it
-    raise error
 
 
 def _accumulators(block: nn.Module) -> list:

@@ -62,10 +62,7 @@ def current() -> int:
         if method[1] if method is not None else _is_method(code):
             # The slow part: Python makes a dictionary of all locals.
             module = frame.f_locals.get("self")
-            entry = _modules.get(id(module))
-            if entry is not None:
-                return entry[0]
-            if isinstance(module, nn.Module):
+            if id(module) in _modules or isinstance(module, nn.Module):
                 return number_of(module)
         frame = frame.f_back
     return UNKNOWN

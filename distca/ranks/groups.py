@@ -29,18 +29,14 @@ def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
     """
     if group is None:
         return _default if _torch_private.is_alive(_default) else dist.group.WORLD
-    if isinstance(group, DeviceMesh):
-        return _group_of_mesh(group)
-    if not isinstance(group, ProcessGroup):
+    if isinstance(group, ProcessGroup):
+        return group
+    if not isinstance(group, DeviceMesh):
         raise ValueError(
             f"group is {group!r:.80}; expected a ProcessGroup that this rank is in, a DeviceMesh "
             "or None, which is all ranks"
         )
-    return group
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
-    names = mesh.mesh_dim_names
+    mesh, names = group, group.mesh_dim_names
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"group is a DeviceMesh of ranks {mesh.mesh.flatten().tolist()}, and this is rank "

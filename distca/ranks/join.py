@@ -34,12 +34,10 @@ def join(
     source = iter(batches)
 
     def any_rank_has(batch: object) -> Future:
-        if session.num_ranks > 1:
-            has_batch = batch is not NONE_LEFT
-            return session.planner.submit(ops.any_has_batch, session.group_name, has_batch)
-        alone: Future = Future()
-        alone.set_result(batch is not NONE_LEFT)
-        return alone
+        has_batch = batch is not NONE_LEFT
+        if session.num_ranks == 1:
+            return session.planner.submit(bool, has_batch)
+        return session.planner.submit(ops.any_has_batch, session.group_name, has_batch)
 
     coming = next(source, NONE_LEFT)
     goes_on = any_rank_has(coming)

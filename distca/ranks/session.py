@@ -168,7 +168,7 @@ def opened(
     session = Session(options or _options, group, rank, num_ranks, watching=watching or _watching)
     if num_ranks > 1:
         try:
-            _open_groups(session, group)
+            _open_groups(session)
         except ValueError:  # on every rank
             if session.control is not None:
                 _destroy_groups(session)
@@ -180,10 +180,11 @@ def opened(
     return session
 
 
-def _open_groups(session: Session, group: ProcessGroup) -> None:
-    check_transport(session.options.transport)
+def _open_groups(session: Session) -> None:
+    group, options = session.group, session.options
+    check_transport(options.transport)
     ranks = dist.get_process_group_ranks(group)
-    timeout = timedelta(seconds=session.options.timeout_s)
+    timeout = timedelta(seconds=options.timeout_s)
     # Ranks outside a subgroup do not take part; then names are made of what each rank has counted.
     is_subgroup = len(ranks) < dist.get_world_size()
     if is_subgroup:
@@ -205,7 +206,6 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
     session.data = new_group(backend, data_timeout, data_options)
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
-    options = session.options
     peer_device = choose_device(options.transport, backend, session.control)
     session.by_peer_memory = peer_device is not None
     ops.open_session(
@@ -232,7 +232,7 @@ def halves_of(session: Session) -> list[Session]:
     while len(session.halves) < 2:
         half = Session(options, session.group, session.rank, session.num_ranks)
         half.planning, half.planner = session.planning, session.planner
-        _open_groups(half, session.group)
+        _open_groups(half)
         session.halves.append(half)
     return session.halves
 
