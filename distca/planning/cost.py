@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.options import Options
+from distca.options import Options, check
 from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
@@ -119,19 +119,19 @@ class Calibration:
     def __post_init__(self) -> None:
         for name, known in (("device_type", TILE), ("dtype", DTYPE_BYTES)):
             value = getattr(self, name)
-            _check(name, value, value in list(known), "one of " + ", ".join(known))
+            check(name, value, value in list(known), "one of " + ", ".join(known))
         for name in ("device_name", "torch", "date"):
             value = getattr(self, name)
-            _check(name, value, type(value) is str, "text")
+            check(name, value, type(value) is str, "text")
         for name in ("heads_q", "heads_kv", "head_dim"):
             _check_point(name, getattr(self, name))
         for name in ("rows", "keys"):
             axis, expected = getattr(self, name), f"a list of 1 to {MAX_TABLE_POINTS} integers"
-            _check(name, axis, type(axis) is list and 1 <= len(axis) <= MAX_TABLE_POINTS, expected)
+            check(name, axis, type(axis) is list and 1 <= len(axis) <= MAX_TABLE_POINTS, expected)
             before = 0
             for idx, point in enumerate(axis):
                 _check_point(f"{name}[{idx}]", point)
-                _check(f"{name}[{idx}]", point, point > before, f"more than the {before} before it")
+                check(f"{name}[{idx}]", point, point > before, f"more than the {before} before it")
                 before = point
         for name in ("forward_seconds", "backward_seconds"):
             seconds = getattr(self, name)
@@ -141,7 +141,7 @@ class Calibration:
                 for j, value in enumerate(line):
                     _check_number(f"{name}[{i}][{j}]", value)
         _check_number("seconds_per_task", self.seconds_per_task, zero=True)
-        _check("links", self.links, type(self.links) is Links, "inside and between")
+        check("links", self.links, type(self.links) is Links, "inside and between")
 
     @property
     def shape(self) -> AttentionShape:
@@ -168,7 +168,7 @@ class Calibration:
         names = {"format"} | {field.name for field in fields(cls)}
         _check_names("the file", content, names)
         is_known = content["format"] == CALIBRATION_FORMAT and type(content["format"]) is int
-        _check("format", content["format"], is_known, str(CALIBRATION_FORMAT))
+        check("format", content["format"], is_known, str(CALIBRATION_FORMAT))
         links = content["links"]
         _check_names("links", links, {"inside", "between"})
         by_level = {}
@@ -190,14 +190,9 @@ class Calibration:
         path.write_text(json.dumps({"format": CALIBRATION_FORMAT, **asdict(self)}) + "\n")
 
 
-def _check(name: str, value: object, is_valid: bool, expected: str) -> None:
-    if not is_valid:
-        raise ValueError(f"{name} is {value!r:.80}; expected {expected}")
-
-
 def _check_names(name: str, content: object, expected: set[str]) -> None:
     listed = ", ".join(sorted(expected))
-    _check(name, content, type(content) is dict, f"an object with {listed}")
+    check(name, content, type(content) is dict, f"an object with {listed}")
     wrong = expected ^ content.keys()
     if wrong:
         field = min(wrong)
@@ -209,17 +204,17 @@ def _check_number(name: str, value: object, zero: bool = False) -> None:
     """Integers of any length are compared as they are: not all of them are floats."""
     numeric = type(value) in (int, float)
     is_valid = numeric and (0 < value <= sys.float_info.max or (zero and value == 0))
-    _check(name, value, is_valid, "zero or a positive number" if zero else "a positive number")
+    check(name, value, is_valid, "zero or a positive number" if zero else "a positive number")
 
 
 def _check_point(name: str, value: object) -> None:
     is_valid = type(value) is int and 1 <= value <= MAX_TABLE_POINT
-    _check(name, value, is_valid, f"an integer from 1 to {MAX_TABLE_POINT}")
+    check(name, value, is_valid, f"an integer from 1 to {MAX_TABLE_POINT}")
 
 
 def _check_list(name: str, value: object, count: int, content: str) -> None:
     is_valid = type(value) is list and len(value) == count
-    _check(name, value, is_valid, f"a list of {count} {content}")
+    check(name, value, is_valid, f"a list of {count} {content}")
 
 
 def check_device(device: torch.device, name: str) -> None:
@@ -228,10 +223,7 @@ def check_device(device: torch.device, name: str) -> None:
         raise ValueError(f"{name} is on {device}; expected {' or '.join(sorted(TILE))}")
 
 
-@functools.lru_cache(maxsize=8)
-def calibration_of(path: str) -> Calibration:
-    """Calibration.load, once a process."""
-    return Calibration.load(path)
+calibration_of = functools.lru_cache(maxsize=8)(Calibration.load)  # once a process
 
 
 def measured_links(options: Options) -> Links:

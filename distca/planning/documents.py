@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from distca.options import check
+
 MAX_DOCUMENTS_PER_RANK = 2**31  # ids of whole documents are (rank + 1) * 2**32 + index
 INT32_MAX = 2**31 - 1  # row indices and the kernels' windows are int32
 
@@ -42,11 +44,8 @@ class Documents:
         if num_context_rows != 0:
             first = int((lengths > 0).nonzero()[:1].sum())  # 0 where all are empty
             most = max(0, int(lengths[first : first + 1].sum()) - 1)
-            if not 0 <= num_context_rows <= most:
-                raise ValueError(
-                    f"num_context_rows is {num_context_rows}; expected 0 to {most}: a part of the "
-                    "first document"
-                )
+            expected = f"0 to {most}: a part of the first document"
+            check("num_context_rows", num_context_rows, 0 <= num_context_rows <= most, expected)
             context[first] = num_context_rows
         self._set_pieces(torch.arange(lengths.numel()), starts, lengths, context)
 
@@ -63,8 +62,7 @@ class Documents:
         lengths = _integers(lengths, "lengths")
         if (lengths < 0).any():
             raise ValueError(f"lengths is {_abridged(lengths)}; expected integers >= 0")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}; expected 0 <= rank < world_size = {world_size}")
+        check("rank", rank, 0 <= rank < world_size, f"0 <= rank < world_size = {world_size}")
         rounded = lengths.sum(dtype=torch.float64).item()  # cannot overflow; exact up to 2**53
         if rounded > world_size * INT32_MAX:
             raise ValueError(
@@ -121,8 +119,8 @@ class Documents:
         """
         if self.crosses_ranks or self.num_context_rows > 0:
             raise ValueError(f"{self} cannot be halved; expected whole documents, no context rows")
-        if not 0 <= row <= self.num_tokens:
-            raise ValueError(f"row is {row}; expected 0 to {self.num_tokens}, the number of tokens")
+        expected = f"0 to {self.num_tokens}, the number of tokens"
+        check("row", row, 0 <= row <= self.num_tokens, expected)
         offsets = self._offsets()
         before, behind = offsets[offsets < row], offsets[offsets > row]
         num_context = 0 if (offsets == row).any() else row - int(before[-1])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distca import ops
+from distca.options import check
 
 _log = logging.getLogger("distca")
 
@@ -19,8 +20,7 @@ MAX_TEXT_BYTES = 1024
 def check_transport(transport: str) -> None:
     """Raise ValueError unless Options.transport is a known transport."""
     names = ["auto", "peer", *ops.transports()]
-    if transport not in names:
-        raise ValueError(f"transport is {transport!r}; expected one of {', '.join(names)}")
+    check("transport", transport, transport in names, f"one of {', '.join(names)}")
 
 
 def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | None:
