@@ -21,6 +21,7 @@ from distca.attention import FULL, check_no_capture, core_attention, routed_docu
 from distca.integrations import models
 from distca.integrations.boundaries import PACK, Boundaries, read_boundaries
 from distca.integrations.models import NAME, PLAIN_LAYERS, USE_ANOTHER, open_session
+from distca.options import check
 from distca.pingpong.pingpong import PingPong, middle
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
@@ -254,8 +255,7 @@ def _window_of(module: nn.Module, keywords: dict | None) -> tuple[int, int]:
             )
     if width is None:
         return CAUSAL
-    if width < 1:
-        raise ValueError(f"sliding_window is {width}; expected at least 1, the query itself")
+    check("sliding_window", width, width >= 1, "at least 1, the query itself")
     return (int(width) - 1, 0)
 
 

@@ -193,10 +193,9 @@ def group_of(documents: Documents) -> ProcessGroup | None:
 
 def next_problem(session: Session, window_size: tuple[int, int], device: torch.device) -> "Problem":
     """Return the problem of a session's next plan, and count that plan."""
-    step = session.num_plans
+    problem = Problem(session.rank, session.num_ranks, window_size, device.type, session.num_plans)
     session.num_plans += 1
-    ranks, by_peer_memory = (session.rank, session.num_ranks), session.by_peer_memory
-    return Problem(*ranks, window_size, device.type, step, by_peer_memory=by_peer_memory)
+    return replace(problem, by_peer_memory=session.by_peer_memory)
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:

@@ -5,6 +5,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import _torch_private
+from distca.options import check
 
 # Axes whose ranks hold the same tokens (tensor parallel) or other layers (pipeline parallel).
 MODEL_AXES = ("tp", "pp", "ep", "etp", "tensor_parallel", "pipeline_parallel", "expert_parallel")
@@ -31,11 +32,8 @@ def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
         return _default if _torch_private.is_alive(_default) else dist.group.WORLD
     if isinstance(group, ProcessGroup):
         return group
-    if not isinstance(group, DeviceMesh):
-        raise ValueError(
-            f"group is {group!r:.80}; expected a ProcessGroup that this rank is in, a DeviceMesh "
-            "or None, which is all ranks"
-        )
+    expected = "a ProcessGroup that this rank is in, a DeviceMesh or None, which is all ranks"
+    check("group", group, isinstance(group, DeviceMesh), expected)
     mesh, names = group, group.mesh_dim_names
     if mesh.get_coordinate() is None:
         raise ValueError(

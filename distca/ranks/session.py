@@ -104,8 +104,6 @@ def announced(session: Session | None) -> Iterator[None]:
 
 
 _sessions: dict[str, Session] = {}  # by name of the group that init was given
-
-
 _options, _watching = Options(), Watching()  # for arguments of `init` that are None
 
 
