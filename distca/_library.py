@@ -62,18 +62,14 @@ def _(q, k, v, layout, rows, softmax_scale, group_name, num_kept_queries=0, num_
     return *_rows_like(q), _lse_of(q), q.new_empty((queries + keys) * q.shape[2])
 
 
-@register_fake("distca::core_attention_backward")
-def _(grad_out, q, k, v, *others, **_):
-    return _rows_like(q, k, v)
-
-
 @register_fake("distca::attend")
 def _(q, *others):
     return *_rows_like(q), _lse_of(q)
 
 
+@register_fake("distca::core_attention_backward")
 @register_fake("distca::attend_backward")
-def _(grad_out, q, k, v, *others):
+def _(grad_out, q, k, v, *others, **_):
     return _rows_like(q, k, v)
 
 
