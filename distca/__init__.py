@@ -1,9 +1,6 @@
 """distca: balanced core attention for packed documents."""
 
-from distca import (
-    _fake,  # noqa: F401
-    _library,  # noqa: F401  registers the operators before anything uses them
-)
+from distca import _library  # noqa: F401  registers the operators before anything uses them
 from distca.attention import core_attention
 from distca.options import Options
 from distca.pingpong.pingpong import PingPong
@@ -12,7 +9,6 @@ from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
 from distca.planning.plan import Plan, PlanReport
 from distca.planning.step import plan
-from distca.ranks import signals  # noqa: F401
 from distca.ranks.join import join
 from distca.ranks.session import close, configure, init
 from distca.scope import documents, scaled_dot_product_attention, varlen_attention

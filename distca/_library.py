@@ -1,10 +1,13 @@
-"""Loads the library of operators, after checking that it was built for the torch that runs."""
+"""Load the library of operators, and implement what they have in Python: shapes without data for
+torch.compile and fake tensors, and signal handlers."""
 
 import mmap
 import re
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.library import register_fake
 
 LIBRARY = Path(__file__).parent / "_C.so"
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -42,3 +45,39 @@ def load(library: Path = LIBRARY) -> None:
 
 
 load()
+
+
+def _lse_of(out: Tensor) -> Tensor:
+    dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+    return out.new_empty(out.shape[:2], dtype=dtype)
+
+
+def _rows_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors)
+
+
+@register_fake("distca::core_attention")
+def _(q, k, v, layout, rows, softmax_scale, group_name, num_kept_queries=0, num_kept_keys=0, **_):
+    queries, keys = num_kept_queries * q.shape[1], 2 * num_kept_keys * k.shape[1]
+    return *_rows_like(q), _lse_of(q), q.new_empty((queries + keys) * q.shape[2])
+
+
+@register_fake("distca::attend")
+def _(q, *others):
+    return *_rows_like(q), _lse_of(q)
+
+
+@register_fake("distca::core_attention_backward")
+@register_fake("distca::attend_backward")
+def _(grad_out, q, k, v, *others, **_):
+    return _rows_like(q, k, v)
+
+
+def _handle_signals() -> None:
+    """Operators call this on the main thread while they wait for other ranks. Python runs pending
+    handlers, such as Ctrl-C's, when a function begins, and their exceptions pass through the
+    operator to its caller."""
+
+
+_implementation = torch.library.Library("distca", "IMPL")
+_implementation.impl("handle_signals", _handle_signals, "CompositeExplicitAutograd")

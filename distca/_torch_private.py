@@ -7,7 +7,6 @@ Look here first when a new release breaks distca.
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,30 +17,21 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["CheckpointWrapper", "pytree"]
 
+# Return a number for the backward pass that runs on this thread, NOT_BACKWARD outside one.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 NOT_BACKWARD = -1
 
-F = TypeVar("F", bound=Callable)
+# Call a function without arguments when the backward pass that runs ends.
+call_after_backward = torch.autograd.Variable._execution_engine.queue_callback
 
-
-def backward_pass() -> int:
-    """Return a number for the backward pass that runs on this thread, NOT_BACKWARD outside one."""
-    return torch._C._current_graph_task_id()
-
-
-def call_after_backward(call: Callable[[], object]) -> None:
-    """Call `call` when the backward pass that runs ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+# Keep torch.compile out of a function, as torch.compiler.disable does, but without loading the
+# compiler: that would add 0.4 s to the import of distca.
+not_compiled = torch._disable_dynamo
 
 
 def saved_tensor_hooks() -> tuple | None:
     """Return the innermost (pack, unpack) hooks of saved tensors, None outside any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def not_compiled(function: F) -> F:
-    """Keep torch.compile out of a function, as torch.compiler.disable does, but without loading
-    the compiler: that would add 0.4 s to the import of distca."""
-    return torch._disable_dynamo(function)
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

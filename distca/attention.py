@@ -17,31 +17,24 @@ from distca.ranks import callers
 FULL = (-1, -1)
 
 
-class _Route:
-    """What takes calls of core_attention; None outside a `routed` scope."""
-
-    route: Callable[..., Tensor] | None = None
-    documents: Documents | None = None
-    """What these calls are for."""
-
-
-_current = _Route()
+# The documents whose calls of core_attention go elsewhere, and where to; None outside `routed`.
+_route: tuple[Documents, Callable[..., Tensor]] | None = None
 
 
 @contextlib.contextmanager
 def routed(packed: Documents, route: Callable[..., Tensor]) -> Iterator[None]:
     """A scope in which calls of core_attention, which are to be for `packed`, go to `route`."""
-    previous = _current.route, _current.documents
-    _current.route, _current.documents = route, packed
+    global _route
+    previous, _route = _route, (packed, route)
     try:
         yield
     finally:
-        _current.route, _current.documents = previous
+        _route = previous
 
 
 def routed_documents() -> Documents | None:
     """Those that calls of core_attention are for inside a `routed` scope; None outside."""
-    return _current.documents
+    return None if _route is None else _route[0]
 
 
 def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Plan:
@@ -86,15 +79,13 @@ def core_attention(
     bad arguments before any row is sent; in a step's first layer it does so on every rank of a
     planned group. Raises torch.distributed.DistBackendError if a rank of the group is lost.
     """
-    attend = attend_rows if _current.route is None else _attend_by_route
-    return attend(
-        q, k, v, documents, softmax_scale=softmax_scale, window_size=check_window(window_size)
-    )
+    attend = attend_rows if _route is None else _attend_by_route
+    return attend(q, k, v, documents, softmax_scale, check_window(window_size))
 
 
 @not_compiled
-def _attend_by_route(*args, **kwargs) -> Tensor:
-    return _current.route(*args, **kwargs)
+def _attend_by_route(*args) -> Tensor:
+    return _route[1](*args)
 
 
 def attend_rows(
@@ -102,7 +93,6 @@ def attend_rows(
     k: Tensor,
     v: Tensor,
     documents: Documents,
-    *,
     softmax_scale: float | None,
     window_size: tuple[int, int],
 ) -> Tensor:
@@ -110,12 +100,13 @@ def attend_rows(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
     if any(type(tensor) is not Tensor for tensor in (q, k, v)):
-        from distca.ranks import tensor_parallel  # DTensor takes 0.3 s to import
+        from torch.distributed.tensor import DTensor  # takes 0.3 s to import
 
-        if tensor_parallel.is_distributed(q, k, v):
-            local = tensor_parallel.local_heads(q, k, v)
-            scale = {"softmax_scale": softmax_scale, "window_size": window_size}
-            return tensor_parallel.like(attend_rows(*local, documents, **scale), q)
+        if any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
+            _check_distributed(q, k, v)
+            local = [tensor.to_local() for tensor in (q, k, v)]
+            out = attend_rows(*local, documents, softmax_scale, window_size)
+            return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
     own = _plan_for(documents, window_size, q)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
@@ -125,6 +116,39 @@ def attend_rows(
         q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller
     )
     return out
+
+
+def _check_distributed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless all are DTensors that lie alike on one mesh, each of its axes
+    replicating them or sharding their heads, dimension 1, into equal parts."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} is a plain tensor beside DTensors; expected q, k and v alike: all of them "
+                "DTensors on one mesh, or .to_local() of each"
+            )
+        if (tensor.device_mesh, tensor.placements) != (q.device_mesh, q.placements):
+            raise ValueError(
+                f"{name} has placements {tensor.placements} on {tensor.device_mesh}, q has "
+                f"{q.placements} on {q.device_mesh}; expected equal ones: where there are fewer "
+                "key heads than tensor parallel ranks, repeat them first"
+            )
+        num_parts = 1
+        for axis, placement in enumerate(tensor.placements):
+            if placement not in (Shard(1), Replicate()):
+                raise ValueError(
+                    f"{name} has placement {placement} on {tensor.device_mesh}; expected "
+                    "Replicate() or Shard(1), its heads: redistribute it, or pass this rank's "
+                    f"rows, {name}.to_local()"
+                )
+            num_parts *= tensor.device_mesh.size(axis) if placement == Shard(1) else 1
+        if tensor.dim() > 1 and tensor.shape[1] % num_parts:
+            raise ValueError(
+                f"{name} has {tensor.shape[1]} heads on {num_parts} tensor parallel ranks; "
+                "expected a multiple, so that query heads stay with their key heads"
+            )
 
 
 def check_no_capture(q: Tensor, name: str, remedy: str = "") -> None:

@@ -23,6 +23,12 @@ MOVED = {  # former fields, and how to set them now
 T = typing.TypeVar("T")
 
 
+def check(name: str, value: object, is_valid: bool, expected: str) -> None:
+    """Raise ValueError naming a value unless it is valid."""
+    if not is_valid:
+        raise ValueError(f"{name} is {value!r:.80}; expected {expected}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How distca plans and communicates. Must be equal on all ranks of a group."""
@@ -102,29 +108,20 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(f"tolerance is {self.tolerance}; expected 0 <= tolerance < 1")
+        check("tolerance", self.tolerance, 0 <= self.tolerance < 1, "0 <= tolerance < 1")
         if self.server_speeds is not None:
             parse_speeds(self.server_speeds)
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node is {self.ranks_per_node}; expected at least 1")
-        if self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; expected at least 1")
-        for name in ("keep_inputs_gb", "peer_memory_gb"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; expected 0 or a positive number"
-                )
-        for name in (
-            "attention_tflops",
-            "memory_cap_gb",
-            "link_gb_per_s",
-            "node_link_gb_per_s",
-            "timeout_s",
-        ):
+        for name in ("ranks_per_node", "rounds"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} is {value}; expected a positive number")
+            is_count = type(value) is int and value >= 1
+            check(name, value, value is None or is_count, "an integer, at least 1")
+        for name in ("keep_inputs_gb", "peer_memory_gb"):
+            value = getattr(self, name)
+            check(name, value, 0 <= value < math.inf, "0 or a positive number")
+        above_zero = ("attention_tflops", "memory_cap_gb", "link_gb_per_s", "node_link_gb_per_s")
+        for name in (*above_zero, "timeout_s"):
+            value = getattr(self, name)
+            check(name, value, value is None or 0 < value < math.inf, "a positive number")
 
     def digest(self) -> int:
         """63 bits that differ when any option differs."""

@@ -38,22 +38,18 @@ class Launch:
     """Register attn_implementation="distca" with transformers for the script."""
 
     def __post_init__(self) -> None:
-        end_id, positions = self.document_end_id, self.document_positions
-        if end_id is not None and positions is not None:
+        if self.document_end_id is not None and self.document_positions is not None:
             raise ValueError(
-                f"document_end_id is {end_id} and document_positions {positions!r}; expected one "
-                "of them"
+                f"document_end_id is {self.document_end_id} and document_positions "
+                f"{self.document_positions!r}; expected one of them"
             )
-        if self.reads_documents and not self.patch_sdpa:
-            name = "document_positions" if end_id is None else "document_end_id"
-            raise ValueError(
-                f"{name} is {getattr(self, name)!r}, patch_sdpa False; expected both: it says "
-                "where documents of scaled_dot_product_attention begin"
-            )
-
-    @property
-    def reads_documents(self) -> bool:
-        return self.document_end_id is not None or self.document_positions is not None
+        for name in ("document_end_id", "document_positions"):
+            value = getattr(self, name)
+            if value is not None and not self.patch_sdpa:
+                raise ValueError(
+                    f"{name} is {value!r}, patch_sdpa False; expected both: it says where "
+                    "documents of scaled_dot_product_attention begin"
+                )
 
 
 SETTINGS = (Options, Watching, Launch)  # a flag for each field
@@ -74,18 +70,19 @@ def parser() -> argparse.ArgumentParser:
 
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
-    parsed = parser().parse_args(arguments)
+    flags = parser()
+    parsed = flags.parse_args(arguments)
     script = Path(parsed.script)
     if not script.is_file():
-        parser().error(f"script {parsed.script} does not exist")
+        flags.error(f"script {parsed.script} does not exist")
     try:
         options, watching, launch = (from_flags(parsed, kind) for kind in SETTINGS)
     except ValueError as error:
-        parser().error(str(error))
+        flags.error(str(error))
     session.configure(options, watching)
     if launch.patch_sdpa:
         torch.nn.functional.scaled_dot_product_attention = scope.scaled_dot_product_attention
-    if launch.reads_documents:
+    if (launch.document_end_id, launch.document_positions) != (None, None):
         plain.derive_documents(launch.document_end_id, launch.document_positions)
     if launch.transformers:
         importlib.import_module("distca.integrations.transformers")

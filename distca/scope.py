@@ -21,18 +21,10 @@ from distca.ranks import session as sessions
 _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it
 
 
-class _Scope:
-    """What is in force; None outside."""
-
-    documents: Documents | None = None
-    """As `distca.documents` says."""
-    batch: tuple[int, int] | None = None
-    """(rows, tokens) of the tensor that they were read from, if they were."""
-    missing: str | None = None
-    """Why there should be documents, where scaled_dot_product_attention is an error without."""
-
-
-_scope = _Scope()
+# What is in force, None outside: the documents, and (rows, tokens) of the tensor that they were
+# read from, if they were.
+_in_force: tuple[Documents | None, tuple[int, int] | None] = (None, None)
+_missing: str | None = None  # why scaled_dot_product_attention without documents is an error
 
 
 @contextlib.contextmanager
@@ -49,7 +41,7 @@ def documents(
     checkpointing, keep the backward pass inside the scope. Scopes nest, and hold for all threads.
     """
     prepare(packed, check_window(window_size), group, is_balanced=torch.is_grad_enabled())
-    previous = _scope.documents, _scope.batch
+    previous = _in_force
     put_in_force(packed)
     try:
         yield packed
@@ -70,32 +62,30 @@ def prepare(
         if distributed and sessions.opened(group).options.enabled:
             plan(packed, window_size=window_size, group=group)
     if not packed._plans and not packed.crosses_ranks:
-        local_plan(packed, window_size, _default_device())  # compiled code cannot make it
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        local_plan(packed, window_size, device)  # compiled code cannot make it
     for each in packed._plans.values():
         each.wait()
 
 
 def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None) -> None:
-    """What `distca.documents` does on entry and exit. `batch` (rows, tokens), where it is given, is
-    what calls of scaled_dot_product_attention must have."""
-    _scope.documents, _scope.batch = packed, batch
+    """What `distca.documents` does on entry and exit. `batch` (rows, tokens) is what calls of
+    scaled_dot_product_attention must have; None: any."""
+    global _in_force
+    _in_force = packed, batch
 
 
 def require_documents(reason: str | None) -> None:
     """From now on scaled_dot_product_attention outside any documents is an error that says
     `reason`; None: it is torch's again."""
-    _scope.missing = reason
+    global _missing
+    _missing = reason
 
 
 def documents_in_force() -> Documents | None:
     """Those that `distca.documents` put in force."""
-    return _scope.documents
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return _in_force[0]
 
 
 def scaled_dot_product_attention(
@@ -116,15 +106,14 @@ def scaled_dot_product_attention(
     ValueError for attn_mask, dropout_p, or another number of rows: boundaries are never dropped.
     Outside the scope it is torch's own function.
     """
-    packed = _scope.documents
+    packed, batch = _in_force
     if packed is None:
-        if _scope.missing is not None:
-            raise ValueError(f"no documents are in force: {_scope.missing}")
+        if _missing is not None:
+            raise ValueError(f"no documents are in force: {_missing}")
         return _torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    _check_sdpa_arguments(attn_mask, dropout_p)
-    _check_sdpa_shapes(query, key, value, enable_gqa)
+    _check_sdpa(query, key, value, attn_mask, dropout_p, enable_gqa, batch)
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     out = core_attention(
         q, k, v, packed, softmax_scale=scale, window_size=CAUSAL if is_causal else FULL
@@ -132,7 +121,7 @@ def scaled_dot_product_attention(
     return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
-def _check_sdpa_arguments(attn_mask: Tensor | None, dropout_p: float) -> None:
+def _check_sdpa(query, key, value, attn_mask, dropout_p, enable_gqa, batch) -> None:
     if attn_mask is not None:
         raise ValueError(
             f"attn_mask of shape {list(attn_mask.shape)} under distca.documents; expected None: "
@@ -140,9 +129,6 @@ def _check_sdpa_arguments(attn_mask: Tensor | None, dropout_p: float) -> None:
         )
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p is {dropout_p} under distca.documents; expected 0.0")
-
-
-def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(
@@ -150,10 +136,10 @@ def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
                 "[batch, heads, tokens, head_dim]"
             )
     rows = (query.shape[0], query.shape[2])
-    if _scope.batch not in (None, rows):
+    if batch not in (None, rows):
         raise ValueError(
             f"query has {rows[0]} rows of {rows[1]} tokens, but the documents were read from a "
-            f"tensor of {_scope.batch[0]} rows of {_scope.batch[1]} tokens; expected equal shapes"
+            f"tensor of {batch[0]} rows of {batch[1]} tokens; expected equal shapes"
         )
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -188,7 +174,7 @@ def varlen_attention(
     query is [tokens, heads_q, head_dim]. Inside the scope it raises ValueError for return_aux, and
     for boundaries other than those of the documents. Outside the scope it is torch's own function.
     """
-    packed = _scope.documents
+    packed, _ = _in_force
     if packed is None:
         rows = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
         keywords = {"return_aux": return_aux, "scale": scale, "window_size": window_size}

@@ -185,6 +185,7 @@ NOT_A_NUMBER, INFINITE = float("nan"), float("inf")
     [
         *[("tolerance", value) for value in (-0.1, 1, NOT_A_NUMBER)],
         *[("timeout_s", value) for value in (0, -1, INFINITE)],
+        *[(name, value) for name in ("ranks_per_node", "rounds") for value in (0, 1.5, True)],
         *[("attention_tflops", value) for value in (0, NOT_A_NUMBER)],
         *[("link_gb_per_s", value) for value in (-200, INFINITE)],
     ],

@@ -9,8 +9,8 @@ from torch import Tensor
 import distca
 from distca.planning.cluster import Cluster
 from distca.planning.cost import cost_tensor
-from distca.planning.halves import half_of
 from distca.planning.plan import balance, tasks_of
+from distca.planning.step import half_of
 
 SHAPE = distca.AttentionShape(4, 2, 8, 2)
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.planning.cost import AttentionShape
-from distca.planning.halves import planned_halves
 
 ops = torch.ops.distca
 CASES = {
@@ -246,7 +245,7 @@ def ping_pong_keeping(rank, world_size):
     distca.plan(step.documents)
     truth = step.run(bare, step.documents)
     errors = map(oracle.relative_error, step.run(block, step.documents), truth)
-    (halves,) = planned_halves(step.documents).values()
+    (halves,) = step.documents._halves.values()
     kept = [sum(ops.kept_rows(half._plans[-1, 0].layout)) for half in halves]
     distca.close()
     return max(errors), kept

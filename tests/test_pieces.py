@@ -7,7 +7,7 @@ import torch
 from ranks import Outcome
 
 import distca
-from distca.planning import pieces as gathering
+from distca.planning import exchange as gathering
 from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, exchange, header_of
 from distca.planning.plan import CAUSAL
 from distca.ranks.session import opened

@@ -23,7 +23,6 @@ from torch import nn
 
 import distca
 from distca.pingpong import pingpong
-from distca.planning.halves import planned_halves
 from distca.ranks import session as sessions
 
 CUTS = {
@@ -252,7 +251,7 @@ def plan_ahead(rank: int, world_size: int) -> list:
     for number in range(3):
         step = step_of(rank, LENGTHS[(rank + number) % world_size])
         distca.plan(step.documents, ahead=True)
-        found.append(len(planned_halves(step.documents)))
+        found.append(len(step.documents._halves))
         truth = step.run(bare, step.documents)
         found.append(max(errors(step.run(block, step.documents), truth)) <= 1e-12)
     halves = sessions.find().halves
@@ -387,7 +386,7 @@ def test_names_attributes_and_class_are_the_blocks():
     assert type(block_of()) is Block, "other instances are as they were"
 
 
-def learn_the_shape(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+def learn_the_shape(rank: int, world_size: int) -> list[list[list[float]]]:
     """Predicted loads of a plan after a step in ping-pong alone, and of the plan for its shape."""
     distca.close()
     distca.init()
@@ -396,9 +395,13 @@ def learn_the_shape(rank: int, world_size: int) -> tuple[list[float], list[float
     distca.plan(step.documents)
     step.run(block, step.documents)
     shape = distca.AttentionShape(HEADS, KV_HEADS, HEAD_DIM, 8)
-    learned = distca.plan(documents_of(LENGTHS[rank])).solution().loads
-    given = distca.plan(documents_of(LENGTHS[rank]), shape=shape).solution().loads
-    return learned, given
+    documents = [documents_of(LENGTHS[rank]) for _ in range(2)]
+    learned = distca.plan(documents[0]).report()
+    given = distca.plan(documents[1], shape=shape).report()
+    return [
+        [each.seconds_before, each.seconds_after, each.bytes_out, each.bytes_in]
+        for each in (learned, given)
+    ]
 
 
 def test_the_shape_of_attention_is_learned_from_the_halves(ranks):

@@ -6,7 +6,7 @@ from pingpong_blocks import LENGTHS, Block, block_of, documents_of, pair_of, ste
 
 import distca
 from distca.pingpong.pingpong import middle
-from distca.planning.halves import plan_halves
+from distca.planning.step import plan_halves
 
 
 def start_again(rank: int, world_size: int) -> None:

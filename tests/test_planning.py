@@ -11,6 +11,7 @@ import distca
 from distca.options import parse_speeds
 from distca.planning.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
 from distca.planning.cost import AttentionShape, cost_tensor
+from distca.planning.plan import balance
 
 ops = torch.ops.distca
 CAUSAL = (-1, 0)
@@ -295,18 +296,22 @@ def test_ranks_of_a_node(nodes, size):
     "fields, message",
     [
         ({"num_ranks": 0}, "num_ranks is 0"),
-        ({"speeds": (1.0,)}, "speeds has 1 entries"),
-        ({"speeds": (1.0, -1.0)}, r"speeds\[1\] is -1.0"),
-        ({"speeds": (0.0, 0.0)}, "speeds are all 0"),
-        ({"memory_cap_bytes": 0}, "memory_cap_bytes is 0"),
-        ({"ranks_per_node": 1.5}, "ranks_per_node is 1.5"),
-        ({"link_bytes_per_second": 0.0}, "link_bytes_per_second is 0.0"),
-        ({"node_link_bytes_per_second": -1.0}, "node_link_bytes_per_second is -1.0"),
+        ({"speeds": (1.0,)}, r"servers: expected \[2, 2\] .*, got \[1, 2\]"),
+        ({"speeds": (1.0, -1.0)}, r"servers\[1\].speed is -1.0"),
+        ({"speeds": (0.0, 0.0)}, "servers is without any speed above 0"),
+        ({"memory_cap_bytes": -1}, r"servers\[0\].cap_bytes is -1.0"),
+        ({"ranks_per_node": 0}, r"links: expected \(ranks of a node, 1 to"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"kept_cap_bytes": -1}, "kept_cap_bytes is -1.0"),
+        ({"link_bytes_per_second": 0.0}, "links.bytes_per_second is 0.0"),
+        ({"node_link_bytes_per_second": -1.0}, "links.node_bytes_per_second is -1.0"),
     ],
 )
 def test_bad_clusters_are_named(fields, message):
+    cost, shape = cost_tensor(distca.Options(), AttentionShape(), "cpu"), AttentionShape()
+    cluster = Cluster(**{"num_ranks": 2, **fields})
     with pytest.raises(ValueError, match=message):
-        Cluster(**{"num_ranks": 2, **fields})
+        balance(pieces_of([[100], [300]]), CAUSAL, cost, shape, cluster, 0.1)
 
 
 def heavy_tailed_report(rank: int, world_size: int) -> distca.PlanReport:

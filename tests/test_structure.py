@@ -39,12 +39,11 @@ STANDARD_HEADER = re.compile(r"[a-z_0-9]+")
 # any. A row for a file of a folder says all that this file may import, its own room included.
 PYTHON_RULES = {
     "_library": set(),
-    "_fake": {"_library"},
     "ops": {"_library"},
     "_torch_private": set(),
     "options": set(),
     "watching": set(),
-    "ranks": {"_library", "_torch_private", "ops", "options", "watching"},
+    "ranks": {"_torch_private", "ops", "options", "watching"},
     "planning": {"_torch_private", "ops", "options", "ranks", "watching"},
     "attention": {"_torch_private", "ops", "planning", "ranks"},
     "scope": {"attention", "planning", "ranks"},

@@ -146,11 +146,11 @@ def test_what_would_be_ignored_is_refused(arguments, message):
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):
-    module = integration.BalancedAttention(integration.BalancedAttention.Config())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    attention()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     with pytest.raises(ValueError, match="--training.disable_cuda_graphs"):
-        module._check(types.SimpleNamespace(is_cuda=True), None, {})
-    module._check(types.SimpleNamespace(is_cuda=False), None, {})
+        attention()
 
 
 def test_context_parallel_is_refused():

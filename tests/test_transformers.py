@@ -11,7 +11,7 @@ from packed_models import LENGTHS, Packed  # noqa: E402
 
 import distca  # noqa: E402
 from distca import attention  # noqa: E402
-from distca.integrations import transformers as integration  # noqa: E402
+from distca.integrations import boundaries  # noqa: E402
 
 TOLERANCE = 1e-5
 MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
@@ -22,17 +22,17 @@ class Plans:
     """The plans that this rank makes inside the scope."""
 
     def __enter__(self) -> list[distca.Plan]:
-        self.made, self.real = [], integration.plan
+        self.made, self.real = [], attention.plan
 
         def recorded(*args, **kwargs) -> distca.Plan:
             self.made.append(self.real(*args, **kwargs))
             return self.made[-1]
 
-        integration.plan = attention.plan = recorded
+        boundaries.plan = attention.plan = recorded
         return self.made
 
     def __exit__(self, *error) -> None:
-        integration.plan = attention.plan = self.real
+        boundaries.plan = attention.plan = self.real
 
 
 def checkpoint(model, use_reentrant: bool) -> None:

@@ -16,7 +16,7 @@ from packed_models import Packed  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 import distca  # noqa: E402
-from distca.integrations import models  # noqa: E402
+from distca.integrations import boundaries, models  # noqa: E402
 from distca.integrations import transformers as integration  # noqa: E402
 
 LENGTHS = [4, 7]
@@ -265,7 +265,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(model, packed, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(integration, "plan", interrupt)
+        patched.setattr(boundaries, "plan", interrupt)
         patched.setattr(integration, "core_attention", interrupt)
         model(**packed.keywords())
     logits = model(**packed.keywords()).logits

@@ -8,7 +8,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca._torch_private import NOT_BACKWARD, backward_pass
+from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
+from distca.planning.plan import Plan
+from distca.planning.step import plan
+from distca.ranks.session import Session
 
 PACK = (
     "pack documents into one row, with transformers' DataCollatorWithFlattening or TRL's "
@@ -22,27 +26,31 @@ _known = WeakTensorKeyDictionary()  # cu_seq_lens_q or position_ids: Boundaries
 class Boundaries:
     """What one tensor of boundaries says, and the documents made of it."""
 
-    state: tuple
-    """The tensor's version, batch and tokens that this was read from."""
-    offsets: Tensor
-    """int64 [num_documents + 1], CPU: where each document begins in batch * tokens rows."""
-    is_packed: bool
-    """Some document is not a whole row of the batch."""
-    here: Documents
-    """Never planned."""
-    balanced: Documents | None = None
-    """Those of the latest forward pass."""
-    users: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    """Modules that attended to `balanced`."""
-    made_in: int = NOT_BACKWARD
-    """The backward pass that `balanced` was made in, NOT_BACKWARD for a forward pass."""
+    state: tuple  # the tensor's version, batch and tokens that this was read from
+    offsets: Tensor  # int64 [num_documents + 1], CPU: where documents begin in batch * tokens rows
+    is_packed: bool  # some document is not a whole row of the batch
+    here: Documents  # never planned
+    balanced: Documents | None = None  # those of the latest forward pass
+    users: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # modules that attended to them
+    made_in: int = NOT_BACKWARD  # the backward pass that `balanced` was made in
 
-    def of_pass(self, module: nn.Module) -> tuple[Documents, bool]:
-        """The documents of this forward pass, and whether they are new: to be planned by its first
-        layer. Each forward pass has its own, also where one rank passes the same tensor again and
-        another a new one, or ranks would count plans differently. What is computed again in the
-        backward pass uses those of the forward pass.
+    def of_pass(
+        self,
+        module: nn.Module,
+        session: Session | None,
+        window_size: tuple[int, int],
+        device: torch.device,
+        shape: AttentionShape | None = None,
+    ) -> tuple[Documents, Plan | None]:
+        """The documents of this forward pass, and their plan if `module` is its first layer, which
+        plans them. Without a session they stay on this rank.
+
+        Each forward pass has its own, also where one rank passes the same tensor again and another
+        a new one, or ranks would count plans differently. What is computed again in the backward
+        pass uses those of the forward pass.
         """
+        if session is None:
+            return self.here, None
         task = backward_pass()
         if task == NOT_BACKWARD:
             is_new = self.balanced is None or module in self.users
@@ -52,7 +60,10 @@ class Boundaries:
             self.balanced, self.users = Documents(self.offsets), weakref.WeakSet()
             self.made_in = task
         self.users.add(module)
-        return self.balanced, is_new
+        if not is_new:
+            return self.balanced, None
+        how = {"window_size": window_size, "group": session.group, "device": device, "shape": shape}
+        return self.balanced, plan(self.balanced, **how)
 
 
 def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) -> Boundaries:
@@ -87,8 +98,7 @@ def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) ->
 
 
 def _offsets_of_cu_seqlens(keywords: dict, batch: int, num_tokens: int) -> Tensor:
-    cu_seqlens = keywords["cu_seq_lens_q"]
-    num_rows = batch * num_tokens
+    cu_seqlens, num_rows = keywords["cu_seq_lens_q"], batch * num_tokens
     try:
         offsets = Documents(cu_seqlens).cu_seqlens.to(torch.int64)
     except ValueError as error:
@@ -105,27 +115,22 @@ def _offsets_of_cu_seqlens(keywords: dict, batch: int, num_tokens: int) -> Tenso
             f"cu_seq_lens_k has {keys.numel()} boundaries and differs from cu_seq_lens_q with "
             f"{cu_seqlens.numel()}; expected equal ones: queries see keys of their own document"
         )
-    _check_restarts(keywords.get("position_ids"), offsets, num_rows)
+    position_ids = keywords.get("position_ids")
+    if isinstance(position_ids, Tensor) and position_ids.numel() == num_rows:
+        restarts = (position_ids.detach().flatten() == 0).nonzero()[:, 0].cpu()
+        lost = restarts[~torch.isin(restarts, offsets)]
+        if lost.numel():
+            raise ValueError(
+                f"position_ids restart at token {int(lost[0])}, inside a document of "
+                "cu_seq_lens_q; expected a boundary there: pass the boundaries of the same packing"
+            )
     return offsets
-
-
-def _check_restarts(position_ids: Tensor | None, offsets: Tensor, num_rows: int) -> None:
-    """Positions that restart inside a document of cu_seq_lens_q contradict it."""
-    if not isinstance(position_ids, Tensor) or position_ids.numel() != num_rows:
-        return
-    restarts = (position_ids.detach().flatten() == 0).nonzero()[:, 0].cpu()
-    lost = restarts[~torch.isin(restarts, offsets)]
-    if lost.numel():
-        raise ValueError(
-            f"position_ids restart at token {int(lost[0])}, inside a document of cu_seq_lens_q; "
-            "expected a boundary there: pass the boundaries of the same packing"
-        )
 
 
 def offsets_of_positions(position_ids: Tensor, batch: int, num_tokens: int) -> Tensor:
     """Where `position_ids` restart at 0; rows of the batch begin documents, too."""
     shape = list(position_ids.shape)
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != num_tokens:
+    if shape not in ([1, num_tokens], [batch, num_tokens]):
         raise ValueError(
             f"position_ids has shape {shape}; expected [{batch}, {num_tokens}] or [1, "
             f"{num_tokens}], because boundaries are read from it. Pass cu_seq_lens_q where "

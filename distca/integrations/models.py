@@ -9,11 +9,11 @@ import re
 import sys
 import threading
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from distca._torch_private import NOT_BACKWARD, backward_pass
 from distca.integrations.boundaries import read_boundaries
@@ -36,20 +36,17 @@ CROSS = re.compile(r"cross|encoder_attn")  # paths of attention to an encoder's 
 # Layers that keep documents apart if the model is called with these keywords, as
 # tests/test_transformers_hybrids.py shows with its own kernels. Others cannot be told of documents.
 TOLD_OF_DOCUMENTS = {
-    **dict.fromkeys(
-        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
-        ("seq_idx",),
-    ),
-    **dict.fromkeys(("Zamba2MambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv"), ("seq_idx",)),
-    **dict.fromkeys(
-        (
-            "OlmoHybridGatedDeltaNet",
-            "Qwen3NextGatedDeltaNet",
-            "Qwen3_5GatedDeltaNet",
-            "Qwen3_5MoeGatedDeltaNet",
-        ),
-        ("cu_seq_lens_q", "seq_idx"),
-    ),
+    "BambaMixer": {"seq_idx"},
+    "FalconH1Mixer": {"seq_idx"},
+    "GraniteMoeHybridMambaLayer": {"seq_idx"},
+    "Lfm2MoeShortConv": {"seq_idx"},
+    "Lfm2ShortConv": {"seq_idx"},
+    "NemotronHMamba2Mixer": {"seq_idx"},
+    "OlmoHybridGatedDeltaNet": {"cu_seq_lens_q", "seq_idx"},
+    "Qwen3NextGatedDeltaNet": {"cu_seq_lens_q", "seq_idx"},
+    "Qwen3_5GatedDeltaNet": {"cu_seq_lens_q", "seq_idx"},
+    "Qwen3_5MoeGatedDeltaNet": {"cu_seq_lens_q", "seq_idx"},
+    "Zamba2MambaMixer": {"seq_idx"},
 }
 
 
@@ -66,9 +63,8 @@ def check_class(model: nn.Module) -> None:
         return
     own = re.findall(r"^class (\w*Attention\w*)\(", source, re.MULTILINE)
     chosen = re.findall(r"\b(?!\w*VISION)(\w*ATTENTION_CLASSES)\[", source)
-    if chosen or (
-        own and not re.search(r"\bALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)", source)
-    ):
+    registered = re.search(r"\bALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)", source)
+    if chosen or (own and not registered):
         raise ValueError(
             f"attn_implementation is {NAME!r}, but {kind.__name__} has attention of its own "
             f"({(chosen or own)[0]}), which calls none of transformers' registered "
@@ -83,40 +79,25 @@ def watch(model: nn.Module) -> None:
         model.register_forward_hook(_leave, always_call=True)
 
 
-@dataclass(frozen=True)
 class _Traits:
     """Properties of a model, read from its modules."""
 
-    parameters: tuple[str, ...]
-    """Argument names of its forward method."""
-    mixers: frozenset[str]
-    """Class names of the layers that carry a state from token to token."""
-    masked: frozenset[int]
-    """Ids of configurations whose layers cannot do without a mask."""
-    is_rotary: bool
-    first_position: int
-    """First position that the model counts from when it is given none."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "_Traits":
+    def __init__(self, model: nn.Module) -> None:
         kinds = {type(module) for module in model.modules()}
-        masked, first_position = set(), 0
+        self.parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        self.mixers = {_name(kind) for kind in kinds if _is_mixer(kind)}  # they carry a state
+        self.is_rotary = any("Rotary" in kind.__name__ for kind in kinds)
+        self.masked: set[int] = set()  # ids of configurations whose layers cannot do without a mask
+        self.first_position = 0  # that the model counts from when it is given none
         for path, module in model.named_modules():
             config = getattr(module, "config", None)
             types = set(getattr(config, "layer_types", None) or ())
             relies_on_mask = getattr(module, "is_causal", True) is False and not CROSS.search(path)
             if config is not None and (relies_on_mask or not types <= KNOWN_LAYERS):
-                masked.add(id(config))
+                self.masked.add(id(config))
             table = getattr(module, "position_embeddings", None)
             if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-                first_position = table.padding_idx + 1  # as RoBERTa does
-        return cls(
-            tuple(inspect.signature(type(model).forward).parameters)[1:],
-            frozenset(_name(kind) for kind in kinds if _is_mixer(kind)),
-            frozenset(masked),
-            any("Rotary" in kind.__name__ for kind in kinds),
-            first_position,
-        )
+                self.first_position = table.padding_idx + 1  # as RoBERTa does
 
 
 def _is_mixer(kind: type) -> bool:
@@ -134,16 +115,14 @@ def _name(kind: type) -> str:
 class _Pass:
     """A forward pass of a model under attn_implementation="distca"."""
 
-    model: nn.Module
-    boundaries: dict[str, object]
-    """Its arguments that may say where documents begin."""
+    model: nn.Module | None
+    boundaries: dict[str, object]  # its arguments that may say where documents begin
     has_tokens: bool
-    num_calls: int = 0
-    """Number of calls of the registered attention."""
+    # Of the outermost pass alone, for all that it contains:
+    num_calls: int = 0  # of the registered attention
     unmasked: set[int] = field(default_factory=set)
-    """Ids of configurations that asked for a causal mask and got none."""
-    rows: dict[int, Tensor] = field(default_factory=dict)
-    """Positions of a row that is one document, by number of tokens."""
+    """Ids of configurations whose layers asked for a causal mask and got none."""
+    rows: dict[int, Tensor] = field(default_factory=dict)  # positions of a row, by its tokens
 
 
 class _UnderWay(threading.local):
@@ -155,17 +134,16 @@ class _UnderWay(threading.local):
 
 
 _under_way = _UnderWay()
-_traits = WeakIdKeyDictionary()  # model: _Traits
+_traits: WeakKeyDictionary[nn.Module, _Traits] = WeakKeyDictionary()
 
 
 @torch.compiler.disable
 def _enter(model: nn.Module, args: tuple, kwargs: dict) -> None:
     if model.config._attn_implementation != NAME:
         return
-    traits = _traits.get(model)
-    if traits is None:
-        traits = _traits[model] = _Traits.of(model)
-    passes = _under_way.passes
+    if model not in _traits:
+        _traits[model] = _Traits(model)
+    traits, passes = _traits[model], _under_way.passes
     interrupted = [each.model is model for each in passes]  # by Ctrl-C, so that _leave did not run
     if any(interrupted):
         del passes[interrupted.index(True) :]
@@ -174,7 +152,7 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> None:
     if not passes and (traits.mixers or not traits.is_rotary):
         is_trained = model.training and torch.is_grad_enabled()
         with sessions.announced(open_session() if is_trained else None):
-            _check_packed(model, traits, boundaries, arguments)
+            _check_packed(type(model).__name__, traits, boundaries, arguments)
     has_tokens = any(arguments.get(name) is not None for name in ("input_ids", "inputs_embeds"))
     passes.append(_Pass(model, boundaries, has_tokens))
 
@@ -185,9 +163,7 @@ def _leave(model: nn.Module, args: tuple, output: object) -> None:
     if not passes or passes[-1].model is not model:
         return
     ended = passes.pop()
-    if passes:
-        passes[-1].num_calls += ended.num_calls
-    elif ended.has_tokens and not ended.num_calls and output is not None:
+    if not passes and ended.has_tokens and not ended.num_calls and output is not None:
         raise ValueError(
             f"attn_implementation is {NAME!r}, but no layer of {type(model).__name__} called it in "
             f"this forward pass: its layers have no attention, or attention of their own; "
@@ -195,13 +171,15 @@ def _leave(model: nn.Module, args: tuple, output: object) -> None:
         )
 
 
-def _check_packed(model: nn.Module, traits: _Traits, boundaries: dict, arguments: dict) -> None:
-    """Raises ValueError unless the whole model keeps documents of a packed row apart."""
+def _check_packed(name: str, traits: _Traits, boundaries: dict, arguments: dict) -> None:
+    """Raises ValueError unless the whole model `name` keeps documents of a packed row apart."""
     if not _is_packed(boundaries, arguments):
         return
-    name = type(model).__name__
-    untold = sorted(each for each in traits.mixers if not _is_told(each, boundaries))
-    if untold and not _options().documents_may_mix:
+    told = {mixer for mixer, needed in TOLD_OF_DOCUMENTS.items() if needed <= boundaries.keys()}
+    untold = sorted(traits.mixers - told)
+    session = sessions.find()
+    options = session.options if session is not None else sessions.configured()
+    if untold and not options.documents_may_mix:
         raise ValueError(
             f"{name} was given several documents in a row, and {', '.join(untold)} would carry a "
             f"state from each into the next; {_remedy(untold)}, give each document a row of its "
@@ -234,14 +212,10 @@ def _check_positions(positions: Tensor | None, traits: _Traits, name: str) -> No
         )
 
 
-def _is_told(mixer: str, boundaries: dict) -> bool:
-    return mixer in TOLD_OF_DOCUMENTS and set(TOLD_OF_DOCUMENTS[mixer]) <= set(boundaries)
-
-
 def _remedy(untold: list[str]) -> str:
-    if not all(name in TOLD_OF_DOCUMENTS for name in untold):
+    if not TOLD_OF_DOCUMENTS.keys() >= set(untold):
         return "they are never told of documents"
-    keywords = sorted({keyword for name in untold for keyword in TOLD_OF_DOCUMENTS[name]})
+    keywords = sorted(set().union(*(TOLD_OF_DOCUMENTS[name] for name in untold)))
     return (
         f"pass {' and '.join(keywords)} to the model too, with DataCollatorWithFlattening("
         "return_flash_attn_kwargs=True, return_seq_idx=True)"
@@ -282,11 +256,6 @@ def _check_seq_idx(boundaries: dict, name: str) -> None:
         )
 
 
-def _options():
-    session = sessions.find()
-    return session.options if session is not None else sessions.configured()
-
-
 def open_session() -> sessions.Session | None:
     """Returns the session of the group given to distca.init, by default of all ranks. Returns None
     if distca is off or torch.distributed is not initialised."""
@@ -296,25 +265,14 @@ def open_session() -> sessions.Session | None:
     return session if session.options.enabled else None
 
 
-def count_call() -> None:
-    """Notes that a layer called the registered attention."""
-    for each in _under_way.passes[-1:]:
-        each.num_calls += 1
+def outermost() -> _Pass:
+    """Returns the outermost forward pass that runs, else one that nothing else sees."""
+    return _under_way.passes[0] if _under_way.passes else _Pass(None, {}, has_tokens=False)
 
 
 def needs_mask(config: object) -> bool:
     """Returns whether layers of `config` cannot do without their mask in the current pass."""
     return any(id(config) in _traits[each.model].masked for each in _under_way.passes)
-
-
-def leave_out_mask(config: object) -> None:
-    """Notes that layers of `config` asked for a mask in the current pass and get none."""
-    for each in _under_way.passes:
-        each.unmasked.add(id(config))
-
-
-def has_left_out_mask(config: object) -> bool:
-    return any(id(config) in each.unmasked for each in _under_way.passes)
 
 
 def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
@@ -327,8 +285,12 @@ def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
     passes, is_recomputed = _under_way.passes, backward_pass() != NOT_BACKWARD
     if not passes and not is_recomputed:
         return {}
-    is_trained = module.training and torch.is_grad_enabled()
-    if is_recomputed or (is_trained and _is_checkpointed(passes[0].model)):
+    if not is_recomputed and module.training and torch.is_grad_enabled():
+        kind = type(passes[0].model)
+        former = getattr(kind, "is_gradient_checkpointing", None)
+        switch = getattr(kind, "is_activation_checkpointing", former)
+        is_recomputed = switch is not None and switch.fget(passes[0].model)  # it will be
+    if is_recomputed:
         raise ValueError(
             f"position_ids is None and cu_seq_lens_q None in {type(module).__name__}: its model "
             "hands it no document boundaries, so that they are not there where gradient "
@@ -337,13 +299,4 @@ def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
     for each in reversed(passes):
         if "cu_seq_lens_q" in each.boundaries or "position_ids" in each.boundaries:
             return each.boundaries
-    rows = passes[0].rows
-    if num_tokens not in rows:
-        rows[num_tokens] = torch.arange(num_tokens)[None]
-    return {"position_ids": rows[num_tokens]}
-
-
-def _is_checkpointed(model: nn.Module) -> bool:
-    former = getattr(type(model), "is_gradient_checkpointing", None)
-    switch = getattr(type(model), "is_activation_checkpointing", former)
-    return switch is not None and switch.fget(model)
+    return {"position_ids": passes[0].rows.setdefault(num_tokens, torch.arange(num_tokens)[None])}

@@ -10,7 +10,6 @@ was balanced to torchtitan's own metrics.
 
 import collections
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -33,7 +32,6 @@ from distca.integrations.boundaries import read_boundaries
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import check_window
 from distca.planning.plan import Plan
-from distca.planning.step import plan
 from distca.ranks import session as sessions
 
 # Renamed after torchtitan 0.3.0.
@@ -89,15 +87,20 @@ class BalancedAttention(VarlenAttention):
         attention_masks=None,
         attention_metadata=None,
         scale: float | None = None,
-        out_transform: Callable | None = None,
         enable_gqa: bool = False,
-        **kwargs,
+        **others,
     ) -> Tensor:
         """Attention as torchtitan calls it: q [batch, tokens, heads, head_dim] and out like it, of
         the documents that its VarlenMetadata names. Raises ValueError for what it would have to
         ignore, in a CUDA graph, and where boundaries do not fit the batch.
         """
-        self._check(q_BLNH, out_transform, kwargs)
+        check_no_capture(q_BLNH, "attention", ": --training.disable_cuda_graphs")
+        names = sorted(name for name, value in others.items() if value is not None)
+        if names:
+            raise ValueError(
+                f"{names[0]} is given to {type(self).__name__}; expected None: attention sinks and "
+                "other changes of scores need torchtitan's own attention"
+            )
         packing = attention_metadata if attention_metadata is not None else attention_masks
         with spmd.no_typecheck():
             out = self._attend(packing, (q_BLNH, k_BLNH, v_BLNH), scale)
@@ -105,52 +108,35 @@ class BalancedAttention(VarlenAttention):
             spmd.assert_type(out, spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH))
         return out
 
-    def _check(self, q: Tensor, out_transform: Callable | None, others: dict) -> None:
-        check_no_capture(q, "attention", ": --training.disable_cuda_graphs")
-        if out_transform is not None:
-            others = {"out_transform": out_transform, **others}
-        names = sorted(name for name, value in others.items() if value is not None)
-        if names:
-            raise ValueError(
-                f"{names[0]} is given to {type(self).__name__}; expected None: attention sinks and "
-                "other changes of scores need torchtitan's own attention"
-            )
-
-    def _attend(self, metadata, inputs: tuple[Tensor, ...], scale: float | None) -> Tensor:
-        batch, num_tokens = inputs[0].shape[:2]
-        q, k, v = (self._rows(tensor) for tensor in inputs)
-        session = self._session()
+    def _attend(self, packing, inputs: tuple[Tensor, ...], scale: float | None) -> Tensor:
+        batch_and_tokens, session = inputs[0].shape[:2], self._session()
+        q, k, v = (  # in the dtype that torchtitan casts to
+            each.bfloat16() if each.is_cuda and each.dtype != torch.float16 else each
+            for each in (tensor.flatten(0, 1) for tensor in inputs)
+        )
         with sessions.announced(session):
-            boundaries = read_boundaries(
-                self._keywords(metadata), batch, num_tokens, type(self).__name__
-            )
-        documents = boundaries.here
-        if session is not None:
-            documents, is_new_pass = boundaries.of_pass(self)
-            if is_new_pass:
-                shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.element_size())
-                latest = plan(
-                    documents,
-                    window_size=self.window_size,
-                    group=session.group,
-                    device=q.device,
-                    shape=shape,
+            if not isinstance(packing, titan.VarlenMetadata):
+                raise ValueError(
+                    f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata: a "
+                    'model with attn_backend="varlen" and packed documents'
                 )
-                _plans.append(latest)
+            keywords = {"cu_seq_lens_q": packing.cu_seq_q, "cu_seq_lens_k": packing.cu_seq_k}
+            boundaries = read_boundaries(keywords, *batch_and_tokens, type(self).__name__)
+        shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.element_size())
+        how = (session, self.window_size, q.device, shape)
+        documents, new_plan = boundaries.of_pass(self, *how)
+        if new_plan is not None:
+            _plans.append(new_plan)
         out = core_attention(q, k, v, documents, softmax_scale=scale, window_size=self.window_size)
-        return out.unflatten(0, (batch, num_tokens)).to(inputs[0].dtype)
-
-    @staticmethod
-    def _rows(tensor: Tensor) -> Tensor:
-        """[batch * tokens, heads, head_dim], on CUDA in the dtype that torchtitan casts to."""
-        rows = tensor.flatten(0, 1)
-        return rows if rows.dtype == torch.float16 or not rows.is_cuda else rows.bfloat16()
+        return out.unflatten(0, batch_and_tokens).to(inputs[0].dtype)
 
     def _session(self) -> sessions.Session | None:
         """The group that shares this call, None where it stays on this rank."""
         if not (self.training and torch.is_grad_enabled()):
             return None
-        if not self._is_parallelized:
+        if self._is_parallelized:
+            session = None if self._group is None else sessions.opened(self._group)
+        else:
             session = sessions.find()
             if session is None and dist.is_initialized() and dist.get_world_size() > 1:
                 raise ValueError(
@@ -158,18 +144,7 @@ class BalancedAttention(VarlenAttention):
                     "the override distca.integrations.torchtitan.metrics, or call "
                     "distca.init(group) first"
                 )
-        else:
-            session = None if self._group is None else sessions.opened(self._group)
         return session if session is not None and session.options.enabled else None
-
-    @staticmethod
-    def _keywords(packing) -> dict:
-        if not isinstance(packing, titan.VarlenMetadata):
-            raise ValueError(
-                f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata: a "
-                'model with attn_backend="varlen" and packed documents'
-            )
-        return {"cu_seq_lens_q": packing.cu_seq_q, "cu_seq_lens_k": packing.cu_seq_k}
 
 
 class SavingAC(SelectiveAC):
@@ -196,19 +171,11 @@ class BalanceMetrics(MetricsProcessor):
             sessions.init(mesh)
         super().__init__(config, parallel_dims=parallel_dims, **kwargs)
 
-    def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict | None = None,
-    ) -> None:
+    def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
         ours = recent_figures()
         if ours:
-            extra_metrics = {f"distca/{name}": value for name, value in ours.items()} | (
-                extra_metrics or {}
-            )
+            distcas = {f"distca/{name}": value for name, value in ours.items()}
+            extra_metrics = {**distcas, **(extra_metrics or {})}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         if ours:
             logger.info(
@@ -223,9 +190,8 @@ def recent_figures() -> dict[str, float]:
     balanced."""
     reports = [each.report().figures() for each in _plans]
     _plans.clear()
-    if not reports:
-        return {}
-    return {name: statistics.fmean(each[name] for each in reports) for name in reports[0]}
+    names = reports[0] if reports else ()
+    return {name: statistics.fmean(each[name] for each in reports) for name in names}
 
 
 @override(target=VarlenAttention.Config, exact=True, description="distca: balanced attention")

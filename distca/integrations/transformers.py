@@ -21,11 +21,11 @@ from distca.attention import FULL, check_no_capture, core_attention, routed_docu
 from distca.integrations import models
 from distca.integrations.boundaries import PACK, Boundaries, read_boundaries
 from distca.integrations.models import NAME, PLAIN_LAYERS, USE_ANOTHER, open_session
+from distca.options import check
 from distca.pingpong.pingpong import PingPong, middle
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
 from distca.planning.plan import CAUSAL, Plan
-from distca.planning.step import plan
 from distca.ranks import session as sessions
 
 OLDEST_TRANSFORMERS = "5.17"
@@ -35,11 +35,6 @@ if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
         "newer: pip install --upgrade transformers"
     )
 
-from transformers import (  # noqa: E402
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
@@ -67,21 +62,13 @@ PLAIN_MASKS = {
 }
 
 _mask_reasons = WeakTensorKeyDictionary()  # masks that we made: why documents do not express them
-
-
-class _Latest:
-    """The plan that was made last; None before the first."""
-
-    plan: Plan | None = None
-
-
-_latest = _Latest()
+_latest_plan: Plan | None = None
 
 
 def latest_plan() -> Plan | None:
     """The plan of this rank's latest training pass: its `report()` says what was balanced. None
     before the first, and where nothing is balanced."""
-    return _latest.plan
+    return _latest_plan
 
 
 @torch.compiler.disable
@@ -109,15 +96,14 @@ def attention_forward(
     training masks, padding, bidirectional attention, keys of a cache, and boundaries that are
     missing or contradict each other.
     """
-    models.count_call()
+    models.outermost().num_calls += 1
     _check_keywords(module, dropout, kwargs)
-    query, key, value = _autocast(query, key, value)
-    call = _Call(module, query, key, value, scaling, kwargs)
+    call = _Call(module, *_autocast(query, key, value), scaling, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if module.training and torch.is_grad_enabled():
-        return _attend_balanced(call, attention_mask, is_causal), None
-    return _attend_here(call, attention_mask, is_causal), None
+    is_trained = module.training and torch.is_grad_enabled()
+    attend = _attend_balanced if is_trained else _attend_here
+    return attend(call, attention_mask, is_causal), None
 
 
 @torch.compiler.disable
@@ -134,7 +120,10 @@ def forward_mask(
     """A forward pass's mask as transformers asks for it: None where documents, causal and window
     say it all, else the boolean mask [batch, 1, q_length, kv_length] that sdpa uses.
     """
-    unknown = sorted(set(_parts(mask_function)) - PLAIN_MASKS) if mask_function else []
+    parts = set(_parts(mask_function)) if mask_function is not None else set()
+    unknown = sorted(parts - PLAIN_MASKS)
+    # For packed documents transformers asks for a mask as where it needs one; they do not.
+    may_skip = "packed_sequence_mask_function" in parts or kwargs.get("allow_is_causal_skip", True)
     num_padding = 0 if attention_mask is None else int((~attention_mask.bool()).sum())
     if unknown:
         reason = f"transformers asks for {', '.join(unknown)}"
@@ -143,11 +132,11 @@ def forward_mask(
         reason = f"{num_padding} of {attention_mask.numel()} tokens are padding"
     elif q_length != kv_length or kv_offset != 0 or q_offset != 0:
         reason = f"{q_length} queries see {kv_length} keys: a key-value cache"
-    elif _must_be_made(kwargs, mask_function):
+    elif models.needs_mask(kwargs.get("config")) or not may_skip:
         reason = "the model's layers read their mask, or choose keys by it"
         kwargs.update(allow_is_causal_skip=False)
     else:
-        models.leave_out_mask(kwargs.get("config"))
+        models.outermost().unmasked.add(id(kwargs.get("config")))
         return None
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
@@ -156,17 +145,6 @@ def forward_mask(
     if mask is not None:
         _mask_reasons[mask] = reason
     return mask
-
-
-def _must_be_made(keywords: dict, mask_function: Callable | None) -> bool:
-    """Returns whether this mask is needed although it is causal. For packed documents transformers
-    asks for it in the same way, but they do not need it."""
-    if models.needs_mask(keywords.get("config")):
-        return True
-    is_packed = mask_function is not None and "packed_sequence_mask_function" in _parts(
-        mask_function
-    )
-    return not is_packed and not keywords.get("allow_is_causal_skip", True)
 
 
 def _parts(function: Callable) -> Iterator[str]:
@@ -218,10 +196,6 @@ class _Call:
     keywords: dict
 
     @property
-    def batch(self) -> int:
-        return self.query.shape[0]
-
-    @property
     def num_tokens(self) -> int:
         """Of one row of the batch."""
         return self.query.shape[2]
@@ -235,32 +209,8 @@ class _Call:
         keywords = self.keywords
         if all(keywords.get(each) is None for each in ("cu_seq_lens_q", "position_ids")):
             keywords = models.boundaries_of_pass(self.module, self.num_tokens)
-        return read_boundaries(keywords, self.batch, self.num_tokens, type(self.module).__name__)
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """(left, right), causal: what the keyword says, where there is one."""
-        width = getattr(self.module, "sliding_window", None)
-        if "sliding_window" in self.keywords:
-            width = self.keywords["sliding_window"]
-        elif _layer_type(self.module) == "sliding_attention":
-            width = self.module.config.sliding_window
-        elif width is None and _layer_type(self.module) is None:
-            self._check_no_window()
-        if width is None:
-            return CAUSAL
-        if width < 1:
-            raise ValueError(f"sliding_window is {width}; expected at least 1, the query itself")
-        return (int(width) - 1, 0)
-
-    def _check_no_window(self) -> None:
-        """Some models window their mask and tell the layers nothing; others ignore the setting."""
-        width = getattr(getattr(self.module, "config", None), "sliding_window", None)
-        if width:
-            raise ValueError(
-                f"config.sliding_window is {width}, but {type(self.module).__name__} passes no "
-                f"sliding_window to its attention; set it to None or {USE_ANOTHER}"
-            )
+        rows = (self.query.shape[0], self.num_tokens)
+        return read_boundaries(keywords, *rows, type(self.module).__name__)
 
     def attend(self, documents: Documents, window_size: tuple[int, int]) -> Tensor:
         """Returns [batch, tokens, heads_q, head_dim of value].
@@ -275,7 +225,7 @@ class _Call:
             for each in (self.query, self.key, self.value)
         )
         out = core_attention(*rows, documents, softmax_scale=scale, window_size=window_size)
-        return out[..., :value_dim].unflatten(0, (self.batch, self.num_tokens))
+        return out[..., :value_dim].unflatten(0, (len(self.query), self.num_tokens))
 
 
 def _layer_type(module: nn.Module) -> str | None:
@@ -286,33 +236,54 @@ def _layer_type(module: nn.Module) -> str | None:
     return types[index] if is_known else None
 
 
+def _window_of(module: nn.Module, keywords: dict | None) -> tuple[int, int]:
+    """(left, right), causal: what `module` passes in `keywords`, where it does. Without keywords
+    the module has not been called yet; where it then asks for another window, that is planned."""
+    width = getattr(module, "sliding_window", None)
+    config, layer_type = getattr(module, "config", None), _layer_type(module)
+    if keywords is not None and "sliding_window" in keywords:
+        width = keywords["sliding_window"]
+    elif layer_type == "sliding_attention":
+        width = config.sliding_window
+    elif width is None and layer_type is None:
+        width = getattr(config, "sliding_window", None) or None
+        # Some models window their mask and tell the layers nothing; others ignore the setting.
+        if keywords is not None and width is not None:
+            raise ValueError(
+                f"config.sliding_window is {width}, but {type(module).__name__} passes no "
+                f"sliding_window to its attention; set it to None or {USE_ANOTHER}"
+            )
+    if width is None:
+        return CAUSAL
+    check("sliding_window", width, width >= 1, "at least 1, the query itself")
+    return (int(width) - 1, 0)
+
+
 def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     """On this rank alone, under any mask that transformers makes."""
-    if mask is not None and mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}; expected None or [batch, 1 or heads, "
-            f"{call.num_tokens}, {call.key.shape[2]}], as transformers makes it of padding"
-        )
     if mask is not None:
+        if mask.dim() != 4:
+            raise ValueError(
+                f"attention_mask has shape {list(mask.shape)}; expected None or [batch, 1 or "
+                f"heads, {call.num_tokens}, {call.key.shape[2]}], as transformers makes it of "
+                "padding"
+            )
         _check_own_mask(call, mask)
     packed = call.keywords.get("cu_seq_lens_q") is not None
     if mask is None and call.key.shape[2] == call.num_tokens and (is_causal or packed):
-        window_size = call.window_size if is_causal else FULL
+        window_size = _window_of(call.module, call.keywords) if is_causal else FULL
         boundaries = call.boundaries()
         if boundaries.is_packed or window_size != CAUSAL:
             return call.attend(boundaries.here, window_size)
-    out, _ = sdpa_attention_forward(
-        call.module,
-        *(call.query, call.key, call.value, mask),
-        scaling=call.scaling,
-        is_causal=is_causal,
-    )
-    return out
+    rows = (call.query, call.key, call.value, mask)
+    how = {"scaling": call.scaling, "is_causal": is_causal}
+    return sdpa_attention_forward(call.module, *rows, **how)[0]
 
 
 def _check_own_mask(call: _Call, mask: Tensor) -> None:
     """Raises ValueError if a layer derived a mask from the model's, which distca left out."""
-    if mask not in _mask_reasons and models.has_left_out_mask(getattr(call.module, "config", None)):
+    is_left_out = id(getattr(call.module, "config", None)) in models.outermost().unmasked
+    if mask not in _mask_reasons and is_left_out:
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)} and was made by "
             f"{type(call.module).__name__} itself; expected None for packed documents, which are "
@@ -322,19 +293,22 @@ def _check_own_mask(call: _Call, mask: Tensor) -> None:
 
 def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     _check_model(call, is_causal)
-    window_size = call.window_size
-    session = open_session()
+    window_size, session = _window_of(call.module, call.keywords), open_session()
     in_halves = routed_documents()  # of a layer in ping-pong
     with sessions.announced(session):
         _check_batch(call, mask)
         boundaries = call.boundaries() if in_halves is None else None
-    if in_halves is not None:
+    if boundaries is None:
         return call.attend(in_halves, window_size)
-    documents, is_new_pass = boundaries.of_pass(call.module)
-    if session is not None and is_new_pass:
-        device = call.query.device
-        _latest.plan = plan(documents, window_size=window_size, device=device, shape=call.shape)
-    return call.attend(documents, window_size)
+    how = (session, window_size, call.query.device, call.shape)
+    return call.attend(_documents_of_pass(boundaries, call.module, *how), window_size)
+
+
+def _documents_of_pass(boundaries: Boundaries, *how) -> Documents:
+    global _latest_plan
+    documents, new_plan = boundaries.of_pass(*how)
+    _latest_plan = new_plan or _latest_plan
+    return documents
 
 
 def ping_pong(
@@ -375,20 +349,8 @@ def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Document
                 f"{PACK}"
             )
         boundaries = read_boundaries(kwargs, 1, hidden.shape[1], type(layer).__name__)
-    documents, is_new_pass = boundaries.of_pass(layer)
-    if is_new_pass:
-        window_size = _likely_window(layer.self_attn)
-        _latest.plan = plan(documents, window_size=window_size, device=hidden.device)
-    return documents
-
-
-def _likely_window(module: nn.Module) -> tuple[int, int]:
-    """Of an attention module that has not been called yet; where it then asks for another window,
-    that is planned when it does."""
-    width = getattr(module, "sliding_window", None)
-    if width is None and _layer_type(module) in (None, "sliding_attention"):
-        width = getattr(module.config, "sliding_window", None)
-    return (int(width) - 1, 0) if width else CAUSAL
+    window_size = _window_of(layer.self_attn, None)
+    return _documents_of_pass(boundaries, layer, session, window_size, hidden.device)
 
 
 def _check_model(call: _Call, is_causal: bool) -> None:
@@ -430,22 +392,19 @@ def _check_batch(call: _Call, mask: Tensor | None) -> None:
         )
 
 
-def _check_built_models() -> None:
-    """Makes transformers check a model for "distca" when it is built and when its implementation is
-    set, as it does for its own implementations. It has no registry for such checks, and a model
-    that ignores the registered function never calls us."""
-    stock = PreTrainedModel.get_correct_attn_implementation
-
-    @functools.wraps(stock)
-    def checked(model: PreTrainedModel, requested_attention: str | None, *args, **kwargs) -> str:
-        if requested_attention == NAME:
-            models.check_class(model)
-            models.watch(model)
-        return stock(model, requested_attention, *args, **kwargs)
-
-    PreTrainedModel.get_correct_attn_implementation = checked
+_stock = transformers.PreTrainedModel.get_correct_attn_implementation
 
 
-_check_built_models()
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, forward_mask)
+@functools.wraps(_stock)
+def _checked(model: nn.Module, requested_attention: str | None, *args, **kwargs) -> str:
+    """Checks a model for "distca" when it is built and when its implementation is set."""
+    if requested_attention == NAME:
+        models.check_class(model)
+        models.watch(model)
+    return _stock(model, requested_attention, *args, **kwargs)
+
+
+# It has no registry for such checks, and a model that ignores the function below never calls it.
+transformers.PreTrainedModel.get_correct_attn_implementation = _checked
+transformers.AttentionInterface.register(NAME, attention_forward)
+transformers.AttentionMaskInterface.register(NAME, forward_mask)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distca import attention, scope
 from distca._torch_private import CheckpointWrapper, not_compiled, pytree, saved_tensor_hooks
 from distca.pingpong.token_rows import TokenRows
 from distca.pingpong.turns import Turns
 from distca.planning.documents import Documents
-from distca.planning.halves import plan_halves
 from distca.planning.plan import group_of
+from distca.planning.step import plan_halves
 from distca.ranks import session as sessions
 
 INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
@@ -38,12 +38,10 @@ def documents_of_call(block: nn.Module, args: tuple, kwargs: dict) -> Documents 
     """The documents among a call's arguments, or in force. Raises ValueError where there are
     several."""
     leaves = pytree.tree_leaves((args, kwargs))
-    documents = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}
-    if not documents:
-        return scope.documents_in_force()
+    documents = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}.values())
     if len(documents) > 1:
-        raise ValueError(f"PingPong: {list(documents.values())} among the arguments; expected one")
-    return next(iter(documents.values()))
+        raise ValueError(f"PingPong: {documents} among the arguments; expected one")
+    return documents[0] if documents else scope.documents_in_force()
 
 
 @dataclass
@@ -51,10 +49,8 @@ class _Settings:
     cut: Callable[[Documents], int]
     split: Mapping[int | str, int | None]
     find: Finder
-    compiled: Callable | None = None
-    """What each half runs, once compiled."""
-    is_checked: bool = False
-    """Whether the parts of the block are as they must be, when it runs."""
+    compiled: Callable | None = None  # what each half runs, once compiled
+    is_checked: bool = False  # whether the parts of the block are as they must be, when it runs
 
 
 class PingPong(nn.Module):
@@ -113,24 +109,31 @@ class PingPong(nn.Module):
 
     @not_compiled
     def forward(self, *args, **kwargs):
-        documents = self._ping_pong.find(self, args, kwargs)
+        settings = self._ping_pong
+        documents = settings.find(self, args, kwargs)
         if not _pays(documents):
             return self._run(*args, **kwargs)
-        if not self._ping_pong.is_checked:
+        if not settings.is_checked:
             _check_parts(self, [(name, part) for name, part in self.named_modules() if name])
-            self._ping_pong.is_checked = True
-        row = _row_of(documents, self._ping_pong.cut)
-        rows = TokenRows(documents.num_tokens, row, args, kwargs, self._ping_pong.split)
+            settings.is_checked = True
+        row = settings.cut(documents)
+        if not 0 <= row <= documents.num_tokens:
+            most = documents.num_tokens
+            error = ValueError(f"cut is {row} for {documents}; expected 0 to {most}")
+            sessions.find(group_of(documents)).announce(error)  # other ranks may not have it
+            raise error
+        rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
         turns = Turns(rows.device)
         # Gradients of parameters come from both streams. Their accumulators belong to the current
         # one, so that whoever takes them up in the backward pass, as FSDP does, finds them there.
         accumulators = _accumulators(self) if turns.streams else None
-        step = _Step(documents, self._ping_pong.cut, turns)
+        step = _Step(documents, settings.cut, turns)
         results = []
         with turns:
             for idx in range(2):
                 torch.clear_autocast_cache()  # casts of the other half may not be there yet
-                with turns.half(idx), attention.routed(documents, step.route(idx)):
+                route = functools.partial(step.attend, idx)
+                with turns.half(idx), attention.routed(documents, route):
                     results.append(self._run(*rows.args[idx], **rows.kwargs[idx]))
             torch.clear_autocast_cache()
             step.check_calls()
@@ -194,16 +197,6 @@ def _pays(documents: Documents | None) -> bool:
     return any(any(plan.report().bytes_out) for plan in documents._plans.values())
 
 
-def _row_of(documents: Documents, cut: Callable[[Documents], int]) -> int:
-    """cut(documents). Raises ValueError, and tells the other ranks, for no row of theirs."""
-    row = cut(documents)
-    if 0 <= row <= documents.num_tokens:
-        return row
-    error = ValueError(f"cut is {row} for {documents}; expected 0 to {documents.num_tokens}")
-    sessions.find(group_of(documents)).announce(error)  # other ranks may not have it
-    raise error
-
-
 def _accumulators(block: nn.Module) -> list:
     """Nodes that add up the gradients of the block's parameters, of the current stream from now on
     and as long as they are held."""
@@ -226,13 +219,8 @@ class _Step:
     def __post_init__(self) -> None:
         self._grad_mode, self._hooks = torch.is_grad_enabled(), _checkpoint_hooks()
 
-    def route(self, idx: int) -> Callable[..., Tensor]:
-        """What takes core_attention's calls of a half."""
-        return self._attend_first if idx == 0 else self._attend_second
-
-    def _halves(
-        self, documents: Documents, window_size: tuple[int, int], device: torch.device
-    ) -> tuple[Documents, Documents]:
+    def attend(self, idx: int, q, k, v, documents: Documents, softmax_scale, window_size):
+        """attend_rows as core_attention calls it in half `idx`."""
         if documents is not self.documents:
             raise ValueError(
                 f"documents are {documents} in a PingPong block of {self.documents}; expected those"
@@ -241,36 +229,21 @@ class _Step:
             raise ValueError(
                 f"PingPong: attention is called inside torch.utils.checkpoint; {INSIDE}"
             )
-        return plan_halves(documents, cut=self.cut, window_size=window_size, device=device)
-
-    def _attend_first(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, softmax_scale, window_size
-    ) -> Tensor:
-        own, _ = self._halves(documents, window_size, q.device)
-        self.left.append((k, v, self.turns.mark()))
-        return attention.attend_rows(
-            q, k, v, own, softmax_scale=softmax_scale, window_size=window_size
-        )
-
-    def _attend_second(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, softmax_scale, window_size
-    ) -> Tensor:
-        _, own = self._halves(documents, window_size, q.device)
-        self.num_calls += 1
-        if own.num_context_rows > 0 and self.num_calls <= len(self.left):
-            k, v = self._with_context(k, v, own.num_context_rows)
-        out = attention.attend_rows(
-            q, k, v, own, softmax_scale=softmax_scale, window_size=window_size
-        )
-        self.turns.mark_backward(out)
+        own = plan_halves(documents, self.cut, window_size, q.device)[idx]
+        if idx == 0:
+            self.left.append((k, v, self.turns.mark()))
+        else:
+            self.num_calls += 1
+            if own.num_context_rows > 0 and self.num_calls <= len(self.left):
+                left_k, left_v, event = self.left[self.num_calls - 1]
+                if event is not None:
+                    torch.cuda.current_stream(k.device).wait_event(event)
+                first = left_k.shape[0] - own.num_context_rows
+                k, v = torch.cat([left_k[first:], k]), torch.cat([left_v[first:], v])
+        out = attention.attend_rows(q, k, v, own, softmax_scale, window_size)
+        if idx == 1:
+            self.turns.mark_backward(out)
         return out
-
-    def _with_context(self, k: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        left_k, left_v, event = self.left[self.num_calls - 1]
-        if event is not None:
-            torch.cuda.current_stream(k.device).wait_event(event)
-        first = left_k.shape[0] - num_rows
-        return torch.cat([left_k[first:], k]), torch.cat([left_v[first:], v])
 
     def check_calls(self) -> None:
         if self.num_calls != len(self.left):

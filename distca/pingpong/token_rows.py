@@ -17,14 +17,12 @@ class TokenRows:
         """Halves are rows [0, row) and [row, num_tokens). `split`: see PingPong."""
         self.num_tokens, self.row = num_tokens, row
         x = args[0] if args else next(iter(kwargs.values()), None)
-        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        self.dims = (0, 1)
-        if isinstance(x, Tensor) and x.dim() > 2 and x.shape[0] == 1:
-            self.dims = (1, 0)  # [1, tokens, ...]: dimension 1 is looked at first
+        is_batch = isinstance(x, Tensor) and x.dim() > 2 and x.shape[0] == 1
+        self.dims = (1, 0) if is_batch else (0, 1)  # the order to look at them
         if not isinstance(x, Tensor) or self._dim(x) is None:
             raise ValueError(
-                f"PingPong: the block's first argument is {shape} for documents of {num_tokens} "
-                "tokens; expected [tokens, ...] or [1, tokens, ...]"
+                f"PingPong: the block's first argument is {_shape(x)} for documents of "
+                f"{num_tokens} tokens; expected [tokens, ...] or [1, tokens, ...]"
             )
         self.device = x.device
         halves = [self._halves(value, split, idx) for idx, value in enumerate(args)]
@@ -34,18 +32,16 @@ class TokenRows:
 
     def _dim(self, tensor: Tensor) -> int | None:
         """The dimension of tokens; None where there is none."""
-        for dim in self.dims:
-            if _may_be_tokens(tensor, dim) and tensor.shape[dim] == self.num_tokens:
-                return dim
-        return None
+        sizes = ((dim, _num_rows(tensor, dim)) for dim in self.dims)
+        return next((dim for dim, num_rows in sizes if num_rows == self.num_tokens), None)
 
     def _halves(self, value: object, split: Mapping, key: int | str) -> tuple:
         leaves, spec = pytree.tree_flatten(value)
         pairs = []
         for leaf in leaves:
-            dim = self._dim(leaf) if isinstance(leaf, Tensor) else None
-            if key in split and isinstance(leaf, Tensor):
-                dim = split[key]
+            dim = None
+            if isinstance(leaf, Tensor):
+                dim = split[key] if key in split else self._dim(leaf)
             if dim is None:
                 pairs.append((leaf, leaf))
                 continue
@@ -65,9 +61,7 @@ class TokenRows:
         (first, spec), (second, other_spec) = (pytree.tree_flatten(result) for result in results)
         if spec != other_spec:
             raise ValueError(f"PingPong: the block returned {spec} and {other_spec} for its halves")
-        return pytree.tree_unflatten(
-            [self._joined(a, b) for a, b in zip(first, second, strict=True)], spec
-        )
+        return pytree.tree_unflatten(list(map(self._joined, first, second)), spec)
 
     def _joined(self, first: object, second: object) -> Tensor | None:
         if first is None and second is None:
@@ -75,21 +69,20 @@ class TokenRows:
         counts = (self.row, self.num_tokens - self.row)
         if isinstance(first, Tensor) and isinstance(second, Tensor):
             for dim in self.dims:
-                if not _may_be_tokens(first, dim) or not _may_be_tokens(second, dim):
-                    continue
-                if (first.shape[dim], second.shape[dim]) == counts:
+                if (_num_rows(first, dim), _num_rows(second, dim)) == counts:
                     return torch.cat([first, second], dim)
-        shapes = [
-            list(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            for each in (first, second)
-        ]
         raise ValueError(
-            f"PingPong: the block returned {shapes[0]} and {shapes[1]} for {counts[0]} and "
-            f"{counts[1]} tokens; expected tensors with rows of tokens, in dimension 0 or in "
+            f"PingPong: the block returned {_shape(first)} and {_shape(second)} for {counts[0]} "
+            f"and {counts[1]} tokens; expected tensors with rows of tokens, in dimension 0 or in "
             "dimension 1 behind one of size 1, or None"
         )
 
 
-def _may_be_tokens(tensor: Tensor, dim: int) -> bool:
-    """Dimension 0, or 1 behind one of size 1."""
-    return tensor.dim() > dim and (dim == 0 or tensor.shape[0] == 1)
+def _num_rows(tensor: Tensor, dim: int) -> int | None:
+    """The size of a dimension that may be that of tokens: 0, or 1 behind one of size 1."""
+    may_be_tokens = tensor.dim() > dim and (dim == 0 or tensor.shape[0] == 1)
+    return tensor.shape[dim] if may_be_tokens else None
+
+
+def _shape(value: object) -> list[int] | str:
+    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -34,18 +34,16 @@ class Turns:
         self._turned: torch.cuda.Event | None = None  # the second half has its gradient, backward
 
     def __enter__(self) -> None:
-        current = self._current()
         for stream in self.streams:
-            stream.wait_stream(current)
+            stream.wait_stream(self._current())
 
     def __exit__(self, *_) -> None:
         self.join()  # again, after an error
-        current = self._current()
         for stream in self.streams:
-            stream.wait_stream(current)
+            stream.wait_stream(self._current())
 
-    def _current(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.streams[0].device) if self.streams else None
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.streams[0].device)
 
     def half(self, idx: int) -> contextlib.AbstractContextManager:
         """The stream of a half as the current one."""
@@ -57,9 +55,8 @@ class Turns:
 
     def join(self) -> None:
         """The current stream waits for both halves."""
-        current = self._current()
         for stream in self.streams:
-            current.wait_stream(stream)
+            self._current().wait_stream(stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """What the first half has computed so far, when it calls attention."""
@@ -79,10 +76,8 @@ class Turns:
 
     def follow(self, results: object) -> None:
         """Lets the backward pass of the first half's results wait for the second's attention."""
-        if not self.streams:
-            return
         for leaf in pytree.tree_leaves(results):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if self.streams and isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._follow)
 
     def _follow(self, _: Tensor) -> None:

@@ -55,10 +55,15 @@ def shard_batch(
 
     Raises ValueError for other shapes, and as Documents.sharded does.
     """
-    _check_shape("tokens", tokens, list(tokens.shape))
+    shape = list(tokens.shape)
     num_tokens = tokens.numel()
     labels = tokens if labels is None else labels
-    _check_shape("labels", labels, list(tokens.shape))
+    if shape not in ([num_tokens], [1, num_tokens]):
+        raise ValueError(
+            f"tokens has shape {shape}; expected [tokens] or [1, tokens]: one pack a step"
+        )
+    if list(labels.shape) != shape:
+        raise ValueError(f"labels has shape {list(labels.shape)}; expected {shape}")
     rank, world_size = 0, 1
     if dist.is_available() and dist.is_initialized():
         process_group = groups.resolve(group)
@@ -82,10 +87,3 @@ def shard_batch(
         num_predicted=num_predicted,
         loss_scale=world_size / max(1, num_predicted),
     )
-
-
-def _check_shape(name: str, tensor: Tensor, expected: list[int]) -> None:
-    shape = list(tensor.shape)
-    if shape != expected or len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
-        allowed = expected if shape != expected else "[tokens] or [1, tokens]: one pack a step"
-        raise ValueError(f"{name} has shape {shape}; expected {allowed}")

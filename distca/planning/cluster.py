@@ -17,7 +17,7 @@ DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, b
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines that a plan is for. Raises ValueError naming the field that is wrong."""
+    """The machines that a plan is for; torch.ops.distca.plan checks the fields."""
 
     num_ranks: int
     speeds: tuple[float, ...] | None = None
@@ -39,43 +39,22 @@ class Cluster:
     """One direction, of each rank, to ranks of other nodes; both links work at once. None: as
     link_bytes_per_second."""
 
-    def __post_init__(self) -> None:
-        if type(self.num_ranks) is not int or not 1 <= self.num_ranks <= MAX_RANKS:
-            raise ValueError(f"num_ranks is {self.num_ranks}; expected 1 to {MAX_RANKS}")
-        if self.speeds is not None:
-            check_speeds(self.speeds, self.num_ranks)
-        for name in ("memory_cap_bytes", "ranks_per_node"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is {value}; expected None or an integer above 0")
-        if type(self.rounds) is not int or self.rounds < 1:
-            raise ValueError(f"rounds is {self.rounds}; expected at least 1")
-        if type(self.kept_cap_bytes) is not int or self.kept_cap_bytes < 0:
-            raise ValueError(f"kept_cap_bytes is {self.kept_cap_bytes}; expected 0 or more")
-        for name in ("link_bytes_per_second", "node_link_bytes_per_second"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; expected a positive number")
-
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
         (inf: none); empty, [0, 2], where all servers are alike and without a cap."""
         if self.speeds is None and self.memory_cap_bytes is None:
             return torch.empty(0, 2, dtype=torch.float64)
-        servers = torch.ones(self.num_ranks, 2, dtype=torch.float64)
-        if self.speeds is not None:
-            servers[:, 0] = torch.tensor(self.speeds, dtype=torch.float64)
-        servers[:, 1] = math.inf if self.memory_cap_bytes is None else self.memory_cap_bytes
-        return servers
+        speeds = (1.0,) * self.num_ranks if self.speeds is None else self.speeds
+        cap_bytes = math.inf if self.memory_cap_bytes is None else self.memory_cap_bytes
+        return torch.tensor([[speed, cap_bytes] for speed in speeds], dtype=torch.float64)
 
     def links(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [3], ranks per node, bytes per second of a
         rank's link within a node and between nodes."""
-        inside = self.link_bytes_per_second
-        between = self.node_link_bytes_per_second or inside
-        return torch.tensor(
-            [self.ranks_per_node or self.num_ranks, inside, between], dtype=torch.float64
-        )
+        inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
+        between = inside if between is None else between
+        node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
+        return torch.tensor([node, inside, between], dtype=torch.float64)
 
 
 def cluster_of(
@@ -85,12 +64,18 @@ def cluster_of(
     rank alone, and ranks that do not balance, compute what they have."""
     measured = measured_links(options)
     default_inside, default_between = DEFAULT_LINKS_GB_PER_S[device_type]
+
+    def bytes_per_second(gb_per_s: float | None, link: Link | None, default: float) -> float:
+        if gb_per_s is None and link is not None:
+            return link.bytes_per_second
+        return 1e9 * (default if gb_per_s is None else gb_per_s)
+
     # A cost table of one rank per node has only the link between nodes. Use it for both.
-    inside = _link(options.link_gb_per_s, measured.inside or measured.between, default_inside)
+    inside = measured.inside or measured.between
     links = {
         "ranks_per_node": options.ranks_per_node or ranks_per_node,
-        "link_bytes_per_second": inside,
-        "node_link_bytes_per_second": _link(
+        "link_bytes_per_second": bytes_per_second(options.link_gb_per_s, inside, default_inside),
+        "node_link_bytes_per_second": bytes_per_second(
             options.node_link_gb_per_s, measured.between, default_between
         ),
     }
@@ -108,29 +93,11 @@ def memory_cap_bytes(options: Options) -> int | None:
     return None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
 
 
-def _link(gb_per_s: float | None, measured: Link | None, default_gb_per_s: float) -> float:
-    """Return bytes per second out of one rank: the option, the measured value, or the default."""
-    if gb_per_s is None and measured is not None:
-        return measured.bytes_per_second
-    return 1e9 * (default_gb_per_s if gb_per_s is None else gb_per_s)
-
-
 def ranks_of_a_node(nodes: Sequence[int]) -> int:
     """Ranks that share a node if `nodes` names each rank's, in rank order. Where nodes hold unequal
     runs of ranks, the most that divides them all: the planner then takes some links for slower
     than they are."""
     return math.gcd(*(len(list(run)) for _, run in itertools.groupby(nodes)))
-
-
-def check_speeds(speeds: tuple[float, ...], num_ranks: int) -> None:
-    """Raises ValueError unless there is one speed a rank, none negative and not all 0."""
-    if len(speeds) != num_ranks:
-        raise ValueError(f"speeds has {len(speeds)} entries; expected one for each of {num_ranks}")
-    for rank, speed in enumerate(speeds):
-        if not 0 <= speed < math.inf:
-            raise ValueError(f"speeds[{rank}] is {speed}; expected 0 or a positive number")
-    if not any(speeds):
-        raise ValueError("speeds are all 0; expected at least one server")
 
 
 def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:

@@ -6,14 +6,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distca.options import Options
+from distca.options import Options, check
 from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
@@ -119,22 +118,30 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for name, known in (("device_type", TILE), ("dtype", DTYPE_BYTES)):
-            if getattr(self, name) not in list(known):
-                _refuse(name, getattr(self, name), "one of " + ", ".join(known))
-        for name in ("device_name", "torch", "date"):
-            if type(getattr(self, name)) is not str:
-                _refuse(name, getattr(self, name), "text")
-        for name in ("heads_q", "heads_kv", "head_dim"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MAX_TABLE_POINT:
-                _refuse(name, value, f"an integer from 1 to {MAX_TABLE_POINT}")
+            check(name, value, value in list(known), "one of " + ", ".join(known))
+        for name in ("device_name", "torch", "date"):
+            value = getattr(self, name)
+            check(name, value, type(value) is str, "text")
+        for name in ("heads_q", "heads_kv", "head_dim"):
+            _check_point(name, getattr(self, name))
         for name in ("rows", "keys"):
-            _check_axis(name, getattr(self, name))
+            axis, expected = getattr(self, name), f"a list of 1 to {MAX_TABLE_POINTS} integers"
+            check(name, axis, type(axis) is list and 1 <= len(axis) <= MAX_TABLE_POINTS, expected)
+            before = 0
+            for idx, point in enumerate(axis):
+                _check_point(f"{name}[{idx}]", point)
+                check(f"{name}[{idx}]", point, point > before, f"more than the {before} before it")
+                before = point
         for name in ("forward_seconds", "backward_seconds"):
-            _check_seconds(name, getattr(self, name), len(self.rows), len(self.keys))
+            seconds = getattr(self, name)
+            _check_list(name, seconds, len(self.rows), "lists, one for each of rows")
+            for i, line in enumerate(seconds):
+                _check_list(f"{name}[{i}]", line, len(self.keys), "numbers, one for each of keys")
+                for j, value in enumerate(line):
+                    _check_number(f"{name}[{i}][{j}]", value)
         _check_number("seconds_per_task", self.seconds_per_task, zero=True)
-        if type(self.links) is not Links:
-            _refuse("links", self.links, "inside and between")
+        check("links", self.links, type(self.links) is Links, "inside and between")
 
     @property
     def shape(self) -> AttentionShape:
@@ -144,8 +151,7 @@ class Calibration:
     @property
     def seconds(self) -> list[list[float]]:
         """[rows][keys], forward and backward of one layer."""
-        both = np.array(self.forward_seconds) + np.array(self.backward_seconds)
-        return both.tolist()
+        return np.add(self.forward_seconds, self.backward_seconds).tolist()
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
@@ -161,8 +167,8 @@ class Calibration:
     def _of_content(cls, content: object) -> "Calibration":
         names = {"format"} | {field.name for field in fields(cls)}
         _check_names("the file", content, names)
-        if content["format"] != CALIBRATION_FORMAT or type(content["format"]) is not int:
-            _refuse("format", content["format"], str(CALIBRATION_FORMAT))
+        is_known = content["format"] == CALIBRATION_FORMAT and type(content["format"]) is int
+        check("format", content["format"], is_known, str(CALIBRATION_FORMAT))
         links = content["links"]
         _check_names("links", links, {"inside", "between"})
         by_level = {}
@@ -184,48 +190,31 @@ class Calibration:
         path.write_text(json.dumps({"format": CALIBRATION_FORMAT, **asdict(self)}) + "\n")
 
 
-def _refuse(name: str, value: object, expected: str) -> None:
-    raise ValueError(f"{name} is {value!r:.80}; expected {expected}")
-
-
 def _check_names(name: str, content: object, expected: set[str]) -> None:
-    if type(content) is not dict:
-        _refuse(name, content, "an object with " + ", ".join(sorted(expected)))
+    listed = ", ".join(sorted(expected))
+    check(name, content, type(content) is dict, f"an object with {listed}")
     wrong = expected ^ content.keys()
     if wrong:
         field = min(wrong)
         state = "is missing" if field in expected else "is not known"
-        raise ValueError(
-            f"{name}: field {field!r:.40} {state}; expected {', '.join(sorted(expected))}"
-        )
+        raise ValueError(f"{name}: field {field!r:.40} {state}; expected {listed}")
 
 
 def _check_number(name: str, value: object, zero: bool = False) -> None:
     """Integers of any length are compared as they are: not all of them are floats."""
     numeric = type(value) in (int, float)
-    if not numeric or not (0 < value <= sys.float_info.max or (zero and value == 0)):
-        _refuse(name, value, "zero or a positive number" if zero else "a positive number")
+    is_valid = numeric and (0 < value <= sys.float_info.max or (zero and value == 0))
+    check(name, value, is_valid, "zero or a positive number" if zero else "a positive number")
 
 
-def _check_axis(name: str, axis: object) -> None:
-    if type(axis) is not list or not 1 <= len(axis) <= MAX_TABLE_POINTS:
-        _refuse(name, axis, f"a list of 1 to {MAX_TABLE_POINTS} integers")
-    for idx, point in enumerate(axis):
-        if type(point) is not int or not 1 <= point <= MAX_TABLE_POINT:
-            _refuse(f"{name}[{idx}]", point, f"an integer from 1 to {MAX_TABLE_POINT}")
-    for idx, (before, point) in enumerate(pairwise(axis), start=1):
-        if point <= before:
-            _refuse(f"{name}[{idx}]", point, f"more than the {before} before it")
+def _check_point(name: str, value: object) -> None:
+    is_valid = type(value) is int and 1 <= value <= MAX_TABLE_POINT
+    check(name, value, is_valid, f"an integer from 1 to {MAX_TABLE_POINT}")
 
 
-def _check_seconds(name: str, seconds: object, num_rows: int, num_keys: int) -> None:
-    if type(seconds) is not list or len(seconds) != num_rows:
-        _refuse(name, seconds, f"a list of {num_rows} lists, one for each of rows")
-    for i, line in enumerate(seconds):
-        if type(line) is not list or len(line) != num_keys:
-            _refuse(f"{name}[{i}]", line, f"a list of {num_keys} numbers, one for each of keys")
-        for j, value in enumerate(line):
-            _check_number(f"{name}[{i}][{j}]", value)
+def _check_list(name: str, value: object, count: int, content: str) -> None:
+    is_valid = type(value) is list and len(value) == count
+    check(name, value, is_valid, f"a list of {count} {content}")
 
 
 def check_device(device: torch.device, name: str) -> None:
@@ -234,10 +223,7 @@ def check_device(device: torch.device, name: str) -> None:
         raise ValueError(f"{name} is on {device}; expected {' or '.join(sorted(TILE))}")
 
 
-@functools.lru_cache(maxsize=8)
-def calibration_of(path: str) -> Calibration:
-    """Calibration.load, once a process."""
-    return Calibration.load(path)
+calibration_of = functools.lru_cache(maxsize=8)(Calibration.load)  # once a process
 
 
 def measured_links(options: Options) -> Links:
@@ -281,8 +267,8 @@ def _measured_cost(path: str, shape: AttentionShape, device_type: str) -> Tensor
     seconds *= scale
     per_task = measured.seconds_per_task * scale
     head = [tile, tile, seconds[0, 0], per_task, len(rows), len(keys)]
-    parts = [np.array(head), rows, keys, seconds.ravel()]
-    return torch.from_numpy(np.concatenate(parts).astype(np.float64))
+    parts = np.concatenate([head, rows, keys, seconds.ravel()])
+    return torch.from_numpy(parts.astype(np.float64))
 
 
 def whole_tiles(measured: Calibration, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

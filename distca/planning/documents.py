@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from distca.options import check
+
 MAX_DOCUMENTS_PER_RANK = 2**31  # ids of whole documents are (rank + 1) * 2**32 + index
 INT32_MAX = 2**31 - 1  # row indices and the kernels' windows are int32
 
@@ -28,28 +30,22 @@ class Documents:
         ValueError for anything else.
         """
         offsets = _integers(cu_seqlens, "cu_seqlens")
+        wrong = None
         if offsets.numel() == 0 or offsets[0] != 0:
-            raise ValueError(
-                f"cu_seqlens is {_abridged(offsets)}; expected a list from 0 to the number of "
-                "tokens"
-            )
-        if (offsets[1:] < offsets[:-1]).any():
-            raise ValueError(f"cu_seqlens is {_abridged(offsets)}; expected it never to decrease")
-        if offsets[-1] > INT32_MAX:
-            raise ValueError(
-                f"cu_seqlens is {_abridged(offsets)}, up to {int(offsets[-1])}; a rank holds at "
-                f"most {INT32_MAX} tokens"
-            )
+            wrong = "; expected a list from 0 to the number of tokens"
+        elif (offsets[1:] < offsets[:-1]).any():
+            wrong = "; expected it never to decrease"
+        elif offsets[-1] > INT32_MAX:
+            wrong = f", up to {int(offsets[-1])}; a rank holds at most {INT32_MAX} tokens"
+        if wrong is not None:
+            raise ValueError(f"cu_seqlens is {_abridged(offsets)}{wrong}")
         lengths = offsets.diff()
         starts, context = torch.zeros_like(lengths), torch.zeros_like(lengths)
         if num_context_rows != 0:
             first = int((lengths > 0).nonzero()[:1].sum())  # 0 where all are empty
-            most = int(lengths[first : first + 1].sum()) - 1
-            if not 0 <= num_context_rows <= most:
-                raise ValueError(
-                    f"num_context_rows is {num_context_rows}; expected 0 to {max(0, most)}: a "
-                    "part of the first document"
-                )
+            most = max(0, int(lengths[first : first + 1].sum()) - 1)
+            expected = f"0 to {most}: a part of the first document"
+            check("num_context_rows", num_context_rows, 0 <= num_context_rows <= most, expected)
             context[first] = num_context_rows
         self._set_pieces(torch.arange(lengths.numel()), starts, lengths, context)
 
@@ -66,8 +62,7 @@ class Documents:
         lengths = _integers(lengths, "lengths")
         if (lengths < 0).any():
             raise ValueError(f"lengths is {_abridged(lengths)}; expected integers >= 0")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}; expected 0 <= rank < world_size = {world_size}")
+        check("rank", rank, 0 <= rank < world_size, f"0 <= rank < world_size = {world_size}")
         rounded = lengths.sum(dtype=torch.float64).item()  # cannot overflow; exact up to 2**53
         if rounded > world_size * INT32_MAX:
             raise ValueError(
@@ -95,20 +90,22 @@ class Documents:
         # torch.compile would recompile a look-up by identity for the documents of each step.
         self._plans: dict = {}  # by window_size
         self._local_plans: dict = {}  # by (window_size, device)
+        self._halves: dict = {}  # by (cut, window_size)
 
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 [num_pieces + 1], CPU: row at which each piece of a document begins."""
-        return torch.nn.functional.pad(self._pieces[:, 2].cumsum(0), (1, 0)).to(torch.int32)
+        return self._offsets().to(torch.int32)
+
+    def _offsets(self) -> Tensor:
+        return torch.nn.functional.pad(self._pieces[:, 2].cumsum(0), (1, 0))
 
     @property
     def position_ids(self) -> Tensor:
         """int64 [num_tokens], CPU: position of each row in its document, for RoPE."""
         _, start, length, _ = self._pieces.unbind(1)
-        shift = start - (length.cumsum(0) - length)
-        num_rows = self.num_context_rows + self.num_tokens
-        position = torch.arange(num_rows) + shift.repeat_interleave(length)
-        return position[self.num_context_rows :]
+        shift = (start - self._offsets()[:-1]).repeat_interleave(length)
+        return (torch.arange(len(shift)) + shift)[self.num_context_rows :]
 
     def halves(
         self, row: int, window_size: tuple[int, int] = (-1, 0)
@@ -122,9 +119,9 @@ class Documents:
         """
         if self.crosses_ranks or self.num_context_rows > 0:
             raise ValueError(f"{self} cannot be halved; expected whole documents, no context rows")
-        if not 0 <= row <= self.num_tokens:
-            raise ValueError(f"row is {row}; expected 0 to {self.num_tokens}, the number of tokens")
-        offsets = torch.nn.functional.pad(self._pieces[:, 2].cumsum(0), (1, 0))
+        expected = f"0 to {self.num_tokens}, the number of tokens"
+        check("row", row, 0 <= row <= self.num_tokens, expected)
+        offsets = self._offsets()
         before, behind = offsets[offsets < row], offsets[offsets > row]
         num_context = 0 if (offsets == row).any() else row - int(before[-1])
         left, right = window_size
@@ -169,7 +166,7 @@ def check_window(window_size: Sequence[int]) -> tuple[int, int]:
 
 
 def _integers(values: Tensor | Sequence[int], name: str) -> Tensor:
-    """`values` as a one-dimensional int64 tensor on the CPU; a fraction is never cut off."""
+    """`values` as one-dimensional int64 on the CPU; a fraction is never cut off."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,7 +1,9 @@
-"""Exchange pieces and headers between ranks, and compare the headers, before ranks plan."""
+"""Exchange headers and pieces between ranks, and compare the headers, before ranks plan."""
 
+import functools
 import hashlib
 import socket
+from collections.abc import Callable
 from dataclasses import astuple
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from distca import ops
 from distca.options import Options
 from distca.planning.cost import AttentionShape
-from distca.planning.pieces import check_counts, gather_pieces
+from distca.planning.documents import INT32_MAX
 from distca.ranks.session import Session
 
 HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
@@ -21,30 +23,43 @@ NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # the node, by its host name
 TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
 NUM_WORDS = TIMES_WORDS.stop
 
+MAX_PIECES = INT32_MAX  # of all ranks
+MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps
+LEAST_PIECES = 65536  # of all ranks in one exchange: 2.6 MB
+
 
 def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
     return [ops.version(), step, options.digest(), *window_size]
 
 
+@functools.cache
 def node() -> int:
     """Return 63 bits that differ between hosts."""
     return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
 
 
-def shape_words(session: Session, shape: AttentionShape | None) -> list[int]:
+def words_of(
+    session: Session, step: int, window_size: tuple[int, int], shape: AttentionShape | None
+) -> list[int]:
+    """Return what this rank tells the others of itself, NUM_WORDS words. Without a shape it is that
+    of the last attention, 0 before any."""
+    words = [0] * SHAPE_WORDS
     if shape is not None:
-        return list(astuple(shape))
-    if session.num_ranks == 1:
-        return [0] * SHAPE_WORDS
-    shapes = (ops.attention_shape(each.group_name) for each in (session, *session.halves))
-    return next((words for words in shapes if any(words)), [0] * SHAPE_WORDS)
+        words = astuple(shape)
+    elif session.num_ranks > 1:
+        shapes = (ops.attention_shape(each.group_name) for each in (session, *session.halves))
+        words = next((each for each in shapes if any(each)), words)
+    return [*header_of(step, session.options, window_size), *words, node(), *session.times_us]
 
 
-def exchange(
-    session: Session, pieces: Tensor, words: list[int]
-) -> tuple[Tensor, AttentionShape, Tensor]:
-    """Return the pieces of all ranks in rank order, their common attention shape, and every rank's
-    words. Collective."""
+def shape_of(headers: Tensor) -> AttentionShape:
+    """Return the shape that all ranks name, else the default."""
+    shapes = headers[:, HEADER_WORDS:NODE_WORD]
+    return AttentionShape.from_words((shapes[0] * (shapes == shapes[0]).all()).tolist())
+
+
+def exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the pieces of all ranks in rank order, and every rank's words. Collective."""
     step = words[HEADER_NAMES.index("step")]
 
     def all_gather(tensor: Tensor) -> Tensor:
@@ -54,30 +69,63 @@ def exchange(
     check_headers(headers)  # raises on all ranks alike, even if only some plan halves
     counts = headers[:, -1].tolist()
     check_counts(counts)
-    gathered = gather_pieces(pieces, counts, all_gather)
-    shapes = headers[:, HEADER_WORDS : HEADER_WORDS + SHAPE_WORDS]
-    agreed = shapes[0] if (shapes == shapes[0]).all() else torch.zeros(SHAPE_WORDS)
-    shape = AttentionShape.from_words(agreed.to(torch.int64).tolist())
-    return gathered, shape, headers
+    return gather_pieces(pieces, counts, all_gather), headers
 
 
 def check_headers(headers: Tensor) -> None:
     """Raise ValueError on every rank if ranks plan different steps."""
     differences = []
-    for idx, name in enumerate(HEADER_NAMES):
-        values = headers[:, idx].tolist()
-        if len(set(values)) == 1:
-            continue
-        by_value = {
-            value: [rank for rank, other in enumerate(values) if other == value]
-            for value in dict.fromkeys(values)
-        }
-        differences.append(
-            f"{name}: "
-            + ", ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-        )
+    for name, values in zip(HEADER_NAMES, headers.T.tolist(), strict=False):
+        ranks_by_value: dict[int, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_by_value.setdefault(value, []).append(rank)
+        if len(ranks_by_value) > 1:
+            on_ranks = (f"{value} on ranks {ranks}" for value, ranks in ranks_by_value.items())
+            differences.append(f"{name}: " + ", ".join(on_ranks))
     if differences:
         raise ValueError(
             "distca: ranks disagree on the plan, nothing was sent: " + "; ".join(differences) + ". "
             "All ranks of a group must run the same version with the same options and windows."
         )
+
+
+def check_counts(counts: list[int]) -> None:
+    """Raise ValueError unless each rank announces a possible number of pieces."""
+    for rank, count in enumerate(counts):
+        if not 0 <= count <= MAX_PIECES:
+            raise ValueError(
+                f"distca: rank {rank} announces {count} pieces of documents; expected 0 to "
+                f"{MAX_PIECES}. What it sent was damaged, or it runs another build: install the "
+                "same one on all ranks"
+            )
+    if sum(counts) > MAX_PIECES:
+        most = counts.index(max(counts))
+        raise ValueError(
+            f"distca: all ranks announce {sum(counts)} pieces of documents, rank {most} alone "
+            f"{counts[most]}; expected at most {MAX_PIECES}. Plan fewer documents in one step"
+        )
+
+
+def pieces_at_a_time(counts: list[int]) -> int:
+    """Return how many pieces each rank sends in one exchange, equal on all ranks. All together are
+    at most MEAN_COUNTS times the number of all pieces, or LEAST_PIECES if that is more."""
+    most = max(LEAST_PIECES, MEAN_COUNTS * sum(counts)) // len(counts)
+    return max(1, min(most, max(counts)))
+
+
+def gather_pieces(
+    pieces: Tensor, counts: list[int], all_gather: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the pieces of all ranks in rank order: int64 [sum(counts), words].
+
+    Collective: each rank passes its own pieces, [count, words], and the counts of all ranks. All
+    ranks call all_gather(tensor) -> [num_ranks, *tensor.shape] equally often.
+    """
+    size = pieces_at_a_time(counts)
+    parts_by_rank: list[list[Tensor]] = [[] for _ in counts]
+    for first in range(0, max(1, *counts), size):
+        part = pieces[first : first + size]
+        gathered = all_gather(torch.nn.functional.pad(part, (0, 0, 0, size - part.shape[0])))
+        for rank, count in enumerate(counts):
+            parts_by_rank[rank].append(gathered[rank, : max(0, count - first)].clone())
+    return torch.cat([part for parts in parts_by_rank for part in parts])

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distca.options import check
+
 MAX_LENGTH = 2**31 - 1
 
 
@@ -31,15 +33,12 @@ class Pack:
     @property
     def lengths(self) -> np.ndarray:
         """[num_documents] tokens."""
-        return self._tokens_by(1, self.num_documents)
+        return np.bincount(self.pieces[:, 1], self.pieces[:, 3], self.num_documents).astype(int)
 
     @property
     def tokens(self) -> np.ndarray:
         """[num_ranks] tokens."""
-        return self._tokens_by(0, self.num_ranks)
-
-    def _tokens_by(self, column: int, count: int) -> np.ndarray:
-        return np.bincount(self.pieces[:, column], self.pieces[:, 3], count).astype(np.int64)
+        return np.bincount(self.pieces[:, 0], self.pieces[:, 3], self.num_ranks).astype(int)
 
 
 def check_lengths(lengths: object, name: str) -> list[int]:
@@ -47,11 +46,9 @@ def check_lengths(lengths: object, name: str) -> list[int]:
     if not isinstance(lengths, list):
         raise ValueError(f"{name}: holds {lengths!r:.80}; expected a list of document lengths")
     for idx, length in enumerate(lengths):
-        if type(length) is not int or not 0 <= length <= MAX_LENGTH:
-            raise ValueError(
-                f"{name}: length {idx} is {length!r:.80}; expected an integer from 0 to "
-                f"{MAX_LENGTH} tokens"
-            )
+        is_length = type(length) is int and 0 <= length <= MAX_LENGTH
+        expected = f"an integer from 0 to {MAX_LENGTH} tokens"
+        check(f"{name}: length {idx}", length, is_length, expected)
     if not any(lengths):
         raise ValueError(f"{name}: no document has a token; expected at least one length above 0")
     return [length for length in lengths if length > 0]

@@ -1,9 +1,8 @@
 """A plan of one step: its tasks for all ranks, and this rank's layout."""
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -23,15 +22,8 @@ from distca.planning.cluster import (
 )
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.documents import Documents
-from distca.planning.exchange import (
-    NODE_WORD,
-    TIMES_WORDS,
-    exchange,
-    header_of,
-    node,
-    shape_words,
-)
-from distca.ranks.session import NOT_TIMED, Session, configured
+from distca.planning.exchange import NODE_WORD, TIMES_WORDS, exchange, shape_of, words_of
+from distca.ranks.session import Session, configured
 from distca.watching.figures import max_over_mean
 
 CAUSAL = (-1, 0)
@@ -93,38 +85,36 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class Solution:
-    """The planner thread's result: host tensors and figures."""
+    """The planner thread's result, on the host."""
 
     layout: Tensor
     packed_rows: Tensor
-    loads: list[list[float]]
-    plan_ms: float
-    pieces: Tensor
-    """Of all ranks."""
-    encoded: Tensor
-    """As torch.ops.distca.plan returns it."""
+    kept_rows: tuple[int, int]  # room for so many queries, keys: see lay_out
+    pieces: Tensor  # of all ranks
+    encoded: Tensor  # as torch.ops.distca.plan returns it
     shape: AttentionShape
-    kept_rows: tuple[int, int]
-    attention_ms: list[float] = field(default_factory=list)
-    exposed_ms: list[float] = field(default_factory=list)
+    report: PlanReport
 
 
 class Plan:
     """One rank's share of a plan. Operators can use it once `wait` has returned."""
 
     def __init__(
-        self, pending: Future, device: torch.device, session: Session | None = None
+        self,
+        pending: Future,
+        device: torch.device,
+        session: Session | None = None,
+        batch: int | None = None,
     ) -> None:
-        self._pending = pending
-        self._device = device
+        self._pending, self._device = pending, device
         self._report: PlanReport | None = None
         self.group = session.group if session else None  # None: this rank alone
         self.group_name = session.group_name if session else ""
-        self.batch: int | None = None  # see Problem
+        self.batch = batch  # see Problem
         self.observer: Callable[[PlanReport], object] | None = None  # told of the report
         self.layout: Tensor | None = None  # int64, CPU
         self.rows: Tensor | None = None  # int32, on the device
-        self.kept_rows = (0, 0)  # room for so many queries, keys: see kept_rows_of
+        self.kept_rows = (0, 0)  # see Solution
 
     def wait(self) -> "Plan":
         """Wait for the planner thread. Raises the error of that thread, on every call."""
@@ -142,17 +132,7 @@ class Plan:
         self.layout, self.kept_rows = solution.layout, solution.kept_rows
         for tensor in (self.layout, self.rows):  # lengths differ from plan to plan: compile once
             _torch_private.mark_dynamic(tensor, 0)
-        before, after, bytes_out, bytes_in, *_ = zip(*solution.loads, strict=True)
-        self._report = PlanReport(
-            list(before),
-            list(after),
-            [int(value) for value in bytes_out],
-            [int(value) for value in bytes_in],
-            solution.plan_ms,
-            waited_ms,
-            solution.attention_ms,
-            solution.exposed_ms,
-        )
+        self._report = replace(solution.report, waited_ms=waited_ms)
         if self.observer is not None:
             self.observer(self._report)
         return self
@@ -161,27 +141,20 @@ class Plan:
         """Wait for the planner thread, and return its result."""
         if self._pending.done():
             return self._pending.result()
-        with torch.profiler.record_function("distca wait for plan"), awaited(self.group_name):
-            return self._pending.result()
+        with torch.profiler.record_function("distca wait for plan"):
+            # Ranks that wait for this one elsewhere learn of it.
+            if self.group_name:
+                ops.await_plan(self.group_name, True)
+            try:
+                return self._pending.result()
+            finally:
+                if self.group_name:
+                    ops.await_plan(self.group_name, False)
 
     def report(self) -> PlanReport:
         """Wait for the plan, and return its figures."""
         self.wait()
         return self._report
-
-
-@contextlib.contextmanager
-def awaited(group_name: str) -> Iterator[None]:
-    """Marks a scope in which this rank waits for the planner thread of its group, so that ranks
-    that wait for this one elsewhere learn of it."""
-    if not group_name:
-        yield
-        return
-    ops.await_plan(group_name, True)
-    try:
-        yield
-    finally:
-        ops.await_plan(group_name, False)
 
 
 def submit(
@@ -192,32 +165,25 @@ def submit(
     shape: AttentionShape | None,
 ) -> Plan:
     """Let the planner thread plan `documents`, and attach the plan to them."""
-    session.read_times()
+    session.time_step(session.num_plans)
     problem = next_problem(session, window_size, device)
-    problem = replace(problem, batch=_batch_of(session, documents, window_size, problem.step))
-    pending = session.planner.submit(
-        _solve_together, session, documents, problem, shape_words(session, shape)
-    )
-    plan = documents._plans[window_size] = Plan(pending, device, session)
-    plan.batch = problem.batch
-    session.time_step(problem.step)
-    if session.monitor is not None:
-        plan.observer = functools.partial(_record, session, problem.step)
-    return plan
-
-
-def _batch_of(
-    session: Session, documents: Documents, window_size: tuple[int, int], step: int
-) -> int:
-    """Return the newest batch of the documents' plans over this group that has no plan for this
-    window yet, or else `step`, which begins a batch."""
-    batches = {
+    batches = {  # by window, of the plans for these documents over this group
         window: plan.batch
         for window, plan in documents._plans.items()
         if plan.group_name == session.group_name
     }
-    newest = max(batches.values(), default=step)
-    return newest if batches.get(window_size) != newest else step
+    # The newest batch that has no plan for this window yet, else a new one.
+    newest = max(batches.values(), default=problem.step)
+    batch = newest if batches.get(window_size) != newest else problem.step
+    words = words_of(session, problem.step, window_size, shape)
+    pending = session.planner.submit(
+        _solve_together, session, documents, replace(problem, batch=batch), words
+    )
+    plan = documents._plans[window_size] = Plan(pending, device, session, batch)
+    if session.monitor is not None:  # records on the planner thread, which has time
+        record = functools.partial(session.planner.submit, session.monitor.record, problem.step)
+        plan.observer = lambda report: record(report.record())
+    return plan
 
 
 def group_of(documents: Documents) -> ProcessGroup | None:
@@ -227,22 +193,9 @@ def group_of(documents: Documents) -> ProcessGroup | None:
 
 def next_problem(session: Session, window_size: tuple[int, int], device: torch.device) -> "Problem":
     """Return the problem of a session's next plan, and count that plan."""
-    step = session.num_plans
+    problem = Problem(session.rank, session.num_ranks, window_size, device.type, session.num_plans)
     session.num_plans += 1
-    return Problem(
-        session.rank,
-        session.num_ranks,
-        window_size,
-        device.type,
-        step,
-        times_us=session.times_us,
-        by_peer_memory=session.by_peer_memory,
-    )
-
-
-def _record(session: Session, step: int, report: PlanReport) -> None:
-    """On the planner thread, which has time."""
-    session.planner.submit(session.monitor.record, step, report.record())
+    return replace(problem, by_peer_memory=session.by_peer_memory)
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
@@ -251,8 +204,9 @@ def local_plan(documents: Documents, window_size: tuple[int, int], device: torch
     Raises ValueError for documents that cross ranks, whose keys are elsewhere.
     """
     key = (tuple(window_size), device)
-    if key in documents._local_plans:
-        return documents._local_plans[key]
+    plan = documents._local_plans.get(key)
+    if plan is not None:
+        return plan
     if documents.crosses_ranks:
         raise ValueError(
             f"{documents} cross ranks and have no plan for window_size {window_size}; call "
@@ -276,28 +230,25 @@ class Problem:
     step: int
     batch: int | None = None  # step of the first plan for the same documents; None: this one
     ranks_per_node: int | None = None  # as host names say
-    times_us: tuple[int, int] = NOT_TIMED  # this rank's latest, for the other ranks
     by_peer_memory: bool = False  # how rows travel
 
 
 def _solve_together(
-    session: Session, documents: Documents, problem: Problem, attention_shape: list[int]
+    session: Session, documents: Documents, problem: Problem, words: list[int]
 ) -> Solution:
     """On the planner thread: exchange, plan, layout."""
     start = time.perf_counter()
-    options = session.options
-    pieces, shape = documents.pieces(session.rank), AttentionShape.from_words(attention_shape)
-    times = torch.tensor([problem.times_us])
+    pieces, headers = documents.pieces(session.rank), torch.tensor([words])
     if session.num_ranks > 1:
-        words = [*header_of(problem.step, options, problem.window_size), *attention_shape]
-        words += [node(), *problem.times_us]
-        pieces, shape, headers = exchange(session, pieces, words)
-        nodes, times = headers[:, NODE_WORD].tolist(), headers[:, TIMES_WORDS]
+        pieces, headers = exchange(session, pieces, words)
+        nodes = headers[:, NODE_WORD].tolist()
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes))
-    measured = (times / 1e3).T.tolist() if (times >= 0).all() else [[], []]
-    solution = _solve(problem, pieces, options, shape)
+    times_ms = headers[:, TIMES_WORDS].T / 1e3
+    attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
+    solution = _solve(problem, pieces, session.options, shape_of(headers))
     plan_ms = 1e3 * (time.perf_counter() - start)
-    return replace(solution, plan_ms=plan_ms, attention_ms=measured[0], exposed_ms=measured[1])
+    measured = {"plan_ms": plan_ms, "attention_ms": attention_ms, "exposed_ms": exposed_ms}
+    return replace(solution, report=replace(solution.report, **measured))
 
 
 def balance(
@@ -338,25 +289,18 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
-    layout, packed_rows = lay_out(problem, pieces, encoded, options, shape)
-    kept_rows = kept_rows_of(layout, options)
-    plan_ms = 1e3 * (time.perf_counter() - start)
-    return Solution(layout, packed_rows, loads.tolist(), plan_ms, pieces, encoded, shape, kept_rows)
-
-
-def kept_rows_of(layout: Tensor, options: Options) -> tuple[int, int]:
-    """Visiting query and key rows for whose inputs core_attention makes room, to keep them for the
-    backward pass. Two at least where any may be: torch.compile specialises 0 and 1."""
-    if options.keep_inputs_gb == 0:
-        return 0, 0
-    queries, keys = ops.kept_rows(layout)
-    return max(2, queries), max(2, keys)
+    laid_out = lay_out(problem, pieces, encoded, options, shape)
+    before, after, bytes_out, bytes_in, *_ = loads.T.tolist()
+    moved = (list(map(int, bytes_out)), list(map(int, bytes_in)))
+    report = PlanReport(before, after, *moved, 1e3 * (time.perf_counter() - start), waited_ms=0.0)
+    return Solution(*laid_out, pieces, encoded, shape, report)
 
 
 def lay_out(
     problem: Problem, pieces: Tensor, encoded: Tensor, options: Options, shape: AttentionShape
-) -> tuple[Tensor, Tensor]:
-    """This rank's layout and packed rows, for the upload to its device."""
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """This rank's layout and packed rows, for the upload to its device, and the visiting query and
+    key rows for whose inputs core_attention makes room, to keep them for the backward pass."""
     layout, packed_rows = ops.layout(
         pieces,
         encoded,
@@ -371,4 +315,8 @@ def lay_out(
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()
-    return layout, packed_rows
+    if options.keep_inputs_gb == 0:
+        return layout, packed_rows, (0, 0)
+    queries, keys = ops.kept_rows(layout)
+    # Two at least where any may be: torch.compile specialises 0 and 1.
+    return layout, packed_rows, (max(2, queries), max(2, keys))

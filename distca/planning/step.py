@@ -1,14 +1,26 @@
-"""Plan one step: its documents and, once a group uses halves, their halves too."""
+"""Plan one step: its documents and, once a group uses halves, their halves too. Each rank cuts its
+rows in two, and the tasks of a plan are cut there too."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca import ops
+from distca.planning import plan as plans
 from distca.planning.cost import AttentionShape, check_device
 from distca.planning.documents import Documents, check_window
-from distca.planning.halves import plan_halves_ahead
-from distca.planning.plan import CAUSAL, Plan, submit
-from distca.ranks.session import opened
+from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, check_headers, header_of
+from distca.planning.plan import CAUSAL, Plan, Problem, Solution
+from distca.ranks.session import Session, halves_of, opened
+
+NO_ROW = -1  # of a rank that cannot cut its documents
+
+Cut = Callable[[Documents], int]
+Halves = tuple[Documents, Documents]
 
 
 def plan(
@@ -38,8 +50,118 @@ def plan(
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    step_plan = submit(session, documents, window_size, device, shape)
+    step_plan = plans.submit(session, documents, window_size, device, shape)
     # All ranks must do this for the same windows, wherever documents are cut on this rank.
     if session.cut is not None and window_size[1] == 0 and not documents.crosses_ranks:
-        plan_halves_ahead(session, documents, window_size, device)
+        try:
+            row = session.cut(documents)
+            halves = documents.halves(row, window_size)
+        except Exception:  # plan_halves raises it; no rank gets halves
+            row, halves = NO_ROW, ()
+        _submit_halves(session, documents, row, halves, window_size, device)
     return step_plan if ahead else step_plan.wait()
+
+
+def plan_halves(
+    documents: Documents, cut: Cut, window_size: tuple[int, int], device: torch.device
+) -> Halves:
+    """Return the halves of documents, cut at row cut(documents). The planner thread gives each half
+    its part of the documents' plan. Collective on the first call with this function and window.
+    From then on `plan` plans halves too.
+
+    Raises ValueError as `Documents.halves` does; the other ranks of the group are told.
+    """
+    halves = documents._halves.get((cut, window_size))
+    if halves is not None:
+        return halves
+    session = opened(plans.group_of(documents))
+    try:
+        row = cut(documents)
+        halves = documents.halves(row, window_size)
+    except Exception as error:
+        session.announce(error)
+        raise
+    session.cut = cut
+    _submit_halves(session, documents, row, halves, window_size, device)
+    return halves
+
+
+def _submit_halves(
+    session: Session,
+    documents: Documents,
+    row: int,
+    halves: Sequence[Documents],
+    window_size: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """The part of every rank in planning halves; attaches plans to this rank's."""
+    whole = documents._plans.get(window_size)
+    if whole is None:
+        whole = plans.submit(session, documents, window_size, device, None)
+    its_sessions = halves_of(session)
+    problems = [plans.next_problem(each, window_size, device) for each in its_sessions]
+    rows = session.planner.submit(_exchange_rows, session, problems[0], row)
+    for idx, half in enumerate(halves):
+        pending = session.planner.submit(_solve_half, session, problems[idx], idx, whole, rows)
+        half._plans[window_size] = Plan(pending, device, its_sessions[idx])
+    if halves:
+        documents._halves[session.cut, window_size] = halves
+
+
+def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
+    """On the planner thread: where each rank cuts its documents, int64 [num_ranks]."""
+    step = -1 - problem.step  # no plan has it: a rank that plans another step instead is found out
+    header = header_of(step, session.options, problem.window_size)
+    words = torch.tensor([*header, *[0] * (NUM_WORDS - HEADER_WORDS), row])
+    headers = ops.all_gather(words, session.group_name, problem.step)
+    check_headers(headers)
+    return headers[:, -1]
+
+
+def _solve_half(
+    session: Session, problem: Problem, idx: int, whole: Plan, rows: Future
+) -> Solution:
+    """On the planner thread: a half's part of a plan. Its figures are those of the plan."""
+    solution, cuts = whole.solution(), rows.result()
+    if (cuts == NO_ROW).any():
+        raise ValueError(
+            f"distca: rank(s) {(cuts == NO_ROW).nonzero()[:, 0].tolist()} cannot cut their "
+            "documents in two; see the error there"
+        )
+    tasks = plans.tasks_of(solution.encoded)
+    held = half_of(solution.pieces, tasks, cuts, problem.window_size, idx)
+    laid_out = plans.lay_out(problem, *held, session.options, solution.shape)
+    return Solution(*laid_out, *held, solution.shape, solution.report)
+
+
+def half_of(
+    pieces: Tensor, tasks: Tensor, rows: Tensor, window_size: tuple[int, int], idx: int
+) -> tuple[Tensor, Tensor]:
+    """Return (pieces, plan) of the first half (idx 0) or the second, as torch.ops.distca.plan takes
+    and returns them. Queries stay on their servers, which are balanced over both halves together.
+
+    `pieces` int64 [num_pieces, 5] are the whole documents of all ranks, in row order, `tasks`
+    [num_tasks, 5] those of a plan for them; rank r's halves are its rows before rows[r] and the
+    rest, as Documents.halves cuts them.
+    """
+    rank, document, start, length, _ = pieces.unbind(1)
+    ends = length.cumsum(0)
+    rows_by_rank = torch.zeros_like(rows).index_add_(0, rank, length)
+    begin = ends - length - (rows_by_rank.cumsum(0) - rows_by_rank)[rank]
+    first = torch.minimum((rows[rank] - begin).clamp(min=0), length)  # tokens in the first half
+    context = torch.where(first < length, first, 0)  # of the second
+    if window_size[0] >= 0:
+        context = context.clamp(max=window_size[0])
+
+    index, q_begin, q_end, server, is_kept = tasks.unbind(1)
+    piece = length.nonzero()[:, 0][index]  # documents of a plan are those that are not empty
+    cut, shift = first[piece], (context - first)[piece]
+    if idx == 0:
+        num_rows, context, q_end = first, torch.zeros_like(context), torch.minimum(q_end, cut)
+    else:
+        num_rows = length - first + context
+        q_begin, q_end = torch.maximum(q_begin, cut) + shift, q_end + shift
+    held = torch.stack([rank, document, start, num_rows, context], dim=1)
+    index = ((num_rows > 0).cumsum(0) - 1)[piece]
+    own = torch.stack([index, q_begin, q_end, server, is_kept], dim=1)[q_begin < q_end]
+    return held, ops.plan_of_tasks(held, own, rows.numel(), *window_size)

@@ -21,9 +21,9 @@ MAX_FRAMES = 16  # between attention and the module that calls it
 OWN_FRAMES = 3  # of current(), attend_rows() and core_attention(), which are no modules
 _OWN_FOLDER = str(Path(__file__).parents[1])
 
-# By id, which takes half as long as a WeakKeyDictionary. Entries go when their module dies.
-_numbers: dict[int, int] = {}
-_modules: dict[int, ref] = {}
+# By id, which takes half as long as a WeakKeyDictionary: its number, and a reference that removes
+# the entry when the module dies.
+_modules: dict[int, tuple[int, ref]] = {}
 _methods: dict[int, tuple[CodeType, bool]] = {}  # by id; a hash of code reads all of it
 
 
@@ -32,23 +32,15 @@ def number_of(module: nn.Module) -> int:
 
     Returns UNKNOWN if no other module contains it: nothing tells such modules apart.
     """
-    number = _numbers.get(id(module))
-    if number is None:
+    if id(module) not in _modules:
         _keep(module, UNKNOWN)
         _number_all_modules()
-        number = _numbers[id(module)]
-    return number
+    return _modules[id(module)][0]
 
 
 def _keep(module: nn.Module, number: int) -> None:
     key = id(module)
-
-    def forget(_: ref) -> None:
-        _numbers.pop(key, None)
-        _modules.pop(key, None)
-
-    _numbers[key] = number
-    _modules[key] = ref(module, forget)
+    _modules[key] = number, ref(module, lambda _: _modules.pop(key, None))
 
 
 def current() -> int:
@@ -70,10 +62,7 @@ def current() -> int:
         if method[1] if method is not None else _is_method(code):
             # The slow part: Python makes a dictionary of all locals.
             module = frame.f_locals.get("self")
-            number = _numbers.get(id(module))
-            if number is not None:
-                return number
-            if isinstance(module, nn.Module):
+            if id(module) in _modules or isinstance(module, nn.Module):
                 return number_of(module)
         frame = frame.f_back
     return UNKNOWN
@@ -95,9 +84,7 @@ def _number_all_modules() -> None:
         for each in gc.get_objects()
         if issubclass(type(each), nn.Module) and "_modules" in vars(each)
     ]
-    parts = {
-        id(part) for module in modules for part in module._modules.values() if part is not None
-    }
+    parts = {id(part) for module in modules for part in module._modules.values()}
     for model in (module for module in modules if id(module) not in parts):
         with contextlib.suppress(AttributeError):  # so may a part of the model be
             for number, (name, module) in enumerate(model.named_modules()):

@@ -5,23 +5,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import _torch_private
+from distca.options import check
 
 # Axes whose ranks hold the same tokens (tensor parallel) or other layers (pipeline parallel).
 MODEL_AXES = ("tp", "pp", "ep", "etp", "tensor_parallel", "pipeline_parallel", "expert_parallel")
 
 
-class _Default:
-    """The group that distca.init was given last; None: all ranks."""
-
-    group: ProcessGroup | None = None
-
-
-_default = _Default()
+_default: ProcessGroup | None = None  # the group that distca.init was given last; None: all ranks
 
 
 def set_default(group: ProcessGroup | None) -> None:
     """What `resolve` answers without a group."""
-    _default.group = group
+    global _default
+    _default = group
 
 
 def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
@@ -33,20 +29,12 @@ def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
     or pipeline parallel axis: each of its coordinates is a group of its own.
     """
     if group is None:
-        alive = _torch_private.is_alive(_default.group)
-        return _default.group if alive else dist.group.WORLD
-    if isinstance(group, DeviceMesh):
-        return _group_of_mesh(group)
-    if not isinstance(group, ProcessGroup):
-        raise ValueError(
-            f"group is {group!r:.80}; expected a ProcessGroup that this rank is in, a DeviceMesh "
-            "or None, which is all ranks"
-        )
-    return group
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
-    names = mesh.mesh_dim_names
+        return _default if _torch_private.is_alive(_default) else dist.group.WORLD
+    if isinstance(group, ProcessGroup):
+        return group
+    expected = "a ProcessGroup that this rank is in, a DeviceMesh or None, which is all ranks"
+    check("group", group, isinstance(group, DeviceMesh), expected)
+    mesh, names = group, group.mesh_dim_names
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"group is a DeviceMesh of ranks {mesh.mesh.flatten().tolist()}, and this is rank "

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import ops
-from distca.ranks.session import Session, opened
+from distca.ranks.session import opened
 
 Batch = TypeVar("Batch")
 NONE_LEFT = object()
@@ -32,20 +32,18 @@ def join(
     """
     session = opened(group)
     source = iter(batches)
+
+    def any_rank_has(batch: object) -> Future:
+        has_batch = batch is not NONE_LEFT
+        if session.num_ranks == 1:
+            return session.planner.submit(bool, has_batch)
+        return session.planner.submit(ops.any_has_batch, session.group_name, has_batch)
+
     coming = next(source, NONE_LEFT)
-    goes_on = _ask(session, coming is not NONE_LEFT)
+    goes_on = any_rank_has(coming)
     while goes_on.result():
         batch = coming
         if coming is not NONE_LEFT:
             coming = next(source, NONE_LEFT)
-        goes_on = _ask(session, coming is not NONE_LEFT)
+        goes_on = any_rank_has(coming)
         yield empty() if batch is NONE_LEFT else batch
-
-
-def _ask(session: Session, has_batch: bool) -> Future:
-    """Returns a future that says whether any rank has a batch."""
-    if session.num_ranks > 1:
-        return session.planner.submit(ops.any_has_batch, session.group_name, has_batch)
-    alone: Future = Future()
-    alone.set_result(has_batch)
-    return alone

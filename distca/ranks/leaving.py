@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 
 from distca import ops
 
@@ -19,9 +20,8 @@ def leave(session, how: str) -> None:
     """
     session.planner.close()
     session.planner.join(0 if session.has_failed else MOMENT_S)
-    for each in (*session.halves, session):
-        if each.data is not None:
-            ops.leave_session(each.group_name, how)
+    for each in session.parts:
+        ops.leave_session(each.group_name, how)
     session.planner.join(LIMIT_S)
     if session.monitor is not None:
         session.monitor.close()
@@ -33,11 +33,9 @@ def failure_under_way() -> BaseException | None:
     Returns None for exceptions that are no failure, such as the end of an iteration or exit code 0.
     """
     error = sys.exc_info()[1]
-    if isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit)):
-        return None
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        return None
-    return error
+    is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+    is_end = isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit))
+    return None if is_exit or is_end else error
 
 
 def watch_exits(sessions: Callable[[], Collection]) -> None:
@@ -47,7 +45,7 @@ def watch_exits(sessions: Callable[[], Collection]) -> None:
     Call it whenever a session opens: exit handlers run in reverse order of registration, and this
     one must run before the program's records end.
     """
-    _Exits.sessions, _Exits.process = sessions, os.getpid()
+    _exits.sessions, _exits.process = sessions, os.getpid()
     atexit.unregister(_leave_all)
     atexit.register(_leave_all)
     previous = sys.excepthook
@@ -65,13 +63,11 @@ def watch_exits(sessions: Callable[[], Collection]) -> None:
     sys.excepthook = hook
 
 
-class _Exits:
-    sessions: Callable[[], Collection] = tuple
-    process: int | None = None  # a fork of it has no sessions
+_exits = SimpleNamespace(sessions=tuple, process=None)  # a fork of the process has no sessions
 
 
 def _own_sessions() -> list:
-    return list(_Exits.sessions()) if os.getpid() == _Exits.process else []
+    return list(_exits.sessions()) if os.getpid() == _exits.process else []
 
 
 def _leave_all() -> None:

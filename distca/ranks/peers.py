@@ -3,13 +3,13 @@
 import json
 import logging
 import socket
-from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distca import ops
+from distca.options import check
 
 _log = logging.getLogger("distca")
 
@@ -17,21 +17,10 @@ HOPPER = (9, 0)
 MAX_TEXT_BYTES = 1024
 
 
-@dataclass(frozen=True)
-class _Member:
-    """What the other ranks have to know of a rank."""
-
-    transport: str
-    host: str
-    device: str  # uuid of its GPU; empty where there is none
-    problem: str  # why it cannot take part; empty where it can
-
-
 def check_transport(transport: str) -> None:
     """Raise ValueError unless Options.transport is a known transport."""
     names = ["auto", "peer", *ops.transports()]
-    if transport not in names:
-        raise ValueError(f"transport is {transport!r}; expected one of {', '.join(names)}")
+    check("transport", transport, transport in names, f"one of {', '.join(names)}")
 
 
 def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | None:
@@ -40,11 +29,10 @@ def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | 
     Collective over `control`, a group for CPU tensors. `transport` is that of Options. Raises
     ValueError on every rank, with the reason, where it is "peer" and some rank cannot.
     """
-    own = _describe_self(transport, backend)
-    members = [_Member(*words) for words in _gather(list(astuple(own)), control)]
+    members = _gather(_describe_self(transport, backend), control)
     problems = _gather(_problem(members, dist.get_rank(control)), control)
     problem = next((text for text in problems if text), "")
-    if problem and any(member.transport == "peer" for member in members):
+    if problem and any(member["transport"] == "peer" for member in members):
         raise ValueError(
             f'transport is "peer", but {problem}; pass transport="auto" to use the process group'
         )
@@ -54,7 +42,9 @@ def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | 
     return None if problem else torch.cuda.current_device()
 
 
-def _describe_self(transport: str, backend: str) -> _Member:
+def _describe_self(transport: str, backend: str) -> dict[str, str]:
+    """What the other ranks have to know of this one: `device` is the uuid of its GPU, empty where
+    there is none, and `problem` why it cannot take part, empty where it can."""
     problem, device = "", ""
     if transport not in ("auto", "peer") or (transport == "auto" and "nccl" not in backend):
         problem = f"transport is {transport} with {backend}"
@@ -66,15 +56,16 @@ def _describe_self(transport: str, backend: str) -> _Member:
         device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         if torch.cuda.get_device_capability() != HOPPER:
             problem = "its GPU is not a Hopper one (compute capability 9.0)"
-    return _Member(transport, socket.gethostname(), device, problem)
+    host = socket.gethostname()
+    return {"transport": transport, "host": host, "device": device, "problem": problem}
 
 
-def _problem(members: list[_Member], rank: int) -> str:
+def _problem(members: list[dict[str, str]], rank: int) -> str:
     """Why not all ranks reach each other, as this rank sees it; empty if they do."""
     for other, member in enumerate(members):
-        if member.problem:
-            return f"on rank {other} {member.problem}"
-        if member.host != members[rank].host:
+        if member["problem"]:
+            return f"on rank {other} {member['problem']}"
+        if member["host"] != members[rank]["host"]:
             return f"ranks {rank} and {other} are on different nodes"
     own = torch.cuda.current_device()
     visible = {
@@ -82,11 +73,11 @@ def _problem(members: list[_Member], rank: int) -> str:
         for index in range(torch.cuda.device_count())
     }
     for other, member in enumerate(members):
-        if member.device not in visible:
+        index = visible.get(member["device"])
+        if index is None:
             return f"rank {rank} does not see the GPU of rank {other} (CUDA_VISIBLE_DEVICES)"
-        index = visible[member.device]
         shares = other != rank and index == own
-        if shares and members[rank].transport != "peer":  # then torch decides
+        if shares and members[rank]["transport"] != "peer":  # then torch decides
             return f"ranks {rank} and {other} share a GPU"
         if index != own and not torch.cuda.can_device_access_peer(own, index):
             return f"the GPUs of ranks {rank} and {other} do not reach each other's memory"

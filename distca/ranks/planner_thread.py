@@ -31,11 +31,10 @@ class PlannerThread:
         """Ends the thread after the calls submitted so far. Does not wait for them."""
         self._calls.put(None)
 
-    def join(self, seconds: float) -> bool:
-        """Waits for the thread, and returns whether it ended within `seconds`."""
+    def join(self, seconds: float) -> None:
+        """Waits for the thread, at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
-        return self._thread is None or not self._thread.is_alive()
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -29,59 +29,47 @@ class Session:
     """This rank's part in a group. Groups of its own keep its traffic apart from the model's."""
 
     options: Options
-    group: ProcessGroup
-    """The group that init was given."""
+    group: ProcessGroup  # that init was given
     rank: int
     num_ranks: int
-    data: ProcessGroup | None = None
-    """Rows travel here. None with one rank."""
-    planning: ProcessGroup | None = None
-    """Pieces are exchanged here (gloo), by the planner thread alone."""
-    control: ProcessGroup | None = None
-    """Ranks agree here (gloo) before a step's first layer."""
-    by_peer_memory: bool = False
-    """Whether rows go straight to other ranks' memory, where the attention allows it."""
+    data: ProcessGroup | None = None  # rows travel here; None with one rank
+    planning: ProcessGroup | None = None  # gloo, for pieces, by the planner thread alone
+    control: ProcessGroup | None = None  # gloo: ranks agree here before a step's first layer
+    by_peer_memory: bool = False  # rows go to other ranks' memory, where the attention allows it
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
-    halves: list["Session"] = field(default_factory=list)
-    """Sessions of a step's halves; see `halves_of`."""
+    halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of
     cut: Callable | None = None
     """Returns the row that cuts documents into halves. Set on first use; then `distca.plan` plans
     halves too."""
     watching: Watching = Watching()
-    monitor: Monitor | None = None
-    """Records every plan. Set on rank 0 if `watching` asks for records."""
-    timed_step: int | None = None
-    """The step whose attention is being timed."""
+    monitor: Monitor | None = None  # records every plan, on rank 0 if `watching` asks for it
+    timed_step: int | None = None  # whose attention is being timed
     times_us: tuple[int, int] = NOT_TIMED
-    """What was timed last: attention, and of that waiting for other ranks; microseconds."""
-    has_failed: bool = False
-    """Whether this rank has told the others of an error."""
+    """What was timed last: attention, and of that waiting for other ranks."""
+    has_failed: bool = False  # this rank has told the others of an error
 
     def time_step(self, step: int) -> None:
-        """Times the attention of step `step`, if it is one of those to be timed and no other is
-        under way."""
+        """Keep what was timed, once it is known. Time the attention of step `step` if it is one of
+        those to be timed and no other is under way."""
+        times = [] if self.timed_step is None else ops.attention_times(self.group_name)
+        if times:
+            self.times_us, timed, self.timed_step = tuple(times), self.timed_step, None
+            # The first of all ranks keeps records.
+            if self.watching.run_dir is not None and 0 in dist.get_process_group_ranks(self.group):
+                self.planner.submit(self._save_spans, timed)
         every = self.watching.log_every or TIMED_EVERY
         if self.watching.is_on and self.timed_step is None and step % every == 0:
             ops.watch_step(self.group_name, step)
             self.timed_step = step
 
-    def read_times(self) -> None:
-        """Keeps what was timed, once it is known."""
-        times = [] if self.timed_step is None else ops.attention_times(self.group_name)
-        if not times:
-            return
-        self.times_us, step, self.timed_step = tuple(times), self.timed_step, None
-        if self.watching.run_dir is not None and self.is_first:
-            self.planner.submit(self._save_spans, step)
-
     def _save_spans(self, step: int) -> None:
         save_spans(self.watching.run_dir, self.rank, step, *ops.spans(self.group_name))
 
     @property
-    def is_first(self) -> bool:
-        """Whether the first of all ranks, which keeps records, is in this group."""
-        return 0 in dist.get_process_group_ranks(self.group)
+    def parts(self) -> list["Session"]:
+        """The sessions with groups of their own for rows: of the halves, and this."""
+        return [each for each in (*self.halves, self) if each.data is not None]
 
     @property
     def group_name(self) -> str:
@@ -99,9 +87,8 @@ class Session:
         """Tells the other ranks what went wrong on this one, whatever they are waiting in."""
         self.has_failed = True
         message = f"{type(error).__name__}: {error}".removesuffix(": ")
-        for session in (self, *self.halves):
-            if session.data is not None:
-                ops.announce_failure(session.group_name, message)
+        for each in self.parts:
+            ops.announce_failure(each.group_name, message)
 
 
 @contextlib.contextmanager
@@ -117,23 +104,18 @@ def announced(session: Session | None) -> Iterator[None]:
 
 
 _sessions: dict[str, Session] = {}  # by name of the group that init was given
-
-
-class _Defaults:
-    """Values that `init` uses for arguments that are None."""
-
-    options = Options()
-    watching = Watching()
+_options, _watching = Options(), Watching()  # for arguments of `init` that are None
 
 
 def configure(options: Options, watching: Watching | None = None) -> None:
     """Set the defaults of `init`. `watching` defaults to no records. The launcher calls this."""
-    _Defaults.options, _Defaults.watching = options, watching or Watching()
+    global _options, _watching
+    _options, _watching = options, watching or Watching()
 
 
 def configured() -> Options:
     """The options last given to `configure`."""
-    return _Defaults.options
+    return _options
 
 
 def init(
@@ -181,11 +163,10 @@ def opened(
                 )
         return session
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    session = Session(options or _Defaults.options, group, rank, num_ranks)
-    session.watching = watching or _Defaults.watching
-    if session.num_ranks > 1:
+    session = Session(options or _options, group, rank, num_ranks, watching=watching or _watching)
+    if num_ranks > 1:
         try:
-            _open_groups(session, group)
+            _open_groups(session)
         except ValueError:  # on every rank
             if session.control is not None:
                 _destroy_groups(session)
@@ -197,10 +178,11 @@ def opened(
     return session
 
 
-def _open_groups(session: Session, group: ProcessGroup) -> None:
-    check_transport(session.options.transport)
+def _open_groups(session: Session) -> None:
+    group, options = session.group, session.options
+    check_transport(options.transport)
     ranks = dist.get_process_group_ranks(group)
-    timeout = timedelta(seconds=session.options.timeout_s)
+    timeout = timedelta(seconds=options.timeout_s)
     # Ranks outside a subgroup do not take part; then names are made of what each rank has counted.
     is_subgroup = len(ranks) < dist.get_world_size()
     if is_subgroup:
@@ -212,24 +194,25 @@ def _open_groups(session: Session, group: ProcessGroup) -> None:
         )
 
     backend = str(dist.get_backend_config(group))
-    # NCCL's own deadline ends the process without a word on rank and layer: ours comes first.
-    data_timeout = 2 * timeout if "nccl" in backend else timeout
-    session.data = new_group(backend, data_timeout, _urgent(backend, data_timeout))
+    data_options, data_timeout = None, timeout
+    if "nccl" in backend:
+        # NCCL's own deadline ends the process without a word on rank and layer: ours comes first.
+        data_timeout = 2 * timeout
+        # Its kernels run before attention's where both are ready.
+        data_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        _torch_private.set_timeout(data_options, data_timeout)
+    session.data = new_group(backend, data_timeout, data_options)
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
-    configuration = f"version {ops.version()} {session.options}"
-    names = (group.group_name for group in (session.data, session.control, session.planning))
-    peer_device = choose_device(session.options.transport, backend, session.control)
+    peer_device = choose_device(options.transport, backend, session.control)
     session.by_peer_memory = peer_device is not None
-    peer_memory_bytes = int(1e9 * session.options.peer_memory_gb)
-    own = session.options.transport in ops.transports()
     ops.open_session(
-        *names,
-        configuration,
-        session.options.timeout_s,
-        session.options.transport if own else "process_group",
+        *(own.group_name for own in (session.data, session.control, session.planning)),
+        f"version {ops.version()} {options}",
+        options.timeout_s,
+        options.transport if options.transport in ops.transports() else "process_group",
         peer_device,
-        peer_memory_bytes,
+        int(1e9 * options.peer_memory_gb),
     )
 
 
@@ -243,16 +226,11 @@ def halves_of(session: Session) -> list[Session]:
     while it waits for rows, and two ranks might each wait in another half for what the other's
     device has no room to send.
     """
+    options = replace(session.options, transport="process_group")
     while len(session.halves) < 2:
-        half = Session(
-            replace(session.options, transport="process_group"),
-            session.group,
-            session.rank,
-            session.num_ranks,
-            planning=session.planning,
-            planner=session.planner,
-        )
-        _open_groups(half, session.group)
+        half = Session(options, session.group, session.rank, session.num_ranks)
+        half.planning, half.planner = session.planning, session.planner
+        _open_groups(half)
         session.halves.append(half)
     return session.halves
 
@@ -269,15 +247,6 @@ def _check_equal_group_counts(group: ProcessGroup) -> None:
             f"distca.init: the ranks of this group are in {counts.tolist()} process groups; create "
             "groups that only some ranks are in after distca.init, or give every rank as many"
         )
-
-
-def _urgent(backend: str, timeout: timedelta):
-    """Options that run NCCL's kernels before attention's where both are ready."""
-    if "nccl" not in backend:
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    _torch_private.set_timeout(options, timeout)
-    return options
 
 
 def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
@@ -310,28 +279,23 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     leave(session, "has closed its session")
     if session.data is None:
         return
-    if any(ops.may_be_busy(each.group_name) for each in (*session.halves, session)):
-        _keep_groups(session)
-    for each in (*session.halves, session):
+    if any(ops.may_be_busy(each.group_name) for each in session.parts):
+        # Of exchanges that were given up: a group of gloo cannot end before they do.
+        own = _groups_of(session)
+        gloo = [each for each in own if "nccl" not in str(dist.get_backend_config(each))]
+        ops.keep_groups([each.group_name for each in gloo])
+    for each in session.parts:
         ops.close_session(each.group_name)
     _destroy_groups(session)
 
 
-def _keep_groups(session: Session) -> None:
-    """Keeps gloo's groups for exchanges that were given up: a group cannot end before they do."""
-    own = [session.planning]
-    for each in (*session.halves, session):
-        own += [each.data, each.control]
-    gloo = [group.group_name for group in own if "nccl" not in str(dist.get_backend_config(group))]
-    ops.keep_groups(gloo)
+def _groups_of(session: Session) -> list[ProcessGroup]:
+    return [own for each in session.parts for own in (each.data, each.control)] + [session.planning]
 
 
 def _destroy_groups(session: Session) -> None:
     # Torch names a group of some ranks by how many groups there are: a destroyed one's name would
     # come back, and with it what its ranks left in the store.
-    if session.num_ranks < dist.get_world_size():
-        return
-    for each in (*session.halves, session):
-        for own in (each.data, each.control):
+    if session.num_ranks == dist.get_world_size():
+        for own in _groups_of(session):
             dist.destroy_process_group(own)
-    dist.destroy_process_group(session.planning)
