@@ -18,7 +18,7 @@ class Rounds {
 
   void add(Task task) {
     if (task.server != server_) begin_server(task.server);
-    if (is_home(pack_, mask_, task)) return put(task);
+    if (is_home(pack_, mask_, task)) return tasks[0].push_back(task);
     if (bytes_ > 0 && bytes_ + bytes_added(queries(task), task.document) > cap_bytes_) open_next();
     while (bytes_ + bytes_added(queries(task), task.document) > cap_bytes_) {
       const int64_t cut = task.q_begin + num_that_fit(task);
