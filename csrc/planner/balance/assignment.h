@@ -106,6 +106,7 @@ class Assignment {
   std::vector<Item>& rest_of(int64_t rank, int64_t document);
   size_t find_own(int64_t rank, const Item& item) const;
   void insert_own(int64_t rank, const Item& item);
+  void erase_own(int64_t rank, const Item& item);
   void erase_own(int64_t rank, size_t first, size_t last);
   void receive(int64_t rank, Item item);
   void relieve(int64_t donor, double seconds);

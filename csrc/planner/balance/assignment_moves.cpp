@@ -51,6 +51,11 @@ void Assignment::erase_own(int64_t rank, size_t first, size_t last) {
             own.begin() + static_cast<std::ptrdiff_t>(last));
 }
 
+void Assignment::erase_own(int64_t rank, const Item& item) {
+  const size_t at = find_own(rank, item);
+  erase_own(rank, at, at + 1);
+}
+
 // Adds the traffic of all rows that the rank computes of the document, `times` times (1 or -1).
 void Assignment::count(int64_t document, int64_t rank, int64_t times) {
   rows_.clear();
@@ -92,8 +97,7 @@ void Assignment::apply(const Move& move) {
   }
   std::erase_if(rest_of(move.donor, item.document),
                 [&](const Item& each) { return each.rows.begin == item.rows.begin; });
-  const size_t at = find_own(move.donor, item);
-  erase_own(move.donor, at, at + 1);
+  erase_own(move.donor, item);
   for (const Range rest : outside(move.slice, item.rows)) {
     if (num_rows(rest) == 0) continue;
     insert_own(move.donor, {item.document, rest, problem_.seconds(item.document, rest)});
@@ -117,8 +121,7 @@ double Assignment::give_all_of(int64_t document, int64_t donor, int64_t receiver
   count(document, receiver, -1);
   std::vector<Item>& received = ranks_[receiver].received[document];
   for (const Item& item : all) {
-    const size_t at = find_own(donor, item);
-    erase_own(donor, at, at + 1);
+    erase_own(donor, item);
     received.push_back(item);
   }
   rest_of(donor, document).clear();
@@ -177,8 +180,7 @@ void Assignment::take_back(std::span<const Task> tasks) {
   }
   for (const Item& item : own_of(donor, document)) {
     seconds_[donor] -= item.seconds;
-    const size_t at = find_own(donor, item);
-    erase_own(donor, at, at + 1);
+    erase_own(donor, item);
   }
   rest_of(donor, document).clear();
   insert_own(donor, whole(document));

@@ -18,10 +18,7 @@ Cutter::Cutter(Assignment& assignment, int64_t donor, std::vector<double> capaci
 void Cutter::apply(const Move& move) {
   const int64_t document = move.item.document;
   assignment_.apply(move);
-  if (!split_points_.contains(document)) return;
-  if (std::find(started_.begin(), started_.end(), document) == started_.end()) {
-    started_.push_back(document);
-  }
+  if (split_points_.contains(document)) started_.insert(document);
 }
 
 std::optional<Move> Cutter::first_rows(const Request& request, const Item& item) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -55,7 +56,7 @@ class Cutter {
   const bool gives_all_;  // the donor serves nothing
   const std::vector<double> capacities_;
   std::unordered_map<int64_t, int64_t> split_points_;  // of first slices, by document
-  std::vector<int64_t> started_;                       // documents with slices cut from them
+  std::set<int64_t> started_;                          // documents with slices cut from them
   std::optional<Move> best_;
   double best_cost_ = 0;
 };

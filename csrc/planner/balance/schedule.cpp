@@ -1,7 +1,6 @@
 #include "schedule.h"
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "cutter.h"
@@ -17,15 +16,15 @@ bool visits_home(const Problem& problem, const Item& item, int64_t home) {
 // Returns the servers that have memory left, those with the most first.
 std::vector<int64_t> receivers_for(const Assignment& assignment, int64_t donor) {
   const PlanOptions& options = assignment.problem().options;
-  std::vector<std::pair<double, int64_t>> sorted;
-  for (int64_t rank = 0; rank < assignment.problem().pack.num_ranks; ++rank) {
-    const double left =
-        options.cap_bytes(rank) - static_cast<double>(assignment.load(rank).held_bytes);
-    if (rank != donor && options.speed(rank) > 0 && left > 0) sorted.emplace_back(-left, rank);
-  }
-  std::sort(sorted.begin(), sorted.end());
+  const auto left = [&](int64_t rank) {
+    return options.cap_bytes(rank) - static_cast<double>(assignment.load(rank).held_bytes);
+  };
   std::vector<int64_t> ranks;
-  for (const auto& [_, rank] : sorted) ranks.push_back(rank);
+  for (int64_t rank = 0; rank < assignment.problem().pack.num_ranks; ++rank) {
+    if (rank != donor && options.speed(rank) > 0 && left(rank) > 0) ranks.push_back(rank);
+  }
+  std::stable_sort(ranks.begin(), ranks.end(),
+                   [&](int64_t a, int64_t b) { return left(a) > left(b); });
   return ranks;
 }
 

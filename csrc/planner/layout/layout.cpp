@@ -1,6 +1,8 @@
 #include "layout.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "core/check.h"
 #include "visits.h"
@@ -8,23 +10,56 @@
 namespace distca::planner {
 namespace {
 
-// A home task, and the (query, key) pairs that it scores.
-struct HomeTask {
-  PlacedTask task;
-  int64_t num_pairs;
+// Rows of a visit that come from one home.
+struct Part {
+  std::vector<RowPlace> queries, keys;
 };
 
-// How many of the tasks, which are in order, come before the cut that halves their pairs best and
-// separates their keys.
-int64_t middle_of(const std::vector<HomeTask>& tasks) {
-  int64_t num_pairs = 0, num_before = 0, num_early = static_cast<int64_t>(tasks.size());
-  for (const HomeTask& home : tasks) num_pairs += home.num_pairs;
-  int64_t smallest = num_pairs;  // difference of the two sides
+// Next rows of queries and of keys, of one rank.
+struct NextRows {
+  int64_t q = 0;
+  int64_t k = 0;
+};
+
+// By home. `next` are the server's visiting rows, `returned` those returned to each rank; both move
+// on.
+std::map<int64_t, Part> parts_of(const Pack& pack, const Visit& visit, int64_t server,
+                                 NextRows& next, std::vector<NextRows>& returned) {
+  const std::span<const Segment> segments = pack.segments_of(pack.documents[visit.document]);
+  std::map<int64_t, Part> parts;
+  const auto add = [&](const std::vector<Range>& ranges, int64_t Segment::*row,
+                       int64_t NextRows::*next_row, std::vector<RowPlace> Part::*places) {
+    for (Range range : ranges) {
+      for_each_segment(segments, range, [&](const Segment& segment, Range rows) {
+        const int64_t visiting_row = next.*next_row + rows.begin - range.begin;
+        int64_t& returned_row = returned[segment.rank].*next_row;
+        const bool is_own = segment.rank == server;
+        (parts[segment.rank].*places)
+            .push_back({segment.*row + rows.begin - segment.start, visiting_row,
+                        is_own ? visiting_row : returned_row, num_rows(rows)});
+        if (!is_own) returned_row += num_rows(rows);
+      });
+      next.*next_row += num_rows(range);
+    }
+  };
+  add(visit.queries, &Segment::q_row, &NextRows::q, &Part::queries);
+  add(visit.keys.ranges(), &Segment::row, &NextRows::k, &Part::keys);
+  return parts;
+}
+
+// How many of the tasks, which are in order, come before the cut that halves their (query, key)
+// pairs best and separates their keys.
+int64_t middle_of(const std::vector<PlacedTask>& tasks, const Mask& mask) {
+  const auto pairs_of = [&](const PlacedTask& task) {
+    return num_pairs(mask, {task.q_offset, task.q_offset + task.num_q_rows}, task.num_k_rows);
+  };
+  int64_t pairs = 0, pairs_before = 0, num_early = static_cast<int64_t>(tasks.size());
+  for (const PlacedTask& task : tasks) pairs += pairs_of(task);
+  int64_t smallest = pairs;  // difference of the two sides
   for (size_t i = 0; i + 1 < tasks.size(); ++i) {
-    num_before += tasks[i].num_pairs;
-    const PlacedTask& task = tasks[i].task;
-    const int64_t difference = std::abs(num_pairs - 2 * num_before);
-    if (task.k_row + task.num_k_rows > tasks[i + 1].task.k_row || difference >= smallest) continue;
+    pairs_before += pairs_of(tasks[i]);
+    const int64_t difference = std::abs(pairs - 2 * pairs_before);
+    if (key_rows(tasks[i]).end > tasks[i + 1].k_row || difference >= smallest) continue;
     smallest = difference;
     num_early = static_cast<int64_t>(i) + 1;
   }
@@ -33,24 +68,23 @@ int64_t middle_of(const std::vector<HomeTask>& tasks) {
 
 // `are_cut`: whether something comes between early and late ones.
 void fill_home_tasks(const Pack& pack, const Plan& plan, bool are_cut, Layout& layout) {
-  std::vector<HomeTask> tasks;
+  std::vector<PlacedTask>& tasks = layout.early_tasks;
   for (const Task& task : tasks_of(plan.tasks, layout.rank)) {
     if (!is_home(pack, plan.mask, task)) continue;
     const Document& document = pack.documents[task.document];
     const std::span<const Segment> segments = pack.segments_of(document);
     const Segment& segment = segments[segment_at(segments, task.q_begin)];
     const Range keys = keys_of(plan.mask, queries(task), document.length);
-    tasks.push_back(
-        {{segment.q_row + task.q_begin - segment.start, num_rows(queries(task)),
-          segment.row + keys.begin - segment.start, num_rows(keys), task.q_begin - keys.begin},
-         num_pairs(plan.mask, queries(task), document.length)});
+    tasks.push_back({segment.q_row + task.q_begin - segment.start, num_rows(queries(task)),
+                     segment.row + keys.begin - segment.start, num_rows(keys),
+                     task.q_begin - keys.begin});
   }
   std::sort(tasks.begin(), tasks.end(),
-            [](const HomeTask& a, const HomeTask& b) { return a.task.q_row < b.task.q_row; });
-  int64_t num_left = are_cut ? middle_of(tasks) : static_cast<int64_t>(tasks.size());
-  for (const HomeTask& home : tasks) {
-    (num_left-- > 0 ? layout.early_tasks : layout.late_tasks).push_back(home.task);
-  }
+            [](const PlacedTask& a, const PlacedTask& b) { return a.q_row < b.q_row; });
+  if (!are_cut) return;
+  const auto middle = tasks.begin() + middle_of(tasks, plan.mask);
+  layout.late_tasks.assign(middle, tasks.end());
+  tasks.erase(middle, tasks.end());
 }
 
 void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<Visit>& visits,
@@ -72,6 +106,31 @@ void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<V
 }
 
 }  // namespace
+
+Movement movement_of(const Pack& pack, const Plan& plan, int64_t rank) {
+  Movement movement;
+  std::vector<NextRows> returned(plan.num_ranks);
+  for (int64_t server = 0; server < plan.num_ranks; ++server) {
+    NextRows next;
+    for (const Visit& visit : visits_of(pack, plan.mask, tasks_of(plan.tasks, server))) {
+      for (auto& [home, part] : parts_of(pack, visit, server, next, returned)) {
+        if (home != rank && server != rank) continue;
+        auto& deliveries = home == rank ? movement.sent : movement.received;
+        deliveries.push_back({home == rank ? server : home, std::move(part.queries),
+                              std::move(part.keys), visit.is_kept});
+      }
+    }
+    movement.max_visiting_q = std::max(movement.max_visiting_q, next.q);
+    movement.max_visiting_k = std::max(movement.max_visiting_k, next.k);
+  }
+  for (const NextRows& rows : returned) {
+    movement.max_returned_q = std::max(movement.max_returned_q, rows.q);
+    movement.max_returned_k = std::max(movement.max_returned_k, rows.k);
+  }
+  std::stable_sort(movement.received.begin(), movement.received.end(),
+                   [](const Delivery& a, const Delivery& b) { return a.peer < b.peer; });
+  return movement;
+}
 
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results results) {
   require(0 <= rank && rank < pack.num_ranks, "rank is ", rank, "; expected 0 <= rank < ",

@@ -10,22 +10,15 @@ namespace {
 
 constexpr int64_t kTileRows = 128;  // of the kernels: cuts elsewhere cost a tile
 
-// Rounds of one server's tasks, which come in plan order.
+// Deals tasks, which come in plan order, out to rounds.
 class Rounds {
  public:
-  Rounds(const Pack& pack, const Mask& mask, const RowBytes& held, double cap_bytes,
-         std::vector<std::vector<Task>>& tasks)
-      : pack_(pack), mask_(mask), held_(held), cap_bytes_(cap_bytes), tasks_(tasks) {}
+  Rounds(const Pack& pack, const Mask& mask, const RowBytes& held, double cap_bytes)
+      : pack_(pack), mask_(mask), held_(held), cap_bytes_(cap_bytes) {}
 
-  void begin_server() {
-    round_ = 0;
-    bytes_ = 0;
-    document_ = -1;
-  }
-
-  void add_home(const Task& task) { tasks_[0].push_back(task); }
-
-  void add_visiting(Task task) {
+  void add(Task task) {
+    if (task.server != server_) begin_server(task.server);
+    if (is_home(pack_, mask_, task)) return tasks[0].push_back(task);
     if (bytes_ > 0 && bytes_ + bytes_added(queries(task), task.document) > cap_bytes_) open_next();
     while (bytes_ + bytes_added(queries(task), task.document) > cap_bytes_) {
       const int64_t cut = task.q_begin + num_that_fit(task);
@@ -35,6 +28,8 @@ class Rounds {
     }
     put(task);
   }
+
+  std::vector<std::vector<Task>> tasks{1};  // by round, of all servers
 
  private:
   // Keys that the round's earlier tasks of the document read are there already. Those begin and
@@ -64,25 +59,32 @@ class Rounds {
 
   // A part of a task may be at home although the whole is not.
   void put(const Task& task) {
-    if (is_home(pack_, mask_, task)) return add_home(task);
+    if (is_home(pack_, mask_, task)) return tasks[0].push_back(task);
     bytes_ += bytes_added(queries(task), task.document);
     const Range keys = keys_of(mask_, queries(task), pack_.documents[task.document].length);
     keys_end_ = task.document == document_ ? std::max(keys_end_, keys.end) : keys.end;
     document_ = task.document;
-    tasks_[round_].push_back(task);
+    tasks[round_].push_back(task);
+  }
+
+  void begin_server(int64_t server) {
+    server_ = server;
+    round_ = 0;
+    bytes_ = 0;
+    document_ = -1;
   }
 
   void open_next() {
     bytes_ = 0;
     document_ = -1;
-    if (++round_ == tasks_.size()) tasks_.emplace_back();
+    if (++round_ == tasks.size()) tasks.emplace_back();
   }
 
   const Pack& pack_;
   const Mask mask_;
   const RowBytes held_;
   const double cap_bytes_;
-  std::vector<std::vector<Task>>& tasks_;  // by round, of all servers
+  int64_t server_ = -1;
   size_t round_ = 0;
   double bytes_ = 0;       // held in the round
   int64_t document_ = -1;  // the last one of the round
@@ -93,22 +95,11 @@ class Rounds {
 
 std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& held,
                             double cap_bytes) {
-  std::vector<std::vector<Task>> tasks(1);
-  Rounds rounds(pack, plan.mask, held, cap_bytes, tasks);
-  int64_t server = -1;
-  for (const Task& task : plan.tasks) {
-    if (task.server != server) rounds.begin_server();
-    server = task.server;
-    if (is_home(pack, plan.mask, task)) {
-      rounds.add_home(task);
-    } else {
-      rounds.add_visiting(task);
-    }
-  }
+  Rounds rounds(pack, plan.mask, held, cap_bytes);
+  for (const Task& task : plan.tasks) rounds.add(task);
   std::vector<Plan> plans;
-  plans.reserve(tasks.size());
-  for (std::vector<Task>& of_round : tasks) {
-    plans.push_back({plan.num_ranks, plan.mask, std::move(of_round), {}, plan.digest});
+  for (std::vector<Task>& tasks : rounds.tasks) {
+    plans.push_back({plan.num_ranks, plan.mask, std::move(tasks), {}, plan.digest});
   }
   return plans;
 }

@@ -105,10 +105,13 @@ Pack make_pack(std::span<const Piece> pieces, int64_t num_ranks) {
     documents.emplace_back(first, last);
     first = last;
   }
-  std::sort(documents.begin(), documents.end(), [](const auto& a, const auto& b) {
+  const auto precedes = [](const auto& a, const auto& b) {
     return std::tie(a[0].segment.rank, a[0].segment.row) <
            std::tie(b[0].segment.rank, b[0].segment.row);
-  });
+  };
+  if (!std::is_sorted(documents.begin(), documents.end(), precedes)) {
+    std::sort(documents.begin(), documents.end(), precedes);
+  }
   pack.documents.reserve(documents.size());
   pack.segments.reserve(placed.size());
   for (const std::span<const PlacedPiece> document : documents) append(document, pack);
