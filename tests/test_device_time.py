@@ -18,7 +18,7 @@ from device_time import (  # noqa: E402
     Span,
     spans_of,
     step_profile,
-    told_apart,
+    with_waiting,
 )
 from intervals import length, merged, without  # noqa: E402
 
@@ -152,7 +152,7 @@ def kinds_of(spans: list[Span]) -> list[tuple[float, float, str]]:
 def test_an_nccl_kernel_waits_until_the_last_rank_has_come():
     early = [Span(0, 30, COMPUTE), Span(30, 70, COMMUNICATION, GATHER, 9)]
     late = [Span(0, 55, COMPUTE), Span(55, 70, COMMUNICATION, GATHER, 12)]
-    ranks = told_apart([early, late])
+    ranks = with_waiting([early, late])
     assert kinds_of(ranks[0])[1:] == [(30, 55, WAITING), (55, 70, COMMUNICATION)]
     assert kinds_of(ranks[1])[1:] == [(55, 70, COMMUNICATION)]
     profile = step_profile(ranks)
@@ -163,17 +163,17 @@ def test_an_nccl_kernel_waits_until_the_last_rank_has_come():
 def test_kernels_meet_by_order_on_their_stream():
     one = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (0, 10)]
     other = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (2, 13)]
-    assert kinds_of(told_apart([one, other])[0]) == [
+    assert kinds_of(with_waiting([one, other])[0]) == [
         (0, 2, WAITING),
         (2, 5, COMMUNICATION),
         (10, 13, WAITING),
         (13, 15, COMMUNICATION),
     ]
     # Another number of kernels: who meets whom is not known.
-    assert told_apart([one, other[:1]]) == [one, other[:1]]
+    assert with_waiting([one, other[:1]]) == [one, other[:1]]
     # One that came after the kernel had ended was not waited for.
     after = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (7, 13)]
-    assert kinds_of(told_apart([one, after])[0])[0] == (0, 5, COMMUNICATION)
+    assert kinds_of(with_waiting([one, after])[0])[0] == (0, 5, COMMUNICATION)
 
 
 def peer_call(began: float, published: float, awaits: float, end: float) -> list[Span]:
@@ -196,7 +196,7 @@ def test_peer_kernels_wait_for_calls_and_for_results():
     12 and its results from 25 on."""
     first = [*peer_call(0, 20, 25, 40), Span(3, 12, COMMUNICATION, "await_rows")]
     first = sorted(first, key=lambda span: span.begin)
-    ranks = told_apart([first, peer_call(8, 30, 32, 40)])
+    ranks = with_waiting([first, peer_call(8, 30, 32, 40)])
     assert waits_of(ranks[0]) == [(3, 8), (25, 30)] and waits_of(ranks[1]) == []
     told = kinds_of(ranks[0])
     assert (8, 12, COMMUNICATION) in told and (30, 40, COMMUNICATION) in told
@@ -208,7 +208,7 @@ def test_a_rank_that_fetches_nothing_is_through_with_its_call():
     calls = {0: "start", 10: "publish", 12: "finish", 20: "start", 30: "publish"}
     own = [Span(at, at + 1, COMMUNICATION, role) for at, role in calls.items()]
     other = [*peer_call(0, 5, 6, 14), *peer_call(20, 22, 24, 33)]
-    assert waits_of(told_apart([own, other])[1]) == [(6, 10), (24, 30)]
+    assert waits_of(with_waiting([own, other])[1]) == [(6, 10), (24, 30)]
 
 
 def test_an_exchange_ends_when_its_rows_have_come():
@@ -218,7 +218,7 @@ def test_an_exchange_ends_when_its_rows_have_come():
     other = [Span(at, at + 1, COMMUNICATION, "store") for at in (8, 24)]
     other += [Span(10, 12, COMMUNICATION, "close"), Span(25, 26, COMMUNICATION, "close")]
     ranks = [sorted(spans, key=lambda span: span.begin) for spans in (first, other)]
-    assert waits_of(told_apart(ranks)[0]) == [(3, 8), (22, 24)]
+    assert waits_of(with_waiting(ranks)[0]) == [(3, 8), (22, 24)]
 
 
 def test_names_of_peer_kernels_are_those_of_the_sources():

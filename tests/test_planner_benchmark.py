@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import planner  # noqa: E402
-from planner_optimum import CLUSTERS, Problem, most_given, optimum  # noqa: E402
+from planner_optimum import CLUSTERS, Problem, max_tiles_out, optimum  # noqa: E402
 from planner_reference import (  # noqa: E402
     BASELINES,
     Bounds,
@@ -228,7 +228,7 @@ def test_optimum_by_hand():
     # So slow that what leaves in the time is the most that its bytes bring.
     slow = Cluster(4, link_bytes_per_second=100.0)
     seconds = optimum(pack, home, slow, PRICES)
-    given = most_given(Problem.of(pack, slow, PRICES), seconds * 100 * 1.5, seconds)[0]
+    given = max_tiles_out(Problem.of(pack, slow, PRICES), seconds * 100 * 1.5, seconds)[0]
     assert work - seconds == pytest.approx(given, rel=1e-3)
     assert seconds > work / 4
     apart = Cluster(
@@ -253,7 +253,7 @@ def test_no_visits_give_more_than_is_possible(largest):
             work += tiles[num_rows - 1]
             num_bytes += (QUERY_BYTES * num_rows + KEY_BYTES * end) * TILE
             end -= num_rows
-            most = most_given(problem, num_bytes, largest)[0]
+            most = max_tiles_out(problem, num_bytes, largest)[0]
             assert work <= most
             closest = max(closest, work / most)
     assert closest > 0.93

@@ -87,7 +87,7 @@ def test_workloads_fill_every_rank(lengths_file):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ([], "give --lengths, --equal or --document"),
+        ([], "pass --lengths, --equal or --document"),
         (["--equal", "100", "--tokens", "512"], "--equal is 100; expected a divisor"),
         (["--document", "1023"], "--document is 1023 with 2 ranks"),
         (["--document", "1024", "--tokens", "9"], "no --tokens"),
