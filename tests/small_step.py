@@ -1,4 +1,4 @@
-"""One small attention layer on this rank, for tests of what goes wrong around it."""
+"""One small attention layer per rank, for tests of errors and failures."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ SHARDED = Case(
 
 @dataclass
 class Step:
-    """Documents of this rank without a plan, and its rows of q, k, v."""
+    """This rank's documents, without a plan, and its rows of q, k, v."""
 
     documents: distca.Documents
     q: Tensor
