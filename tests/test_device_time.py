@@ -204,8 +204,8 @@ def test_peer_kernels_wait_for_calls_and_for_results():
     first = sorted(first, key=lambda span: span.begin)
     ranks = with_waiting([first, peer_call(8, 30, 32, 40)])
     assert waits_of(ranks[0]) == [(3, 8), (25, 30)] and waits_of(ranks[1]) == []
-    told = kinds_of(ranks[0])
-    assert (8, 12, COMMUNICATION) in told and (30, 40, COMMUNICATION) in told
+    spans = kinds_of(ranks[0])
+    assert (8, 12, COMMUNICATION) in spans and (30, 40, COMMUNICATION) in spans
     assert step_profile(ranks)["waiting_ms"] == pytest.approx([0.010, 0])
 
 

@@ -123,14 +123,14 @@ def check_pip(arguments: list[str], folder: Path) -> None:
     """Check what pip would install. Other packages must be those of the Makefile."""
     names = [each for each in arguments if not each.startswith("-")]
     if names != ["."]:
-        known = (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()
-        assert [each for each in names if each not in known] == []
+        build_files = (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()
+        assert [each for each in names if each not in build_files] == []
         return
     if Version(setuptools.__version__) < Version("77"):
         pytest.skip("needs setuptools 77 or newer")
     offline = ["--dry-run", "--no-deps", "--no-build-isolation", "--no-index"]
-    said = run_python(["-m", "pip", "install", *offline, ROOT], folder)
-    assert f"Would install distca-{distca.__version__}" in said
+    output = run_python(["-m", "pip", "install", *offline, ROOT], folder)
+    assert f"Would install distca-{distca.__version__}" in output
 
 
 def check_make(arguments: list[str], folder: Path) -> None:
@@ -142,17 +142,17 @@ def check_make(arguments: list[str], folder: Path) -> None:
 
 def check_watching(arguments: list[str], folder: Path) -> None:
     small = ["--layers", "1", "--tokens", "64", "--blocks", "2", "--out", folder]
-    said = torchrun([ROOT / "benchmarks" / "watching.py", *small], folder)
-    assert re.search(r"us a step of 1 layers, \S+ % of a training step", said)
+    output = torchrun([ROOT / "benchmarks" / "watching.py", *small], folder)
+    assert re.search(r"us a step of 1 layers, \S+ % of a training step", output)
 
 
 def check_plain_example(arguments: list[str], folder: Path) -> None:
     *flags, script = arguments
     launcher = ["-m", "distca.run", *flags, ROOT / script]
-    said = torchrun([*launcher, "--steps", "12", "--tokens-per-rank", "512"], folder)
-    first, last = map(float, re.search(r"loss (\S+) -> (\S+)", said).groups())
+    output = torchrun([*launcher, "--steps", "12", "--tokens-per-rank", "512"], folder)
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+)", output).groups())
     assert last < first
-    assert "imbalance" in said
+    assert "imbalance" in output
 
 
 def check_torchrun(arguments: list[str], folder: Path) -> None:
@@ -257,8 +257,8 @@ def test_command(command, tmp_path, capsys):
 
 def test_the_example_has_equal_losses_with_documents_across_ranks(tmp_path):
     flags = ["--compare", "--sharded", "--checkpoint", "--steps", "2", "--tokens-per-rank", "128"]
-    said = torchrun([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
-    assert float(re.search(r"largest loss difference (\S+)", said)[1]) <= 1e-4
+    output = torchrun([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
+    assert float(re.search(r"largest loss difference (\S+)", output)[1]) <= 1e-4
     assert (tmp_path / "balance.png").exists() and (tmp_path / "summary.json").exists()
 
 

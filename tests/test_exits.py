@@ -50,7 +50,7 @@ def last_line(error: str) -> str:
     return error.strip().splitlines()[-1]
 
 
-SAYS = {  # the odd rank's exit code, and a part of the others' error
+MESSAGES = {  # the odd rank's exit code, and a part of the others' error
     "skip_backward_pass": (0, "backward pass, step 0: rank 1 has ended its process"),
     "close_in_finally": (1, "rank 1 failed: KeyError: 'layers.417.weight'"),
     "raise_with_a_plan": (1, "rank 1 failed: KeyError: 'layers.417.weight'"),
@@ -61,7 +61,7 @@ SAYS = {  # the odd rank's exit code, and a part of the others' error
 
 
 def test_a_rank_that_leaves_is_named_by_those_that_continue(ended):
-    for name, (code, said) in SAYS.items():
+    for name, (code, message) in MESSAGES.items():
         outcomes = ended[name]
         assert outcomes[ODD][0] == code, f"{name}: {outcomes[ODD]}"
         if code:
@@ -69,7 +69,7 @@ def test_a_rank_that_leaves_is_named_by_those_that_continue(ended):
         for rank in OTHERS:
             assert outcomes[rank][0] == 1, f"{name}: {outcomes[rank]}"
             assert "DistBackendError: distca: " in last_line(outcomes[rank][1]), name
-            assert said in last_line(outcomes[rank][1]), f"{name}: {outcomes[rank][1]}"
+            assert message in last_line(outcomes[rank][1]), f"{name}: {outcomes[rank][1]}"
             assert outcomes[ODD][0] or "distca.join" in last_line(outcomes[rank][1])
 
 

@@ -73,7 +73,7 @@ def run_ranks(fault: str, environment: dict[str, str], folder: Path) -> list[tup
     return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
 
 
-SAYS = {  # parts of the victim's own error and of the others'
+MESSAGES = {  # parts of the victim's own error and of the others'
     "raise_in_the_model": ("KeyError: 'layers.417.weight'",) * 2,
     "raise_while_planning_ahead": ("KeyError: 'layers.417.weight'",) * 2,
     "run_out_of_memory": ("can't allocate memory",) * 2,
@@ -83,10 +83,10 @@ SAYS = {  # parts of the victim's own error and of the others'
 }
 
 
-@pytest.mark.parametrize("fault", SAYS)
+@pytest.mark.parametrize("fault", MESSAGES)
 def test_every_rank_of_a_script_ends_with_the_error(environment, tmp_path, fault):
     ended = run_ranks(fault, environment, tmp_path)
-    own, others = SAYS[fault]
+    own, others = MESSAGES[fault]
     for rank, (code, error) in enumerate(ended):
         assert code != 0, error
         if rank == VICTIM:
@@ -108,7 +108,7 @@ def test_torchrun_ends_with_the_error(environment, fault):
         env=environment, timeout_s=HANG_S,
     )  # fmt: skip
     assert result.returncode != 0
-    assert SAYS[fault][0] in result.stderr
+    assert MESSAGES[fault][0] in result.stderr
     assert f"rank      : {VICTIM} " in result.stderr, result.stderr
     assert marked(environment[MARK]) == []
     assert time.monotonic() - started < HANG_S / 2

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).parent / "gpu_fault_script.py"
 START_S = 40  # of processes with CUDA
-SAYS = {
+MESSAGES = {
     "die": "is dead",
     "stop": "is stopped",
     "raise_error": "KeyError: 'layers.417.weight'",
@@ -85,32 +85,34 @@ def last_named(error: str) -> str:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("transport", ["peer", "process_group"])
 def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
-    said = last_named(errors_of_survivor(fault, "fail_between_calls", failing_pass, transport))
-    assert f"rank {VICTIM} " in said and SAYS[fault] in said
-    assert f"{failing_pass} pass" in said
+    message = last_named(errors_of_survivor(fault, "fail_between_calls", failing_pass, transport))
+    assert f"rank {VICTIM} " in message and MESSAGES[fault] in message
+    assert f"{failing_pass} pass" in message
 
 
 @pytest.mark.parametrize("transport", ["peer", "process_group"])
 def test_a_busy_store_delays_no_error(transport):
     started = time.monotonic()
-    said = last_named(errors_of_survivor("die", "fail_beside_a_busy_store", "forward", transport))
-    assert f"rank {VICTIM} is dead" in said
+    message = last_named(
+        errors_of_survivor("die", "fail_beside_a_busy_store", "forward", transport)
+    )
+    assert f"rank {VICTIM} is dead" in message
     assert time.monotonic() - started < START_S + TIMEOUT_S
 
 
 @pytest.mark.parametrize("failing_pass", ["forward", "backward"])
 @pytest.mark.parametrize("fault", ["die", "stop", "sleep"])
 def test_copies_to_a_rank_at_fault(fault, failing_pass):
-    said = last_named(errors_of_survivor(fault, "fail_between_copies", failing_pass, "peer"))
-    assert f"rank {VICTIM} " in said and SAYS[fault] in said
-    assert f"attention layer 1, {failing_pass} pass" in said
+    message = last_named(errors_of_survivor(fault, "fail_between_copies", failing_pass, "peer"))
+    assert f"rank {VICTIM} " in message and MESSAGES[fault] in message
+    assert f"attention layer 1, {failing_pass} pass" in message
 
 
 def test_a_rank_fails_before_buffers_grow():
     """The error names the earlier call in which the device still waits."""
-    said = last_named(errors_of_survivor("die", "fail_before_growth", "forward", "peer"))
-    assert f"rank {VICTIM} is dead" in said
-    assert "of attention layer 1, forward pass, step 0" in said
+    message = last_named(errors_of_survivor("die", "fail_before_growth", "forward", "peer"))
+    assert f"rank {VICTIM} is dead" in message
+    assert "of attention layer 1, forward pass, step 0" in message
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,6 @@ def test_a_rank_fails_before_buffers_grow():
     [("die", "forward"), ("stop", "backward"), ("raise_error", "backward"), ("sleep", "forward")],
 )
 def test_a_rank_fails_while_buffers_grow(fault, failing_pass):
-    said = last_named(errors_of_survivor(fault, "fail_in_growth", failing_pass, "peer"))
-    assert f"rank {VICTIM} " in said and SAYS[fault] in said
-    assert f"growth of peer memory of attention layer 0, {failing_pass} pass, step 1" in said
+    message = last_named(errors_of_survivor(fault, "fail_in_growth", failing_pass, "peer"))
+    assert f"rank {VICTIM} " in message and MESSAGES[fault] in message
+    assert f"growth of peer memory of attention layer 0, {failing_pass} pass, step 1" in message

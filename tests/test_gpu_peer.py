@@ -421,9 +421,9 @@ def attend_with_many_sources(rank, world_size):
 
 
 def test_more_sources_than_ranks(peer_ranks):
-    refused, told = peer_ranks(2).run(attend_with_many_sources)
-    assert "twice; expected once" in refused
-    assert "refused on rank(s) 0; nothing was sent" in told
+    error, other_error = peer_ranks(2).run(attend_with_many_sources)
+    assert "twice; expected once" in error
+    assert "refused on rank(s) 0; nothing was sent" in other_error
 
 
 def attend_without_memory(rank, world_size, poor_rank):
@@ -463,8 +463,8 @@ def test_reserved_memory_holds_larger_plans(peer_ranks):
 
 def test_no_memory_for_larger_buffers_on_one_rank(peer_ranks):
     poor_rank = 1
-    for said, num_bytes, errors in peer_ranks(2).run(attend_without_memory, poor_rank):
-        assert f"out of memory on rank(s) {poor_rank}, where" in said
-        assert "growth of peer memory of attention layer 0, forward pass" in said
-        assert f"keeps the {num_bytes} bytes" in said
+    for message, num_bytes, errors in peer_ranks(2).run(attend_without_memory, poor_rank):
+        assert f"out of memory on rank(s) {poor_rank}, where" in message
+        assert "growth of peer memory of attention layer 0, forward pass" in message
+        assert f"keeps the {num_bytes} bytes" in message
         assert max(errors) < 0.01 and not any(map(math.isnan, errors))

@@ -85,7 +85,7 @@ def test_workloads_fill_every_rank(lengths_file):
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         ([], "pass --lengths, --equal or --document"),
         (["--equal", "100", "--tokens", "512"], "--equal is 100; expected a divisor"),
@@ -95,9 +95,9 @@ def test_workloads_fill_every_rank(lengths_file):
         (["--mixed", "1025", "--tokens", "512", "--lengths", "LENGTHS"], "expected 1 to 1024"),
     ],
 )
-def test_workloads_that_do_not_fit_are_refused(flags, said, lengths_file):
+def test_workloads_that_do_not_fit_are_refused(flags, message, lengths_file):
     flags = [str(lengths_file) if flag == "LENGTHS" else flag for flag in flags]
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         make_workload(parsed(*flags), 2, 1)
 
 
@@ -114,13 +114,13 @@ def test_variants_that_cannot_run_are_refused():
     assert default(WHOLE, "cpu") == every - {"peer"}
     assert default(CROSSING, "cuda") == {"context", "process_group", "peer"}
     assert chosen_variants([PERMUTED], WHOLE, "cpu") == [PERMUTED]
-    for names, workload, said in (
+    for names, workload, message in (
         (["peer pingpong"], WHOLE, "halves travel by process group"),
         (["peer"], WHOLE, "expected some of flash"),
         (["plain"], CROSSING, "expected some of context, process_group,"),
         (["other"], WHOLE, "expected some of flash"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             chosen_variants(names, workload, "cpu")
 
 
@@ -244,9 +244,9 @@ def test_training_step_saves_its_figures(lengths_file, tmp_path):
     out = tmp_path / "step.json"
     flags = ["--lengths", lengths_file, "--tokens", "512", "--steps", "4", "--out", out]
     flags += ["--learning-rate", "1e-2", "--turns", "2"]
-    said = torchrun("training_step.py", *MODEL, *flags)
+    output = torchrun("training_step.py", *MODEL, *flags)
     names = ["flash", "plain", "context", "process_group", "process_group pingpong"]
-    assert sum(line.startswith("loss ") for line in said.splitlines()) == len(names)
+    assert sum(line.startswith("loss ") for line in output.splitlines()) == len(names)
     record = json.loads(out.read_text())
     assert list(record["variants"]) == names and len(record["attention_ms"]["plain"]) == 4
     summary = record["summary"]
@@ -278,20 +278,20 @@ def by_main(rank: int, world_size: int, script: str, folder: Path, flags: list[s
     with mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)):
         args, workload = module.arguments([*flags, "--device", "cpu"])
     run = long_document.run if module is long_document else loss_curve.train
-    result, said = run(args, workload, CPU), io.StringIO()
+    result, output = run(args, workload, CPU), io.StringIO()
     if rank == 0:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             module.show(result)
         module.save(folder, result)
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_long_document_against_a_rank_alone(ranks, tmp_path):
     flags = ["--document", "1000", *HEADS, "--rounds", "1", "--keep-inputs-gb", "1"]
-    said = ranks(2).run(by_main, "long_document", tmp_path, flags)[0]
-    assert "alone: 707 tokens" in said  # 1000 / sqrt(2) tokens have half of the pairs
+    output = ranks(2).run(by_main, "long_document", tmp_path, flags)[0]
+    assert "alone: 707 tokens" in output  # 1000 / sqrt(2) tokens have half of the pairs
     for way in ("peer", "torch cudnn", "torch flash"):
-        assert f"{way} is left out" in said
+        assert f"{way} is left out" in output
     with (tmp_path / "long_document.csv").open() as file:
         rows = {row["way"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["alone", "process_group", "context"]
@@ -310,8 +310,8 @@ def test_long_document_against_a_rank_alone(ranks, tmp_path):
 def test_loss_curve_against_noise(ranks, lengths_file, tmp_path):
     flags = ["--lengths", str(lengths_file), "--tokens", "512", "--steps", "5"]
     flags = [*MODEL, *flags, "--learning-rate", "1e-2"]
-    said = ranks(2).run(by_main, "loss_curve", tmp_path, flags)[0]
-    assert PERMUTED in said and "root mean square" in said
+    output = ranks(2).run(by_main, "loss_curve", tmp_path, flags)[0]
+    assert PERMUTED in output and "root mean square" in output
     with (tmp_path / "loss.csv").open() as file:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
     assert len(rows) == 5 and rows[4]["plain"] < rows[0]["plain"]

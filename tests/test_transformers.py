@@ -178,11 +178,11 @@ def generate(rank: int, world_size: int, name: str) -> bool:
     padding[0, :4] = 0
     results = []
     for each in (model, pm.with_attention(model, "eager")):
-        asked = {"max_new_tokens": 12 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+        options = {"max_new_tokens": 12 + 3 * rank, "do_sample": False, "pad_token_id": 0}
         results += [
-            each.generate(ids, attention_mask=padding, **asked),
-            each.generate(ids, use_cache=False, **asked),
-            each.generate(ids, cache_implementation="static", disable_compile=True, **asked),
+            each.generate(ids, attention_mask=padding, **options),
+            each.generate(ids, use_cache=False, **options),
+            each.generate(ids, cache_implementation="static", disable_compile=True, **options),
         ]
     ours, eagers = results[:3], results[3:]
     return all(torch.equal(a, b) for a, b in zip(ours, eagers, strict=True))

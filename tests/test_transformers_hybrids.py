@@ -48,8 +48,12 @@ def by_document(function, keyword: str, dim: int):
     reference = inspect.unwrap(function)
 
     def stand_in(*args, **keywords):
-        told = keywords.pop(keyword)
-        lengths = told.diff() if keyword == "cu_seqlens" else told[0].unique(return_counts=True)[1]
+        boundaries = keywords.pop(keyword)
+        lengths = (
+            boundaries.diff()
+            if keyword == "cu_seqlens"
+            else boundaries[0].unique(return_counts=True)[1]
+        )
 
         def part(value, at: int):
             is_split = isinstance(value, torch.Tensor) and value.dim() > dim
@@ -157,9 +161,9 @@ def test_generation_equals_eager(name):
     generated = []
     for attn_implementation in ("distca", "eager"):
         model = families.model_of(name, attn_implementation).eval()
-        asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         model.config.use_cache = True
         for mask in (padding, torch.ones_like(padding)):
-            generated.append(model.generate(ids.view(2, 6), attention_mask=mask, **asked))
+            generated.append(model.generate(ids.view(2, 6), attention_mask=mask, **options))
     pairs = zip(generated[:2], generated[2:], strict=True)
     assert all(torch.equal(ours, eagers) for ours, eagers in pairs)
