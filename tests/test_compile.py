@@ -232,7 +232,7 @@ def test_documents_without_a_plan_compile_in_a_scope():
             assert compiled(x).item() == pytest.approx(eager(x).item(), abs=1e-5)
 
 
-def test_compiled_code_without_a_plan_says_what_to_do():
+def test_compiled_code_without_a_plan_names_the_remedy():
     torch._dynamo.reset()
     compiled = torch.compile(make_model(), backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="have no plan .* call distca.plan"):

@@ -101,7 +101,7 @@ def test_kinds_and_roles_of_kernels(name, kind, role):
     assert span.role == (name.split("(")[0] if role is None else role)
 
 
-def test_copies_are_communication_where_nothing_computes():
+def test_copies_are_communication_on_streams_without_compute():
     copies = [
         event("Memcpy DtoD (Device -> Device)", 0, 1, 7, "gpu_memcpy"),
         event("Memcpy DtoD (Device -> Device)", 0, 1, 20, "gpu_memcpy"),

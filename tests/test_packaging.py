@@ -57,7 +57,7 @@ def backend():
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable", "sdist"])
-def test_a_build_asks_for_torch_only_where_there_is_none(monkeypatch, kind):
+def test_a_build_requires_torch_only_if_none_is_installed(monkeypatch, kind):
     build_backend = backend()
     hook = f"get_requires_for_build_{kind}"
     monkeypatch.setattr(build_backend.build_meta, hook, lambda settings: ["of setuptools"])

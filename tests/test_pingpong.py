@@ -66,7 +66,7 @@ def compare(rank: int, world_size: int, windows, cuts: list[str]) -> float:
     return worst
 
 
-EDGES = [  # by rank: none, one token, as many as features, empty documents
+EDGES = [  # by rank: no document, one token, as many tokens as features, empty documents
     [[300], [], [1], [0, 3, 0]],
     [[24], [24], [200], [1]],
     [[], [0], [90, 1], []],
@@ -231,7 +231,7 @@ def full_windows(rank: int, world_size: int) -> tuple[float, str]:
     return worst, ""
 
 
-def test_full_windows_where_no_document_is_cut(ranks):
+def test_full_windows_without_a_cut_document(ranks):
     first, second = ranks(2).run(full_windows, timeout_s=40)
     assert max(first[0], second[0]) <= 1e-12
     assert "row is 20, inside a document, and window_size (-1, -1)" in first[1]

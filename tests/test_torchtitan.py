@@ -68,7 +68,7 @@ def test_the_comparison_notices_a_lost_boundary():
     assert tm.worst_error(tm.own_step(batch), truth) > 100 * TOLERANCE
 
 
-def test_selective_checkpointing_sends_nothing_again(titan_ranks):
+def test_selective_checkpointing_sends_no_row_twice(titan_ranks):
     with_save, without = (
         titan_ranks(2).run(tm.exchanges_with_checkpointing, overrides)
         for overrides in (tm.OVERRIDES, tm.OVERRIDES[:1])

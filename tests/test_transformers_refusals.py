@@ -262,7 +262,7 @@ def test_a_model_whose_layers_never_call_the_attention():
             model(input_ids=torch.arange(5)[None])
 
 
-def test_an_interrupted_pass_leaves_nothing_behind(model, packed, monkeypatch):
+def test_an_interrupted_pass_leaves_no_state(model, packed, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 import distca
 
 NUM_STEPS = 20
-NUM_DOCUMENTS = 131  # neither a multiple of ranks nor of batches
+NUM_DOCUMENTS = 131  # not a multiple of ranks or of batch sizes
 
 
 def join(rank: int, world_size: int) -> int:
