@@ -30,7 +30,7 @@ KINDS = (COMPUTE, ATTENTION, COMMUNICATION, WAITING)
 ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
-# Chrome traces have demangled names, or mangled ones where that failed.
+# Chrome traces have demangled names, or mangled ones if demangling failed.
 PEER_KERNEL = re.compile(
     r"transport.*peer.*(start|store|await_rows|await_results|publish|finish|fetch|close)_kernel"
 )

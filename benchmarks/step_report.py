@@ -22,7 +22,7 @@ COLORS = {COMPUTE: "#8c6bb1", ATTENTION: "#2a7f8e", COMMUNICATION: "#e1a32f", WA
 class Run:
     """The steps of one variant."""
 
-    step_ms: list[float] = field(default_factory=list)  # warm-up included
+    step_ms: list[float] = field(default_factory=list)  # including warm-up
     losses: list[float] = field(default_factory=list)
     plans: list[distca.PlanReport] = field(default_factory=list)
     profiles: list[dict[str, list[float]]] = field(default_factory=list)

@@ -66,7 +66,8 @@ def torch_way(
         raise Unavailable("needs one document whose length is a multiple of 2 x ranks")
     rows = torch.from_numpy(rows_of(np.array(lengths), dist.get_rank(), num_ranks)).to(device)
     mesh = init_device_mesh(device.type, (num_ranks,))
-    positions = torch.arange(lengths[0], device=device).unsqueeze(0)  # it needs a buffer to cut
+    # context_parallel needs a buffer to cut.
+    positions = torch.arange(lengths[0], device=device).unsqueeze(0)
     failure = None
     with (
         sdpa_kernel(BACKENDS[name]),

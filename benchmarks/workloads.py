@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 IGNORE_INDEX = -100  # cross_entropy's default
-TOKENS = 65536  # per rank, if nothing else says it
+TOKENS = 65536  # default per rank
 LARGEST_STRIDE = 8  # between consecutive tokens
 Packs = list[list[list[int]]]
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-END = 0  # no byte of Python's sources
+END = 0  # a byte that never occurs in Python's sources
 HIDDEN, HEADS, LAYERS, LONGEST = 64, 4, 2, 4096
 
 

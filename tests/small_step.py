@@ -9,9 +9,8 @@ from torch import Tensor
 import distca
 
 WHOLE = Case([[300, 11], [5], [7]], dtype=torch.float32)
-SHARDED = Case(
-    [[10, 50, 100, 1200, 30], [], []], dtype=torch.float32, sharded=True
-)  # all pairs talk
+# Every pair of ranks exchanges rows.
+SHARDED = Case([[10, 50, 100, 1200, 30], [], []], dtype=torch.float32, sharded=True)
 
 
 @dataclass

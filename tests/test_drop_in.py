@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 import distca
 
 HEAD_DIM = 8
-LENGTHS = [[61, 0, 19], [1, 7, 72]]  # by rank; as many tokens on each
+LENGTHS = [[61, 0, 19], [1, 7, 72]]  # by rank; each has NUM_TOKENS
 NUM_TOKENS = 80
 MAX_OVERHEAD_US = 5.0
 

@@ -13,7 +13,7 @@ from exit_script import ODD, SIGNALLED, WAYS
 import distca
 
 SCRIPT = Path(__file__).parent / "exit_script.py"
-LIMIT_S = 25  # start-up included, far below the group's timeout of 40
+LIMIT_S = 25  # including start-up; far below the group's timeout of 40
 OTHERS = [rank for rank in range(3) if rank != ODD]
 Outcome = tuple[int, str, float]  # exit code, standard error, seconds
 

@@ -36,7 +36,7 @@ def unchanged(tensors: dict) -> dict:
     return tensors
 
 
-CASES = {  # a pass, its change on one rank, and a part of the message there
+CASES = {  # a pass, its change on BAD_RANK, and a part of the message there
     "grad_out 2-D": (
         _backward,
         changed("grad_out", lambda t: t[..., 0]),

@@ -75,7 +75,8 @@ def test_a_run_writes_its_records_and_its_summary(ranks, tmp_path):
 def test_the_trace_shows_the_timed_step_as_planned_and_as_measured(ranks, tmp_path):
     spans = tmp_path / "spans"
     spans.mkdir()
-    (spans / "7.json").write_text(json.dumps({"rank": 7, "step": 99, "spans": []}))  # of a past run
+    former = {"rank": 7, "step": 99, "spans": []}  # from an earlier run in the same folder
+    (spans / "7.json").write_text(json.dumps(former))
     ranks(3).run(train, str(tmp_path), 2)
     steps = report.read_steps(tmp_path)
     (attention_ms,) = {tuple(step["attention_ms"]) for step in steps[-1:]}
