@@ -1,26 +1,26 @@
-"""Core attention's kernels against other libraries': correctness, then one table from one run.
+"""Compare distca's attention kernels with other libraries: check results, then time every case.
 
     python benchmarks/attention.py --lengths lengths.json --out runs/attention
 
-Cases, causal, bfloat16, N(0, 1) inputs that do not fit in L2, d128 with 32 query and 8 key heads,
-d64 with 32 and 32:
+All cases are causal, in bfloat16, with N(0, 1) inputs that do not fit in L2. d128 has 32 query and
+8 key heads, d64 has 32 and 32.
 
-  dense       equal documents, 32k tokens in all
-  shards      R query rows over documents of K tokens, computed for another rank: all shards of the
-              documents ("every"), every second ("half"), or the last of each document ("last",
-              where no two tasks share keys, as in other libraries' figures for "R rows x K keys").
-              The planner joins neighbouring shards, so "every" is not met in training; "half" is.
-              Other libraries get a copy of the keys for each task.
+  dense       equal documents, 32k tokens in total
+  shards      tasks of R query rows over documents of K tokens, computed for another rank. "every"
+              has all shards of the documents, "half" every second one, and "last" the last shard of
+              each document, so that no two tasks share keys, as in other libraries' figures for
+              "R rows x K keys". The planner joins neighbouring shards, so training has "half" but
+              never "every". Other libraries get a copy of the keys for each task.
   documents   lengths drawn from each file of --lengths
 
-distca's operators are called on one rank, without a process group. Before a case is timed, out, dq,
-dk and dv of some documents are compared with float32 matrix products; an error above twice that of
-bfloat16 matrix products, plus rounding, ends the run.
+The script calls distca's operators on one rank, without a process group. Before it times a case, it
+compares out, dq, dk and dv of some documents with float32 matrix products. The run ends if an error
+exceeds twice the error of bfloat16 matrix products plus rounding.
 
-TFLOP/s by the usual count: 4 * head_dim * heads * (query, key) pairs forward, the diagonal counted
-half, and 2.5 times that backward. Times are medians over rounds in which each library runs once.
-"deterministic" is the backward pass in deterministic mode, without torch's filling of new memory,
-which no kernel needs.
+TFLOP/s follow the usual count: 4 * head_dim * heads * (query, key) pairs forward, with half the
+diagonal, and 2.5 times that backward. Times are medians over rounds; each library runs once per
+round. "deterministic" is the backward pass in deterministic mode. torch does not fill new memory
+there, because no kernel needs it.
 """
 
 import argparse
@@ -65,7 +65,7 @@ SHARD_KEYS = (8192, 65536)
 QUICK_REPEATS = 5
 NUM_WARM_UP_CALLS = 2
 MATMUL_SIZE = 8192
-# Relative; libraries that are right differ by 0.005 or so.
+# Relative; correct libraries differ by about 0.005.
 MAX_PEER_DIFFERENCE = 0.03
 
 
@@ -84,14 +84,14 @@ def arguments() -> argparse.Namespace:
         return parse
 
     parser.add_argument(
-        "--cases", type=listed(str, KINDS), default=list(KINDS), help="shards' ratios need dense"
+        "--cases", type=listed(str, KINDS), default=list(KINDS), help="ratios of shards need dense"
     )
     parser.add_argument("--head-dims", type=listed(int, tuple(HEADS)), default=list(HEADS))
     parser.add_argument("--lengths", type=Path, action="append", default=[], help="JSON list")
     parser.add_argument("--tokens", type=listed(int), default=[32768, 131072], help="of documents")
-    parser.add_argument("--repeats", type=int, default=20, help="rounds of a case")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds per case")
     parser.add_argument("--quick", action="store_true", help="few rounds, few shards and tokens")
-    parser.add_argument("--flex", action="store_true", help="FlexAttention too, compiled")
+    parser.add_argument("--flex", action="store_true", help="also time compiled FlexAttention")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for attention.csv, .json and .png")
     args = parser.parse_args()
@@ -103,7 +103,7 @@ def arguments() -> argparse.Namespace:
 
 
 def cases_of(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """Made one by one. Shards and documents take the first of --head-dims."""
+    """Yield the cases one by one. Shards and documents use the first of --head-dims."""
     heads = HEADS[args.head_dims[0]]
     if "dense" in args.cases:
         for head_dim in args.head_dims:
@@ -121,8 +121,11 @@ def cases_of(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
 
 
 def milliseconds(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Device time by call, a round after the other, so that all share clocks and heat, and every
-    round in another order: who runs after a call that leaves the chip cool finds higher clocks."""
+    """Return the device times of each call, in rounds, so that all calls share clocks and heat.
+
+    Each round has another order, because a call after one that leaves the chip cool runs at higher
+    clocks.
+    """
     for call in calls.values():
         for _ in range(NUM_WARM_UP_CALLS):
             call()
@@ -142,7 +145,7 @@ def milliseconds(calls: dict[str, Callable[[], object]], repeats: int) -> dict[s
 
 
 def matmul_tflops(device: torch.device, repeats: int) -> list[float]:
-    """Of the square bfloat16 product that kernels are measured against."""
+    """Return the rates of the square bfloat16 product that kernels are compared with."""
     a, b = (
         torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)
     )
@@ -151,7 +154,7 @@ def matmul_tflops(device: torch.device, repeats: int) -> list[float]:
 
 
 def check_ours(case: Case, inputs: Inputs, runner: Runner) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ends the run unless distca's results are right; returns its out and dq."""
+    """End the run unless distca's results are right. Return its out and dq."""
     q, k, v, _ = inputs
     checker = Checker(case, inputs)
     share = case.layout, case.rows, case.heads.softmax_scale, case.task_list
@@ -168,8 +171,7 @@ def check_ours(case: Case, inputs: Inputs, runner: Runner) -> tuple[torch.Tensor
 def usable(
     runner: Runner, ours: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[Runner, dict[str, str]]:
-    """The runner with those passes that run and agree with our out and dq; what was wrong, by
-    pass."""
+    """Return the runner with the passes that agree with our out and dq, and errors by pass."""
     calls, reasons = {}, {}
     for pass_name, call in runner.calls.items():
         try:
@@ -181,7 +183,7 @@ def usable(
             if not difference <= MAX_PEER_DIFFERENCE:
                 raise ValueError(f"its result differs from ours by {difference:.1%}")
             calls[pass_name] = call
-        except Exception as error:  # another library's: it may raise anything
+        except Exception as error:  # another library may raise anything
             reasons[pass_name] = first_line(error)
     return Runner(runner.name, calls, runner.rows_of), reasons
 
@@ -191,11 +193,11 @@ class Benchmark:
     args: argparse.Namespace
     device: torch.device
     makers: dict[str, Callable]
-    left_out: dict[str, list[str]]  # cases by library and reason; none: the whole run
+    left_out: dict[str, list[str]]  # cases by library and reason; empty for the whole run
     raw: list[tuple[Case, str, str, list[float]]] = field(default_factory=list)
 
     def runners(self, case: Case, inputs: Inputs) -> list[Runner]:
-        """Checked: ours first, then every other library that can run the case."""
+        """Return the checked runners: ours, then every other library that can run the case."""
         ours = distca_runner(case, inputs)
         results = check_ours(case, inputs, ours)
         runners = [ours]
@@ -205,7 +207,7 @@ class Benchmark:
             except Unavailable as reason:
                 self.leave_out(case, f"{name}: {reason}")
                 continue
-            except Exception as error:  # another library's: it may raise anything
+            except Exception as error:  # another library may raise anything
                 self.leave_out(case, f"{name}: {first_line(error)}")
                 continue
             for pass_name, reason in reasons.items():
@@ -231,14 +233,14 @@ class Benchmark:
         print(f"{case.name}: right; TFLOP/s {', '.join(shown)} [{seconds:.1f} s]", flush=True)
 
     def timings(self, matmul: float) -> list[Timing]:
-        found = []
+        timings = []
         for case, name, pass_name, times in self.raw:
             ms = statistics.median(times)
             rate = tflops(case, pass_name, ms)
-            found.append(
+            timings.append(
                 Timing(case.name, case.kind, case.key, name, pass_name, ms, rate, rate / matmul)
             )
-        return found
+        return timings
 
 
 def tflops(case: Case, pass_name: str, ms: float) -> float:
@@ -250,29 +252,29 @@ def tflops(case: Case, pass_name: str, ms: float) -> float:
 def main() -> None:
     args = arguments()
     if not torch.cuda.is_available():
-        sys.exit("attention.py times kernels on a CUDA device, and torch finds none")
+        sys.exit("attention.py times kernels on a CUDA device, and torch sees none")
     # In deterministic mode torch would fill every new tensor with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = False
     device = torch.device("cuda", torch.cuda.current_device())
     benchmark = Benchmark(args, device, *importable_peers(args.flex))
     if "documents" in args.cases and not args.lengths:
-        benchmark.left_out["documents: they need --lengths"] = []
+        benchmark.left_out["documents: pass --lengths"] = []
     versions = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
     print(f"{torch.cuda.get_device_name(device)}, {versions}, {args.repeats} rounds", flush=True)
     matmul_rates = matmul_tflops(device, args.repeats)
     for case in cases_of(args, device):
         benchmark.run(case)
-        gc.collect()  # graphs that peers keep
+        gc.collect()  # frees the graphs of other libraries
         torch.cuda.empty_cache()
     matmul_rates += matmul_tflops(device, args.repeats)
     matmul = statistics.median(matmul_rates)
     timings = benchmark.timings(matmul)
-    found, (kernels_text, kernels) = ratios(timings), kernel_table(LIBRARY)
+    all_ratios, (kernels_text, kernels) = ratios(timings), kernel_table(LIBRARY)
     print("\nLeft out\n" + left_out_table(benchmark.left_out))
     print("\nKernels\n" + kernels_text)
     print(f"\nTFLOP/s (share of the {matmul:.0f} of a {MATMUL_SIZE}^3 matrix product)")
     print(table(timings))
-    print("\nRatios of TFLOP/s (wanted; ! below)\n" + ratio_table(found))
+    print("\nRatios of TFLOP/s (target; ! if below)\n" + ratio_table(all_ratios))
     if args.out is not None:
         record = {
             "device": torch.cuda.get_device_name(device),
@@ -282,7 +284,7 @@ def main() -> None:
             "matmul_tflops": matmul,
             "left_out": benchmark.left_out,
             "kernels": [asdict(kernel) for kernel in kernels],
-            "ratios": [asdict(ratio) for ratio in found],
+            "ratios": [asdict(ratio) for ratio in all_ratios],
         }
         save(args.out, record, timings)
 

@@ -1,4 +1,4 @@
-"""The task lists that benchmarks/attention.py times, and the work in them."""
+"""Task lists that benchmarks/attention.py times, and their FLOPs."""
 
 import itertools
 import json
@@ -13,15 +13,15 @@ import distca
 from distca.planning.chosen_tasks import layout_of_server
 from distca.planning.plan import CAUSAL, local_plan
 
-TOKENS = 32768  # of a dense case, in as many equal documents as that makes, at least one
-NUM_LAST_ROWS = 8192  # of a case of lone shards
-# Keys of lone shards: with a library's gradients, expanded to all heads, they stay under 60 GB.
+TOKENS = 32768  # of a dense case; a longer document is a case of its own
+NUM_LAST_ROWS = 8192  # query rows of a "last" case
+# Keys of a "last" case: with gradients that a library expands to all heads, they fit in 60 GB.
 MAX_KEY_ROWS = 3 << 19
 NUM_LENGTH_BUCKETS = 16
 SHARINGS = {
     "every": "all shards of the documents",
     "half": "every second shard",
-    "last": "the last shard of each document alone",
+    "last": "only the last shard of each document",
 }
 
 
@@ -41,7 +41,7 @@ HEADS = {128: Heads(32, 8, 128), 64: Heads(32, 32, 64)}  # by head_dim
 
 @dataclass(frozen=True)
 class Task:
-    """Query rows over the keys before them and their own: the last query stands at the last key."""
+    """Query rows that see the keys up to their own: the last query is at the last key."""
 
     q_row: int
     num_rows: int
@@ -50,7 +50,7 @@ class Task:
 
     @property
     def num_pairs(self) -> float:
-        """Visible (query, key) pairs, the diagonal counted half as is usual: S * S / 2 if dense."""
+        """Count visible (query, key) pairs, with half the diagonal: S * S / 2 if dense."""
         return self.num_rows * (self.num_keys - self.num_rows / 2)
 
 
@@ -59,11 +59,11 @@ class Case:
     name: str
     kind: str  # "dense", "shards" or "documents"
     heads: Heads
-    tasks: tuple[Task, ...]  # by q_row; tasks of one document are neighbours
+    tasks: tuple[Task, ...]  # ordered by q_row; tasks of one document are neighbours
     task_list: str  # "home" or "visiting"
     layout: Tensor
     rows: Tensor
-    key: tuple = ()  # what the ratios look it up by
+    key: tuple = ()  # identifies the case in ratios
 
     @property
     def num_q_rows(self) -> int:
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def num_copied_k_rows(self) -> int:
-        """Key rows when each task has its own copy."""
+        """Count key rows if each task has its own copy."""
         return sum(task.num_keys for task in self.tasks)
 
     @property
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def documents(self) -> list[list[Task]]:
-        """Tasks by the document whose keys they read."""
+        """Group tasks by the document whose keys they read."""
         groups = itertools.groupby(self.tasks, key=lambda task: task.k_row)
         return [list(tasks) for _, tasks in groups]
 
@@ -95,14 +95,14 @@ class Case:
 
     @property
     def dense_shape(self) -> tuple[int, int] | None:
-        """(documents, tokens of each) of whole documents of one length."""
+        """Return (number of documents, length), or None unless all are whole and equally long."""
         lengths = {(task.num_rows, task.num_keys) for task in self.tasks}
         if len(lengths) > 1 or self.tasks[0].num_rows != self.tasks[0].num_keys:
             return None
         return len(self.tasks), self.tasks[0].num_rows
 
     def inputs(self, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, grad_out from N(0, 1), on the layout's device."""
+        """Draw q, k, v, grad_out from N(0, 1) on the layout's device."""
         device = self.rows.device
         generator = torch.Generator(device).manual_seed(seed)
         shapes = [
@@ -122,7 +122,7 @@ class Case:
 def home_case(
     name: str, kind: str, heads: Heads, lengths: list[int], device: torch.device, key: tuple
 ) -> Case:
-    """Whole documents, each at home: one task a document, nothing arrives."""
+    """Return a case of whole documents at home: one task per document, no visiting rows."""
     cu_seqlens = [0, *itertools.accumulate(lengths)]
     plan = local_plan(distca.Documents(cu_seqlens), CAUSAL, device)
     tasks = tuple(
@@ -146,10 +146,11 @@ def documents_case(heads: Heads, path: Path, tokens: int, seed: int, device: tor
 
 
 def draw_documents(lengths: list[int], tokens: int, seed: int) -> list[int]:
-    """Lengths that sum to `tokens`, the last one cut to fit.
+    """Draw lengths that sum to `tokens`; the last one is cut to fit.
 
     The sorted list is cut into buckets of equal counts, and every round draws one document from
-    each bucket, in shuffled order: a short draw then has long documents about as often as the list.
+    each bucket in shuffled order. So even a few draws have about the list's share of long
+    documents.
     """
     generator = random.Random(seed)
     ordered = sorted(length for length in lengths if length > 0)
@@ -178,13 +179,13 @@ class Shards:
     sharing: str
 
     def of_document(self) -> list[tuple[int, int]]:
-        """Query ranges [begin, end) that the server computes of each document."""
+        """Return the query ranges [begin, end) of a document that the server computes."""
         begins = range(0, self.keys, self.rows)
         chosen = {"every": begins, "half": begins[1::2], "last": begins[-1:]}[self.sharing]
         return [(begin, begin + self.rows) for begin in chosen]
 
     def num_documents(self) -> int:
-        """As a dense case's, or as many as lone shards need."""
+        """Return as many documents as a dense case has, or as "last" needs."""
         if self.sharing != "last":
             return max(1, TOKENS // self.keys)
         return min(NUM_LAST_ROWS // self.rows, MAX_KEY_ROWS // self.keys)
@@ -193,14 +194,16 @@ class Shards:
 def shards_case(
     heads: Heads, shards: Shards, device: torch.device, num_documents: int | None = None
 ) -> Case:
-    """Rank 0 computes shards of rank 1's documents: each task's rows and the keys, once a document,
-    are rows that arrived."""
+    """Return a case in which rank 0 computes shards of rank 1's documents.
+
+    All rows are visiting rows: those of each task, and the keys once per document.
+    """
     num_documents = num_documents or shards.num_documents()
     ranges = shards.of_document()
     lengths = [shards.keys] * num_documents
     served = [(document, *range_) for document in range(num_documents) for range_ in ranges]
     layout, rows = layout_of_server(lengths, served, 1, CAUSAL, device.type)
-    # Keys arrive up to the last query, which for all sharings is the document's last row.
+    # Keys arrive up to the last query, which is always the document's last row.
     tasks = tuple(
         Task(idx * shards.rows, shards.rows, document * shards.keys, end)
         for idx, (document, _, end) in enumerate(served)

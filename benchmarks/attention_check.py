@@ -1,4 +1,4 @@
-"""Attention of a few documents by plain matrix products, and how far a result may be from it."""
+"""Check attention of a few documents against matrix products, with limits on the error."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from attention_cases import Case
 from torch import Tensor
 
 MAX_SCORES = 1 << 26  # of one block of query rows
-BLOCK_ROWS = 32  # compared by greatest error: far rows of a document are small
+BLOCK_ROWS = 32  # rows with one limit: late rows of a document are small, and so are their errors
 LSE_LIMIT = 1e-3
 NAMES = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One document and one key head of a case, with the query heads that read it."""
+    """A document and a key head of a case, with the query heads that read it."""
 
     q_rows: slice
     k_rows: slice
     q_heads: slice
     kv_head: int
-    positions: Tensor  # [query rows], of their keys, CPU
+    positions: Tensor  # [query rows], position in the document, on the CPU
 
     @classmethod
     def of(cls, case: Case, document: int, kv_head: int) -> "Sample":
@@ -36,16 +36,16 @@ class Sample:
         )
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """[query rows, heads of the group, ...]"""
+        """Return the sample's part of q or out: [query rows, heads of the group, ...]."""
         return tensor[self.q_rows, self.q_heads]
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """[key rows, head_dim]"""
+        """Return the sample's part of k or v: [key rows, head_dim]."""
         return tensor[self.k_rows, self.kv_head]
 
 
 def samples_of(case: Case) -> list[Sample]:
-    """The first, the longest and the last document, with the first and the last key head."""
+    """Return samples of the first, longest and last document, and the first and last key head."""
     documents = case.documents
     longest = max(range(len(documents)), key=lambda idx: documents[idx][-1].num_keys)
     chosen = sorted({0, longest, len(documents) - 1})
@@ -57,7 +57,7 @@ def samples_of(case: Case) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Result:
-    """A sample's rows: out, dq [rows, group, head_dim], dk, dv [keys, head_dim], float32."""
+    """Results of a sample in float32: out, dq [rows, group, head_dim], dk, dv [keys, head_dim]."""
 
     out: Tensor
     dq: Tensor
@@ -70,7 +70,7 @@ class Result:
 
 
 def reference(sample: Sample, inputs: tuple[Tensor, ...], scale: float, dtype: torch.dtype):
-    """The sample's Result with every matrix in `dtype`, sums over blocks of rows in float32."""
+    """Compute the sample's Result with matrices in `dtype` and sums over row blocks in float32."""
     all_q, all_k, all_v, all_grad = inputs
     k, v = sample.keys(all_k).to(dtype), sample.keys(all_v).to(dtype)
     q, grad_out = sample.queries(all_q).to(dtype), sample.queries(all_grad).to(dtype)
@@ -105,12 +105,12 @@ def reference(sample: Sample, inputs: tuple[Tensor, ...], scale: float, dtype: t
 
 
 def block_maxima(tensor: Tensor) -> Tensor:
-    """Greatest magnitude of each BLOCK_ROWS rows; NaN where there is one."""
+    """Return the largest magnitude of every BLOCK_ROWS rows, or NaN if they contain a NaN."""
     return torch.stack([rows.abs().max() for rows in tensor.split(BLOCK_ROWS)])
 
 
 class Checker:
-    """Holds the references of a case, against which several results can be checked."""
+    """Checks results of a case against references that it computes once."""
 
     def __init__(self, case: Case, inputs: tuple[Tensor, ...]) -> None:
         self._truths = []  # (sample, truth, limits by name)
@@ -126,17 +126,17 @@ class Checker:
             self._truths.append((sample, truth, limits))
 
     def lse_errors(self, lse: Tensor) -> list[str]:
-        """What is wrong with lse [rows, heads]."""
-        found = []
+        """Describe the errors of lse [rows, heads]."""
+        lines = []
         for sample, truth, _ in self._truths:
             error = (sample.queries(lse) - truth.lse).abs().max().item()
             if not error <= LSE_LIMIT:
-                found.append(f"lse: error {error:.3e}, limit {LSE_LIMIT:.0e}, {where(sample)}")
-        return found
+                lines.append(f"lse: error {error:.3e}, limit {LSE_LIMIT:.0e}, {where(sample)}")
+        return lines
 
     def errors(self, **results: Tensor) -> list[str]:
-        """What is wrong with the results, named as in NAMES; one line each, empty if nothing is."""
-        found = []
+        """Describe the errors of results, named as in NAMES, in one line each."""
+        lines = []
         for sample, truth, limits in self._truths:
             for name, tensor in results.items():
                 rows = sample.queries(tensor) if name in ("out", "dq") else sample.keys(tensor)
@@ -144,12 +144,12 @@ class Checker:
                 bad = ~(errors <= limits[name])
                 if bad.any():
                     block = int(bad.nonzero()[0])
-                    found.append(
+                    lines.append(
                         f"{name}: error {errors[block]:.3e}, limit {limits[name][block]:.3e} in "
                         f"rows from {block * BLOCK_ROWS}, {int(bad.sum())} of {bad.numel()} blocks "
                         f"wrong, {where(sample)}"
                     )
-        return found
+        return lines
 
 
 def where(sample: Sample) -> str:

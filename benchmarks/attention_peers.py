@@ -1,4 +1,4 @@
-"""distca's operators and the attention of other libraries, ready to be called on one case."""
+"""Calls of distca's operators and of other libraries' attention for one case."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, grad_out
 
 
 class Unavailable(Exception):
-    """Why a library is left out of a case."""
+    """Raised if a library cannot run a case; the message is the reason."""
 
 
 def same_rows(tensor: Tensor) -> Tensor:
@@ -28,10 +28,10 @@ def same_rows(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Runner:
-    """One implementation's passes on one case: calls that launch the kernels and nothing else.
+    """One implementation's passes on one case, as calls that only launch kernels.
 
-    The forward call returns out, the backward calls (dq, dk, dv), as the library shapes them;
-    `rows_of` turns out and dq into [rows, heads, head_dim].
+    The forward call returns out, and the backward calls return (dq, dk, dv), in the library's
+    shapes. `rows_of` turns out and dq into [rows, heads, head_dim].
     """
 
     name: str
@@ -67,7 +67,7 @@ def distca_runner(case: Case, inputs: Inputs) -> Runner:
 
 @dataclass(frozen=True)
 class Varlen:
-    """A case as varlen calls take it: a sequence a task, with keys of its own."""
+    """Arguments of varlen calls: each task is a sequence with its own keys."""
 
     k: Tensor
     v: Tensor
@@ -80,12 +80,12 @@ class Varlen:
     def of(cls, case: Case, inputs: Inputs) -> "Varlen":
         _, k, v, _ = inputs
         tasks, heads = case.tasks, case.heads
-        # k, v, dk, dv and, before their sum over a group, dk, dv of all query heads.
+        # k, v, dk, dv, and dk and dv of all query heads before they are summed over a group.
         num_heads = 4 * heads.kv + (2 * heads.q if heads.q != heads.kv else 0)
         num_bytes = case.num_copied_k_rows * num_heads * heads.dim * k.element_size()
         if num_bytes > MAX_COPY_BYTES:
             raise Unavailable(
-                f"keys for each task and their gradients take {num_bytes / 1e9:.0f} GB"
+                f"a copy of the keys for each task, with gradients, takes {num_bytes / 1e9:.0f} GB"
             )
         if case.shares_keys:
             k, v = (torch.cat([x[t.k_row : t.k_row + t.num_keys] for t in tasks]) for x in (k, v))
@@ -104,7 +104,7 @@ def offsets(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def aten_runner(case: Case, inputs: Inputs) -> Runner:
-    """FlashAttention-2 as ATen has it."""
+    """Return a runner of ATen's FlashAttention-2."""
     q, _, _, grad_out = inputs
     varlen, aten = Varlen.of(case, inputs), torch.ops.aten
     lengths = (
@@ -136,10 +136,10 @@ def autograd_runner(
     rows_of: Callable[[Tensor], Tensor],
     fixed_order: Callable | None = None,
 ) -> Runner:
-    """Of attend(q, k, v) -> out; the backward pass runs over a graph that is kept.
+    """Return a runner of attend(q, k, v) -> out. Its backward calls share one retained graph.
 
-    `tensors` are q, k, v, grad_out in the library's shape, `fixed_order` is an `attend` whose
-    backward pass is deterministic.
+    `tensors` are q, k, v, grad_out in the library's shape. `fixed_order` is an `attend` with a
+    deterministic backward pass.
     """
     *leaves, grad_out = tensors
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -155,14 +155,14 @@ def autograd_runner(
 
 
 def dense_inputs(case: Case, inputs: Inputs, heads_first: bool) -> tuple[Tensor, ...]:
-    """q, k, v, grad_out [documents, tokens, heads, head_dim], or with heads before tokens."""
+    """Return q, k, v, grad_out as [documents, tokens, heads, head_dim], or with heads first."""
     batches = [tensor.unflatten(0, case.dense_shape) for tensor in inputs]
     return tuple(x.transpose(1, 2).contiguous() if heads_first else x for x in batches)
 
 
 def cudnn_runner(case: Case, inputs: Inputs) -> Runner:
     if case.dense_shape is None:
-        raise Unavailable("takes batches of one length")
+        raise Unavailable("supports only documents of equal length")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -175,13 +175,13 @@ def cudnn_runner(case: Case, inputs: Inputs) -> Runner:
 
 
 def heads_last_rows(tensor: Tensor) -> Tensor:
-    """[documents, heads, tokens, head_dim] -> [rows, heads, head_dim]."""
+    """Reshape [documents, heads, tokens, head_dim] to [rows, heads, head_dim]."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
 def flex_runner(case: Case, inputs: Inputs) -> Runner:
     if case.dense_shape is None or case.dense_shape[1] not in FLEX_LENGTHS:
-        raise Unavailable(f"runs on dense cases of {FLEX_LENGTHS} tokens only")
+        raise Unavailable(f"runs only on dense cases of {FLEX_LENGTHS} tokens")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     length = case.dense_shape[1]
@@ -204,7 +204,8 @@ def flex_runner(case: Case, inputs: Inputs) -> Runner:
 
 
 def flash_runner(name: str, module: str, case: Case, inputs: Inputs) -> Runner:
-    """FlashAttention-3 or -4: batches where all documents are equally long, else varlen."""
+    """Return a runner of FlashAttention-3 or -4: batches if all documents are equally long, else
+    varlen."""
     library = importlib.import_module(module)
     scale = case.heads.softmax_scale
     common = {"softmax_scale": scale, "causal": True}
@@ -233,14 +234,13 @@ FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 
 
 def importable_peers(with_flex: bool) -> tuple[dict[str, Callable], dict[str, list]]:
-    """Runner makers by library, and why other libraries are left out: cases by reason, none for the
-    whole run."""
+    """Return makers of runners by library, and the reasons why other libraries are left out."""
     makers: dict[str, Callable] = {"FA2 (ATen)": aten_runner, "cuDNN (torch)": cudnn_runner}
     left_out: dict[str, list] = {}
     if with_flex:
         makers["FlexAttention"] = flex_runner
     else:
-        left_out["FlexAttention: compiles for long; ask for it with --flex"] = []
+        left_out["FlexAttention: takes long to compile; pass --flex"] = []
     for name, module in FLASH_MODULES.items():
         try:
             importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""What benchmarks/attention.py prints and saves: table, ratios, kernels' resources, plot."""
+"""Output of benchmarks/attention.py: table, ratios, resources of kernels, plot."""
 
 import csv
 import importlib.util
@@ -13,13 +13,13 @@ from pathlib import Path
 from attention_peers import PASSES
 
 OURS, FA2, CUDNN = "distca", "FA2 (ATen)", "cuDNN (torch)"
-KERNELS = "6distca9attention4sm90"  # their namespace in mangled names
+KERNELS = "6distca9attention4sm90"  # mangled namespace of distca's kernels
 SHARD_BASE = 8192  # tokens of the dense case that shards are compared with
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one implementation's pass on one case."""
+    """The time of one implementation's pass on one case."""
 
     case: str
     kind: str
@@ -37,11 +37,11 @@ class Ratio:
     pass_name: str
     against: str
     value: float
-    wanted: float | None  # at least
+    wanted: float | None  # minimum
 
 
 def table(timings: list[Timing]) -> str:
-    """A line for each case and implementation: TFLOP/s and share of the matmul rate by pass."""
+    """Format TFLOP/s and the share of the matmul rate: a line per case and implementation."""
     width = max((len(timing.case) for timing in timings), default=4)
     head = f"{'case':{width}}  {'implementation':14}" + "".join(f"  {p:>16}" for p in PASSES)
     lines = [head, "-" * len(head)]
@@ -61,7 +61,7 @@ def cell(timing: Timing | None) -> str:
 
 
 def left_out_table(left_out: dict[str, list[str]]) -> str:
-    """A line a reason, with how many cases it concerns, or one of them by name."""
+    """Format a line per reason, with the name of its first case and the number of others."""
     lines = []
     for reason, cases in left_out.items():
         more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
@@ -76,7 +76,7 @@ class Rates:
         self._timings = {(t.key, t.implementation, t.pass_name): t for t in timings}
 
     def ratio(self, one: tuple, other: tuple, against: str, wanted: float | None) -> Ratio | None:
-        """Of two (key, implementation, pass); None unless both were measured."""
+        """Return the ratio of two (key, implementation, pass), or None unless both were timed."""
         a, b = self._timings.get(one), self._timings.get(other)
         if a is None or b is None:
             return None
@@ -84,9 +84,11 @@ class Rates:
 
 
 def ratios(timings: list[Timing]) -> list[Ratio]:
-    """Ours to the library that each kind of case is compared with, deterministic to its backward
-    pass as well; shards to our own dense rate."""
-    rates, found = Rates(timings), []
+    """Return the ratios of our rates to those of another library, and of shards to our dense rate.
+
+    Our deterministic pass is compared with the other library's backward pass.
+    """
+    rates, all_ratios = Rates(timings), []
     for key in dict.fromkeys(timing.key for timing in timings):
         for name in PASSES:
             ours, kind, head_dim = (key, OURS, name), key[0], key[1]
@@ -96,12 +98,12 @@ def ratios(timings: list[Timing]) -> list[Ratio]:
             else:
                 against = CUDNN if kind == "dense" else FA2
                 other = (key, against, "forward" if name == "forward" else "backward")
-            found.append(rates.ratio(ours, other, against, wanted_ratio(key, name)))
-    return [ratio for ratio in found if ratio is not None]
+            all_ratios.append(rates.ratio(ours, other, against, wanted_ratio(key, name)))
+    return [ratio for ratio in all_ratios if ratio is not None]
 
 
 def wanted_ratio(key: tuple, pass_name: str) -> float | None:
-    """What the kernels are to reach: libraries' best on whole documents, kept on short shards."""
+    """Return the target: the best library's rate on whole documents, and ours on short shards."""
     match key:
         case ("dense", 128, length) if length >= 8192:
             by_pass = (1.0, 1.0, 0.9)
@@ -116,11 +118,11 @@ def wanted_ratio(key: tuple, pass_name: str) -> float | None:
     return dict(zip(PASSES, by_pass, strict=True))[pass_name]
 
 
-def ratio_table(found: list[Ratio]) -> str:
-    """A line a case; beside a ratio what it is to be at least, with "!" where it is not."""
-    width = max((len(ratio.case) for ratio in found), default=4)
+def ratio_table(ratios: list[Ratio]) -> str:
+    """Format a line per case. The target follows a ratio, and "!" marks a ratio below it."""
+    width = max((len(ratio.case) for ratio in ratios), default=4)
     by_case: dict[str, dict[str, Ratio]] = {}
-    for ratio in found:
+    for ratio in ratios:
         by_case.setdefault(ratio.case, {})[ratio.pass_name] = ratio
     lines = [f"{'case':{width}}" + "".join(f"  {name:>15}" for name in PASSES)]
     for case, passes in by_case.items():
@@ -138,7 +140,7 @@ def ratio_cell(ratio: Ratio | None) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """From the library's machine code. Shared memory that a launch asks for is not in it."""
+    """Resources of a kernel in the library's machine code, without dynamic shared memory."""
 
     name: str
     registers: int  # per thread, at launch
@@ -148,7 +150,7 @@ class Kernel:
 
 
 def find_cuobjdump() -> str | None:
-    """On the path, in the CUDA toolkit, or in the triton package."""
+    """Look for cuobjdump on the path, in the CUDA toolkit and in the triton package."""
     from torch.utils.cpp_extension import CUDA_HOME  # logs a warning where there is no GPU
 
     folders = [os.environ.get("PATH", ""), str(Path(CUDA_HOME or "") / "bin")]
@@ -159,9 +161,9 @@ def find_cuobjdump() -> str | None:
 
 
 def read_kernels(library: Path) -> list[Kernel]:
-    """Resources of the library's own attention kernels.
+    """Return the resources of the library's own attention kernels.
 
-    Raises FileNotFoundError without cuobjdump, subprocess.CalledProcessError when it fails.
+    Raises FileNotFoundError without cuobjdump, and subprocess.CalledProcessError if it fails.
     """
     tool = find_cuobjdump()
     if tool is None:
@@ -195,7 +197,7 @@ def kernel_table(library: Path) -> tuple[str, list[Kernel]]:
     try:
         kernels = read_kernels(library)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        return f"not known: {error}", []
+        return f"unknown: {error}", []
     if not kernels:
         return f"{library.name} holds no Hopper attention kernels", []
     lines = [f"{'registers':>9} {'stack B':>8} {'local B':>8} {'static shared B':>15}  kernel"]
@@ -210,7 +212,7 @@ def kernel_table(library: Path) -> tuple[str, list[Kernel]]:
 
 
 def save(folder: Path, record: dict, timings: list[Timing]) -> None:
-    """attention.json, attention.csv and, where matplotlib is found, attention.png."""
+    """Write attention.json and attention.csv, and attention.png if matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [asdict(timing) for timing in timings]
     record = record | {"timings": rows}
@@ -228,7 +230,7 @@ def save(folder: Path, record: dict, timings: list[Timing]) -> None:
 
 
 def plot(path: Path, timings: list[Timing], device: str) -> None:
-    """One panel a pass; cases from left to right, a line for each implementation."""
+    """Draw a panel per pass, with the cases from left to right and a line per implementation."""
     import matplotlib
 
     matplotlib.use("Agg")

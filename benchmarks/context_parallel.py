@@ -1,9 +1,9 @@
-"""Context parallelism with distca's kernels: every document shared by all ranks.
+"""Context parallelism with distca's kernels: all ranks share every document.
 
-Documents are cut into 2 x ranks shards each; rank r holds the r-th from the head and the r-th from
-the tail, so that attention is balanced by construction. Queries stay; keys and values of all ranks
-are gathered before attention, and their gradients scattered back after it. Gathered keys are kept
-for the backward pass.
+Each document is cut into 2 x ranks shards. Rank r holds the r-th shard from the head and the r-th
+from the tail, so that attention is balanced by construction. Queries stay. Keys and values of all
+ranks are gathered before attention, and their gradients are scattered after it. The gathered keys
+are kept for the backward pass.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from distca.planning.plan import CAUSAL
 class HeadTail:
     """One rank's shards of a step."""
 
-    rows: Tensor  # int64: of the step's rows, those that this rank holds, in order
-    num_padded_rows: int  # of a rank, as keys are gathered
-    seen: Tensor  # int64: of the gathered rows, the keys that its queries see, by document
+    rows: Tensor  # int64: indices of this rank's rows among the step's rows, in order
+    num_padded_rows: int  # per rank in the gathered keys
+    seen: Tensor  # int64: indices, among the gathered rows, of keys that its queries see
     layout: Tensor
     layout_rows: Tensor
     group: dist.ProcessGroup
@@ -38,7 +38,7 @@ class HeadTail:
         begins = lengths.cumsum() - lengths
         held = [rows_of(lengths, each, num_ranks) for each in range(num_ranks)]
         num_padded_rows = max(len(rows) for rows in held)
-        place = np.empty(lengths.sum(), dtype=np.int64)  # of each row among the gathered ones
+        place = np.empty(lengths.sum(), dtype=np.int64)  # of each row among the gathered rows
         for each, rows in enumerate(held):
             place[rows] = each * num_padded_rows + np.arange(len(rows))
         own = shards_of(lengths, rank, num_ranks)
@@ -62,7 +62,7 @@ class HeadTail:
 
 
 def shards_of(lengths: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
-    """int64 [2, 2, documents]: head and tail, begin and end."""
+    """Return the rank's shards as int64 [2 (head, tail), 2 (begin, end), documents]."""
     num_shards = 2 * num_ranks
     return np.array(
         [
@@ -73,20 +73,20 @@ def shards_of(lengths: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
 
 
 def rows_of(lengths: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
-    """int64: rows of a rank's shards, by document."""
+    """Return the rows (int64) of a rank's shards, ordered by document."""
     shards = shards_of(lengths, rank, num_ranks)
     first = (lengths.cumsum() - lengths + shards[:, 0]).T.ravel()
     return _ranges(first, (shards[:, 1] - shards[:, 0]).T.ravel())
 
 
 def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """first[i], first[i] + 1, ... counts[i] of them, for each i."""
+    """Concatenate the ranges [first[i], first[i] + counts[i])."""
     shift = first - (counts.cumsum() - counts)
     return np.arange(counts.sum()) + np.repeat(shift, counts)
 
 
 class _GatherKeys(torch.autograd.Function):
-    """k, v [rows held, heads, head_dim] -> those of all rows that this rank's queries see."""
+    """Maps this rank's k, v [rows, heads, head_dim] to those of all rows that its queries see."""
 
     @staticmethod
     def forward(ctx, k: Tensor, v: Tensor, shards: HeadTail) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class _GatherKeys(torch.autograd.Function):
 
 
 def context_attention(q: Tensor, k: Tensor, v: Tensor, documents: HeadTail) -> Tensor:
-    """q, k, v [rows held, heads, head_dim] of this rank's shards; returns out, like q."""
+    """Return attention's out, shaped like q, for q, k, v [rows, heads, head_dim] of this rank."""
     seen_k, seen_v = _GatherKeys.apply(k, v, documents)
     scale = q.shape[-1] ** -0.5
     layout, rows = documents.layout, documents.layout_rows

@@ -1,14 +1,15 @@
-"""What a profiled step's device time goes to, on every rank, from the kernels' own intervals.
+"""Break down the device time of a profiled step on every rank, from the intervals of its kernels.
 
-Four kinds. "communication": NCCL's kernels, distca's that move rows (store, fetch, pack, unpack,
-the pause that gives them a head start), copies on streams that do nothing but copy. "waiting": the
-part of such a kernel in which it waits for a rank that is behind. "attention". "compute": the rest.
+There are four kinds of time. "communication" are NCCL's kernels, distca's kernels that move rows
+(store, fetch, pack, unpack, and the pause that gives them a head start), and copies on streams
+without other work. "waiting" is the part of these in which a kernel waits for a slower rank.
+"attention" are the attention kernels, and "compute" is the rest.
 
-A kernel that meets others waits until the last of their ranks has come: an NCCL kernel for its
-like, the kernel that awaits rows for every rank's call to begin, the one that awaits results for
-every rank to have its own. Who came after a kernel had ended was not waited for. Kernels are
-matched by their order; where ranks differ in how many there are, nothing is called waiting and all
-of it is communication.
+Some kernels meet kernels of other ranks, and wait until the last rank has arrived. An NCCL kernel
+waits for its counterparts. await_rows waits until the call has begun on every rank, and
+await_results until every rank has published its results. A rank that arrives after the kernel has
+ended does not count. Kernels are matched by their order. If ranks have different numbers of
+kernels, all of that time counts as communication.
 """
 
 import json
@@ -29,7 +30,7 @@ KINDS = (COMPUTE, ATTENTION, COMMUNICATION, WAITING)
 ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
-# Chrome traces have demangled names, or mangled ones where that failed.
+# Chrome traces have demangled names, or mangled ones if demangling failed.
 PEER_KERNEL = re.compile(
     r"transport.*peer.*(start|store|await_rows|await_results|publish|finish|fetch|close)_kernel"
 )
@@ -37,16 +38,16 @@ ROW_KERNEL = re.compile(r"distca.*(copy_rows|reduce_rows|hold)_kernel")
 ATTENTION_KERNEL = re.compile(r"attention|attend|flash|fmha|sdpa")
 HOST_COMMUNICATION = re.compile(r"^(gloo|c10d)\b")
 HOST_COPY = re.compile(r"HtoD|DtoH|HtoH")
-FIGURES = ("attention_ms", "exposed_ms", "waiting_ms", "idle_ms")  # of step_profile, to be shown
+FIGURES = ("attention_ms", "exposed_ms", "waiting_ms", "idle_ms")  # of step_profile, to print
 OPENINGS = ("start", "store")  # a peer call's first kernels
 
 
 @dataclass(frozen=True)
 class Span:
-    begin: float  # us, on a clock that the ranks of a host share
+    begin: float  # us, on the host's clock
     end: float
     kind: str
-    role: str = ""  # what kernels that meet have in common: NCCL's name, or start, fetch...
+    role: str = ""  # shared by kernels that meet: NCCL's kernel name, or start, fetch...
     stream: int = 0
 
     @property
@@ -61,7 +62,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def gathered(value: float, device: torch.device) -> list[float]:
-    """Every rank's value, by rank."""
+    """Return every rank's value, ordered by rank."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     values[dist.get_rank()] = value
     dist.all_reduce(values)
@@ -69,7 +70,7 @@ def gathered(value: float, device: torch.device) -> list[float]:
 
 
 def gathered_text(text: str, device: torch.device) -> list[str]:
-    """Every rank's text, by rank."""
+    """Return every rank's text, ordered by rank."""
     own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     sizes = [int(size) for size in gathered(own.numel(), device)]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -83,7 +84,7 @@ def gathered_text(text: str, device: torch.device) -> list[str]:
 
 
 def profiled(train_step: Callable[[], object], device: torch.device) -> list[list[Span]]:
-    """Spans of one step by rank, told apart."""
+    """Profile one step and return the spans of each rank, with waiting split off."""
     synchronise(device)
     with torch.profiler.profile(activities=[ACTIVITIES[device.type]]) as profiler:
         train_step()
@@ -94,39 +95,39 @@ def profiled(train_step: Callable[[], object], device: torch.device) -> list[lis
         trace = json.loads(Path(file.name).read_text())
     own = json.dumps([astuple(span) for span in spans_of(trace)])
     ranks = [json.loads(text) for text in gathered_text(own, device)]
-    return told_apart([[Span(*each) for each in spans] for spans in ranks])
+    return with_waiting([[Span(*each) for each in spans] for spans in ranks])
 
 
 def spans_of(trace: dict) -> list[Span]:
-    """Of a Chrome trace, by begin. On the CPU operators stand for kernels."""
+    """Return the spans of a Chrome trace, ordered by begin. On the CPU, operators are the spans."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    ran = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
-    if ran:
-        kind_and_role = _kinds_on_device(ran)
+    timed = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
+    if timed:
+        kinds_and_roles = _kinds_on_device(timed)
     else:
-        ran = [event for event in events if event.get("cat") in HOST_CATEGORIES]
-        kind_and_role = [_kind_on_host(event["name"]) for event in ran]
+        timed = [event for event in events if event.get("cat") in HOST_CATEGORIES]
+        kinds_and_roles = [_kind_on_host(event["name"]) for event in timed]
     base = trace.get("baseTimeNanoseconds", 0) / 1e3
     spans = [
-        Span(base + event["ts"], base + event["ts"] + event["dur"], *found, event["tid"])
-        for event, found in zip(ran, kind_and_role, strict=True)
-        if found is not None
+        Span(base + event["ts"], base + event["ts"] + event["dur"], *kind_and_role, event["tid"])
+        for event, kind_and_role in zip(timed, kinds_and_roles, strict=True)
+        if kind_and_role is not None
     ]
     return sorted(spans, key=lambda span: span.begin)
 
 
 def _kinds_on_device(events: list[dict]) -> list[tuple[str, str]]:
-    found = [_kind_of_kernel(event) for event in events]
+    kinds_and_roles = [_kind_of_kernel(event) for event in events]
     computing = {
         event["tid"]
-        for event, (kind, _) in zip(events, found, strict=True)
+        for event, (kind, _) in zip(events, kinds_and_roles, strict=True)
         if event["cat"] == "kernel" and kind != COMMUNICATION
     }
     for idx, event in enumerate(events):
         is_copy = event["cat"] == "gpu_memcpy" and not HOST_COPY.search(event["name"])
         if is_copy and event["tid"] not in computing:
-            found[idx] = COMMUNICATION, "copy"
-    return found
+            kinds_and_roles[idx] = COMMUNICATION, "copy"
+    return kinds_and_roles
 
 
 def _kind_of_kernel(event: dict) -> tuple[str, str]:
@@ -150,33 +151,33 @@ def _kind_on_host(name: str) -> tuple[str, str] | None:
     return (COMPUTE, "") if name.startswith("aten::") else None
 
 
-Meeting = tuple[str, int]  # kernels that meet, and which of them in order
+Meeting = tuple[str, int]  # name of the kernels that meet, and their index in order
 
 
 @dataclass
 class _Meetings:
-    """Of one rank."""
+    """One rank's meetings with other ranks."""
 
-    came: dict[Meeting, float] = field(default_factory=dict)
-    """When the rank came to each."""
+    arrivals: dict[Meeting, float] = field(default_factory=dict)
+    """Time at which the rank arrives at each meeting."""
     waits: dict[int, Meeting] = field(default_factory=dict)
-    """By index of the span: what it waits for."""
+    """Meeting that a span waits for, by index of the span."""
 
     @classmethod
     def of(cls, spans: list[Span]) -> "_Meetings":
-        made = cls()
-        made._add_nccl(spans)
-        made._add_peer(spans)
-        return made
+        meetings = cls()
+        meetings._add_nccl(spans)
+        meetings._add_peer(spans)
+        return meetings
 
     def _add_nccl(self, spans: list[Span]) -> None:
-        found = [(idx, span) for idx, span in enumerate(spans) if "nccl" in span.role.lower()]
-        streams = sorted({span.stream for _, span in found})
+        nccl_spans = [(idx, span) for idx, span in enumerate(spans) if "nccl" in span.role.lower()]
+        streams = sorted({span.stream for _, span in nccl_spans})
         counts: Counter[str] = Counter()
-        for idx, span in found:
+        for idx, span in nccl_spans:
             name = f"{streams.index(span.stream)} {span.role}"
             self.waits[idx] = name, counts[name]
-            self.came[name, counts[name]] = span.begin
+            self.arrivals[name, counts[name]] = span.begin
             counts[name] += 1
 
     def _add_peer(self, spans: list[Span]) -> None:
@@ -184,11 +185,11 @@ class _Meetings:
         for idx, span in enumerate(spans):
             if span.role in OPENINGS and not is_open:
                 call, is_open = call + 1, True
-                self.came["call", call] = span.begin
+                self.arrivals["call", call] = span.begin
             elif span.role == "await_rows" and is_open:
                 self.waits[idx] = "call", call
             elif span.role == "publish" and is_open:
-                self.came["results", call] = span.begin
+                self.arrivals["results", call] = span.begin
             elif span.role == "await_results" and is_open:
                 self.waits[idx] = "results", call
             elif span.role == "close" and is_open:
@@ -197,42 +198,45 @@ class _Meetings:
                 is_open = False
 
     def counts(self) -> Counter[str]:
-        return Counter(name for name, _ in self.came)
+        return Counter(name for name, _ in self.arrivals)
 
 
-def told_apart(ranks: list[list[Span]]) -> list[list[Span]]:
-    """Communication's spans cut where waiting for other ranks ends, and waiting that has none."""
+def with_waiting(ranks: list[list[Span]]) -> list[list[Span]]:
+    """Split each communication span where its wait for other ranks ends."""
     meetings = [_Meetings.of(spans) for spans in ranks]
     counts = [each.counts() for each in meetings]
     alike = {name for name, count in counts[0].items() if all(c[name] == count for c in counts)}
 
-    def last_came(meeting: Meeting | None, begin: float, end: float) -> float:
-        """When the last rank came, as far as [begin, end) tells."""
+    def last_arrival(meeting: Meeting | None, begin: float, end: float) -> float:
+        """Return when the last rank arrives during [begin, end), or `begin`."""
         if meeting is None or meeting[0] not in alike:
             return begin
-        came = [each.came.get(meeting, end) for each in meetings]
-        return max([begin, *(at for at in came if at < end)])
+        arrivals = [each.arrivals.get(meeting, end) for each in meetings]
+        return max([begin, *(at for at in arrivals if at < end)])
 
-    told = []
+    split_ranks = []
     for spans, own in zip(ranks, meetings, strict=True):
-        found = []
+        split = []
         for idx, span in enumerate(spans):
-            ready = last_came(own.waits.get(idx), span.begin, span.end)
+            ready = last_arrival(own.waits.get(idx), span.begin, span.end)
             if ready > span.begin:
-                found.append(replace(span, end=ready, kind=WAITING))
-            found.append(replace(span, begin=ready))
-        told.append(sorted(found, key=lambda span: span.begin))
-    return told
+                split.append(replace(span, end=ready, kind=WAITING))
+            split.append(replace(span, begin=ready))
+        split_ranks.append(sorted(split, key=lambda span: span.begin))
+    return split_ranks
 
 
 def by_kind(spans: list[Span]) -> dict[str, list[Interval]]:
-    """The union of each kind's spans."""
+    """Return the union of each kind's spans."""
     return {kind: merged(s.interval for s in spans if s.kind == kind) for kind in KINDS}
 
 
 def step_profile(ranks: list[list[Span]]) -> dict[str, list[float]]:
-    """Milliseconds by rank. "exposed_ms": communication while nothing computes; "waiting_ms":
-    waiting while nothing computes nor communicates; "idle_ms": nothing at all."""
+    """Return milliseconds by rank.
+
+    "exposed_ms" is communication without simultaneous compute, "waiting_ms" is waiting without
+    compute or communication, and "idle_ms" is the time without any span.
+    """
     rows = [_profile_of_rank(spans) for spans in ranks]
     return {name: [row[name] / 1e3 for row in rows] for name in rows[0]}
 

@@ -6,7 +6,7 @@ Interval = tuple[float, float]  # begin, end
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Their union: disjoint, in order, none empty."""
+    """Return the union as disjoint, sorted, nonempty intervals."""
     union: list[Interval] = []
     for begin, end in sorted(intervals):
         if union and begin <= union[-1][1]:
@@ -17,7 +17,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: list[Interval], removed: list[Interval]) -> list[Interval]:
-    """What `removed` leaves of `intervals`; both as `merged` returns them."""
+    """Return `intervals` minus `removed`; both come from `merged`."""
     left, first = [], 0
     for begin, end in intervals:
         while first < len(removed) and removed[first][1] <= begin:
@@ -34,5 +34,5 @@ def without(intervals: list[Interval], removed: list[Interval]) -> list[Interval
 
 
 def length(intervals: list[Interval]) -> float:
-    """Of intervals that are disjoint."""
+    """Return the total length of disjoint intervals."""
     return sum(end - begin for begin, end in intervals)

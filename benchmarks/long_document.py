@@ -1,18 +1,18 @@
-"""Attention of documents that cross ranks: TFLOP/s a rank, against a rank's own kernel and torch's.
+"""Time attention of documents that cross ranks, in TFLOP/s per GPU.
 
     torchrun --nproc-per-node 4 benchmarks/long_document.py --document 524288 --out runs/long
 
-One layer, forward and backward, of one document over all ranks (--document), or of a long one among
-those of a list (--mixed, --lengths). "peer" and "process_group" are distca with equal runs of
-tokens, "context" is context parallelism with distca's kernels (context_parallel.py), "torch cudnn"
-and "torch flash" are torch's context_parallel over these backends of SDPA, for one document on
-CUDA. "alone" is distca's kernel on a document of each rank's own that has as many (query, key)
-pairs as a rank's equal share.
+The script runs one layer, forward and backward, on one document over all ranks (--document) or on a
+long document among those of a list (--mixed, --lengths). "peer" and "process_group" are distca with
+equal runs of tokens. "context" is context parallelism with distca's kernels (context_parallel.py).
+"torch cudnn" and "torch flash" are torch's context_parallel over these backends of SDPA, for one
+document on CUDA. "alone" is distca's kernel without communication: each rank has a document of its
+own with one rank's share of the (query, key) pairs.
 
-Times are medians over rounds, of the slowest rank, from a barrier to the end on the device,
-communication included; a further round is profiled (device_time.py), for what each rank's device
-does meanwhile. FLOPs are 4 x heads x head_dim for each visible pair, backward 2.5 times as
-many. "difference" is that of out, dq, dk and dv, relative to the first way's, the largest.
+Times are medians over rounds on the slowest rank, from a barrier to the end on the device. They
+include communication. One more round is profiled (device_time.py) to break down the device time of
+each rank. FLOPs are 4 x heads x head_dim for each visible pair, and 2.5 times as many backward.
+"difference" is the largest relative difference of out, dq, dk and dv from the first way.
 """
 
 import argparse
@@ -43,14 +43,14 @@ ALONE = "alone"
 WAYS = (ALONE, "peer", "process_group", "context", *BACKENDS)
 
 
-def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
+def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     add_attention_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=3, help="after one of warm-up")
+    parser.add_argument("--rounds", type=int, default=3, help="after one warm-up round")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME")
     parser.add_argument("--out", type=Path, help="folder for long_document.csv")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     if world_size == 0:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
@@ -59,7 +59,7 @@ def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workl
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not workload.crosses_ranks:
-        parser.error("these documents are whole on their ranks; give --document or --mixed")
+        parser.error("these documents are whole on their ranks; pass --document or --mixed")
     return args, workload
 
 
@@ -68,9 +68,9 @@ class Result:
     way: str
     forward_ms: float
     backward_ms: float
-    forward_tflops: float  # of a rank
+    forward_tflops: float  # per GPU
     backward_tflops: float
-    difference: float | None = None  # None of the way that others are compared with, and alone
+    difference: float | None = None  # None for the first way and for "alone"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Measured:
 
 
 class Inputs:
-    """q, k, v and grad_out of a pack, equal on all ranks, [tokens, heads, head_dim], N(0, 1)."""
+    """q, k, v, grad_out [tokens, heads, head_dim] of a pack from N(0, 1), equal on all ranks."""
 
     def __init__(self, args: argparse.Namespace, num_tokens: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(args.seed)
@@ -97,7 +97,7 @@ class Inputs:
         ]
 
     def of(self, way: Way) -> tuple[Tensor, ...]:
-        """This rank's, as the way takes them."""
+        """Return this rank's rows in the shape that the way expects."""
         return tuple(way.shaped(tensor[way.rows]) for tensor in self.tensors)
 
 
@@ -135,7 +135,7 @@ def timed(call: Callable[[], object], device: torch.device) -> tuple[float, obje
 
 
 def own_run(result: Tensor, way: Way, workload: Workload) -> Tensor:
-    """From the rows that each rank holds this way to equal runs of rows in order."""
+    """Redistribute the rows that each rank holds in this way to equal runs, in order."""
     whole = result.new_zeros(workload.num_tokens, *result.shape[1:])
     whole.index_copy_(0, way.rows, result)
     dist.all_reduce(whole)
@@ -144,13 +144,17 @@ def own_run(result: Tensor, way: Way, workload: Workload) -> Tensor:
 
 
 def relative_difference(one: list[Tensor], other: list[Tensor], device: torch.device) -> float:
-    """The largest of all tensors and ranks; NaN where one has it."""
-    found = [
+    """Return the largest difference of all tensors and ranks, or NaN if any is NaN."""
+    differences = [
         ((a.float() - b.float()).norm() / b.float().norm()).item()
         for a, b in zip(one, other, strict=True)
     ]
-    ranks = gathered(math.nan if any(map(math.isnan, found)) else max(found), device)
-    return math.nan if any(map(math.isnan, ranks)) else max(ranks)
+    ranks = gathered(max_or_nan(differences), device)
+    return max_or_nan(ranks)
+
+
+def max_or_nan(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def num_pairs(lengths: list[int]) -> int:
@@ -176,7 +180,7 @@ class Benchmark:
             heads = args.heads, args.kv_heads
             return torch_way(name, self.workload, heads, args.head_dim, device)
         if name == "peer" and device.type != "cuda":
-            raise Unavailable("its transport needs CUDA")
+            raise Unavailable("peer memory needs CUDA")
         shape = attention_shape(args, device)
         return variant_way(name, self.workload, shape, args.keep_inputs_gb, device)
 
@@ -224,7 +228,7 @@ def run(args: argparse.Namespace, workload: Workload, device: torch.device) -> B
 def show(benchmark: Benchmark) -> None:
     lengths = benchmark.workload.lengths(0)
     print(
-        f"{len(lengths)} document(s), the longest of {max(lengths):,} tokens, on "
+        f"{len(lengths)} document(s), at most {max(lengths):,} tokens long, on "
         f"{dist.get_world_size()} ranks; alone: {benchmark.num_alone:,} tokens"
     )
     print(f"{'':14} {'forward':>34} {'backward':>34} {'difference':>11}")
@@ -246,7 +250,7 @@ def show(benchmark: Benchmark) -> None:
 
 
 def rank_figures(benchmark: Benchmark) -> Iterator[tuple[str, str, list[float]]]:
-    """(way, figure, ms by rank)"""
+    """Yield (way, figure, milliseconds by rank)."""
     for way, passes in benchmark.profiles.items():
         for name, profile in passes.items():
             for figure in FIGURES:

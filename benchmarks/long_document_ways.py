@@ -1,4 +1,4 @@
-"""Ways to compute attention of documents that cross ranks, ready to be called."""
+"""Ways to compute attention of documents that cross ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,13 +20,13 @@ def same(tensor: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Way:
     rows: Tensor
-    """int64: of the pack's rows, those that this rank holds."""
+    """int64: indices of this rank's rows in the pack."""
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(q, k, v) -> out of these rows."""
+    """Computes out from q, k, v of these rows."""
     shaped: Callable[[Tensor], Tensor] = same
-    """From [rows, heads, head_dim] to what `attend` takes."""
+    """Turns [rows, heads, head_dim] into the shape that `attend` expects."""
     rows_of: Callable[[Tensor], Tensor] = same
-    """And back."""
+    """Turns that shape back into [rows, heads, head_dim]."""
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def variant_way(
     keep_inputs_gb: float,
     device: torch.device,
 ) -> Iterator[Way]:
-    """One of training_step.py's variants."""
+    """Open a variant of training_step.py as a way."""
     variant, group = VARIANTS[name], dist.new_group()
     if variant.transport is not None:
         options = distca.Options(transport=variant.transport, keep_inputs_gb=keep_inputs_gb)
@@ -52,7 +52,7 @@ def variant_way(
 
 @contextlib.contextmanager
 def alone_way(num_tokens: int, device: torch.device) -> Iterator[Way]:
-    """distca's kernel on a document of this rank's own."""
+    """Open a way that runs distca's kernel on this rank's own document."""
     documents = distca.Documents([0, num_tokens])
     rows = torch.arange(num_tokens, device=device)
     yield Way(rows, lambda q, k, v: distca.core_attention(q, k, v, documents))

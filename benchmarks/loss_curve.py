@@ -1,11 +1,11 @@
-"""Loss of distca against the plain run, step by step, and the noise between two plain runs.
+"""Compare the loss of distca with the plain run, and with the noise between two plain runs.
 
     torchrun --nproc-per-node 4 benchmarks/loss_curve.py --lengths lengths.json --out runs/loss
 
-Model, documents and tokens are those of training_step.py. "plain" computes each rank's documents
-where they are; "plain permuted" trains on the same documents of each step, on other ranks and in
-another order there, so that sums over rows and ranks are rounded in another order and nothing else
-differs. distca is as good as plain when it differs from it no more than that run does.
+Model, documents and tokens are those of training_step.py. "plain" is the run without balancing.
+"plain permuted" trains on the same documents in each step, but on other ranks and in another order,
+so that only the rounding of sums over rows and ranks differs. distca is as good as plain if it
+differs from plain no more than this run does.
 """
 
 import argparse
@@ -28,16 +28,16 @@ COLORS = {PLAIN: "#7a7a7a", PERMUTED: "#e1a32f"}
 OURS_COLOR = "#2a7f8e"
 
 
-def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
+def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
-        "--variant", help="distca's; default: peer on CUDA, process_group on the CPU"
+        "--variant", help="distca's variant; default: peer on CUDA, process_group on the CPU"
     )
     parser.add_argument("--out", type=Path, help="folder for loss.csv and loss.png")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     if world_size == 0:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
@@ -52,7 +52,7 @@ def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, Workl
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a run's losses from the plain run's."""
+    """The difference between a run's losses and the plain run's."""
 
     largest: float
     root_mean_square: float
@@ -71,8 +71,8 @@ def show(losses: dict[str, list[float]]) -> None:
         print(f"{step:5}" + "".join(f"{loss:24.6f}" for loss in row))
     print(f"{'difference from plain':24} {'largest':>12} {'root mean square':>18}")
     for name in names[1:]:
-        found = Difference.of(losses[name], losses[PLAIN])
-        print(f"{name:24} {found.largest:12.3e} {found.root_mean_square:18.3e}")
+        difference = Difference.of(losses[name], losses[PLAIN])
+        print(f"{name:24} {difference.largest:12.3e} {difference.root_mean_square:18.3e}")
 
 
 def save(folder: Path, losses: dict[str, list[float]]) -> None:
@@ -87,7 +87,7 @@ def save(folder: Path, losses: dict[str, list[float]]) -> None:
 
 
 def draw(path: Path, losses: dict[str, list[float]]) -> None:
-    """The curves, and below them their distance from the plain run's."""
+    """Draw the curves, and below them the distance of each from the plain run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -109,7 +109,7 @@ def draw(path: Path, losses: dict[str, list[float]]) -> None:
 def train(
     args: argparse.Namespace, workload: Workload, device: torch.device
 ) -> dict[str, list[float]]:
-    """Losses by variant."""
+    """Return the losses of each variant."""
     losses = {}
     for name in (PLAIN, PERMUTED, args.variant):
         run, _ = run_variant(args, workload, device, VARIANTS[name], num_profiled=0)

@@ -1,27 +1,29 @@
-"""The planner on its own: time and quality against lower bounds and two plain planners.
+"""Compare the planner with lower bounds and two baseline planners, in time and quality.
 
     python benchmarks/planner.py --lengths lengths.json --out runs/planner
     python benchmarks/planner.py --lengths lengths.json --ranks 512 --tokens 65536 --json 512.json
 
-No GPU and no process group: torch.ops.distca.plan and .layout are called in this process, for
-causal attention of 32 query and 8 key heads of 128 in bfloat16 on a CUDA device. A seed draws
-documents from a list and packs them to equal tokens a rank, as training_step.py does. Figures are
-medians over seeds; without --ranks and --tokens all combinations of both are measured.
+The script needs no GPU and no process group. It calls torch.ops.distca.plan and .layout in this
+process, for causal attention of 32 query and 8 key heads of 128 in bfloat16 on a CUDA device. Each
+seed draws documents from a list and packs them to equal tokens per rank, as training_step.py does.
+Figures are medians over seeds. Without --ranks and --tokens, the script measures all combinations.
 
-plan_ms is one plan and the layout of the rank that sends most, on one thread, after a warm-up call;
-of calls that are short, the median of several. The plain planners' is the time of their Python.
+plan_ms is the time of a plan and of the layout of the rank that sends most, on one thread, after a
+warm-up call. It is the median of several calls if they are short. For the baseline planners it is
+the time of their Python code.
 
-  greedy         the most loaded rank gives to the least loaded until all are balanced, whatever
-                 that moves
-  longest first  whole documents, longest first, to the rank with least work, wherever they lie
+  greedy         the most loaded rank gives to the least loaded until all are balanced, regardless
+                 of bytes
+  longest first  assigns whole documents, longest first, to the rank with least work, regardless of
+                 their home
 
---cluster plans for unequal servers or links as well: mixed (every other server at half speed),
-dedicated (every eighth rank computes for all) and nodes (of eight ranks, 50 GB/s a rank between
-them). There the plan's makespan, of servers and links, is compared with what no plan can be faster
-than; planner_optimum.py says how that is found.
+--cluster also plans for unequal servers or links: mixed (every other server has half the speed),
+dedicated (every eighth rank computes for all) and nodes (of eight ranks, with 50 GB/s per rank
+between nodes). For these, the plan's makespan over servers and links is compared with the lower
+bound of planner_optimum.py.
 
-A plan's tasks are counted anew here, in numpy, from their rows: they have to cover every query
-once, and seconds and bytes of every rank have to be those that the planner reports.
+The script counts a plan's tasks again from their rows, in numpy. They must cover every query once,
+and seconds and bytes of every rank must be those that the planner reports.
 """
 
 import argparse
@@ -60,12 +62,12 @@ TOKENS = (65536, 131072)
 MAX_RANKS = 65536
 MAX_TOKENS = 2**31 - 1
 NUM_REPEATS = 5
-SHORT_SECONDS = 0.1  # a call that takes longer is made once
-# Sums in another order than the planner's.
+SHORT_SECONDS = 0.1  # a longer call is not repeated
+# The order of sums differs from the planner's.
 MAX_DIFFERENCE = 1e-9
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -86,15 +88,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--tokens", type=counted(MAX_TOKENS), nargs="+", default=TOKENS, help="per rank"
     )
     parser.add_argument("--cluster", choices=CLUSTERS, nargs="+", default=[ALIKE])
-    parser.add_argument("--seeds", type=counted(10000), default=10, help="0 to this, exclusive")
+    parser.add_argument("--seeds", type=counted(10000), default=10, help="number of seeds, from 0")
     parser.add_argument("--tolerance", type=float, default=distca.Options.tolerance)
-    parser.add_argument("--json", type=Path, help="file for the medians of one case")
+    parser.add_argument("--json", type=Path, help="file for the medians of a single case")
     parser.add_argument("--out", type=Path, help="folder for planner.csv and .png")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     args.cases = list(itertools.product(args.lengths, args.tokens, args.ranks, args.cluster))
     if args.json is not None and len(args.cases) != 1:
         parser.error(
-            f"--json describes one case, and these are {len(args.cases)}; give one --lengths, "
+            f"--json describes one case, and these are {len(args.cases)}; pass one --lengths, "
             "--ranks, --tokens and --cluster, or save them with --out"
         )
     try:
@@ -109,7 +111,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def timed(call: Callable[[], object]) -> tuple[object, float]:
-    """(result, milliseconds): one call, or the median of several short ones."""
+    """Return (result, milliseconds) of one call, or the median of several if they are short."""
     times: list[float] = []
     while len(times) < NUM_REPEATS and (not times or times[0] < SHORT_SECONDS):
         start = time.perf_counter()
@@ -129,15 +131,15 @@ class Benchmark:
         cluster = CLUSTERS[cluster_name](pack.num_ranks, link)
         home = loads_of(pack, pack.home_tasks(), self.prices)
         case = Case(pack, home, cluster, optimum(pack, home.seconds, cluster, self.prices))
-        found = {OURS: self.ours(case)}
+        by_planner = {OURS: self.ours(case)}
         if cluster_name != ALIKE:
-            return found
+            return by_planner
         for name, planner in BASELINES.items():
             tasks, ms = timed(lambda plan=planner: plan(pack, self.prices, self.options.tolerance))
             check_cover(pack, tasks)
             figures = self.figures(case, loads_of(pack, tasks, self.prices), ms, None)
-            found[name] = replace(figures, **self.over_bounds(case, tasks))
-        return found
+            by_planner[name] = replace(figures, **self.over_bounds(case, tasks))
+        return by_planner
 
     def ours(self, case: "Case") -> Figures:
         pieces, pack = case.pack.pieces(), case.pack
@@ -174,7 +176,7 @@ class Benchmark:
         )
 
     def over_bounds(self, case: "Case", tasks: np.ndarray) -> dict[str, float]:
-        """Figures of ranks that are alike."""
+        """Return the figures that compare bytes with bounds, for equal servers and links."""
         home, loads = case.home, loads_of(case.pack, tasks, self.prices)
         bounds = Bounds.of(home.seconds, self.prices)
         slowest = float(loads.seconds.max())
@@ -202,9 +204,9 @@ class Case:
 
     @property
     def speeds(self) -> np.ndarray:
-        """[num_ranks]"""
-        given = self.cluster.speeds
-        return np.ones(self.pack.num_ranks) if given is None else np.array(given)
+        """Return the servers' speeds [num_ranks]."""
+        speeds = self.cluster.speeds
+        return np.ones(self.pack.num_ranks) if speeds is None else np.array(speeds)
 
     @property
     def ranks_per_node(self) -> int:
@@ -215,12 +217,12 @@ class Case:
         return self.cluster.speeds is None and self.cluster.ranks_per_node is None
 
     def slowest(self, loads: Loads) -> float:
-        """Seconds of compute; a server without speed has no work."""
+        """Return the compute seconds of the slowest server. Servers of speed 0 have no work."""
         assert not loads.seconds[self.speeds == 0].any()
         return float((loads.seconds / np.where(self.speeds > 0, self.speeds, 1)).max())
 
     def makespan(self, loads: Loads) -> float:
-        """Seconds until the slowest server or link is done."""
+        """Return the seconds until the slowest server or link has finished."""
         _, inside, between = self.cluster.links().tolist()
         most_between = max(loads.node_bytes_out.max(), loads.node_bytes_in.max())
         most_inside = max(
@@ -232,14 +234,14 @@ class Case:
 
 
 def over(num_bytes: int, bound: float) -> float:
-    """1 if nothing has to move and nothing does."""
+    """Return the ratio to the bound, which is 1 if both are 0."""
     if bound > 0:
         return num_bytes / bound
     return 1.0 if num_bytes == 0 else float("inf")
 
 
 def check_report(reported: Tensor, home: Loads, counted: Loads, speeds: np.ndarray) -> None:
-    """Raises RuntimeError unless the planner's loads are those counted from its tasks."""
+    """Raise RuntimeError unless the planner's loads equal those counted from its tasks."""
     speeds = np.where(speeds > 0, speeds, 1)
     columns = {
         "seconds_home": home.seconds / speeds,
@@ -249,13 +251,13 @@ def check_report(reported: Tensor, home: Loads, counted: Loads, speeds: np.ndarr
         "node_bytes_out": counted.node_bytes_out,
         "node_bytes_in": counted.node_bytes_in,
     }
-    counted_columns = reported.numpy().T[: len(columns)]  # then what servers hold
-    for (name, expected), column in zip(columns.items(), counted_columns, strict=True):
+    reported_columns = reported.numpy().T[: len(columns)]  # the columns after them are memory
+    for (name, expected), column in zip(columns.items(), reported_columns, strict=True):
         wrong = ~np.isclose(column, expected, rtol=MAX_DIFFERENCE, atol=0)
         if wrong.any():
             rank = int(wrong.argmax())
             raise RuntimeError(
-                f"{name} of rank {rank}: the planner reports {column[rank]}, its tasks make "
+                f"{name} of rank {rank}: the planner reports {column[rank]}, its tasks sum to "
                 f"{expected[rank]}"
             )
 
@@ -268,7 +270,7 @@ def medians(figures: list[Figures]) -> Figures:
 def run_case(
     benchmark: Benchmark, lengths: list[int], case: tuple[int, int, str], seeds: int
 ) -> dict[str, Figures]:
-    """Medians over seeds by planner; a dot on the screen for every seed."""
+    """Return the medians over seeds of each planner. Print a dot for every seed."""
     tokens, ranks, cluster = case
     by_seed = []
     for seed in range(seeds):
@@ -278,8 +280,8 @@ def run_case(
     return {name: medians([figures[name] for figures in by_seed]) for name in by_seed[0]}
 
 
-def main(given: list[str] | None = None) -> None:
-    args = arguments(given)
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
     torch.set_num_threads(1)
     benchmark = Benchmark(args.options)
     benchmark.figures_by_planner(draw_pack([1000, 3000], 4, 4096, 0), ALIKE)  # warm-up
@@ -290,13 +292,13 @@ def main(given: list[str] | None = None) -> None:
         progress += f"{cluster} "
         print(progress, end="", flush=True)
         start = time.perf_counter()
-        found = run_case(benchmark, args.lists[path], case, args.seeds)
-        print(f" {found[OURS].plan_ms:.1f} ms a plan [{time.perf_counter() - start:.1f} s]")
+        by_planner = run_case(benchmark, args.lists[path], case, args.seeds)
+        print(f" {by_planner[OURS].plan_ms:.1f} ms a plan [{time.perf_counter() - start:.1f} s]")
         results += [
             Result(path.stem, ranks, tokens, cluster, name, args.seeds, args.tolerance, figures)
-            for name, figures in found.items()
+            for name, figures in by_planner.items()
         ]
-    print(f"\nMedians over {args.seeds} seeds, tolerance {args.tolerance}; ! above what is wanted")
+    print(f"\nMedians over {args.seeds} seeds, tolerance {args.tolerance}; ! above the target")
     print(table(results))
     if args.json is not None:
         save_json(args.json, results)

@@ -1,7 +1,7 @@
-"""For benchmarks/planner.py, in numpy: packs, what given tasks cost, lower bounds, plain planners.
+"""Packs, costs of tasks, lower bounds and baseline planners for benchmarks/planner.py, in numpy.
 
-Tasks are int64 [num_tasks, 4]: document, first query, last query + 1, server; documents are counted
-in the order of their ranks' rows, as the planner counts them. All attention is causal and every
+Tasks are int64 [num_tasks, 4]: document, first query, last query + 1, server. Documents are
+numbered in the order of their ranks' rows, as in the planner. All attention is causal, and every
 document of a pack lies whole on its home rank.
 """
 
@@ -23,31 +23,34 @@ DOCUMENT, BEGIN, END, SERVER = range(4)  # columns of tasks
 
 @dataclass(frozen=True)
 class Pack:
-    """A step of all ranks, each with equally many tokens."""
+    """The documents of a step, with an equal number of tokens on every rank."""
 
     num_ranks: int
     lengths: np.ndarray  # [num_documents] tokens
     home: np.ndarray  # [num_documents] rank, never decreasing
 
     def pieces(self) -> Tensor:
-        """As torch.ops.distca.plan takes them: int64 [num_documents, 4]."""
+        """Return the pieces for torch.ops.distca.plan: int64 [num_documents, 4]."""
         index = np.arange(self.lengths.size)
         columns = [self.home, index, np.zeros_like(index), self.lengths]
         return torch.from_numpy(np.stack(columns, axis=1))
 
     def home_tasks(self) -> np.ndarray:
-        """Every document on its own rank."""
+        """Return tasks that compute every document on its home rank."""
         return self.tasks_on(self.home)
 
     def tasks_on(self, server: np.ndarray) -> np.ndarray:
-        """Every document whole on `server` [num_documents]."""
+        """Return tasks that compute every document whole on `server` [num_documents]."""
         index = np.arange(self.lengths.size)
         return np.stack([index, np.zeros_like(index), self.lengths, server], axis=1)
 
 
 def draw_pack(lengths: list[int], num_ranks: int, tokens: int, seed: int) -> Pack:
-    """The first step of training_step.py with this seed: documents in shuffled order, cut into
-    packs of equally many tokens; the rest of one starts the next pack, as a document of its own."""
+    """Draw the first step of training_step.py with this seed.
+
+    Shuffled documents are cut into packs of `tokens` tokens. The rest of a document that was cut
+    starts the next pack as a separate document.
+    """
     drawn = packs.draw_pack(lengths, num_ranks, tokens, seed)
     rank, _, _, length = drawn.pieces.T
     return Pack(num_ranks, length, rank)
@@ -55,12 +58,12 @@ def draw_pack(lengths: list[int], num_ranks: int, tokens: int, seed: int) -> Pac
 
 @dataclass(frozen=True)
 class Prices:
-    """What the planner is told about kernels and rows."""
+    """The planner's costs of kernels and rows."""
 
-    cost: Tensor  # as torch.ops.distca.plan takes it
+    cost: Tensor  # argument of torch.ops.distca.plan
     tile: int  # query and key rows of a kernel tile
     seconds_per_tile: float
-    query_bytes: int  # of a query row that travels, forward and backward of a layer
+    query_bytes: int  # per visiting query row, forward and backward of a layer
     key_bytes: int
 
     @classmethod
@@ -72,11 +75,14 @@ class Prices:
 
     @property
     def bytes_of_pair(self) -> float:
-        """Least bytes that bring one (query, key) pair, were rows divisible: see Bounds."""
+        """Return the least bytes that bring one (query, key) pair if rows are divisible."""
         return 2 * math.sqrt(self.query_bytes * self.key_bytes)
 
     def tiles(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Kernel tiles of causal tasks that hold a visible pair; query tiles start at `begin`."""
+        """Count the kernel tiles of causal tasks that hold a visible pair.
+
+        Query tiles start at `begin`.
+        """
         num_q_tiles = -((begin - end) // self.tile)
         full_height = (num_q_tiles - 1) * -(-begin // self.tile)
         return full_height + num_q_tiles * (num_q_tiles - 1) // 2 - (-end // self.tile)
@@ -87,14 +93,17 @@ class Loads:
     seconds: np.ndarray  # [num_ranks] of attention at speed 1
     bytes_out: np.ndarray  # [num_ranks]
     bytes_in: np.ndarray
-    node_bytes_out: np.ndarray  # [num_ranks] of these, between nodes
+    node_bytes_out: np.ndarray  # [num_ranks] the part of these between nodes
     node_bytes_in: np.ndarray
 
 
 def loads_of(pack: Pack, tasks: np.ndarray, prices: Prices, ranks_per_node: int = 2**31) -> Loads:
-    """What `tasks` cost every rank, counted from their rows. A query row of another rank comes and
-    its results go home, once a task; a document's keys, from its first token to the last query's,
-    come once to each server, however many tasks read them, and their gradients go home."""
+    """Count from the rows of `tasks` what they cost every rank.
+
+    A query row of another rank travels to its server and its results return, once per task. The
+    keys of a document, up to the last query, travel once to each server, and their gradients
+    return.
+    """
     document, begin, end, server = tasks.T
     seconds = prices.tiles(begin, end) * prices.seconds_per_tile
     away = tasks[server != pack.home[document]]
@@ -120,7 +129,7 @@ def loads_of(pack: Pack, tasks: np.ndarray, prices: Prices, ranks_per_node: int 
 
 
 def check_cover(pack: Pack, tasks: np.ndarray) -> None:
-    """Raises RuntimeError unless every token's query is computed once, on a rank that exists."""
+    """Raise RuntimeError unless every query is computed once, on a rank that exists."""
     document, begin, end, server = tasks[np.lexsort((tasks[:, BEGIN], tasks[:, DOCUMENT]))].T
     first = np.diff(document, prepend=-1) != 0
     last = np.roll(first, -1)
@@ -138,27 +147,28 @@ def check_cover(pack: Pack, tasks: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Least bytes of a plan that brings every rank to the mean, for one pack.
+    """The least bytes of a plan that brings every rank to the mean, for one pack.
 
     A task of n query rows over m keys holds at most n * m (query, key) pairs and moves
-    A * n + B * m bytes, A and B those of a query and a key row. For P pairs that is least at
-    m = A / B * n, where it is 2 * sqrt(A * B * P). Documents that lie whole on their home have no
+    A * n + B * m bytes, where A and B are the bytes of a query and a key row. For P pairs the
+    minimum is 2 * sqrt(A * B * P), at m = A / B * n. Documents that lie whole on their home have no
     keys elsewhere, and the root is subadditive, so no set of tasks with P pairs on one server moves
-    less. (Forward alone, with a bytes a query row each way and b bytes a key row, A is 2 * a and B
-    is b; here both passes count. A causal task has only n * (m - n / 2) pairs, which raises the
-    least by sqrt(1 + B / (2 * A)), 7 % for 32 query and 8 key heads; that is left out.)
+    less. A and B count both passes. (Forward alone, A is 2 * a and B is b, with a bytes per query
+    row each way and b bytes per key row. A causal task has only n * (m - n / 2) pairs, so its
+    minimum is larger by a factor of sqrt(1 + B / (2 * A)), 7 % for 32 query and 8 key heads. The
+    bounds ignore this.)
 
-    P is a rank's surplus or deficit: its home seconds less the mean, in kernel tiles, each
-    counted as full. A plan with a tolerance leaves some of it at home, and may so move less.
+    P is a rank's surplus or deficit: its home seconds minus the mean, in kernel tiles that count as
+    full. A plan with a tolerance leaves some surplus at home, so it may move less.
     """
 
     total: float
-    """Sum over receivers, each taking its whole deficit in one task."""
+    """Sum over receivers, if each takes its whole deficit in one task."""
     egress: np.ndarray
-    """[num_ranks] Least bytes out for a rank's surplus if no receiver takes more than its deficit:
-    the largest deficits are filled first, one task each, since the root is concave."""
+    """[num_ranks] Least bytes out for a rank's surplus if no receiver takes more than its deficit.
+    The largest deficits are filled first, with one task each, because the root is concave."""
     ingress: np.ndarray
-    """[num_ranks] The same for a rank's deficit, out of the largest surpluses."""
+    """[num_ranks] Least bytes in for a rank's deficit, from the largest surpluses."""
 
     @classmethod
     def of(cls, home_seconds: np.ndarray, prices: Prices) -> "Bounds":
@@ -171,8 +181,11 @@ class Bounds:
 
 
 def least_bytes_within(limit: float, home_seconds: np.ndarray, prices: Prices) -> float:
-    """Least bytes of a plan whose slowest rank needs `limit` seconds: only what is above the limit
-    leaves, and fills the ranks with most room up to it."""
+    """Return the least bytes of a plan whose slowest rank needs `limit` seconds.
+
+    Only work above the limit leaves its rank, and it fills the ranks with most room up to the
+    limit.
+    """
     surplus, room = excess_pairs(home_seconds, limit, prices)
     return prices.bytes_of_pair * float(least_roots(surplus.sum(keepdims=True), room)[0])
 
@@ -180,13 +193,13 @@ def least_bytes_within(limit: float, home_seconds: np.ndarray, prices: Prices) -
 def excess_pairs(
     seconds: np.ndarray, limit: float, prices: Prices
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(query, key) pairs of each rank above and below the limit."""
+    """Return the (query, key) pairs of each rank above and below the limit."""
     pairs = (seconds - limit) / prices.seconds_per_tile * prices.tile**2
     return np.maximum(pairs, 0), np.maximum(-pairs, 0)
 
 
 def least_roots(amounts: np.ndarray, capacities: np.ndarray) -> np.ndarray:
-    """For each amount the least sum of square roots of its parts, none above its capacity.
+    """Split each amount over the capacities. Return the least sum of the parts' square roots.
 
     Amounts are at most the sum of the capacities, up to rounding.
     """
@@ -198,8 +211,11 @@ def least_roots(amounts: np.ndarray, capacities: np.ndarray) -> np.ndarray:
 
 
 def greedy(pack: Pack, prices: Prices, tolerance: float) -> np.ndarray:
-    """Tasks when the most loaded rank gives the least loaded one query tiles off the end of its
-    dearest document, whatever that moves, until all are within `tolerance` of the mean."""
+    """Return the tasks of the greedy planner.
+
+    The most loaded rank gives query tiles from the end of its most expensive document to the least
+    loaded rank, regardless of bytes, until all are within `tolerance` of the mean.
+    """
     left = -(-pack.lengths // prices.tile)  # query tiles of each document still at home
     load = np.bincount(pack.home, triangle(left), pack.num_ranks).astype(np.int64).tolist()
     left = left.tolist()
@@ -219,7 +235,7 @@ def greedy(pack: Pack, prices: Prices, tolerance: float) -> np.ndarray:
             keep = max(largest_base(whole - wanted), largest_base(whole - room - 1) + 1)
             if keep < left[document]:
                 break
-        else:  # nothing of this donor fits anywhere
+        else:  # no part of this donor's work fits anywhere
             heapq.heappop(donors)
             continue
         end = min(left[document] * prices.tile, int(pack.lengths[document]))
@@ -237,23 +253,25 @@ def greedy(pack: Pack, prices: Prices, tolerance: float) -> np.ndarray:
 
 
 def triangle(base):
-    """Tiles of the first `base` query tiles of a causal document."""
+    """Count the tiles of the first `base` query tiles of a causal document."""
     return base * (base + 1) // 2
 
 
 def largest_base(tiles: int) -> int:
-    """The largest base >= 0 of a triangle of at most `tiles`; -1 if they are negative."""
+    """Return the largest base >= 0 of a triangle of at most `tiles`, or -1 if `tiles` < 0."""
     return (math.isqrt(8 * tiles + 1) - 1) // 2 if tiles >= 0 else -1
 
 
 def longest_first(pack: Pack, prices: Prices, tolerance: float) -> np.ndarray:
-    """Tasks when whole documents, longest first, go to the rank that has least work so far,
-    wherever they lie; no tolerance stops it."""
-    dearest_first = np.argsort(-pack.lengths, kind="stable")
+    """Assign whole documents, longest first, to the rank with least work so far.
+
+    Homes and the tolerance have no influence.
+    """
+    longest = np.argsort(-pack.lengths, kind="stable")
     tiles = triangle(-(-pack.lengths // prices.tile))
     loads = [(0, rank) for rank in range(pack.num_ranks)]
     server = np.empty_like(pack.home)
-    for document in dearest_first.tolist():
+    for document in longest.tolist():
         load, rank = loads[0]
         server[document] = rank
         heapq.heapreplace(loads, (load + int(tiles[document]), rank))

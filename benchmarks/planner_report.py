@@ -1,4 +1,4 @@
-"""What benchmarks/planner.py prints and saves: table, CSV, JSON, plot."""
+"""Output of benchmarks/planner.py: table, CSV, JSON, plot."""
 
 import csv
 import importlib.util
@@ -13,27 +13,29 @@ ALIKE = "alike"
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one planner on one pack, or the medians over packs."""
+    """Figures of one planner on one pack, or medians over packs.
+
+    Figures that compare bytes with bounds are None unless servers and links are equal.
+    """
 
     plan_ms: float
-    """Plan and one rank's layout; of a reference planner, its tasks in Python."""
+    """Time of a plan and one rank's layout, or of a baseline planner in Python."""
     layout_ms: float | None
     """The layout's part of plan_ms."""
     home_max_over_mean: float
-    """Seconds of the slowest rank over the mean if nothing moves."""
+    """Seconds of the slowest rank over the mean without balancing."""
     max_over_mean: float
-    """The same under the plan."""
+    """Seconds of the slowest rank over the mean under the plan."""
     bytes_over_bound: float | None
-    """Bytes moved over the least that brings every rank to the mean. None where ranks are not
-    alike, as for the next three."""
+    """Bytes moved over the least bytes that bring every rank to the mean."""
     bytes_over_least: float | None
-    """Over the least that makes the slowest rank as fast as this plan does."""
+    """Bytes moved over the least bytes that make the slowest rank as fast as in this plan."""
     egress_over_bound: float | None
-    """Bytes out of the rank that sends most over the least for its surplus."""
+    """Bytes out of the rank that sends most over the least bytes for its surplus."""
     ingress_over_bound: float | None
-    """Bytes into the rank that receives most over the least for its deficit."""
+    """Bytes into the rank that receives most over the least bytes for its deficit."""
     makespan_over_optimum: float
-    """Seconds until the slowest server or link is done over the least of planner_optimum.py."""
+    """Makespan over servers and links, relative to the lower bound of planner_optimum.py."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ HEADINGS = {
     "ingress_over_bound": "in/bound",
     "makespan_over_optimum": "time/least",
 }
-WANTED = {  # of distca, at most
+WANTED = {  # largest values for distca
     "max_over_mean": 1.01,
     "bytes_over_bound": 1.15,
     "egress_over_bound": 1.5,
@@ -71,7 +73,7 @@ WANTED_PLAN_MS = {512: 5.0, 4096: 60.0}  # by ranks
 
 
 def wanted(result: Result, name: str) -> float | None:
-    """What a figure is to be at most; None where nothing is asked of it."""
+    """Return the largest value that a figure should have, or None."""
     if result.planner != OURS:
         return None
     if result.cluster != ALIKE:
@@ -80,7 +82,7 @@ def wanted(result: Result, name: str) -> float | None:
 
 
 def table(results: list[Result]) -> str:
-    """A line a case and planner, a "!" behind figures above what is wanted of them."""
+    """Format a line per case and planner. "!" marks figures above their target."""
     width = max(len(result.lengths) for result in results)
     head = f"{'lengths':{width}} {'tokens':>7} {'ranks':>5}  {'cluster':9}  {'planner':13}"
     lines = [head + "".join(f"  {heading:>11}" for heading in HEADINGS.values())]
@@ -103,13 +105,13 @@ def cell(result: Result, name: str) -> str:
 
 
 def finite(figures: Figures) -> dict[str, float | None]:
-    """By name, None where a figure is infinite: the bound is 0, yet something moved."""
+    """Return figures by name, with None for infinite ones: the bound is 0, yet bytes moved."""
     values = asdict(figures)
     return {name: v if v is not None and math.isfinite(v) else None for name, v in values.items()}
 
 
 def save_json(path: Path, results: list[Result]) -> None:
-    """One case: distca's figures by name, the reference planners' under "baselines"."""
+    """Write one case: distca's figures by name, and the other planners' under "baselines"."""
     ours = next(result for result in results if result.planner == OURS)
     case = asdict(ours)
     del case["planner"], case["figures"]
@@ -120,7 +122,7 @@ def save_json(path: Path, results: list[Result]) -> None:
 
 
 def save(folder: Path, results: list[Result]) -> None:
-    """planner.csv and, where matplotlib is found, planner.png."""
+    """Write planner.csv, and planner.png if matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [field.name for field in fields(Result) if field.name != "figures"]
     with (folder / "planner.csv").open("w", newline="") as file:
@@ -134,10 +136,10 @@ def save(folder: Path, results: list[Result]) -> None:
 
 
 def plot(path: Path, results: list[Result]) -> None:
-    """Of ranks that are alike: a panel a figure over the number of ranks, a colour for each list
-    and number of tokens.
+    """Plot each figure over the number of ranks, for equal servers and links.
 
-    Panels of ratios to a bound are cut off well above distca; longest first is mostly beyond.
+    Each list and number of tokens has a colour. Panels of ratios to a bound end above distca, and
+    "longest first" is mostly beyond them.
     """
     import matplotlib
 
@@ -172,7 +174,7 @@ def plot(path: Path, results: list[Result]) -> None:
 
 
 def draw_lines(panel, results: list[Result], name: str) -> list[float]:
-    """A line for each case and planner, distca's thick; returns distca's finite figures."""
+    """Draw a line per case and planner, distca's thick. Return distca's finite figures."""
     offset = 1 if name == "max_over_mean" else 0
     cases = list(dict.fromkeys((result.lengths, result.tokens) for result in results))
     styles = dict(zip(dict.fromkeys(r.planner for r in results), ("-", "--", ":"), strict=True))

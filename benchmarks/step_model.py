@@ -1,4 +1,4 @@
-"""The Llama of examples/, sharded by FSDP2, as benchmarks train it."""
+"""The Llama of examples/ under FSDP2, for the benchmarks that train."""
 
 import argparse
 import sys
@@ -35,7 +35,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument(
-        "--peer-memory-gb", type=float, default=10.0, help="distca's, from the first step on"
+        "--peer-memory-gb", type=float, default=10.0, help="distca's option of this name"
     )
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
 

@@ -1,4 +1,4 @@
-"""What benchmarks/training_step.py prints and saves: table, CSV, JSON, timelines."""
+"""Output of benchmarks/training_step.py: table, CSV, JSON, timelines."""
 
 import csv
 import importlib.util
@@ -20,21 +20,21 @@ COLORS = {COMPUTE: "#8c6bb1", ATTENTION: "#2a7f8e", COMMUNICATION: "#e1a32f", WA
 
 @dataclass
 class Run:
-    """A variant's steps."""
+    """The steps of one variant."""
 
-    step_ms: list[float] = field(default_factory=list)  # warm-up included
+    step_ms: list[float] = field(default_factory=list)  # including warm-up
     losses: list[float] = field(default_factory=list)
     plans: list[distca.PlanReport] = field(default_factory=list)
     profiles: list[dict[str, list[float]]] = field(default_factory=list)
-    """device_time.step_profile of further steps."""
-    peak_gib: float = 0.0  # of the rank that needs most
-    peer_memory_gib: float = 0.0  # of a rank, beside that
+    """device_time.step_profile of the repeated steps."""
+    peak_gib: float = 0.0  # on the rank that needs most
+    peer_memory_gib: float = 0.0  # per rank, in addition to peak_gib
     turns_ms: list[float] = field(default_factory=list)
-    """Mean step of each run, where these are several."""
+    """Mean step time of each run, if the variant ran several times."""
 
     @classmethod
     def mean_of(cls, runs: Sequence["Run"]) -> "Run":
-        """Steps' mean times over runs of one variant; the rest is that of the last."""
+        """Average the step times over runs of one variant. All other fields come from the last."""
         steps = [statistics.fmean(ms) for ms in zip(*(run.step_ms for run in runs), strict=True)]
         turns = [statistics.fmean(run.measured_ms()) for run in runs]
         return replace(runs[-1], step_ms=steps, turns_ms=turns)
@@ -43,7 +43,7 @@ class Run:
         return self.step_ms[NUM_WARM_UP_STEPS:]
 
     def mean_profile(self) -> dict[str, list[float]]:
-        """Of the profiled steps, by rank."""
+        """Average the profiles of the repeated steps, by rank."""
         if not self.profiles:
             return {}
         return {
@@ -60,10 +60,10 @@ def excess(ranks: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Limit:
-    """Attention alone by one kernel, and what a step would take if it were balanced for free."""
+    """Time of attention alone with one kernel, and the ideal step time that follows from it."""
 
-    attention_ms: list[list[float]]  # [steps][ranks], warm-up included
-    step_ms: list[float]  # of the variant without balance, warm-up left out
+    attention_ms: list[list[float]]  # [steps][ranks], including warm-up
+    step_ms: list[float]  # of the variant without balancing, after warm-up
 
     def balanced_ms(self) -> list[float]:
         ranks = self.attention_ms[NUM_WARM_UP_STEPS:]
@@ -71,15 +71,17 @@ class Limit:
 
 
 def of_profiled_limit(run: Run, unbalanced: Run) -> dict[str, float]:
-    """Against the limit of the profiled steps, by attention as it takes in the step: longer than
-    alone, where a device that has rested runs at a higher clock."""
+    """Compare with the ideal time of the profiled steps, from attention inside the step.
+
+    Attention takes longer there than alone, because an idle device runs at a higher clock.
+    """
     limit_ms = sum(max(p["step_ms"]) - excess(p["attention_ms"]) for p in unbalanced.profiles)
     step_ms = sum(max(profile["step_ms"]) for profile in run.profiles)
     return {"times the balanced limit, profiled steps": step_ms / limit_ms} if limit_ms else {}
 
 
 def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) -> dict:
-    """Milliseconds are means over the steps after warm-up unless the name says otherwise."""
+    """Summarize all runs. Milliseconds are means over the steps after warm-up."""
     mean = statistics.fmean
     summary = {"ranks": num_ranks}
     for kernel, limit in limits.items():
@@ -103,7 +105,7 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
             figures |= of_profiled_limit(run, runs["plain"])
             figures["times plain, median of steps"] = median_ratio(run, runs["plain"])
         figures |= of_plans(run) | of_profiles(run)
-        if "plain" in runs and name != "plain":  # what is left is attention's own
+        if "plain" in runs and name != "plain":  # the difference belongs to attention
             exposed, plain = (each.mean_profile()["exposed_ms"] for each in (run, runs["plain"]))
             above = mean(exposed) - mean(plain)
             figures["exposed communication above plain's, mean rank, ms"] = above
@@ -139,7 +141,7 @@ def of_plans(run: Run) -> dict[str, float]:
 
 
 def of_profiles(run: Run) -> dict[str, float]:
-    """Means over the profiled steps, and what the worst of them exposes."""
+    """Average the profiled steps, and add the share that the worst of them exposes."""
     steps = [of_profile(profile) for profile in run.profiles]
     share = "exposed communication, of the step"
     return {name: statistics.fmean(step[name] for step in steps) for name in steps[0]} | {
@@ -148,7 +150,7 @@ def of_profiles(run: Run) -> dict[str, float]:
 
 
 def of_profile(profile: dict[str, list[float]]) -> dict[str, float]:
-    """Of the rank where most is exposed, and of the rank that hides least."""
+    """Return the figures of the rank that exposes most, and of the rank that hides least."""
     columns = ("exposed_ms", "communication_ms", "step_ms")
     ranks = list(zip(*(profile[name] for name in columns), strict=True))
     return {
@@ -190,8 +192,7 @@ def save(
     limits: dict[str, Limit],
     timelines: dict[str, list[list[Span]]],
 ) -> None:
-    """The JSON file; beside it the table in CSV and a picture of each variant's last
-    profiled step."""
+    """Write the JSON file, a CSV table, and a picture of each variant's last profiled step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     by_step = {name: asdict(run) for name, run in runs.items()}
     attention = {kernel: limit.attention_ms for kernel, limit in limits.items()}
@@ -208,7 +209,7 @@ def save(
 
 
 def table(summary: dict, runs: dict[str, Run]) -> list[tuple[str, str, float]]:
-    """(variant or "all", figure, value): the summary, then means of the profiled steps by rank."""
+    """Return rows (variant or "all", figure, value) of the summary and of the mean profiles."""
     rows = []
     for key, value in summary.items():
         what, _, figure = key.rpartition(": ")
@@ -220,7 +221,7 @@ def table(summary: dict, runs: dict[str, Run]) -> list[tuple[str, str, float]]:
 
 
 def draw_timeline(path: Path, name: str, ranks: list[list[Span]]) -> None:
-    """A panel for each rank, a line for each kind."""
+    """Draw a panel per rank with a line per kind."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 1.3 * len(ranks) + 1), layout="constrained")

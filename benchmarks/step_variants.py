@@ -1,4 +1,4 @@
-"""Ways to compute core attention in a training step, and what a rank holds of it in each."""
+"""Ways to compute core attention in a training step, and the rows that a rank holds in each."""
 
 import itertools
 import random
@@ -19,8 +19,8 @@ import distca
 class Share:
     """A rank's part of a step."""
 
-    rows: Tensor  # int64: of the step's rows, in the order in which the rank holds them
-    documents: object  # as the variant's attention takes them
+    rows: Tensor  # int64: indices among the step's rows, in the rank's order
+    documents: object  # argument of the variant's attention
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Variant:
     core_attention: CoreAttention
     share: Callable[[Workload, int, dist.ProcessGroup, torch.device], Share]
     transport: str | None = None
-    """distca's; None where nothing is planned."""
+    """distca's transport, or None if the variant needs no plan."""
     ping_pong: bool = False
     takes_crossing: bool = False
     """Whether documents may cross ranks."""
@@ -61,8 +61,7 @@ def own_share(
 def permuted_share(
     workload: Workload, step: int, group: dist.ProcessGroup, device: torch.device
 ) -> Share:
-    """The next rank's documents in another order: sums over rows and ranks are taken in another
-    order, and nothing else differs."""
+    """Return the next rank's documents in another order, so that only the order of sums differs."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     other = (rank + 1) % num_ranks
     lengths = workload.packs[step][other]
@@ -98,7 +97,7 @@ VARIANTS = {
 
 
 def chosen_variants(names: list[str] | None, workload: Workload, device_type: str) -> list[str]:
-    """`names`, or all that the workload and the device allow. Raises ValueError for others."""
+    """Return `names`, or all variants that can run. Raises ValueError for names that cannot."""
     fitting = [
         name
         for name, variant in VARIANTS.items()
@@ -122,7 +121,7 @@ def chosen_variants(names: list[str] | None, workload: Workload, device_type: st
 
 
 class Planner:
-    """Documents and plan of the next step, made in the background during the current one."""
+    """Plans the next step in the background during the current one."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class Planner:
         self.advance()
 
     def advance(self) -> tuple[distca.Documents, distca.Plan]:
-        """Returns the step that was planned last and starts on the one after it."""
+        """Return the documents and plan of the current step, and start to plan the next."""
         current, step = self._next, next(self._steps, None)
         if step is not None:
             documents = own_share(self._workload, step, None, self._device).documents

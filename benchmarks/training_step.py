@@ -1,27 +1,27 @@
-"""Step time of Llama-wide blocks under FSDP2, by how core attention is computed.
+"""Time training steps of Llama-wide blocks under FSDP2, for several ways to compute attention.
 
     torchrun --nproc-per-node 4 benchmarks/training_step.py --lengths lengths.json --out step.json
 
-Variants: "flash" is PyTorch's varlen flash attention and "plain" distca's kernels, each rank its
-own documents; "context" is context parallelism with distca's kernels (context_parallel.py);
-"process_group" and "peer" are distca, balanced, by those transports, "process_group pingpong" with
-blocks that run on two halves in turn. All see the same documents, tokens and initial weights. A
-step is forward, backward and optimizer, timed on the host from a barrier to a barrier with the
-device synchronised, so it lasts as long as the slowest rank needs.
+Two variants run without balancing: "flash" is PyTorch's varlen flash attention, and "plain" is
+distca's kernels. "context" is context parallelism with distca's kernels (context_parallel.py).
+"process_group" and "peer" are distca with these transports. In "process_group pingpong" the blocks
+run on two halves in turn. All variants see the same documents, tokens and initial weights. A step
+is forward, backward and optimizer. It is timed on the host from barrier to barrier with the device
+synchronised, so it takes as long as the slowest rank needs.
 
-Documents are drawn from --lengths, whole on their ranks; with --equal they are equal; with
---document one is shared by all ranks, and with --mixed a long one stands among those of the list:
-then documents cross ranks, and variants that need them whole are left out.
+Documents are drawn from --lengths and lie whole on their ranks, or have one length with --equal.
+With --document all ranks share one document, and with --mixed one long document is added to those
+of the list. Documents then cross ranks, and variants that need whole documents are left out.
 
-The balanced limit is what perfect balance for free would give: the step without balance less the
-time by which the slowest rank's attention exceeds the mean. Attention alone (forward and backward
-of each rank's own documents, one layer) is timed by itself for it, and multiplied by the layers.
-Limits of different steps are compared with the steps of the same documents.
+The balanced limit is the step time with ideal balance: the step without balancing, minus the time
+by which the slowest rank's attention exceeds the mean. For this, attention of one layer (forward
+and backward of each rank's own documents) is timed alone and multiplied by the number of layers.
+Steps are compared with the limit of the same documents.
 
-The last steps are repeated, profiled (device_time.py): communication that is exposed, waiting for
-ranks that are behind, and the rest, by rank; and their limit again, by attention within the step.
---out also leaves the figures in a CSV file and a timeline of every variant's last step beside the
-JSON file.
+The last steps are repeated under the profiler (device_time.py). The profile shows, by rank, exposed
+communication, waiting for ranks that are behind, and the rest. The limit of these steps uses
+attention inside the step. --out also writes the figures to a CSV file and a timeline of every
+variant's last step, next to the JSON file.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         "--variants", nargs="+", metavar="NAME", help=f"default: all that can run: {list(VARIANTS)}"
     )
     parser.add_argument(
-        "--turns", type=int, default=1, help="runs of each variant, one after the other's"
+        "--turns", type=int, default=1, help="runs of each variant, in turns with the others"
     )
     parser.add_argument("--out", type=Path, help="JSON file; CSV and PNG files go beside it")
     args = parser.parse_args()
@@ -75,7 +75,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
 
 
 def join(device_type: str) -> torch.device:
-    """Of this rank; opens the process group."""
+    """Open the process group and return this rank's device."""
     if device_type == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -86,15 +86,18 @@ def join(device_type: str) -> torch.device:
 
 
 def leave() -> None:
-    """Closes the process group. A thread of gloo lets go of tensors after the call that used them
-    has returned; if Python ends before, the process aborts. The barrier gives it time."""
+    """Close the process group.
+
+    A thread of gloo releases tensors after the call that used them has returned. If Python ends
+    before, the process aborts, so a barrier gives the thread time.
+    """
     distca.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
 class Trainer:
-    """A variant's model from the initial weights."""
+    """Trains a variant's model from the initial weights."""
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class Trainer:
         self.plans: list[distca.PlanReport] = []
 
     def step(self, rows: Rows, share: Share) -> Tensor:
-        """This rank's part of the loss times the number of ranks."""
+        """Train one step. Return this rank's part of the loss times the number of ranks."""
         documents = share.documents
         if self.planner is not None:
             documents, plan = self.planner.advance()
@@ -132,12 +135,14 @@ def run_variant(
     variant: Variant,
     num_profiled: int = NUM_PROFILED_STEPS,
 ) -> tuple[Run, list[list[Span]]]:
-    """All steps from the initial weights; documents of the last ones once more, profiled: spans of
-    the last by rank."""
+    """Run all steps from the initial weights, and profile the last ones again.
+
+    Return the run, and the spans of the last step by rank.
+    """
     cuda, num_steps = device.type == "cuda", len(workload.packs)
     again = range(max(0, num_steps - num_profiled), num_steps)
     steps, planner = [*range(num_steps), *again], None
-    group = dist.new_group()  # of its own: FSDP's collectives are not in the way
+    group = dist.new_group()  # separate from FSDP's collectives
     group_name = ""
     if variant.transport is not None:
         options = distca.Options(
@@ -177,7 +182,7 @@ def run_variant(
 def attention_alone(
     args: argparse.Namespace, workload: Workload, device: torch.device, kernel: str
 ) -> list[list[float]]:
-    """Measured ms [steps][ranks] of core attention on each rank's own documents, all layers."""
+    """Measure core attention of all layers on each rank's own documents: ms [steps][ranks]."""
     variant, dtype = VARIANTS[kernel], dtype_of(device)
     shapes = [
         (workload.tokens, heads, args.head_dim) for heads in (args.heads, *[args.kv_heads] * 2)
@@ -190,7 +195,7 @@ def attention_alone(
     for step in range(len(workload.packs)):
         documents = variant.share(workload, step, None, device).documents
         ms = 0.0
-        for _ in range(2):  # the first call also loads kernels and makes the layout
+        for _ in range(2):  # the first call also loads kernels and builds the layout
             synchronise(device)
             start = time.perf_counter()
             torch.autograd.grad(variant.core_attention(q, k, v, documents), (q, k, v), grad_out)

@@ -1,23 +1,23 @@
-"""Rows of core attention between ranks: bandwidth alone, and what they cost beside attention.
+"""Measure the bandwidth of rows between ranks, alone and beside attention.
 
     torchrun --nproc-per-node 4 benchmarks/transport.py --out runs/transport
 
-Alone: every rank sends equally to all others, in the shape of a plan (queries with the keys that
-they see, several documents), through the operator's own path: torch.ops.distca.exchange. "peer" is
-the transport through peer memory, "process_group" that of NCCL with packing and unpacking,
-"all_to_all" NCCL's raw all_to_all_single of as many bytes.
+Alone: every rank sends equally to all others, in the shape of a plan (several documents; queries
+and the keys that they see), through the operator torch.ops.distca.exchange. "peer" is the transport
+through peer memory. "process_group" is NCCL with packing and unpacking. "all_to_all" is NCCL's raw
+all_to_all_single of as many bytes.
 
-Beside attention: every rank has the same documents. "home" computes them where they are; "moved"
-computes a share of them on the next rank, so that every rank computes as much as before. "still" is
-the same tasks as "moved" on rows that are there already: all that "moved" takes longer than that
-is communication, what "still" takes longer than "home" is computing documents in pieces, and 0.2
-to 0.7 % for clearing rows that are computed elsewhere. "awake" is "still" after one MiB has gone
-to the next rank: links that nobody uses sleep, and the power that they leave to multiprocessors is
-up to 4 % of their clock on H200. Any training step on several GPUs uses its links, for gradients:
-what "moved" takes longer than "awake" is what rows cost there. Forward and backward of one layer.
+Beside attention: every rank has the same documents and runs one layer, forward and backward. "home"
+computes them where they are. "moved" computes a share of them on the next rank, so that every rank
+computes as much as before. "still" computes the tasks of "moved" on rows that are already there. So
+"moved" minus "still" is communication. "still" minus "home" is the cost of computing documents in
+pieces, and 0.2 to 0.7 % for clearing rows that are computed elsewhere. "awake" is "still" after one
+MiB has gone to the next rank. Idle links sleep and leave their power to the multiprocessors, up to
+4 % of the clock on H200. Every training step on several GPUs uses its links for gradients, so there
+rows cost "moved" minus "awake".
 
-Times are medians over batches of calls between CUDA events, of the slowest rank. What the devices
-do meanwhile is the mean of further calls, profiled (device_time.py), and the largest of the ranks.
+Times are medians over batches of calls between CUDA events, on the slowest rank. Device time is the
+mean over more calls under the profiler (device_time.py), on the rank with the largest value.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
         "--mib", type=float, nargs="+", default=[1, 8, 64, 256], help="out per rank"
     )
     parser.add_argument("--tokens", type=int, nargs="*", default=[32768, 131072], help="per rank")
-    parser.add_argument("--share", type=float, default=0.25, help="of the documents that moves")
+    parser.add_argument("--share", type=float, default=0.25, help="share of documents to move")
     parser.add_argument("--documents", type=int, default=4, help="per rank")
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--out", type=Path, help="folder for transport.csv")
@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
 
 
 def slowest_ms(call: Callable[[], None], batches: int, calls: int = CALLS) -> float:
-    """Of one call, in batches of `calls`."""
+    """Return the time of one call on the slowest rank, measured in batches of `calls`."""
     for _ in range(3):
         call()
     times = []
@@ -72,7 +72,7 @@ def slowest_ms(call: Callable[[], None], batches: int, calls: int = CALLS) -> fl
         dist.barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(4_000_000)  # 2 ms, in which the host enqueues the batch
-        call()  # ranks' devices meet: their hosts left the barrier one after the other
+        call()  # aligns the devices, because hosts leave the barrier one after the other
         start.record()
         for _ in range(calls):
             call()
@@ -85,13 +85,16 @@ def slowest_ms(call: Callable[[], None], batches: int, calls: int = CALLS) -> fl
 
 
 class Steps:
-    """Shares of chosen plans over the open session."""
+    """Lays out hand-written plans in the open session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def share_of(self, lengths: list[int], tasks: list[Task], window: tuple[int, int]) -> tuple:
-        """Layout and rows where every rank has documents of these lengths, numbered through."""
+        """Return layout and rows if every rank has documents of these lengths.
+
+        Documents are numbered over all ranks.
+        """
         ranks, ops = self.session.num_ranks, torch.ops.distca
         held = [(rank, length) for rank in range(ranks) for length in lengths]
         pieces = torch.tensor([(rank, i, 0, length) for i, (rank, length) in enumerate(held)])
@@ -117,7 +120,7 @@ def inputs(rows: int) -> list[Tensor]:
 
 
 def exchange_ms(mib: float, documents: int, transport: str, batches: int) -> tuple[float, float]:
-    """(ms, MiB out per rank) of equal parts of every document to every other rank."""
+    """Send equal parts of every document to every other rank. Return (ms, MiB out per rank)."""
     session = distca.init(options=distca.Options(transport=transport))
     ranks = session.num_ranks
     part = max(1, round(mib * MIB / ROW_BYTES / (ranks - 1) / documents))
@@ -134,7 +137,7 @@ def exchange_ms(mib: float, documents: int, transport: str, batches: int) -> tup
 
 
 def all_to_all_ms(mib: float, batches: int) -> tuple[float, float]:
-    """(ms, MiB out per rank)."""
+    """Time NCCL's all_to_all_single. Return (ms, MiB out per rank)."""
     own, ranks = dist.get_rank(), dist.get_world_size()
     row = HEADS_Q * HEAD_DIM  # NCCL is slower where parts begin at odd addresses
     part = max(1, round(mib * MIB / 2 / (ranks - 1) / row)) * row
@@ -148,7 +151,7 @@ def all_to_all_ms(mib: float, batches: int) -> tuple[float, float]:
 
 
 class BesideAttention:
-    """A forward and backward pass of one layer, of which a share is computed on the next rank."""
+    """A forward and backward pass of one layer; the next rank computes a share of it."""
 
     def __init__(self, session: Session, tokens: int, documents: int, share_moved: float) -> None:
         ranks, length = session.num_ranks, tokens // documents
@@ -176,18 +179,18 @@ class BesideAttention:
         }
 
     def home(self) -> None:
-        """All of it where it is."""
+        """Compute all documents at home."""
         self._pass_through((self.own.layout, self.own.rows), "")
 
     def still(self) -> None:
-        """The tasks of `moved` on rows that are here already, and results that stay."""
+        """Compute the tasks of `moved` without moving rows or results."""
         for tasks, (q, k, v, grad_out) in self.lists.items():
             ops, share = torch.ops.distca, (*self.share, SCALE, tasks)
             out, lse = ops.attend(q, k, v, *share)
             ops.attend_backward(grad_out, q, k, v, out, lse, *share)
 
     def awake(self) -> None:
-        """`still` with links that are in use."""
+        """Compute `still` while links are awake."""
         torch.ops.distca.exchange(*self.waking_rows, *self.waking, self.group_name)
         self.still()
 
@@ -203,7 +206,7 @@ class BesideAttention:
 def beside_attention_ms(
     tokens: int, documents: int, share_moved: float, transport: str, batches: int
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """ms of "home", "still", "awake" and "moved", and FIGURES of each."""
+    """Return the ms of "home", "still", "awake" and "moved", and FIGURES of each."""
     session = distca.init(options=distca.Options(transport=transport))
     layer = BesideAttention(session, tokens, documents, share_moved)
     ways = layer.home, layer.still, layer.awake, layer.moved

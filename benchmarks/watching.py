@@ -1,12 +1,12 @@
-"""What lines, records, scalars and times of phases cost, as a share of a step.
+"""Measure the cost of log lines, records, scalars and timed phases, as a share of a step.
 
     torchrun --nproc-per-node 2 benchmarks/watching.py
 
-Blocks of ten steps with everything on (a line, ten records, one timed step) and with all of it off
-take turns. The cost is the difference of their processor time, all threads of the slowest rank,
-each the least of many blocks: of steps that have next to nothing to compute, so that the difference
-shows, and with as many layers as the step that it is compared with. That one is a training step of
-a small Llama on this machine, forward, backward and optimizer.
+Blocks of ten steps alternate between full monitoring (a line, ten records, one timed step) and
+none. The cost is the difference of their processor time over all threads, on the slowest rank; both
+times are the minimum over many blocks. The steps compute next to nothing, so that the difference
+shows. It is compared with a training step of a small Llama with as many layers on this machine:
+forward, backward and optimizer.
 """
 
 import argparse
@@ -42,13 +42,13 @@ def arguments() -> argparse.Namespace:
 
 
 def packed(num_tokens: int) -> distca.Documents:
-    """One document on the first rank, many on the others."""
+    """Return one document on rank 0, and many on the others."""
     lengths = [num_tokens] if dist.get_rank() == 0 else [num_tokens // 8] * 8
     return distca.Documents([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
 def nearly_empty_block(num_layers: int) -> float:
-    """Seconds of processor time that a block of this rank's steps takes."""
+    """Run a block of steps and return its processor time in seconds."""
     start = time.process_time()
     for _ in range(STEPS_IN_BLOCK):
         documents = packed(64)
@@ -61,7 +61,7 @@ def nearly_empty_block(num_layers: int) -> float:
 
 
 def cost_of_watching(num_layers: int, num_blocks: int, folder: str) -> float:
-    """Seconds a step, of the slowest rank."""
+    """Return the seconds per step on the slowest rank."""
     on = distca.Watching(log_every=STEPS_IN_BLOCK, run_dir=folder)
     groups = {on: dist.new_group(), distca.Watching(): dist.new_group()}
     blocks: list[list[float]] = [[], []]
@@ -76,7 +76,7 @@ def cost_of_watching(num_layers: int, num_blocks: int, folder: str) -> float:
 
 
 def training_seconds(num_layers: int, num_tokens: int) -> float:
-    """Of one step on the clock, the least of three."""
+    """Return the wall time of one step in seconds, the minimum of three."""
     model = Llama(LlamaConfig(layers=num_layers, **SIZES), distca.core_attention)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(SIZES["vocab_size"], (num_tokens,))
@@ -96,7 +96,7 @@ def training_seconds(num_layers: int, num_tokens: int) -> float:
 def main() -> None:
     args = arguments()
     dist.init_process_group("gloo")
-    logging.getLogger("distca").addHandler(logging.NullHandler())  # lines are made, not shown
+    logging.getLogger("distca").addHandler(logging.NullHandler())  # format but hide lines
     cost = cost_of_watching(args.layers, args.blocks, str(args.out))
     step = training_seconds(args.layers, args.tokens)
     if dist.get_rank() == 0:
@@ -105,7 +105,7 @@ def main() -> None:
             f"training step of {1e3 * step:.0f} ms"
         )
     distca.close()
-    dist.barrier()  # gloo's threads let go of tensors before Python ends
+    dist.barrier()  # gloo's threads must release tensors before Python ends
     dist.destroy_process_group()
 
 

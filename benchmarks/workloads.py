@@ -13,28 +13,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 IGNORE_INDEX = -100  # cross_entropy's default
-TOKENS = 65536  # per rank, if nothing else says it
-LARGEST_STRIDE = 8  # from a token to the next
+TOKENS = 65536  # default per rank
+LARGEST_STRIDE = 8  # between consecutive tokens
 Packs = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps of `tokens` tokens a rank."""
+    """Documents of all steps."""
 
     packs: Packs
-    """Document lengths [steps][ranks][documents]; one entry for all ranks where they cross."""
-    tokens: int
+    """Document lengths [steps][ranks][documents], with one entry for all ranks if they cross."""
+    tokens: int  # per rank
     crosses_ranks: bool = False
-    """Whether each step is one pack, of which every rank holds an equal run."""
+    """Whether each step is one pack, cut into equal runs for the ranks."""
 
     def lengths(self, step: int) -> list[int]:
-        """Of all documents of the step, in the order of its rows."""
+        """Return the lengths of all documents of the step, in the order of its rows."""
         return list(itertools.chain(*self.packs[step]))
 
     @property
     def num_tokens(self) -> int:
-        """Of a step, on all ranks."""
+        """Return the number of tokens of a step, on all ranks."""
         return sum(self.lengths(0))
 
 
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mixed",
         type=int,
         metavar="TOKENS",
-        help="one document of so many tokens among those of --lengths, crossing ranks",
+        help="one document of this length among those of --lengths; documents cross ranks",
     )
     parser.add_argument("--tokens", type=int, help=f"per rank; {TOKENS} unless --document says it")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def make_workload(args: argparse.Namespace, world_size: int, num_steps: int) -> Workload:
-    """Raises ValueError for arguments that do not fit together."""
+    """Build the workload. Raises ValueError for arguments that do not fit together."""
     tokens = args.tokens if args.tokens is not None else TOKENS
     if args.document is not None:
         if args.tokens is not None or args.document % world_size or args.document < world_size:
@@ -71,7 +71,7 @@ def make_workload(args: argparse.Namespace, world_size: int, num_steps: int) -> 
             raise ValueError(f"--equal is {args.equal}; expected a divisor of --tokens, {tokens}")
         return Workload([[[args.equal] * (tokens // args.equal)] * world_size] * num_steps, tokens)
     if args.lengths is None:
-        raise ValueError("no documents; give --lengths, --equal or --document")
+        raise ValueError("no documents; pass --lengths, --equal or --document")
     stream = Stream(json.loads(args.lengths.read_text()), args.seed)
     if args.mixed is None:
         packs = [[stream.take(tokens) for _ in range(world_size)] for _ in range(num_steps)]
@@ -85,7 +85,7 @@ def make_workload(args: argparse.Namespace, world_size: int, num_steps: int) -> 
 
 
 class Stream:
-    """Documents in shuffled order, over and over; the rest of one that was cut comes next."""
+    """An endless stream of shuffled documents. The rest of a document that was cut comes next."""
 
     def __init__(self, lengths: list[int], seed: int) -> None:
         lengths = [length for length in lengths if length > 0]
@@ -95,7 +95,7 @@ class Stream:
         self._rest = 0
 
     def take(self, tokens: int) -> list[int]:
-        """Documents of so many tokens in all, the last one cut to fit."""
+        """Take documents of `tokens` tokens in total; the last one is cut to fit."""
         documents, room = [], tokens
         while room > 0:
             length = self._rest or next(self._lengths)
@@ -105,7 +105,7 @@ class Stream:
         return documents
 
     def mixed(self, long: int, room: int) -> list[int]:
-        """One document of `long` tokens anywhere among others of `room` tokens."""
+        """Insert one document of `long` tokens among others of `room` tokens in total."""
         documents = self.take(room)
         documents.insert(self._generator.randint(0, len(documents)), long)
         return documents
@@ -119,15 +119,18 @@ class Rows:
     labels: Tensor
     position_ids: Tensor
     loss_scale: float
-    """Times the sum of losses over a rank's rows: averaged over ranks it is the loss."""
+    """Factor for the sum of losses over a rank's rows; the average over ranks is the loss."""
 
     def chosen(self, rows: Tensor) -> "Rows":
         return Rows(self.tokens[rows], self.labels[rows], self.position_ids[rows], self.loss_scale)
 
 
 def make_rows(workload: Workload, step: int, vocab: int, seed: int, device: torch.device) -> Rows:
-    """Of the whole step, on every rank. Tokens walk in random strides: a model learns the next
-    one but for the stride, in few steps."""
+    """Return the rows of the whole step, on every rank.
+
+    Tokens walk in random strides, so that a model learns the next token, except for its stride, in
+    few steps.
+    """
     lengths = torch.tensor(workload.lengths(step))
     ends = lengths.cumsum(0)
     generator = torch.Generator(device).manual_seed(seed * len(workload.packs) + step)

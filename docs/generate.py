@@ -1,7 +1,7 @@
-"""Writes the pages and pictures of docs/ that are made from the code: python docs/generate.py
+"""Write the generated pages and pictures of docs/: python docs/generate.py
 
-options.md and api.md follow from docstrings; tests/test_docs.py compares them. With --pictures the
-project's own commands draw those of docs/pictures, with fewer colours than they draw elsewhere.
+options.md and api.md come from docstrings; tests/test_docs.py checks that they are up to date. With
+--pictures, distca's own commands draw docs/pictures, and this script reduces the number of colours.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from distca import options, run
 
 DOCS = Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-PICTURES = {  # name: arguments of Python, and the picture that they leave in the folder --out
+PICTURES = {  # name: arguments of Python, and the picture that they write to the folder --out
     "balance.png": (
         [*TORCHRUN, "4", "examples/train.py", "--steps", "20", "--tokens-per-rank", "2048"],
         "balance.png",
@@ -49,7 +49,7 @@ or `distca.init(options=distca.Options(tolerance=0.05))`, or `distca.configure(o
 anything else opens the group. They must be equal on all ranks of a group. No environment variable
 changes what distca does. `python docs/generate.py` writes this page.
 """
-SETTINGS = {  # what comes before the table of each dataclass
+SETTINGS = {  # text before the table of each dataclass
     distca.Options: "",
     distca.Watching: """
 ## Records
@@ -126,20 +126,20 @@ def _entry(name: str, thing) -> str:
 
 
 def _is_shown(thing: type, key: str) -> bool:
-    """Whether users call this member of a class. They call a constructor that the class wrote."""
+    """Return whether users call this member of a class. They call explicit constructors."""
     if key == "__init__":
         return not dataclasses.is_dataclass(thing) and "__new__" not in vars(thing)
     return not key.startswith("_")
 
 
 def _member(title: str, documented) -> str:
-    """An entry of a class: its first paragraph begins beside the title."""
+    """Return the entry of a member. Its first paragraph starts on the line of the title."""
     first, *rest = inspect.getdoc(documented).split("\n\n")
     return "\n" + "\n\n".join([_wrapped(f"**`{title}`** {first}"), *rest]) + "\n"
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    """Text in lines of COLUMNS, which code spans do not break."""
+    """Wrap text at COLUMNS and keep code spans on one line."""
     spaced = re.sub(r"`[^`]*`", lambda span: span[0].replace(" ", "\0"), " ".join(text.split()))
     lines = textwrap.wrap(
         spaced,
@@ -152,11 +152,11 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _signature(name: str, function) -> str:
-    """The call without types, which the docstring states in words."""
-    found = inspect.signature(function).parameters.values()
-    plain = [each.replace(annotation=inspect.Parameter.empty) for each in found]
-    plain = [each for each in plain if each.name != "self"]
-    return f"{name}{inspect.Signature(plain)}"
+    """Return the call without types, because the docstring states them in words."""
+    parameters = inspect.signature(function).parameters.values()
+    untyped = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    untyped = [each for each in untyped if each.name != "self"]
+    return f"{name}{inspect.Signature(untyped)}"
 
 
 def draw_pictures() -> None:
@@ -173,7 +173,7 @@ def draw_pictures() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", action="store_true", help="draw them, too: a minute")
+    parser.add_argument("--pictures", action="store_true", help="also draw the pictures (a minute)")
     args = parser.parse_args()
     (DOCS / "options.md").write_text(options_page())
     (DOCS / "api.md").write_text(api_page())

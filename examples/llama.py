@@ -1,8 +1,8 @@
 """A small Llama-style decoder over packed documents, in plain PyTorch.
 
-Activations are packed rows [tokens, hidden]; no batch dimension, no padding. Core attention is an
-argument: a function (q, k, v, documents) -> out with q [tokens, heads, head_dim] and k, v
-[tokens, kv_heads, head_dim]. `documents` is passed through to it untouched.
+Activations are packed rows [tokens, hidden] without batch dimension or padding. Core attention is
+an argument: a function (q, k, v, documents) -> out with q [tokens, heads, head_dim] and k, v
+[tokens, kv_heads, head_dim]. The model passes `documents` to it unchanged.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class LlamaConfig:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of x [tokens, heads, head_dim]; cos and sin are [tokens, 1, head_dim / 2]."""
+    """Apply RoPE to x [tokens, heads, head_dim]; cos and sin are [tokens, 1, head_dim / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -96,7 +96,7 @@ class Llama(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, documents: object) -> Tensor:
-        """Logits [tokens, vocab_size]; position_ids count from 0 in every document."""
+        """Return logits [tokens, vocab_size]; position_ids restart at 0 in every document."""
         pairs = torch.arange(0, self.config.head_dim, 2, device=tokens.device)
         frequencies = self.config.rope_theta ** (-pairs / self.config.head_dim)
         angles = position_ids[:, None, None] * frequencies  # [tokens, 1, head_dim / 2]
@@ -112,7 +112,7 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True)
 class WholeDocuments:
-    """Packed documents for torch's own attention: the reference without distca."""
+    """Packed documents for torch's attention, the reference without distca."""
 
     lengths: list[int]
     cu_seqlens: Tensor  # int32 [documents + 1], on the device
@@ -127,7 +127,7 @@ class WholeDocuments:
 
 @torch.compiler.disable
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, documents: WholeDocuments) -> Tensor:
-    """Causal attention inside each document by torch alone."""
+    """Compute causal attention inside each document with torch alone."""
     if q.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 

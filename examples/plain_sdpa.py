@@ -1,11 +1,12 @@
-"""Trains a small GPT that knows nothing of distca, nor of documents: they are packed one after the
-other, each with an end token, and attention is torch's own function.
+"""Train a small GPT in plain PyTorch, without a word about distca or documents.
+
+The script packs documents one after the other, each with an end token, and calls torch's attention.
 
     torchrun --nproc-per-node 2 -m distca.run --patch-sdpa --document-end-id 0 --log-every 10 \
         examples/plain_sdpa.py
 
-keeps attention inside documents and balances it, without an edit. Runs on CPU (gloo, float32) and
-on CUDA devices (NCCL, bfloat16). The documents are parts of Python's standard library.
+keeps attention inside documents and balances it, without an edit. The script runs on the CPU (gloo,
+float32) and on CUDA devices (NCCL, bfloat16). The documents are parts of Python's standard library.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-END = 0  # no byte of Python's sources
+END = 0  # a byte that never occurs in Python's sources
 HIDDEN, HEADS, LAYERS, LONGEST = 64, 4, 2, 4096
 
 
@@ -40,7 +41,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Without positions: causal attention alone tells tokens apart."""
+    """A GPT without position embeddings: only causal attention depends on the order of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class GPT(nn.Module):
 
 
 def batches(rank: int, num_tokens: int):
-    """Tokens int64 [1, num_tokens] without end."""
+    """Yield tokens int64 [1, num_tokens] forever."""
     corpus, rest = stdlib_corpus.Corpus(rank, LONGEST), b""
     while True:
         while len(rest) < num_tokens:

@@ -1,8 +1,8 @@
-"""Real documents found on any machine: the sources of Python's own standard library.
+"""Real documents that every machine has: the sources of Python's standard library.
 
-A document is one top-level part of a module: a class, a function, or the lines before them. There
-are more than ten thousand; most are a few hundred bytes, the longest hundreds of thousands.
-A token is a byte.
+A document is a top-level part of a module: a class, a function, or the lines before them. There are
+more than ten thousand. Most have a few hundred bytes, and the longest has hundreds of thousands. A
+token is a byte.
 """
 
 import functools
@@ -42,18 +42,18 @@ def all_documents() -> list[bytes]:
 
 @dataclass(frozen=True)
 class Pack:
-    """Documents one after the other, an exact number of tokens, no padding."""
+    """Consecutive documents with an exact number of tokens and no padding."""
 
     tokens: Tensor  # uint8 [tokens]
     lengths: list[int]
 
     @property
     def num_predicted(self) -> int:
-        """The last token of a document predicts nothing."""
+        """Count the tokens that have a successor in their document."""
         return len(self.tokens) - len(self.lengths)
 
     def labels(self) -> Tensor:
-        """int64 [tokens]: the next token of the same document, or IGNORE_INDEX at its end."""
+        """Return int64 [tokens]: the next token of the document, or IGNORE_INDEX at its end."""
         labels = self.tokens.roll(-1).long()
         labels[torch.tensor(self.lengths).cumsum(0) - 1] = IGNORE_INDEX
         return labels
@@ -62,8 +62,7 @@ class Pack:
 class Corpus:
     """An endless stream of documents in an order fixed by the seed, cut into packs.
 
-    A document longer than `context` tokens is truncated to them, so that no document fills step
-    after step.
+    Documents are truncated to `context` tokens, so that no document fills several steps.
     """
 
     def __init__(self, seed: int, context: int) -> None:
@@ -75,7 +74,7 @@ class Corpus:
         return next(self._stream)[: self._context]
 
     def next_pack(self, num_tokens: int) -> Pack:
-        """A document that does not fit is cut; the rest is a document of the next pack."""
+        """Return the next pack. A document that does not fit is cut, and continues in the next."""
         parts: list[bytes] = []
         room = num_tokens
         while room > 0:

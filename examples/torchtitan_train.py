@@ -1,10 +1,10 @@
-"""Runs torchtitan's trainer on its small Llama, its varlen attention balanced by distca.
+"""Run torchtitan's trainer on its small Llama, with varlen attention balanced by distca.
 
     torchrun --nproc-per-node 2 examples/torchtitan_train.py --steps 20
 
-Needs CUDA devices and a PyTorch that torchtitan supports. --attention own runs torchtitan's own
-attention, to compare with. The documents are parts of Python's standard library, a token is a byte:
-nothing is downloaded. Flags that are not listed here go to torchtitan, such as
+The script needs CUDA devices and a PyTorch that torchtitan supports. For comparison, --attention
+own runs torchtitan's own attention. The documents are parts of Python's standard library and a
+token is a byte, so nothing is downloaded. All other flags go to torchtitan, for example
 
     --training.seq_len 32768 --training.local_batch_size 1 --parallelism.tensor_parallel_degree 2
 """
@@ -35,7 +35,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a byte, as torchtitan reads tokenizers."""
+    """Write a tokenizer with one token per byte in torchtitan's format."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +54,7 @@ def write_documents(folder: Path) -> None:
 
 
 def titan_flags(args: argparse.Namespace, folder: Path) -> list[str]:
-    """torchtitan's own, for a run of `args` on what lies in `folder`."""
+    """Return torchtitan's flags for a run with the tokenizer and documents in `folder`."""
     flags = [
         *("--module", "llama3", "--config", "llama3_debugmodel_varlen_attn"),
         *("--training.steps", str(args.steps)),
@@ -73,7 +73,7 @@ def prepare(folder: Path) -> None:
 
 def main() -> None:
     args, others = arguments()
-    folder = args.out / f"assets-{os.environ.get('RANK', '0')}"  # each rank its own: none waits
+    folder = args.out / f"assets-{os.environ.get('RANK', '0')}"  # per rank, so that none waits
     prepare(folder)
     sys.argv = [sys.argv[0], *titan_flags(args, folder), *others]
     from torchtitan import train

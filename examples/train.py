@@ -1,9 +1,9 @@
-"""Trains a small Llama on packed documents with FSDP2 and attention balanced by distca.
+"""Train a small Llama on packed documents with FSDP2 and attention balanced by distca.
 
     torchrun --nproc-per-node 4 examples/train.py --compare --steps 50 --out runs/train
 
-Runs on CPU (gloo, float32) and on CUDA devices (NCCL, bfloat16). With --compare it trains twice
-from one seed, first with torch's own attention, and reports the largest loss difference.
+The script runs on the CPU (gloo, float32) and on CUDA devices (NCCL, bfloat16). With --compare it
+trains twice from one seed, first with torch's attention, and reports the largest loss difference.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SIZES = {
     "cuda": {"tokens_per_rank": 32768, "hidden": 2048, "layers": 4, "heads": 16, "kv_heads": 4},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LARGEST_FLOAT32_DIFFERENCE = 1e-4  # of two losses that differ in summation order alone
+LARGEST_FLOAT32_DIFFERENCE = 1e-4  # of two losses that differ only in summation order
 
 
 def arguments() -> argparse.Namespace:
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="torch.compile every block")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
     parser.add_argument(
-        "--ping-pong", action="store_true", help="every block on two halves of the tokens in turn"
+        "--ping-pong", action="store_true", help="run every block on two halves of the tokens"
     )
     args = parser.parse_args()
     if "RANK" not in os.environ:
@@ -78,11 +78,11 @@ class Batch:
     labels: Tensor
     position_ids: Tensor
     documents: distca.Documents | WholeDocuments
-    loss_scale: float  # times the sum over this rank's rows: averaged over ranks it is the loss
+    loss_scale: float  # factor for this rank's sum of losses; the mean over ranks is the loss
 
 
 def batches(args: argparse.Namespace, device: torch.device, with_distca: bool) -> Iterator[Batch]:
-    """Every rank reads the whole step: the loss is a mean over the tokens of all ranks."""
+    """Yield this rank's batches. Each rank reads all packs to count the tokens of the loss."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     num_packs = 1 if args.sharded else world_size
     num_tokens = args.tokens_per_rank * world_size // num_packs
@@ -97,7 +97,7 @@ def batches(args: argparse.Namespace, device: torch.device, with_distca: bool) -
             documents = distca.Documents([0, *itertools.accumulate(pack.lengths)])
         else:
             documents = WholeDocuments.of(pack.lengths, device)
-            terms = num_packs  # 1 with --sharded: there every rank trains on the entire pack
+            terms = num_packs  # 1 with --sharded, where every rank trains on the entire pack
         yield Batch(
             tokens=pack.tokens.long().to(device),
             labels=pack.labels().to(device),
@@ -108,7 +108,7 @@ def batches(args: argparse.Namespace, device: torch.device, with_distca: bool) -
 
 
 def sharded_batch(pack: Pack, device: torch.device) -> Batch:
-    """This rank's run of a pack that all ranks share."""
+    """Return this rank's run of a pack that all ranks share."""
     run = distca.shard_batch(pack.tokens.long(), pack.lengths)
     return Batch(
         tokens=run.tokens.to(device),
@@ -122,7 +122,7 @@ def sharded_batch(pack: Pack, device: torch.device) -> Batch:
 def planned(
     args: argparse.Namespace, unplanned: Iterator[Batch], device: torch.device
 ) -> Iterator[tuple[Batch, distca.Plan]]:
-    """One batch ahead: the next step's plan is made in the background while this step computes."""
+    """Yield batches and their plans. The next step is planned while the current one computes."""
     shape = distca.AttentionShape(
         args.heads, args.kv_heads, args.hidden // args.heads, args.dtype.itemsize
     )
@@ -176,7 +176,7 @@ def train(args: argparse.Namespace, device: torch.device, with_distca: bool) -> 
     for step, (batch, plan) in enumerate(steps):
         start = time.perf_counter()
         if plan is not None:
-            plan.wait()  # compiled code cannot
+            plan.wait()  # compiled code cannot wait
         logits = model(batch.tokens, batch.position_ids, batch.documents)
         loss_sum = F.cross_entropy(logits.float(), batch.labels, reduction="sum")
         loss = loss_sum * batch.loss_scale
@@ -195,7 +195,7 @@ def train(args: argparse.Namespace, device: torch.device, with_distca: bool) -> 
 
 
 class Progress:
-    """One line a step from rank 0; on a terminal it stays in place."""
+    """Prints a line per step on rank 0. On a terminal, each line replaces the previous one."""
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         self.tokens_per_step = args.tokens_per_rank * dist.get_world_size()
@@ -246,7 +246,7 @@ def summarize(args: argparse.Namespace, history: History, reference: History | N
 
 
 def finish(args: argparse.Namespace, history: History, reference: History | None) -> str | None:
-    """Files and the closing lines; returns what went wrong, if anything."""
+    """Write the files and print the closing lines. Return an error message, or None."""
     summary = summarize(args, history, reference)
     print(
         f"imbalance {summary['imbalance_before']:.3f} -> {summary['imbalance_after']:.3f} "
@@ -282,7 +282,7 @@ def main() -> None:
     history = train(args, device, with_distca=True)
     failure = finish(args, history, reference) if dist.get_rank() == 0 else None
     distca.close()
-    gc.collect()  # FSDP's cycles keep the group, and with it gloo's threads, alive into exit
+    gc.collect()  # FSDP's cycles would keep the group and gloo's threads alive until exit
     dist.destroy_process_group()
     sys.exit(failure)
 

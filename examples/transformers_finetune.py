@@ -1,10 +1,10 @@
-"""Trains a small Llama of transformers with its Trainer on packed documents, balanced by distca.
+"""Train a small Llama with transformers' Trainer on packed documents, balanced by distca.
 
     torchrun --nproc-per-node 2 examples/transformers_finetune.py --steps 20 --out runs/transformers
 
-Runs on CPU (gloo, float32) and on CUDA devices (NCCL, bfloat16). The model is built from its
-configuration and the documents are parts of Python's standard library: nothing is downloaded.
-For your own model, --attention and the import of distca are all that differs from a plain run.
+The script runs on the CPU (gloo, float32) and on CUDA devices (NCCL, bfloat16). The model is built
+from its configuration and the documents are parts of Python's standard library, so nothing is
+downloaded. Only --attention and the import of distca differ from a run without distca.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LONGEST = 4096  # tokens of a document
 
 def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--attention", default="distca", help="sdpa or eager to compare with")
+    parser.add_argument("--attention", default="distca", help="or sdpa, eager for comparison")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--documents-per-rank", type=int, default=4, help="in each step")
     parser.add_argument("--out", type=Path, default=Path("runs/transformers"))
@@ -41,10 +41,11 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def documents(num_documents: int) -> list[dict[str, list[int]]]:
-    """A token is a byte. Every rank has the same list, and the Trainer deals it out."""
-    known = stdlib_corpus.all_documents()
-    chosen = random.Random(0).choices([each for each in known if len(each) > 1], k=num_documents)
-    return [{"input_ids": list(document[:LONGEST])} for document in chosen]
+    """Draw documents with a byte per token. All ranks have the same list, and the Trainer deals
+    it out."""
+    corpus = [each for each in stdlib_corpus.all_documents() if len(each) > 1]
+    drawn = random.Random(0).choices(corpus, k=num_documents)
+    return [{"input_ids": list(document[:LONGEST])} for document in drawn]
 
 
 def build_model(attention: str) -> LlamaForCausalLM:
@@ -63,7 +64,7 @@ def build_model(attention: str) -> LlamaForCausalLM:
 
 
 class Balance(TrainerCallback):
-    """Keeps what every step's plan balanced."""
+    """Collects the report of every step's plan."""
 
     def __init__(self) -> None:
         self.reports: list[distca.PlanReport] = []
@@ -90,13 +91,13 @@ def end(closing: str) -> None:
     if closing:
         print(closing)
     distca.close()
-    gc.collect()  # the Trainer's cycles keep the group, and with it gloo's threads, alive into exit
+    gc.collect()  # the Trainer's cycles would keep the group and gloo's threads alive until exit
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def train(args: argparse.Namespace) -> str:
-    """The closing lines, on the first rank."""
+    """Train and return the closing lines on rank 0."""
     on_cpu = not torch.cuda.is_available()
     balance = Balance()
     trainer = Trainer(

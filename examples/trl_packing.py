@@ -1,9 +1,10 @@
-"""Trains a small Llama with TRL's SFTTrainer on packed documents, balanced by distca.
+"""Train a small Llama with TRL's SFTTrainer on packed documents, balanced by distca.
 
     torchrun --nproc-per-node 2 examples/trl_packing.py --steps 20 --out runs/trl
 
-Model, documents and closing lines are those of transformers_finetune.py; the packing is TRL's own.
-Runs on CPU (gloo, float32) and on CUDA devices (NCCL, bfloat16); nothing is downloaded.
+Model, documents and closing lines are those of transformers_finetune.py. TRL packs the documents.
+The script runs on the CPU (gloo, float32) and on CUDA devices (NCCL, bfloat16), and downloads
+nothing.
 """
 
 import argparse
@@ -20,14 +21,14 @@ PACK_TOKENS = 4096
 
 
 def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
-    """SFTTrainer wants one, though documents are tokens already."""
+    """Return a tokenizer for SFTTrainer. It is unused, because documents are already tokens."""
     vocabulary = {f"<{byte}>": byte for byte in range(VOCAB_SIZE)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<0>", pad_token="<1>")
 
 
 def train(args: argparse.Namespace) -> str:
-    """The closing lines, on the first rank."""
+    """Train and return the closing lines on rank 0."""
     on_cpu = not torch.cuda.is_available()
     balance = Balance()
     trainer = SFTTrainer(

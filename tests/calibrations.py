@@ -1,4 +1,4 @@
-"""Files of distca.calibrate made by hand, with seconds from a formula."""
+"""Write files of distca.calibrate whose seconds follow a formula."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,10 +13,12 @@ def content(
     keys: Sequence[int] = (128, 1024, 8192, 65536),
     **changes,
 ) -> dict:
-    """What a file holds: a quarter of seconds_of(rows, keys) is forward. `changes` replace
-    fields."""
+    """Return the content of a file, where a quarter of seconds_of(rows, keys) is forward.
+
+    `changes` replace fields.
+    """
     table = [[seconds_of(r, k) for k in keys] for r in rows]
-    made = {
+    fields = {
         "format": 1,
         "device_type": "cuda",
         "device_name": "by hand",
@@ -33,7 +35,7 @@ def content(
         "seconds_per_task": 0.0,
         "links": {"inside": None, "between": None},
     }
-    return {**made, **changes}
+    return {**fields, **changes}
 
 
 def write(path: Path, seconds_of: Seconds, **changes) -> str:

@@ -1,8 +1,8 @@
-"""Make one rank's calls differ from the others', to test that this is found before a row of one
-call serves another.
+"""Training in which one rank's attention calls differ from those of the others.
 
-Every rank runs `train`: steps of a few layers, each a module that calls attention on its own rows.
-In one step rank VICTIM does something else.
+The tests check that ranks notice this before a row of one call serves another. Every rank runs
+`train`: steps of a few layers, where each layer is a module that calls attention on its own rows.
+In one step rank VICTIM makes different calls.
 """
 
 import time
@@ -19,8 +19,8 @@ VICTIM = 1
 NUM_LAYERS = 4
 WRONG_LAYER = 2
 WRONG_STEP = 1
-NUM_STEPS = 200  # more than it takes to notice
-TIMEOUT_S = 60.0  # much longer than it may take
+NUM_STEPS = 200  # more than ranks need to notice
+TIMEOUT_S = 60.0  # much longer than LIMIT_S
 LIMIT_S = 10.0
 
 ORDER = tuple(range(NUM_LAYERS))
@@ -40,7 +40,7 @@ SHARDED = Case([[10, 50, 100, 1200, 30], [], []], dtype=torch.float32, sharded=T
 
 
 class Layer(nn.Module):
-    """Runs attention on rows that the layer holds."""
+    """A layer that runs attention on its own parameters q, k, v."""
 
     def __init__(self, case: Case, index: int, rank: int, device: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         return distca.core_attention(self.q, self.k, self.v, documents, window_size=window_size)
 
     def expected(self, documents: distca.Documents) -> list[Tensor]:
-        """Returns out, dq, dk, dv of this rank's rows, computed on this rank alone."""
+        """Return out, dq, dk, dv of this rank's rows, computed on this rank alone."""
         leaves = [tensor.clone().requires_grad_() for tensor in self.whole[:3]]
         out = distca.core_attention(*leaves, documents)
         out.backward(self.whole[3])
@@ -69,17 +69,17 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(case, index, rank, device) for index in ORDER)
 
 
-def close_enough(found: Tensor, expected: Tensor) -> bool:
-    """Returns whether rows are right or NaN, which is no valid result."""
-    found = found.detach().cpu().double().flatten(1)
+def close_enough(result: Tensor, expected: Tensor) -> bool:
+    """Return whether each row is right or NaN. A NaN row marks a result as invalid."""
+    result = result.detach().cpu().double().flatten(1)
     expected = expected.cpu().double().flatten(1)
     size = expected.norm(dim=1)  # a document's first query has no gradient
-    error = (found - expected).norm(dim=1) / size.clamp(min=float(size.mean()))
+    error = (result - expected).norm(dim=1) / size.clamp(min=float(size.mean()))
     return bool((error.isnan() | (error < 0.05)).all())
 
 
 def calls_of(way: str, model: Model, documents: distca.Documents) -> Iterator[tuple[int, Tensor]]:
-    """(layer, out) of one step's forward pass."""
+    """Yield (layer, out) for each call of one step's forward pass."""
     for index in ORDERS.get(way, ORDER):
         layer = model.layers[index]
         wrong = index == WRONG_LAYER
@@ -115,7 +115,7 @@ def run_step(way: str, model: Model, documents: distca.Documents, outs: list) ->
 
 
 def warm_up(rank: int, world_size: int) -> None:
-    """Opens the device and the group, so that their time does not count as the error's."""
+    """Open the device and the group, so that start-up does not count towards the time limit."""
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
     torch.distributed.barrier()
@@ -124,7 +124,7 @@ def warm_up(rank: int, world_size: int) -> None:
 def train(
     rank: int, world_size: int, way: str, case: Case = SHARDED, device: str = "cpu", **options
 ) -> None:
-    """Raises what distca raises, after checking all results that it returned before."""
+    """Train until distca raises. Check all results that it returned before, then raise again."""
     distca.init(options=distca.Options(timeout_s=TIMEOUT_S, **options))
     model = Model(case, rank, device)
     whole = distca.Documents([0, *torch.tensor(case.all_lengths).cumsum(0).tolist()])
@@ -158,7 +158,7 @@ def check_outs(outs: list, expected: list[list[Tensor]], is_wrong: bool) -> None
 
 
 def use_groups(rank: int, world_size: int, order_of_victim: tuple[int, int]) -> None:
-    """Runs a layer in each of two groups of all ranks. Raises what distca raises."""
+    """Run a layer in each of two groups of all ranks, in the order that VICTIM gets."""
     groups = [torch.distributed.new_group(range(world_size)) for _ in range(2)]
     for group in groups:
         distca.init(group, distca.Options(timeout_s=TIMEOUT_S))

@@ -1,5 +1,8 @@
-"""A tiny model of every family of causal language models that transformers has, by its name in
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, from random weights; documents for it, and what it should be."""
+"""Tiny models of all families of causal language models in transformers, with random weights.
+
+Families have the names of MODEL_FOR_CAUSAL_LM_MAPPING_NAMES. The module also draws documents for
+the models, and compares their losses and gradients.
+"""
 
 import contextlib
 import inspect
@@ -15,13 +18,13 @@ import distca.integrations.transformers  # noqa: F401  registers attn_implementa
 
 VOCAB_SIZE = 64
 
-NOT_BUILT = {  # family: why it is no causal language model that a small configuration makes
+NOT_BUILT = {  # family: why no small configuration makes it a causal language model
     "gemma3n": "its vision tower needs the library timm; gemma3n_text is its language model",
-    "gemma4_assistant": "drafts from the states and the cache of a Gemma 4, and takes no tokens",
-    "gemma4_unified_assistant": "as gemma4_assistant",
+    "gemma4_assistant": "it drafts from states and cache of a Gemma 4, and takes no tokens",
+    "gemma4_unified_assistant": "see gemma4_assistant",
 }
 
-# Fields of configurations, where a configuration has them.
+# Fields of configurations. Each configuration gets the fields that it has.
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size"), 32),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 2),
@@ -65,7 +68,7 @@ SIZES = {
     "image_size": 16,
     "patch_size": 8,
 }
-OPTIONAL = ("sliding_window", "q_lora_rank", "num_key_value_heads")  # None by default: left so
+OPTIONAL = ("sliding_window", "q_lora_rank", "num_key_value_heads")  # keep None if the default
 DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_p", "layerdrop", "jitter_noise")
 
 _GEMMA4 = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
@@ -169,14 +172,17 @@ OWN_SIZES = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-PARTS = {  # families whose mapped configuration is not the causal model's own
+PARTS = {  # families whose causal model has another configuration than the mapping says
     "musicgen": "MusicgenDecoderConfig",
     "musicgen_melody": "MusicgenMelodyDecoderConfig",
 }
 
 
 def model_of(name: str, attn_implementation: str) -> transformers.PreTrainedModel:
-    """Equal weights at every call, large enough that a lost mask or boundary shows."""
+    """Return a model with the same weights at every call.
+
+    They are large enough that a lost mask or boundary shows.
+    """
     if name in PARTS:
         kind, own = getattr(transformers, PARTS[name]), {"num_codebooks": 1}
     else:
@@ -199,79 +205,84 @@ def model_of(name: str, attn_implementation: str) -> transformers.PreTrainedMode
 
 
 def _small(kind: type, own: dict) -> dict:
-    """Arguments of configuration `kind`, and of those inside it."""
+    """Return arguments for configuration `kind` and for its nested configurations."""
     defaults = {}
-    with contextlib.suppress(Exception):  # some cannot be made of nothing
+    with contextlib.suppress(Exception):  # some have required arguments
         defaults = kind().to_dict()
     fields = {*defaults, *getattr(kind, "__dataclass_fields__", {})}
     fields -= set(getattr(kind, "attribute_map", {}))
-    made = {field: size for field, size in SIZES.items() if field in fields}
+    arguments = {field: size for field, size in SIZES.items() if field in fields}
     for field in OPTIONAL:
-        if field in made and defaults.get(field, 0) is None:
-            del made[field]
+        if field in arguments and defaults.get(field, 0) is None:
+            del arguments[field]
     for field in fields:
         if field.endswith(DROPOUTS) and isinstance(defaults.get(field), (int, float)):
-            made[field] = type(defaults[field])()
+            arguments[field] = type(defaults[field])()
     if {"kv_lora_rank", "num_key_value_heads"} <= fields:
-        made.update(_LATENT)
+        arguments.update(_LATENT)
     if "is_decoder" in fields:
-        made["is_decoder"] = True
-    made["use_cache"] = False
+        arguments["is_decoder"] = True
+    arguments["use_cache"] = False
     for field, part in (getattr(kind, "sub_configs", None) or {}).items():
         default = defaults.get(field) or {}
         if default.get("model_type") in CONFIG_MAPPING:
             part = CONFIG_MAPPING[default["model_type"]]
         if inspect.isclass(part):
-            made[field] = _small(part, own.get(field, {}))
-    made.update(
+            arguments[field] = _small(part, own.get(field, {}))
+    arguments.update(
         {
             field: value
             for field, value in own.items()
-            if field not in made or not isinstance(made[field], dict)
+            if field not in arguments or not isinstance(arguments[field], dict)
         }
     )
-    return _with_layers(made, defaults)
+    return _with_layers(arguments, defaults)
 
 
-def _with_layers(made: dict, defaults: dict) -> dict:
-    """One layer, at least, of each type that the family has by default."""
-    number = made.get("num_hidden_layers", 2)
-    types = made.get("layer_types")
+def _with_layers(arguments: dict, defaults: dict) -> dict:
+    """Give the model at least one layer of each type that the family has by default."""
+    number = arguments.get("num_hidden_layers", 2)
+    types = arguments.get("layer_types")
     if types is None and defaults.get("layer_types"):
         kinds = list(dict.fromkeys(defaults["layer_types"]))
         types = (kinds * number)[: max(number, len(kinds))]
-        made["layer_types"] = types
-        if "num_hidden_layers" in made:
-            made["num_hidden_layers"] = len(types)
+        arguments["layer_types"] = types
+        if "num_hidden_layers" in arguments:
+            arguments["num_hidden_layers"] = len(types)
     if defaults.get("mlp_layer_types"):
         kinds = list(dict.fromkeys(defaults["mlp_layer_types"]))
         number = len(types) if types else number
-        made["mlp_layer_types"] = (kinds * number)[:number]
-    return made
+        arguments["mlp_layer_types"] = (kinds * number)[:number]
+    return arguments
 
 
 def tokens(num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(ids, labels), without the special ones."""
+    """Draw (ids, labels) without special tokens."""
     generator = torch.Generator().manual_seed(seed)
-    made = torch.randint(3, VOCAB_SIZE - 4, (2, 1, num_tokens), generator=generator)
-    return made[0], made[1]
+    drawn = torch.randint(3, VOCAB_SIZE - 4, (2, 1, num_tokens), generator=generator)
+    return drawn[0], drawn[1]
 
 
 def step(model, calls: list[tuple[dict, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of losses over calls of the model, (keywords, labels), and gradients by name."""
+    """Call the model on each of (keywords, labels). Return the sum of losses, and gradients."""
     model.zero_grad()
     loss = torch.zeros(())
     for keywords, labels in calls:
         logits = model(**keywords).logits.flatten(0, 1).float()
         loss = loss + F.cross_entropy(logits, labels.flatten(), reduction="sum")
     loss.backward()
-    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return loss.detach(), found
+    gradients = {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
+    return loss.detach(), gradients
 
 
 def largest_error(got: tuple[Tensor, dict], truth: tuple[Tensor, dict]) -> float:
-    """Returns the largest relative error of the loss and of every gradient. A gradient that is only
-    rounding, as that of a key's bias, is compared with a thousandth of all gradients."""
+    """Return the largest relative error of the loss and of every gradient.
+
+    A gradient that is only rounding, as of a key's bias, is compared with a thousandth of the norm
+    of all gradients.
+    """
     assert got[1].keys() == truth[1].keys()
     of_all = sum(each.norm() ** 2 for each in truth[1].values()).sqrt()
     errors = [

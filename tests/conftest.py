@@ -5,14 +5,14 @@ import pytest
 import torch
 from ranks import Ranks
 
-# Names in modules that start processes, or open a group in the process of the tests.
+# Names that occur in modules that start processes or open a group in pytest's own process.
 STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|run_command|Ranks|torchrun|init_process_group)\b"
 )
 
 
 def uses_processes(item: pytest.Item) -> bool:
-    """Return whether a test starts processes, uses those of `ranks`, or needs a GPU."""
+    """Return whether a test starts processes, uses the fixture `ranks`, or needs a GPU."""
     if "ranks" in item.fixturenames or "gpu" in item.keywords:
         return True
     return STARTS_PROCESSES.search(item.path.read_text()) is not None
@@ -32,19 +32,21 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """ranks(world_size): processes that all tests of the session share. They are started once, and
-    again when a test has left some of them dead."""
+    """Return ranks(world_size), processes that all tests of the session share.
+
+    They start once, and again after a test has left some of them dead.
+    """
     started: dict[int, Ranks] = {}
     start_method = "spawn" if torch.cuda.is_available() else "forkserver"
 
     def get(world_size: int) -> Ranks:
-        found = started.get(world_size)
-        if found is not None and not all(process.is_alive() for process in found.processes):
-            found.stop()
-            found = None
-        if found is None:
-            found = started[world_size] = Ranks(world_size, start_method=start_method)
-        return found
+        group = started.get(world_size)
+        if group is not None and not all(process.is_alive() for process in group.processes):
+            group.stop()
+            group = None
+        if group is None:
+            group = started[world_size] = Ranks(world_size, start_method=start_method)
+        return group
 
     yield get
     for processes in started.values():

@@ -1,7 +1,7 @@
 """Run ranks that end in many ways: python exit_script.py FOLDER WAY...
 
-Each rank of each way is a fork of this process and ends as a script does. FOLDER/WAY.json gets, for
-each rank, (exit code, standard error, seconds until it ended).
+Each rank of each way is a fork of this process and ends as a script does. For each way the script
+writes (exit code, standard error, seconds until the end) of each rank to FOLDER/WAY.json.
 """
 
 import functools
@@ -25,15 +25,15 @@ from small_step import SHARDED, Step, small_step
 import distca
 
 NUM_RANKS = 3
-ODD = 1  # the rank that does something else than the others
-TIMEOUT_S = 40  # that nothing here may need
+ODD = 1  # the rank that behaves differently from the others
+TIMEOUT_S = 40  # no way may take this long
 LIMIT_S = 30
-WAYS_AT_A_TIME = 4  # they mostly wait
+WAYS_AT_A_TIME = 4  # the processes mostly wait
 SIGNALLED = 2  # the rank that gets a SIGINT while it waits for ODD
 
 
 def opened_step(rank: int) -> Step:
-    """With a plan, in a session that is used already."""
+    """Open a session, plan a step and run it once."""
     distca.init(options=distca.Options(timeout_s=TIMEOUT_S))
     step = small_step(rank, NUM_RANKS, SHARDED)
     distca.plan(step.documents)
@@ -76,7 +76,7 @@ def close_in_finally(rank: int) -> None:
 
 
 def raise_with_a_plan(rank: int) -> None:
-    """All ranks have a plan under way, and none closes its session."""
+    """Raise on rank ODD while it plans. No rank closes its session."""
     step = opened_step(rank)
     if rank == ODD:
         plan_ahead(rank)
@@ -108,7 +108,7 @@ def close_while_others_attend(rank: int) -> None:
 
 
 def interrupt(rank: int, others_sleep_s: float) -> None:
-    """SIGNALLED gets a SIGINT soon, while the other ranks make it wait."""
+    """Send SIGINT to rank SIGNALLED while it waits for rank ODD."""
     if rank == ODD:
         time.sleep(others_sleep_s)
     if rank == SIGNALLED:
@@ -122,7 +122,7 @@ def interrupt_forward(rank: int) -> None:
 
 
 def interrupt_agreement(rank: int) -> None:
-    """Where ranks meet before a step's first layer, on any transport."""
+    """Interrupt the agreement before a step's first layer, which every transport has."""
     opened_step(rank)
     step = small_step(rank, NUM_RANKS)
     distca.plan(step.documents)
@@ -146,7 +146,7 @@ def measured(rank: int, wait: Callable[[], object]) -> None:
 
 
 def handle_a_signal(rank: int) -> None:
-    """The program's own handler does not raise: the wait goes on."""
+    """Check that the wait continues if the program's own handler does not raise."""
     seen = []
     signal.signal(signal.SIGINT, lambda *_: seen.append(time.monotonic()))
     step = opened_step(rank)
@@ -221,7 +221,7 @@ class BecomeRank(Exception):  # noqa: N818
 
 
 def watch(ways: dict[str, list[int]], folder: Path) -> None:
-    """Wait for all ranks of ways that run at the same time, and write their outcomes."""
+    """Wait for all ranks of concurrent ways, and write their outcomes."""
     begin = time.monotonic()
     outcomes: dict[str, list] = {way: [None] * NUM_RANKS for way in ways}
     while any(None in of_ranks for of_ranks in outcomes.values()):

@@ -1,5 +1,7 @@
-"""A training script in which one rank fails: python fault_script.py FAULT, under a launcher's
-environment. It catches nothing, as users' scripts do not."""
+"""A training script in which one rank fails: python fault_script.py FAULT
+
+A launcher sets its environment. Like users' scripts, it catches no exceptions.
+"""
 
 import resource
 import sys
@@ -31,7 +33,7 @@ def raise_in_the_model(rank: int, world_size: int) -> None:
 
 
 def raise_while_planning_ahead(rank: int, world_size: int) -> None:
-    """The others never plan: they wait for the victim in the layer before."""
+    """Raise on the victim while it plans. The others wait for it in the layer before."""
     step = small_step(rank, world_size, SHARDED)
     distca.plan(step.documents)
     if rank == kill_at.VICTIM:
@@ -41,7 +43,7 @@ def raise_while_planning_ahead(rank: int, world_size: int) -> None:
 
 
 def run_out_of_memory(rank: int, world_size: int) -> None:
-    """The C++ operator itself cannot allocate what it receives or computes."""
+    """Limit the memory, so that the operator cannot allocate visiting rows or results."""
     documents = distca.Documents.sharded([HUGE_ROWS], rank, world_size)
     rows = documents.num_tokens
     distca.plan(documents, window_size=(2, 0))

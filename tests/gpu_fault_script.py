@@ -1,5 +1,7 @@
-"""A step in which one rank fails: python gpu_fault_script.py FAULT MOMENT PASS TRANSPORT, as a
-launcher's process. It catches nothing, as users' scripts do not."""
+"""A step in which one rank fails: python gpu_fault_script.py FAULT MOMENT PASS TRANSPORT
+
+A launcher sets its environment. Like users' scripts, it catches no exceptions.
+"""
 
 import os
 import signal
@@ -17,14 +19,14 @@ import distca
 
 VICTIM = 1
 ROWS = 6000
-MORE_ROWS = 8 * ROWS  # whose buffers are megabytes, and grow from the forward to the backward pass
-MOST_ROWS = 50 * ROWS  # which copy engines carry: 77 MB of keys and values
+MORE_ROWS = 8 * ROWS  # needs megabytes of buffers, which grow from forward to backward pass
+MOST_ROWS = 50 * ROWS  # travels by copy engines: 77 MB of keys and values
 TIMEOUT_S = 5.0
-FAULT_AFTER_S = 1.0  # in a call that is under way
-CYCLES_PER_S = 2e9  # of the fastest of these devices
+FAULT_AFTER_S = 1.0  # after the start of a call
+CYCLES_PER_S = 2e9  # of the fastest device
 TAKEN = []
 
-Faults = dict[str, Callable[[], None]]  # by the pass that they come before
+Faults = dict[str, Callable[[], None]]  # by the pass that follows the fault
 
 
 def die() -> None:
@@ -44,7 +46,7 @@ def sleep() -> None:
 
 
 def run_out_of_memory() -> None:
-    """The operator itself cannot allocate its results: what is free is taken."""
+    """Allocate all free memory, so that the operator cannot allocate its results."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
     for num_bytes in (2**21, 2**16, 2**9):
@@ -72,7 +74,7 @@ def make_step(rows: int) -> tuple[distca.Documents, list[torch.Tensor]]:
 
 
 def attend(documents: distca.Documents, leaves: list[torch.Tensor], faults: Faults) -> None:
-    """One layer, forward and backward."""
+    """Run one layer, forward and backward."""
     if "forward" in faults:
         faults["forward"]()
     out = distca.core_attention(*leaves, documents)
@@ -90,7 +92,7 @@ def fail_between_calls(faults: Faults) -> None:
 
 
 def fail_beside_a_busy_store(faults: Faults) -> None:
-    """Runs while another thread waits in the store, whose client serves one call at a time."""
+    """Fail while another thread waits in the store, whose client serves one call at a time."""
     step = make_step(ROWS)
     attend(*step, {})
     kill_at.occupy_store(10 * TIMEOUT_S)
@@ -98,7 +100,7 @@ def fail_beside_a_busy_store(faults: Faults) -> None:
 
 
 def fail_between_copies(faults: Faults) -> None:
-    """In the middle one of three layers."""
+    """Fail in the middle layer of three, whose rows travel by copy engines."""
     documents, leaves = make_step(MOST_ROWS)
     outs = []
     for layer in range(3):
@@ -114,7 +116,7 @@ def fail_between_copies(faults: Faults) -> None:
 
 
 def fail_before_growth(faults: Faults) -> None:
-    """Before a forward call, when the host goes on to the backward one, whose buffers must grow."""
+    """Fail before a forward call. The host goes on to the backward call, whose buffers grow."""
     documents, leaves = make_step(MORE_ROWS)
     distca.core_attention(*leaves, documents)
     torch.cuda.synchronize()
@@ -125,13 +127,13 @@ def fail_before_growth(faults: Faults) -> None:
 
 
 def fail_in_growth(faults: Faults) -> None:
-    """In calls for which buffers must grow: all of the second step's, whose plan is larger."""
+    """Fail in calls that need larger buffers, because the second step has a larger plan."""
     attend(*make_step(ROWS), {})
     attend(*make_step(MORE_ROWS), {name: lambda f=f: fail_soon(f) for name, f in faults.items()})
 
 
 def fail_soon(fault: Callable[[], None]) -> None:
-    """`fault` strikes while this rank waits for its own device, before it meets the others."""
+    """Start `fault` while this rank waits for its own device, before it meets the others."""
     busy_s = 4 * TIMEOUT_S if fault is sleep else 3 * FAULT_AFTER_S
     torch.cuda._sleep(int(busy_s * CYCLES_PER_S))
     threading.excepthook = end_process
@@ -139,7 +141,7 @@ def fail_soon(fault: Callable[[], None]) -> None:
 
 
 def end_process(error: threading.ExceptHookArgs) -> None:
-    """An exception in any thread does what one in the main thread does."""
+    """End the process after an exception in any thread, as after one in the main thread."""
     sys.excepthook(error.exc_type, error.exc_value, error.exc_traceback)
     os._exit(1)
 

@@ -1,6 +1,6 @@
-"""Where a rank may die in a step, hit exactly. All ranks of a group of three run one scenario.
+"""Scenarios in which a rank dies at an exact place of a step, for a group of three ranks.
 
-Rank VICTIM kills itself; the others go on until they get an error. Layers 0 and 1 went well before.
+Rank VICTIM kills itself after layers 0 and 1. The others continue until they get an error.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from small_step import SHARDED, small_step
 import distca
 
 VICTIM, SLOW = 1, 2
-KILL_AFTER_S, DELAY_S = 0.4, 1.2  # the victim is then blocked, because SLOW has not come yet
+KILL_AFTER_S, DELAY_S = 0.4, 1.2  # the victim is blocked when it dies, because SLOW is late
 LAYER = 2
 
 
@@ -26,7 +26,7 @@ def die() -> None:
 
 
 def occupy_store(seconds: float) -> None:
-    """Makes a thread wait that long in the store of torch.distributed."""
+    """Let a thread wait `seconds` in the store of torch.distributed."""
     store = torch.distributed.distributed_c10d._get_default_store()
 
     def wait() -> None:
@@ -41,7 +41,7 @@ def _die_soon() -> None:
 
 
 def _wait_then_die() -> None:
-    time.sleep(KILL_AFTER_S)  # what was sent arrives
+    time.sleep(KILL_AFTER_S)  # until sent rows have arrived
     die()
 
 
@@ -121,7 +121,7 @@ def before_plan_ahead(rank, step, group_name):
 
 
 def inside_plan_ahead(rank, step, group_name):
-    """The victim's planner thread waits in the exchange while its main thread dies."""
+    """Kill the victim while its planner thread waits in the exchange."""
     if rank == SLOW:
         _delay()
     distca.plan(step.documents, ahead=True)
@@ -149,7 +149,7 @@ SCENARIOS = {
 
 
 def run(rank: int, world_size: int, scenario: str, victim: int = VICTIM) -> None:
-    """With another victim, ranks change roles in order: the slow one is always the next."""
+    """Run a scenario. For another victim all roles shift, so that SLOW follows the victim."""
     step = small_step(rank, world_size, SHARDED)
     group_name = distca.plan(step.documents).group_name
     step.attend()

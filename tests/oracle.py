@@ -1,4 +1,4 @@
-"""The truth: naive attention in float64 on one process, and how far a result may be from it."""
+"""Naive attention in float64 in one process, and comparisons of results with it."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 @dataclass
 class Case:
-    """A global pack: documents in token order, and how it is dealt to ranks."""
+    """A global pack of documents and its distribution over ranks."""
 
     lengths: list[list[int]]
-    """Document lengths by rank; a rank may have none. With `sharded` they are one global pack."""
+    """Document lengths by rank; a rank may have none. With `sharded`, they form one pack."""
     heads_q: int = 4
     heads_kv: int = 2
     head_dim: int = 24
@@ -31,7 +31,7 @@ class Case:
         return sum(self.all_lengths)
 
     def rows_of(self, rank: int) -> slice:
-        """The rank's rows of the global pack."""
+        """Return the rank's rows of the global pack."""
         world_size = len(self.lengths)
         if self.sharded:
             total = self.num_tokens
@@ -40,7 +40,7 @@ class Case:
         return slice(first, first + sum(self.lengths[rank]))
 
     def inputs(self) -> list[Tensor]:
-        """q, k, v, grad_out of the whole pack, equal on every rank."""
+        """Draw q, k, v, grad_out of the whole pack, equal on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
         heads = (self.heads_q, self.heads_kv, self.heads_kv, self.heads_q)
         sizes = (self.qk_size, self.qk_size, 1.0, 1.0)
@@ -52,7 +52,7 @@ class Case:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int, int]) -> Tensor:
-    """One document: q, k, v [tokens, heads, head_dim], any float dtype, whole score matrix."""
+    """Attend in one document with its whole score matrix; q, k, v are [tokens, heads, head_dim]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
@@ -69,7 +69,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int, int]) -> 
 
 
 def forward_backward(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """out, dq, dk, dv of the whole pack, document by document, computed in `dtype`."""
+    """Compute out, dq, dk, dv of the whole pack in `dtype`, document by document."""
     q, k, v, grad_out = (tensor.to(dtype) for tensor in case.inputs())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     parts = [tensor.split(case.all_lengths) for tensor in leaves]
@@ -81,8 +81,11 @@ def forward_backward(case: Case, dtype: torch.dtype = torch.float64) -> list[Ten
 
 
 def relative_error(result: Tensor, truth: Tensor) -> float:
-    """||result - truth|| / ||truth||; 0 for empty tensors, NaN stays NaN. Inputs are of size 1, so
-    where the truth is nearly 0 everywhere (dq of one key) the error is relative to 1e-3 each."""
+    """Return ||result - truth|| / ||truth||, which is 0 for empty tensors and may be NaN.
+
+    Inputs have a standard deviation of 1. If the truth is nearly 0 everywhere, as dq of a single
+    key, the error is relative to 1e-3 per element.
+    """
     if truth.numel() == 0:
         return 0.0
     difference = (result.double() - truth.double()).norm()
@@ -94,7 +97,7 @@ def max_error(result: Tensor, truth: Tensor) -> float:
 
 
 def assert_close(results: list[Tensor], truths: list[Tensor], limits: list[float]) -> None:
-    """Every relative error at most its limit; NaN fails."""
+    """Assert that every relative error is at most its limit; NaN fails."""
     for name, result, truth, limit in zip(
         ("out", "dq", "dk", "dv"), results, truths, limits, strict=True
     ):

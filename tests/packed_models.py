@@ -1,5 +1,7 @@
-"""Tiny models of transformers from their configurations, packed batches for them, and the truth:
-the same model run document by document with eager attention. For tests on gloo ranks."""
+"""Tiny models of transformers and packed batches for them, for tests on gloo ranks.
+
+The reference is the same model on single documents with eager attention.
+"""
 
 import copy
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ CONFIGS = {
         transformers.Gemma3TextConfig,
         {"sliding_window": WINDOW, "layer_types": LAYER_TYPES, "query_pre_attn_scalar": 40},
     ),
-    "phimoe": (  # its layers name no window, its mask has one
+    "phimoe": (  # its mask has a window, which its layers do not pass on
         transformers.PhimoeConfig,
         {"sliding_window": WINDOW, "num_local_experts": 2, "router_jitter_noise": 0.0},
     ),
@@ -54,10 +56,10 @@ def model_of(name: str, seed: int = 0, **changes) -> transformers.PreTrainedMode
 
 
 def with_attention(model: transformers.PreTrainedModel, name: str):
-    """A copy that differs in attention alone."""
-    made = copy.deepcopy(model)
-    made.set_attn_implementation(name)
-    return made
+    """Return a copy of the model with another attention implementation."""
+    other = copy.deepcopy(model)
+    other.set_attn_implementation(name)
+    return other
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Packed:
         return F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0)).to(torch.int32)
 
     def keywords(self, boundaries: str = "position_ids") -> dict:
-        """What a collator hands to the model."""
+        """Return the keywords that a collator passes to the model."""
         if boundaries == "position_ids":
             return {"input_ids": self.ids, "position_ids": self.position_ids}
         longest = max(self.lengths, default=0)
@@ -99,13 +101,13 @@ class Packed:
 
 
 def true_logits(model: transformers.PreTrainedModel, packed: Packed) -> Tensor:
-    """Document by document, eager."""
+    """Return the logits of single documents with eager attention."""
     eager = with_attention(model, "eager")
     return torch.cat([eager(ids).logits for ids in packed.ids.split(packed.lengths, dim=1)], dim=1)
 
 
 def step(model, packed: Packed, boundaries: str = "position_ids") -> tuple[Tensor, dict]:
-    """Loss and gradients by parameter name."""
+    """Return the loss, and gradients by parameter name."""
     model.zero_grad()
     loss = packed.loss(model(**packed.keywords(boundaries)).logits)
     loss.backward()
@@ -117,7 +119,7 @@ def gradients(model) -> dict[str, Tensor]:
 
 
 def true_step(model, packed: Packed) -> tuple[Tensor, dict]:
-    """What `step` should come to, document by document with eager attention."""
+    """Return the loss and gradients of single documents with eager attention."""
     eager = with_attention(model, "eager")
     eager.zero_grad()
     loss = torch.zeros(())
@@ -135,7 +137,7 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 
 
 def worst_error(got: tuple[Tensor, dict], truth: tuple[Tensor, dict]) -> float:
-    """Of the loss and of every parameter's gradient."""
+    """Return the largest relative error of the loss and of all gradients."""
     errors = [relative_error(got[0], truth[0])]
     errors += [relative_error(got[1][name], truth[1][name]) for name in truth[1]]
     return max(errors)

@@ -1,5 +1,7 @@
-"""One training step of a small Llama on four gloo ranks, under every kind of parallelism, and the
-truth: the same step in one process, document by document with torch's own attention."""
+"""One training step of a small Llama on four gloo ranks, under every kind of parallelism.
+
+The reference is the same step in one process, document by document with torch's attention.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -30,14 +32,14 @@ NUM_RANKS = 4
 
 @dataclass(frozen=True)
 class Way:
-    """How the step is spread over the ranks."""
+    """A distribution of the step over the ranks."""
 
     axes: dict[str, int]
-    """Of the mesh; "tp" is tensor parallel, all others are data parallel."""
+    """Sizes of the mesh's axes. "tp" is tensor parallel; all others are data parallel."""
     uses_dtensors: bool = False
-    """Attention is given DTensors, not local heads."""
+    """Whether attention gets DTensors instead of local heads."""
     is_sharded: bool = False
-    """One global pack, documents cross ranks."""
+    """Whether the step is one global pack whose documents cross ranks."""
     offloads: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -76,7 +78,7 @@ def build(core_attention) -> Llama:
 
 
 def tokens_of(packs: list[list[int]]) -> list[Tensor]:
-    """Each token depends on its document and place alone, wherever it is packed."""
+    """Return the tokens of each pack. They do not depend on how documents are packed."""
     generator = torch.Generator().manual_seed(1)
     total = sum(map(sum, PACKS))
     stream = torch.randint(0, SIZES["vocab_size"], (total,), generator=generator)

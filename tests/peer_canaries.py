@@ -1,8 +1,8 @@
-"""Bytes of the buffers in peer memory that no call has business with: canaries stand there.
+"""Canaries in the bytes of peer memory that calls must not touch.
 
-A buffer holds one region after the other, of rows that visit this rank and of results that are
-returned to it, each with room for the rank that has most; this rank's own rows are at the beginning
-of each. Calls use a rank's two buffers by turns.
+A buffer is a sequence of regions, for rows that visit this rank and for results that return to it.
+Each region has room for the rank with the most rows; this rank's rows are at its beginning. Calls
+alternate between a rank's two buffers.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from torch import Tensor
 
 CANARY = 0xFF  # a byte: NaN in every dtype
 ALIGNMENT = 1024  # of regions, in bytes
-# (rows, what each belongs to) of the regions in their order. Forward: q, k, v, out and lse;
-# backward: q, grad_out, lse, delta, k, v, dq, dk and dv. Results are there twice.
+# (rows, kind) of the regions in order. Forward: q, k, v, out and lse. Backward: q, grad_out, lse,
+# delta, k, v, dq, dk and dv. Results have two regions, one visiting and one returned.
 VISITING_QUERY, VISITING_KEY = ("visiting queries", "query"), ("visiting keys", "key")
 VISITING_STATISTIC = ("visiting queries", "statistic")
 RETURNED_QUERY, RETURNED_KEY = ("returned queries", "query"), ("returned keys", "key")
@@ -40,7 +40,7 @@ Rows = dict[str, int]  # of each kind
 def used_ranges(
     regions: tuple[tuple[str, str], ...], row_bytes: dict[str, int], own: Rows, most: Rows
 ) -> Ranges:
-    """Bytes [begin, end) of a buffer that a call may touch."""
+    """Return the bytes [begin, end) of a buffer that a call may touch."""
     ranges, begin = [], 0
     for rows, kind in regions:
         ranges.append((begin, begin + own[rows] * row_bytes[kind]))
@@ -50,8 +50,10 @@ def used_ranges(
 
 
 def are_intact(memory: Tensor, forward: Ranges, backward: Ranges) -> bool:
-    """Whether a forward and a backward call touched no byte of two buffers, `memory` (uint8), but
-    their ranges. Either of them may have had the first buffer."""
+    """Return whether a forward and a backward call touched only their ranges of two buffers.
+
+    `memory` (uint8) holds both buffers. Either call may have used the first one.
+    """
     buffers = memory.view(torch.int32).chunk(2)  # rows are multiples of 4 bytes
     return any(
         all(_are_canaries_outside(*pair) for pair in zip(buffers, calls, strict=True))
@@ -67,7 +69,7 @@ def _are_canaries_outside(buffer: Tensor, ranges: Ranges) -> bool:
 
 
 class Canaries:
-    """Fills the buffers of all ranks; collective. Then for one forward and one backward call."""
+    """Fills the buffers of all ranks with canaries, and checks them after two calls. Collective."""
 
     def __init__(self, group_name: str) -> None:
         self._group_name = group_name
@@ -76,8 +78,11 @@ class Canaries:
         _meet()
 
     def check(self, forward: Ranges, backward: Ranges) -> bool:
-        """Whether it could be checked: not where the buffers have been replaced by larger ones.
-        Raises AssertionError, on every rank, unless all canaries stand. Collective."""
+        """Check one forward and one backward call. Collective.
+
+        Return whether the check was possible, which it is not if the buffers have grown. Raise
+        AssertionError on every rank unless all canaries are intact.
+        """
         _meet()
         now = torch.ops.distca.peer_memory(self._group_name)
         has_grown = now.data_ptr() != self._memory.data_ptr()
@@ -89,6 +94,6 @@ class Canaries:
 
 
 def _meet() -> None:
-    """Waits until the devices of all ranks are idle."""
+    """Wait until the devices of all ranks are idle."""
     torch.cuda.synchronize()
     dist.barrier()

@@ -1,5 +1,4 @@
-"""Small transformer blocks over packed documents, and steps of training with them, for tests of
-ping-pong on gloo and CUDA ranks."""
+"""Small transformer blocks over packed documents and training steps, for tests of ping-pong."""
 
 import copy
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """x [tokens, hidden]; cos, sin [tokens, 1, head_dim / 2]. One attention for each window."""
+    """A block with one attention per window; x [tokens, hidden], cos, sin [tokens, 1, dim / 2]."""
 
     def __init__(self, windows: list[tuple[int, int]], hidden: int = HIDDEN, head_dim=HEAD_DIM):
         super().__init__()
@@ -45,7 +44,7 @@ class Block(nn.Module):
 
 
 class SdpaBlock(Block):
-    """x [1, tokens, hidden]; the documents are those in force."""
+    """A block on x [1, tokens, hidden] that uses the documents in force."""
 
     def attend(self, q, k, v, window, documents) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -56,7 +55,7 @@ class SdpaBlock(Block):
 
 
 class VarlenBlock(Block):
-    """`documents` are cu_seqlens; the documents are those in force."""
+    """A block that gets cu_seqlens as `documents` and uses the documents in force."""
 
     def attend(self, q, k, v, window, documents) -> Tensor:
         longest = int(documents.diff().max())
@@ -76,7 +75,7 @@ class Step:
     grad: Tensor  # of the block's result
 
     def run(self, block: nn.Module, *arguments) -> list[Tensor]:
-        """The result, and gradients of x and of all parameters, summed over this rank's rows."""
+        """Return the result and the gradients of x and of all parameters on this rank."""
         x = self.x.clone().requires_grad_()
         block.zero_grad()
         out = block(x, self.cos, self.sin, *arguments)
@@ -112,6 +111,6 @@ def block_of(kind=Block, windows=((-1, 0),), dtype: torch.dtype = torch.float64,
 
 
 def pair_of(*arguments, cut=distca.pingpong.middle, split=None, **keywords):
-    """A bare block, and a copy of it in ping-pong."""
+    """Return a bare block, and a copy of it in ping-pong."""
     bare = block_of(*arguments, **keywords)
     return bare, distca.PingPong(copy.deepcopy(bare), cut=cut, split=split)

@@ -1,5 +1,7 @@
-"""Attention over a task list: by the operators under test, and plainly, with one explicitly masked
-matrix of scores a document; and how far the first may be from the truth."""
+"""Attention over a task list by the operators under test, and a reference with limits on errors.
+
+The reference computes one masked matrix of scores per document.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +38,7 @@ class Heads(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Not the default, so that one who ignores the argument shows."""
+        """Return a scale other than the default, so that ignoring the argument shows."""
         return 0.7 * self.head_dim**-0.5
 
 
@@ -66,7 +68,7 @@ def deterministic_mode(enabled: bool) -> Iterator[None]:
 
 
 def poison(device: torch.device) -> None:
-    """Memory that operators are given afterwards holds NaN, so that what nothing wrote shows."""
+    """Fill free memory with NaN, so that elements that an operator never wrote show."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -87,7 +89,7 @@ def attend(tasks: TaskList, inputs: Inputs, scale: float, deterministic: bool = 
 
 
 def visible(part: Part, window_size: tuple[int, int]) -> Tensor:
-    """bool [queries, keys]"""
+    """Return the mask of visible keys, bool [queries, keys]."""
     left, right = window_size
     behind = part.q_positions[:, None] - part.k_positions[None, :]
     mask = torch.ones_like(behind, dtype=torch.bool)
@@ -105,8 +107,10 @@ def plain(
     dtype: torch.dtype,
     softmax_dtype: torch.dtype | None = None,
 ) -> Results:
-    """Everything computed in `dtype`, scores and softmax in another if given. Rows of no task are
-    0."""
+    """Compute attention in `dtype`, with scores and softmax in `softmax_dtype`.
+
+    Rows without a task are 0.
+    """
     softmax_dtype = softmax_dtype or dtype
     q, k, v, grad_out = (tensor.to(dtype) for tensor in inputs)
     lse = torch.zeros(q.shape[:2], dtype=softmax_dtype, device=q.device)
@@ -127,20 +131,20 @@ def plain(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """[heads_kv, group, queries, keys]"""
+    """Return scores [heads_kv, group, queries, keys]."""
     grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))
     return torch.einsum("qhgd,khd->hgqk", grouped, k.to(dtype)) * scale
 
 
 def _softmax(scores: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    """out [queries, heads_kv, group, head_dim], whose backward it runs, and lse."""
+    """Return out [queries, heads_kv, group, head_dim] and lse, after out's backward pass."""
     out = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), v)
     out.backward(grad_out.view_as(out))
     return out, scores.detach().logsumexp(-1)
 
 
 def _softmax_of_kernels(scores: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with lse's gradient from `out` as it was rounded: kernels keep no probabilities."""
+    """Do the same, but take lse's gradient from the rounded `out`, as kernels do."""
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.detach().unsqueeze(-1)).exp()
     out = torch.einsum("hgqk,khd->qhgd", probabilities.to(v.dtype), v)
@@ -151,16 +155,17 @@ def _softmax_of_kernels(scores: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Te
 
 
 class Outside(AssertionError):
-    """A result is farther from the truth than its limit."""
+    """Raised if a result is farther from the truth than its limit."""
 
 
 @dataclass
 class Reference:
-    """The truth in float64, and limits: twice the error of plain attention in the inputs' dtype,
-    and the rounding of the truth to it.
+    """Results in float64, and limits on errors.
 
-    Each block of rows of a document has its own, since late rows of a long document are means over
-    many keys: a key too few there would hide behind the errors of the first rows.
+    A limit is twice the error of plain attention in the inputs' dtype, plus the rounding of the
+    truth to that dtype. Each block of rows of a document has its own limit, because late rows of a
+    long document are means over many keys: otherwise a missing key would hide behind the errors of
+    the first rows.
     """
 
     tasks: TaskList
@@ -203,7 +208,10 @@ class Reference:
 def reference(
     tasks: TaskList, inputs: Inputs, scale: float, softmax_dtype: torch.dtype | None = None
 ) -> Reference:
-    """`softmax_dtype` for scores so large that rounded to the inputs' dtype they say nothing."""
+    """Compute the reference.
+
+    Pass `softmax_dtype` if scores are too large for the precision of the inputs' dtype.
+    """
     truth = plain(tasks, inputs, scale, torch.float64)
     in_dtype = plain(tasks, inputs, scale, inputs.q.dtype, softmax_dtype)
     largest_score = float(truth.lse.abs().max()) if truth.lse.numel() else 0.0
@@ -214,17 +222,17 @@ def reference(
         num_blocks = int(block.max()) + 1 if block.numel() else 0
         exact, rounded = getattr(truth, name), getattr(in_dtype, name)
         error = _by_block((rounded.double() - exact).abs(), block, num_blocks)
-        # A result a little beside a tie is rounded the other way: half a unit of the largest one.
+        # A result next to a tie may round the other way: half a unit of the largest value.
         unit = torch.finfo(rounded.dtype).eps
         rounding = unit * _by_block(exact.abs(), block, num_blocks) / 2
         limits[name] = 2 * error + rounding + floor
-    # An error of lse scales the probabilities of its row: by a tenth of bfloat16's rounding at
-    # most, and by the fp32 rounding of large scores.
+    # An error of lse scales the probabilities of its row. The limit is a tenth of bfloat16's
+    # rounding plus the fp32 rounding of large scores.
     return Reference(tasks, truth, limits, 2e-4 + 2.0**-17 * largest_score)
 
 
 def _floors(inputs: Inputs, scale: float, noise: float) -> dict[str, float]:
-    """What fp32 sums leave where plain attention is exact, as in dq = 0 of a row with one key."""
+    """Return the noise of fp32 sums where plain attention is exact, as in dq = 0 of one key."""
     if min(tensor.numel() for tensor in inputs) == 0:
         return dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     largest = Inputs(*(float(tensor.abs().max()) for tensor in inputs))
@@ -239,7 +247,7 @@ def _floors(inputs: Inputs, scale: float, noise: float) -> dict[str, float]:
 
 
 def _by_block(error: Tensor, block: Tensor, num_blocks: int) -> Tensor:
-    """The largest error of each block."""
+    """Return the largest error of each block."""
     largest = torch.zeros(num_blocks, dtype=torch.float64, device=error.device)
     served = block >= 0
     return largest.scatter_reduce(0, block[served], error[served].amax((1, 2)), "amax")

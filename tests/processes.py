@@ -1,4 +1,4 @@
-"""Commands that tests run in processes of their own."""
+"""Commands that tests run in separate processes."""
 
 import subprocess
 
@@ -9,8 +9,11 @@ _END_S = 40  # torchrun gives its ranks 30 s
 def run_command(
     command: list, timeout_s: float = TIMEOUT_S, **options
 ) -> subprocess.CompletedProcess:
-    """Run a command like subprocess.run, with captured text. A command that takes too long gets
-    SIGTERM, so that torchrun ends its ranks too. `options` go to subprocess.Popen."""
+    """Run a command like subprocess.run and capture its text.
+
+    A command that takes too long gets SIGTERM, so that torchrun also ends its ranks. `options` go
+    to subprocess.Popen.
+    """
     with subprocess.Popen(
         [*map(str, command)],
         stdout=subprocess.PIPE,

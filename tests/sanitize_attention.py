@@ -1,10 +1,10 @@
-"""A forward and a backward pass of every attention kernel on small task lists, to be run under
+"""Run every attention kernel on small task lists, forward and backward, under compute-sanitizer:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
         python tests/sanitize_attention.py
 
-and the tools synccheck and racecheck. Without caching every tensor is an allocation of its own, so
-that an access past its end is seen.
+The tools synccheck and racecheck work as well. Without caching, every tensor is a separate
+allocation, so that the tool sees an access past its end.
 """
 
 import itertools
@@ -25,7 +25,10 @@ def documents() -> list[Document]:
 
 
 def many_documents() -> list[Document]:
-    """More key blocks than fit on a device at once, so that blocks of threads take several."""
+    """Return documents with more key blocks than fit on a device at once.
+
+    Each thread block then processes several of them.
+    """
     return [*map(whole, (1, 130, 64)), cut(500, [129, 1, 64])] * 50
 
 

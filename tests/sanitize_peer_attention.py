@@ -1,10 +1,10 @@
-"""Balanced attention through peer memory under random plans, to be run under
+"""Run balanced attention through peer memory under random plans and compute-sanitizer:
 
     torchrun --standalone --nproc-per-node 2 --no-python compute-sanitizer --tool memcheck \\
         --report-api-errors no --error-exitcode 9 python tests/sanitize_peer_attention.py
 
-with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own (NCCL asks
-the driver for kernels and memory that it then does without, which are no errors). Needs
+Set PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is a separate allocation. API errors are
+off, because NCCL asks the driver for kernels and memory that it can do without. The script needs
 Hopper GPUs that reach each other; with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 ranks share one.
 """
 

@@ -1,4 +1,4 @@
-"""One small attention layer on this rank, for tests of what goes wrong around it."""
+"""One small attention layer per rank, for tests of errors and failures."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,13 @@ from torch import Tensor
 import distca
 
 WHOLE = Case([[300, 11], [5], [7]], dtype=torch.float32)
-SHARDED = Case(
-    [[10, 50, 100, 1200, 30], [], []], dtype=torch.float32, sharded=True
-)  # all pairs talk
+# Every pair of ranks exchanges rows.
+SHARDED = Case([[10, 50, 100, 1200, 30], [], []], dtype=torch.float32, sharded=True)
 
 
 @dataclass
 class Step:
-    """Documents of this rank without a plan, and its rows of q, k, v."""
+    """This rank's documents, without a plan, and its rows of q, k, v."""
 
     documents: distca.Documents
     q: Tensor

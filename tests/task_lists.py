@@ -1,7 +1,7 @@
-"""Task lists of one rank, made by the planning operators from documents and their cuts.
+"""Task lists that the planning operators build from documents and their cuts.
 
-Two ranks: rank 0 serves the shards that a document names, rank 1 the rest. "home" lists are rank
-0's when it holds every document, "visiting" lists are rank 0's when rank 1 does.
+There are two ranks. Rank 0 serves the shards that a document names, and rank 1 the rest. The lists
+are those of rank 0: "home" if rank 0 holds every document, and "visiting" if rank 1 does.
 """
 
 import itertools
@@ -15,14 +15,14 @@ from distca.planning.chosen_tasks import layout_of_server
 from distca.planning.plan import CAUSAL
 
 Range = tuple[int, int]
-BLOCK_ROWS = 64  # rows whose errors are judged together; up to twice as many at a document's end
+BLOCK_ROWS = 64  # rows with one limit on errors; up to twice as many at a document's end
 
 
 @dataclass(frozen=True)
 class Document:
     length: int
     shards: tuple[Range, ...]
-    """Query positions that the list's rank serves, each range a task; in order, disjoint."""
+    """Query positions that rank 0 serves, as sorted, disjoint ranges; each range is a task."""
 
 
 def whole(length: int) -> Document:
@@ -30,7 +30,7 @@ def whole(length: int) -> Document:
 
 
 def cut(length: int, sizes: Sequence[int]) -> Document:
-    """A document of which every query is served, in shards of these sizes over and over."""
+    """Return a document whose queries are all served, in shards that cycle through `sizes`."""
     shards, begin = [], 0
     for size in itertools.cycle(sizes):
         if begin == length:
@@ -41,7 +41,7 @@ def cut(length: int, sizes: Sequence[int]) -> Document:
 
 @dataclass(frozen=True)
 class Part:
-    """Where one document's served queries, and the keys that any of them sees, lie."""
+    """Rows and positions of a document's served queries, and of the keys that they see."""
 
     q_rows: Tensor  # int64 [queries]
     q_positions: Tensor
@@ -61,8 +61,8 @@ class TaskList:
     num_q_rows: int
     num_k_rows: int
     parts: list[Part | None]
-    """By document; None where no query is served."""
-    q_block: Tensor  # int64 [num_q_rows]: blocks of BLOCK_ROWS rows of one document, -1 for no task
+    """One part per document, or None if no query is served."""
+    q_block: Tensor  # int64 [num_q_rows]: block of BLOCK_ROWS rows of a document, -1 without task
     k_block: Tensor  # int64 [num_k_rows]: the same, -1 for keys that no task reads
 
     @property
@@ -80,7 +80,7 @@ def task_list(
     name: str = "home",
     device: torch.device | str = "cpu",
 ) -> TaskList:
-    """Rank 0's list `name` over packed documents, those of no tokens included."""
+    """Return rank 0's list `name` over packed documents, which may be empty."""
     device = torch.device(device)
     home = {"home": 0, "visiting": 1}[name]
     held = [document for document in documents if document.length > 0]
@@ -108,7 +108,7 @@ def task_list(
 
 
 def _keys_of(window_size: tuple[int, int], queries: Range, length: int) -> Range:
-    """Key positions that any of the queries sees."""
+    """Return the range of key positions that the queries see."""
     left, right = window_size
     begin = 0 if left < 0 else max(0, queries[0] - left)
     end = length if right < 0 else min(length, queries[1] + right)
@@ -132,7 +132,10 @@ def _positions(ranges: Iterable[Range]) -> Tensor:
 def _parts(
     documents: Sequence[Document], window_size: tuple[int, int], name: str
 ) -> list[Part | None]:
-    """Home rows are all positions of all documents; visiting rows those that are served or read."""
+    """Return the parts of all documents.
+
+    Home rows are all positions of all documents. Visiting rows are those that are served or read.
+    """
     parts: list[Part | None] = []
     first_row = next_q_row = next_k_row = 0
     for document in documents:

@@ -1,5 +1,7 @@
-"""Promise 5: bad input raises ValueError naming the argument, its value and what is allowed. One
-process, no group."""
+"""Bad input raises ValueError with the argument, its value and the allowed values.
+
+All tests run in one process without a group.
+"""
 
 import re
 import warnings
@@ -23,7 +25,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 THD, BHSD = rows(8, 2, 4), rows(1, 2, 8, 4)
 
-CORE_ATTENTION = {  # q, k, v and what the message says
+CORE_ATTENTION = {  # q, k, v and a part of the message
     "2-D": (THD[0], THD[0], THD[0], "q has shape [2, 4]; expected [tokens, heads, head_dim]"),
     "int": (*[THD.int()] * 3, "q is Int; core attention on CPU takes float64, float32 or bfloat16"),
     "float16": (*[THD.half()] * 3, "q is Half; core attention on CPU takes float64"),
@@ -97,7 +99,7 @@ def test_sdpa_under_documents_refuses(case):
         distca.scaled_dot_product_attention(*inputs, **arguments)
 
 
-def test_sdpa_without_documents_takes_what_torch_takes():
+def test_sdpa_without_documents_accepts_torchs_arguments():
     mask = torch.ones(8, 8, dtype=torch.bool)
     distca.scaled_dot_product_attention(BHSD, BHSD, BHSD, attn_mask=mask)
     distca.scaled_dot_product_attention(BHSD[0], BHSD[0], BHSD[0])
@@ -125,7 +127,7 @@ def test_varlen_under_documents_refuses(cu_seq_q, cu_seq_k, arguments, message):
         distca.varlen_attention(THD, THD, THD, cu_seq_q, cu_seq_k, 5, 5, **arguments)
 
 
-def test_varlen_sees_boundaries_that_changed_in_place():
+def test_varlen_notices_boundaries_that_changed_in_place():
     cu_seqlens = CU_SEQLENS.clone()
     with distca.documents(DOCUMENTS):
         distca.varlen_attention(THD, THD, THD, cu_seqlens, cu_seqlens, 5, 5)
@@ -195,7 +197,7 @@ def test_options_refuse(name, value):
         distca.Options(**{name: value})
 
 
-def test_torch_distributed_has_to_be_initialised():
+def test_torch_distributed_must_be_initialised():
     for call in (distca.init, lambda: distca.plan(DOCUMENTS)):
         with pytest.raises(RuntimeError, match=r"not initialised; call .*init_process_group\(\)"):
             call()
@@ -203,12 +205,12 @@ def test_torch_distributed_has_to_be_initialised():
 
 
 def test_an_unknown_group_is_refused():
-    made = local_plan(DOCUMENTS, CAUSAL, torch.device("cpu"))
+    plan = local_plan(DOCUMENTS, CAUSAL, torch.device("cpu"))
     for call in (
         lambda: torch.ops.distca.core_attention(
-            THD, THD, THD, made.layout, made.rows, 1.0, "unknown"
+            THD, THD, THD, plan.layout, plan.rows, 1.0, "unknown"
         ),
-        lambda: torch.ops.distca.exchange(THD, THD, THD, made.layout, made.rows, "unknown"),
+        lambda: torch.ops.distca.exchange(THD, THD, THD, plan.layout, plan.rows, "unknown"),
         lambda: torch.ops.distca.attention_shape("unknown"),
         lambda: torch.ops.distca.open_session("unknown", "unknown", "unknown", "", 1.0),
     ):
@@ -218,18 +220,18 @@ def test_an_unknown_group_is_refused():
 
 @pytest.mark.skipif(b"libcudart" in _library.LIBRARY.read_bytes(), reason="this library has CUDA")
 def test_a_library_without_cuda_refuses_cuda_tensors():
-    """The CUDA binding itself is called, with tensors that only say that they are on a device."""
-    made = local_plan(DOCUMENTS, CAUSAL, torch.device("cpu"))
+    """Call the CUDA binding with fake tensors, which only claim to be on a device."""
+    plan = local_plan(DOCUMENTS, CAUSAL, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         q = torch.empty(8, 2, 4, device="cuda")
-        on_device = torch.empty(made.rows.shape, dtype=torch.int32, device="cuda")
+        on_device = torch.empty(plan.rows.shape, dtype=torch.int32, device="cuda")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with pytest.raises(
         ValueError, match="q is on cuda:0, but distca was built without CUDA.*FORCE_CUDA=1"
     ):
         torch.ops.distca.core_attention.default.redispatch(
-            keys, q, q, q, made.layout, on_device, 1.0, ""
+            keys, q, q, q, plan.layout, on_device, 1.0, ""
         )
 
 
@@ -249,7 +251,7 @@ def test_a_library_for_another_torch_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x7fELF" + bytes(4096)])
-def test_what_is_not_the_library_is_refused(tmp_path, content):
+def test_other_files_than_the_library_are_refused(tmp_path, content):
     path = tmp_path / "_C.so"
     if content is not None:
         path.write_bytes(content)
@@ -257,8 +259,8 @@ def test_what_is_not_the_library_is_refused(tmp_path, content):
         _library.load(path)
 
 
-def test_no_plan_is_made_in_a_capture(monkeypatch):
-    """By the drop-in, too: a graph would repeat the call with the documents of this step."""
+def test_attention_refuses_a_capture(monkeypatch):
+    """A CUDA graph would repeat the call with the documents of this step, also by the drop-in."""
     q, documents = torch.ones(8, 2, 4), distca.Documents([0, 8])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))

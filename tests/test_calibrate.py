@@ -1,4 +1,4 @@
-"""Calibration: the file that it writes, what the planner makes of it, and what it measures."""
+"""Calibration: its measurements, its file, and the costs that the planner derives from it."""
 
 import io
 import json
@@ -100,7 +100,7 @@ def test_wrong_links_of_cost_tables_are_named(tmp_path, link, named):
 
 
 @pytest.mark.parametrize("field", calibrations.content())
-def test_fields_of_cost_tables_must_be_there(tmp_path, field):
+def test_missing_fields_of_cost_tables_are_named(tmp_path, field):
     path = tmp_path / "table.json"
     content = calibrations.content()
     del content[field]
@@ -115,7 +115,7 @@ def test_a_missing_cost_table_is_refused(tmp_path):
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
-    path = tmp_path / "made" / "table.json"
+    path = tmp_path / "folder" / "table.json"
     fields = calibrations.content(lambda rows, keys: rows + 1 / keys)
     del fields["format"]
     fields["links"] = Links(Link(1e-5, 2e11), None)
@@ -134,8 +134,10 @@ def test_every_field_of_the_file_is_documented():
 
 
 def planned_seconds(rows: int, keys: int, cost: torch.Tensor) -> float:
-    """What the planner predicts for `rows` queries, each of which sees all of `keys` keys: a rank
-    holds those queries of a document, and the other the rest."""
+    """Return the planner's prediction for `rows` queries that see all of `keys` keys.
+
+    One rank holds these queries of a document, and another rank holds the rest.
+    """
     pieces, cluster = [(0, 0, 0, rows), (1, 0, rows, keys - rows)], Cluster(2)
     _, loads = torch.ops.distca.plan(
         torch.tensor(pieces),
@@ -154,26 +156,28 @@ def cost_of(path: str, shape: AttentionShape = SHAPE, device_type: str = "cuda")
     return cost_tensor(distca.Options(cost_table=path), shape, device_type)
 
 
-def test_the_planner_is_given_forward_and_backward(tmp_path):
+def test_the_planner_gets_the_sum_of_forward_and_backward(tmp_path):
     path = calibrations.write(tmp_path / "table.json", lambda rows, keys: 1e-9 * rows * keys)
     cost = cost_of(path)
     for rows, keys in ((128, 128), (1024, 8192), (8192, 65536), (16384, 131072)):
         assert planned_seconds(rows, keys, cost) == pytest.approx(1e-9 * rows * keys)
-    # A tile that is begun costs a whole one, in rows and in keys.
+    # A partial tile costs as much as a whole one, in rows and in keys.
     assert planned_seconds(129, 129, cost) == pytest.approx(1e-9 * 256 * 256)
     assert planned_seconds(1, 128, cost) == pytest.approx(1e-9 * 128 * 128)
 
 
 def kernel_seconds(rows: int, keys: int) -> float:
-    """Whole tiles, better used the more there are, slower when keys leave the cache, and an
-    overhead."""
+    """Model a kernel that works in whole tiles and has an overhead.
+
+    Its rate grows with the number of tiles, and drops if keys do not fit in the cache.
+    """
     q_tiles, k_tiles = -(-rows // 128), -(-keys // 128)
     uncached = 0.15 / (1 + math.exp(-(k_tiles - 128) / 24))
     return 3e-6 + 1e-6 * q_tiles * k_tiles * (1 + 0.5 / q_tiles) * (1 + 2 / k_tiles + uncached)
 
 
 def test_the_grid_is_dense_enough(tmp_path):
-    """Interpolation by the planner is within 5 % of a kernel's law at any rows and keys."""
+    """The planner's interpolation is within 5 % of `kernel_seconds` for any rows and keys."""
     rows, keys = attention.grid("cuda", attention.EFFORTS["cuda", False])
     measured = np.full((2, len(rows), len(keys)), np.nan)
     for i, j in attention.entries(rows, keys):
@@ -224,12 +228,11 @@ def test_another_device_is_refused(tmp_path):
     ],
 )
 def test_links_of_the_file_are_the_default(tmp_path, inside, between, gb_per_s, expected):
-    made = {"inside": inside, "between": between}
-    made = {
+    link_fields = {
         level: bandwidth and {"latency_s": 1e-5, "bytes_per_second": bandwidth}
-        for level, bandwidth in made.items()
+        for level, bandwidth in (("inside", inside), ("between", between))
     }
-    path = calibrations.write(tmp_path / "table.json", lambda rows, keys: 1.0, links=made)
+    path = calibrations.write(tmp_path / "table.json", lambda rows, keys: 1.0, links=link_fields)
     options = distca.Options(cost_table=path, link_gb_per_s=gb_per_s)
     assert cluster_of(options, 2, "cuda").link_bytes_per_second == expected
 
@@ -241,17 +244,17 @@ def test_axes_are_whole_tiles():
     assert (rows[-1], keys[-1]) == (16384, 131072)
 
 
-def test_entries_of_more_rows_than_keys_go_on_as_a_line():
+def test_entries_of_more_rows_than_keys_are_extrapolated():
     rows = np.array([32, 64, 96, 128, 192])
     law = 5 + 2.0 * rows[:, None] * np.array([32, 64, 128, 256])
     measured = np.where(rows[:, None] <= np.array([32, 64, 128, 256]), law, np.nan)
-    found = attention.continued(np.stack([measured, 3 * measured]), rows)
-    assert found[0][:, 1:] == pytest.approx(law[:, 1:])
-    assert found[1] == pytest.approx(3 * found[0])
-    assert found[0][:, 0] == pytest.approx(law[0, 0] * rows / 32)  # nothing else is known
+    table = attention.continued(np.stack([measured, 3 * measured]), rows)
+    assert table[0][:, 1:] == pytest.approx(law[:, 1:])
+    assert table[1] == pytest.approx(3 * table[0])
+    assert table[0][:, 0] == pytest.approx(law[0, 0] * rows / 32)  # proportional to rows
 
 
-def test_overhead_is_what_a_task_costs_without_keys():
+def test_overhead_is_the_cost_of_a_task_without_keys():
     keys = [32, 64, 128, 256, 512]
     line = [7.0 + 0.5 * k for k in keys]
     seconds = [3 * value for value in line]
@@ -279,8 +282,8 @@ def test_calls_fill_a_device_within_its_memory(monkeypatch):
 
 def test_links_are_fitted():
     sizes = [1 << i for i in range(16, 27, 2)]
-    found = links.fit(sizes, [5e-5 + size / 3e10 for size in sizes])
-    assert (found.latency_s, found.bytes_per_second) == pytest.approx((5e-5, 3e10))
+    link = links.fit(sizes, [5e-5 + size / 3e10 for size in sizes])
+    assert (link.latency_s, link.bytes_per_second) == pytest.approx((5e-5, 3e10))
     assert links.fit(sizes, [size / 3e10 - 1e-7 for size in sizes]).latency_s == 0
     assert links.fit([100], [1e-3]).bytes_per_second == pytest.approx(1e5)
     assert links.fit([100, 200], [2e-3, 1e-3]).bytes_per_second > 0
@@ -327,7 +330,7 @@ def test_links_are_measured_by_level(ranks):
     assert ranks(2).run(named_nodes) == [[0, 0]] * 2
     for nodes, levels in (([0, 0], ["inside"]), ([0, 1], ["between"])):
         first, second = ranks(2).run(measured_links, nodes)
-        assert first == second, "all ranks get the slowest's"
+        assert first == second, "all ranks get the figures of the slowest"
         for level in ("inside", "between"):
             link = getattr(first, level)
             assert (link is not None) == (level in levels)
@@ -339,19 +342,19 @@ def test_links_are_measured_by_level(ranks):
 SMALL = ["--heads-q", "4", "--heads-kv", "2", "--head-dim", "16", "--dtype", "float32"]
 
 
-def test_the_command_writes_what_the_planner_reads(tmp_path, capsys):
+def test_the_planner_reads_the_commands_file(tmp_path, capsys):
     out = tmp_path / "cal.json"
     main([*SMALL, "--device", "cpu", "--quick", "--max-keys", "128", "--out", str(out)])
-    made = Calibration.load(out)
-    assert (made.rows, made.keys) == ([32, 64, 96, 128], [32, 64, 96, 128])
-    assert made.shape == AttentionShape(4, 2, 16, 4)
-    assert made.links == Links()
-    seconds = np.array(made.seconds)
+    calibration = Calibration.load(out)
+    assert (calibration.rows, calibration.keys) == ([32, 64, 96, 128], [32, 64, 96, 128])
+    assert calibration.shape == AttentionShape(4, 2, 16, 4)
+    assert calibration.links == Links()
+    seconds = np.array(calibration.seconds)
     assert (seconds[-1] > seconds[0]).all(), "four tiles of rows take longer than one"
     printed = capsys.readouterr().out
     assert f"wrote {out}" in printed and "links inside nodes: not measured" in printed
-    cost = cost_of(str(out), made.shape, "cpu")
-    assert planned_seconds(64, 96, cost) == pytest.approx(made.seconds[1][2])
+    cost = cost_of(str(out), calibration.shape, "cpu")
+    assert planned_seconds(64, 96, cost) == pytest.approx(calibration.seconds[1][2])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
-"""If one rank's attention calls differ from the others' in order, number or pass, every rank raises
-an error within seconds that names the rank and both calls. No wrong result is returned before."""
+"""Ranks whose attention calls differ in order, number or pass.
+
+Every rank raises an error within seconds that names the odd rank and both calls, and returns no
+wrong result before.
+"""
 
 import call_orders
 import pytest
@@ -17,7 +20,7 @@ def broken_ranks():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_calls_otherwise_is_named(broken_ranks, way):
+def test_a_rank_with_other_calls_is_named(broken_ranks, way):
     outcomes = broken_ranks.outcomes(call_orders.train, way, timeout_s=HANG_S)
     for outcome in outcomes:
         assert outcome.error_type in ("DistBackendError", "ValueError"), outcome
@@ -27,7 +30,7 @@ def test_a_rank_that_calls_otherwise_is_named(broken_ranks, way):
 
 
 def test_groups_in_another_order(broken_ranks):
-    """Every rank waits for the others, and they for it, in different groups."""
+    """Ranks wait for each other in different groups."""
     outcomes = broken_ranks.outcomes(call_orders.use_groups, (1, 0), timeout_s=HANG_S)
     for outcome in outcomes:
         assert outcome.error_type == "DistBackendError", outcome

@@ -12,8 +12,8 @@ def test_a_module_has_its_number_in_the_model():
     assert callers.number_of(model) == callers.UNKNOWN
 
 
-def test_modules_that_are_being_created_or_destroyed_are_left_out():
-    half = nn.Linear.__new__(nn.Linear)  # as the constructor and the collector leave it for a while
+def test_incomplete_modules_are_left_out():
+    half = nn.Linear.__new__(nn.Linear)  # as during its construction or collection
     broken = nn.Sequential(nn.ReLU())
     broken._modules["1"] = half
     model = nn.Sequential(nn.ReLU(), nn.ReLU())

@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Layer(nn.Module):
-    """Projection, core attention, MLP. `form` says how the documents reach attention."""
+    """Projection, core attention, MLP. Documents reach attention by argument or by scope."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers; `checkpointing` is None, "full" or "selective" (core attention is kept)."""
+    """Two layers. `checkpointing` is None, "full" or "selective", which keeps core attention."""
 
     def __init__(self, form: str = "argument", checkpointing: str | None = None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def make_model(form: str = "argument", checkpointing: str | None = None) -> Mode
 
 
 def lengths_of(step: int, rank: int) -> list[int]:
-    """Document lengths of NUM_TOKENS tokens; every step and rank has others, some are balanced."""
+    """Return lengths that sum to NUM_TOKENS. They depend on step and rank; some are balanced."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     if step % 5 == 4:
         return [NUM_TOKENS]
@@ -104,7 +104,7 @@ def tokens_of(step: int, rank: int) -> torch.Tensor:
 
 
 def train_step(model: nn.Module, form: str, step: int, rank: int) -> tuple[float, list, int]:
-    """Loss, gradients and the bytes that this rank sends under the step's plan."""
+    """Train a step. Return loss, gradients and the bytes that this rank sends under its plan."""
     documents = documents_of(step, rank)
     plan = distca.plan(documents)
     model.zero_grad()
@@ -120,7 +120,7 @@ def train_step(model: nn.Module, form: str, step: int, rank: int) -> tuple[float
 
 
 class Backend:
-    """Compiles with `name`, counts the graphs and looks for core attention in them."""
+    """Compiles with `name`, and counts the graphs and their calls of core attention."""
 
     def __init__(self, name: str) -> None:
         self._compile = torch._dynamo.lookup_backend(name)
@@ -140,7 +140,7 @@ class Backend:
 
 
 def train_compiled(rank: int, world_size: int, form: str, backend_name: str) -> dict:
-    """NUM_STEPS compiled steps against eager ones."""
+    """Compare NUM_STEPS compiled steps with eager ones."""
     torch._dynamo.reset()
     if backend_name == "inductor":  # scalar kernels: probing for vector units takes half a minute
         torch._inductor.config.cpp.vec_isa_ok = False
@@ -183,8 +183,10 @@ def test_compiles_once_for_all_documents(ranks, form, backend):
 
 
 def calls_of(profile: torch.profiler.profile) -> tuple[int, int]:
-    """Forward (recomputed or not) and backward calls of core attention; where a plan moves rows,
-    each is an exchange."""
+    """Return the number of forward (also recomputed) and backward calls of core attention.
+
+    If the plan moves rows, each call is an exchange.
+    """
     ranges = {each.key: each.count for each in profile.key_averages()}
     passes = [
         (name.split(" layer ")[0].removeprefix("distca "), count)
@@ -198,7 +200,7 @@ def calls_of(profile: torch.profiler.profile) -> tuple[int, int]:
 
 
 def train_checkpointed(rank: int, world_size: int, checkpointing: str | None, compiled: bool):
-    """Gradients of one step, the calls of core attention, and the bytes that this rank sends."""
+    """Return the gradients of one step, its calls of core attention, and the bytes it sends."""
     torch._dynamo.reset()
     model = make_model("argument", checkpointing)
     if compiled:
@@ -230,7 +232,7 @@ def test_documents_without_a_plan_compile_in_a_scope():
             assert compiled(x).item() == pytest.approx(eager(x).item(), abs=1e-5)
 
 
-def test_compiled_code_without_a_plan_says_what_to_do():
+def test_compiled_code_without_a_plan_names_the_remedy():
     torch._dynamo.reset()
     compiled = torch.compile(make_model(), backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="have no plan .* call distca.plan"):
@@ -248,5 +250,5 @@ OPERATORS_OF_A_STEP = (
 
 
 @pytest.mark.parametrize("name", OPERATORS_OF_A_STEP)
-def test_cuda_graphs_are_made_around_the_operators(name):
+def test_operators_split_cuda_graphs(name):
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.distca, name).default.tags

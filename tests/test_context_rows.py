@@ -22,7 +22,7 @@ def documents_of(lengths: list[int], num_context_rows: int = 0) -> distca.Docume
 
 
 def document_of_row(lengths: list[int], row: int) -> tuple[int, int]:
-    """(document, position)"""
+    """Return (document, position) of a row."""
     for document, length in enumerate(lengths):
         if row < length:
             return document, row
@@ -54,7 +54,7 @@ def test_halves_against_counting(window):
 
 
 def attend_in_halves(rank: int, world_size: int, case: Case, cut: float) -> list[torch.Tensor]:
-    """out, dq, dk, dv of two calls; the second half is planned first."""
+    """Return out, dq, dk, dv of attention in two calls. The second half is planned first."""
     documents = documents_of(case.lengths[rank])
     q, k, v, grad_out = (tensor[case.rows_of(rank)] for tensor in case.inputs())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
@@ -85,7 +85,7 @@ def test_two_calls_equal_the_oracle(ranks, world_size, mask, cut):
 
 
 def check_operators(rank: int, world_size: int) -> list[int]:
-    """opcheck with context; rows of queries and of keys that this rank serves."""
+    """Run opcheck with context rows. Return the query and key rows that this rank serves."""
     documents = documents_of([200, 9] if rank == 0 else [8], 40 if rank == 0 else 0)
     plan = distca.plan(documents) if world_size > 1 else local_plan(documents, (-1, 0), CPU)
     share, scale, name = (plan.layout, plan.rows), 0.3, plan.group_name

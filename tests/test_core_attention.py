@@ -1,4 +1,4 @@
-"""Promise 1: the result of any plan equals attention on one device, gradients too."""
+"""The results and gradients of any plan equal those of attention on one device."""
 
 import oracle
 import pytest
@@ -22,7 +22,7 @@ PACKS = {  # one global pack, cut into equal runs
 
 
 def place(rank: int, world_size: int, case: Case):
-    """This rank's documents, q, k, v (leaves) and grad_out."""
+    """Return this rank's documents, q, k, v (leaves) and grad_out."""
     documents = (
         distca.Documents.sharded(case.all_lengths, rank, world_size)
         if case.sharded
@@ -33,7 +33,7 @@ def place(rank: int, world_size: int, case: Case):
 
 
 def attend(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
-    """This rank's out, dq, dk, dv under a plan."""
+    """Return this rank's out, dq, dk, dv under a plan."""
     documents, leaves, grad_out = place(rank, world_size, case)
     distca.plan(documents, window_size=case.window_size)
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
@@ -86,8 +86,10 @@ def test_low_precision_within_twice_the_reference(ranks, dtype, sharded):
     "dtype, limit", [(torch.bfloat16, 4e-3), (torch.float32, 1e-6), (torch.float64, 1e-14)]
 )
 def test_scores_so_large_that_one_key_takes_all(ranks, dtype, limit, size):
-    """Scores up to 1e9 differ by more than their rounding, so probabilities are 0 or 1, also when
-    the backward pass recomputes them."""
+    """Scores up to 1e9 differ by more than their rounding.
+
+    So probabilities are 0 or 1, also if the backward pass recomputes them.
+    """
     case = Case(WHOLE["skewed"][:2], head_dim=64, dtype=dtype, qk_size=size)
     out, dq, dk, dv = gathered(ranks(2).run(attend, case))
     truths = oracle.forward_backward(case)
@@ -121,7 +123,7 @@ def test_same_inputs_same_bits(ranks):
 
 
 def attend_with_nan(rank, world_size, case, poisoned_rank, poisoned_rows):
-    """Results with one document of one rank full of NaN in q, k, v."""
+    """Return results with NaN in q, k, v of some rows of one rank."""
     rows = case.rows_of(rank)
     q, k, v, grad_out = (tensor[rows].clone() for tensor in case.inputs())
     if rank == poisoned_rank:
@@ -138,9 +140,7 @@ def attend_with_nan(rank, world_size, case, poisoned_rank, poisoned_rows):
 def test_nan_in_one_document_leaves_all_others_bit_identical(ranks):
     case = Case(WHOLE["skewed"], dtype=torch.float32)
     clean = ranks(4).run(attend, case)
-    poisoned_rows = slice(
-        0, 300
-    )  # the first document of rank 0, part of which is computed elsewhere
+    poisoned_rows = slice(0, 300)  # rank 0's first document; other ranks compute a part of it
     poisoned = ranks(4).run(attend_with_nan, case, 0, poisoned_rows)
     for tensor, truth in zip(poisoned[0], clean[0], strict=True):
         assert tensor[poisoned_rows].isnan().all()
@@ -150,7 +150,7 @@ def test_nan_in_one_document_leaves_all_others_bit_identical(ranks):
 
 
 def attend_strided(rank, world_size, case):
-    """q, k, v as slices of one fused projection: rows and heads are not contiguous."""
+    """Attend to slices of one fused projection, whose rows and heads are not contiguous."""
     rows = case.rows_of(rank)
     q, k, v, grad_out = (tensor[rows] for tensor in case.inputs())
     fused = torch.cat([q, k, v], dim=1).transpose(0, 1).contiguous().requires_grad_()

@@ -1,4 +1,4 @@
-"""benchmarks/device_time.py: what a profiled step's time goes to, on traces made by hand."""
+"""benchmarks/device_time.py: the breakdown of a step's time, on handwritten traces."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ from device_time import (  # noqa: E402
     Span,
     spans_of,
     step_profile,
-    told_apart,
+    with_waiting,
 )
 from intervals import length, merged, without  # noqa: E402
 
@@ -95,13 +95,13 @@ def event(name: str, begin: float, duration: float, stream: int, category: str =
         ("void at::native::vectorized_elementwise_kernel<4, at::native::", COMPUTE, ""),
     ],
 )
-def test_kernels_are_known(name, kind, role):
+def test_kinds_and_roles_of_kernels(name, kind, role):
     (span,) = spans_of({"traceEvents": [event(name, 1, 2, 7)]})
     assert (span.begin, span.end, span.kind) == (1, 3, kind)
     assert span.role == (name.split("(")[0] if role is None else role)
 
 
-def test_copies_are_communication_where_nothing_computes():
+def test_copies_are_communication_on_streams_without_compute():
     copies = [
         event("Memcpy DtoD (Device -> Device)", 0, 1, 7, "gpu_memcpy"),
         event("Memcpy DtoD (Device -> Device)", 0, 1, 20, "gpu_memcpy"),
@@ -117,7 +117,7 @@ def test_copies_are_communication_where_nothing_computes():
     assert {span.begin for span in spans_of(trace)} == {5}
 
 
-def test_operators_stand_for_kernels_on_the_cpu():
+def test_operators_are_the_spans_on_the_cpu():
     names = ("aten::mm", "distca::core_attention", "gloo:all_reduce", "c10d::allreduce_", "other")
     trace = {"traceEvents": [event(name, 0, 1, 1, "cpu_op") for name in names]}
     kinds = [span.kind for span in spans_of(trace)]
@@ -125,7 +125,10 @@ def test_operators_stand_for_kernels_on_the_cpu():
 
 
 def test_exposed_and_hidden_by_hand():
-    """us 0 to 100: computes [0, 40) and [60, 100), communicates [30, 50), idle [50, 60)."""
+    """The rank computes in [0, 40) and [60, 100), communicates in [30, 50), and idles in between.
+
+    Times are microseconds.
+    """
     spans = [
         Span(0, 30, COMPUTE),
         Span(20, 40, ATTENTION),
@@ -149,10 +152,10 @@ def kinds_of(spans: list[Span]) -> list[tuple[float, float, str]]:
     return [(span.begin, span.end, span.kind) for span in spans if span.begin < span.end]
 
 
-def test_an_nccl_kernel_waits_until_the_last_rank_has_come():
+def test_an_nccl_kernel_waits_for_the_last_rank():
     early = [Span(0, 30, COMPUTE), Span(30, 70, COMMUNICATION, GATHER, 9)]
     late = [Span(0, 55, COMPUTE), Span(55, 70, COMMUNICATION, GATHER, 12)]
-    ranks = told_apart([early, late])
+    ranks = with_waiting([early, late])
     assert kinds_of(ranks[0])[1:] == [(30, 55, WAITING), (55, 70, COMMUNICATION)]
     assert kinds_of(ranks[1])[1:] == [(55, 70, COMMUNICATION)]
     profile = step_profile(ranks)
@@ -163,21 +166,21 @@ def test_an_nccl_kernel_waits_until_the_last_rank_has_come():
 def test_kernels_meet_by_order_on_their_stream():
     one = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (0, 10)]
     other = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (2, 13)]
-    assert kinds_of(told_apart([one, other])[0]) == [
+    assert kinds_of(with_waiting([one, other])[0]) == [
         (0, 2, WAITING),
         (2, 5, COMMUNICATION),
         (10, 13, WAITING),
         (13, 15, COMMUNICATION),
     ]
-    # Another number of kernels: who meets whom is not known.
-    assert told_apart([one, other[:1]]) == [one, other[:1]]
-    # One that came after the kernel had ended was not waited for.
+    # Ranks have different numbers of kernels, so nobody knows which ones meet.
+    assert with_waiting([one, other[:1]]) == [one, other[:1]]
+    # A rank that arrives after the kernel has ended does not count.
     after = [Span(at, at + 5, COMMUNICATION, GATHER, 9) for at in (7, 13)]
-    assert kinds_of(told_apart([one, after])[0])[0] == (0, 5, COMMUNICATION)
+    assert kinds_of(with_waiting([one, after])[0])[0] == (0, 5, COMMUNICATION)
 
 
 def peer_call(began: float, published: float, awaits: float, end: float) -> list[Span]:
-    """Of a rank that computes for nobody."""
+    """Return the spans of a call on a rank that computes for no other rank."""
     return [
         Span(began, began + 1, COMMUNICATION, "store"),
         Span(published, published + 1, COMMUNICATION, "publish"),
@@ -192,36 +195,39 @@ def waits_of(spans: list[Span]) -> list[tuple[float, float]]:
 
 
 def test_peer_kernels_wait_for_calls_and_for_results():
-    """The second rank begins its call at 8 and publishes at 30. The first awaits its rows from 3 to
-    12 and its results from 25 on."""
+    """Kernels wait until the other rank begins its call, and until it publishes.
+
+    The second rank begins its call at 8 and publishes at 30. The first awaits rows from 3 to 12,
+    and results from 25 on.
+    """
     first = [*peer_call(0, 20, 25, 40), Span(3, 12, COMMUNICATION, "await_rows")]
     first = sorted(first, key=lambda span: span.begin)
-    ranks = told_apart([first, peer_call(8, 30, 32, 40)])
+    ranks = with_waiting([first, peer_call(8, 30, 32, 40)])
     assert waits_of(ranks[0]) == [(3, 8), (25, 30)] and waits_of(ranks[1]) == []
-    told = kinds_of(ranks[0])
-    assert (8, 12, COMMUNICATION) in told and (30, 40, COMMUNICATION) in told
+    spans = kinds_of(ranks[0])
+    assert (8, 12, COMMUNICATION) in spans and (30, 40, COMMUNICATION) in spans
     assert step_profile(ranks)["waiting_ms"] == pytest.approx([0.010, 0])
 
 
-def test_a_rank_that_fetches_nothing_is_through_with_its_call():
-    """Words that a rank publishes after it has finished belong to another call."""
+def test_a_call_without_fetch_ends_with_finish():
+    """Results that a rank publishes after it has finished belong to another call."""
     calls = {0: "start", 10: "publish", 12: "finish", 20: "start", 30: "publish"}
     own = [Span(at, at + 1, COMMUNICATION, role) for at, role in calls.items()]
     other = [*peer_call(0, 5, 6, 14), *peer_call(20, 22, 24, 33)]
-    assert waits_of(told_apart([own, other])[1]) == [(6, 10), (24, 30)]
+    assert waits_of(with_waiting([own, other])[1]) == [(6, 10), (24, 30)]
 
 
-def test_an_exchange_ends_when_its_rows_have_come():
+def test_an_exchange_ends_when_its_rows_have_arrived():
     """The second rank begins its first call at 8, its second at 24."""
     first = [Span(at, at + 1, COMMUNICATION, "store") for at in (0, 20)]
     first += [Span(3, 12, COMMUNICATION, "close"), Span(22, 26, COMMUNICATION, "close")]
     other = [Span(at, at + 1, COMMUNICATION, "store") for at in (8, 24)]
     other += [Span(10, 12, COMMUNICATION, "close"), Span(25, 26, COMMUNICATION, "close")]
     ranks = [sorted(spans, key=lambda span: span.begin) for spans in (first, other)]
-    assert waits_of(told_apart(ranks)[0]) == [(3, 8), (22, 24)]
+    assert waits_of(with_waiting(ranks)[0]) == [(3, 8), (22, 24)]
 
 
-def test_names_of_peer_kernels_are_those_of_the_sources():
+def test_peer_kernels_have_the_names_of_the_sources():
     sources = (Path(__file__).parent.parent / "csrc/transport/peer").glob("*.cu")
     text = "".join(source.read_text() for source in sources)
     assert {*re.findall(r"(\w+)_kernel\(const __grid", text)} == {

@@ -1,5 +1,7 @@
-"""The pages of docs/ and the README say what the code does: generated pages, links, messages, and
-every command, in a short form."""
+"""The pages of docs/ and the README agree with the code: generated pages, links and messages.
+
+Every documented command runs in a short form.
+"""
 
 import json
 import os
@@ -34,11 +36,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-# Documented commands that other tests run, by how they begin.
+# Documented commands that other tests run, by their beginning.
 ELSEWHERE = {
-    "python -m distca.calibrate": (
-        "test_calibrate.py::test_the_command_writes_what_the_planner_reads"
-    ),
+    "python -m distca.calibrate": ("test_calibrate.py::test_the_planner_reads_the_commands_file"),
     "python benchmarks/planner.py": "test_planner_benchmark.py::test_grid_is_saved",
     "torchrun --nproc-per-node 2 examples/transformers_finetune.py": (
         "test_transformers_training.py::test_the_example_trains"
@@ -50,7 +50,7 @@ ELSEWHERE = {
         "test_torchtitan.py::test_the_documented_command_configures_torchtitan"
     ),
     "torchrun --nproc-per-node 4 benchmarks/training_step.py": (
-        "test_step_benchmarks.py::test_training_step_leaves_its_figures"
+        "test_step_benchmarks.py::test_training_step_saves_its_figures"
     ),
     "torchrun --nproc-per-node 4 benchmarks/long_document.py": (
         "test_step_benchmarks.py::test_long_document_against_a_rank_alone"
@@ -66,7 +66,7 @@ ELSEWHERE = {
 
 
 def commands_of(page: Path) -> list[str]:
-    """Shell commands of blocks without a language, and of code inside the text."""
+    """Return the shell commands in blocks without a language and in code spans."""
     text, fenced = page.read_text(), r"^```(\w*)\n(.*?)^```"
     lines = [
         line.split("#")[0]
@@ -120,21 +120,21 @@ def check_report(arguments: list[str], folder: Path) -> None:
 
 
 def check_pip(arguments: list[str], folder: Path) -> None:
-    """What it would install; other packages are those that the Makefile installs for the tests."""
+    """Check what pip would install. Other packages must be those of the Makefile."""
     names = [each for each in arguments if not each.startswith("-")]
     if names != ["."]:
-        known = (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()
-        assert [each for each in names if each not in known] == []
+        build_files = (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()
+        assert [each for each in names if each not in build_files] == []
         return
     if Version(setuptools.__version__) < Version("77"):
         pytest.skip("needs setuptools 77 or newer")
     offline = ["--dry-run", "--no-deps", "--no-build-isolation", "--no-index"]
-    said = run_python(["-m", "pip", "install", *offline, ROOT], folder)
-    assert f"Would install distca-{distca.__version__}" in said
+    output = run_python(["-m", "pip", "install", *offline, ROOT], folder)
+    assert f"Would install distca-{distca.__version__}" in output
 
 
 def check_make(arguments: list[str], folder: Path) -> None:
-    """What it would do, of everything that is up to date or not."""
+    """Check what make would do if nothing were up to date."""
     command = ["make", "--dry-run", "--always-make", "-C", str(ROOT), *arguments]
     result = run_command(command, timeout_s=60)
     assert result.returncode == 0 and len(result.stdout.splitlines()) > 3, result.stderr
@@ -142,17 +142,17 @@ def check_make(arguments: list[str], folder: Path) -> None:
 
 def check_watching(arguments: list[str], folder: Path) -> None:
     small = ["--layers", "1", "--tokens", "64", "--blocks", "2", "--out", folder]
-    said = torchrun([ROOT / "benchmarks" / "watching.py", *small], folder)
-    assert re.search(r"us a step of 1 layers, \S+ % of a training step", said)
+    output = torchrun([ROOT / "benchmarks" / "watching.py", *small], folder)
+    assert re.search(r"us a step of 1 layers, \S+ % of a training step", output)
 
 
 def check_plain_example(arguments: list[str], folder: Path) -> None:
     *flags, script = arguments
     launcher = ["-m", "distca.run", *flags, ROOT / script]
-    said = torchrun([*launcher, "--steps", "12", "--tokens-per-rank", "512"], folder)
-    first, last = map(float, re.search(r"loss (\S+) -> (\S+)", said).groups())
+    output = torchrun([*launcher, "--steps", "12", "--tokens-per-rank", "512"], folder)
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+)", output).groups())
     assert last < first
-    assert "imbalance" in said
+    assert "imbalance" in output
 
 
 def check_torchrun(arguments: list[str], folder: Path) -> None:
@@ -170,7 +170,7 @@ def check_launcher(arguments: list[str], folder: Path) -> None:
 
 
 def check_train(arguments: list[str], folder: Path) -> None:
-    """The flags are the example's; the run is below."""
+    """Check that the flags are those of the example. Other tests run it."""
     text = (ROOT / "examples" / "train.py").read_text()
     flags = shlex.split(" ".join(arguments).partition("TRAIN_FLAGS=")[2])
     for flag in shlex.split(flags[0]) if flags else []:
@@ -189,7 +189,7 @@ def check_quickstart(arguments: list[str], folder: Path) -> None:
     assert len(lines) == 20 and all(re.fullmatch(r"1\.[5-9]\d -> 1\.0\d", line) for line in lines)
 
 
-CHECKS = {  # how a command begins, and what takes the rest of it
+CHECKS = {  # beginning of a command, and the function that checks the rest of it
     "python -m distca.explain": check_explain,
     "python -m distca.simulate": check_simulate,
     "python -m distca.report": check_report,
@@ -204,7 +204,7 @@ CHECKS = {  # how a command begins, and what takes the rest of it
     "make ": check_make,
     "pip install": check_pip,
 }
-GPU_COMMANDS = {  # what makes them short, by how they begin
+GPU_COMMANDS = {  # flags for a short run, by the beginning of the command
     "python benchmarks/attention.py": "--quick --out .",
     "torchrun --nproc-per-node 2 benchmarks/transport.py": "--mib 1 --tokens 8192 --batches 2",
     "torchrun --nproc-per-node 2 examples/torchtitan_train.py": "--steps 3",
@@ -212,15 +212,15 @@ GPU_COMMANDS = {  # what makes them short, by how they begin
 
 
 def beginning(command: str) -> str | None:
-    """The longest key of both tables that the command begins with."""
-    found = [key for key in [*CHECKS, *ELSEWHERE] if command.startswith(key)]
-    return max(found, key=len, default=None)
+    """Return the longest key of CHECKS and ELSEWHERE that the command begins with."""
+    keys = [key for key in [*CHECKS, *ELSEWHERE] if command.startswith(key)]
+    return max(keys, key=len, default=None)
 
 
 COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
 
 
-def test_every_command_is_known_and_nothing_known_is_gone():
+def test_tables_list_exactly_the_documented_commands():
     assert len(COMMANDS) > 30
     assert [command for command in COMMANDS if beginning(command) is None] == []
     used = {beginning(command) for command in COMMANDS}
@@ -255,10 +255,10 @@ def test_command(command, tmp_path, capsys):
     CHECKS[key](split, tmp_path)
 
 
-def test_the_example_trains_the_same_with_documents_across_ranks(tmp_path):
+def test_the_example_has_equal_losses_with_documents_across_ranks(tmp_path):
     flags = ["--compare", "--sharded", "--checkpoint", "--steps", "2", "--tokens-per-rank", "128"]
-    said = torchrun([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
-    assert float(re.search(r"largest loss difference (\S+)", said)[1]) <= 1e-4
+    output = torchrun([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
+    assert float(re.search(r"largest loss difference (\S+)", output)[1]) <= 1e-4
     assert (tmp_path / "balance.png").exists() and (tmp_path / "summary.json").exists()
 
 
@@ -267,13 +267,13 @@ def generator():
 
 
 def test_generated_pages_follow_the_code():
-    made = generator()
-    for name, text in (("options.md", made.options_page()), ("api.md", made.api_page())):
+    generate = generator()
+    for name, text in (("options.md", generate.options_page()), ("api.md", generate.api_page())):
         assert (ROOT / "docs" / name).read_text() == text, "run: python docs/generate.py"
-    assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} == set(made.PICTURES)
+    assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} == set(generate.PICTURES)
 
 
-def test_links_and_pictures_are_there():
+def test_links_and_pictures_exist():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
@@ -283,7 +283,7 @@ def test_links_and_pictures_are_there():
 
 
 def long_lines(text: str) -> list[str]:
-    """Lines of prose beyond MAX_COLUMNS."""
+    """Return the lines of prose that are longer than MAX_COLUMNS."""
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
     lines = [line for line in prose.splitlines() if not line.startswith("|")]
     return [line for line in lines if len(line) > MAX_COLUMNS]
@@ -295,8 +295,7 @@ def test_prose_is_wrapped():
     assert long_lines("word " * 40) and not long_lines("| " + "word " * 40)
 
 
-def test_sources_that_pages_name_are_there():
-    """Files of the repository in code spans: whole paths from its root."""
+def test_files_named_in_code_spans_exist():
     folders = "csrc|distca|tests|benchmarks|examples|tools|docs"
     named = re.compile(rf"`((?:{folders})/[\w./-]*(?:\.\w+|/))`")
     for page in PAGES:
@@ -305,13 +304,13 @@ def test_sources_that_pages_name_are_there():
 
 
 def sources() -> str:
-    """All messages: adjacent literals joined."""
+    """Return the text of all sources, with adjacent string literals joined."""
     files = [ROOT / "setup.py", *(ROOT / "distca").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
     text = "\n".join(path.read_text() for path in files)
     return re.sub(r"\"\s*\n\s*f?\"", "", text).replace('\\"', '"')
 
 
-def test_messages_of_the_troubleshooting_page_are_the_code_s():
+def test_messages_of_the_troubleshooting_page_occur_in_the_code():
     text, rows = sources(), (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
     cells = [row.split("|")[1] for row in rows if row.startswith("| `")]
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]

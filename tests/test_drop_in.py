@@ -1,4 +1,4 @@
-"""Promise 2: torch's own functions until documents are in force, then document by document."""
+"""The drop-ins are torch's functions outside a scope, and attend by document inside it."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 import distca
 
 HEAD_DIM = 8
-LENGTHS = [[61, 0, 19], [1, 7, 72]]  # by rank; as many tokens on each
+LENGTHS = [[61, 0, 19], [1, 7, 72]]  # by rank; each has NUM_TOKENS
 NUM_TOKENS = 80
 MAX_OVERHEAD_US = 5.0
 
@@ -44,7 +44,7 @@ SDPA_ARGUMENTS = {
 
 
 def differing_calls(rank: int, world_size: int) -> list[str]:
-    """Names of the calls outside any scope whose results are not torch's to the bit."""
+    """Return the names of calls outside a scope whose results differ from torch's in any bit."""
     differing = []
     for name, arguments in SDPA_ARGUMENTS.items():
         heads_kv = 2 if arguments.get("enable_gqa") else 4
@@ -61,7 +61,7 @@ def differing_calls(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [0, 1, 2])
-def test_without_documents_it_is_torchs_to_the_bit(ranks, world_size):
+def test_without_documents_results_have_torchs_bits(ranks, world_size):
     if world_size == 0:
         assert differing_calls(0, 1) == []
     else:
@@ -76,7 +76,10 @@ def test_positional_arguments_are_torchs():
 
 
 def overhead_us(attend, reference) -> float:
-    """What a call of `attend` costs more than one of `reference`: medians, the best of several."""
+    """Return how much longer a call of `attend` takes than one of `reference`.
+
+    The result is the least of several differences of medians.
+    """
     q, k, v = (torch.randn(1, 1, 2, 4) for _ in range(3))
 
     def median_us(function) -> float:
@@ -96,7 +99,7 @@ def test_costs_less_than_5_us_a_call_without_documents():
     assert overhead_us(distca.scaled_dot_product_attention, torchs) < MAX_OVERHEAD_US
 
 
-def test_the_measured_overhead_sees_a_slow_wrapper():
+def test_the_overhead_of_a_slow_wrapper_is_noticed():
     def slow(*args, **kwargs):
         until = time.perf_counter_ns() + 20_000
         while time.perf_counter_ns() < until:
@@ -111,7 +114,7 @@ def documents_of(lengths: list[int]) -> distca.Documents:
 
 
 def by_document(q, k, v, lengths: list[int], **kwargs):
-    """torch's attention of each document of the flattened rows; BHSD in and out."""
+    """Apply torch's attention to each document of the flattened rows; BHSD in and out."""
     flat = [tensor.transpose(1, 2).flatten(0, 1).split(lengths) for tensor in (q, k, v)]
     parts = []
     for document in zip(*flat, strict=True):
@@ -122,7 +125,7 @@ def by_document(q, k, v, lengths: list[int], **kwargs):
 
 
 def scoped_errors(rank: int, world_size: int, batch: int, is_causal: bool, ahead: bool):
-    """Largest errors of out, dq, dk, dv under documents against document by document."""
+    """Compare attention in a scope with torch's by document: errors of out, dq, dk, dv."""
     documents = documents_of(LENGTHS[rank])
     window_size = (-1, 0) if is_causal else (-1, -1)
     if ahead:
@@ -147,9 +150,7 @@ def scoped_errors(rank: int, world_size: int, batch: int, is_causal: bool, ahead
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("batch, ahead", [(1, False), (4, False), (1, True)])
-def test_under_documents_it_is_torchs_document_by_document(
-    ranks, world_size, is_causal, batch, ahead
-):
+def test_under_documents_it_equals_torchs_by_document(ranks, world_size, is_causal, batch, ahead):
     for errors in ranks(world_size).run(scoped_errors, batch, is_causal, ahead):
         assert max(errors) <= 1e-12
 
@@ -199,7 +200,7 @@ def test_varlen_attention_without_documents_is_torchs(monkeypatch):
 
 
 def evaluate_unevenly(rank: int, world_size: int) -> tuple[float, float]:
-    """Ranks evaluate different numbers of batches without gradients, then train together."""
+    """Evaluate a different number of batches on every rank, then train together."""
     q, k, v = qkv(1, 4, 2, NUM_TOKENS, seed=rank)
     worst = 0.0
     with torch.no_grad():

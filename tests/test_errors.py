@@ -1,5 +1,7 @@
-"""Promise 4: ranks that disagree get an error naming ranks and difference, before anything is sent,
-on every rank within 5 s; afterwards the group works on."""
+"""Ranks that disagree raise an error with ranks and difference, before anything is sent.
+
+Every rank raises within 5 s, and the group still works afterwards.
+"""
 
 import contextlib
 
@@ -16,11 +18,11 @@ from distca import ops
 from distca.ranks import session as sessions
 
 LIMIT_S = 5.0
-HANG_S = 30  # a test waits no longer than this for ranks that should have failed
+HANG_S = 30  # the longest that a test waits for ranks that should have failed
 
 
 def errors_of(outcomes: list[Outcome], error_type: str) -> list[str]:
-    """Every rank's message, once all of them raised `error_type` in time."""
+    """Assert that all ranks raised `error_type` in time, and return their messages."""
     for outcome in outcomes:
         assert outcome.error_type == error_type, f"rank {outcome.rank}: {outcome}"
         assert outcome.seconds < LIMIT_S, f"rank {outcome.rank} took {outcome.seconds:.1f} s"
@@ -39,7 +41,7 @@ def assert_group_works(ranks: Ranks) -> None:
     assert oracle.relative_error(results, truth) < 1e-5
 
 
-# Each changes rank 1 only, and returns what core_attention is called with there.
+# Each function changes the arguments of core_attention on rank 1 only.
 def _fewer_heads(step):
     step.q = step.q[:, :2]
 
@@ -61,7 +63,7 @@ ATTENTION_DIFFERENCES = {
 
 
 def attend_differently(rank: int, world_size: int, difference: str, num_good_layers: int):
-    """With num_good_layers > 0 the ranks have agreed under this plan before."""
+    """Attend differently on rank 1, after layers in which the ranks agreed under this plan."""
     step = small_step(rank, world_size)
     distca.plan(step.documents)
     for _ in range(num_good_layers):
@@ -73,8 +75,10 @@ def attend_differently(rank: int, world_size: int, difference: str, num_good_lay
 
 
 def attend_with_other_places(rank: int, world_size: int, change: int) -> torch.Tensor:
-    """Runs attention with a layout that says where rows go in peers' memory. Rank 1 changes a word
-    that must be equal on all ranks."""
+    """Run attention with a layout for peer memory.
+
+    Rank 1 changes a word that must be equal on all ranks.
+    """
     step = small_step(rank, world_size, SHARDED)
     plan = distca.plan(step.documents)
     solution = plan.solution()
@@ -182,7 +186,7 @@ def test_ranks_use_plans_of_different_steps(ranks):
     assert_group_works(ranks(3))
 
 
-PIECES = {  # what rank 1 claims of a pack of [100, 800]: three runs of 300 tokens
+PIECES = {  # rank 1's claims about a pack of [100, 800], cut into three runs of 300 tokens
     "overlap": ([100, 800], 0, "overlap positions"),
     "gap": ([100, 800], 2, "no rank holds positions [200, 500)"),
     "other lengths": ([100, 1100], 1, "no rank holds positions [200, 300)"),
@@ -245,7 +249,7 @@ def test_tokens_and_documents_disagree_in_a_later_layer(fresh_ranks):
 
 
 def fail_after_refusal(rank: int, world_size: int):
-    """A refused call that the group outlives, and then another rank's failure."""
+    """Survive a refused call, and then meet the failure of another rank."""
     with contextlib.suppress(ValueError):
         attend_with_refused_arguments(rank, world_size, 1, 0)
     attend(rank, world_size, WHOLE)
@@ -257,7 +261,7 @@ def fail_after_refusal(rank: int, world_size: int):
     return str(lost.value)
 
 
-def test_an_outlived_error_is_not_reported_again(fresh_ranks):
+def test_an_error_that_the_group_survived_is_not_reported_again(fresh_ranks):
     outcomes = fresh_ranks.outcomes(fail_after_refusal, timeout_s=HANG_S)
     for rank in (0, 1):
         assert "rank 2 failed: this is the failure" in outcomes[rank].result, outcomes
@@ -306,8 +310,8 @@ def test_init_twice_close_twice_and_open_again(fresh_ranks):
 def plan_disabled(rank: int, world_size: int) -> tuple[torch.Tensor, list[int]]:
     distca.init(options=distca.Options(enabled=False))
     step = small_step(rank, world_size)
-    made = distca.plan(step.documents)
-    return step.attend().detach(), made.report().bytes_out
+    plan = distca.plan(step.documents)
+    return step.attend().detach(), plan.report().bytes_out
 
 
 def test_a_disabled_group_computes_at_home(fresh_ranks):

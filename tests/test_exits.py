@@ -1,4 +1,4 @@
-"""How processes of a group end: their exit codes, and the errors of the ranks that go on."""
+"""Exit codes of processes that leave a group, and errors of the ranks that continue."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from exit_script import ODD, SIGNALLED, WAYS
 import distca
 
 SCRIPT = Path(__file__).parent / "exit_script.py"
-LIMIT_S = 25  # start-up included, far below the group's timeout of 40
+LIMIT_S = 25  # including start-up; far below the group's timeout of 40
 OTHERS = [rank for rank in range(3) if rank != ODD]
 Outcome = tuple[int, str, float]  # exit code, standard error, seconds
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[str, list[Outcome]]:
-    """Each rank's outcome, by way. One process runs all ways, because starting it takes longest."""
+    """Return each rank's outcome by way. One process runs all ways, because it starts slowly."""
     folder = tmp_path_factory.mktemp("ways")
     package = str(Path(distca.__file__).parents[1])
     subprocess.run(
@@ -39,8 +39,8 @@ def test_every_rank_ends_in_time(ended):
             assert "terminate called" not in error, f"{name}: rank {rank}: {error}"
 
 
-def test_early_exits_with_a_plan_pending_end_well(ended):
-    """With and without distca.close and destroy_process_group."""
+def test_early_exits_with_a_pending_plan_succeed(ended):
+    """Ranks exit with and without distca.close and destroy_process_group."""
     names = [name for name in WAYS if name.startswith("end_early")]
     for name, outcomes in ((name, ended[name]) for name in names):
         assert [code for code, _, _ in outcomes] == [0, 0, 0], f"{name}: {outcomes}"
@@ -50,7 +50,7 @@ def last_line(error: str) -> str:
     return error.strip().splitlines()[-1]
 
 
-SAYS = {  # the odd rank's exit code, and what the others say
+MESSAGES = {  # the odd rank's exit code, and a part of the others' error
     "skip_backward_pass": (0, "backward pass, step 0: rank 1 has ended its process"),
     "close_in_finally": (1, "rank 1 failed: KeyError: 'layers.417.weight'"),
     "raise_with_a_plan": (1, "rank 1 failed: KeyError: 'layers.417.weight'"),
@@ -60,8 +60,8 @@ SAYS = {  # the odd rank's exit code, and what the others say
 }
 
 
-def test_a_rank_that_leaves_is_named_to_those_that_go_on(ended):
-    for name, (code, said) in SAYS.items():
+def test_a_rank_that_leaves_is_named_by_those_that_continue(ended):
+    for name, (code, message) in MESSAGES.items():
         outcomes = ended[name]
         assert outcomes[ODD][0] == code, f"{name}: {outcomes[ODD]}"
         if code:
@@ -69,7 +69,7 @@ def test_a_rank_that_leaves_is_named_to_those_that_go_on(ended):
         for rank in OTHERS:
             assert outcomes[rank][0] == 1, f"{name}: {outcomes[rank]}"
             assert "DistBackendError: distca: " in last_line(outcomes[rank][1]), name
-            assert said in last_line(outcomes[rank][1]), f"{name}: {outcomes[rank][1]}"
+            assert message in last_line(outcomes[rank][1]), f"{name}: {outcomes[rank][1]}"
             assert outcomes[ODD][0] or "distca.join" in last_line(outcomes[rank][1])
 
 
@@ -80,11 +80,11 @@ def test_an_interrupt_ends_a_wait_at_once(ended):
         assert code == -2, f"{name}: {error}"  # as Python ends uncaught KeyboardInterrupts
         assert last_line(error).endswith("KeyboardInterrupt"), f"{name}: {error}"
         seconds = float(re.search(r"interrupted after ([0-9.]+) s", error)[1])
-        assert seconds < 2.0, f"{name}: the signal comes after 0.7 s, and ended it at {seconds}"
+        assert seconds < 2.0, f"{name}: signal after 0.7 s, end of the wait after {seconds} s"
         assert "rank 2 failed: KeyboardInterrupt" in last_line(outcomes[0][1]), outcomes[0][1]
 
 
-def test_a_handler_that_does_not_raise_leaves_the_wait(ended):
+def test_the_wait_continues_after_a_handler_that_does_not_raise(ended):
     outcomes = ended["handle_a_signal"]
     assert [code for code, _, _ in outcomes] == [0, 0, 0], outcomes
 

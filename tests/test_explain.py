@@ -1,4 +1,4 @@
-"""Packs that are drawn, and the account of a plan: bytes, seconds, bounds, tables."""
+"""distca.explain: packs, and a plan's bytes, seconds, bounds and tables."""
 
 import json
 import random
@@ -88,16 +88,16 @@ def test_keys_against_counting(window):
 @pytest.mark.parametrize("crossing", [False, True])
 @pytest.mark.parametrize("window", [CAUSAL, FULL, (700, 0), (100, 300)])
 @pytest.mark.parametrize("seed", range(3))
-def test_tasks_add_up_to_what_the_planner_reports(crossing, window, seed):
-    made = account.explain(step_of(draw_pack(heavy_tailed(seed), 13, 8192, seed, crossing), window))
-    tasks, transfers = made.tasks, made.transfers
-    assert made.is_moved.any()
+def test_tasks_add_up_to_the_planners_report(crossing, window, seed):
+    plan = account.explain(step_of(draw_pack(heavy_tailed(seed), 13, 8192, seed, crossing), window))
+    tasks, transfers = plan.tasks, plan.transfers
+    assert plan.is_moved.any()
     by_server = np.bincount(tasks.server, tasks.seconds, 13)
-    assert by_server == pytest.approx(made.seconds_after, rel=1e-9)
+    assert by_server == pytest.approx(plan.seconds_after, rel=1e-9)
     server = tasks.server[transfers.task]
-    assert np.bincount(server, transfers.num_bytes, 13).tolist() == made.bytes_in.tolist()
-    assert np.bincount(transfers.home, transfers.num_bytes, 13).tolist() == made.bytes_out.tolist()
-    assert sum(made.links()[2]) == tasks.num_bytes.sum() == made.bytes_in.sum()
+    assert np.bincount(server, transfers.num_bytes, 13).tolist() == plan.bytes_in.tolist()
+    assert np.bincount(transfers.home, transfers.num_bytes, 13).tolist() == plan.bytes_out.tolist()
+    assert sum(plan.links()[2]) == tasks.num_bytes.sum() == plan.bytes_in.sum()
 
 
 def test_keys_travel_once_to_a_server():
@@ -118,12 +118,15 @@ def test_keys_travel_once_to_a_server():
 
 
 def test_rows_of_several_homes():
-    """A document of 600 tokens on three ranks; the last one's queries go to rank 0, which holds
-    a third of the keys, and to rank 1, together with some of its own."""
+    """Count bytes by home of a document of 600 tokens on three ranks.
+
+    Queries of the last rank go to rank 0, which holds a third of the keys. Rank 1 computes other
+    queries of theirs, together with some of its own.
+    """
     pack = cut_pack([600], 3, 600, crossing=True)
     words = torch.tensor([(0, 0, 150, 0), (0, 500, 600, 0), (0, 150, 500, 1)])
     tasks, transfers = account.account_for(step_of(pack), words)
-    found = {
+    bytes_by_home = {
         (task, home): num_bytes
         for task, home, num_bytes in zip(
             transfers.task.tolist(),
@@ -132,7 +135,7 @@ def test_rows_of_several_homes():
             strict=True,
         )
     }
-    assert found == {
+    assert bytes_by_home == {
         (1, 1): 200 * KEY_BYTES,
         (1, 2): 100 * QUERY_BYTES + 200 * KEY_BYTES,
         (2, 0): 50 * QUERY_BYTES + 200 * KEY_BYTES,
@@ -143,18 +146,18 @@ def test_rows_of_several_homes():
 
 def test_bounds_by_hand():
     pack = cut_pack([1280, *[128] * 10], 2, 2560)  # 55 tiles and 10: 22.5 have to move
-    made = account.explain(step_of(pack))
-    assert made.mean_seconds == pytest.approx(32.5 * TILE_SECONDS)
+    plan = account.explain(step_of(pack))
+    assert plan.mean_seconds == pytest.approx(32.5 * TILE_SECONDS)
     pairs = 22.5 * 128 * 128
-    assert made.least_bytes == pytest.approx(2 * (QUERY_BYTES * KEY_BYTES * pairs) ** 0.5)
-    assert made.excess(made.seconds_before) == pytest.approx(np.array([22.5, -22.5]) * TILE_SECONDS)
-    moved = made.is_moved
-    pairs = made.tasks.seconds[moved].sum() / TILE_SECONDS * 128 * 128
-    ratio = made.bytes_in.sum() / (2 * (QUERY_BYTES * KEY_BYTES * pairs) ** 0.5)
-    assert made.bytes_over_least[moved] == pytest.approx(ratio)
+    assert plan.least_bytes == pytest.approx(2 * (QUERY_BYTES * KEY_BYTES * pairs) ** 0.5)
+    assert plan.excess(plan.seconds_before) == pytest.approx(np.array([22.5, -22.5]) * TILE_SECONDS)
+    moved = plan.is_moved
+    pairs = plan.tasks.seconds[moved].sum() / TILE_SECONDS * 128 * 128
+    ratio = plan.bytes_in.sum() / (2 * (QUERY_BYTES * KEY_BYTES * pairs) ** 0.5)
+    assert plan.bytes_over_least[moved] == pytest.approx(ratio)
 
 
-def test_a_pair_of_a_table_costs_what_it_does_in_its_largest_task(tmp_path):
+def test_the_price_of_a_pair_is_that_of_the_tables_largest_task(tmp_path):
     path = calibrations.write(tmp_path / "table.json", lambda rows, keys: 3e-9 * rows * keys)
     cost = cost_tensor(distca.Options(cost_table=path), SHAPE, "cuda")
     assert account.seconds_per_pair(cost) == pytest.approx(3e-9)
@@ -163,27 +166,27 @@ def test_a_pair_of_a_table_costs_what_it_does_in_its_largest_task(tmp_path):
 
 
 def test_links_between_nodes_are_slower():
-    made = account.explain(step_of(draw_pack(heavy_tailed(0), 8, 8192, 0)))
+    plan = account.explain(step_of(draw_pack(heavy_tailed(0), 8, 8192, 0)))
     ranks = np.array([0, 0, 5]), np.array([3, 4, 7])
-    assert made.bandwidth(*ranks).tolist() == [200e9, 50e9, 200e9]
+    assert plan.bandwidth(*ranks).tolist() == [200e9, 50e9, 200e9]
 
 
 @pytest.mark.parametrize("rank, all_lines", [(None, False), (None, True), (3, False), (3, True)])
 def test_tables_fit_the_screen(rank, all_lines):
-    made = account.explain(step_of(draw_pack(heavy_tailed(1), 64, 131072, 1, crossing=True)))
-    lines = report(made, rank, all_lines).splitlines()
+    plan = account.explain(step_of(draw_pack(heavy_tailed(1), 64, 131072, 1, crossing=True)))
+    lines = report(plan, rank, all_lines).splitlines()
     assert max(map(len, lines)) <= MAX_WIDTH
     first_task = lines[lines.index(next(x for x in lines if x.startswith("Tasks"))) + 2].split()
     if rank is None:
         assert float(first_task[5]) == pytest.approx(
-            1e3 * made.tasks.seconds[made.is_moved].max(), rel=1e-3
+            1e3 * plan.tasks.seconds[plan.is_moved].max(), rel=1e-3
         )
     assert len(lines) < 70 or all_lines
     assert len(lines) > 1000 or not all_lines or rank is not None
 
 
 def test_a_plan_on_the_screen_and_as_data(tmp_path, capsys):
-    out = tmp_path / "made" / "plan.json"
+    out = tmp_path / "folder" / "plan.json"
     main(["--lengths", "1280" + ",128" * 10, "--ranks", "2", "--json", str(out)])
     printed = capsys.readouterr().out
     data = json.loads(out.read_text())
@@ -209,7 +212,7 @@ def test_a_plan_on_the_screen_and_as_data(tmp_path, capsys):
         (["--lengths", "1024,100", "--no-enabled"], "balancing is disabled"),
     ],
 )
-def test_nothing_moves_and_it_says_why(capsys, flags, why):
+def test_the_reason_why_nothing_moves_is_printed(capsys, flags, why):
     main(["--ranks", "2", *flags])
     printed = capsys.readouterr().out
     assert f"nothing moves: {why}" in printed and "Links, most bytes first: none" in printed
@@ -262,8 +265,8 @@ def test_bad_lists_are_named(tmp_path, text):
 
 
 def test_data_holds_every_task():
-    made = account.explain(step_of(draw_pack(heavy_tailed(2), 16, 8192, 2)))
-    data = as_data(made)
+    plan = account.explain(step_of(draw_pack(heavy_tailed(2), 16, 8192, 2)))
+    data = as_data(plan)
     json.dumps(data)
-    assert len(data["tasks"]) == made.tasks.server.size
+    assert len(data["tasks"]) == plan.tasks.server.size
     assert sum(link["bytes"] for link in data["links"]) == data["bytes"]

@@ -1,5 +1,8 @@
-"""A rank of a real training script dies or raises: all others end with an error that names it and
-carries its message, exit codes are not 0, and no process is left."""
+"""A rank of a training script dies or raises.
+
+All others end with an error that names it and quotes its message. No exit code is 0, and no process
+survives.
+"""
 
 import os
 import signal
@@ -18,26 +21,26 @@ import distca
 
 SCRIPT = Path(__file__).parent / "fault_script.py"
 MARK = "DISTCA_TEST_RUN"
-HANG_S = 40  # start-up of three processes included
+HANG_S = 40  # includes the start-up of three processes
 LIMIT_S = 8.0  # from the first exit to the last
 pytestmark = pytest.mark.usefixtures("test_extension")
 
 
 def marked(run: str) -> list[int]:
-    """Processes that were started for this run and still live."""
-    found = []
+    """Return the processes of this run that are still alive."""
+    alive = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={run}".encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:  # gone, or another user's
+                alive.append(int(process.name))
+        except OSError:  # it has ended, or belongs to another user
             continue
-    return found
+    return alive
 
 
 @pytest.fixture
 def environment():
-    """A run's environment; whatever is left of the run is killed."""
+    """Yield the environment of a run, and kill the processes that survive it."""
     run = uuid.uuid4().hex
     package = str(Path(distca.__file__).parents[1])
     yield {**os.environ, MARK: run, "PYTHONPATH": package, "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -46,7 +49,7 @@ def environment():
 
 
 def run_ranks(fault: str, environment: dict[str, str], folder: Path) -> list[tuple[int, str]]:
-    """(exit code, standard error) of three ranks started by hand."""
+    """Run three ranks without a launcher. Return (exit code, standard error) of each."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     processes = []
     for rank in range(3):
@@ -70,7 +73,7 @@ def run_ranks(fault: str, environment: dict[str, str], folder: Path) -> list[tup
     return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
 
 
-SAYS = {  # what the victim's own error and the others' say
+MESSAGES = {  # parts of the victim's own error and of the others'
     "raise_in_the_model": ("KeyError: 'layers.417.weight'",) * 2,
     "raise_while_planning_ahead": ("KeyError: 'layers.417.weight'",) * 2,
     "run_out_of_memory": ("can't allocate memory",) * 2,
@@ -80,10 +83,10 @@ SAYS = {  # what the victim's own error and the others' say
 }
 
 
-@pytest.mark.parametrize("fault", SAYS)
+@pytest.mark.parametrize("fault", MESSAGES)
 def test_every_rank_of_a_script_ends_with_the_error(environment, tmp_path, fault):
     ended = run_ranks(fault, environment, tmp_path)
-    own, others = SAYS[fault]
+    own, others = MESSAGES[fault]
     for rank, (code, error) in enumerate(ended):
         assert code != 0, error
         if rank == VICTIM:
@@ -105,7 +108,7 @@ def test_torchrun_ends_with_the_error(environment, fault):
         env=environment, timeout_s=HANG_S,
     )  # fmt: skip
     assert result.returncode != 0
-    assert SAYS[fault][0] in result.stderr
+    assert MESSAGES[fault][0] in result.stderr
     assert f"rank      : {VICTIM} " in result.stderr, result.stderr
     assert marked(environment[MARK]) == []
     assert time.monotonic() - started < HANG_S / 2

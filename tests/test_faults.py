@@ -1,5 +1,7 @@
-"""A rank that dies ends in an error on every other rank that names it, the layer, the pass and the
-phase, in seconds."""
+"""A rank dies, and within seconds every other rank raises an error.
+
+The error names the dead rank, the layer, the pass and the phase.
+"""
 
 import re
 
@@ -27,7 +29,7 @@ def broken_ranks():
 
 
 def survivors_of(group: Ranks, scenario: str, victim: int = kill_at.VICTIM) -> list[Outcome]:
-    """What the others came to; the victim is dead and left nothing."""
+    """Run a scenario. Return the outcomes of the survivors, and check that the victim is dead."""
     outcomes = group.outcomes(kill_at.run, scenario, victim, timeout_s=HANG_S)
     dead = outcomes.pop(victim)
     group.processes[victim].join(5)
@@ -67,14 +69,16 @@ def test_the_rank_that_holds_the_store_is_killed(broken_ranks):
 
 
 def die_beside_a_busy_store(rank: int, world_size: int) -> None:
-    """In every process a thread waits in the store that the group was opened with, whose client
-    serves one call at a time."""
+    """Die while, in every process, a thread waits in the store that the group was opened with.
+
+    The store's client serves one call at a time.
+    """
     distca.init()  # torch opens groups through the store
     kill_at.occupy_store(HANG_S)
     kill_at.run(rank, world_size, "inside_dispatch")
 
 
-def test_a_store_that_is_busy_elsewhere_delays_nothing(broken_ranks):
+def test_a_busy_store_delays_no_error(broken_ranks):
     outcomes = broken_ranks.outcomes(die_beside_a_busy_store, timeout_s=HANG_S)
     for rank in (0, 2):
         assert outcomes[rank].seconds < LIMIT_S, outcomes[rank]
@@ -126,7 +130,7 @@ def forward_backward(rank: int, world_size: int, case: Case) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("documents", FEW_TOKENS)
-def test_ranks_with_next_to_nothing_are_right(ranks, documents):
+def test_ranks_with_few_tokens_are_right(ranks, documents):
     case = FEW_TOKENS[documents]
     per_rank = ranks(3).run(forward_backward, case, timeout_s=HANG_S)
     results = [torch.cat(parts) for parts in zip(*per_rank, strict=True)]

@@ -1,4 +1,4 @@
-"""Core attention on CUDA devices: a device a rank by NCCL, else all on one device by gloo."""
+"""Core attention on CUDA devices: one device per rank with NCCL, else one device with gloo."""
 
 import time
 
@@ -33,8 +33,10 @@ def gpu_ranks():
 
 
 def place(case: Case, rank: int, world_size: int):
-    """This rank's documents, q, k, v (leaves) and grad_out on its device. Memory that operators are
-    given afterwards holds NaN, so that a row which nothing wrote shows."""
+    """Return this rank's documents, q, k, v (leaves) and grad_out on its device.
+
+    Free memory holds NaN afterwards, so that rows that an operator never wrote show.
+    """
     rows = case.rows_of(rank)
     device = torch.device("cuda", torch.cuda.current_device())
     for num_bytes in (2**20, 2**28):
@@ -57,7 +59,7 @@ def attend(rank, world_size, case):
 
 
 def assert_as_good_as_the_reference(per_rank, case):
-    """Errors at most twice those of plain attention in the case's own dtype."""
+    """Assert that errors are at most twice those of plain attention in the case's dtype."""
     results = [torch.cat(parts) for parts in zip(*per_rank, strict=True)]
     truths = oracle.forward_backward(case)
     reference = oracle.forward_backward(case, case.dtype)
@@ -85,10 +87,10 @@ def attend_keeping(rank, world_size, case):
     distca.close()
     distca.init(options=distca.Options(keep_inputs_gb=1.0))
     documents, leaves, grad_out = place(case, rank, world_size)
-    made = distca.plan(documents, device="cuda")
+    plan = distca.plan(documents, device="cuda")
     out = distca.core_attention(*leaves, documents)
     out.backward(grad_out)
-    kept = torch.ops.distca.kept_rows(made.layout)
+    kept = torch.ops.distca.kept_rows(plan.layout)
     distca.close()
     return [tensor.cpu() for tensor in (out.detach(), *(leaf.grad for leaf in leaves))], kept
 
@@ -113,7 +115,7 @@ def test_forward_gives_the_same_bits_twice(gpu_ranks):
 
 
 def attend_beside_nan(rank, world_size, case):
-    """Rank 2's only document, part of which other ranks compute, is NaN."""
+    """Attend while rank 2's only document is NaN, and other ranks compute a part of it."""
     documents, leaves, grad_out = place(case, rank, world_size)
     if rank == 2:
         with torch.no_grad():
@@ -133,7 +135,7 @@ def test_nan_stays_in_its_document(gpu_ranks):
 
 
 def timed(rank, world_size, case):
-    """Times and spans of the first of two steps."""
+    """Return times and spans of the first of two steps."""
     session = distca.init()
     torch.ops.distca.watch_step(session.group_name, session.num_plans)
     for _ in range(2):
@@ -170,7 +172,7 @@ def refusals(rank, world_size):
     return messages
 
 
-def test_what_the_device_cannot_do_is_refused(gpu_ranks):
+def test_unsupported_dtypes_and_head_dims_are_refused(gpu_ranks):
     messages = gpu_ranks(1).run(refusals)[0]
     assert [message.split(" is ")[0] for message in messages] == ["q", "head_dim", "head_dim"]
 
@@ -180,8 +182,8 @@ def test_rows_are_unpacked_alike_on_device_and_host():
         [distca.Documents.sharded([40, 3000, 1, 9000, 59], r, 4).pieces(r) for r in range(4)]
     )
     problem = planning.Problem(1, 4, (-1, 0), "cuda", 0)
-    made = planning._solve(problem, pieces, distca.Options(), distca.AttentionShape())
+    plan = planning._solve(problem, pieces, distca.Options(), distca.AttentionShape())
     unpack = torch.ops.distca.unpack_rows
-    on_host = unpack(made.layout, made.packed_rows.cpu())
-    assert on_host.numel() > made.packed_rows.numel(), "nothing was packed"
-    assert torch.equal(unpack(made.layout, made.packed_rows.cuda()).cpu(), on_host)
+    on_host = unpack(plan.layout, plan.packed_rows.cpu())
+    assert on_host.numel() > plan.packed_rows.numel(), "nothing was packed"
+    assert torch.equal(unpack(plan.layout, plan.packed_rows.cuda()).cpu(), on_host)

@@ -1,4 +1,4 @@
-"""The attention kernels of a CUDA device over one rank's task lists, in no process group."""
+"""The attention kernels of a CUDA device on one rank's task lists, without a process group."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ MODES = [False, True]  # deterministic
 MASKS = {"causal": (-1, 0), "full": (-1, -1), "window": (200, 0), "self": (0, 0), "five": (5, 0)}
 TWO_SIDED = [(64, 32), (0, 130), (-1, 5), (130, -1)]
 
-# Around the sizes of tiles; the odd ones keep what follows from starting on a multiple of anything.
+# Around the sizes of tiles. Odd lengths shift the documents after them off any multiple.
 LENGTHS = [3, 63, 64, 65, 1, 127, 128, 129, 191, 192, 193, 255, 256, 257, 5, 1000]
 SHARDS = [300, 1, 128, 64, 100]
 GQA = Heads(8, 2, 128)
@@ -60,7 +60,7 @@ def test_lengths(mask, head_dim, dtype):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
 def test_many_more_key_blocks_than_multiprocessors(mask, head_dim):
-    """Persistent blocks take many items each, of many and of few tiles, and reuse all they hold."""
+    """Each persistent block takes many items, of many and of few tiles, and reuses its memory."""
     heads = Heads(8, 4, head_dim)
     documents = [cut(length, SHARDS) for length in LENGTHS] * 10
     tasks = make(documents, MASKS[mask], "visiting")
@@ -104,7 +104,7 @@ def test_any_sharding_equals_the_whole(mask, head_dim):
 
 
 def some_shards() -> list[Document]:
-    """Documents of which the rank serves all, some or no queries."""
+    """Return documents whose queries this rank serves in whole, in part or not at all."""
     return [
         whole(129),
         Document(300, ((7, 8), (100, 200))),
@@ -137,7 +137,7 @@ def test_few_rows_over_a_long_prefix(heads):
 @pytest.mark.parametrize(
     "documents", [[], [whole(0)], [Document(70, ())], [whole(0), whole(1), whole(0)]]
 )
-def test_little_or_nothing_to_do(documents, name):
+def test_empty_and_nearly_empty_lists(documents, name):
     tasks = make(documents, name=name)
     check_all_modes(tasks, random_inputs(tasks, GQA, torch.bfloat16), GQA.scale)
 
@@ -152,7 +152,7 @@ def test_softmax_scales():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_extreme_logits(head_dim, dtype):
-    """Scores up to thousands: a softmax that is nearly an argmax."""
+    """With scores up to thousands, softmax is nearly an argmax."""
     heads = GQA._replace(head_dim=head_dim)
     for name in ("home", "visiting"):
         tasks = make([*map(whole, LENGTHS), cut(1000, SHARDS)], name=name)
@@ -165,10 +165,13 @@ def test_extreme_logits(head_dim, dtype):
 @pytest.mark.parametrize("deterministic", MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_that_lse_cannot_tell_apart(head_dim, deterministic):
-    """Scores go up to 1e8, where rounding changes a probability by e^8. A recomputed probability is
-    at most 1, so no gradient of a value is larger than those of all queries together."""
+    """Recomputed probabilities are at most 1.
+
+    Scores go up to 1e8, where rounding changes a probability by e^8. So no gradient of a value may
+    exceed the sum of grad_out over all queries.
+    """
     if not has_hopper_kernels(head_dim):
-        pytest.skip("PyTorch's kernels have a rounding of their own")
+        pytest.skip("PyTorch's kernels round differently")
     heads = GQA._replace(head_dim=head_dim)
     tasks = make([*map(whole, LENGTHS), cut(1000, SHARDS)])
     inputs = random_inputs(tasks, heads, torch.bfloat16)
@@ -190,7 +193,7 @@ def test_rows_of_large_values(head_dim):
 
 
 def views(inputs: Inputs) -> dict[str, Inputs]:
-    """The same values in other memory: slices of one fused projection, and head-major."""
+    """Return the same values as slices of one fused projection, and with heads first."""
     q, k, v, grad_out = inputs
     counts = [q.shape[1], k.shape[1], v.shape[1]]
     fused = Inputs(*torch.cat([q, k, v], dim=1).split(counts, dim=1), grad_out)
@@ -206,8 +209,8 @@ def test_strided_views(head_dim):
     inputs = random_inputs(tasks, heads, torch.bfloat16)
     packed = attend(tasks, inputs, heads.scale, deterministic=True)
     for layout, strided in views(inputs).items():
-        found = attend(tasks, strided, heads.scale, deterministic=True)
-        assert same_bits(found, packed) == [True] * 5, layout
+        results = attend(tasks, strided, heads.scale, deterministic=True)
+        assert same_bits(results, packed) == [True] * 5, layout
         reference(tasks, inputs, heads.scale).check(attend(tasks, strided, heads.scale))
 
 
@@ -220,15 +223,15 @@ def test_expanded_gradients():
         check_all_modes(tasks, expanded, GQA.scale)
 
 
-def same_bits(found: Results, expected: Results) -> list[bool]:
-    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+def same_bits(results: Results, expected: Results) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("head_dim", [64, 128, 96])
 @pytest.mark.parametrize("name", ["home", "visiting"])
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
-def test_what_a_neighbour_holds_stays_there(mask, name, head_dim, value):
+def test_values_of_neighbours_have_no_influence(mask, name, head_dim, value):
     heads = GQA._replace(head_dim=head_dim)
     documents = [whole(n) if n % 2 else cut(n, SHARDS) for n in (70, 129, 300, 77, 800, 63, 64)]
     tasks = make([*documents, Document(40, ()), whole(130)], MASKS[mask], name)
@@ -243,19 +246,19 @@ def test_what_a_neighbour_holds_stays_there(mask, name, head_dim, value):
     truth = reference(tasks, clean, heads.scale)
     for deterministic in MODES:
         expected = attend(tasks, clean, heads.scale, deterministic)
-        found = attend(tasks, spoilt, heads.scale, deterministic)
-        assert not found.out.isfinite().all(), "the neighbours' rows are not spoilt"
+        results = attend(tasks, spoilt, heads.scale, deterministic)
+        assert not results.out.isfinite().all(), "the neighbours' rows are not spoilt"
         kept = (untouched_q,) * 3 + (untouched_k,) * 2
         exact = 5 if deterministic else 2  # out and lse always
-        for result, wanted, rows in list(zip(found, expected, kept, strict=True))[:exact]:
+        for result, wanted, rows in list(zip(results, expected, kept, strict=True))[:exact]:
             assert torch.equal(result[rows], wanted[rows])
-        for result, wanted, rows in zip(found, expected, kept, strict=True):
+        for result, wanted, rows in zip(results, expected, kept, strict=True):
             result[~rows] = wanted[~rows]
-        truth.check(found)
+        truth.check(results)
 
 
 def untouched_rows(tasks: TaskList) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of every other document, of queries and of keys. Rows of no task are neighbours."""
+    """Return the query and key rows of every other document. All other rows are neighbours."""
     rows = []
     for num_rows, of in (
         (tasks.num_q_rows, lambda part: part.q_rows),
@@ -282,12 +285,12 @@ def test_200_repeats_give_the_same_bits(sizes, head_dim):
         for _ in range(200):
             out, lse = ops.attend(q, k, v, *share)
             grads = ops.attend_backward(grad_out, q, k, v, out, lse, *share)
-            found = zip((out, lse, *grads), first, strict=True)
-            differing += torch.stack([(result != wanted).sum() for result, wanted in found])
+            pairs = zip((out, lse, *grads), first, strict=True)
+            differing += torch.stack([(result != wanted).sum() for result, wanted in pairs])
     assert differing.tolist() == [0] * 5
 
 
-def test_the_option_is_the_switch_of_torch():
+def test_the_option_equals_torchs_switch():
     torch.manual_seed(0)
     lengths = torch.tensor([0, 3, 1003, 1703, 1832])
     q, k, v = (
@@ -303,10 +306,10 @@ def test_the_option_is_the_switch_of_torch():
 
     try:
         expected = gradients(option=False, switch=True)
-        found = [gradients(option=True, switch=False) for _ in range(5)]
+        results = [gradients(option=True, switch=False) for _ in range(5)]
     finally:
         distca.configure(distca.Options())
-    assert all(same_bits(result, expected) == [True] * 3 for result in found)
+    assert all(same_bits(result, expected) == [True] * 3 for result in results)
 
 
 def test_forward_gives_the_same_bits_in_both_modes():
@@ -316,25 +319,27 @@ def test_forward_gives_the_same_bits_in_both_modes():
     assert same_bits(fast, exact)[:2] == [True, True]
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="kernels of Hopper alone begin anywhere")
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="only Hopper kernels start at any key")
 @pytest.mark.parametrize("window_size", [(-1, 0), (-1, -1), (66_000, 0), (66_001, 700)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_items_of_many_keys_begin_where_others_are(head_dim, window_size):
-    """More items than multiprocessors, of two documents: later ones go round their keys from
-    somewhere inside, but not in deterministic mode. A block of keys that is left out is 4 % of a
-    row's result."""
+def test_items_of_many_keys_start_where_others_are(head_dim, window_size):
+    """Later items wrap around their keys, except in deterministic mode.
+
+    Two documents have more items than there are multiprocessors. A missing block of keys would be
+    4 % of a row's result.
+    """
     if not has_hopper_kernels(head_dim):
-        pytest.skip("kernels of Hopper alone begin anywhere")
+        pytest.skip("only Hopper kernels start at any key")
     heads = GQA._replace(head_dim=head_dim)
     long = [Document(n, ((n - rows, n),)) for n, rows in ((75_001, 7_000), (80_000, 3_100))]
     tasks = make([whole(3), long[0], whole(500), long[1]], window_size, "visiting")
     q, k, v, _ = random_inputs(tasks, heads, torch.bfloat16)
-    found = []
+    by_mode = []
     for deterministic in MODES:
         with deterministic_mode(deterministic):
             share = (tasks.layout, tasks.rows, heads.scale, tasks.name)
-            found.append([result.double() for result in ops.attend(q, k, v, *share)])
-    (out, lse), (exact_out, exact_lse) = found
+            by_mode.append([result.double() for result in ops.attend(q, k, v, *share)])
+    (out, lse), (exact_out, exact_lse) = by_mode
     assert not torch.equal(lse, exact_lse)
     assert (lse - exact_lse).abs().max() < 1e-4
     assert ((out - exact_out).norm(dim=-1) / exact_out.norm(dim=-1)).max() < 0.01
@@ -344,18 +349,18 @@ def test_items_of_many_keys_begin_where_others_are(head_dim, window_size):
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
 def test_order_of_documents_changes_no_bits(mask, head_dim):
     if not has_hopper_kernels(head_dim):
-        pytest.skip("ATen's order of summation depends on what else is in its call")
+        pytest.skip("ATen's order of summation depends on the other documents of a call")
     heads = GQA._replace(head_dim=head_dim)
     documents = [cut(length, SHARDS) for length in (1000, 3, 700, 129, 64)]
     order = [3, 0, 4, 2, 1]
     tasks = make(documents, MASKS[mask], "visiting")
     permuted = make([documents[i] for i in order], MASKS[mask], "visiting")
     inputs = random_inputs(tasks, heads, torch.bfloat16)
-    rows = torch.cat([tasks.parts[i].q_rows for i in order])  # of queries and of keys alike
+    rows = torch.cat([tasks.parts[i].q_rows for i in order])  # queries and keys have equal rows
     moved = Inputs(*(tensor[rows] for tensor in inputs))
     expected = attend(tasks, inputs, heads.scale, deterministic=True)
-    found = attend(permuted, moved, heads.scale, deterministic=True)
-    assert same_bits(found, Results(*(tensor[rows] for tensor in expected))) == [True] * 5
+    results = attend(permuted, moved, heads.scale, deterministic=True)
+    assert same_bits(results, Results(*(tensor[rows] for tensor in expected))) == [True] * 5
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="streams are CUDA's")
@@ -370,7 +375,7 @@ def test_two_streams_at_once(head_dim):
     ]
     streams = [torch.cuda.Stream() for _ in lists]
     torch.cuda.synchronize()
-    found = []
+    all_results = []
     with deterministic_mode(True):
         for _ in range(10):
             for i, (tasks, (q, k, v, grad_out)) in enumerate(zip(lists, inputs, strict=True)):
@@ -378,14 +383,14 @@ def test_two_streams_at_once(head_dim):
                 with torch.cuda.stream(streams[i]):
                     out, lse = ops.attend(q, k, v, *share)
                     grads = ops.attend_backward(grad_out, q, k, v, out, lse, *share)
-                found.append((i, Results(out, lse, *grads)))
+                all_results.append((i, Results(out, lse, *grads)))
     torch.cuda.synchronize()
-    assert all(same_bits(results, expected[i]) == [True] * 5 for i, results in found)
+    assert all(same_bits(results, expected[i]) == [True] * 5 for i, results in all_results)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs tens of GB")
 def test_rows_past_the_2_to_the_31st_element():
-    """524288 rows of 32 x 128: only the last document has tasks here, the rest is NaN."""
+    """Of 524288 rows of 32 x 128, only those of the last document have tasks; the rest is NaN."""
     heads = Heads(32, 8, 128)
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
@@ -408,8 +413,8 @@ def pad_before(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     return padded
 
 
-def test_a_key_too_many_is_found():
-    """The comparison's other planted errors are in test_task_lists.py, on the CPU."""
+def test_an_extra_key_is_noticed():
+    """test_task_lists.py plants other errors on the CPU."""
     documents = [whole(65), cut(1000, SHARDS)]
     right, wrong = make(documents, (200, 0)), make(documents, (201, 0))
     inputs = random_inputs(right, GQA, torch.bfloat16)

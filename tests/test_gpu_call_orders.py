@@ -1,5 +1,7 @@
-"""Test the same as test_call_orders where devices wait for rows and the host runs ahead. No wrong
-row is used, because devices compare calls, too."""
+"""Ranks with different attention calls, where devices wait for rows and the host runs ahead.
+
+No wrong row is used, because devices also compare calls.
+"""
 
 import os
 import re
@@ -45,7 +47,7 @@ def broken_ranks(monkeypatch):
 
 @pytest.mark.parametrize("transport", ["peer", "process_group"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_calls_otherwise_is_named(broken_ranks, way, transport):
+def test_a_rank_with_other_calls_is_named(broken_ranks, way, transport):
     outcomes = broken_ranks(transport).outcomes(run, way, transport, timeout_s=HANG_S)
     for outcome in outcomes:
         assert outcome.error_type in ("DistBackendError", "ValueError"), outcome

@@ -1,5 +1,8 @@
-"""torch.compile on GPUs: one graph, and CUDA graphs around core attention, with the results of
-eager code while documents and plans change. Ranks share a device where there are fewer."""
+"""torch.compile on GPUs, while documents and plans change.
+
+Compiled code has one graph, and CUDA graphs around core attention. Its results equal those of eager
+code. Ranks share devices if there are fewer devices than ranks.
+"""
 
 import os
 import random
@@ -18,8 +21,8 @@ pytestmark = pytest.mark.gpu
 
 MODES = ("default", "reduce-overhead", "max-autotune")
 HEADS, HEAD_DIM, WIDTH = (4, 2, 2), 64, 128
-NUM_TOKENS = [512] * 20 + [384] * 4  # by step: graphs are used again, then others are needed
-LIMIT = 2e-2  # relative, in bfloat16 between linear layers in float32
+NUM_TOKENS = [512] * 20 + [384] * 4  # by step: reuses graphs, then needs others
+LIMIT = 2e-2  # relative; attention is in bfloat16, linear layers in float32
 COMPILE_TIMEOUT_S = 400
 
 
@@ -55,7 +58,7 @@ def make_model(device: str) -> Model:
 
 
 def documents_of(step: int, rank: int) -> distca.Documents:
-    """One long document on rank 0 in half of the steps, else others on every rank."""
+    """Return one long document on rank 0 in every other step, and random documents otherwise."""
     num_tokens = NUM_TOKENS[step]
     if step % 2 and rank == 0:
         return distca.Documents([0, num_tokens])
@@ -65,20 +68,20 @@ def documents_of(step: int, rank: int) -> distca.Documents:
 
 
 def train_step(model: nn.Module, step: int, rank: int, device: str):
-    """Loss and gradients, and the bytes that this rank sends under the step's plan."""
+    """Train a step. Return loss and gradients, and the bytes that this rank sends."""
     documents = documents_of(step, rank)
-    made = distca.plan(documents, device=device)
+    plan = distca.plan(documents, device=device)
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(NUM_TOKENS[step], WIDTH, generator=generator).to(device)
     model.zero_grad()
     loss = model(x, documents)
     loss.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    return [loss.detach().clone(), *gradients], made.report().bytes_out[rank]
+    return [loss.detach().clone(), *gradients], plan.report().bytes_out[rank]
 
 
 class CountedGraphs:
-    """Counts the CUDA graphs that are recorded and replayed in its scope."""
+    """Counts the CUDA graphs that its scope records and replays."""
 
     METHODS = ("capture_begin", "replay")
 
@@ -102,7 +105,7 @@ class CountedGraphs:
 
 
 def train_compiled(rank: int, world_size: int, mode: str, device: str) -> dict:
-    """Returns the largest errors of compiled steps against eager ones, and what was compiled."""
+    """Return the errors of compiled steps against eager ones, and the numbers of graphs."""
     torch._dynamo.reset()
     eager, compiled = make_model(device), torch.compile(
         make_model(device), mode=mode, fullgraph=True
@@ -162,8 +165,8 @@ def test_equals_eager(compiling_ranks, mode, world_size):
         if mode == "default":
             assert result["capture_begin"] == 0
         else:
-            assert result["capture_begin"] > 0, "CUDA graphs must be made of what is between"
-            assert result["replay"] >= len(NUM_TOKENS), "and be used again"
+            assert result["capture_begin"] > 0, "CUDA graphs must capture the code in between"
+            assert result["replay"] >= len(NUM_TOKENS), "steps must replay the graphs"
 
 
 def test_operators_refuse_a_capture():
@@ -180,7 +183,7 @@ def test_operators_refuse_a_capture():
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_core_attention_refuses_a_capture(is_planned):
-    """By the drop-in, too: a graph would repeat the call with the documents of this step."""
+    """A CUDA graph would repeat the call with the documents of this step, also by the drop-in."""
     documents = distca.Documents([0, 8])
     q = torch.ones(8, 2, 64, device="cuda", dtype=torch.bfloat16)
     heads_first = q.transpose(0, 1)[None]

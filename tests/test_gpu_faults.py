@@ -1,5 +1,7 @@
-"""A rank of a group dies, stops, sleeps or raises: the others end with an error that names it,
-within the timeout, whether rows travel through peer memory or by NCCL."""
+"""A rank dies, stops, sleeps or raises, and the others end with an error that names it.
+
+They end within the timeout, whether rows travel through peer memory or by NCCL.
+"""
 
 import os
 import signal
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).parent / "gpu_fault_script.py"
 START_S = 40  # of processes with CUDA
-SAYS = {
+MESSAGES = {
     "die": "is dead",
     "stop": "is stopped",
     "raise_error": "KeyError: 'layers.417.weight'",
@@ -39,7 +41,7 @@ def survivor(process: subprocess.Popen, deadline: float) -> tuple[int, str]:
 
 
 def errors_of_survivor(fault: str, moment: str, failing_pass: str, transport: str) -> str:
-    """What the rank that is not at fault wrote before it ended, not well."""
+    """Return the error output of the other rank, which must end with a nonzero exit code."""
     if transport == "peer" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
     if transport == "process_group" and torch.cuda.device_count() < 2:
@@ -51,7 +53,7 @@ def errors_of_survivor(fault: str, moment: str, failing_pass: str, transport: st
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun, whose agent has the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun, whose agent hosts the store
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": "2",
     }
@@ -83,32 +85,34 @@ def last_named(error: str) -> str:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("transport", ["peer", "process_group"])
 def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
-    said = last_named(errors_of_survivor(fault, "fail_between_calls", failing_pass, transport))
-    assert f"rank {VICTIM} " in said and SAYS[fault] in said
-    assert f"{failing_pass} pass" in said
+    message = last_named(errors_of_survivor(fault, "fail_between_calls", failing_pass, transport))
+    assert f"rank {VICTIM} " in message and MESSAGES[fault] in message
+    assert f"{failing_pass} pass" in message
 
 
 @pytest.mark.parametrize("transport", ["peer", "process_group"])
-def test_a_store_that_is_busy_elsewhere_delays_nothing(transport):
+def test_a_busy_store_delays_no_error(transport):
     started = time.monotonic()
-    said = last_named(errors_of_survivor("die", "fail_beside_a_busy_store", "forward", transport))
-    assert f"rank {VICTIM} is dead" in said
+    message = last_named(
+        errors_of_survivor("die", "fail_beside_a_busy_store", "forward", transport)
+    )
+    assert f"rank {VICTIM} is dead" in message
     assert time.monotonic() - started < START_S + TIMEOUT_S
 
 
 @pytest.mark.parametrize("failing_pass", ["forward", "backward"])
 @pytest.mark.parametrize("fault", ["die", "stop", "sleep"])
 def test_copies_to_a_rank_at_fault(fault, failing_pass):
-    said = last_named(errors_of_survivor(fault, "fail_between_copies", failing_pass, "peer"))
-    assert f"rank {VICTIM} " in said and SAYS[fault] in said
-    assert f"attention layer 1, {failing_pass} pass" in said
+    message = last_named(errors_of_survivor(fault, "fail_between_copies", failing_pass, "peer"))
+    assert f"rank {VICTIM} " in message and MESSAGES[fault] in message
+    assert f"attention layer 1, {failing_pass} pass" in message
 
 
 def test_a_rank_fails_before_buffers_grow():
-    """The device still waits for it, in an earlier call, which is the one that is named."""
-    said = last_named(errors_of_survivor("die", "fail_before_growth", "forward", "peer"))
-    assert f"rank {VICTIM} is dead" in said
-    assert "of attention layer 1, forward pass, step 0" in said
+    """The error names the earlier call in which the device still waits."""
+    message = last_named(errors_of_survivor("die", "fail_before_growth", "forward", "peer"))
+    assert f"rank {VICTIM} is dead" in message
+    assert "of attention layer 1, forward pass, step 0" in message
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,6 @@ def test_a_rank_fails_before_buffers_grow():
     [("die", "forward"), ("stop", "backward"), ("raise_error", "backward"), ("sleep", "forward")],
 )
 def test_a_rank_fails_while_buffers_grow(fault, failing_pass):
-    said = last_named(errors_of_survivor(fault, "fail_in_growth", failing_pass, "peer"))
-    assert f"rank {VICTIM} " in said and SAYS[fault] in said
-    assert f"growth of peer memory of attention layer 0, {failing_pass} pass, step 1" in said
+    message = last_named(errors_of_survivor(fault, "fail_in_growth", failing_pass, "peer"))
+    assert f"rank {VICTIM} " in message and MESSAGES[fault] in message
+    assert f"growth of peer memory of attention layer 0, {failing_pass} pass, step 1" in message

@@ -1,4 +1,4 @@
-"""distca.join on GPUs: two ranks, of two devices or of one that they share."""
+"""distca.join on GPUs: two ranks with a device each, or with one device."""
 
 import os
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def pair():
-    """By peer memory where two ranks share a device, as NCCL needs one for each."""
+    """Start two ranks. If they share a device, rows travel through peer memory, not by NCCL."""
     is_shared = torch.cuda.device_count() < 2
     if is_shared and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
@@ -44,7 +44,7 @@ def torch_in_bfloat16(q: Tensor, k: Tensor, v: Tensor, documents) -> Tensor:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_batches", [[7, 5], [0, 7]])
 def test_uneven_ranks_train_as_one_process(pair, num_batches, ahead, wrapper):
-    """As exact as one process with torch's attention in the same dtype."""
+    """Training is as exact as one process with torch's attention in the same dtype."""
     if wrapper == "FSDP2" and torch.cuda.device_count() < 2:
         pytest.skip("FSDP2 needs NCCL")
     truth = uneven.train_alone(num_batches, torch_attention)

@@ -1,5 +1,7 @@
-"""Balanced attention and the device's memory: use from other streams, memory that is used again,
-tensors of 2**31 elements, and what a long run holds. By peer memory and by process group."""
+"""Balanced attention and the device's memory, by peer memory and by process group.
+
+The tests cover other streams, reuse of memory, tensors of 2**31 elements and long runs.
+"""
 
 import itertools
 import os
@@ -45,14 +47,14 @@ def leaves_of(rows: int, heads: tuple[int, int] = (4, 2), head_dim: int = 64):
 
 
 def results_of(leaves, grad_out, documents):
-    """out, dq, dk, dv, balanced."""
+    """Return out, dq, dk, dv of balanced attention."""
     distca.plan(documents, device="cuda")
     out = distca.core_attention(*leaves, documents)
     return out, *torch.autograd.grad(out, leaves, grad_out)
 
 
 def errors_of(results, leaves, grad_out, documents):
-    """Against this rank's own documents computed here."""
+    """Return the errors of `results` against attention on this rank alone."""
     device = torch.device("cuda", torch.cuda.current_device())
     local = planning.local_plan(documents, (-1, 0), device)
     scale = leaves[0].shape[-1] ** -0.5
@@ -62,7 +64,7 @@ def errors_of(results, leaves, grad_out, documents):
 
 
 def skewed_documents(shared: random.Random, rank: int) -> distca.Documents:
-    """Of rank `rank`: one rank has long documents, the other short ones."""
+    """Return documents of `rank`. One rank has long documents, the other short ones."""
     long_rank, count = shared.randrange(2), shared.randint(8, 16)
     lengths = [
         [shared.randint(1, LARGEST // (1 if r == long_rank else 8)) for _ in range(count)]
@@ -72,7 +74,7 @@ def skewed_documents(shared: random.Random, rank: int) -> distca.Documents:
 
 
 def attend_on_streams(rank, world_size):
-    """Every call on another stream, after random delays, while freed memory is filled with NaN."""
+    """Call attention on random streams after random delays, and fill freed memory with NaN."""
     shared, own = random.Random(3), random.Random(rank)
     streams = [torch.cuda.Stream() for _ in range(3)]
     worst = 0.0
@@ -97,7 +99,7 @@ def test_other_streams(two_ranks):
 
 
 def run_steps(rank, world_size, num_steps):
-    """Bytes of the device that are in use by then, after each quarter of the steps."""
+    """Return the bytes (allocated, reserved) of the device after each quarter of the steps."""
     shared = random.Random(5)
     used = []
     for step in range(1, num_steps + 1):
@@ -120,7 +122,7 @@ def test_memory_is_flat(two_ranks):
 
 
 def attend_to_2_31_elements(rank, world_size):
-    """Rank 0 holds 2**31 elements of q, in documents of which about half are computed elsewhere."""
+    """Attend to 2**31 elements of q on rank 0. Rank 1 computes about half of the documents."""
     length, heads, head_dim = 2048, (32, 8), 128
     rows = 2**31 // (heads[0] * head_dim) if rank == 0 else 0
     documents = distca.Documents([*range(0, rows + 1, length)])

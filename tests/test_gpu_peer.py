@@ -1,4 +1,4 @@
-"""Core attention through peer memory on Hopper GPUs. Ranks share devices where there are fewer."""
+"""Core attention through peer memory on Hopper GPUs. Ranks may share devices."""
 
 import itertools
 import math
@@ -64,7 +64,7 @@ def test_heads(peer_ranks, heads_q, heads_kv, head_dim, dtype):
 
 
 def attend_deterministically(rank, world_size, case):
-    attend(rank, world_size, case)  # plans follow the shape that ran last
+    attend(rank, world_size, case)  # plans use the shape of the latest call
     torch.use_deterministic_algorithms(True)
     try:
         return attend(rank, world_size, case), attend(rank, world_size, case)
@@ -81,7 +81,7 @@ def test_deterministic_mode(peer_ranks):
 
 
 def attend_strided(rank, world_size, case):
-    """q, k, v as views of one projection, as models make them."""
+    """Attend to views of one fused projection, as in models."""
     documents, leaves, grad_out = place(case, rank, world_size)
     fused = torch.cat([leaf.detach() for leaf in leaves], 1).requires_grad_()
     q, k, v = fused.split([leaf.shape[1] for leaf in leaves], 1)
@@ -97,8 +97,10 @@ def test_views_of_a_fused_projection(peer_ranks):
 
 
 def random_plan(generator, world_size):
-    """Lengths of each rank's documents and a plan of all ranks: every document is cut anywhere,
-    each part is computed anywhere, and servers keep inputs of any document."""
+    """Return lengths of each rank's documents, pieces, and a random plan of all ranks.
+
+    Cuts, servers and documents with kept inputs are random.
+    """
     lengths = [
         [generator.choice((0, 1, 63, 128, 300, 777)) for _ in range(3)] for _ in range(world_size)
     ]
@@ -116,7 +118,7 @@ def random_plan(generator, world_size):
 
 
 def share_of(pieces, plan, rank, *rounds):
-    """(layout, rows) of this rank in a plan that is the open session's next."""
+    """Return (layout, rows) of this rank, for the next plan of the open session."""
     opened, ops = session.find(), torch.ops.distca
     layout, packed_rows = ops.layout(
         pieces, plan, rank, opened.num_plans, "cuda", False, *rounds, by_peer_memory=True
@@ -126,7 +128,7 @@ def share_of(pieces, plan, rank, *rounds):
 
 
 def plan_by_server(pieces, tasks, world_size):
-    """Of tasks (server, document, first query, last query + 1, whether inputs are kept)."""
+    """Encode tasks (server, document, first query, last query + 1, whether to keep inputs)."""
     order = torch.tensor(sorted(tasks), dtype=torch.int64).reshape(-1, 5)
     columns = order[:, [1, 2, 3, 0, 4]].contiguous()
     return torch.ops.distca.plan_of_tasks(pieces, columns, world_size, -1, 0)
@@ -140,8 +142,11 @@ def forward_backward(leaves, grad_out, share, group_name):
 
 
 def attend_to_large_plan(rank, world_size, rows, share_moved, is_kept=0):
-    """Errors against this rank's own document computed here, where much of every document goes to
-    the next rank, which keeps its inputs or does not: copy engines carry it."""
+    """Return errors against attention on this rank alone.
+
+    The next rank computes much of every document, so copy engines carry its rows. It keeps the
+    inputs if `is_kept`.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     opened = session.find()
     pieces = torch.tensor([(r, r, 0, rows) for r in range(world_size)])
@@ -172,8 +177,11 @@ def test_copy_engines(peer_ranks, world_size, is_kept):
 
 
 def attend_to_sharded_plans(rank, world_size, sizes):
-    """Errors of layers one after the other, of `sizes` rows a rank: a document over all ranks, of
-    which each computes what another holds. Many rows go by copy engines, few by a kernel."""
+    """Return errors of consecutive layers on a document over all ranks.
+
+    Layers have `sizes` rows per rank, and each rank computes the rows of another. Copy engines
+    carry many rows, and a kernel few.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     opened = session.find()
     layers = []
@@ -193,12 +201,12 @@ def attend_to_sharded_plans(rank, world_size, sizes):
         *leaves, grad_out = (tensor[own].clone() for tensor in whole)
         layers.append((own, whole, [leaf.requires_grad_() for leaf in leaves], grad_out, share))
     torch.cuda.synchronize()
-    found = [
+    by_layer = [
         forward_backward(leaves, grad_out, share, opened.group_name)
         for _, _, leaves, grad_out, share in layers
     ]
     errors = []
-    for (own, (*whole, grad_out), *_), results in zip(layers, found, strict=True):
+    for (own, (*whole, grad_out), *_), results in zip(layers, by_layer, strict=True):
         local = planning.local_plan(distca.Documents([0, len(grad_out)]), (-1, 0), device)
         leaves = [tensor.requires_grad_() for tensor in whole]
         expected = forward_backward(leaves, grad_out, (local.layout, local.rows), "")
@@ -207,15 +215,17 @@ def attend_to_sharded_plans(rank, world_size, sizes):
 
 
 def test_a_document_over_all_ranks_by_copies_and_stores(peer_ranks):
-    """Homes whose keys were sent and no queries get no results in the forward pass."""
+    """A home that sends only keys gets no results in the forward pass."""
     sizes = [6_001, 301, 6_001, 301, 301, 7_003]
     for errors in peer_ranks(4).run(attend_to_sharded_plans, sizes):
         assert max(errors) < 0.01 and not any(map(math.isnan, errors))
 
 
 def ranges_of_calls(pieces, plan, rank, world_size):
-    """Bytes that a forward and a backward call may touch in this rank's buffers, q of 4 heads and k
-    and v of 2, bfloat16 of head_dim 64."""
+    """Return the bytes that a forward and a backward call may touch in this rank's buffers.
+
+    q has 4 heads, k and v have 2, all in bfloat16 of head_dim 64.
+    """
     layouts = (torch.ops.distca.layout(pieces, plan, r, 0, "cpu")[0] for r in range(world_size))
     rows = [numbers_of_rows(layout)[1] for layout in layouts]
     most = {kind: max(own[kind] for own in rows) for kind in rows[0]}
@@ -224,7 +234,7 @@ def ranges_of_calls(pieces, plan, rank, world_size):
 
 
 class RandomCall:
-    """A layer under a random plan, forward and backward, and the same rows computed here."""
+    """A layer under a random plan, forward and backward, and its reference on this rank alone."""
 
     def __init__(self, rank, world_size, shared, generator, round_rows):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -252,12 +262,12 @@ class RandomCall:
 
 
 def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
-    """Returns the largest error of any result against this rank's documents computed here, and the
-    number of plans whose canaries were intact. A rank has at most `round_rows` visiting rows
-    in a round.
+    """Return the largest error against attention on this rank, and the number of canary checks.
 
-    Canaries make the ranks wait for each other, so half of the plans, at random, have none. These
-    are computed up to three at a time on two streams, which nothing else keeps in order."""
+    A rank has at most `round_rows` visiting rows in a round. Canaries make the ranks wait for each
+    other, so half of the plans, at random, have none. Up to three of these run at a time on two
+    streams, whose order nothing else fixes.
+    """
     shared, own = random.Random(seed), random.Random(seed * world_size + rank)
     generator = torch.Generator(torch.device("cuda", torch.cuda.current_device()))
     generator.manual_seed(rank)
@@ -293,14 +303,16 @@ def attend_to_random_plans(rank, world_size, num_plans, seed, round_rows=None):
 def test_random_plans_with_random_delays(peer_ranks, world_size):
     num_plans = int(os.environ.get("DISTCA_NUM_RANDOM_PLANS", "100"))
     ranks, timeout_s = peer_ranks(world_size), 60 + num_plans // 10
-    found = ranks.run(attend_to_random_plans, num_plans, 7, timeout_s=timeout_s)
-    for worst, num_checked in found:
+    for worst, num_checked in ranks.run(attend_to_random_plans, num_plans, 7, timeout_s=timeout_s):
         assert worst < 0.02 and num_checked > num_plans // 6
 
 
 def attend_while_another_is_ahead(rank, world_size, rows):
-    """Errors under two plans, where rank 1 is late for the first, in which rank 0 computes its
-    document, and rank 2, which sends nothing in the first, is already in the second."""
+    """Return errors under two plans that ranks use at different times.
+
+    In the first plan rank 0 computes the document of rank 1, which is late. Rank 2 sends nothing in
+    the first plan and is already in the second.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     opened, ops = session.find(), torch.ops.distca
     pieces = torch.tensor([(r, r, 0, rows) for r in range(world_size)])
@@ -332,7 +344,7 @@ def attend_while_another_is_ahead(rank, world_size, rows):
         ]
         return [*map(oracle.relative_error, outs, expected)]
 
-    attend_twice()  # buffers grow, which all ranks wait for
+    attend_twice()  # buffers grow, and all ranks wait for that
     return attend_twice()
 
 
@@ -342,21 +354,24 @@ def test_a_rank_is_a_call_ahead(peer_ranks):
 
 
 def test_rounds(peer_ranks):
-    """777 keys of one query, the most, fit."""
+    """A round has room for one query with 777 keys, the largest number."""
     for worst, _ in peer_ranks(2).run(attend_to_random_plans, 30, 8, 900.0):
         assert worst < 0.02
 
 
 def plan_with_an_empty_round():
-    """Returns (pieces, plan, row bytes, bytes of a round) of a document on two ranks. The first
-    queries of rank 0 need only its own keys; the rest of them come in the second round."""
+    """Return (pieces, plan, row bytes, bytes of a round) of a document on two ranks.
+
+    The first queries of rank 0 need only its own keys. Its other queries belong to the second
+    round.
+    """
     pieces = torch.tensor([(0, 0, 0, 300), (1, 0, 300, 300)])
     tasks = torch.tensor([(0, 0, 300, 0), (0, 300, 600, 1)])
     return pieces, torch.ops.distca.plan_of_tasks(pieces, tasks, 2, 0, 50), [1, 1], 400.0
 
 
 def attend_in_an_empty_round(rank, world_size):
-    """Errors of the first calls of a session, whose first round moves nothing."""
+    """Return the errors of a session's first calls, whose first round moves nothing."""
     distca.close()
     open_session(rank, world_size)
     pieces, plan, *rounds = plan_with_an_empty_round()
@@ -385,7 +400,7 @@ def test_a_first_round_that_moves_nothing(peer_ranks):
 
 
 def attend_with_many_sources(rank, world_size):
-    """Returns the error for a layout of rank 0 that sends keys to more servers than there are."""
+    """Return the message for a layout of rank 0 that sends keys to more servers than exist."""
     distca.close()
     open_session(rank, world_size)
     pieces = torch.tensor([(0, 0, 0, 64), (1, 1, 0, 64)])
@@ -406,15 +421,15 @@ def attend_with_many_sources(rank, world_size):
 
 
 def test_more_sources_than_ranks(peer_ranks):
-    refused, told = peer_ranks(2).run(attend_with_many_sources)
-    assert "twice; expected once" in refused
-    assert "refused on rank(s) 0; nothing was sent" in told
+    error, other_error = peer_ranks(2).run(attend_with_many_sources)
+    assert "twice; expected once" in error
+    assert "refused on rank(s) 0; nothing was sent" in other_error
 
 
 def attend_without_memory(rank, world_size, poor_rank):
-    """What a plan says for which a rank has no memory, then errors under a smaller one."""
+    """Plan more than a rank has memory for, then less. Return the message, bytes and errors."""
     pad_bytes = symmetric_memory.get_signal_pad_size()
-    if rank == poor_rank:  # of every allocation, more than any device has
+    if rank == poor_rank:  # every allocation then exceeds the memory of any device
         symmetric_memory.set_signal_pad_size(2**44)
     try:
         with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -426,7 +441,7 @@ def attend_without_memory(rank, world_size, poor_rank):
 
 
 def attend_with_reserved_memory(rank, world_size, gb):
-    """Bytes of peer memory after a small plan and after a larger one, and errors."""
+    """Return the bytes of peer memory after a small and a larger plan, and errors."""
     distca.close()
     distca.init(options=distca.Options(transport="peer", peer_memory_gb=gb))
     group_name, sizes, errors = session.find().group_name, [], []
@@ -448,8 +463,8 @@ def test_reserved_memory_holds_larger_plans(peer_ranks):
 
 def test_no_memory_for_larger_buffers_on_one_rank(peer_ranks):
     poor_rank = 1
-    for said, num_bytes, errors in peer_ranks(2).run(attend_without_memory, poor_rank):
-        assert f"out of memory on rank(s) {poor_rank}, where" in said
-        assert "growth of peer memory of attention layer 0, forward pass" in said
-        assert f"keeps the {num_bytes} bytes" in said
+    for message, num_bytes, errors in peer_ranks(2).run(attend_without_memory, poor_rank):
+        assert f"out of memory on rank(s) {poor_rank}, where" in message
+        assert "growth of peer memory of attention layer 0, forward pass" in message
+        assert f"keeps the {num_bytes} bytes" in message
         assert max(errors) < 0.01 and not any(map(math.isnan, errors))

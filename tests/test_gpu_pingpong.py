@@ -1,4 +1,4 @@
-"""Ping-pong on CUDA streams: a device a rank by NCCL, else all on one device by gloo."""
+"""Ping-pong on CUDA streams: one device per rank with NCCL, else one device with gloo."""
 
 import random
 
@@ -33,7 +33,7 @@ def gpu_ranks(request):
 
 
 class Delayed(Block):
-    """Waits at random places of both passes, on the stream that it runs on."""
+    """A block that waits at random places of both passes, on its own stream."""
 
     random = random.Random()
 
@@ -52,7 +52,7 @@ class Delayed(Block):
 
     def forward(self, x, cos, sin, documents) -> Tensor:
         x = self.delay(super().forward(self.delay(x), cos, sin, documents))
-        # Memory that is free on this stream holds NaN, so that who still reads it shows.
+        # Free memory of this stream holds NaN, so that a late read shows.
         torch.full((2**20,), float("nan"), device=x.device)
         return x
 
@@ -66,7 +66,7 @@ def place(rank: int, number: int, num_ranks: int, dtype=torch.bfloat16):
 
 
 def train(rank: int, world_size: int, wrap, num_steps: int, dtype=torch.bfloat16) -> list[Tensor]:
-    """Results and gradients of three blocks in a row, step by step."""
+    """Train three consecutive blocks. Return the results and gradients of all steps."""
     blocks = [wrap(block_of(Delayed, WINDOWS, dtype, **SIZES).cuda()) for _ in range(3)]
     results = []
     for number in range(num_steps):
@@ -115,7 +115,7 @@ def wrapped(name: str):
 
 
 def distances(rank: int, world_size: int, name: str) -> float:
-    """The largest distance to results of the bare blocks."""
+    """Return the largest distance from the results of the bare blocks."""
     Delayed.random.seed(rank)
     results = train(rank, world_size, wrapped(name), num_steps=4)
     assert sessions.find().halves, "nothing ran in halves"
@@ -127,18 +127,18 @@ def distances(rank: int, world_size: int, name: str) -> float:
 
 @pytest.mark.parametrize("name", ["plain", "uneven", "border", "non-reentrant", "reentrant"])
 def test_delays_change_nothing(gpu_ranks, name):
-    found = gpu_ranks.run(distances, name, timeout_s=200)
-    assert all(worst <= 3e-2 for worst in found), found  # bfloat16 through six attentions
+    errors = gpu_ranks.run(distances, name, timeout_s=200)
+    assert all(worst <= 3e-2 for worst in errors), errors  # bfloat16 through six attentions
 
 
 def streams_of_nodes(rank: int, world_size: int) -> dict[str, bool]:
-    """Which streams compute in both passes."""
+    """Return which properties hold for the streams of both passes."""
     seen: dict[str, list[int]] = {"forward": [], "backward": [], "accumulate": []}
 
     class Watched(Block):
         def forward(self, x, *arguments) -> Tensor:
             seen["forward"].append(torch.cuda.current_stream().cuda_stream)
-            x = x.clone()  # hooks of a tensor run where it was made, and x was on neither stream
+            x = x.clone()  # hooks run on the stream that made a tensor, and x is from another one
             x.register_hook(
                 lambda _: seen["backward"].append(torch.cuda.current_stream().cuda_stream)
             )
@@ -160,8 +160,8 @@ def streams_of_nodes(rank: int, world_size: int) -> dict[str, bool]:
 
 
 def test_halves_run_on_streams_of_their_own(gpu_ranks):
-    for found in gpu_ranks.run(streams_of_nodes):
-        assert all(found.values()), found
+    for checks in gpu_ranks.run(streams_of_nodes):
+        assert all(checks.values()), checks
 
 
 class Stack(torch.nn.Module):
@@ -202,5 +202,5 @@ def sharded_distance(rank: int, world_size: int) -> float:
 def test_sharded_blocks_with_delays(gpu_ranks):
     if torch.cuda.device_count() < gpu_ranks.world_size:
         pytest.skip("FSDP2 needs NCCL, and so a device for each rank")
-    found = gpu_ranks.run(sharded_distance, timeout_s=200)
-    assert all(worst <= 3e-2 for worst in found), found
+    errors = gpu_ranks.run(sharded_distance, timeout_s=200)
+    assert all(worst <= 3e-2 for worst in errors), errors

@@ -1,12 +1,14 @@
-"""The operators refuse bad gradients of ranks that exchange rows, and tensors on different devices.
-Ranks share devices where there are fewer."""
+"""The operators refuse bad gradients of ranks that exchange rows, and tensors on mixed devices.
+
+Ranks may share devices.
+"""
 
 import pytest
 import torch
 from oracle import Case
 from ranks import Ranks
 from small_step import small_step
-from test_hostile_gradients import CASES
+from test_hostile_gradients import CASES, unchanged
 
 import distca
 from distca.planning.plan import local_plan
@@ -24,15 +26,15 @@ def run_case(rank: int, world_size: int, case: str, transport: str, is_first: bo
     step = small_step(rank, world_size, SHARDED)
     step.q, step.k, step.v = (t.detach().bfloat16().cuda() for t in (step.q, step.k, step.v))
     if not is_first:
-        run(step, distca.plan(step.documents, device="cuda"), lambda given: given)
+        run(step, distca.plan(step.documents, device="cuda"), unchanged)
         torch.cuda.synchronize()
-    made = distca.plan(step.documents, device="cuda")
-    run(step, made, change if rank == BAD_RANK else lambda given: given)
-    torch.cuda.synchronize()  # not for ever, but what came is worth nothing, as the next call says
-    run(step, distca.plan(step.documents, device="cuda"), lambda given: given)
+    plan = distca.plan(step.documents, device="cuda")
+    run(step, plan, change if rank == BAD_RANK else unchanged)
+    torch.cuda.synchronize()  # returns with invalid results, and the next call raises
+    run(step, distca.plan(step.documents, device="cuda"), unchanged)
 
 
-# A kernel that runs for the first time may wait for the device, and hold the driver's lock.
+# The first launch of a kernel may wait for the device while it holds the driver's lock.
 @pytest.mark.parametrize("is_first", [False, True], ids=["later", "first"])
 @pytest.mark.parametrize("transport", ["process_group", "peer"])
 @pytest.mark.parametrize("case", CASES_ON_GPUS)
@@ -54,9 +56,9 @@ def test_gradients_are_refused_before_they_are_sent(monkeypatch, case, transport
 
 
 def tensors_of_operators() -> dict:
-    """Tensors and other arguments of each operator, for a document that stays here."""
-    made = local_plan(distca.Documents([0, 100]), (-1, 0), torch.device("cuda"))
-    share = made.layout, made.rows
+    """Return tensors and other arguments of each operator, for a document on this rank."""
+    plan = local_plan(distca.Documents([0, 100]), (-1, 0), torch.device("cuda"))
+    share = plan.layout, plan.rows
     q = torch.ones(100, 2, 8, device="cuda", dtype=torch.bfloat16)
     lse = torch.ones(100, 2, device="cuda")
     return {

@@ -1,4 +1,4 @@
-"""A plan cut in two: every query stays on its server, and few rows travel twice."""
+"""A plan cut into halves: every query stays on its server."""
 
 import random
 
@@ -20,18 +20,20 @@ def documents_of(lengths: list[int]) -> distca.Documents:
 
 
 def servers_by_token(pieces: Tensor, tasks: Tensor) -> dict[tuple[int, int], tuple[int, int]]:
-    """Server and whether it keeps inputs, by (document, queries before its end): the end is where
-    both halves agree."""
+    """Map (document, queries up to its end) to (server, whether it keeps inputs).
+
+    Queries count from the end, because both halves agree on the end of a document.
+    """
     held = pieces[pieces[:, 3] > 0]
-    found = {}
+    servers = {}
     for index, begin, end, server, is_kept in tasks.tolist():
         _, document, _, length, context = held[index].tolist()
         assert context <= begin < end <= length
         for query in range(begin, end):
             key = document, length - query
-            assert key not in found, "computed twice"
-            found[key] = server, is_kept
-    return found
+            assert key not in servers, "computed twice"
+            servers[key] = server, is_kept
+    return servers
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (5, 0), (0, 0)])

@@ -1,5 +1,8 @@
-"""Bad inputs of the backward pass, on ranks that exchange rows: the rank that gets
-them raises an error that says so, and the others raise one that names this rank."""
+"""Bad inputs of the backward pass, on ranks that exchange rows.
+
+The rank with the bad inputs raises an error that names them, and the others raise an error that
+names this rank.
+"""
 
 import pytest
 import torch
@@ -13,24 +16,27 @@ HANG_S = 60
 BAD_RANK = 1
 
 
-def _backward(step: Step, made: distca.Plan, change) -> None:
-    """core_attention_backward of what `change` makes of its tensors."""
+def _backward(step: Step, plan: distca.Plan, change) -> None:
+    """Run a forward pass, and a backward pass on tensors that `change` returns."""
     q, k, v = (tensor.detach() for tensor in (step.q, step.k, step.v))
-    ops, share = torch.ops.distca, (made.layout, made.rows)
-    out, lse, kept = ops.core_attention(q, k, v, *share, 1.0, made.group_name)
-    given = {"grad_out": torch.ones_like(out), "out": out, "lse": lse, "kept": kept}
-    given = change(given)
+    ops, share = torch.ops.distca, (plan.layout, plan.rows)
+    out, lse, kept = ops.core_attention(q, k, v, *share, 1.0, plan.group_name)
+    tensors = change({"grad_out": torch.ones_like(out), "out": out, "lse": lse, "kept": kept})
     ops.core_attention_backward(
-        given["grad_out"], q, k, v, given["out"], given["lse"], *share, 1.0, made.group_name,
-        given["kept"],
+        tensors["grad_out"], q, k, v, tensors["out"], tensors["lse"], *share, 1.0, plan.group_name,
+        tensors["kept"],
     )  # fmt: skip
 
 
 def changed(name: str, how):
-    return lambda given: given | {name: how(given[name])} if name in given else given
+    return lambda tensors: tensors | {name: how(tensors[name])} if name in tensors else tensors
 
 
-CASES = {  # a pass, how it is changed on one rank, and what is said there
+def unchanged(tensors: dict) -> dict:
+    return tensors
+
+
+CASES = {  # a pass, its change on BAD_RANK, and a part of the message there
     "grad_out 2-D": (
         _backward,
         changed("grad_out", lambda t: t[..., 0]),
@@ -70,11 +76,11 @@ CASES = {  # a pass, how it is changed on one rank, and what is said there
 
 
 def run_case(rank: int, world_size: int, case: str) -> None:
-    """In a session of its own, because a group on which a failure stands is lost."""
+    """Run a case in a separate session, because a group with a recorded failure is lost."""
     run, change, _ = CASES[case]
     step = small_step(rank, world_size, SHARDED)
     try:
-        run(step, distca.plan(step.documents), change if rank == BAD_RANK else lambda given: given)
+        run(step, distca.plan(step.documents), change if rank == BAD_RANK else unchanged)
     finally:
         distca.close()
 

@@ -1,4 +1,4 @@
-"""distca.join: ranks with unequal numbers of batches train as one process that sees them all."""
+"""distca.join: ranks with unequal numbers of batches train like one process with all batches."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ def test_uneven_ranks_train_as_one_process(ranks, truth, wrapper, ahead):
         assert uneven.worst_error(result, truth) < TOLERANCE
 
 
-def test_the_comparison_sees_a_batch_that_is_left_out(truth):
+def test_the_comparison_notices_a_missing_batch(truth):
     shorter = uneven.train_alone([7, 4, 0], torch_attention)
     assert uneven.worst_error(shorter, truth) > 100 * TOLERANCE
 
 
 def count(rank: int, world_size: int, num_batches: list[int]) -> list[list[str]]:
-    """In two groups, each with its own end; the second ends early."""
+    """Return the batches of two joins. The loop over the second ends early."""
     seen = [list(distca.join(map(str, range(num_batches[rank])), lambda: "empty"))]
     seen.append([])
     for batch in distca.join(map(str, range(num_batches[rank])), lambda: "empty"):
@@ -42,7 +42,7 @@ def count(rank: int, world_size: int, num_batches: list[int]) -> list[list[str]]
 
 
 @pytest.mark.parametrize("num_batches", [[0, 0, 0], [2, 2, 2], [0, 1, 3]])
-def test_every_rank_sees_as_many_batches(ranks, num_batches):
+def test_every_rank_sees_equally_many_batches(ranks, num_batches):
     most = max(num_batches)
     for own, seen in zip(num_batches, ranks(3).run(count, num_batches), strict=True):
         expected = [*map(str, range(own)), *["empty"] * (most - own)]
@@ -57,11 +57,11 @@ def join_beside_a_plan(rank: int, world_size: int) -> str:
     except ValueError as error:
         return str(error)
     finally:
-        distca.close()  # rank 1 has counted a plan that the others have not
+        distca.close()  # because only rank 1 has counted a plan
     return ""
 
 
-def test_ranks_that_do_not_join_are_told(ranks):
+def test_ranks_that_do_not_join_raise_an_error(ranks):
     for error in ranks(3).run(join_beside_a_plan, timeout_s=20):
         assert "ranks disagree on what comes next" in error
         assert "join on rank(s) 0 2; plan on rank(s) 1" in error

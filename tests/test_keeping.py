@@ -26,7 +26,7 @@ CASES = {
 
 
 class KeptElements(TorchDispatchMode):
-    """What calls of core_attention keep."""
+    """Records the number of elements that calls of core_attention keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,20 +49,20 @@ def open_with(**options) -> None:
 
 
 def attend_keeping(rank, world_size, case, options):
-    """This rank's results, its kept rows, rows that visit it, and the report."""
+    """Return this rank's results, its kept rows, its visiting rows, and the report."""
     open_with(**options)
     documents, leaves, grad_out = place(rank, world_size, case)
-    made = distca.plan(documents, window_size=case.window_size, shape=shape_of(case))
+    plan = distca.plan(documents, window_size=case.window_size, shape=shape_of(case))
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     out.backward(grad_out)
     visiting = [0, 0]
     if not options.get("memory_cap_gb"):
-        _, rows = numbers_of_rows(made.layout)
+        _, rows = numbers_of_rows(plan.layout)
         visiting = [rows["visiting queries"], rows["visiting keys"]]
-    report = made.report()
+    report = plan.report()
     distca.close()
     results = [out.detach(), *(leaf.grad for leaf in leaves)]
-    kept = ops.kept_rows(made.layout)
+    kept = ops.kept_rows(plan.layout)
     return results, kept, visiting, (report.bytes_out, report.bytes_in)
 
 
@@ -83,7 +83,7 @@ def bytes_kept(case, rows) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 def test_some_kept_equals_the_oracle_within_the_budget(ranks, name):
-    """The budget is what one of the ranks could keep, not the one with most."""
+    """The budget is the least that a rank with visiting rows could keep."""
     case = CASES[name]
     every = ranks(4).run(attend_keeping, case, {"keep_inputs_gb": 1.0})
     wanted = [bytes_kept(case, kept) for _, kept, _, _ in every]
@@ -105,7 +105,7 @@ def test_rounds_keep_too(ranks):
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
 
 
-def test_reported_bytes_are_those_that_travel(ranks):
+def test_reported_bytes_leave_out_kept_inputs(ranks):
     case = CASES["whole"]
     without, keeping = (
         ranks(4).run(attend_keeping, case, {"keep_inputs_gb": budget}) for budget in (0.0, 1.0)
@@ -118,21 +118,23 @@ def test_reported_bytes_are_those_that_travel(ranks):
 
 
 def queries_unharmed(rank, world_size, case, budget):
-    """Which of this rank's queries have finite gradients, where its inputs are lost in between."""
+    """Lose the inputs before the backward pass. Return which queries have finite gradients."""
     open_with(keep_inputs_gb=budget)
     documents, leaves, grad_out = place(rank, world_size, case)
     distca.plan(documents, window_size=case.window_size, shape=shape_of(case))
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     for leaf in leaves:
-        leaf.data.fill_(float("nan"))  # unnoticed by autograd: what is sent again is NaN
+        leaf.data.fill_(float("nan"))  # autograd does not notice, so rows sent again are NaN
     out.backward(grad_out)
     distca.close()
     return leaves[0].grad.isfinite().all(dim=(1, 2))
 
 
 def test_kept_rows_do_not_travel_again(ranks):
-    """Queries whose server kept their inputs have gradients although their home lost them. Home
-    tasks read them again, so their gradients are NaN."""
+    """Queries whose server kept their inputs have gradients, although their home lost them.
+
+    Home tasks read the inputs again, so their gradients are NaN.
+    """
     case = CASES["whole"]
     keeping = torch.cat(ranks(4).run(queries_unharmed, case, 1.0))
     without = torch.cat(ranks(4).run(queries_unharmed, case, 0.0))
@@ -140,7 +142,7 @@ def test_kept_rows_do_not_travel_again(ranks):
 
 
 def attend_otherwise(rank, world_size, case):
-    """Results without gradients, with activation checkpointing of both kinds, and plain."""
+    """Return results without gradients, plain, and under both kinds of checkpointing."""
     open_with(keep_inputs_gb=1.0)
     documents, leaves, grad_out = place(rank, world_size, case)
     distca.plan(documents, shape=shape_of(case))
@@ -176,9 +178,9 @@ def test_checkpointing_and_inference(ranks):
 def wrong_calls(rank, world_size, case):
     open_with(keep_inputs_gb=1.0)
     documents, leaves, _ = place(rank, world_size, case)
-    made = distca.plan(documents, shape=shape_of(case))
+    plan = distca.plan(documents, shape=shape_of(case))
     tensors = [leaf.detach() for leaf in leaves]
-    share = made.layout, made.rows, 0.2, made.group_name
+    share = plan.layout, plan.rows, 0.2, plan.group_name
     out, lse, _ = ops.core_attention(*tensors, *share)
     messages = []
     for call in (
@@ -221,24 +223,24 @@ def test_tasks_of_one_document_are_kept_alike():
 
 
 def compile_keeping(rank, world_size):
-    """train_compiled, and the rows for which its steps make room."""
+    """Return the result of train_compiled, and the kept rows of its steps."""
     open_with(keep_inputs_gb=1.0)
-    found = train_compiled(rank, world_size, "argument", "aot_eager")
+    result = train_compiled(rank, world_size, "argument", "aot_eager")
     rows = [distca.plan(documents_of(step, rank)).kept_rows for step in range(NUM_STEPS)]
     distca.close()
-    return found, rows
+    return result, rows
 
 
 def test_compiles_once_for_all_documents(ranks):
     per_rank = ranks(2).run(compile_keeping)
-    for found, _ in per_rank:
-        assert found["worst"] <= 1e-5
-        assert found["num_graphs"] <= 2
+    for result, _ in per_rank:
+        assert result["worst"] <= 1e-5
+        assert result["num_graphs"] <= 2
     assert len({rows for _, of_rank in per_rank for rows in of_rank}) > 5
 
 
 def ping_pong_keeping(rank, world_size):
-    """Largest error against the bare block, and the rows that both halves keep."""
+    """Return the largest error against the bare block, and the rows that each half keeps."""
     open_with(keep_inputs_gb=1.0)
     bare, block = pair_of()
     step = step_of(rank, LENGTHS[rank])
@@ -252,21 +254,21 @@ def ping_pong_keeping(rank, world_size):
 
 
 def test_ping_pong_keeps(ranks):
-    found = ranks(4).run(ping_pong_keeping)
-    assert max(error for error, _ in found) <= 1e-12
-    for half in zip(*(kept for _, kept in found), strict=True):
+    per_rank = ranks(4).run(ping_pong_keeping)
+    assert max(error for error, _ in per_rank) <= 1e-12
+    for half in zip(*(kept for _, kept in per_rank), strict=True):
         assert any(half)
 
 
 def check_operators(rank, world_size, case):
-    """opcheck of both passes; the elements that this rank keeps."""
+    """Run opcheck on both passes. Return the number of elements that this rank keeps."""
     open_with(keep_inputs_gb=1.0)
     documents, leaves, grad_out = place(rank, world_size, case)
-    made = distca.plan(documents, shape=shape_of(case))
-    share = made.layout, made.rows, case.head_dim**-0.5, made.group_name
+    plan = distca.plan(documents, shape=shape_of(case))
+    share = plan.layout, plan.rows, case.head_dim**-0.5, plan.group_name
     detached = [leaf.detach() for leaf in leaves]
-    out, lse, kept = ops.core_attention(*detached, *share, *made.kept_rows)
-    opcheck(ops.core_attention, (*leaves, *share, *made.kept_rows))
+    out, lse, kept = ops.core_attention(*detached, *share, *plan.kept_rows)
+    opcheck(ops.core_attention, (*leaves, *share, *plan.kept_rows))
     opcheck(ops.core_attention_backward, (grad_out, *detached, out, lse, *share, kept))
     distca.close()
     return kept.numel()

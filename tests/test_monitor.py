@@ -1,4 +1,4 @@
-"""Lines, records, scalars and summaries of a run; what they cost."""
+"""Lines, records, scalars and summaries of a run, and their cost."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def plan_report(num_ranks: int = 4, **changes) -> PlanReport:
 
 
 def train(rank: int, world_size: int, folder: str, log_every: int) -> list[dict]:
-    """Records of this rank's plans."""
+    """Train, and return the records of this rank's plans."""
     distca.close()
     distca.init(watching=distca.Watching(log_every=log_every, run_dir=folder))
     try:
@@ -53,15 +53,15 @@ def _step(rank: int, world_size: int, index: int) -> dict:
     return plan.report().record()
 
 
-def test_a_run_leaves_its_records_and_its_summary(ranks, tmp_path):
+def test_a_run_writes_its_records_and_its_summary(ranks, tmp_path):
     pytest.importorskip("matplotlib")
     recorded = ranks(3).run(train, str(tmp_path), 2)
     steps = report.read_steps(tmp_path)
     assert [step.pop("step") for step in steps] == list(range(NUM_STEPS))
-    assert steps == json.loads(json.dumps(recorded[0])), "the first rank's plans, in order"
+    assert steps == json.loads(json.dumps(recorded[0])), "rank 0's plans, in order"
     timed = [step["attention_ms"] for step in steps]
     assert timed[0] == timed[1] == [] and len(timed[2]) == 3 and min(timed[2]) > 0
-    assert timed[2] == timed[3] != timed[4], "every second step is timed, and told two steps later"
+    assert timed[2] == timed[3] != timed[4], "every second step is timed, and shown two steps later"
     for step in steps:
         pairs = zip(step["exposed_ms"], step["attention_ms"], strict=True)
         assert all(0 < exposed < attention for exposed, attention in pairs)
@@ -75,10 +75,11 @@ def test_a_run_leaves_its_records_and_its_summary(ranks, tmp_path):
 def test_the_trace_shows_the_timed_step_as_planned_and_as_measured(ranks, tmp_path):
     spans = tmp_path / "spans"
     spans.mkdir()
-    (spans / "7.json").write_text(json.dumps({"rank": 7, "step": 99, "spans": []}))  # of a past run
+    former = {"rank": 7, "step": 99, "spans": []}  # from an earlier run in the same folder
+    (spans / "7.json").write_text(json.dumps(former))
     ranks(3).run(train, str(tmp_path), 2)
     steps = report.read_steps(tmp_path)
-    (told,) = {tuple(step["attention_ms"]) for step in steps[-1:]}
+    (attention_ms,) = {tuple(step["attention_ms"]) for step in steps[-1:]}
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(rows.values()) == ["without distca, predicted", "planned", "measured"]
@@ -93,13 +94,13 @@ def test_the_trace_shows_the_timed_step_as_planned_and_as_measured(ranks, tmp_pa
         }
         passes = ["layer 0 forward attention", "layer 0 backward attention"]
         assert [name for name, _ in lengths["planned"]] == passes
-        record = steps[4]  # the timed step whose times the last record tells
+        record = steps[4]  # the timed step whose times are in the last record
         for name, key in (("planned", "after"), ("without distca, predicted", "before")):
             total = sum(duration for _, duration in lengths[name])
             assert total == pytest.approx(1e6 * record[f"seconds_{key}"][rank])
             assert dict(lengths[name])[passes[0]] == pytest.approx(total / 3.5)
         measured = [duration for name, duration in lengths["measured"] if name in passes]
-        assert sum(measured) == pytest.approx(1e3 * told[rank], abs=10)
+        assert sum(measured) == pytest.approx(1e3 * attention_ms[rank], abs=10)
         assert {"layer 0 forward wait for rows", "layer 0 backward late home tasks"} <= {
             name for name, _ in lengths["measured"]
         }
@@ -107,16 +108,16 @@ def test_the_trace_shows_the_timed_step_as_planned_and_as_measured(ranks, tmp_pa
 
 
 def test_the_command_draws_a_run_again(tmp_path):
-    made = plan_report(attention_ms=[8.0, 9, 9, 10], exposed_ms=[0.5, 2, 1, 1.5])
+    record = plan_report(attention_ms=[8.0, 9, 9, 10], exposed_ms=[0.5, 2, 1, 1.5]).record()
     (tmp_path / "steps.jsonl").write_text(
-        "".join(json.dumps({"step": step, **made.record()}) + "\n" for step in range(3))
+        "".join(json.dumps({"step": step, **record}) + "\n" for step in range(3))
         + '{"step": 3, "imba'
     )
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "distca.report", str(tmp_path)]
     result = run_command(command, env=ENVIRONMENT, timeout_s=60)
     assert result.returncode == 0, result.stderr
-    found = dict(text.split("  ", 1) for text in result.stdout.splitlines() if "  " in text)
-    assert {name: text.strip() for name, text in found.items()} == {
+    shown = dict(text.split("  ", 1) for text in result.stdout.splitlines() if "  " in text)
+    assert {name: text.strip() for name, text in shown.items()} == {
         "steps": "3 on 4 ranks",
         "imbalance before": "1.600 (worst 1.600)",
         "imbalance after": "1.000 (worst 1.000)",
@@ -136,7 +137,7 @@ def test_a_folder_without_records_is_named(tmp_path, capsys):
     assert f"{tmp_path}/steps.jsonl has no records" in capsys.readouterr().err
 
 
-def test_a_picture_of_a_long_run_is_thinned(tmp_path, monkeypatch):
+def test_the_picture_of_a_long_run_has_fewer_bars(tmp_path, monkeypatch):
     record = json.dumps({"step": 0, **plan_report(num_ranks=64).record()}) + "\n"
     (tmp_path / "steps.jsonl").write_text(record * 1000)
     drawn = []
@@ -162,14 +163,14 @@ def test_lines_are_means_of_the_steps_between_them(caplog):
     assert hidden.endswith("plan 4.0 ms, hidden")
 
 
-def test_nothing_is_kept_without_lines():
+def test_no_records_are_kept_without_lines():
     monitor = Monitor(distca.Watching())
     for step in range(100):
         monitor.record(step, plan_report().record())
     assert len(monitor._recent) <= 1
 
 
-def test_a_full_disk_ends_the_records_and_not_the_training(tmp_path, caplog):
+def test_a_full_disk_ends_the_records_but_not_the_training(tmp_path, caplog):
     monitor = Monitor(distca.Watching(run_dir=str(tmp_path)))
 
     class Full:
@@ -194,13 +195,13 @@ def test_scalars_reach_tensorboard(tmp_path):
     for step in range(3):
         monitor.record(step, record)
     monitor.close()
-    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
+    accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
     values = scalars(record)
     assert values["attention_ms_mean"] == 3.0 and values["attention_ms_max"] == 4.0
     assert values["exposed_ms_mean"] == 0.5 and values["exposed_ms_max"] == 1.0
     for name, value in values.items():
-        read = found.Scalars(f"distca/{name}")
+        read = accumulator.Scalars(f"distca/{name}")
         assert [each.step for each in read] == [0, 1, 2]
         assert read[1].value == pytest.approx(value)
 
@@ -212,20 +213,23 @@ def test_scalars_reach_tensorboard(tmp_path):
         ({"tensorboard": True}, "tensorboard is True, run_dir None; expected a folder"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, message):
+def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         distca.Watching(**settings)
 
 
 def test_a_record_costs_less_than_half_a_percent_of_a_step(tmp_path):
-    """Of 64 ranks and 100 ms, and on the planner's thread. Of many records the cheap ones count:
-    the others shared the processor's caches with somebody else."""
+    """A record of 64 ranks costs less than half a percent of a step of 100 ms.
+
+    Only the cheapest of many records count, because the others shared the processor's caches with
+    other programs.
+    """
     monitor = Monitor(distca.Watching(log_every=10, run_dir=str(tmp_path)))
-    made = plan_report(num_ranks=64, attention_ms=[8.0] * 64, exposed_ms=[0.5] * 64)
+    report_of_ranks = plan_report(num_ranks=64, attention_ms=[8.0] * 64, exposed_ms=[0.5] * 64)
     costs = []
     for step in range(300):
         start = time.thread_time()
-        monitor.record(step, made.record())
+        monitor.record(step, report_of_ranks.record())
         costs.append(time.thread_time() - start)
     monitor.close()
     assert sorted(costs)[len(costs) // 10] < 0.5e-3
@@ -245,7 +249,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_launcher_s_flags_are_all_a_script_needs(tmp_path):
+def test_a_script_needs_only_the_launchers_flags(tmp_path):
     script, run_dir = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

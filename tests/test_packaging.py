@@ -1,4 +1,4 @@
-"""What is shipped: sources, version, metadata, and the PyTorch that builds are made with."""
+"""The package: sources, version, metadata, and the PyTorch of a build."""
 
 import re
 import sys
@@ -37,7 +37,7 @@ def test_the_source_distribution_builds_on_any_machine(tmp_path):
         for path in (ROOT / folder).rglob("*")
         if path.suffix in SUFFIXES and "__pycache__" not in path.parts
     }
-    assert len(wanted) > 150 and wanted - names == set(), "kernels too, where CUDA is not built"
+    assert len(wanted) > 150 and wanted - names == set(), "also the kernels, without a CUDA build"
     assert {"LICENSE", "CHANGELOG.md", "Makefile", "pyproject.toml", "setup.py"} <= names
     assert not [name for name in names if name.endswith(".so") or "__pycache__" in name]
     assert "License-Expression: Apache-2.0" in metadata and "Typing :: Typed" in metadata
@@ -57,17 +57,17 @@ def backend():
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable", "sdist"])
-def test_a_build_asks_for_torch_only_where_there_is_none(monkeypatch, kind):
-    made = backend()
+def test_a_build_requires_torch_only_if_none_is_installed(monkeypatch, kind):
+    build_backend = backend()
     hook = f"get_requires_for_build_{kind}"
-    monkeypatch.setattr(made.build_meta, hook, lambda settings: ["what setuptools wants"])
-    assert getattr(made, hook)() == ["what setuptools wants"]
-    monkeypatch.setattr(made, "_has_torch", lambda: False)
-    assert getattr(made, hook)() == [made.OLDEST_TORCH]
+    monkeypatch.setattr(build_backend.build_meta, hook, lambda settings: ["of setuptools"])
+    assert getattr(build_backend, hook)() == ["of setuptools"]
+    monkeypatch.setattr(build_backend, "_has_torch", lambda: False)
+    assert getattr(build_backend, hook)() == [build_backend.OLDEST_TORCH]
 
 
 def test_an_isolated_build_finds_the_torch_of_its_environment(tmp_path):
-    """As pip isolates: the environment's Python, without its site-packages."""
+    """Like pip's isolation, the build runs the environment's Python without its site-packages."""
     script = tmp_path / "isolated.py"
     outside = {str(Path(module.__file__).parents[1]) for module in (torch, distca)}
     script.write_text(
@@ -88,7 +88,7 @@ def test_an_isolated_build_finds_the_torch_of_its_environment(tmp_path):
 
 
 def test_the_import_does_not_load_the_compiler():
-    """Sharding is not loaded either: each would add 0.3 s or more to the import."""
+    """The compiler and the sharding modules would each add 0.3 s or more to the import."""
     code = "import sys, distca; print(*sys.modules)"
     result = run_command([sys.executable, "-c", code], cwd=ROOT)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Tensor parallel, HSDP and FSDP2 beside a group for attention; documents that cross ranks."""
+"""Attention under tensor parallel, HSDP and FSDP2, and of documents that cross ranks."""
 
 import parallel_training as training
 import pytest
@@ -30,7 +30,7 @@ def truth() -> tuple[float, dict]:
 
 
 @pytest.mark.parametrize("name", [n for n in training.WAYS if "bfloat16" not in n])
-def test_every_parallelism_takes_the_step_of_one_process(ranks, truth, name):
+def test_every_parallelism_equals_one_process(ranks, truth, name):
     results = ranks(4).run(training.train_step, name)
     for result in results:
         assert worst_error(result.loss, result.gradients, truth) <= TOLERANCE
@@ -53,7 +53,7 @@ def test_tensor_parallel_ranks_have_one_plan(ranks, name):
         assert first == second
 
 
-def test_the_comparison_sees_a_lost_boundary_and_a_wrong_normaliser(truth, monkeypatch):
+def test_the_comparison_notices_a_lost_boundary_and_a_wrong_scale(truth, monkeypatch):
     gradients = {name: 1.001 * each for name, each in truth[1].items()}
     assert worst_error(truth[0], gradients, truth) > TOLERANCE
     first, *others = training.PACKS
@@ -67,7 +67,7 @@ PLACED = {"heads": (Shard(1),), "replicated": (Replicate(),)}
 
 
 def attend_dtensors(rank: int, world_size: int, placed: str, through: str) -> list[float]:
-    """Errors of out, dq, dk, dv of DTensors against torch's attention by document."""
+    """Attend to DTensors. Return errors of out, dq, dk, dv against torch's by document."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -181,7 +181,7 @@ def default_follows_init(rank: int, world_size: int) -> list[bool]:
     return checks
 
 
-def test_the_group_given_to_init_is_the_default(ranks):
+def test_the_group_of_init_is_the_default(ranks):
     for checks in ranks(4).run(default_follows_init):
         assert all(checks), checks
 

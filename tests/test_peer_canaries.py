@@ -1,4 +1,4 @@
-"""The canaries' own arithmetic, on the CPU: what a call may touch, and that more is noticed."""
+"""The canaries on the CPU: the ranges that a call may touch, and bytes outside of them."""
 
 import pytest
 import torch
@@ -26,12 +26,12 @@ def touched_memory(first, second):
     return memory
 
 
-def test_regions_have_room_for_the_server_with_most():
+def test_regions_have_room_for_the_busiest_rank():
     assert used_ranges(FORWARD, ROW_BYTES, OWN, MOST) == FORWARD_BYTES
     assert used_ranges(BACKWARD, ROW_BYTES, OWN, MOST)[-1] == (19456, 19712)
 
 
-def test_whatever_is_touched_beyond_is_noticed():
+def test_writes_outside_the_ranges_are_noticed():
     backward = used_ranges(BACKWARD, ROW_BYTES, OWN, MOST)
     for calls in ((FORWARD_BYTES, backward), (backward, FORWARD_BYTES)):
         memory = touched_memory(*calls)

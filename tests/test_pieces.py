@@ -1,4 +1,4 @@
-"""Pieces are exchanged without padding to the rank with most, after their counts are checked."""
+"""The exchange of pieces, which checks their counts and does not pad to the largest count."""
 
 from types import SimpleNamespace
 
@@ -21,12 +21,12 @@ def pieces_of(rank: int, count: int) -> torch.Tensor:
 
 
 class Gather:
-    """all_gather of one rank, whose peers send `pieces` in as many equal parts."""
+    """An all_gather of one rank. Its peers send `pieces` in parts of the same size."""
 
     def __init__(self, pieces: list[torch.Tensor]) -> None:
         self.pieces = pieces
         self.first = 0
-        self.sizes: list[int] = []  # of each exchange, of one rank
+        self.sizes: list[int] = []  # pieces per rank in each exchange
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.shape[0]
@@ -54,7 +54,7 @@ def test_every_rank_gathers_all_pieces(monkeypatch, counts):
     assert max(exchanges[0]) * len(counts) <= max(8, 4 * sum(counts), len(counts))
 
 
-def test_memory_is_that_of_all_pieces():
+def test_memory_is_proportional_to_all_pieces():
     counts = [10**6, *[1] * 511]
     assert gathering.pieces_at_a_time(counts) * len(counts) <= 4 * sum(counts)
     usual = [60, 90, 70, 110] * 128
@@ -75,7 +75,7 @@ def test_impossible_counts_are_named(counts, message):
 
 
 def announce(rank: int, world_size: int, count: int) -> None:
-    """Rank 1 says it has `count` pieces."""
+    """Exchange pieces while rank 1 announces `count` of them."""
     session = opened()
     pieces = distca.Documents([0, 4]).pieces(rank)
     if rank == 1:
@@ -102,16 +102,16 @@ def test_a_broken_count_is_refused_on_every_rank(ranks, count):
 
 
 def in_parts(rank: int, world_size: int, counts: list[int]) -> tuple[int, float]:
-    """(pieces of a rank at a time, imbalance), where an exchange holds few pieces."""
-    kept = gathering.LEAST_PIECES, gathering.MEAN_COUNTS
+    """Exchange few pieces at a time. Return (pieces of a rank at a time, imbalance)."""
+    defaults = gathering.LEAST_PIECES, gathering.MEAN_COUNTS
     gathering.LEAST_PIECES, gathering.MEAN_COUNTS = 1, 1
     try:
         return gathering.pieces_at_a_time(counts), imbalance_of(rank, world_size, counts)
     finally:
-        gathering.LEAST_PIECES, gathering.MEAN_COUNTS = kept
+        gathering.LEAST_PIECES, gathering.MEAN_COUNTS = defaults
 
 
-def test_most_pieces_on_one_rank(ranks):
+def test_one_rank_has_most_pieces(ranks):
     counts = [3, 500, 0]
     sizes, imbalances = zip(*ranks(3).run(in_parts, counts), strict=True)
     assert set(sizes) == {503 // 3}, "several exchanges"

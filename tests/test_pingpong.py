@@ -1,4 +1,4 @@
-"""Ping-pong: a block on two halves of its tokens gives what the bare block gives."""
+"""Ping-pong: a block on two halves of its tokens has the results of the bare block."""
 
 import copy
 import random
@@ -52,7 +52,7 @@ def halves_ran() -> bool:
 
 
 def compare(rank: int, world_size: int, windows, cuts: list[str]) -> float:
-    """The largest error of out and of all gradients, over the cuts."""
+    """Return the largest error of out and of all gradients, over the cuts."""
     worst = 0.0
     for name in cuts:
         bare, block = pair_of(windows=windows, cut=CUTS[name])
@@ -65,7 +65,7 @@ def compare(rank: int, world_size: int, windows, cuts: list[str]) -> float:
     return worst
 
 
-EDGES = [  # by rank: none, one token, as many as features, empty documents
+EDGES = [  # by rank: no document, one token, as many tokens as features, empty documents
     [[300], [], [1], [0, 3, 0]],
     [[24], [24], [200], [1]],
     [[], [0], [90, 1], []],
@@ -74,20 +74,20 @@ EDGES = [  # by rank: none, one token, as many as features, empty documents
 
 
 def compare_edges(rank: int, world_size: int) -> list[float]:
-    found = []
+    worst_errors = []
     for lengths in EDGES:
         for cut in ("middle", "border", "none", "uneven"):
             bare, block = pair_of(cut=CUTS[cut])
             step = step_of(rank, lengths[rank])
             distca.plan(step.documents)
             truth = step.run(bare, step.documents)
-            found.append(max(errors(step.run(block, step.documents), truth)))
-    return found
+            worst_errors.append(max(errors(step.run(block, step.documents), truth)))
+    return worst_errors
 
 
 def test_edges(ranks):
-    for found in ranks(4).run(compare_edges):
-        assert max(found) <= 1e-12, found
+    for worst_errors in ranks(4).run(compare_edges):
+        assert max(worst_errors) <= 1e-12, worst_errors
 
 
 def any_row(documents: distca.Documents) -> int:
@@ -95,7 +95,7 @@ def any_row(documents: distca.Documents) -> int:
 
 
 def compare_random(rank: int, world_size: int, seed: int) -> float:
-    """Random documents, windows and cuts, different on every rank, against the bare block."""
+    """Compare with the bare block on random documents, windows and cuts."""
     common, own = random.Random(seed), random.Random(100 * seed + rank)
     windows = [(common.choice([-1, -1, 0, 1, 5, 40]), 0) for _ in range(common.randint(1, 3))]
     lengths = [own.choice([0, 1, 2, 17, 90]) for _ in range(own.randint(0, 6))]
@@ -109,20 +109,20 @@ def compare_random(rank: int, world_size: int, seed: int) -> float:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_steps(ranks, seed):
-    found = ranks(4).run(compare_random, seed)
-    assert max(found) <= 1e-12, found
+    worst_errors = ranks(4).run(compare_random, seed)
+    assert max(worst_errors) <= 1e-12, worst_errors
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_equals_the_bare_block(ranks, world_size, windows):
-    found = ranks(world_size).run(compare, WINDOWS[windows], list(CUTS))
-    assert max(found) <= 1e-12, found
+    worst_errors = ranks(world_size).run(compare, WINDOWS[windows], list(CUTS))
+    assert max(worst_errors) <= 1e-12, worst_errors
 
 
 def compare_dtypes(rank: int, world_size: int) -> list[float]:
-    """Errors of bare and ping-pong against float64, by dtype."""
-    found = []
+    """Return the error of ping-pong over that of the bare block, against float64, by dtype."""
+    ratios = []
     for dtype in (torch.float32, torch.bfloat16):
         step = step_of(rank, LENGTHS[rank])
         distca.plan(step.documents)
@@ -131,38 +131,38 @@ def compare_dtypes(rank: int, world_size: int) -> list[float]:
         low = step_of(rank, LENGTHS[rank], dtype)
         low.documents = step.documents
         reference = max(errors(low.run(bare, step.documents), truth))
-        found.append(max(errors(low.run(block, step.documents), truth)) / reference)
-    return found
+        ratios.append(max(errors(low.run(block, step.documents), truth)) / reference)
+    return ratios
 
 
 def test_low_precision_is_as_good_as_the_bare_block(ranks):
-    for found in ranks(2).run(compare_dtypes):
-        assert max(found) <= 2, found
+    for ratios in ranks(2).run(compare_dtypes):
+        assert max(ratios) <= 2, ratios
 
 
 def compare_drop_ins(rank: int, world_size: int) -> list[float]:
-    found = []
+    all_errors = []
     step = step_of(rank, LENGTHS[rank])
     for kind, windows in ((SdpaBlock, [(-1, 0)]), (VarlenBlock, [(-1, 0), (9, 0)])):
         bare, block = pair_of(kind, windows, split={3: None})
         batched = copy.copy(step)
-        if kind is SdpaBlock:  # cos and sin stay [tokens, 1, ...]: both forms in one call
+        if kind is SdpaBlock:  # cos and sin stay [tokens, 1, ...]: one call mixes both shapes
             batched.x, batched.grad = step.x[None], step.grad[None]
         with distca.documents(step.documents):
             arguments = [step.documents.cu_seqlens] if kind is VarlenBlock else []
             truth = batched.run(bare, *arguments)
-            found += errors(batched.run(block, *arguments), truth)
+            all_errors += errors(batched.run(block, *arguments), truth)
     assert halves_ran()
-    return found
+    return all_errors
 
 
 def test_drop_ins_under_documents_in_force(ranks):
-    for found in ranks(2).run(compare_drop_ins):
-        assert max(found) <= 1e-12, found
+    for all_errors in ranks(2).run(compare_drop_ins):
+        assert max(all_errors) <= 1e-12, all_errors
 
 
 class Containers(Block):
-    """Arguments and results in containers."""
+    """A block with arguments and results in containers."""
 
     def forward(self, x, rotary, *, documents, ids, note):
         assert note == "both halves" and rotary["sin"].shape[0] == ids.shape[1] == x.shape[0]
@@ -194,7 +194,7 @@ def test_arguments_and_results_in_containers(ranks):
 
 
 class Tables(Block):
-    """Tables that happen to have as many rows as there are tokens, and one split elsewhere."""
+    """A block with a table of as many rows as tokens, and one that is split in dimension 1."""
 
     def forward(self, x, cos, sin, documents, table, columns):
         assert table.shape[0] == documents.num_tokens and columns.shape[1] == x.shape[0]
@@ -211,7 +211,7 @@ def exceptions(rank: int, world_size: int) -> float:
     return oracle.relative_error(second, first)
 
 
-def test_exceptions_to_what_is_split(ranks):
+def test_exceptions_to_the_split(ranks):
     assert max(ranks(2).run(exceptions)) <= 1e-12
 
 
@@ -230,11 +230,11 @@ def full_windows(rank: int, world_size: int) -> tuple[float, str]:
     return worst, ""
 
 
-def test_full_windows_where_no_document_is_cut(ranks):
-    found = ranks(2).run(full_windows, timeout_s=40)
-    assert max(worst for worst, _ in found) <= 1e-12
-    assert "row is 20, inside a document, and window_size (-1, -1)" in found[0][1]
-    assert "rank 0" in found[1][1] and "inside a document" in found[1][1], "the others are told"
+def test_full_windows_without_a_cut_document(ranks):
+    first, second = ranks(2).run(full_windows, timeout_s=40)
+    assert max(first[0], second[0]) <= 1e-12
+    assert "row is 20, inside a document, and window_size (-1, -1)" in first[1]
+    assert "rank 0" in second[1] and "inside a document" in second[1], "all ranks raise"
     ranks(2).run(start_again)
 
 
@@ -243,22 +243,25 @@ def start_again(rank: int, world_size: int) -> None:
 
 
 def plan_ahead(rank: int, world_size: int) -> list:
-    """Plans of halves are there before the second step's forward; closing ends all groups."""
+    """Train three steps. From the second on, halves have plans before the forward pass.
+
+    Closing ends all groups.
+    """
     distca.close()
     num_groups = len(torch.distributed.distributed_c10d._world.pg_names)
     bare, block = pair_of()
-    found = []
+    events = []
     for number in range(3):
         step = step_of(rank, LENGTHS[(rank + number) % world_size])
         distca.plan(step.documents, ahead=True)
-        found.append(len(step.documents._halves))
+        events.append(len(step.documents._halves))
         truth = step.run(bare, step.documents)
-        found.append(max(errors(step.run(block, step.documents), truth)) <= 1e-12)
+        events.append(max(errors(step.run(block, step.documents), truth)) <= 1e-12)
     halves = sessions.find().halves
-    found.append([half.num_plans for half in halves])
+    events.append([half.num_plans for half in halves])
     distca.close()
-    found.append(len(torch.distributed.distributed_c10d._world.pg_names) - num_groups)
-    return found
+    events.append(len(torch.distributed.distributed_c10d._world.pg_names) - num_groups)
+    return events
 
 
 def test_later_steps_plan_their_halves_ahead(ranks):
@@ -267,7 +270,7 @@ def test_later_steps_plan_their_halves_ahead(ranks):
 
 
 def documents_that_one_rank_cannot_cut(rank: int, world_size: int) -> str:
-    """They are planned and used as ever after ping-pong has run; ping-pong refuses them."""
+    """After a step in ping-pong, use documents that rank 1 cannot cut. Ping-pong refuses them."""
     bare, block = pair_of()
     step = step_of(rank, LENGTHS[rank])
     distca.plan(step.documents)
@@ -287,9 +290,9 @@ def documents_that_one_rank_cannot_cut(rank: int, world_size: int) -> str:
 
 
 def test_documents_that_one_rank_cannot_cut(ranks):
-    found = ranks(2).run(documents_that_one_rank_cannot_cut, timeout_s=60)
-    assert "rank(s) [1] cannot cut their documents in two" in found[0]
-    assert "4 context rows) cannot be halved" in found[1]
+    messages = ranks(2).run(documents_that_one_rank_cannot_cut, timeout_s=60)
+    assert "rank(s) [1] cannot cut their documents in two" in messages[0]
+    assert "4 context rows) cannot be halved" in messages[1]
 
 
 def evaluate(rank: int, world_size: int) -> float:
@@ -310,7 +313,7 @@ def test_without_gradients(ranks):
 
 
 def runs_whole(rank: int, world_size: int) -> dict[str, bool]:
-    """Whether a block's call that has nothing to communicate sees all rows."""
+    """Return, for several documents, whether a single call of the block sees all rows."""
     seen = []
 
     class Watched(Block):
@@ -318,14 +321,14 @@ def runs_whole(rank: int, world_size: int) -> dict[str, bool]:
             seen.append(len(x))
             return super().forward(x, cos, sin, documents)
 
-    found = {}
+    is_whole = {}
 
     def call(name: str, documents: distca.Documents) -> None:
         seen.clear()
         step = step_of(rank, documents.cu_seqlens.diff().tolist())
         _, block = pair_of(Watched)
         block(step.x, step.cos, step.sin, documents)
-        found[name] = seen == [len(step.x)]
+        is_whole[name] = seen == [len(step.x)]
 
     distca.close()
     balanced, unplanned, skewed = (documents_of(each) for each in ([64], [64], LENGTHS[rank]))
@@ -343,10 +346,10 @@ def runs_whole(rank: int, world_size: int) -> dict[str, bool]:
     distca.plan(sharded)
     call("sharded, disabled", sharded)
     distca.close()
-    return found
+    return is_whole
 
 
-def test_runs_whole_where_nothing_travels(ranks):
+def test_runs_whole_if_no_row_travels(ranks):
     expected = dict.fromkeys(
         ["balanced", "without a plan", "disabled", "sharded, disabled"], True
     ) | {"skewed": False}
@@ -371,7 +374,7 @@ def test_warns_without_documents(ranks):
     assert all(ranks(2).run(no_documents))
 
 
-def test_names_attributes_and_class_are_the_blocks():
+def test_names_attributes_and_class_stay_those_of_the_block():
     bare, block = pair_of(windows=[(-1, 0), (5, 0)])
     model = nn.Sequential(nn.Linear(2, 2), copy.deepcopy(block))
     bare_model = nn.Sequential(nn.Linear(2, 2), bare)
@@ -387,7 +390,7 @@ def test_names_attributes_and_class_are_the_blocks():
 
 
 def learn_the_shape(rank: int, world_size: int) -> list[list[list[float]]]:
-    """Predicted loads of a plan after a step in ping-pong alone, and of the plan for its shape."""
+    """Return predicted loads of a plan after a step in ping-pong, and of a plan for its shape."""
     distca.close()
     distca.init()
     block = distca.PingPong(block_of())
@@ -397,13 +400,13 @@ def learn_the_shape(rank: int, world_size: int) -> list[list[list[float]]]:
     shape = distca.AttentionShape(HEADS, KV_HEADS, HEAD_DIM, 8)
     documents = [documents_of(LENGTHS[rank]) for _ in range(2)]
     learned = distca.plan(documents[0]).report()
-    given = distca.plan(documents[1], shape=shape).report()
+    expected = distca.plan(documents[1], shape=shape).report()
     return [
         [each.seconds_before, each.seconds_after, each.bytes_out, each.bytes_in]
-        for each in (learned, given)
+        for each in (learned, expected)
     ]
 
 
 def test_the_shape_of_attention_is_learned_from_the_halves(ranks):
-    for learned, given in ranks(2).run(learn_the_shape):
-        assert learned == given
+    for learned, expected in ranks(2).run(learn_the_shape):
+        assert learned == expected

@@ -1,4 +1,4 @@
-"""What ping-pong refuses, naming it; the other ranks are told of what one rank alone may meet."""
+"""Calls and blocks that ping-pong refuses. If one rank refuses, all ranks raise an error."""
 
 import pytest
 import torch
@@ -63,14 +63,14 @@ def test_bad_calls_are_refused(ranks):
         "kinds": "for its halves",
         "text": "the block returned str and str for",
     }
-    found = ranks(2).run(call_errors)[0]
+    messages = ranks(2).run(call_errors)[0]
     for name, part in parts.items():
-        assert part in found[name], name
+        assert part in messages[name], name
     ranks(2).run(start_again)
 
 
 def uneven_calls(rank: int, world_size: int) -> str:
-    step = step_of(0, LENGTHS[0])  # alike on both ranks, so that both go wrong alike
+    step = step_of(0, LENGTHS[0])  # equal on both ranks, so that both raise the same error
 
     class Uneven(Block):
         def forward(self, x, cos, sin, documents):
@@ -100,10 +100,10 @@ def bad_cut(rank: int, world_size: int) -> str:
     return str(refused.value)
 
 
-def test_a_cut_outside_the_rows_is_told_to_all(ranks):
-    found = ranks(2).run(bad_cut, timeout_s=40)
-    assert "cut is 1000 for Documents(3 whole pieces, 80 tokens); expected 0 to 80" in found[1]
-    assert "rank 1" in found[0] and "cut is 1000" in found[0]
+def test_a_cut_outside_the_rows_is_an_error_on_all_ranks(ranks):
+    first, second = ranks(2).run(bad_cut, timeout_s=40)
+    assert "cut is 1000 for Documents(3 whole pieces, 80 tokens); expected 0 to 80" in second
+    assert "rank 1" in first and "cut is 1000" in first
     ranks(2).run(start_again)
 
 
@@ -123,7 +123,7 @@ def plan_while_the_other_cuts(rank: int, world_size: int) -> str:
     return str(refused.value)
 
 
-def test_a_rank_that_plans_a_step_while_others_cut_is_told(ranks):
+def test_ranks_that_plan_and_cut_at_the_same_time_disagree(ranks):
     for message in ranks(2).run(plan_while_the_other_cuts, timeout_s=40):
         assert "ranks disagree on the plan, nothing was sent: step: -" in message
     ranks(2).run(start_again)

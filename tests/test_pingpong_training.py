@@ -21,7 +21,7 @@ WINDOWS = [(-1, 0), (9, 0)]
 
 
 class Model(nn.Module):
-    """Two blocks, each wrapped as asked."""
+    """Two blocks, each wrapped by `wrap`."""
 
     def __init__(self, wrap, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def checkpointed(block: Block) -> nn.Module:
 
 
 class Recomputed(nn.Module):
-    """By function, as models do that checkpoint their layers themselves."""
+    """A module that checkpoints its block by a function call, like models of transformers."""
 
     def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def non_reentrant(block: Block) -> nn.Module:
 
 
 def train(rank, world_size, wrap, *, shard=False, dtype=torch.float64, policy=None, autocast=False):
-    """Results of steps over the ranks' documents in turn, then all parameters."""
+    """Train steps that rotate the ranks' documents. Return the results, then all parameters."""
     model = Model(wrap, dtype)
     if shard:
         mesh = init_device_mesh("cpu", (world_size,))
@@ -117,12 +117,12 @@ WRAPPED = {
 
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("wrapped", WRAPPED)
-def test_trains_as_without(ranks, wrapped, shard):
+def test_training_equals_the_bare_model(ranks, wrapped, shard):
     if shard and wrapped.endswith("reentrant"):
         wrapped = "plain"
     ours, reference = {"wrap": WRAPPED[wrapped], "shard": shard}, {"wrap": bare}
-    found = ranks(2).run(distance, ours, reference)
-    assert max(found) <= 1e-11, found
+    distances = ranks(2).run(distance, ours, reference)
+    assert max(distances) <= 1e-11, distances
 
 
 def test_mixed_precision_of_fsdp(ranks):

@@ -1,5 +1,8 @@
-"""Plain code under documents that are read from what its model is called with equals the model run
-document by document, on any number of ranks; where they cannot be read it is an error."""
+"""Plain code whose documents distca reads from the arguments of the model.
+
+Its results equal those of single documents, on any number of ranks. Arguments without readable
+documents raise an error.
+"""
 
 import re
 from pathlib import Path
@@ -36,7 +39,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Plain code: it knows nothing of documents."""
+    """A model that knows nothing of documents."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -56,14 +59,14 @@ class Model(nn.Module):
 
 
 class Loss(nn.Module):
-    """Called with integers, like a model."""
+    """A module that is called with integers, like a model."""
 
     def forward(self, outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
         return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def tokens_of(lengths: list[int], seed: int = 0) -> Tensor:
-    """[1, tokens]; END is the last token of each document and no other."""
+    """Draw tokens [1, tokens]. END occurs only as the last token of each document."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(END + 1, VOCAB_SIZE, (1, sum(lengths)), generator=generator)
     ids[0, torch.tensor(lengths).cumsum(0) - 1] = END
@@ -91,7 +94,7 @@ def worst_error(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 
 class Derived:
-    """As the launcher switches it on."""
+    """A scope that derives documents in the same way as the launcher."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -108,23 +111,22 @@ class Derived:
 
 
 def train(rank: int, world_size: int, launch: Launch, way: str) -> tuple[float, int]:
-    """Error of the gradients of two batches whose backward passes come after both, and plans."""
-    lengths = [LENGTHS[rank], LENGTHS[(rank + 1) % 4]]  # as many tokens in both
+    """Train two batches with a common backward pass. Return the error of gradients, and plans."""
+    lengths = [LENGTHS[rank], LENGTHS[(rank + 1) % 4]]  # equally many tokens in both
     batches = [(tokens_of(each, seed), each) for seed, each in enumerate(lengths)]
     truth = true_gradients(batches)
     num_plans = distca.init().num_plans if world_size > 1 else 0
     with Derived(launch):
-        made = Model(recompute=way == "recompute")
-        model = made
+        model = module = Model(recompute=way == "recompute")
         if way == "compiled":
-            model = torch.compile(made, backend="eager")
+            model = torch.compile(module, backend="eager")
         elif way == "compiled in place":
-            made.compile(backend="eager")
+            module.compile(backend="eager")
         losses = [Loss()(model(ids, position_ids=positions_of(each)), ids) for ids, each in batches]
         sum(losses).backward()
         assert scope.documents_in_force() is None
     num_plans = distca.init().num_plans - num_plans if world_size > 1 else 0
-    return worst_error(gradients(made), truth), num_plans
+    return worst_error(gradients(module), truth), num_plans
 
 
 @pytest.mark.parametrize("way", ["eager", "recompute", "compiled", "compiled in place"])
@@ -141,7 +143,7 @@ def test_on_four_ranks_and_without_a_group(ranks, launch):
     assert train(0, 1, launch, "eager")[0] <= TOLERANCE
 
 
-def test_the_comparison_sees_a_lost_boundary():
+def test_the_comparison_notices_a_lost_boundary():
     model, ids = Model(), tokens_of(LENGTHS[0])
     Loss()(model(ids), ids).backward()
     assert worst_error(gradients(model), true_gradients([(ids, LENGTHS[0])])) > 100 * TOLERANCE
@@ -160,7 +162,7 @@ def test_rows_of_a_batch_and_positional_arguments(launch):
 
 
 def evaluate_unevenly(rank: int, world_size: int) -> tuple[float, int]:
-    """In eval mode with gradients, and without gradients; rank 1 alone."""
+    """Evaluate on rank 1 only, in eval mode with gradients and in train mode without."""
     num_plans, worst = distca.init().num_plans, 0.0
     ids = tokens_of(LENGTHS[0])
     truth = torch.cat([Model()(each)["logits"] for each in ids.split(LENGTHS[0], dim=1)], dim=1)
@@ -203,7 +205,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_read_is_an_error(case):
+def test_arguments_without_readable_documents_are_an_error(case):
     launch, keywords, message = WRONG[case]
     model = Model()
     with Derived(launch):
@@ -244,6 +246,6 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(ranks):
         ),
     ],
 )
-def test_launches_that_cannot_be_are_refused(arguments, message):
+def test_impossible_launches_are_refused(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Launch(**arguments)

@@ -1,4 +1,4 @@
-"""benchmarks/planner.py: what it counts, its bounds, its plain planners and its command line."""
+"""benchmarks/planner.py: its counts, bounds, baseline planners and command line."""
 
 import csv
 import itertools
@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import planner  # noqa: E402
-from planner_optimum import CLUSTERS, Problem, most_given, optimum  # noqa: E402
+from planner_optimum import CLUSTERS, Problem, max_tiles_out, optimum  # noqa: E402
 from planner_reference import (  # noqa: E402
     BASELINES,
     Bounds,
@@ -30,7 +30,7 @@ from planner_reference import (  # noqa: E402
 import distca  # noqa: E402
 from distca.planning.cluster import Cluster  # noqa: E402
 
-TILE, QUERY_BYTES, KEY_BYTES = 128, 9, 4  # 2 * sqrt(9 * 4) = 12 bytes a root of pairs
+TILE, QUERY_BYTES, KEY_BYTES = 128, 9, 4  # 2 * sqrt(9 * 4) = 12 bytes per root of pairs
 PRICES = Prices(torch.empty(0), TILE, 1.0, QUERY_BYTES, KEY_BYTES)
 TOLERANCE = 0.02
 
@@ -95,13 +95,13 @@ def test_least_roots_fill_the_largest_first():
 
 
 def test_bounds_by_hand():
-    seconds = np.array([9.0, 0.0, 4.0, 3.0])  # mean 4: tiles to move 5, of which 4 and 1 are needed
+    seconds = np.array([9.0, 0.0, 4.0, 3.0])  # mean 4: a surplus of 5 for deficits of 4 and 1
     root = 12 * TILE  # bytes for the pairs of one tile
     bounds = Bounds.of(seconds, PRICES)
     assert bounds.total == pytest.approx((2 + 1) * root)
     assert bounds.egress.tolist() == pytest.approx([(2 + 1) * root, 0, 0, 0])
     assert bounds.ingress.tolist() == pytest.approx([0, 2 * root, 0, root])
-    # Up to 5, the one rank with 5 tiles of room takes the 4 that are above.
+    # With a limit of 5, the rank with 5 tiles of room takes the 4 tiles above the limit.
     assert least_bytes_within(5.0, seconds, PRICES) == pytest.approx(2 * root)
     assert least_bytes_within(9.0, seconds, PRICES) == 0
 
@@ -115,7 +115,7 @@ def test_no_task_moves_less_than_the_bound():
 
 @pytest.mark.parametrize("name", BASELINES)
 @pytest.mark.parametrize("seed", range(3))
-def test_plain_planners_cover_every_token(name, seed):
+def test_baselines_cover_every_token(name, seed):
     generator = random.Random(seed)
     lengths = [int(generator.lognormvariate(6.5, 1.5)) + 1 for _ in range(300)]
     pack = draw_pack(lengths, 16, 16384, seed)
@@ -132,11 +132,11 @@ def test_plain_planners_cover_every_token(name, seed):
         )
 
 
-def test_plain_planners_by_hand():
+def test_baselines_by_hand():
     pack = pack_of([4 * TILE], [TILE] * 4)
     assert triangle(4) == 10
-    # The mean is 7 tiles: the last of the document's query tiles, of 4 key tiles, is one too many
-    # for nobody: with it the other rank has 8.
+    # The mean is 7 tiles. The document's last query tile has 4 key tiles; with it the other rank
+    # has 8, which is within the tolerance.
     moved = BASELINES["greedy"](pack, PRICES, 0.2)
     assert (0, 3 * TILE, 4 * TILE, 1) in map(tuple, moved.tolist())
     assert loads_of(pack, moved, PRICES).seconds.tolist() == [6, 8]
@@ -159,14 +159,14 @@ def test_plain_planners_by_hand():
         [(0, 0, 5, 0), (1, 0, 7, 1), (2, 0, 1, 1)],
     ],
 )
-def test_tasks_that_do_not_cover_are_found(tasks):
+def test_incomplete_or_repeated_tasks_are_noticed(tasks):
     pack = pack_of([5], [7])
     check_cover(pack, np.array([(1, 3, 7, 0), (0, 0, 5, 0), (1, 0, 3, 1)]))
     with pytest.raises(RuntimeError, match="once"):
         check_cover(pack, np.array(tasks))
 
 
-def test_a_report_that_differs_from_the_tasks_is_found():
+def test_a_report_that_differs_from_the_tasks_is_noticed():
     pack = pack_of([1024], [256, 256])
     home = loads_of(pack, pack.home_tasks(), PRICES)
     moved = loads_of(pack, BASELINES["longest first"](pack, PRICES, 0.0), PRICES)
@@ -191,7 +191,7 @@ def lengths_file(tmp_path) -> Path:
 
 
 def test_one_case_as_json(lengths_file, tmp_path, capsys):
-    out = tmp_path / "made" / "case.json"
+    out = tmp_path / "folder" / "case.json"
     case = ["--ranks", "4", "--tokens", "4096", "--seeds", "3", "--json", str(out)]
     planner.main(["--lengths", str(lengths_file), *case])
     record = json.loads(out.read_text())
@@ -216,7 +216,7 @@ def test_no_plan_beats_the_optimum(name):
 
 
 def test_optimum_by_hand():
-    """A rank with everything: 4 servers share it, unless its links are slow, or two serve."""
+    """One rank holds all work. 4 servers share it, unless links are slow or only two serve."""
     pack = pack_of([64 * TILE], [], [], [])
     home = loads_of(pack, pack.home_tasks(), PRICES).seconds
     work = home.sum()
@@ -225,11 +225,11 @@ def test_optimum_by_hand():
     assert optimum(pack, home, fast, PRICES) == pytest.approx(work / 4)
     halves = Cluster(4, speeds=(0.5, 0, 0, 0.5), link_bytes_per_second=1e15)
     assert optimum(pack, home, halves, PRICES) == pytest.approx(work)
-    # So slow that what leaves in the time is the most that its bytes bring.
+    # Links are so slow that the work that leaves is bounded by its bytes.
     slow = Cluster(4, link_bytes_per_second=100.0)
     seconds = optimum(pack, home, slow, PRICES)
-    given = most_given(Problem.of(pack, slow, PRICES), seconds * 100 * 1.5, seconds)[0]
-    assert work - seconds == pytest.approx(given, rel=1e-3)
+    tiles_out = max_tiles_out(Problem.of(pack, slow, PRICES), seconds * 100 * 1.5, seconds)[0]
+    assert work - seconds == pytest.approx(tiles_out, rel=1e-3)
     assert seconds > work / 4
     apart = Cluster(
         4, ranks_per_node=1, link_bytes_per_second=1e15, node_link_bytes_per_second=100.0
@@ -239,7 +239,7 @@ def test_optimum_by_hand():
 
 @pytest.mark.parametrize("largest", (60.0, 300.0, 1e9))
 def test_no_visits_give_more_than_is_possible(largest):
-    """Slices of a document of 64 tiles, one below the other, each as long as a server takes."""
+    """Cut a document of 64 tiles downward into slices, each as large as a server can take."""
     problem = Problem.of(pack_of([64 * TILE]), Cluster(1), PRICES)
     closest = 0.0
     for top in range(1, 65):
@@ -253,7 +253,7 @@ def test_no_visits_give_more_than_is_possible(largest):
             work += tiles[num_rows - 1]
             num_bytes += (QUERY_BYTES * num_rows + KEY_BYTES * end) * TILE
             end -= num_rows
-            most = most_given(problem, num_bytes, largest)[0]
+            most = max_tiles_out(problem, num_bytes, largest)[0]
             assert work <= most
             closest = max(closest, work / most)
     assert closest > 0.93
@@ -262,13 +262,13 @@ def test_no_visits_give_more_than_is_possible(largest):
 def test_grid_is_saved(lengths_file, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "RANKS", (2, 4))
     monkeypatch.setattr(planner, "TOKENS", (1024, 2048))
-    planner.main(["--lengths", str(lengths_file), "--seeds", "1", "--out", str(tmp_path / "made")])
-    with (tmp_path / "made" / "planner.csv").open() as file:
+    planner.main(["--lengths", str(lengths_file), "--seeds", "1", "--out", str(tmp_path / "grid")])
+    with (tmp_path / "grid" / "planner.csv").open() as file:
         rows = list(csv.DictReader(file))
     cases = {(row["tokens"], row["ranks"], row["planner"]) for row in rows}
     assert len(rows) == len(cases) == 2 * 2 * (1 + len(BASELINES))
     assert all(float(row["max_over_mean"]) >= 1 for row in rows)
-    assert (tmp_path / "made" / "planner.png").stat().st_size > 10000
+    assert (tmp_path / "grid" / "planner.png").stat().st_size > 10000
 
 
 @pytest.mark.parametrize(

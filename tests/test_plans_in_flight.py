@@ -1,4 +1,4 @@
-"""Calls alternate between plans: ranks agree once on each plan, and layers keep their numbers."""
+"""Calls that alternate between plans. Ranks agree once per plan, and layers keep their numbers."""
 
 import extension
 import kill_at
@@ -93,8 +93,8 @@ def run_a_stage(rank: int, world_size: int) -> tuple[dict[str, int], float]:
     return ranges, max(errors)
 
 
-def test_a_pipeline_s_micro_batches_agree_once_each():
-    fresh = Ranks(4, start_method="forkserver")  # others are in unequal numbers of groups by now
+def test_ranks_of_a_pipeline_agree_once_on_each_micro_batch():
+    fresh = Ranks(4, start_method="forkserver")  # shared ranks may be in unequal numbers of groups
     try:
         results = fresh.run(run_a_stage)
     finally:
@@ -135,8 +135,10 @@ def test_a_failure_names_the_layer_among_those_of_all_plans(place):
 
 
 def batches_of(rank: int, world_size: int) -> list[int]:
-    """Batches of plans for two windows, in two steps, then over a group of its own. Rank 0 plans
-    the same documents again, the other ranks new ones."""
+    """Return the batches of plans for two windows in two steps, then of a plan over another group.
+
+    Rank 0 plans the same documents again, and the other ranks plan new ones.
+    """
     distca.close()
     step = small_step(rank, world_size, SHARDED)
     plans = []

@@ -32,7 +32,7 @@ def named_phases(num_layers: int, passes: tuple[str, ...]) -> dict[str, int]:
 
 
 def profiled(rank: int, world_size: int, recompute: bool) -> dict[str, int]:
-    """Ranges of two layers, forward and backward, by name."""
+    """Return the number of ranges by name, for two layers, forward and backward."""
     step = small_step(rank, world_size, SHARDED)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         distca.plan(step.documents)
@@ -41,8 +41,8 @@ def profiled(rank: int, world_size: int, recompute: bool) -> dict[str, int]:
             for _ in range(2)
         ]
         sum(layers).sum().backward()
-    found = profile.key_averages()
-    return {each.key: each.count for each in found if each.key.startswith("distca ")}
+    averages = profile.key_averages()
+    return {each.key: each.count for each in averages if each.key.startswith("distca ")}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -50,8 +50,8 @@ def test_phases_are_ranges_of_the_profiler(ranks, recompute):
     passes = ("forward", "backward", *(["recomputed forward"] if recompute else []))
     once = {"distca agreement": 1, "distca wait for plan": 1}
     wanted = {**named_phases(2, passes), **once}
-    for found in ranks(3).run(profiled, recompute):
-        assert found == wanted
+    for ranges in ranks(3).run(profiled, recompute):
+        assert ranges == wanted
 
 
 def profiled_alone() -> set[str]:
@@ -66,12 +66,12 @@ def test_attention_of_one_rank_is_a_range():
 
 
 def timed(rank: int, world_size: int, compiled: bool) -> dict:
-    """Three steps of two layers, of which the first is timed; rank 1 comes late to each layer."""
+    """Run three steps of two layers and time the first. Rank 1 is late for each layer."""
     distca.close()
     group_name = distca.init(options=distca.Options()).group_name
     steps = [small_step(rank, world_size, SHARDED) for _ in range(3)]
     torch.ops.distca.watch_step(group_name, 0)
-    known, seconds = [], 0.0
+    times_by_step, seconds = [], 0.0
     for step in steps:
         distca.plan(step.documents)
         attend = torch.compile(step.attend, backend="aot_eager") if compiled else step.attend
@@ -80,26 +80,27 @@ def timed(rank: int, world_size: int, compiled: bool) -> dict:
             time.sleep(DELAY_S * (rank == 1))
             attend().sum().backward()
         seconds = seconds or time.perf_counter() - start
-        known.append(torch.ops.distca.attention_times(group_name))
+        times_by_step.append(torch.ops.distca.attention_times(group_name))
     phases, times = torch.ops.distca.spans(group_name)
     distca.close()
-    return {"known": known, "phases": phases, "times": times, "seconds": seconds}
+    return {"times_by_step": times_by_step, "phases": phases, "times": times, "seconds": seconds}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_is_timed_and_waits_are_told_apart(ranks, compiled):
+def test_a_step_has_separate_times_for_attention_and_waits(ranks, compiled):
     waiting, late, _ = ranks(3).run(timed, compiled)
-    for found in (waiting, late):
-        assert found["known"][0] == found["known"][2] == [], "too early, and told once"
-        attention_us, waiting_us = found["known"][1]
-        assert 0 < waiting_us < attention_us < 1e6 * found["seconds"]
-    # Before the first layer the others wait to agree with it, not for its rows.
-    assert waiting["known"][1][1] > 0.9e6 * DELAY_S > late["known"][1][1]
+    for result in (waiting, late):
+        before, after, later = result["times_by_step"]
+        assert before == later == [], "times appear once, after the timed step"
+        attention_us, waiting_us = after
+        assert 0 < waiting_us < attention_us < 1e6 * result["seconds"]
+    # Before the first layer the others wait to agree with rank 1, not for its rows.
+    assert waiting["times_by_step"][1][1] > 0.9e6 * DELAY_S > late["times_by_step"][1][1]
 
 
 def test_spans_are_those_of_the_step_in_order_of_time(ranks):
-    for found in ranks(3).run(timed, False):
-        both = zip(found["phases"], found["times"].tolist(), strict=True)
+    for result in ranks(3).run(timed, False):
+        both = zip(result["phases"], result["times"].tolist(), strict=True)
         names = [(*phase.split(" ", 1), layer) for phase, (layer, _, _) in both]
         wanted = [
             (each, phase, layer)
@@ -107,9 +108,9 @@ def test_spans_are_those_of_the_step_in_order_of_time(ranks):
             for each in ("forward", "backward")
             for phase in (*PHASES[1:], PHASES[0])
         ]
-        # A backward pass between forward passes belongs to the layer before.
+        # A backward pass between forward passes belongs to the previous layer.
         assert [name[:2] for name in names] == [name[:2] for name in wanted]
-        begins, ends = found["times"][:, 1], found["times"][:, 2]
+        begins, ends = result["times"][:, 1], result["times"][:, 2]
         assert (ends >= begins).all() and (ends.diff() >= 0).all()
         assert abs(ends[-1].item() / 1e9 - time.time()) < 60, "since 1970"
         whole = [idx for idx, name in enumerate(names) if name[1] == "attention"]
@@ -120,7 +121,7 @@ def test_spans_are_those_of_the_step_in_order_of_time(ranks):
 
 
 def attend_without_end(rank: int, world_size: int) -> tuple[list[int], int]:
-    """Under one plan, more often than spans are kept; then a step under another."""
+    """Call attention under one plan more often than spans are kept, then run another step."""
     distca.close()
     distca.init(options=distca.Options())
     documents, q = distca.Documents([0, 1]), torch.ones(1, 1, 1, requires_grad=True)
@@ -135,5 +136,5 @@ def attend_without_end(rank: int, world_size: int) -> tuple[list[int], int]:
     return times, len(torch.ops.distca.spans("")[0])
 
 
-def test_a_plan_that_serves_without_end_fills_no_memory(ranks):
+def test_many_calls_under_one_plan_fill_no_memory(ranks):
     assert ranks(1).run(attend_without_end) == [([-1, -1], 0)]

@@ -1,4 +1,4 @@
-"""A rank holds only so much of other ranks' rows: what is beyond that comes in rounds."""
+"""Visiting rows beyond the memory cap of a rank arrive in rounds."""
 
 import oracle
 import pytest
@@ -10,7 +10,7 @@ from test_core_attention import gathered, place
 import distca
 from distca.planning.cost import AttentionShape
 
-CASES = {  # and key rows that a round may hold
+CASES = {  # a case, and the key rows that a round may hold
     "whole": (Case([[900, 1, 0, 55], [37, 64, 64], [12, 80, 80]]), 1100),
     "window": (Case([[900, 1, 0, 55], [37, 64, 64], [12]], window_size=(90, 0)), 260),
     "crossing": (Case([[700, 33, 129], [], []], sharded=True), 800),
@@ -19,23 +19,23 @@ CASES = {  # and key rows that a round may hold
 
 
 def attend_in_rounds(rank, world_size, case: Case, rows: int):
-    """This rank's out, dq, dk, dv, and the number of rounds, where a round holds so many keys."""
+    """Attend in rounds of `rows` keys. Return out, dq, dk, dv, the number of rounds, an error."""
     shape = AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
     cap_gb = 1e-9 * rows * 4 * case.heads_kv * case.head_dim * 8
     distca.close()
     distca.init(options=distca.Options(memory_cap_gb=cap_gb, rounds=4))
     documents, leaves, grad_out = place(rank, world_size, case)
-    made = distca.plan(documents, window_size=case.window_size, shape=shape)
+    plan = distca.plan(documents, window_size=case.window_size, shape=shape)
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     out.backward(grad_out)
     error = None
-    if num_rounds(made.layout) > 1:
+    if num_rounds(plan.layout) > 1:
         with pytest.raises(ValueError, match="rounds; attend takes one") as e:
             ops = torch.ops.distca
-            ops.attend(*leaves, made.layout, made.rows, 1.0, "home")
+            ops.attend(*leaves, plan.layout, plan.rows, 1.0, "home")
         error = str(e.value)
     distca.close()
-    return [out.detach(), *(leaf.grad for leaf in leaves)], num_rounds(made.layout), error
+    return [out.detach(), *(leaf.grad for leaf in leaves)], num_rounds(plan.layout), error
 
 
 @pytest.mark.parametrize("name", CASES)

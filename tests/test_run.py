@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import neighbour
 import distca
 from distca.ranks import session
-found = {
+report = {
     "argv": sys.argv,
     "name": __name__,
     "path": sys.path[0],
@@ -32,15 +32,15 @@ found = {
     "default": repr(session.configured()),
 }
 """
-WRITE = "json.dump(found, open(os.environ['REPORT'] + os.environ.get('RANK', ''), 'w'))\n"
+WRITE = "json.dump(report, open(os.environ['REPORT'] + os.environ.get('RANK', ''), 'w'))\n"
 IN_A_GROUP = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
 opened = distca.init()
-found["options"] = repr(opened.options)
-found["ranks"] = opened.num_ranks
+report["options"] = repr(opened.options)
+report["ranks"] = opened.num_ranks
 plan = distca.plan(distca.Documents([0, 5] if opened.rank else [0, 2000]))
-found["bytes"] = sum(plan.report().bytes_out)
+report["bytes"] = sum(plan.report().bytes_out)
 distca.close()
 dist.destroy_process_group()
 """
@@ -48,7 +48,10 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def script(tmp_path):
-    """script(text): its path; it sits beside a module and not in the working directory."""
+    """Return script(text), which writes a script beside a module and returns its path.
+
+    The folder is not the working directory.
+    """
 
     def write(text: str) -> Path:
         folder = tmp_path / "scripts"
@@ -94,23 +97,23 @@ def test_every_field_is_documented(kind):
     "name, place",
     [("log_every", "distca.Watching"), ("run_dir", "distca.Watching"), ("patch_sdpa", "launcher")],
 )
-def test_fields_that_moved_are_refused_with_their_new_place(name, place):
+def test_options_that_moved_are_refused_with_their_new_place(name, place):
     with pytest.raises(ValueError, match=f"{name} is no option of attention: .*{place}"):
         distca.Options(tolerance=0.1, **{name: True})
 
 
-def test_the_script_sees_what_it_would_see_alone(script, tmp_path):
+def test_the_script_runs_as_without_the_launcher(script, tmp_path):
     path = script(REPORT + WRITE)
     arguments = ["--tolerance", "0.07", path, "--tolerance", "9", "data", "--help"]
     result = launch(arguments, tmp_path)
     assert result.returncode == 0, result.stderr
-    found = json.loads((tmp_path / "report").read_text())
-    assert found["argv"] == [str(path), "--tolerance", "9", "data", "--help"]
-    assert found["name"] == "__main__"
-    assert Path(found["path"]) == path.parent
-    assert found["neighbour"] == 42
-    assert found["default"] == repr(distca.Options(tolerance=0.07))
-    assert not found["patched"]
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["argv"] == [str(path), "--tolerance", "9", "data", "--help"]
+    assert report["name"] == "__main__"
+    assert Path(report["path"]) == path.parent
+    assert report["neighbour"] == 42
+    assert report["default"] == repr(distca.Options(tolerance=0.07))
+    assert not report["patched"]
 
 
 def test_under_torchrun_options_reach_the_group(script, tmp_path):
@@ -120,11 +123,11 @@ def test_under_torchrun_options_reach_the_group(script, tmp_path):
     assert result.returncode == 0, result.stderr
     wanted = distca.Options(enabled=False, link_gb_per_s=12.5, timeout_s=60.0)
     for rank in range(2):
-        found = json.loads((tmp_path / f"report{rank}").read_text())
-        assert found["options"] == repr(wanted)
-        assert found["patched"] and found["ranks"] == 2
-        assert found["argv"] == [str(path), "x"]
-        assert found["bytes"] == 0, "disabled, yet the plan moves rows"
+        report = json.loads((tmp_path / f"report{rank}").read_text())
+        assert report["options"] == repr(wanted)
+        assert report["patched"] and report["ranks"] == 2
+        assert report["argv"] == [str(path), "x"]
+        assert report["bytes"] == 0, "disabled, yet the plan moves rows"
 
 
 def test_an_exception_of_the_script_fails_the_launch(script, tmp_path):
@@ -133,7 +136,7 @@ def test_an_exception_of_the_script_fails_the_launch(script, tmp_path):
     assert "planted failure" in result.stderr
 
 
-def test_an_exit_code_of_the_script_is_the_launch_s(script, tmp_path):
+def test_the_launcher_returns_the_scripts_exit_code(script, tmp_path):
     assert launch([script("import sys; sys.exit(7)\n")], tmp_path).returncode == 7
 
 

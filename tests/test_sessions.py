@@ -1,4 +1,4 @@
-"""Opening and closing groups beside what else a program does with torch.distributed."""
+"""Opening and closing groups next to other uses of torch.distributed."""
 
 from datetime import timedelta
 
@@ -55,12 +55,12 @@ def train_in_a_subgroup(rank: int, world_size: int, uneven: bool) -> str:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_a_subgroup_trains_or_says_why_not(fresh_ranks, uneven):
-    said = fresh_ranks.run(train_in_a_subgroup, uneven, timeout_s=40)
+def test_a_subgroup_trains_or_raises_an_error(fresh_ranks, uneven):
+    outcomes = fresh_ranks.run(train_in_a_subgroup, uneven, timeout_s=40)
     if uneven:
-        assert all("process groups; create groups that only some" in each for each in said[:2])
+        assert all("process groups; create groups that only some" in each for each in outcomes[:2])
     else:
-        assert said == ["trained", "trained", ""]
+        assert outcomes == ["trained", "trained", ""]
 
 
 def open_close_and_start_again(rank: int, world_size: int, port: int) -> bool:
@@ -96,8 +96,8 @@ def demand_peer_memory(rank: int, world_size: int) -> tuple[str, list[float]]:
     return error, train(rank, world_size)
 
 
-def test_peer_memory_is_refused_where_there_is_none(fresh_ranks):
-    """On every rank, with the reason; the group can be opened otherwise."""
+def test_peer_memory_is_refused_if_unavailable(fresh_ranks):
+    """Every rank raises an error with the reason, and can open the group without peer memory."""
     for error, _ in fresh_ranks.run(demand_peer_memory, timeout_s=40):
         assert error.startswith('transport is "peer", but on rank 0 ')
 
@@ -111,6 +111,6 @@ def open_with_own_transport(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_ranks_with_different_transports_are_told(fresh_ranks):
+def test_ranks_with_different_transports_raise_an_error(fresh_ranks):
     for error in fresh_ranks.run(open_with_own_transport, timeout_s=40):
         assert error.startswith('transport is "peer", but on rank ')

@@ -1,4 +1,4 @@
-"""distca.simulate: small cases computed by hand, what is conserved, what may not get slower."""
+"""distca.simulate: small cases by hand, conserved quantities, and bounds between systems."""
 
 import itertools
 import json
@@ -49,7 +49,7 @@ TINY = ModelShape(
     name="tiny", layers=1, hidden=128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=1
 )
 TILE_FLOPS = 4 * ROWS * ROWS * 128
-# A tile takes 1 s forward and 2 s backward, linear work of a tile's rows 1 s and 2 s.
+# A tile takes 1 s forward and 2 s backward, and so does the linear work of a tile's rows.
 UNIT_MACHINE = Machine(
     inside=INSTANT,
     between=INSTANT,
@@ -76,7 +76,7 @@ UNEVEN = documents([2 * ROWS], [ROWS, ROWS])  # 3 tiles and 2
 
 
 @pytest.mark.parametrize("name, billions", [("8B", 8.03), ("34B", 33.74), ("70B", 70.55)])
-def test_presets_have_their_models_parameters(name, billions):
+def test_presets_have_as_many_parameters_as_their_models(name, billions):
     assert PRESETS[name].params / 1e9 == pytest.approx(billions, abs=0.02)
 
 
@@ -89,7 +89,7 @@ def test_bytes_and_flops_of_a_small_model():
 
 @pytest.mark.parametrize("begin", [0, 1, 100, 128, 300])
 @pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 500])
-def test_tiles_are_those_that_hold_a_pair(begin, rows):
+def test_every_tile_with_a_pair_counts(begin, rows):
     end = begin + rows
     ends = [min(first + ROWS, end) for first in range(begin, end, ROWS)]
     expected = sum(-(-last // ROWS) for last in ends)
@@ -105,7 +105,7 @@ def test_collectives_by_hand():
     assert machine.gather_seconds(400.0, 4, 1) == 2.0 + 300 / 10
 
 
-def test_key_blocks_cost_backward_only():
+def test_key_blocks_cost_time_only_backward():
     shape = TINY.attention(1)
     begin, end = np.array([0, 128, 5]), np.array([256, 300, 5])
     plain = TileCost(UNIT_MACHINE, shape).seconds(begin, end)
@@ -118,7 +118,7 @@ def test_key_blocks_cost_backward_only():
 
 
 def drawn_one_by_one(lengths: list[int], num_packs: int, tokens: int, seed: int) -> list[list[int]]:
-    """benchmarks/training_step.py's loop."""
+    """Draw packs with the loop of benchmarks/training_step.py."""
     shuffled = list(lengths)
     random.Random(seed).shuffle(shuffled)
     stream, rest, packs = itertools.cycle(shuffled), 0, []
@@ -134,7 +134,7 @@ def drawn_one_by_one(lengths: list[int], num_packs: int, tokens: int, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_packs_are_the_training_benchmarks(seed):
+def test_packs_equal_those_of_the_training_benchmark(seed):
     generator = random.Random(seed)
     lengths = [generator.randint(1, 300) for _ in range(17)] + [2500]
     scenario = replace(UNIT, ranks=4, tokens=1000, context=1000, micro_batches=2)
@@ -184,10 +184,10 @@ def test_bad_distributions(text):
         distribution(text, seed=0)
 
 
-def test_longest_documents_first_to_the_least_work():
+def test_longest_documents_go_first_to_the_pack_with_least_work():
     lengths = np.array([1, 5, 3, 4, 2])
     packs = balanced_packs(lengths, lengths.astype(float), 2, most_tokens=100)
-    # 5 | 4, then 3 to the 4, 2 to the 5, 1 to either.
+    # Packs get 5 | 4, then 3 joins the 4, 2 joins the 5, and 1 joins either.
     assert packs[1] == packs[4] != packs[3] == packs[2]
 
 
@@ -199,7 +199,7 @@ def test_packs_stay_within_their_tokens():
     lengths = generator.integers(1, 100, 400)
     packs = balanced_packs(lengths, lengths.astype(float) ** 2, 8, lengths.sum() / 8 + 10)
     assert np.bincount(packs, lengths).max() <= lengths.sum() / 8 + 10
-    tight = balanced_packs(lengths, lengths.astype(float) ** 2, 8, 1)  # nothing fits: tokens even
+    tight = balanced_packs(lengths, lengths.astype(float) ** 2, 8, 1)  # no document fits
     assert np.ptp(np.bincount(tight, lengths)) <= 100
 
 
@@ -212,7 +212,7 @@ def test_a_full_pack_takes_shorter_documents_later():
 
 
 def test_fixed_packing_waits_for_the_slowest():
-    # Linear 2 + 4; attention of the slow rank 3 + 6.
+    # Linear work takes 2 + 4, attention of the slow rank 3 + 6.
     outcome = fixed(Step(UNIT, UNEVEN), 1)
     assert outcome.schedule.seconds == pytest.approx(6 + 9)
     busy = outcome.schedule.busy(UNIT)
@@ -221,23 +221,24 @@ def test_fixed_packing_waits_for_the_slowest():
     assert busy[WAITING].tolist() == pytest.approx([0, 3])
 
 
-def test_balance_for_free_is_the_mean():
+def test_ideal_balance_is_the_mean():
     assert seconds_of("limit", UNIT, UNEVEN) == pytest.approx(6 + 7.5)
 
 
 def test_all_gather_by_hand():
-    """A document of 4 tiles in 4 runs: each rank has 1 + 4 or 2 + 3 of 10 tiles."""
+    """Of a document of 4 query tiles in 4 runs, each rank has 1 + 4 or 2 + 3 of 10 tiles."""
     slow = replace(UNIT, machine=replace(UNIT_MACHINE, inside=Link(10.0, 1024.0)))
     one = Documents(np.array([4 * ROWS]), np.array([0]))
     layers = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=all_gather)
     assert layers.seconds[0, :, ATTENTION].tolist() == [[5, 5], [10, 10]]
-    # k and v: 512 bytes a token; half of 512 tokens' come from the other rank.
+    # k and v have 512 bytes per token; half of the 512 tokens come from the other rank.
     gather = 10 + 512 * 512 / 2 / 1024
     assert layers.seconds[0, :, EXCHANGE].tolist() == [[gather] * 2, [2 * gather] * 2]
 
 
 def test_ring_by_hand():
-    # 256 tokens' keys a hop: 131072 bytes, 6.5 s forward and 11 s backward beside 2.5 s and 5 s.
+    # A hop carries the keys of 256 tokens, 131072 bytes. It takes 6.5 s forward and 11 s backward,
+    # beside 2.5 s and 5 s of attention.
     slow = replace(UNIT, machine=replace(UNIT_MACHINE, inside=Link(2.0, 131072 / 4.5)))
     one = Documents(np.array([4 * ROWS]), np.array([0]))
     layers = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=ring)
@@ -246,7 +247,7 @@ def test_ring_by_hand():
     assert quick.seconds[0, :, EXCHANGE].max() == 0
 
 
-def test_a_ring_over_nodes_has_its_slowest_hop():
+def test_a_ring_over_nodes_is_as_slow_as_its_slowest_hop():
     machine = replace(UNIT_MACHINE, gpus_per_node=1, between=Link(100.0, 1e30))
     one = Documents(np.array([4 * ROWS]), np.array([0]))
     layers = context_parallel(
@@ -255,7 +256,7 @@ def test_a_ring_over_nodes_has_its_slowest_hop():
     assert layers.seconds[0, :, EXCHANGE, 0].tolist() == pytest.approx([97.5, 95])
 
 
-# One document of 4 tiles' rows, 42 s with its linear work, and 28 of one, 6 s each.
+# One document of 4 query tiles takes 42 s with its linear work. 28 of one tile take 6 s each.
 LONG_AND_SHORT = documents([4 * ROWS, *[ROWS] * 4], *[[ROWS] * 8] * 3)
 EIGHT_ROWS = replace(UNIT, ranks=4, tokens=8 * ROWS, context=8 * ROWS)
 
@@ -284,7 +285,7 @@ NO_LINEAR = np.zeros(2)
 
 
 def small_work() -> Work:
-    """Rank 0 keeps 4 s of work and sends 2 s to rank 1, which has 1 s of its own."""
+    """Return work in which rank 0 keeps 4 s and sends 2 s to rank 1, which has 1 s of its own."""
     return Work(
         home_seconds=np.array([[4.0, 1.0], [8.0, 2.0]]),
         visiting_seconds=np.array([[0.0, 2.0], [0.0, 4.0]]),
@@ -300,7 +301,7 @@ def linked(inside: Link, between: Link = INSTANT, per_node: int = 8) -> Scenario
     return replace(UNIT, machine=machine)
 
 
-def test_bytes_of_both_passes_are_those_that_the_planner_is_told():
+def test_bytes_of_both_passes_sum_to_the_planners_row_bytes():
     by_pass = row_bytes(UNIT)
     total = np.sum([out + home for out, home in by_pass.values()], axis=0)
     query, key = UNIT.attention_shape.row_bytes()
@@ -310,7 +311,7 @@ def test_bytes_of_both_passes_are_those_that_the_planner_is_told():
 
 
 def test_visiting_tasks_wait_for_rows_and_results_travel_home():
-    # q is 256 bytes a row, k and v 512, lse 4. Out: 10 * 256 + 30 * 512 = 17920 bytes.
+    # q has 256 bytes per row, k and v 512, lse 4. Rank 0 sends 10 * 256 + 30 * 512 = 17920 bytes.
     scenario = linked(Link(0.5, 8960.0))
     times = in_turn(scenario, small_work(), FORWARD, NO_LINEAR)[0]
     dispatch, combine = 0.5 + 2.0, 0.5 + 2600 / 8960
@@ -333,7 +334,7 @@ def test_an_exchange_between_nodes_takes_the_other_link():
 
 
 def test_a_server_waits_for_its_busy_sender():
-    """Rank 0 sends 30 rows to each of two servers: both wait for all that leaves it."""
+    """Rank 0 sends 30 rows to each of two servers, and both wait for all 60 rows."""
     work = Work(
         np.zeros((2, 3)),
         np.array([[0.0, 1.0, 1.0]] * 2),
@@ -349,7 +350,7 @@ def test_a_server_waits_for_its_busy_sender():
 
 def test_ping_pong_hides_up_to_the_linear_work():
     scenario = linked(Link(0.5, 8960.0))
-    round_trip = 0.5 + 1.0 + 0.5 + 1300 / 8960  # of half the rows
+    round_trip = 0.5 + 1.0 + 0.5 + 1300 / 8960  # for half of the rows
     times, hidden = ping_pong(scenario, small_work(), FORWARD, np.array([2.0, 2.0]))
     assert hidden == pytest.approx(2.0)
     assert times[EXCHANGE] == pytest.approx([2 * (round_trip - 1.0)] * 2)
@@ -367,12 +368,12 @@ def test_dedicated_servers_work_beside_the_others():
     times, _ = dedicated_ping_pong(linked(INSTANT), work, FORWARD, linear)
     assert times.sum(axis=0) == pytest.approx([6, 6])  # the attention of both halves
     times, hidden = dedicated_ping_pong(linked(Link(1.0, 1e30)), work, FORWARD, linear)
-    assert times.sum(axis=0) == pytest.approx([2.5 + 2 + 3] * 2)  # one half's way round
+    assert times.sum(axis=0) == pytest.approx([2.5 + 2 + 3] * 2)  # the round of one half
     assert hidden == pytest.approx(4 - 1.5)
 
 
 @pytest.mark.parametrize("least_cp", [1, 4])
-def test_work_of_a_plan_is_what_the_planner_reports(least_cp):
+def test_work_of_a_plan_equals_the_planners_report(least_cp):
     generator = random.Random(least_cp)
     lengths = [generator.randint(1, 9000) for _ in range(60)]
     scenario = replace(
@@ -402,7 +403,7 @@ def test_work_of_a_plan_is_what_the_planner_reports(least_cp):
     assert num_bytes.sum() > 0
     assert np.bincount(work.home, num_bytes, 16) == pytest.approx(loads[:, 2].numpy())
     assert np.bincount(work.server, num_bytes, 16) == pytest.approx(loads[:, 3].numpy())
-    with pytest.raises(AssertionError):  # a task on another server is noticed
+    with pytest.raises(AssertionError):  # the comparison notices a task on another server
         tasks[0, 3] = (tasks[0, 3] + 1) % 16
         moved = work_of(pack, tasks, cost)
         moved_seconds = (moved.home_seconds + moved.visiting_seconds).sum(axis=0)
@@ -415,7 +416,7 @@ def test_dedicated_servers_compute_everything():
     (work,) = step.dedicated
     assert step.is_server.tolist() == [False] * 7 + [True]
     attention = work.home_seconds + work.visiting_seconds
-    # 8 documents of 36 tiles; cuts inside a document add none, being at whole tiles.
+    # 8 documents have 36 tiles each. Cuts are at whole tiles, so they add none.
     assert attention[FORWARD, 7] == pytest.approx(8 * 36, rel=0.03)
     assert attention[:, :7].max() == 0
     (pack,) = step.beside_servers
@@ -424,14 +425,14 @@ def test_dedicated_servers_compute_everything():
     assert seconds == pytest.approx(3 * (attention[FORWARD, 7] + 8 * 8 / 7), rel=1e-3)
 
 
-def test_queries_at_home_whose_keys_are_elsewhere_wait_for_them():
+def test_queries_at_home_wait_for_keys_of_other_ranks():
     pack = Pack(2, 1, np.array([[0, 0, 0, 100], [1, 0, 100, 60]]))
     tasks = np.array([[0, 0, 100, 0], [0, 100, 160, 1]])
     work = work_of(pack, tasks, UNIT.attention_cost())
     assert work.home_seconds[FORWARD].tolist() == [1, 0]
     assert work.visiting_seconds[FORWARD].tolist() == [0, 2]
     assert [work.home, work.server, work.query_rows, work.key_rows] == [[0], [1], [0], [100]]
-    # The first keys go to rank 1 once, and the last task of two decides how many.
+    # The first keys go to rank 1 once; the last of its two tasks determines their number.
     twice = np.array([[0, 0, 50, 1], [0, 50, 90, 1], [0, 90, 160, 1]])
     work = work_of(pack, twice, UNIT.attention_cost())
     assert [work.home, work.server, work.query_rows, work.key_rows] == [[0], [1], [100], [100]]
@@ -441,7 +442,7 @@ def test_queries_at_home_whose_keys_are_elsewhere_wait_for_them():
 
 
 def unit_layers(scenario: Scenario, forward: list[float], backward: list[float]) -> Layers:
-    """By micro-batch; one group."""
+    """Return layers of one group with these seconds per micro-batch."""
     layers = layers_of(scenario, np.zeros((len(forward), 1)), np.zeros((len(forward), 2, 1)))
     layers.seconds[:, FORWARD, LINEAR, 0] = forward
     layers.seconds[:, BACKWARD, LINEAR, 0] = backward
@@ -465,12 +466,12 @@ def test_parameters_are_hidden_behind_compute():
     )
     layers = layers_of(scenario, np.full((1, 2), ROWS), np.zeros((1, 2, 2)))
     add_parameters(scenario, layers)
-    # Gather 2 bytes, reduce 4 of each parameter, half from the other rank: 10 s and 20 s beside
-    # 1 s and 2 s of compute; then the first gather and the last reduction of this one layer.
+    # Each parameter gathers 2 bytes and reduces 4, half from the other rank: 10 s and 20 s beside
+    # 1 s and 2 s of compute. The first gather and the last reduction are exposed.
     assert layers.seconds[0, :, PARAMETERS, 0] == pytest.approx([9 + 10, 28 + 20])
 
 
-def test_ranks_meet_in_every_micro_batch_under_fsdp_only():
+def test_ranks_meet_in_every_micro_batch_only_under_fsdp():
     uneven = documents([2 * ROWS], [ROWS, ROWS], [ROWS, ROWS], [2 * ROWS])
     scenario = replace(UNIT, micro_batches=2)
     assert seconds_of("fixed", scenario, uneven) == pytest.approx(2 * (6 + 9))
@@ -491,8 +492,8 @@ def test_1f1b_of_uneven_micro_batches_by_hand():
     # Stage 0: F0 0-1, F1 1-4; stage 1: F0 1-2, B0 2-4, F1 4-7, B1 7-13; stage 0: B0 4-6, B1 13-19.
     scenario = piped(2, 2)
     schedule = pipeline.one_f_one_b(scenario, unit_layers(scenario, [1, 3], [2, 6]))
-    found = {(o.stage, o.pass_idx, o.micro_batch): o.start[0] for o in schedule.operations}
-    assert found == {
+    starts = {(o.stage, o.pass_idx, o.micro_batch): o.start[0] for o in schedule.operations}
+    assert starts == {
         (0, FORWARD, 0): 0,
         (0, FORWARD, 1): 1,
         (1, FORWARD, 0): 1,
@@ -517,7 +518,7 @@ def test_1f1b_sends_between_stages():
 
 @pytest.mark.parametrize("stage, in_flight", [(0, 7), (1, 5), (3, 1)])
 def test_ticks_keep_their_order(stage, in_flight):
-    """No backward before the next stage's, no more in flight than is said."""
+    """Backward passes follow those of the next stage, and `in_flight` micro-batches are live."""
     scenario = piped(4, 8)
     num_ticks = 8 + 3
     seconds = np.ones((num_ticks, 2, len(KINDS), 4)) / len(KINDS)
@@ -539,9 +540,9 @@ def test_ticks_keep_their_order(stage, in_flight):
 
 
 def test_idle_stages_serve_in_same_phase_ticks():
-    """One micro-batch on two stages: in every tick the idle stage does half of the attention."""
+    """With one micro-batch on two stages, the idle stage does half of the attention in a tick."""
     scenario = replace(piped(2, 1), tokens=16 * ROWS, context=16 * ROWS)
-    one = documents([16 * ROWS])  # 136 tiles; a token's linear work is 3 / 128 s a stage
+    one = documents([16 * ROWS])  # 136 tiles; linear work takes 3 / 128 s per token and stage
     assert seconds_of("distca", scenario, one) == pytest.approx(2 * 3 * (136 + 16))
     assert seconds_of("ticks", scenario, one) == pytest.approx(2 * 3 * (68 + 16), rel=0.03)
 
@@ -554,20 +555,20 @@ def test_idle_stages_have_no_linear_work_and_wait():
         assert (each.seconds[LINEAR, 0] > 0) == (each.micro_batch != pipeline.IDLE)
         ends.setdefault(float(each.start[0]), set()).add(round(float(each.end[0]), 6))
     assert len(ends) == 2 * (2 + 3)
-    assert all(len(found) == 1 for found in ends.values())
+    assert all(len(ends_of_tick) == 1 for ends_of_tick in ends.values())
 
 
 def test_gradients_meet_once_a_step_under_zero1():
     machine = replace(UNIT_MACHINE, inside=Link(0.0, TINY.params / 2))
     apart = replace(UNIT, sharding="zero1", machine=machine)
-    # Half of 4 + 2 bytes a parameter from the other rank: 6 s, of which the backward pass of the
-    # rank that ends it first hides 4 + 4.
+    # Half of 4 + 2 bytes per parameter come from the other rank, in 6 s. The backward pass of the
+    # first rank to end it hides up to 4 + 4.
     assert seconds_of("fixed", apart, UNEVEN) == pytest.approx(6 + 9)
     slow = replace(apart, machine=replace(machine, inside=Link(0.0, TINY.params / 20)))
     assert seconds_of("fixed", slow, UNEVEN) == pytest.approx(6 + 9 + 60 - 8)
 
 
-# What holds for all.
+# Properties of all systems.
 
 
 def random_step(scenario: Scenario, seed: int) -> Step:
@@ -582,7 +583,7 @@ REAL = Scenario(
 
 
 @pytest.mark.parametrize("name", [s.name for s in SYSTEMS if not s.name.startswith("ticks")])
-def test_equal_documents_and_one_rank_are_as_plain_packing(name):
+def test_equal_documents_and_single_ranks_take_as_long_as_fixed_packing(name):
     equal = documents(*[[4096]] * 8)
     wide = Scenario(model=PRESETS["8B"].changed(2, 128), ranks=8, tokens=4096, context=4096)
     alone = replace(wide, ranks=1)
@@ -606,10 +607,10 @@ def test_work_and_tokens_are_conserved(pp):
     }
     assert len(total) >= 6
     expected = total["fixed"]
-    for name, found in total.items():
-        assert found[LINEAR] == pytest.approx(expected[LINEAR]), name
-        # Cuts that are not at whole tiles cost some more.
-        assert expected[ATTENTION] * 0.999 <= found[ATTENTION] < 1.06 * expected[ATTENTION], name
+    for name, busy in total.items():
+        assert busy[LINEAR] == pytest.approx(expected[LINEAR]), name
+        # Cuts inside tiles cost some extra time.
+        assert expected[ATTENTION] * 0.999 <= busy[ATTENTION] < 1.06 * expected[ATTENTION], name
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -623,7 +624,7 @@ def test_busy_and_waiting_add_up_to_the_step(pp):
 
 @pytest.mark.parametrize("level", ["inside", "between"])
 def test_faster_links_are_never_slower(level):
-    """Of one plan: the planner may choose another for another link."""
+    """The plan stays the same, because the planner may choose another one for another link."""
     step = random_step(REAL, seed=2)
     works = step.works(step.in_place, in_turn)
     before = {}
@@ -645,16 +646,16 @@ def test_faster_links_are_never_slower(level):
         before = now
 
 
-def test_nothing_beats_balance_for_free():
-    """Of what keeps the tokens where they are and runs on the ranks that have them."""
+def test_ideal_balance_is_a_lower_bound():
+    """The bound holds for systems that keep tokens on their ranks."""
     step = random_step(REAL, seed=4)
     limit = seconds_of("limit", REAL, step.documents)
     for name in ("fixed", "distca", "distca-ping-pong"):
         assert seconds_of(name, REAL, step.documents) >= limit * (1 - 1e-9)
 
 
-def test_ping_pong_has_the_better_of_several_plans():
-    """Slow links: in turn little may move; beside linear work much more."""
+def test_ping_pong_uses_the_best_of_several_plans():
+    """With slow links, a plan may move more rows if they travel beside linear work."""
     machine = replace(REAL.machine, inside=Link(0.0, 1e9))
     scenario = replace(REAL, machine=machine, micro_batches=1, tokens=8192, context=8192)
     step = Step(scenario, documents([8192], *[[128] * 64] * 15))
@@ -680,7 +681,7 @@ def test_memory_by_hand():
     stage = replace(piped(2, 4), tokens=ROWS, context=ROWS)
     outcome = fixed(Step(stage, documents(*[[ROWS]] * 4)), 1)
     kept = ROWS * TINY.activation_bytes
-    assert np.ptp(outcome.memory_bytes) == pytest.approx(kept)  # two in flight, and one
+    assert np.ptp(outcome.memory_bytes) == pytest.approx(kept)  # stages have two and one in flight
 
 
 def test_recomputation_repeats_the_forward_pass():
@@ -698,22 +699,23 @@ def test_tensor_parallel_ranks_share_heads_and_matrices():
     whole, half = (fixed(Step(each, step), 1).schedule.busy(each) for each in (scenario, halved))
     assert half[ATTENTION] == pytest.approx(whole[ATTENTION] / 2)
     assert halved.linear_seconds(7)[0] == pytest.approx(scenario.linear_seconds(7)[0] / 2)
-    # Two all-reduces of 4096 tokens x 4096 x 2 bytes a pass and layer, half from the other rank.
+    # Each pass of a layer has two all-reduces of 4096 tokens x 4096 x 2 bytes, half from the other
+    # rank.
     one = 2 * (2 * 4096 * 4096 * 2 / 2 / Machine.inside.bytes_per_second)
     expected = 2 * 2 * (one + 2 * Machine.inside.latency_s)
     assert half[KINDS.index("tensor_parallel")] == pytest.approx(np.full(8, expected))
 
 
-def test_a_fit_gives_the_measured_step_back():
+def test_a_fit_reproduces_the_measured_step():
     drawn = [random_step(REAL, seed).documents for seed in range(3)]
-    made = fitted(REAL, drawn, step_seconds=0.5)
-    (result,) = run(made, [Step(made, each) for each in drawn], ["fixed"])
+    scenario = fitted(REAL, drawn, step_seconds=0.5)
+    (result,) = run(scenario, [Step(scenario, each) for each in drawn], ["fixed"])
     assert result.mean == pytest.approx(0.5, rel=1e-4)
     with pytest.raises(ValueError, match="fit_step_ms is 1e-06"):
         fitted(REAL, drawn, step_seconds=1e-9)
 
 
-def test_a_best_degree_is_one_that_fits():
+def test_the_best_degree_is_no_slower_than_a_fixed_one():
     scenario = replace(REAL, micro_batches=1, tokens=32768, context=32768)
     step = random_step(scenario, seed=6)
     names = ["variable", "all-gather"]
@@ -725,8 +727,8 @@ def test_a_best_degree_is_one_that_fits():
         assert result.cp == 4 and result.mean >= best.mean
 
 
-def test_a_faster_degree_that_does_not_fit_is_left():
-    """Gathered keys take more memory the more ranks share a pack."""
+def test_a_faster_degree_that_does_not_fit_is_not_chosen():
+    """Gathered keys take more memory if more ranks share a pack."""
     machine = replace(REAL.machine, inside=INSTANT, between=INSTANT)
     scenario = replace(REAL, micro_batches=1, tokens=32768, context=32768, machine=machine)
     step = random_step(scenario, seed=6)
@@ -765,7 +767,7 @@ def test_models_from_files(tmp_path):
         ModelShape.load(path)
 
 
-def test_planned_shapes_are_one_ranks():
+def test_attention_shapes_have_the_heads_of_one_rank():
     assert PRESETS["8B"].attention(8) == AttentionShape(4, 1, 128, 2)
     assert PRESETS["34B"].attention(16) == AttentionShape(4, 1, 128, 2)
     with pytest.raises(ValueError, match="tp is 3"):

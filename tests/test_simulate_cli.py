@@ -30,14 +30,14 @@ def simulated(tmp_path, *flags: str) -> dict:
 
 
 def test_a_table_and_its_json(tmp_path, capsys):
-    found = simulated(tmp_path, "--ranks", "16", "--layers", "4")
+    data = simulated(tmp_path, "--ranks", "16", "--layers", "4")
     shown = capsys.readouterr().out
-    assert found["format"] == 1 and found["ranks"] == 16
-    names = [system["name"] for system in found["systems"]]
+    assert data["format"] == 1 and data["ranks"] == 16
+    names = [system["name"] for system in data["systems"]]
     assert names[:2] == ["fixed", "variable"] and names[-1] == "limit"
     assert {"distca", "distca-ping-pong", "dedicated", "all-gather", "ring"} < set(names)
-    fixed = found["systems"][0]
-    for system in found["systems"]:
+    fixed = data["systems"][0]
+    for system in data["systems"]:
         assert len(system["step_ms"]) == 2
         assert system["step_ms_mean"] == pytest.approx(np.mean(system["step_ms"]))
         assert system["step_ms_slowest_decile"] == pytest.approx(max(system["step_ms"]))
@@ -50,25 +50,25 @@ def test_a_table_and_its_json(tmp_path, capsys):
         assert f"{system['step_ms_mean']:.1f}" in shown
     assert "Assumptions" in shown and "640 / 580 TFLOP/s" in shown
     words = " ".join(shown.split())
-    assert found["assumptions"] and all(line in words for line in found["assumptions"])
+    assert data["assumptions"] and all(line in words for line in data["assumptions"])
 
 
 def test_pipelines_and_pictures(tmp_path):
     flags = ["--ranks", "32", "--tp", "2", "--pp", "4", "--layers", "4", "--context", "32768"]
-    found = simulated(
+    data = simulated(
         tmp_path, *flags, "--out", str(tmp_path / "out"), "--show-step", "1", "--trace-ranks", "4"
     )
-    names = {system["name"] for system in found["systems"]}
+    names = {system["name"] for system in data["systems"]}
     assert {"ticks", "ticks-ping-pong"} < names and "dedicated" not in names
     for name in ("timeline.png", "balance.png"):
         assert (tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG"
-    for system in found["systems"]:
+    for system in data["systems"]:
         trace = json.loads((tmp_path / "out" / f"trace_{system['name']}.json").read_text())
         check_trace(trace, system["step_ms"][1])
 
 
 def check_trace(trace: dict, step_ms: float) -> None:
-    """Complete events that never overlap on a rank, inside the step, and one that ends it."""
+    """Check that events are complete, do not overlap on a rank, and end with the step."""
     by_rank: dict[int, list[tuple[float, float]]] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "M":
@@ -113,11 +113,11 @@ def test_a_trace_has_each_ranks_seconds():
     events = [e for e in chrome_trace(schedule, scenario, 4)["traceEvents"] if e["ph"] == "X"]
     for rank in range(4):
         for kind in ("linear", "attention", "exchange"):
-            found = sum(e["dur"] for e in events if (e["pid"], e["cat"]) == (rank, kind))
-            assert found == pytest.approx(1e6 * busy[KINDS.index(kind), rank])
+            total_us = sum(e["dur"] for e in events if (e["pid"], e["cat"]) == (rank, kind))
+            assert total_us == pytest.approx(1e6 * busy[KINDS.index(kind), rank])
 
 
-def test_the_table_marks_what_does_not_pay_or_fit():
+def test_the_table_marks_slow_systems_and_those_that_do_not_fit():
     scenario, results = small_results()
     assert "<1" not in table(results).rsplit("<1 = slower", 1)[0]
     slower = replace(results[1], step_seconds=[2 * x for x in results[0].step_seconds])
@@ -130,21 +130,21 @@ def test_the_table_marks_what_does_not_pay_or_fit():
 
 
 def test_a_measured_step_is_fitted(tmp_path):
-    found = simulated(tmp_path, "--ranks", "4", "--layers", "4", "--fit-step-ms", "700")
-    fixed = found["systems"][0]
+    data = simulated(tmp_path, "--ranks", "4", "--layers", "4", "--fit-step-ms", "700")
+    fixed = data["systems"][0]
     assert fixed["step_ms_mean"] == pytest.approx(700, rel=1e-4)
-    given = 1e6 * found["linear_seconds_per_token"]
+    linear_us = 1e6 * data["linear_seconds_per_token"]
     again = simulated(
-        tmp_path, "--ranks", "4", "--layers", "4", "--linear-us-per-token", str(given)
+        tmp_path, "--ranks", "4", "--layers", "4", "--linear-us-per-token", str(linear_us)
     )
     assert again["systems"][0]["step_ms"] == pytest.approx(fixed["step_ms"])
 
 
-def test_measured_steps_stand_beside(tmp_path, capsys):
+def test_measured_steps_are_shown_beside_predictions(tmp_path, capsys):
     flags = ["--ranks", "4", "--layers", "2"]
     predicted = {system["name"]: system for system in simulated(tmp_path, *flags)["systems"]}
     plain, ours = (predicted[name]["step_ms"] for name in ("fixed", "distca"))
-    made = {
+    record = {
         "variants": {
             "plain": {"step_ms": [9e9, *(x / 1.25 for x in plain)]},
             "peer": {"step_ms": [9e9, *ours]},
@@ -152,17 +152,17 @@ def test_measured_steps_stand_beside(tmp_path, capsys):
         "attention_ms": {"plain": [[1.0] * 4] * 3},
     }
     path = tmp_path / "step.json"
-    path.write_text(json.dumps(made))
+    path.write_text(json.dumps(record))
     capsys.readouterr()
     skipped = ["--skip", "1", "--measured", str(path)]
-    with pytest.raises(SystemExit):  # one step too few
+    with pytest.raises(SystemExit):  # the file has one step too few
         cli.main([*DRAWN, *flags, *skipped, "--steps", "3"])
     assert "fewer than skip + steps = 4" in capsys.readouterr().err
     cli.main([*DRAWN, *flags, "--measured", str(path), "--skip", "1"])
     shown = capsys.readouterr().out
     assert "step, fixed packing" in shown and "attention, slowest rank" in shown
-    alone = {"plain": made["variants"]["plain"]}  # all that one rank runs
-    path.write_text(json.dumps(dict(made, variants=alone)))
+    alone = {"plain": record["variants"]["plain"]}  # as in a run of one rank
+    path.write_text(json.dumps(dict(record, variants=alone)))
     cli.main([*DRAWN, *flags, "--measured", str(path), "--skip", "1"])
     shown = capsys.readouterr().out
     assert "step, fixed packing" in shown and "step, distca" not in shown
@@ -186,14 +186,14 @@ def test_differences_to_measured_steps():
     assert f"{mean:.1f}" in lines["attention, mean of ranks"]
 
 
-def test_skipped_steps_are_those_before(tmp_path):
+def test_the_first_steps_are_skipped(tmp_path):
     few = ["--ranks", "4", "--layers", "1", "--systems", "fixed"]
     (all_steps,) = simulated(tmp_path, *few, "--steps", "4")["systems"]
     (last,) = simulated(tmp_path, *few, "--steps", "3", "--skip", "1")["systems"]
     assert last["step_ms"] == all_steps["step_ms"][1:]
 
 
-def test_a_cost_table_is_used_as_the_planner_uses_it(tmp_path):
+def test_a_cost_table_gives_the_planners_seconds(tmp_path):
     path = write(tmp_path / "table.json", lambda rows, keys: 1e-9 * (rows + 50) * (keys + 200))
     args = cli.parser().parse_args([*DRAWN, "--cost-table", path])
     machine = cli.machine_of(args)
@@ -218,14 +218,14 @@ def test_a_cost_table_is_used_as_the_planner_uses_it(tmp_path):
     assert by_pass[0] == pytest.approx(by_pass[1] / 3)
 
 
-def test_flags_go_before_measured_links(tmp_path):
+def test_flags_override_measured_links(tmp_path):
     link = {"latency_s": 7e-6, "bytes_per_second": 5e9}
     links = {"inside": link, "between": None}
     path = write(tmp_path / "table.json", lambda rows, keys: 1e-9 * rows * keys, links=links)
-    given = [*DRAWN, "--cost-table", path]
-    machine = cli.machine_of(cli.parser().parse_args(given))
+    flags = [*DRAWN, "--cost-table", path]
+    machine = cli.machine_of(cli.parser().parse_args(flags))
     assert machine.inside == Link(**link) and machine.between == Machine.between
-    machine = cli.machine_of(cli.parser().parse_args([*given, "--link-inside", "123"]))
+    machine = cli.machine_of(cli.parser().parse_args([*flags, "--link-inside", "123"]))
     assert machine.inside == Link(7e-6, 123e9)
 
 

@@ -50,7 +50,7 @@ MODEL = [
     "97",
 ]
 CPU = torch.device("cpu")
-FLOAT32_NOISE = 5e-6  # of losses near 5 whose sums were taken in another order
+FLOAT32_NOISE = 5e-6  # of losses near 5 that differ only in the order of sums
 
 
 def parsed(*flags: str) -> argparse.Namespace:
@@ -85,9 +85,9 @@ def test_workloads_fill_every_rank(lengths_file):
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
-        ([], "give --lengths, --equal or --document"),
+        ([], "pass --lengths, --equal or --document"),
         (["--equal", "100", "--tokens", "512"], "--equal is 100; expected a divisor"),
         (["--document", "1023"], "--document is 1023 with 2 ranks"),
         (["--document", "1024", "--tokens", "9"], "no --tokens"),
@@ -95,9 +95,9 @@ def test_workloads_fill_every_rank(lengths_file):
         (["--mixed", "1025", "--tokens", "512", "--lengths", "LENGTHS"], "expected 1 to 1024"),
     ],
 )
-def test_workloads_that_do_not_fit_are_refused(flags, said, lengths_file):
+def test_workloads_that_do_not_fit_are_refused(flags, message, lengths_file):
     flags = [str(lengths_file) if flag == "LENGTHS" else flag for flag in flags]
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         make_workload(parsed(*flags), 2, 1)
 
 
@@ -114,13 +114,13 @@ def test_variants_that_cannot_run_are_refused():
     assert default(WHOLE, "cpu") == every - {"peer"}
     assert default(CROSSING, "cuda") == {"context", "process_group", "peer"}
     assert chosen_variants([PERMUTED], WHOLE, "cpu") == [PERMUTED]
-    for names, workload, said in (
+    for names, workload, message in (
         (["peer pingpong"], WHOLE, "halves travel by process group"),
         (["peer"], WHOLE, "expected some of flash"),
         (["plain"], CROSSING, "expected some of context, process_group,"),
         (["other"], WHOLE, "expected some of flash"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             chosen_variants(names, workload, "cpu")
 
 
@@ -142,7 +142,7 @@ CONTEXT_CASE = Case([[1, 61, 240, 2, 19, 333, 7, 64]], heads_q=4, heads_kv=2, he
 
 
 def context_results(rank: int, world_size: int, drops_keys: bool) -> tuple[Tensor, list[Tensor]]:
-    """Rows held, and out, dq, dk, dv of them."""
+    """Return this rank's rows, and their out, dq, dk, dv."""
     group = dist.new_group()
     shards = HeadTail.of(CONTEXT_CASE.all_lengths, group, CPU)
     if drops_keys:
@@ -169,7 +169,7 @@ def test_context_parallel_attention_is_attention(ranks, drops_keys):
         oracle.assert_close(results, truths, [1e-12] * 4)
 
 
-def test_torch_context_parallel_says_why_it_cannot_run():
+def test_torch_context_parallel_raises_if_it_cannot_run():
     with (
         pytest.raises(Unavailable, match="need CUDA"),
         torch_way("torch cudnn", CROSSING, (4, 2), 16, CPU),
@@ -181,13 +181,13 @@ def test_torch_context_parallel_says_why_it_cannot_run():
 
 
 def losses_of(rank: int, world_size: int, workload: Workload, names: list[str]) -> list:
-    """Losses by variant, the profile of the last, and whether it has spans of all ranks."""
+    """Return losses by variant, the profile of the last, and whether all ranks have spans."""
     args = parsed("--device", "cpu", "--learning-rate", "1e-2")
-    found, run, spans = {}, None, []
+    by_variant, run, spans = {}, None, []
     for name in names:
         run, spans = run_variant(args, workload, CPU, VARIANTS[name])
-        found[name] = run.losses
-    return [found, run.mean_profile(), [bool(each) for each in spans]]
+        by_variant[name] = run.losses
+    return [by_variant, run.mean_profile(), [bool(each) for each in spans]]
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ def test_variants_train_alike(ranks, workload, names):
 
 
 def wrong_losses(rank: int, world_size: int) -> list[list[float]]:
-    """Of the plain run, and of one whose documents see each other."""
+    """Return losses of the plain run, and of one whose documents see each other."""
     args, variant = parsed("--device", "cpu", "--learning-rate", "1e-2"), VARIANTS["plain"]
 
-    def joined(workload: Workload, *given) -> step_variants.Share:
+    def joined(workload: Workload, *others) -> step_variants.Share:
         one = replace(workload, packs=[[[sum(pack)] for pack in step] for step in workload.packs])
-        return step_variants.own_share(one, *given)
+        return step_variants.own_share(one, *others)
 
     return [
         run_variant(args, WHOLE, CPU, each)[0].losses
@@ -223,7 +223,7 @@ def wrong_losses(rank: int, world_size: int) -> list[list[float]]:
     ]
 
 
-def test_losses_tell_wrong_attention(ranks):
+def test_wrong_attention_changes_the_losses(ranks):
     for plain, wrong in ranks(2).run(wrong_losses):
         assert max(abs(a - b) for a, b in zip(plain, wrong, strict=True)) > 10 * FLOAT32_NOISE
 
@@ -240,20 +240,20 @@ def torchrun(script: str, *flags: str | Path) -> str:
     return result.stdout
 
 
-def test_training_step_leaves_its_figures(lengths_file, tmp_path):
+def test_training_step_saves_its_figures(lengths_file, tmp_path):
     out = tmp_path / "step.json"
     flags = ["--lengths", lengths_file, "--tokens", "512", "--steps", "4", "--out", out]
     flags += ["--learning-rate", "1e-2", "--turns", "2"]
-    said = torchrun("training_step.py", *MODEL, *flags)
+    output = torchrun("training_step.py", *MODEL, *flags)
     names = ["flash", "plain", "context", "process_group", "process_group pingpong"]
-    assert sum(line.startswith("loss ") for line in said.splitlines()) == len(names)
-    made = json.loads(out.read_text())
-    assert list(made["variants"]) == names and len(made["attention_ms"]["plain"]) == 4
-    summary = made["summary"]
+    assert sum(line.startswith("loss ") for line in output.splitlines()) == len(names)
+    record = json.loads(out.read_text())
+    assert list(record["variants"]) == names and len(record["attention_ms"]["plain"]) == 4
+    summary = record["summary"]
     for name in names[1:]:
         assert summary[f"{name}: max loss difference"] <= FLOAT32_NOISE
     for name in names:
-        losses = made["variants"][name]["losses"]
+        losses = record["variants"][name]["losses"]
         assert len(losses) == 4 and losses[3] < losses[0]
         assert 0 <= summary[f"{name}: hidden communication"] <= 1
         assert summary[f"{name}: spread of its runs"] >= 0
@@ -269,29 +269,29 @@ def test_training_step_leaves_its_figures(lengths_file, tmp_path):
     assert float(table["context", "step, ms"]) == summary["context: step, ms"]
     assert float(table["plain", "profiled exposed_ms, rank 1"]) >= 0
     measured = Measured.load(out, skip=1, num_steps=3)
-    assert measured.step_ms["distca"] == made["variants"]["process_group"]["step_ms"][1:]
+    assert measured.step_ms["distca"] == record["variants"]["process_group"]["step_ms"][1:]
 
 
 def by_main(rank: int, world_size: int, script: str, folder: Path, flags: list[str]) -> str:
-    """What benchmarks/long_document.py or loss_curve.py says, but for joining the group."""
+    """Run the main function of a benchmark in the open group, and return its output."""
     module = {"long_document": long_document, "loss_curve": loss_curve}[script]
     with mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)):
         args, workload = module.arguments([*flags, "--device", "cpu"])
     run = long_document.run if module is long_document else loss_curve.train
-    result, said = run(args, workload, CPU), io.StringIO()
+    result, output = run(args, workload, CPU), io.StringIO()
     if rank == 0:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             module.show(result)
         module.save(folder, result)
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_long_document_against_a_rank_alone(ranks, tmp_path):
     flags = ["--document", "1000", *HEADS, "--rounds", "1", "--keep-inputs-gb", "1"]
-    said = ranks(2).run(by_main, "long_document", tmp_path, flags)[0]
-    assert "alone: 707 tokens" in said  # 1000 / sqrt(2): half of its pairs
+    output = ranks(2).run(by_main, "long_document", tmp_path, flags)[0]
+    assert "alone: 707 tokens" in output  # 1000 / sqrt(2) tokens have half of the pairs
     for way in ("peer", "torch cudnn", "torch flash"):
-        assert f"{way} is left out" in said
+        assert f"{way} is left out" in output
     with (tmp_path / "long_document.csv").open() as file:
         rows = {row["way"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["alone", "process_group", "context"]
@@ -310,8 +310,8 @@ def test_long_document_against_a_rank_alone(ranks, tmp_path):
 def test_loss_curve_against_noise(ranks, lengths_file, tmp_path):
     flags = ["--lengths", str(lengths_file), "--tokens", "512", "--steps", "5"]
     flags = [*MODEL, *flags, "--learning-rate", "1e-2"]
-    said = ranks(2).run(by_main, "loss_curve", tmp_path, flags)[0]
-    assert PERMUTED in said and "root mean square" in said
+    output = ranks(2).run(by_main, "loss_curve", tmp_path, flags)[0]
+    assert PERMUTED in output and "root mean square" in output
     with (tmp_path / "loss.csv").open() as file:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
     assert len(rows) == 5 and rows[4]["plain"] < rows[0]["plain"]
@@ -325,8 +325,8 @@ def test_loss_curve_against_noise(ranks, lengths_file, tmp_path):
 
 
 def test_differences_by_hand():
-    found = loss_curve.Difference.of([1.0, 2.0, 3.0], [1.0, 5.0, -1.0])
-    assert found == loss_curve.Difference(4.0, pytest.approx((25 / 3) ** 0.5))
+    difference = loss_curve.Difference.of([1.0, 2.0, 3.0], [1.0, 5.0, -1.0])
+    assert difference == loss_curve.Difference(4.0, pytest.approx((25 / 3) ** 0.5))
 
 
 def test_figures_by_hand():
@@ -337,7 +337,7 @@ def test_figures_by_hand():
         "plain": Run([9e9] * 3 + [100.0, 120.0], [2.0] * 5, profiles=[still]),
         "peer": Run([9e9] * 3 + [90.0, 100.0], [2.0] * 4 + [2.5], profiles=[profile, worse]),
     }
-    # The slowest rank's attention is 20 above the mean, then 10.
+    # The slowest rank's attention exceeds the mean by 20 in one step, and by 10 in the next.
     limits = {"plain": Limit([[9e9, 0]] * 3 + [[10, 50], [30, 10]], [100.0, 120.0])}
     summary = summarize(runs, limits, 2)
     assert summary["plain: balanced limit, ms"] == pytest.approx((80 + 110) / 2)

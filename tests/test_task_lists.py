@@ -1,5 +1,7 @@
-"""The comparison that the GPU tests of attention rest on: it accepts the CPU's kernels over any
-task list, and rejects errors as small as one key of two hundred."""
+"""The comparison of plain_attention.py, which the GPU tests of attention use.
+
+It accepts the CPU's kernels on any task list, and rejects errors as small as one of 200 keys.
+"""
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ def test_kernels_of_the_cpu_are_accepted(dtype, name, window_size):
 
 @pytest.mark.parametrize("name", ["home", "visiting"])
 def test_lists_have_as_many_rows_as_the_layout(name):
-    """The numbers of rows that the helper derives by itself are the layout's."""
+    """The helper counts rows independently of the layout."""
     tasks = task_list(some_documents(), (40, 0), name)
     num_home_rows, rows = numbers_of_rows(tasks.layout)
     num_q, num_k = rows["visiting queries"], rows["visiting keys"]
@@ -76,7 +78,7 @@ WITHOUT_A_ROW = Document(1000, tuple(shard for shard in ALL_OF_IT.shards if shar
 
 
 def planted_errors(tasks, inputs):
-    """By name: results of `tasks` with one thing wrong."""
+    """Yield (name, results of `tasks` with one error)."""
     right = attend(tasks, inputs, HEADS.scale)
     for name in Results._fields:
         yield f"nan in {name}", replaced(right, name, spoil_one)

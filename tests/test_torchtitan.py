@@ -1,4 +1,4 @@
-"""torchtitan's Llama with our overrides equals its own varlen attention."""
+"""torchtitan's Llama with our overrides has the results of its own varlen attention."""
 
 import argparse
 import re
@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def titan_ranks():
-    """torchtitan leaves state behind in its processes: groups for this module alone."""
+    """Start ranks for this module alone, because torchtitan leaves state in its processes."""
     started: dict[int, Ranks] = {}
 
     def get(world_size: int) -> Ranks:
@@ -61,14 +61,14 @@ def test_llama_equals_its_own_varlen_attention(titan_ranks, world_size, tensor_p
         assert (moved_mb > 0) == (world_size > 1), "the case must move rows"
 
 
-def test_the_comparison_sees_a_lost_boundary():
+def test_the_comparison_notices_a_lost_boundary():
     batch = tm.Batch.of(tm.LENGTHS[0], seed=0)
     truth = tm.own_step(batch)
     batch.positions[1] = torch.arange(tm.SEQ_LEN)
     assert tm.worst_error(tm.own_step(batch), truth) > 100 * TOLERANCE
 
 
-def test_selective_checkpointing_sends_nothing_again(titan_ranks):
+def test_selective_checkpointing_sends_no_row_twice(titan_ranks):
     with_save, without = (
         titan_ranks(2).run(tm.exchanges_with_checkpointing, overrides)
         for overrides in (tm.OVERRIDES, tm.OVERRIDES[:1])
@@ -78,17 +78,17 @@ def test_selective_checkpointing_sends_nothing_again(titan_ranks):
         assert max(error, error_again) <= TOLERANCE
 
 
-def test_overrides_replace_what_they_name_and_keep_its_fields():
+def test_overrides_keep_the_fields_of_their_targets():
     config = tm.trainer_config([])
     attention = config.model_spec.model.layers[0].attention.inner_attention
     attention.window_size = (31, 0)
     config.metrics.log_freq = 7
     config.activation_checkpoint.preserve_rng_state = False
     tm.apply_overrides(tm.OverrideConfig(imports=tm.OVERRIDES), config)
-    made = config.model_spec.model.layers[0].attention.inner_attention
-    assert isinstance(made, integration.BalancedAttention.Config)
-    assert made.sharding_config is attention.sharding_config is not None
-    assert made.build().window_size == (31, 0)
+    balanced = config.model_spec.model.layers[0].attention.inner_attention
+    assert isinstance(balanced, integration.BalancedAttention.Config)
+    assert balanced.sharding_config is attention.sharding_config is not None
+    assert balanced.build().window_size == (31, 0)
     assert isinstance(config.metrics, integration.BalanceMetrics.Config)
     assert config.metrics.log_freq == 7
     saving = config.activation_checkpoint.build(dump_folder="")
@@ -121,11 +121,11 @@ def attention(**arguments) -> torch.Tensor:
     return module(q, k, k, **{**defaults, **arguments})
 
 
-def test_metadata_is_taken_by_both_of_its_names():
+def test_metadata_has_two_names():
     bounds = torch.tensor([0, 8], dtype=torch.int32)
-    given = titan.VarlenMetadata(bounds, bounds, 8, 8)
-    named = attention(attention_masks=None, attention_metadata=given, enable_gqa=True)
-    assert named.shape == (1, 8, 4, 16)
+    metadata = titan.VarlenMetadata(bounds, bounds, 8, 8)
+    out = attention(attention_masks=None, attention_metadata=metadata, enable_gqa=True)
+    assert out.shape == (1, 8, 4, 16)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_metadata_is_taken_by_both_of_its_names():
         ),
     ],
 )
-def test_what_would_be_ignored_is_refused(arguments, message):
+def test_unsupported_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         attention(**arguments)
 
@@ -176,7 +176,7 @@ def train_without_parallelize(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_a_model_that_knows_no_group_says_so(titan_ranks):
+def test_a_model_without_a_group_raises_an_error(titan_ranks):
     for message in titan_ranks(2).run(train_without_parallelize):
         assert "was not parallelized" in message and "distca.init(group)" in message
 
@@ -187,12 +187,12 @@ def figures(rank: int, world_size: int) -> dict[str, float]:
     integration.recent_figures()
     for seed in range(2):
         tm.step(model, tm.Batch.of(tm.LENGTHS[rank], seed))
-    found = integration.recent_figures()
+    recent = integration.recent_figures()
     assert integration.recent_figures() == {}
-    return found
+    return recent
 
 
-def test_metrics_show_what_was_balanced(titan_ranks, monkeypatch):
+def test_metrics_show_the_balance(titan_ranks, monkeypatch):
     ours = titan_ranks(2).run(figures)[0]
     assert ours["imbalance_before"] > ours["imbalance_after"] >= 1 and ours["moved_mb"] > 0
     logged = []
@@ -204,7 +204,7 @@ def test_metrics_show_what_was_balanced(titan_ranks, monkeypatch):
     assert logged[0][4] == {"lr": 1e-3} | {f"distca/{name}": ours[name] for name in ours}
 
 
-def test_the_group_comes_with_the_metrics_where_no_module_is_parallelized(monkeypatch):
+def test_the_metrics_open_the_group_if_no_module_is_parallelized(monkeypatch):
     opened = []
     monkeypatch.setattr(integration.sessions, "init", opened.append)
     monkeypatch.setattr(MetricsProcessor, "__init__", lambda self, config, **kwargs: None)

@@ -1,5 +1,7 @@
-"""Models of transformers under attn_implementation="distca" equal themselves run document by
-document with eager attention, on any number of ranks."""
+"""Models of transformers under attn_implementation="distca", on any number of ranks.
+
+Their results equal those of single documents with eager attention.
+"""
 
 import pytest
 import torch
@@ -19,17 +21,17 @@ ALTERNATING = ("gemma2", "gemma3")  # windows differ from layer to layer
 
 
 class Plans:
-    """The plans that this rank makes inside the scope."""
+    """Records the plans of this rank inside the scope."""
 
     def __enter__(self) -> list[distca.Plan]:
-        self.made, self.real = [], attention.plan
+        self.plans, self.real = [], attention.plan
 
         def recorded(*args, **kwargs) -> distca.Plan:
-            self.made.append(self.real(*args, **kwargs))
-            return self.made[-1]
+            self.plans.append(self.real(*args, **kwargs))
+            return self.plans[-1]
 
         boundaries.plan = attention.plan = recorded
-        return self.made
+        return self.plans
 
     def __exit__(self, *error) -> None:
         boundaries.plan = attention.plan = self.real
@@ -43,24 +45,24 @@ def checkpoint(model, use_reentrant: bool) -> None:
 
 
 def model_errors(rank: int, world_size: int, name: str) -> dict[str, tuple]:
-    """By way of training: worst error of loss and gradients, and bytes sent by each plan."""
+    """Return, for each way to train, the worst error and the bytes that each plan sends."""
     model, packed = pm.model_of(name), Packed.of(LENGTHS[rank], seed=rank)
     truth = pm.true_step(model, packed)
-    found = {}
+    by_way = {}
     for way in ("position_ids", "cu_seq_lens", "both", "checkpoint", "reentrant"):
         if way in ("checkpoint", "reentrant"):
             checkpoint(model, way == "reentrant")
         with Plans() as plans:
             error = pm.worst_error(pm.step(model, packed, way), truth)
-        found[way] = (error, [sum(each.report().bytes_out) for each in plans])
-    return found
+        by_way[way] = (error, [sum(each.report().bytes_out) for each in plans])
+    return by_way
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_eager_by_document(ranks, world_size, name):
-    for found in ranks(world_size).run(model_errors, name):
-        for way, (error, bytes_by_plan) in found.items():
+    for by_way in ranks(world_size).run(model_errors, name):
+        for way, (error, bytes_by_plan) in by_way.items():
             assert error <= TOLERANCE, (way, error)
             assert len(bytes_by_plan) == (2 if name in ALTERNATING else 1), way
             assert (sum(bytes_by_plan) > 0) == (world_size > 1), "the case must move rows"
@@ -72,7 +74,7 @@ def test_without_a_process_group(name):
         assert error <= TOLERANCE and bytes_by_plan == [], way
 
 
-def test_the_comparison_sees_a_lost_boundary_and_a_lost_window():
+def test_the_comparison_notices_a_lost_boundary_and_a_lost_window():
     model, packed = pm.model_of("llama"), Packed.of([5, 3, 20])
     truth = pm.true_step(model, packed)
     merged = Packed([8, 20], packed.ids, packed.labels, torch.tensor([[*range(8), *range(20)]]))
@@ -83,17 +85,17 @@ def test_the_comparison_sees_a_lost_boundary_and_a_lost_window():
     assert pm.worst_error(pm.step(model, packed), truth) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("batch, given", [(3, None), (1, None), (3, "one row"), (3, "packed")])
+@pytest.mark.parametrize("batch, positions", [(3, None), (1, None), (3, "one row"), (3, "packed")])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_rows_of_a_batch_are_documents_of_their_own(name, batch, given):
-    """As everywhere in transformers: without position_ids every row is one document."""
-    lengths = [4, 7] if given == "packed" else [11]
+def test_rows_of_a_batch_are_separate_documents(name, batch, positions):
+    """Without position_ids every row is one document, as everywhere in transformers."""
+    lengths = [4, 7] if positions == "packed" else [11]
     packed, model = Packed.of(lengths * batch), pm.model_of(name)
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
-    keywords = {} if given is None else {"position_ids": position_ids}
-    if given == "packed":
+    keywords = {} if positions is None else {"position_ids": position_ids}
+    if positions == "packed":
         keywords = {"position_ids": position_ids.expand(batch, -1)}
-    if given is None:
+    if positions is None:
         keywords = {"attention_mask": torch.ones(batch, 11, dtype=torch.int64)}
     logits = model(packed.ids.view(batch, 11), **keywords).logits
     truth = pm.true_logits(model, packed).view_as(logits)
@@ -101,7 +103,7 @@ def test_rows_of_a_batch_are_documents_of_their_own(name, batch, given):
 
 
 def train_with_many_passes(rank: int, world_size: int, use_checkpoint: bool) -> float:
-    """Two forward passes, then their backward passes; a rank without tokens in one of them."""
+    """Run two forward passes, then their backward passes. Return the worst error."""
     model = pm.model_of("gemma3")
     if use_checkpoint:
         checkpoint(model, use_reentrant=False)
@@ -121,7 +123,7 @@ def test_several_forward_passes_before_the_backward_passes(ranks, use_checkpoint
 
 
 def reuse_tensor_on_one_rank(rank: int, world_size: int, way: str) -> tuple[float, int]:
-    """Rank 0 hands the same position_ids to every pass, and once changed in place."""
+    """Pass the same position_ids on rank 0 to every pass, once changed in place."""
     model, worst = pm.model_of("llama"), 0.0
     if way != "plain":
         checkpoint(model, way == "reentrant")
@@ -138,13 +140,13 @@ def reuse_tensor_on_one_rank(rank: int, world_size: int, way: str) -> tuple[floa
 
 
 @pytest.mark.parametrize("way", ["plain", "checkpoint", "reentrant"])
-def test_every_forward_pass_has_its_plan_whatever_tensors_are_reused(ranks, way):
+def test_every_forward_pass_has_its_own_plan(ranks, way):
     for worst, num_plans in ranks(2).run(reuse_tensor_on_one_rank, way, timeout_s=30):
         assert worst <= TOLERANCE and num_plans == 3
 
 
 def evaluate_unevenly(rank: int, world_size: int, mode: str) -> tuple[float, int]:
-    """Ranks evaluate different numbers of packed batches, then train together."""
+    """Evaluate a different number of packed batches on every rank, then train together."""
     model, worst = pm.model_of("gemma3"), 0.0
     first_plan = distca.init().num_plans
     scope = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode)
@@ -169,18 +171,18 @@ def test_evaluation_stays_on_its_rank(ranks, mode):
 
 
 def generate(rank: int, world_size: int, name: str) -> bool:
-    """Another prompt and another number of new tokens on every rank; equal to eager's tokens."""
+    """Generate on every rank from another prompt. Return whether tokens equal those of eager."""
     model = pm.model_of(name, pad_token_id=0).train(rank == 0)
     ids = torch.randint(1, pm.VOCAB_SIZE, (2, 9 + rank), generator=torch.Generator().manual_seed(1))
     padding = torch.ones_like(ids)
     padding[0, :4] = 0
     results = []
     for each in (model, pm.with_attention(model, "eager")):
-        asked = {"max_new_tokens": 12 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+        options = {"max_new_tokens": 12 + 3 * rank, "do_sample": False, "pad_token_id": 0}
         results += [
-            each.generate(ids, attention_mask=padding, **asked),
-            each.generate(ids, use_cache=False, **asked),
-            each.generate(ids, cache_implementation="static", disable_compile=True, **asked),
+            each.generate(ids, attention_mask=padding, **options),
+            each.generate(ids, use_cache=False, **options),
+            each.generate(ids, cache_implementation="static", disable_compile=True, **options),
         ]
     ours, eagers = results[:3], results[3:]
     return all(torch.equal(a, b) for a, b in zip(ours, eagers, strict=True))
@@ -192,7 +194,7 @@ def test_generate_stays_on_its_rank_and_equals_eager(ranks, name):
 
 
 def autocast_errors(rank: int, world_size: int) -> tuple[float, float]:
-    """Of the loss and the worst gradient against float32 by document: ours, and torch's sdpa."""
+    """Return the worst error against float32 by document, of distca and of torch's sdpa."""
     model, packed = pm.model_of("qwen3"), Packed.of(LENGTHS[rank], rank)
     truth = pm.true_step(model, packed)
     with torch.autocast("cpu", torch.bfloat16):
@@ -226,6 +228,6 @@ def train_disabled(rank: int, world_size: int) -> tuple[float, int]:
     return error, num_plans
 
 
-def test_disabled_it_stays_on_its_rank(ranks):
+def test_without_balancing_attention_stays_on_its_rank(ranks):
     for error, num_plans in ranks(2).run(train_disabled):
         assert error <= TOLERANCE and num_plans == 0

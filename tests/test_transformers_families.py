@@ -1,5 +1,8 @@
-"""Every family of causal language models of transformers gives the same results as document by
-document with eager attention, or is refused by a ValueError that says why."""
+"""All families of causal language models of transformers on packed rows.
+
+Each has the results of single documents with eager attention, or raises a ValueError with the
+reason.
+"""
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ WALK_S = 400
 
 
 def train(rank: int, name: str, lengths: list[int]) -> str:
-    """Returns the outcome of training `name` on these documents in one row, with the other rank."""
+    """Train `name` on these documents in one row, together with the other rank."""
     try:
         model = families.model_of(name, "distca").train()
     except ValueError as refusal:
@@ -32,19 +35,19 @@ def train(rank: int, name: str, lengths: list[int]) -> str:
     if len(lengths) > 1:
         keywords["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
     try:
-        found = families.step(model, [(keywords, labels)])
+        packed_step = families.step(model, [(keywords, labels)])
     except ValueError as refusal:
         distca.close()
         distca.init()
         return f"refused: {refusal}"
     if sum(integration.latest_plan().report().bytes_out) == 0:
         return "no rows moved"
-    error = families.largest_error(found, truth)
+    error = families.largest_error(packed_step, truth)
     return "equal" if error <= TOLERANCE else f"wrong: {error:.1e}"
 
 
 def is_causal(name: str) -> str:
-    """Returns whether outputs of `name` in evaluation depend on a later token."""
+    """Check that outputs of `name` in evaluation do not depend on later tokens."""
     ids, _ = families.tokens(24, seed=2)
     changed = ids.clone()
     changed[0, -1] = 3 + (changed[0, -1] + 7) % 50
@@ -62,26 +65,26 @@ def is_causal(name: str) -> str:
 
 
 def walk(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, str]]:
-    """Returns outcomes of packed rows, rows of one document and evaluation, by family."""
+    """Return, by family, the outcomes of packed rows, rows of one document and evaluation."""
     distca.close()
-    # One rank computes for both: rows must travel, however small the model.
+    # One rank computes for both, so that rows travel even for small models.
     distca.configure(distca.Options(server_speeds="0,1"))
     transformers.logging.set_verbosity_error()
-    found = {}
+    outcomes = {}
     for place, name in enumerate(names):
-        found[name] = {"packed": train(rank, name, LENGTHS[rank])}
-        if found[name]["packed"] != "equal":
-            found[name]["one document"] = train(rank, name, [24])
+        outcomes[name] = {"packed": train(rank, name, LENGTHS[rank])}
+        if outcomes[name]["packed"] != "equal":
+            outcomes[name]["one document"] = train(rank, name, [24])
         if place % world_size == rank:
-            found[name]["evaluation"] = is_causal(name)
+            outcomes[name]["evaluation"] = is_causal(name)
     distca.close()
     distca.configure(distca.Options())
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
 def walked(ranks) -> dict[str, dict[str, str]]:
-    """Walks all families once on two ranks: most of the time goes into imports."""
+    """Train all families once on two ranks, because imports take most of the time."""
     names = [name for name in FAMILIES if name not in NOT_BUILT]
     first, second = ranks(2).run(walk, names, timeout_s=WALK_S)
     return {name: {**second[name], **first[name]} for name in names}
@@ -98,5 +101,5 @@ def test_family(walked, name):
 
 def test_most_families_are_equal(walked):
     """Refusing every family would pass the other tests."""
-    assert sum(found["packed"] == "equal" for found in walked.values()) >= 96
-    assert sum(found["evaluation"] == "equal" for found in walked.values()) >= 140
+    assert sum(outcomes["packed"] == "equal" for outcomes in walked.values()) >= 96
+    assert sum(outcomes["evaluation"] == "equal" for outcomes in walked.values()) >= 140

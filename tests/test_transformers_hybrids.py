@@ -1,5 +1,8 @@
-"""Models of transformers with recurrent or convolution layers are refused on packed rows, unless
-these layers know the documents or an option lets documents mix."""
+"""Models of transformers with recurrent or convolution layers.
+
+They are refused on packed rows, unless these layers know the documents or an option lets documents
+mix.
+"""
 
 import inspect
 import sys
@@ -19,7 +22,7 @@ NAMES = [
     *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "zamba2"),
 ]
-# Functions that are kernels of other libraries on GPUs: what tells them of documents, and the
+# Functions that are kernels of other libraries on GPUs: the keyword with their documents, and the
 # dimension of tokens.
 KERNELS = {
     "causal_conv1d_fn": ("seq_idx", 2),
@@ -29,7 +32,7 @@ KERNELS = {
 
 
 def packed() -> dict:
-    """What DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True) says."""
+    """Return keywords as DataCollatorWithFlattening does with flash kwargs and seq_idx."""
     lengths = torch.tensor(LENGTHS)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     return {
@@ -41,12 +44,16 @@ def packed() -> dict:
 
 
 def by_document(function, keyword: str, dim: int):
-    """The reference implementation, document by document, as the kernels compute it."""
+    """Wrap the reference implementation to compute document by document, like the kernels."""
     reference = inspect.unwrap(function)
 
     def stand_in(*args, **keywords):
-        told = keywords.pop(keyword)
-        lengths = told.diff() if keyword == "cu_seqlens" else told[0].unique(return_counts=True)[1]
+        boundaries = keywords.pop(keyword)
+        lengths = (
+            boundaries.diff()
+            if keyword == "cu_seqlens"
+            else boundaries[0].unique(return_counts=True)[1]
+        )
 
         def part(value, at: int):
             is_split = isinstance(value, torch.Tensor) and value.dim() > dim
@@ -81,14 +88,14 @@ def true_step(name: str):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """kernels(name): from now on the layers of a family run kernels that keep documents apart."""
+    """Return kernels(name), which replaces a family's kernels by ones that separate documents."""
 
     def stand_in(name: str) -> None:
         module = sys.modules[type(families.model_of(name, "eager")).__module__]
         for function, (keyword, dim) in KERNELS.items():
             if hasattr(module, function):
-                made = by_document(getattr(module, function), keyword, dim)
-                monkeypatch.setattr(module, function, made)
+                replacement = by_document(getattr(module, function), keyword, dim)
+                monkeypatch.setattr(module, function, replacement)
         fused = "mamba2_split_conv1d_scan_combined"
         monkeypatch.setattr(module, fused, lambda *args, **keywords: None, raising=False)
 
@@ -96,14 +103,14 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_that_are_told_of_documents(kernels, name):
+def test_layers_that_know_the_documents(kernels, name):
     truth = true_step(name)
     kernels(name)
     assert families.largest_error(train(name, "distca", packed()), truth) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_that_are_not_told(name):
+def test_layers_that_do_not_know_the_documents(name):
     keywords = {"position_ids": packed()["position_ids"]}
     message = "several documents in a row, and .* would carry a state .*seq_idx .*documents_may_mix"
     with pytest.raises(ValueError, match=message):
@@ -124,7 +131,7 @@ def test_documents_that_may_mix(configure):
     configure(distca.Options(documents_may_mix=True))
     keywords = {"position_ids": packed()["position_ids"]}
     mixed, truth = train("bamba", "distca", keywords), true_step("bamba")
-    assert families.largest_error(mixed, truth) > 100 * TOLERANCE, "the comparison must see it"
+    assert families.largest_error(mixed, truth) > 100 * TOLERANCE, "the comparison must notice it"
     same = train("bamba", "sdpa", keywords)  # transformers reads documents from positions
     assert families.largest_error(mixed, same) <= TOLERANCE
 
@@ -151,11 +158,12 @@ def test_generation_equals_eager(name):
     ids, _ = families.tokens(12, seed=0)
     padding = torch.ones(2, 6, dtype=torch.int64)
     padding[0, :3] = 0
-    found = []
+    generated = []
     for attn_implementation in ("distca", "eager"):
         model = families.model_of(name, attn_implementation).eval()
-        asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         model.config.use_cache = True
         for mask in (padding, torch.ones_like(padding)):
-            found.append(model.generate(ids.view(2, 6), attention_mask=mask, **asked))
-    assert all(torch.equal(ours, eagers) for ours, eagers in zip(found[:2], found[2:], strict=True))
+            generated.append(model.generate(ids.view(2, 6), attention_mask=mask, **options))
+    pairs = zip(generated[:2], generated[2:], strict=True)
+    assert all(torch.equal(ours, eagers) for ours, eagers in pairs)

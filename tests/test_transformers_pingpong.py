@@ -1,4 +1,4 @@
-"""Decoder layers of transformers in ping-pong equal themselves without, on gloo ranks."""
+"""Decoder layers of transformers have the same results in ping-pong, on gloo ranks."""
 
 import pytest
 import torch
@@ -21,29 +21,29 @@ def checkpoint(model, use_reentrant: bool) -> None:
 
 
 def model_errors(rank: int, world_size: int, name: str) -> dict[str, float]:
-    """By way of training: worst error of loss and gradients against eager by document."""
+    """Return, for each way to train, the worst error against eager by document."""
     packed = Packed.of(LENGTHS[rank], seed=rank)
     model = integration.ping_pong(pm.model_of(name))
     truth = pm.true_step(pm.model_of(name), packed)
-    found = {}
+    by_way = {}
     for way in ("position_ids", "cu_seq_lens", "both", "checkpoint", "reentrant"):
         if way in ("checkpoint", "reentrant"):
             checkpoint(model, way == "reentrant")
         before = [half.num_plans for half in sessions.init().halves] or [0, 0]
-        found[way] = pm.worst_error(pm.step(model, packed, way), truth)
+        by_way[way] = pm.worst_error(pm.step(model, packed, way), truth)
         after = [half.num_plans for half in sessions.find().halves]
         assert all(a > b for a, b in zip(after, before, strict=True)), f"{way}: whole"
-    return found
+    return by_way
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_loss_and_gradients_equal_eager_by_document(ranks, name):
-    for found in ranks(2).run(model_errors, name):
-        assert max(found.values()) <= TOLERANCE, found
+    for by_way in ranks(2).run(model_errors, name):
+        assert max(by_way.values()) <= TOLERANCE, by_way
 
 
 def evaluates_here(rank: int, world_size: int) -> float:
-    """One rank evaluates, the others do not."""
+    """Evaluate on rank 0 only, and return the error."""
     model, packed = integration.ping_pong(pm.model_of("llama")), Packed.of(LENGTHS[rank])
     if rank == 0:
         model.eval()

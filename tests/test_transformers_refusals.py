@@ -1,5 +1,7 @@
-"""Every way in which document boundaries could be lost in a model of transformers, or attention be
-another than the model's: an error that names argument, value and remedy, on every rank."""
+"""Calls of transformers' models that would lose document boundaries or change attention.
+
+Each raises an error on every rank that names argument, value and remedy.
+"""
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def refused(pattern: str):
     return pytest.raises(ValueError, match=pattern)
 
 
-# What a collator may do to a batch: keywords of the model, and the message in training.
+# Batches of a collator: keywords of the model, and the message in training.
 BATCHES = {
     "padding": (
         {"attention_mask": torch.tensor([[1] * 8 + [0] * 3])},
@@ -125,12 +127,12 @@ def test_keys_of_a_cache_in_training(model, packed):
         model(packed.ids, past_key_values=cache, position_ids=positions)
 
 
-def test_the_cache_of_a_first_pass_is_no_other_keys(model, packed):
+def test_the_cache_of_a_first_pass_is_allowed(model, packed):
     logits = model(packed.ids, position_ids=packed.position_ids, use_cache=True).logits
     assert pm.relative_error(logits, pm.true_logits(model, packed)) < 1e-5
 
 
-MODELS = {  # what a model's configuration may ask for
+MODELS = {  # configurations that ask for unsupported attention
     "dropout": ("llama", {"attention_dropout": 0.1}, "dropout is 0.1 .*attention_dropout = 0.0"),
     "softcap": ("gemma2", {"attn_logit_softcapping": 50.0}, "softcap is 50.0 .*capped scores"),
     "window without a keyword": ("phimoe", {}, "config.sliding_window is 7, but PhimoeAttention"),
@@ -143,7 +145,7 @@ MODELS = {  # what a model's configuration may ask for
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models_that_ask_for_more(packed, case):
+def test_configurations_of_unsupported_attention(packed, case):
     name, changes, message = MODELS[case]
     with refused(message):
         pm.model_of(name, **changes)(**packed.keywords())
@@ -171,7 +173,7 @@ def test_sinks(packed):
 
 
 class Layer(nn.Module):
-    """An attention layer as transformers' models call ours."""
+    """An attention layer that calls distca's attention function as transformers' models do."""
 
     def __init__(self, **config) -> None:
         super().__init__()
@@ -229,8 +231,8 @@ def test_a_layer_of_another_type():
         Layer(layer_types=["chunked_attention"], num_hidden_layers=1)()
 
 
-def test_masks_that_documents_do_not_express_are_exact_where_nothing_is_balanced():
-    """A bidirectional part inside a causal mask, as models of images and text have."""
+def test_other_masks_are_exact_outside_training():
+    """Models of images and text have a bidirectional part inside a causal mask."""
     blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1]])
     layer, embeds = Layer(attn_implementation="distca"), torch.ones(1, NUM_TOKENS, 8)
     arguments = {
@@ -248,7 +250,7 @@ def test_masks_that_documents_do_not_express_are_exact_where_nothing_is_balanced
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "mpt", "xglm"])
-def test_models_with_attention_of_their_own_are_not_built(name):
+def test_models_with_their_own_attention_are_not_built(name):
     with refused("attn_implementation is 'distca', but .* has attention of its own .*another"):
         families.model_of(name, "distca")
 
@@ -260,7 +262,7 @@ def test_a_model_whose_layers_never_call_the_attention():
             model(input_ids=torch.arange(5)[None])
 
 
-def test_an_interrupted_pass_leaves_nothing_behind(model, packed, monkeypatch):
+def test_an_interrupted_pass_leaves_no_state(model, packed, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -275,7 +277,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(model, packed, monkeypatch):
 
 PACKED = {"position_ids": torch.cat([torch.arange(4), torch.arange(7)])[None]}
 CU_SEQLENS = {"cu_seq_lens_q": torch.tensor([0, 4, 11])}
-POSITIONS = {  # family, what it is called with, message
+POSITIONS = {  # family, keywords of its call, message
     "counted by the model": ("bart", PACKED, "BartForCausalLM .*takes no position_ids"),
     "missing": ("gpt2", CU_SEQLENS, "position_ids is None, but GPT2LMHeadModel .*restart"),
     "from 0": ("roberta", PACKED, "position_ids begin at 0, but RobertaForCausalLM counts from 1"),
@@ -294,7 +296,7 @@ def test_positions_of_packed_rows(case):
         model(input_ids=torch.arange(3, 14)[None], **keywords)
 
 
-def test_positions_that_begin_where_the_model_counts_from():
+def test_positions_that_begin_at_the_models_offset():
     lengths, (ids, labels) = [4, 7], families.tokens(11, seed=0)
     parts = zip(ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True)
     eager = families.model_of("roberta", "eager").train()
@@ -306,7 +308,7 @@ def test_positions_that_begin_where_the_model_counts_from():
 
 @pytest.mark.parametrize("query_dim, value_dim", [(12, 8), (8, 12)])
 def test_values_of_another_size_than_keys(query_dim, value_dim):
-    """Multi-head latent attention."""
+    """Multi-head latent attention has values of another head_dim than keys."""
     torch.manual_seed(0)
     query, key = torch.randn(2, 1, 4, NUM_TOKENS, query_dim).unbind()
     value = torch.randn(1, 4, NUM_TOKENS, value_dim)
@@ -323,8 +325,8 @@ def test_values_of_another_size_than_keys(query_dim, value_dim):
         torch.testing.assert_close(row.grad, other.grad)
 
 
-def test_layers_that_several_places_share_have_no_type():
-    """Zamba 2 numbers them -1, and the last of its layers may be a recurrent one."""
+def test_shared_layers_have_no_type():
+    """Zamba 2 numbers shared layers -1, and its last layer may be a recurrent one."""
     layer = Layer(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)
     layer.layer_idx = -1
     assert layer().shape == (1, NUM_TOKENS, 4, 8)
@@ -347,7 +349,7 @@ def test_dtensors(ranks):
 
 
 def test_a_capture(monkeypatch):
-    """The layer's own check, where there is no device to capture."""
+    """The layer checks for a capture by itself, here without a device."""
     query = torch.ones(1, 4, NUM_TOKENS, 8)
     call = integration._Call(Layer(), query, query, query, None, {})
     integration._check_model(call, is_causal=True)
@@ -379,7 +381,7 @@ def train(model, seed: int, **changes) -> None:
 
 
 def fail_on_one_rank(rank: int, world_size: int) -> None:
-    """Both ranks train a step, then rank 1 has a bad batch and catches the error."""
+    """Train a step on both ranks, then a bad batch on rank 1."""
     model = pm.model_of("llama")
     train(model, 0)
     changes = {"attention_mask": torch.tensor([[1] * 40 + [0] * 3])} if rank == 1 else {}
@@ -396,7 +398,7 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(fresh_ranks):
 
 
 def skip_a_batch(rank: int, world_size: int) -> None:
-    """Rank 1 leaves a batch out and goes on to evaluate."""
+    """Skip a training batch on rank 1, and evaluate next."""
     distca.init(options=distca.Options(timeout_s=2))
     model = pm.model_of("llama")
     train(model, 0)

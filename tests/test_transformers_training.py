@@ -1,4 +1,4 @@
-"""Trainer, SFTTrainer and FSDP2 through accelerate learn the same with and without distca."""
+"""Trainer, SFTTrainer and FSDP2 through accelerate have equal losses with and without distca."""
 
 import os
 import re
@@ -27,26 +27,29 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """accelerate leaves its state behind: a group for this module alone."""
+    """Start ranks for this module alone, because accelerate leaves state in its processes."""
     started = Ranks(2)
     yield started
     started.stop()
 
 
-def difference(found: list[tuple], truth: list[tuple], num_plans: int) -> float:
-    """Largest difference of losses; distca made `num_plans` plans, the other run none."""
-    for (losses, made), (true_losses, none) in zip(found, truth, strict=True):
-        assert made == num_plans and none == 0
+def difference(results: list[tuple], truth: list[tuple], num_plans: int) -> float:
+    """Return the largest difference of losses.
+
+    Assert that distca's run has `num_plans` plans and the other run none.
+    """
+    for (losses, own_plans), (true_losses, true_plans) in zip(results, truth, strict=True):
+        assert own_plans == num_plans and true_plans == 0
         assert len(losses) == len(true_losses) > 1
         assert max(losses) - min(losses) > 100 * LARGEST_DIFFERENCE, "nothing was learned"
     return max(
         abs(a - b)
-        for ours, torchs in zip(found, truth, strict=True)
+        for ours, torchs in zip(results, truth, strict=True)
         for a, b in zip(ours[0], torchs[0], strict=True)
     )
 
 
-TRAINERS = {  # model, collator's and Trainer's arguments, plans a step
+TRAINERS = {  # model, arguments of collator and Trainer, plans per step
     "position_ids": ("llama", {}, {}, 1),
     "cu_seq_lens": ("mistral", {"return_flash_attn_kwargs": True}, {}, 1),
     "cu_seq_lens alone": (
@@ -67,12 +70,12 @@ TRAINERS = {  # model, collator's and Trainer's arguments, plans a step
 @pytest.mark.parametrize("case", TRAINERS)
 def test_trainer(two_ranks, case):
     name, collator, options, plans_a_step = TRAINERS[case]
-    found = two_ranks.run(runs.run_trainer, "distca", name, collator, options)
+    results = two_ranks.run(runs.run_trainer, "distca", name, collator, options)
     truth = two_ranks.run(runs.run_trainer, "sdpa", name, {}, options)
-    assert difference(found, truth, plans_a_step * runs.NUM_STEPS) <= LARGEST_DIFFERENCE
+    assert difference(results, truth, plans_a_step * runs.NUM_STEPS) <= LARGEST_DIFFERENCE
 
 
-def test_the_comparison_sees_lost_boundaries(two_ranks):
+def test_the_comparison_notices_lost_boundaries(two_ranks):
     collator = {"return_position_ids": False}
     lost = two_ranks.run(runs.run_trainer, "sdpa", "llama", collator, {})
     truth = two_ranks.run(runs.run_trainer, "sdpa", "llama", {}, {})
@@ -80,16 +83,16 @@ def test_the_comparison_sees_lost_boundaries(two_ranks):
 
 
 def test_trainer_in_bfloat16_autocast(two_ranks):
-    found, truth = (
+    results, truth = (
         two_ranks.run(runs.run_trainer, attention, "qwen3", {}, {"bf16": True})
         for attention in ("distca", "sdpa")
     )
-    assert difference(found, truth, runs.NUM_STEPS) <= LARGEST_BFLOAT16_DIFFERENCE
+    assert difference(results, truth, runs.NUM_STEPS) <= LARGEST_BFLOAT16_DIFFERENCE
 
 
 def test_sft_trainer_with_packing(two_ranks):
-    found, truth = (two_ranks.run(runs.run_sft, attention) for attention in ("distca", "sdpa"))
-    assert difference(found, truth, runs.NUM_STEPS) <= LARGEST_DIFFERENCE
+    results, truth = (two_ranks.run(runs.run_sft, attention) for attention in ("distca", "sdpa"))
+    assert difference(results, truth, runs.NUM_STEPS) <= LARGEST_DIFFERENCE
 
 
 @pytest.mark.parametrize(
@@ -101,11 +104,11 @@ def test_sft_trainer_with_packing(two_ranks):
     ],
 )
 def test_fsdp2_through_accelerate(two_ranks, precision, recompute, limit):
-    found, truth = (
+    results, truth = (
         two_ranks.run(runs.run_fsdp2, attention, precision, recompute)
         for attention in ("distca", "sdpa")
     )
-    assert difference(found, truth, 6) <= limit
+    assert difference(results, truth, 6) <= limit
 
 
 def test_the_launcher_registers_the_attention(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
-"""torchtitan's small Llama on gloo ranks: with its own varlen attention, torch's attention by
-document in the place of its kernel, which has no CPU version, and with our overrides."""
+"""torchtitan's small Llama on gloo ranks, with its own varlen attention and with our overrides.
+
+The kernel of its varlen attention has no CPU version, so torch's attention by document replaces it.
+"""
 
 import copy
 import types
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-    # torchtitan 0.3.0 imports it at its top; only its trainer, which is not run here, uses it.
+    # torchtitan 0.3.0 imports this name, but only its trainer uses it, which no test runs.
     torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
 
 from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
@@ -30,7 +32,7 @@ LENGTHS = [[[128], [100, 1, 27]], [[3] * 42 + [2], [60, 68]]]  # by rank and row
 
 
 class InFloat32(types.ModuleType):
-    """torch for torchtitan's attention: it casts to bfloat16, in which nothing can be compared."""
+    """torch with float32 as bfloat16. torchtitan's attention casts to it, too coarse to compare."""
 
     bfloat16 = torch.float32
 
@@ -39,7 +41,7 @@ class InFloat32(types.ModuleType):
 
 
 def by_document(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, **others):
-    """torch's varlen_attn, causal."""
+    """Stand in for torch's varlen_attn with causal attention by document."""
     assert window_size == (-1, 0) and torch.equal(cu_seq_q, cu_seq_k)
     lengths = cu_seq_q.diff().tolist()
     outs = []
@@ -64,7 +66,7 @@ def trainer_config(overrides: list[str]):
 
 
 def build(overrides: list[str]) -> tuple[nn.Module, object]:
-    """The model with weights that do not depend on overrides, and its trainer's configuration."""
+    """Return the model and its trainer's configuration. Overrides do not change the weights."""
     config = trainer_config(overrides)
     model = config.model_spec.model.build()
     torch.manual_seed(0)
@@ -103,16 +105,16 @@ def step(model: nn.Module, batch: Batch) -> tuple[float, dict[str, Tensor]]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    by_name = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         name = name.replace("_checkpoint_wrapped_module.", "")
-        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
-    return found
+        by_name[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+    return by_name
 
 
 def own_step(batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """With torchtitan's own varlen attention module."""
+    """Run a step with torchtitan's own varlen attention module."""
     kept = titan.varlen_attn, titan.torch
     titan.varlen_attn, titan.torch = by_document, InFloat32("torch")
     try:
@@ -129,23 +131,23 @@ def worst_error(got: tuple[float, dict], truth: tuple[float, dict]) -> float:
 
 
 def mesh_of(dp: int, tp: int, backend: str) -> parallel_dims.ParallelDims:
-    """torchtitan's meshes on the CPU."""
+    """Return torchtitan's meshes on the CPU."""
     parallel_dims.device_type = "cpu"
     utils.set_spmd_backend(backend)
-    made = parallel_dims.ParallelDims(1, dp, 1, tp, 1, 1, dp * tp, backend)
-    made.build_mesh()
-    return made
+    dims = parallel_dims.ParallelDims(1, dp, 1, tp, 1, 1, dp * tp, backend)
+    dims.build_mesh()
+    return dims
 
 
 def num_exchanges(run) -> int:
-    """Exchanges of attention that `run` starts, as the profiler sees them."""
+    """Count the exchanges of attention that `run` starts, by the profiler's ranges."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     return sum(each.count for each in profile.key_averages() if each.key.endswith("dispatch"))
 
 
 def overridden_error(rank: int, world_size: int, tp: int, backend: str) -> tuple[float, float]:
-    """Worst error of loss and gradients, and megabytes that the step's plan moved."""
+    """Return the worst error of loss and gradients, and the megabytes that the plan moved."""
     dp = world_size // tp
     dims = mesh_of(dp, tp, backend)
     model, _ = build(OVERRIDES)
@@ -160,12 +162,12 @@ def overridden_error(rank: int, world_size: int, tp: int, backend: str) -> tuple
 
 
 def exchanges_with_checkpointing(rank: int, world_size: int, overrides: list[str]):
-    """Collectives of a step under selective checkpointing, and the step's worst error."""
+    """Return the number of exchanges of a step under selective checkpointing, and its error."""
     distca.init()
     model, config = build(overrides)
     config.activation_checkpoint.build(dump_folder="").apply(model)
     batch = Batch.of(LENGTHS[rank], seed=rank)
-    taken = []
-    count = num_exchanges(lambda: taken.append(step(model, batch)))
+    steps = []
+    count = num_exchanges(lambda: steps.append(step(model, batch)))
     dist.barrier()
-    return count, worst_error(taken[0], own_step(batch))
+    return count, worst_error(steps[0], own_step(batch))

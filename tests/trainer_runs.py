@@ -1,5 +1,7 @@
-"""Training runs on one rank of a gloo group: transformers' Trainer, TRL's SFTTrainer, and FSDP2
-through accelerate. Each returns this rank's losses and the number of plans it made."""
+"""Training runs on one rank of a gloo group: transformers' Trainer, TRL's SFTTrainer, FSDP2.
+
+Each run returns this rank's losses and its number of plans.
+"""
 
 import os
 import tempfile
@@ -17,11 +19,11 @@ from tokenizers import Tokenizer, models
 import distca
 
 NUM_STEPS = 20
-NUM_DOCUMENTS = 131  # neither a multiple of ranks nor of batches
+NUM_DOCUMENTS = 131  # not a multiple of ranks or of batch sizes
 
 
 def join(rank: int, world_size: int) -> int:
-    """Lets accelerate find the group that is there; plans made before."""
+    """Let accelerate use the open group. Return the number of plans so far."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     ranks["LOCAL_WORLD_SIZE"] = world_size
     os.environ.update({name: str(value) for name, value in ranks.items()})
@@ -31,7 +33,7 @@ def join(rank: int, world_size: int) -> int:
 
 
 def documents() -> datasets.Dataset:
-    """Mostly short, some long: batches of very different numbers of tokens."""
+    """Return mostly short documents and some long ones, so that batches differ in size."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 40, (NUM_DOCUMENTS,), generator=generator)
     lengths[::9] *= 8
@@ -54,7 +56,7 @@ def common_arguments(options: dict) -> dict:
 
 
 def losses_of(trainer: transformers.Trainer) -> list[float]:
-    """Of every step, then of the evaluations."""
+    """Train, and return the losses of every step, then those of the evaluations."""
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     history = trainer.state.log_history
@@ -113,7 +115,7 @@ def run_fsdp2(
         activation_checkpointing=recompute,
     )
     accelerator = accelerate.Accelerator(cpu=True)
-    # accelerate takes FSDP on devices alone, though nothing in it needs one.
+    # accelerate allows FSDP only on devices, though nothing in it needs one.
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     plugin.set_mixed_precision(precision)

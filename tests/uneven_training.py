@@ -1,5 +1,7 @@
-"""Train ranks with unequal numbers of batches under distca.join, and for comparison one process
-that sees the batches of all ranks."""
+"""Train ranks with unequal numbers of batches under distca.join.
+
+The reference is one process that sees the batches of all ranks.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distca
 
 NUM_STEPS = 7
-LEARNING_RATE = 0.01  # attention is sharp: with 0.5 an error grows fiftyfold a step
+LEARNING_RATE = 0.01  # attention is sharp: with 0.5 an error grows fiftyfold in a step
 Gradients = list[dict[str, Tensor]]  # by step
 
 
@@ -49,7 +51,7 @@ def batches_of(rank: int, num_batches: int) -> list[Batch]:
 
 
 def planned(batches: Iterator[Batch], device: str, ahead: bool) -> Iterator[Batch]:
-    """With `ahead` each batch is planned while the one before it trains."""
+    """Plan and yield the batches. With `ahead`, plan each one while the previous one trains."""
     waiting: list[Batch] = []
     for batch in batches:
         distca.plan(batch.documents, device=device, ahead=ahead)
@@ -81,12 +83,12 @@ def step_of(model: nn.Module, batch: Batch, documents, device: str, scale: Tenso
 
 
 def gradients_then_update(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    gradients = {}
     for name, each in model.named_parameters():
-        found[name.removeprefix("module.")] = whole(each.grad)
+        gradients[name.removeprefix("module.")] = whole(each.grad)
         each.data.add_(each.grad, alpha=-LEARNING_RATE)
         each.grad = None
-    return found
+    return gradients
 
 
 def train(
@@ -99,7 +101,7 @@ def train(
     attention: Callable[..., Tensor] = distca.core_attention,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Gradients, dict[str, Tensor]]:
-    """Gradients of every step, and the parameters at the end."""
+    """Return the gradients of every step, and the final parameters."""
     model = wrap(training.build(attention).to(device, dtype), wrapper, device, world_size)
     gradients: Gradients = []
     batches = distca.join(batches_of(rank, num_batches[rank]), empty)
@@ -118,7 +120,7 @@ def train_alone(
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Gradients, dict[str, Tensor]]:
-    """The same in one process. Its attention takes documents as training.torch_attention does."""
+    """Train in one process. `attention` takes documents as training.torch_attention does."""
     model = training.build(attention).to(device, dtype)
     ranks = [batches_of(rank, num) for rank, num in enumerate(num_batches)]
     gradients: Gradients = []
@@ -139,7 +141,7 @@ def train_alone(
 
 
 def worst_error(got: tuple, truth: tuple) -> float:
-    """Returns the largest error of gradients and final parameters, relative to the norm."""
+    """Return the largest error of gradients and final parameters, relative to the norm."""
     assert len(got[0]) == len(truth[0])
     pairs = [(mine[name], true[name]) for mine, true in zip(*(x[0] for x in (got, truth)),
              strict=True) for name in true]  # fmt: skip

@@ -1,4 +1,4 @@
-// A transport that moves CPU rows through the group's store, written with distca's headers only.
+// A transport that moves CPU rows through the group's store. It includes only distca's headers.
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -100,7 +100,7 @@ struct Message {
   size_t position = 0;
 };
 
-// Calls take(rows of the tensor, rows that came) for each run of rows.
+// Calls take(rows of the tensor, rows of the message) for each run of rows.
 template <typename Take>
 void unpack(const Tensors& tensors, const std::vector<RowPlace>& places, int64_t RowPlace::*first,
             Message& message, Take&& take) {

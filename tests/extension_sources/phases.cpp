@@ -1,4 +1,4 @@
-// Sleeps or kills this process when it enters a phase of attention (see csrc/ops/timeline.h).
+// Lets this process sleep or die when it enters a phase of attention (see csrc/ops/timeline.h).
 #include <ATen/record_function.h>
 #include <signal.h>
 #include <torch/library.h>
