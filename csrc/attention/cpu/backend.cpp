@@ -198,7 +198,7 @@ void backward(const BackwardRows& rows, const Params& params) {
 Backend backend() {
   return {.name = "cpu",
           .device = at::kCPU,
-          .dtypes = {at::kDouble, at::kFloat, at::kBFloat16},
+          .dtypes = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf},
           .forward = forward,
           .backward = backward};
 }
