@@ -69,8 +69,8 @@ def core_attention(
     """Compute softmax(q k^T * softmax_scale) v within each document, balanced over ranks.
 
     q is [tokens, heads_q, head_dim]; k and v are [tokens, heads_kv, head_dim], with heads_q a
-    multiple of heads_kv, and begin with the documents' context rows. Dtypes are float64, float32 or
-    bfloat16 on CPU, bfloat16 or float16 on CUDA. `window_size` is (left, right): position p of a
+    multiple of heads_kv, and begin with the documents' context rows. Dtypes are bfloat16 and
+    float16, on CPU also float32 and float64. `window_size` is (left, right): position p of a
     document sees [p - left, p + right], and -1 means no limit. softmax_scale defaults to
     head_dim ** -0.5. Returns out, like q. DTensors must be sharded on heads or replicated; each
     rank computes its own heads.

@@ -1,5 +1,5 @@
 """A C++ library that tests add to distca, built once. phases.cpp sleeps or kills the process at
-phases of attention; mailbox.cpp is a transport."""
+phases of attention; mailbox.cpp is a transport, reference_backend.cpp a back end."""
 
 import fcntl
 import functools

@@ -27,8 +27,10 @@ THD, BHSD = rows(8, 2, 4), rows(1, 2, 8, 4)
 
 CORE_ATTENTION = {  # q, k, v and a part of the message
     "2-D": (THD[0], THD[0], THD[0], "q has shape [2, 4]; expected [tokens, heads, head_dim]"),
-    "int": (*[THD.int()] * 3, "q is Int; core attention on CPU takes float64, float32 or bfloat16"),
-    "float16": (*[THD.half()] * 3, "q is Half; core attention on CPU takes float64"),
+    "int": (
+        *[THD.int()] * 3,
+        "q is Int; core attention on CPU takes float64, float32, bfloat16 or float16",
+    ),
     "k of another dtype": (THD, THD.double(), THD, "k is Double, q is Float; expected one dtype"),
     "v of another dtype": (THD, THD, THD.double(), "v is Double, q is Float; expected one dtype"),
     "v has fewer heads": (THD, THD, THD[:, :1], "k has shape [8, 2, 4], v [8, 1, 4]; expected"),

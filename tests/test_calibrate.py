@@ -366,12 +366,16 @@ def test_the_planner_reads_the_commands_file(tmp_path, capsys):
         (["--head-dim", "512"], "--head-dim is 512; expected 1 to 256"),
         (["--max-keys", "-1"], "--max-keys is -1; expected 1 to"),
         (["--max-keys", "0"], "--max-keys is 0; expected 1 to"),
-        (["--dtype", "float16"], "--dtype is float16; expected one of float64"),
+        (
+            ["--device", "cuda", "--dtype", "float32"],
+            "--dtype is float32; expected bfloat16 or float16 on cuda",
+        ),
         (["--dtype", "int8"], "--dtype"),
         (["--out", "."], "--out . is a folder; expected a file"),
     ],
 )
-def test_bad_flags_are_named(capsys, flags, named):
+def test_bad_flags_are_named(capsys, monkeypatch, flags, named):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit):
         main(["--device", "cpu", *flags])
     assert named in capsys.readouterr().err

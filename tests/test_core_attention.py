@@ -70,7 +70,7 @@ def test_heads_in_float64(ranks, heads_q, heads_kv, head_dim):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_within_twice_the_reference(ranks, dtype, sharded):
     lengths = [PACKS["mixed"], [], [], []] if sharded else WHOLE["skewed"]
     case = Case(lengths, heads_q=4, heads_kv=1, head_dim=64, dtype=dtype, sharded=sharded)
@@ -83,7 +83,13 @@ def test_low_precision_within_twice_the_reference(ranks, dtype, sharded):
 
 @pytest.mark.parametrize("size", [1e3, 1e4])
 @pytest.mark.parametrize(
-    "dtype, limit", [(torch.bfloat16, 4e-3), (torch.float32, 1e-6), (torch.float64, 1e-14)]
+    "dtype, limit",
+    [
+        (torch.bfloat16, 4e-3),
+        (torch.float16, 5e-4),
+        (torch.float32, 1e-6),
+        (torch.float64, 1e-14),
+    ],
 )
 def test_scores_so_large_that_one_key_takes_all(ranks, dtype, limit, size):
     """Scores up to 1e9 differ by more than their rounding.

@@ -27,7 +27,7 @@ def some_documents() -> list[Document]:
 
 @pytest.mark.parametrize("window_size", MASKS)
 @pytest.mark.parametrize("name", ["home", "visiting"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_kernels_of_the_cpu_are_accepted(dtype, name, window_size):
     tasks = task_list(some_documents(), window_size, name)
     inputs = random_inputs(tasks, HEADS, dtype)

@@ -197,6 +197,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   return {dq, dk, dv};
 }
 
+void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) {
+  if (dots.numel() == 0) return;
+  for (const Backend& backend : backends()) {
+    if (backend.row_dots && backend.device == a.device().type())
+      return backend.row_dots(a, b, dots);
+  }
+  dots.copy_(a.to(dots.scalar_type()).mul(b).sum(-1));
+}
+
 std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {
   const auto real = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return {at::empty(q.sizes(), q.options()),

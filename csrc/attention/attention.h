@@ -97,6 +97,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const TaskList& tasks,
                                                         const Params& params);
 
+// dots = sum over head_dim of a * b: the backward's delta, if a is `out` and b grad_out. a, b
+// [rows, heads, head_dim], dots [rows, heads] of lse's dtype; all contiguous.
+void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
+
 // out and lse for ForwardRows.
 std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q);
 

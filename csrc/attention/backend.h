@@ -28,8 +28,8 @@ struct Backend {
   void (*forward)(const ForwardRows& rows, const Params& params) = nullptr;
   void (*backward)(const BackwardRows& rows, const Params& params) = nullptr;
 
-  // Writes the sum of a * b over head_dim to `dots`, in lse's dtype. a and b are [rows, heads,
-  // head_dim], contiguous. The first entry of a device type that has it serves all tensors there.
+  // row_dots of attention.h. The first entry of a device type that has it serves all tensors there.
+  // Null: PyTorch's operators.
   void (*row_dots)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) = nullptr;
 
   // Plans the words that it reads for a list. check_words throws ValueError if they would make it
@@ -37,6 +37,9 @@ struct Backend {
   PlannedWords (*plan_words)(const std::vector<PlacedTask>& tasks, const Mask& mask) = nullptr;
   void (*check_words)(const TaskList& list, const TaskWords& words) = nullptr;
 };
+
+// row_dots of the back ends on CUDA.
+void row_dots_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
 
 // Returns the table of back ends, in order of preference.
 const std::vector<Backend>& backends();

@@ -1,5 +1,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -7,7 +8,6 @@
 
 #include <algorithm>
 
-#include "attention/delta.h"
 #include "checks.h"
 #include "keeping.h"
 
@@ -57,7 +57,7 @@ Results balanced_forward(const Call& call, const Kept& kept, const attention::Pa
 // Returns rowsum(out * grad_out) for the rows that are sent and a few between them. Other rows are
 // uninitialised. The home computes it, so that `out` never travels. Home tasks compute their own.
 at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out,
-                         const at::Tensor& grad_out) {
+                         const at::Tensor& grad_out, const at::Tensor& lse) {
   constexpr int64_t kRowsOfALaunch = 1024;  // rows that cost about as much as a launch
   std::vector<Run> runs;
   for (const Round& round : rounds) {
@@ -68,7 +68,7 @@ at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out
     }
   }
   std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.first < b.first; });
-  const at::Tensor delta = attention::empty_row_dots(out);
+  const at::Tensor delta = at::empty_like(lse);
   for (size_t i = 0; i < runs.size();) {
     const int64_t first = runs[i].first;
     int64_t last = first;
@@ -78,7 +78,7 @@ at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out
     const auto rows = [&](const at::Tensor& tensor) {
       return tensor.narrow(0, first, last - first);
     };
-    attention::row_dots_into(rows(out), rows(grad_out), rows(delta));
+    attention::row_dots(rows(out), rows(grad_out), rows(delta));
   }
   return delta;
 }
@@ -134,7 +134,7 @@ Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const 
                             const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   const std::vector<Round>& rounds = call.layout->rounds;
-  const BackwardInputs inputs{grad_out, out, lse, delta_of_sent(rounds, out, grad_out)};
+  const BackwardInputs inputs{grad_out, out, lse, delta_of_sent(rounds, out, grad_out, lse)};
   const Round& first = rounds[0];  // all home tasks are in the first round
   const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
   const Gradients gradients{at::empty(q.sizes(), q.options()), dk, dv};

@@ -10,7 +10,6 @@
 #include <limits>
 #include <stdexcept>
 
-#include "../delta.h"
 #include "waves.h"
 
 // PyTorch's varlen flash attention (compute capability 8.0 and up). Keys are read where they lie,

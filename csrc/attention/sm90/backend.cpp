@@ -10,7 +10,6 @@
 #include <bit>
 #include <iterator>
 
-#include "../delta.h"
 #include "kernels.h"
 
 // The back end for bfloat16 and float16 on compute capability 9.0. Tasks read shared keys in place,

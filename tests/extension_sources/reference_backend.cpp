@@ -1,6 +1,7 @@
 // A back end from outside the library, for test_backends.py. It computes the formula in float64 on
 // the CPU, for head_dim 24 only. Its words give the keys that each query row of a list sees.
 #include <ATen/ATen.h>
+#include <torch/library.h>
 
 #include <atomic>
 
@@ -100,9 +101,7 @@ void backward(const BackwardRows& rows, const Params& params) {
   });
 }
 
-}  // namespace
-
-extern "C" void register_reference_backend() {
+void add_reference_backend() {
   register_backend({.name = kName,
                     .device = at::kCPU,
                     .dtypes = {at::kDouble},
@@ -113,8 +112,15 @@ extern "C" void register_reference_backend() {
                     .check_words = check_words});
 }
 
-extern "C" int64_t num_reference_calls() {
+int64_t num_reference_calls() {
   return num_calls;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(distca_tests, m) {
+  m.def("add_reference_backend() -> ()", add_reference_backend);
+  m.def("num_reference_calls() -> int", num_reference_calls);
 }
 
 }  // namespace distca::attention::reference

@@ -2,8 +2,8 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 
+#include "backend.h"
 #include "core/rows.h"
-#include "delta.h"
 
 namespace distca::attention {
 namespace {
