@@ -362,7 +362,7 @@ def test_planted_includes_are_found(path, header):
         ("attention/sm90/forward.cu", '"core/task.h"'),
         ("planner/layout/layout.cpp", '"core/task.h"'),
         ("transport/rows.cpp", '"core/rows.h"'),
-        ("transport/rows.cpp", '"transport/row_view.h"'),
+        ("transport/rows.cpp", '"transport/where.h"'),
         ("ops/steps.cpp", '"attention/attention.h"'),
     ],
 )

@@ -10,7 +10,7 @@
 
 #include "attention/attention.h"
 #include "planner/layout/layout.h"
-#include "transport/routes.h"
+#include "transport/transport.h"
 
 namespace distca::ops {
 

@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include "transport/progress.h"
 #include "transport/where.h"
 
 namespace distca::transport {
@@ -41,7 +40,7 @@ struct Pair {
   Wait my_wait, their_wait;
 
   static Wait wait_in(Channel& channel, const Where& where) {
-    return {std::string(1, '0'), channel.name(), channel.enter(where), where, "", false, 1.0};
+    return {std::string(1, '0'), channel.name, channel.enter(where), where, "", false, 1.0};
   }
   bool is_stuck() const { return wait_for_each_other(my_wait, mine, their_wait, theirs); }
 };

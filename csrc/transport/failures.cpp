@@ -1,5 +1,6 @@
 #include "failures.h"
 
+#include <c10/util/Synchronized.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -48,9 +49,8 @@ bool is_dead(char state) {
   return state == 0 || state == 'Z' || state == 'X';
 }
 
-// Returns the sentence in the text that leave() publishes.
-std::string how_of(const std::string& left) {
-  return left.substr(std::min(left.size(), left.find(';') + 1));
+std::string key_of(const char* kind, int64_t rank) {
+  return "distca/" + std::string(kind) + "/" + std::to_string(rank);
 }
 
 c10::intrusive_ptr<c10d::Store> own_client(const c10::intrusive_ptr<c10d::Store>& store) {
@@ -62,19 +62,7 @@ c10::intrusive_ptr<c10d::Store> own_client(const c10::intrusive_ptr<c10d::Store>
 }
 
 // The boards of all groups of this process.
-struct Boards {
-  std::mutex mutex;
-  std::map<std::string, std::weak_ptr<FailureBoard>> by_group;
-
-  std::vector<std::shared_ptr<FailureBoard>> all() {
-    std::lock_guard lock(mutex);
-    std::vector<std::shared_ptr<FailureBoard>> alive;
-    for (const auto& [group, board] : by_group) {
-      if (auto found = board.lock()) alive.push_back(std::move(found));
-    }
-    return alive;
-  }
-};
+using Boards = c10::Synchronized<std::map<std::string, std::weak_ptr<FailureBoard>>>;
 
 Boards& boards() {
   static Boards* instance = new Boards;  // watchdogs may look while the process ends
@@ -83,10 +71,19 @@ Boards& boards() {
 
 }  // namespace
 
-std::string describe_mismatch(int64_t server, const Where& theirs, int64_t home,
-                              const Where& mine) {
-  return "rank " + std::to_string(server) + " was in " + describe(theirs) + ", while rank " +
-         std::to_string(home) + " was in " + describe(mine) + ", and got its results" + kSameCalls;
+std::string describe_places(RanksByPlace places, const char* one, const char* many) {
+  for (auto& [place, ranks] : places) std::ranges::sort(ranks);
+  std::ranges::sort(places, {}, [](const auto& place) {
+    return std::pair(place.second.size(), -place.second[0]);
+  });
+  std::string text;
+  for (const auto& [place, ranks] : places) {
+    if (!text.empty()) text += ", while ";
+    text += ranks.size() > 1 ? "ranks" : "rank";
+    for (const int64_t rank : ranks) text += " " + std::to_string(rank);
+    text += " " + std::string(ranks.size() > 1 ? many : one) + " " + place;
+  }
+  return text;
 }
 
 std::string message_of(const std::exception& error) {
@@ -98,32 +95,23 @@ std::string message_of(const std::exception& error) {
 
 FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, std::string group,
                            int64_t rank, int64_t num_ranks)
-    : store_(own_client(store)),
-      group_(std::move(group)),
-      rank_(rank),
-      num_ranks_(num_ranks),
-      self_{process_space(), getpid()} {}
-
-std::string FailureBoard::key(const std::string& kind, int64_t rank) const {
-  return "distca/" + kind + "/" + std::to_string(rank);
-}
+    : store_(own_client(store)), group_(std::move(group)), rank_(rank), num_ranks_(num_ranks) {}
 
 std::string FailureBoard::introduction(const std::string& configuration) const {
-  return self_.space + " " + std::to_string(self_.pid) + " " + configuration;
+  return process_space() + " " + std::to_string(getpid()) + " " + configuration;
 }
 
 void FailureBoard::introduce(const std::vector<std::string>& introductions) {
-  {
-    std::lock_guard lock(boards().mutex);
-    boards().by_group[group_] = weak_from_this();
-  }
-  processes_.resize(num_ranks_);
+  boards().withLock([&](auto& by_group) { by_group[group_] = weak_from_this(); });
+  const std::string own_space = process_space();
+  const bool can_see = own_space.find(kUnknown) == std::string::npos;
   std::map<std::string, std::string> ranks_by_configuration;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     std::istringstream text(introductions.at(rank));
-    text >> processes_[rank].space >> processes_[rank].pid;
-    std::string theirs;
-    std::getline(text >> std::ws, theirs);
+    std::string space, theirs;
+    int64_t pid = 0;
+    std::getline(text >> space >> pid >> std::ws, theirs);
+    if (can_see && space == own_space && rank != rank_) pids_[rank] = pid;
     ranks_by_configuration[theirs] += " " + std::to_string(rank);
   }
   if (ranks_by_configuration.size() == 1) return;
@@ -136,30 +124,39 @@ void FailureBoard::introduce(const std::vector<std::string>& introductions) {
 }
 
 template <typename F>
-bool FailureBoard::with_store(F&& use) noexcept {
-  if (store_is_lost_) return false;
+void FailureBoard::with_store(F&& use) noexcept {
   try {
-    use();
-    return true;
+    if (!store_is_lost_) use();
   } catch (const std::exception&) {
     // The store is gone with its host, and further calls would wait for it. Processes stay visible.
     store_is_lost_ = true;
-    return false;
   }
+}
+
+void FailureBoard::publish(const char* kind, const std::string& text, const char* flag) noexcept {
+  with_store([&] {
+    store_->set(key_of(kind, rank_), text);
+    if (flag != nullptr) store_->set(flag, "1");
+  });
+}
+
+std::optional<std::string> FailureBoard::published(const std::string& key) noexcept {
+  std::optional<std::string> text;
+  with_store([&] {
+    if (store_->check({key})) text = store_->get_to_str(key);
+  });
+  return text;
 }
 
 void FailureBoard::announce(const std::string& message) noexcept {
   if (reported_.exchange(true)) return;
-  with_store([&] {
-    const int64_t order = store_->add("distca/num_errors", 1);
-    store_->set(key("error", rank_), std::to_string(order) + " " + message);
-    store_->set(kAlarm, "1");
-  });
+  int64_t order = 0;
+  with_store([&] { order = store_->add("distca/num_errors", 1); });
+  publish("error", std::to_string(order) + " " + message, kAlarm);
 }
 
 bool FailureBoard::alarmed() noexcept {
-  bool is_set = false;
-  return !with_store([&] { is_set = store_->check({kAlarm}); }) || is_set;
+  return published(kAlarm) || store_is_lost_;
 }
 
 void FailureBoard::announce_mismatch(const std::string& sentence) noexcept {
@@ -170,124 +167,92 @@ void FailureBoard::announce_mismatch(const std::string& sentence) noexcept {
   });
 }
 
-std::shared_ptr<Channel> FailureBoard::open_channel(const std::string& name) {
+// Call it under the lock.
+Channel& FailureBoard::channel(const std::string& name) {
+  return *std::ranges::find(channels_, name, &Channel::name);
+}
+
+Wait FailureBoard::begin(const std::string& channel, const Where& where,
+                         const std::string& activity) {
   std::lock_guard lock(mutex_);
-  return channels_.emplace_back(std::make_shared<Channel>(name));
+  return {group_, channel, this->channel(channel).enter(where), where, activity};
 }
 
-std::shared_ptr<Channel> FailureBoard::find_channel(const std::string& name) const {
+void FailureBoard::complete(const std::string& channel) {
   std::lock_guard lock(mutex_);
-  const auto found = std::find_if(channels_.begin(), channels_.end(),
-                                  [&](const auto& channel) { return channel->name() == name; });
-  return found == channels_.end() ? nullptr : *found;
+  ++this->channel(channel).num_completed;
 }
 
-void FailureBoard::post(const Wait& wait) noexcept {
-  Progress progress{wait, {}};
-  {
-    std::lock_guard lock(mutex_);
-    for (const auto& channel : channels_) progress.channels.push_back(*channel);
-  }
-  with_store([&] { store_->set(key("waiting", rank_), progress.encode()); });
-}
-
-std::optional<Progress> FailureBoard::read_progress(int64_t rank) noexcept {
-  std::string text;
-  if (!posted(key("waiting", rank), text)) return std::nullopt;
-  return Progress::decode(text);
+// Returns a copy of the channels, for a wait in any group.
+Progress FailureBoard::progress(const Wait& wait) const {
+  std::lock_guard lock(mutex_);
+  return {wait, channels_};
 }
 
 std::string FailureBoard::find_deadlock(const Wait& wait) noexcept {
-  const auto groups = boards().all();
-  for (const auto& board : groups) board->post(wait);
-  const auto waits_for_us = [&](const Progress& theirs) {
-    const auto board = std::find_if(groups.begin(), groups.end(), [&](const auto& each) {
-      return each->group() == theirs.wait.group;
-    });
-    if (board == groups.end()) return false;
-    const auto mine = (*board)->find_channel(theirs.wait.channel);
-    const Channel* their_channel = theirs.find(wait.channel);
-    return mine && their_channel != nullptr &&
-           wait_for_each_other(wait, *mine, theirs.wait, *their_channel);
-  };
-  bool is_found = false;
-  const auto look = [&] {
-    std::vector<std::pair<int64_t, Wait>> waits{{rank_, wait}};
-    for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-      if (rank == rank_) continue;
-      const std::optional<Progress> theirs = read_progress(rank);
-      if (!theirs) continue;
-      const bool is_stuck = waits_for_us(*theirs);
-      is_found = is_found || is_stuck;
-      if (is_stuck || theirs->wait == wait) waits.emplace_back(rank, theirs->wait);
+  std::vector<std::shared_ptr<FailureBoard>> groups;
+  boards().withLock([&](const auto& by_group) {
+    for (const auto& [name, board] : by_group) {
+      if (auto alive = board.lock()) groups.push_back(std::move(alive));
     }
-    return waits;
+  });
+  for (const auto& board : groups) board->publish("waiting", board->progress(wait).encode());
+  bool is_stuck = false;
+  using Place = std::pair<Wait, std::vector<int64_t>>;
+  const auto look = [&] {
+    std::map<std::string, Progress> own;  // by group
+    for (const auto& board : groups) own[board->group_] = board->progress(wait);
+    std::vector<Place> places{{wait, {rank_}}};
+    for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+      const auto text = rank == rank_ ? std::nullopt : published(key_of("waiting", rank));
+      if (!text) continue;
+      const Progress progress = Progress::decode(*text);
+      const Wait& other = progress.wait;
+      const Channel *theirs = progress.find(wait.channel),
+                    *mine = own[other.group].find(other.channel);
+      const bool waits = mine && theirs && wait_for_each_other(wait, *mine, other, *theirs);
+      is_stuck = is_stuck || waits;
+      const auto place = std::ranges::find(places, other, &Place::first);
+      if (place != places.end()) {
+        place->second.push_back(rank);
+      } else if (waits) {
+        places.push_back({other, {rank}});
+      }
+    }
+    return places;
   };
   look();
-  if (!is_found) return "";
+  if (!is_stuck) return "";
   std::this_thread::sleep_for(kOthersCome);
-  return describe_deadlock(look());
-}
-
-// Names exchanges in which few ranks wait first.
-std::string FailureBoard::describe_deadlock(
-    const std::vector<std::pair<int64_t, Wait>>& waits) const {
-  struct Place {
-    Wait wait;
-    std::vector<int64_t> ranks;
-  };
-  std::vector<Place> places;
-  for (const auto& [rank, wait] : waits) {
-    auto place = std::find_if(places.begin(), places.end(),
-                              [&](const Place& each) { return each.wait == wait; });
-    if (place == places.end()) place = places.insert(places.end(), {wait, {}});
-    place->ranks.push_back(rank);
+  RanksByPlace places;
+  for (const auto& [place, ranks] : look()) {
+    const bool is_other = place.group != group_;
+    const std::string group = is_other ? " (of process group " + place.group + ")" : "";
+    places.push_back({place.activity + group, ranks});
   }
-  for (Place& place : places) std::sort(place.ranks.begin(), place.ranks.end());
-  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
-    return std::pair(a.ranks.size(), -a.ranks[0]) < std::pair(b.ranks.size(), -b.ranks[0]);
-  });
-  std::string text;
-  for (const Place& place : places) {
-    if (!text.empty()) text += ", while ";
-    text += place.ranks.size() > 1 ? "ranks" : "rank";
-    for (const int64_t rank : place.ranks) text += " " + std::to_string(rank);
-    text += (place.ranks.size() > 1 ? " wait in " : " waits in ") + place.wait.activity;
-    if (place.wait.group != group_) text += " (of process group " + place.wait.group + ")";
-  }
-  return text + kSameCalls;
+  return describe_places(std::move(places), "waits in", "wait in") + kSameCalls;
 }
 
 void FailureBoard::leave(const std::string& how) noexcept {
-  std::string text;
-  {
-    std::lock_guard lock(mutex_);
-    for (const auto& channel : channels_) {
-      text += channel->name() + " " + std::to_string(channel->num_completed()) + " ";
-    }
-  }
-  with_store([&] {
-    store_->set(key("left", rank_), text + "; " + how);
-    store_->set(kLeft, "1");
-  });
+  publish("left", progress({group_, "none", 0, {"", "", -1, -1}, how}).encode(), kLeft);
 }
 
-std::string FailureBoard::find_departed(const std::string& channel, int64_t position) noexcept {
-  bool has_any = false;
-  with_store([&] { has_any = store_->check({kLeft}); });
+std::string FailureBoard::find_departed(const std::string& channel,
+                                        std::optional<int64_t> position) noexcept {
+  if (!published(kLeft)) return "";
+  if (!position) {
+    std::lock_guard lock(mutex_);
+    position = this->channel(channel).num_completed;
+  }
   std::string names;
-  for (int64_t rank = 0; has_any && rank < num_ranks_; ++rank) {
-    std::string left, reason;
-    if (rank == rank_ || !posted(key("left", rank), left)) continue;
-    if (posted(key("error", rank), reason) || posted(key("lost", rank), reason)) continue;
-    std::istringstream text(left);
-    std::string other;
-    int64_t num = 0, num_completed = 0;
-    while (text >> other >> num) {
-      if (other == channel) num_completed = num;
-    }
-    if (num_completed > position) continue;
-    names += (names.empty() ? "rank " : "; rank ") + std::to_string(rank) + how_of(left);
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    const auto text = rank == rank_ ? std::nullopt : published(key_of("left", rank));
+    if (!text || published(key_of("error", rank)) || published(key_of("lost", rank))) continue;
+    const Progress left = Progress::decode(*text);
+    const Channel* theirs = left.find(channel);
+    if (theirs != nullptr && theirs->num_completed > *position) continue;
+    names +=
+        (names.empty() ? "rank " : "; rank ") + std::to_string(rank) + " " + left.wait.activity;
   }
   if (names.empty()) return "";
   return names +
@@ -295,99 +260,69 @@ std::string FailureBoard::find_departed(const std::string& channel, int64_t posi
          "steps: distca.join gives empty batches to those that have run out of data";
 }
 
-bool FailureBoard::posted(const std::string& key, std::string& value) noexcept {
-  bool is_there = false;
-  with_store([&] {
-    is_there = store_->check({key});
-    if (is_there) value = store_->get_to_str(key);
-  });
-  return is_there;
-}
-
-bool FailureBoard::sees(const Process& process) const {
-  return process.space == self_.space && self_.space.find(kUnknown) == std::string::npos;
-}
-
 bool FailureBoard::has_dead_peer() const noexcept {
-  return std::any_of(processes_.begin(), processes_.end(), [this](const Process& process) {
-    return sees(process) && is_dead(process_state(process.pid));
-  });
+  return std::ranges::any_of(pids_,
+                             [](const auto& peer) { return is_dead(process_state(peer.second)); });
 }
 
 FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
   const std::string name = "rank " + std::to_string(rank);
-  std::string value;
-  if (posted(key("error", rank), value)) {
-    const size_t space = value.find(' ');
-    return {Verdict::kAtFault, std::stoll(value.substr(0, space)),
-            name + " failed: " + value.substr(space + 1)};
+  if (const auto error = published(key_of("error", rank))) {
+    const size_t space = error->find(' ');
+    return {Blame::kCertain, true, std::stoll(error->substr(0, space)),
+            name + " failed: " + error->substr(space + 1)};
   }
-  if (posted(key("lost", rank), value)) {
-    return {Verdict::kInnocent, 0, name + " gave up in " + value};
+  if (const auto where = published(key_of("lost", rank))) {
+    return {Blame::kNone, true, 0, name + " gave up in " + *where};
   }
-  if (posted(key("left", rank), value)) return {Verdict::kLeft, kSilent, name + how_of(value)};
-  const Finding unknown{
-      Verdict::kUnknown, kSilent,
-      name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
-  if (static_cast<int64_t>(processes_.size()) != num_ranks_) return unknown;
-  const Process& process = processes_[rank];
-  if (!sees(process)) return unknown;
-  const char state = process_state(process.pid);
-  if (is_dead(state)) {
-    return {Verdict::kAtFault, kSilent,
-            name + " is dead (process " + std::to_string(process.pid) + " exited or was killed)"};
+  if (const auto left = published(key_of("left", rank))) {
+    return {Blame::kPossible, true, kSilent, name + " " + Progress::decode(*left).wait.activity};
   }
-  if (state == 'T' || state == 't') {
-    return {
-        Verdict::kAtFault, kSilent,
-        name + " is stopped (process " + std::to_string(process.pid) + ", SIGSTOP or a debugger)"};
+  if (const auto peer = pids_.find(rank); peer != pids_.end()) {
+    const std::string process = "(process " + std::to_string(peer->second);
+    const char state = process_state(peer->second);
+    if (is_dead(state)) {
+      return {Blame::kCertain, true, kSilent,
+              name + " is dead " + process + " exited or was killed)"};
+    }
+    if (state == 'T' || state == 't') {
+      return {Blame::kCertain, true, kSilent,
+              name + " is stopped " + process + ", SIGSTOP or a debugger)"};
+    }
   }
-  return unknown;
-}
-
-std::vector<FailureBoard::Finding> FailureBoard::examine_all() noexcept {
-  std::vector<Finding> findings;
-  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-    if (rank != rank_) findings.push_back(examine(rank));
-  }
-  return findings;
+  return {Blame::kPossible, false, kSilent,
+          name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
 }
 
 std::string FailureBoard::diagnose(const std::string& own_error,
                                    const std::string& where) noexcept {
   reported_ = true;
-  with_store([&] {
-    store_->set(key("lost", rank_), where);
-    store_->set(kAlarm, "1");
-  });
-  const auto has = [](const std::vector<Finding>& findings, Verdict verdict) {
-    return std::any_of(findings.begin(), findings.end(),
-                       [verdict](const Finding& finding) { return finding.verdict == verdict; });
-  };
+  publish("lost", where, kAlarm);
   const auto start = std::chrono::steady_clock::now();
-  std::vector<Finding> findings;
-  std::string mismatch;
   auto patience = kPatience;
+  std::vector<Finding> findings;
+  Blame most;  // a rank that left may have done its part: it is named if none is at fault for sure
+  bool have_answered;
   do {
-    if (posted(kMismatch, mismatch)) return mismatch + kRestart;
+    if (const auto mismatch = published(kMismatch)) return *mismatch + kRestart;
     std::this_thread::sleep_for(kPoll);
-    findings = examine_all();
+    findings.clear();
+    most = Blame::kNone;
+    have_answered = true;
+    for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+      if (rank == rank_) continue;
+      const Finding& finding = findings.emplace_back(examine(rank));
+      most = std::max(most, finding.blame);
+      have_answered = have_answered && finding.has_answered;
+    }
     // Others may be busy for long; once somebody is known to be at fault, they matter little.
-    if (has(findings, Verdict::kAtFault)) patience = std::min(patience, kGrace);
-  } while (has(findings, Verdict::kUnknown) && std::chrono::steady_clock::now() < start + patience);
+    if (most == Blame::kCertain) patience = std::min(patience, kGrace);
+  } while (!have_answered && std::chrono::steady_clock::now() < start + patience);
 
-  // A rank that left may have done its part, so it is named only if no other is known to be at
-  // fault.
-  const auto is_blamed = [&](Verdict verdict) {
-    if (has(findings, Verdict::kAtFault)) return verdict == Verdict::kAtFault;
-    const bool is_open = has(findings, Verdict::kUnknown) || has(findings, Verdict::kLeft);
-    return is_open ? verdict == Verdict::kUnknown || verdict == Verdict::kLeft : true;
-  };
-  std::stable_sort(findings.begin(), findings.end(),
-                   [](const Finding& a, const Finding& b) { return a.order < b.order; });
+  std::ranges::stable_sort(findings, {}, &Finding::order);
   std::string text;
   for (const Finding& finding : findings) {
-    if (is_blamed(finding.verdict)) text += (text.empty() ? "" : "; ") + finding.text;
+    if (finding.blame == most) text += (text.empty() ? "" : "; ") + finding.text;
   }
   return text + kRestart + ". The transport said: " + own_error;
 }

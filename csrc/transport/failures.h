@@ -5,15 +5,16 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
 #include <vector>
 
-#include "progress.h"
 #include "where.h"
 
 namespace distca::transport {
@@ -27,8 +28,10 @@ class CallMismatch : public std::runtime_error {
 inline constexpr const char* kSameCalls =
     ". All ranks of a group must make the same attention calls and plans in the same order";
 
-// Returns a sentence for CallMismatch: the calls of two ranks when one got the other's results.
-std::string describe_mismatch(int64_t server, const Where& theirs, int64_t home, const Where& mine);
+// Returns "rank 2 waits in a, while ranks 0 1 wait in b", with `one` and `many` for the verbs.
+// Places of few ranks come first.
+using RanksByPlace = std::vector<std::pair<std::string, std::vector<int64_t>>>;
+std::string describe_places(RanksByPlace places, const char* one, const char* many);
 
 // Some ranks of a group are short of memory. All of its ranks throw this at the same point, so that
 // no rank is left waiting, and the group can go on.
@@ -59,7 +62,7 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   // configuration.
   void introduce(const std::vector<std::string>& introductions);
 
-  // Publishes this rank's error; only the first is kept, and none after diagnose(). Never throws.
+  // Publishes this rank's error; only the first is kept, and none after diagnose().
   void announce(const std::string& message) noexcept;
 
   // Whether any rank has announced an error or noticed a lost peer.
@@ -71,22 +74,25 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   // Publishes a sentence about several ranks, which all ranks then quote; only the first is kept.
   void announce_mismatch(const std::string& sentence) noexcept;
 
-  // Adds a channel, which counts the exchanges that this rank begins in it: see Progress.
-  std::shared_ptr<Channel> open_channel(const std::string& name);
-  std::shared_ptr<Channel> find_channel(const std::string& name) const;  // null: not open
+  // Count the exchanges that this rank begins and completes in a channel, kLayers or kPlans.
+  // `begin` returns the wait for an exchange; `activity` says in words what all ranks do at this
+  // point.
+  Wait begin(const std::string& channel, const Where& where, const std::string& activity);
+  void complete(const std::string& channel);
 
   // Tells all groups of this process that it has waited long in an exchange of this group. Returns
   // a sentence if this rank and another of the group wait for each other, in whatever groups, so
   // that neither can go on; else an empty string.
   std::string find_deadlock(const Wait& wait) noexcept;
 
-  // Publishes that this rank has left, and `how`: a sentence without its subject. Never throws.
+  // Publishes that this rank has left, and `how`: a sentence without its subject.
   void leave(const std::string& how) noexcept;
 
-  // Names the ranks that left before they completed exchange `position` of the channel, in a
-  // sentence that is empty if there are none. Leaves out ranks that left because of an error on
-  // any rank.
-  std::string find_departed(const std::string& channel, int64_t position) noexcept;
+  // Names the ranks that left before they completed exchange `position` of the channel (nullopt:
+  // the first that this rank has not completed), in a sentence that is empty if there are none.
+  // Leaves out ranks that left because of an error on any rank.
+  std::string find_departed(const std::string& channel,
+                            std::optional<int64_t> position = std::nullopt) noexcept;
 
   // Notes that an exchange was given up. It may stay under way until the process group's timeout.
   void abandon() noexcept { has_abandoned_ = true; }
@@ -100,39 +106,33 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   std::string diagnose(const std::string& own_error, const std::string& where) noexcept;
 
  private:
-  struct Process {
-    std::string space;  // within which process ids mean something
-    int64_t pid = 0;
-  };
-  enum class Verdict { kUnknown, kInnocent, kAtFault, kLeft };
+  enum class Blame { kNone, kPossible, kCertain };
+  // What is known about another rank.
   struct Finding {
-    Verdict verdict = Verdict::kUnknown;
-    int64_t order = 0;  // of announced errors; silent ranks come after all of them
+    Blame blame;
+    bool has_answered;
+    int64_t order;  // of announced errors; silent ranks come after all of them
     std::string text;
   };
 
-  std::string key(const std::string& kind, int64_t rank) const;
   template <typename F>
-  bool with_store(F&& use) noexcept;
-  bool sees(const Process& process) const;
-  bool posted(const std::string& key, std::string& value) noexcept;
-  void post(const Wait& wait) noexcept;
-  std::optional<Progress> read_progress(int64_t rank) noexcept;
-  std::string describe_deadlock(const std::vector<std::pair<int64_t, Wait>>& waits) const;
+  void with_store(F&& use) noexcept;
+  void publish(const char* kind, const std::string& text, const char* flag = nullptr) noexcept;
+  std::optional<std::string> published(const std::string& key) noexcept;
+  Progress progress(const Wait& wait) const;
+  Channel& channel(const std::string& name);
   Finding examine(int64_t rank) noexcept;
-  std::vector<Finding> examine_all() noexcept;
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string group_;
   int64_t rank_;
   int64_t num_ranks_;
-  Process self_;
-  std::vector<Process> processes_;  // [num_ranks_], empty before introduce()
+  std::map<int64_t, int64_t> pids_;  // of the other ranks that are seen in /proc here
   std::atomic<bool> reported_ = false;
   std::atomic<bool> store_is_lost_ = false;
   std::atomic<bool> has_abandoned_ = false;
   mutable std::mutex mutex_;
-  std::vector<std::shared_ptr<Channel>> channels_;
+  std::vector<Channel> channels_{{kLayers}, {kPlans}};
 };
 
 }  // namespace distca::transport

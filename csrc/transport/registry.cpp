@@ -1,51 +1,40 @@
 #include "registry.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Synchronized.h>
 
 #include <map>
-#include <mutex>
-
-#include "process_group/process_group.h"
 
 namespace distca::transport {
 namespace {
 
-struct Registry {
-  std::mutex mutex;
-  std::map<std::string, OpenTransport> by_name{{"process_group", [](const Opening& opening) {
-                                                  return make_process_group_transport(
-                                                      opening.group, opening.patience,
-                                                      opening.failures, opening.timeout_s);
-                                                }}};
-};
+using ByName = std::map<std::string, OpenTransport>;
 
-Registry& registry() {
-  static auto* instance = new Registry;
+c10::Synchronized<ByName>& registry() {
+  static auto* instance =
+      new c10::Synchronized<ByName>(ByName{{"process_group", open_process_group}});
   return *instance;
 }
 
 }  // namespace
 
 void add_transport(const std::string& name, OpenTransport open) {
-  std::lock_guard lock(registry().mutex);
-  registry().by_name[name] = open;
+  registry().withLock([&](ByName& by_name) { by_name[name] = open; });
 }
 
 std::vector<std::string> transports() {
-  std::lock_guard lock(registry().mutex);
   std::vector<std::string> names;
-  for (const auto& [name, open] : registry().by_name) names.push_back(name);
+  for (const auto& [name, open] : registry().withLock([](ByName& all) { return all; })) {
+    names.push_back(name);
+  }
   return names;
 }
 
 std::unique_ptr<Transport> open_transport(const std::string& name, const Opening& opening) {
-  const OpenTransport open = [&]() -> OpenTransport {
-    std::lock_guard lock(registry().mutex);
-    const auto found = registry().by_name.find(name);
-    return found == registry().by_name.end() ? nullptr : found->second;
-  }();
-  TORCH_CHECK_VALUE(open != nullptr, "transport is '", name, "'; expected one of ", transports());
-  return open(opening);
+  const ByName by_name = registry().withLock([](ByName& all) { return all; });
+  TORCH_CHECK_VALUE(by_name.contains(name), "transport is '", name, "'; expected one of ",
+                    transports());
+  return by_name.at(name)(opening);
 }
 
 }  // namespace distca::transport

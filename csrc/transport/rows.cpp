@@ -5,20 +5,26 @@
 #include <ATen/Parallel.h>
 
 #include <cstring>
+#include <utility>
 #include <vector>
 
-#include "row_view.h"
+#include "transport.h"
 
 namespace distca::transport {
 namespace {
 
 constexpr int64_t kCopyGrainRows = 64;
 
-RowCopy row_copy(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
-  const RowCopy copy{row_view(src), row_view(dst), index_or_null(index)};
-  TORCH_INTERNAL_ASSERT(copy.src.row_bytes == copy.dst.row_bytes, "rows of ", copy.src.row_bytes,
-                        " bytes copied to rows of ", copy.dst.row_bytes);
-  return copy;
+void copy_rows_cpu(const RowCopy& copy) {
+  at::parallel_for(0, copy.num_rows(), kCopyGrainRows, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = copy.index ? copy.index[i] : i;
+      const auto [from, to] =
+          copy.indexed == Indexed::kSource ? std::pair(row, i) : std::pair(i, row);
+      std::memcpy(copy.dst.data + to * copy.dst.stride_bytes,
+                  copy.src.data + from * copy.src.stride_bytes, copy.src.row_bytes);
+    }
+  });
 }
 
 template <typename scalar_t>
@@ -41,67 +47,36 @@ void reduce_rows_cpu(const RowReduction& reduction) {
   });
 }
 
-void gather_rows_cpu(const RowCopy& copy) {
-  at::parallel_for(0, copy.dst.num_rows, kCopyGrainRows, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t row = copy.index ? copy.index[i] : i;
-      std::memcpy(copy.dst.data + i * copy.dst.stride_bytes,
-                  copy.src.data + row * copy.src.stride_bytes, copy.dst.row_bytes);
-    }
-  });
-}
-
-void scatter_rows_cpu(const RowCopy& copy) {
-  at::parallel_for(0, copy.src.num_rows, kCopyGrainRows, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t row = copy.index ? copy.index[i] : i;
-      std::memcpy(copy.dst.data + row * copy.dst.stride_bytes,
-                  copy.src.data + i * copy.src.stride_bytes, copy.src.row_bytes);
-    }
-  });
-}
-
 }  // namespace
 
-void check_seals([[maybe_unused]] const SealedRows& found) {
+Seals seals_of(const at::Tensor& records, const Seal& seal, Sealing sealing) {
+  if (seal.host == nullptr) return {};
+  const RowView view = row_view(records);
+  return {sealing, view.data + view.row_bytes - kSealBytes, view.num_rows, view.row_bytes, seal};
+}
+
+void check_seals([[maybe_unused]] const Seals& seals) {
 #ifdef DISTCA_WITH_CUDA
-  const SealView seals = seal_view(found);
   if (seals.num_rows > 0) check_seals_cuda(seals);
 #endif
 }
 
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                 [[maybe_unused]] const SealedRows& made) {
-  if (dst.numel() == 0) return;
-  const RowCopy copy = row_copy(src, index, dst);
+void copy_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+               Indexed indexed, [[maybe_unused]] const Seals& seals) {
+  if ((indexed == Indexed::kSource ? dst : src).numel() == 0) return;
+  const bool has_index = index.defined() && index.numel() > 0;
+  const RowCopy copy{row_view(src), row_view(dst),
+                     has_index ? index.const_data_ptr<int32_t>() : nullptr, indexed};
+  TORCH_INTERNAL_ASSERT(copy.src.row_bytes == copy.dst.row_bytes, "rows of ", copy.src.row_bytes,
+                        " bytes copied to rows of ", copy.dst.row_bytes);
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return gather_rows_cuda(copy, seal_view(made));
+  if (dst.is_cuda()) return copy_rows_cuda(copy, seals);
 #endif
-  gather_rows_cpu(copy);
-}
-
-void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                  [[maybe_unused]] const SealedRows& found) {
-  if (src.numel() == 0) return;
-  const RowCopy copy = row_copy(src, index, dst);
-#ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return scatter_rows_cuda(copy, seal_view(found));
-#endif
-  scatter_rows_cpu(copy);
-}
-
-void scatter_and_seal_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                           [[maybe_unused]] const SealedRows& made) {
-#ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda() && src.numel() > 0) {
-    return scatter_and_seal_rows_cuda(row_copy(src, index, dst), seal_view(made));
-  }
-#endif
-  scatter_rows(src, index, dst);
+  copy_rows_cpu(copy);
 }
 
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
-                 [[maybe_unused]] const SealedRows& found) {
+                 [[maybe_unused]] const Seals& seals) {
   if (reduction.row.numel() == 0 || dst.numel() == 0) return;
   const RowReduction plain{row_view(src),
                            row_view(dst),
@@ -110,10 +85,24 @@ void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Te
                            reduction.begin.const_data_ptr<int32_t>(),
                            reduction.slot.const_data_ptr<int32_t>()};
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return reduce_rows_cuda(plain, dst.scalar_type(), seal_view(found));
+  if (dst.is_cuda()) return reduce_rows_cuda(plain, dst.scalar_type(), seals);
 #endif
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dst.scalar_type(), "reduce_rows",
                                   [&] { reduce_rows_cpu<scalar_t>(plain); });
+}
+
+void keep(const Routes& routes, const Inputs& visiting, const Inputs& kept) {
+  if (!routes.keeping || !kept.q.defined()) return;
+  gather_rows(visiting.q, routes.keeping->kept_q, kept.q);
+  gather_rows(visiting.k, routes.keeping->kept_k, kept.k);
+  gather_rows(visiting.v, routes.keeping->kept_k, kept.v);
+}
+
+void restore(const Routes& routes, const Inputs& kept, const Inputs& visiting) {
+  if (!routes.keeping) return;
+  scatter_rows(kept.q, routes.keeping->kept_q, visiting.q);
+  scatter_rows(kept.k, routes.keeping->kept_k, visiting.k);
+  scatter_rows(kept.v, routes.keeping->kept_k, visiting.v);
 }
 
 }  // namespace distca::transport

@@ -3,7 +3,8 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 
-#include "row_view.h"
+#include "host_words.h"
+#include "rows.h"
 
 namespace distca::transport {
 namespace {
@@ -11,30 +12,34 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 4096;  // rows are strided over blocks beyond this
 
-enum class Sealing { kNone, kMake, kCheck };
+constexpr unsigned kHoldNs = 20000;  // a launch that is ready begins within about 5 us
+
+__global__ void hold_kernel() {
+  __nanosleep(kHoldNs);
+}
 
 // Reports a seal to the host, the first ones only: any of them will do. Without atomics, which not
 // every host's memory takes from a device.
 __device__ __forceinline__ void report(const Seal& own, const uint4& found) {
   *own.spoiled = 1;
-  volatile uint32_t* words = own.broken;
-  if (words[static_cast<int>(BrokenSeal::kIsFound)] != 0) return;
-  words[static_cast<int>(BrokenSeal::kTag)] = found.x;
-  words[static_cast<int>(BrokenSeal::kRank)] = found.y;
-  words[static_cast<int>(BrokenSeal::kExpected)] = own.tag;
+  volatile uint32_t* words = own.host;
+  if (words[static_cast<int>(HostWord::kMismatch)] != 0) return;
+  words[static_cast<int>(HostWord::kTheirTag)] = found.x;
+  words[static_cast<int>(HostWord::kTheirRank)] = found.y;
+  words[static_cast<int>(HostWord::kOwnTag)] = own.tag;
   __threadfence_system();
-  words[static_cast<int>(BrokenSeal::kIsFound)] = 1;
+  words[static_cast<int>(HostWord::kMismatch)] = 1;
 }
 
 // Returns whether a row's seal is of another call, and reports it.
-__device__ __forceinline__ bool is_broken(const SealView& seals, int64_t row) {
+__device__ __forceinline__ bool is_broken(const Seals& seals, int64_t row) {
   const uint4 found = *reinterpret_cast<const uint4*>(seals.data + row * seals.stride_bytes);
   if (found.x == seals.seal.tag) return false;
   report(seals.seal, found);
   return true;
 }
 
-__device__ __forceinline__ void make_seal(const SealView& seals, int64_t row) {
+__device__ __forceinline__ void make_seal(const Seals& seals, int64_t row) {
   *reinterpret_cast<uint4*>(seals.data + row * seals.stride_bytes) =
       make_uint4(seals.seal.tag, seals.seal.rank, 0, 0);
 }
@@ -46,7 +51,7 @@ __device__ __forceinline__ Word nan_word() {
   return word;
 }
 
-__global__ void check_seals_kernel(SealView seals) {
+__global__ void check_seals_kernel(Seals seals) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (row < seals.num_rows) is_broken(seals, row);
 }
@@ -54,7 +59,7 @@ __global__ void check_seals_kernel(SealView seals) {
 // One block copies whole rows; the index is on the source (gather) or the destination (scatter).
 template <typename Word, bool kIndexSource, Sealing kSealing>
 __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row,
-                                 SealView seals) {
+                                 Seals seals) {
   constexpr bool kAreInputs = kIndexSource;  // this rank's own, so never spoiled
   const bool is_spoiled = kSealing != Sealing::kNone && !kAreInputs && *seals.seal.spoiled != 0;
   for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -75,7 +80,7 @@ __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_p
 }
 
 template <typename scalar_t>
-__global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns, SealView seals) {
+__global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns, Seals seals) {
   using acc_t = at::opmath_type<scalar_t>;
   const bool is_spoiled = seals.data != nullptr && *seals.seal.spoiled != 0;
   for (int64_t i = blockIdx.x; i < reduction.num_rows; i += gridDim.x) {
@@ -111,8 +116,8 @@ int num_blocks(int64_t num_rows) {
 }
 
 template <typename Word, bool kIndexSource, Sealing kSealing>
-void launch_copy(const RowCopy& copy, const SealView& seals) {
-  const int64_t num_rows = kIndexSource ? copy.dst.num_rows : copy.src.num_rows;
+void launch_copy(const RowCopy& copy, const Seals& seals) {
+  const int64_t num_rows = copy.num_rows();
   const int64_t words = copy.src.row_bytes / static_cast<int64_t>(sizeof(Word));
   const int threads = words >= kThreads ? kThreads : static_cast<int>((words + 31) / 32 * 32);
   copy_rows_kernel<Word, kIndexSource, kSealing>
@@ -122,7 +127,7 @@ void launch_copy(const RowCopy& copy, const SealView& seals) {
 }
 
 template <bool kIndexSource, Sealing kSealing>
-void copy_rows(const RowCopy& copy, const SealView& seals) {
+void copy_rows(const RowCopy& copy, const Seals& seals) {
   if (is_aligned(copy, 16)) return launch_copy<uint4, kIndexSource, kSealing>(copy, seals);
   if (is_aligned(copy, 4)) return launch_copy<uint32_t, kIndexSource, kSealing>(copy, seals);
   launch_copy<uint8_t, kIndexSource, kSealing>(copy, seals);
@@ -130,35 +135,39 @@ void copy_rows(const RowCopy& copy, const SealView& seals) {
 
 }  // namespace
 
-void check_seals_cuda(const SealView& found) {
-  const auto blocks = static_cast<unsigned>((found.num_rows + kThreads - 1) / kThreads);
-  check_seals_kernel<<<blocks, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(found);
+void check_seals_cuda(const Seals& seals) {
+  const auto blocks = static_cast<unsigned>((seals.num_rows + kThreads - 1) / kThreads);
+  check_seals_kernel<<<blocks, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(seals);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void gather_rows_cuda(const RowCopy& copy, const SealView& made) {
-  if (made.data == nullptr) return copy_rows<true, Sealing::kNone>(copy, {});
-  copy_rows<true, Sealing::kMake>(copy, made);
+void copy_rows_cuda(const RowCopy& copy, const Seals& seals) {
+  const bool gathers = copy.indexed == Indexed::kSource;
+  switch (seals.sealing) {
+    case Sealing::kNone:
+      return gathers ? copy_rows<true, Sealing::kNone>(copy, seals)
+                     : copy_rows<false, Sealing::kNone>(copy, seals);
+    case Sealing::kMake:
+      return gathers ? copy_rows<true, Sealing::kMake>(copy, seals)
+                     : copy_rows<false, Sealing::kMake>(copy, seals);
+    case Sealing::kCheck:
+      return copy_rows<false, Sealing::kCheck>(copy, seals);
+  }
 }
 
-void scatter_rows_cuda(const RowCopy& copy, const SealView& found) {
-  if (found.data == nullptr) return copy_rows<false, Sealing::kNone>(copy, {});
-  copy_rows<false, Sealing::kCheck>(copy, found);
-}
-
-void scatter_and_seal_rows_cuda(const RowCopy& copy, const SealView& made) {
-  if (made.data == nullptr) return copy_rows<false, Sealing::kNone>(copy, {});
-  copy_rows<false, Sealing::kMake>(copy, made);
-}
-
-void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype, const SealView& found) {
+void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype, const Seals& seals) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dtype, "reduce_rows", [&] {
     const int64_t num_columns = reduction.dst.row_bytes / static_cast<int64_t>(sizeof(scalar_t));
     reduce_rows_kernel<scalar_t>
         <<<num_blocks(reduction.num_rows), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
-            reduction, num_columns, found);
+            reduction, num_columns, seals);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
+}
+
+void hold_current_stream() {
+  hold_kernel<<<1, 1, 0, at::cuda::getCurrentCUDAStream()>>>();
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace distca::transport

@@ -1,9 +1,9 @@
+#ifdef DISTCA_WITH_CUDA
 #include "watchdog.h"
 
 #include <c10/util/Exception.h>
-#ifdef DISTCA_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
+
+#include <utility>
 
 namespace distca::transport {
 namespace {
@@ -14,19 +14,14 @@ constexpr std::chrono::seconds kCalm{1};  // wait before the first look at other
 
 }  // namespace
 
-Watchdog::Watchdog(Watched& watched, std::shared_ptr<FailureBoard> failures, double timeout_s)
-    : watched_(watched), failures_(std::move(failures)), timeout_(timeout_s), next_look_(kCalm) {
-  thread_ = std::thread([this] { watch(); });
-}
-
-Watchdog::~Watchdog() {
-  {
-    std::lock_guard lock(mutex_);
-    stops_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
-}
+Watchdog::Watchdog(HostWords& words, std::function<void()> release,
+                   std::shared_ptr<FailureBoard> failures, double timeout_s)
+    : words_(words),
+      release_(std::move(release)),
+      failures_(std::move(failures)),
+      timeout_(timeout_s),
+      next_look_(kCalm),
+      thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
 void Watchdog::check() {
   std::unique_lock lock(mutex_);
@@ -34,21 +29,23 @@ void Watchdog::check() {
   TORCH_CHECK_WITH(DistBackendError, failure_.empty(), failure_);
 }
 
-bool Watchdog::sleep_until_stopped(std::chrono::milliseconds time) {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, time, [this] { return stops_; });
+void Watchdog::note(uint32_t number, const Wait& wait, const char* last_phase) {
+  std::lock_guard lock(mutex_);
+  waits_.push_back({number, wait, last_phase});
 }
 
-void Watchdog::watch() {
-#ifdef DISTCA_WITH_CUDA
+void Watchdog::watch(const std::stop_token& stop) {
   // CUDA calls of this thread must not disturb a graph that another thread captures.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
-#endif
   Clock::time_point since = Clock::now();
-  for (int look = 1; !sleep_until_stopped(kPeriod); ++look) {
-    const Watched::State state = watched_.look();
-    if (state != Watched::State::kStill) {
+  for (int look = 1;; ++look) {
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, stop, kPeriod, [] { return false; });
+    }
+    if (stop.stop_requested()) return;
+    if (!is_still()) {
       since = Clock::now();
       next_look_ = kCalm;
     }
@@ -60,46 +57,70 @@ void Watchdog::watch() {
   }
 }
 
-std::string Watchdog::reason_to_give_up(Clock::duration still, bool asks) {
-  const std::string complaint = watched_.complaint();
-  if (!complaint.empty()) {
-    failures_->announce_mismatch(complaint);
-    return complaint;
+// Returns whether a stream waits, and nothing has moved since the last look.
+bool Watchdog::is_still() {
+  const uint32_t finished = words_.read(HostWord::kFinished);
+  const auto before = std::exchange(last_, {finished, words_.read(HostWord::kResults)});
+  std::lock_guard lock(mutex_);
+  while (!waits_.empty() && static_cast<int32_t>(finished - waits_.front().number) >= 0) {
+    latest_ = std::move(waits_.front());
+    waits_.pop_front();
   }
+  return words_.read(HostWord::kStarted) != finished && last_ == before;
+}
+
+// Returns the wait that streams are in.
+Watchdog::Noted Watchdog::place() {
+  std::lock_guard lock(mutex_);
+  return waits_.empty() ? latest_ : waits_.front();
+}
+
+std::string Watchdog::reason_to_give_up(Clock::duration still, bool asks) {
+  const auto announced = [this](const std::string& sentence) {
+    if (!sentence.empty()) failures_->announce_mismatch(sentence);
+    return sentence;
+  };
+  const std::string mismatch = announced(find_mismatch());
+  if (!mismatch.empty()) return mismatch;
   if ((asks || still >= kCalm) && failures_->alarmed()) return "a rank of the group has failed";
   if (still < kCalm) return "";
   if (failures_->has_dead_peer()) return "a rank of the group is gone";
-  const Wait wait = watched_.place();
+  auto [number, wait, last_phase] = place();
   const std::string departed = failures_->find_departed(wait.channel, wait.position);
   if (!departed.empty()) return departed;
-  const std::string deadlock = find_deadlock(still);
-  if (!deadlock.empty()) {
-    failures_->announce_mismatch(deadlock);
-    return deadlock;
+  if (still >= next_look_) {
+    next_look_ = still + pause_after(still);
+    wait.activity = describe(last_.second == number ? wait.where.in(last_phase) : wait.where);
+    wait.is_stream = true;
+    wait.seconds = std::chrono::duration<double>(still).count();
+    const std::string deadlock = announced(failures_->find_deadlock(wait));
+    if (!deadlock.empty()) return deadlock;
   }
   if (still < timeout_) return "";
   return "nothing has come for " + std::to_string(static_cast<int64_t>(timeout_.count())) + " s";
 }
 
-std::string Watchdog::find_deadlock(Clock::duration still) {
-  if (still < next_look_) return "";
-  next_look_ = still + pause_after(still);
-  Wait wait = watched_.place();
-  wait.is_stream = true;
-  wait.seconds = std::chrono::duration<double>(still).count();
-  return failures_->find_deadlock(wait);
+std::string Watchdog::find_mismatch() {
+  if (words_.read(HostWord::kMismatch) == 0) return "";
+  const Noted noted = place();
+  const auto call = [&](HostWord tag) {
+    return describe(where_of(words_.read(tag), noted.wait.where.in(noted.last_phase)));
+  };
+  return "rank " + std::to_string(words_.read(HostWord::kTheirRank)) + " was in " +
+         call(HostWord::kTheirTag) + ", while rank " + std::to_string(failures_->rank()) +
+         " was in " + call(HostWord::kOwnTag) + ", and got its results" + kSameCalls;
 }
 
 // Streams drain first, because asking other ranks may take long.
 void Watchdog::give_up(const std::string& reason) {
-  const std::string place = describe(watched_.place().where);
+  const std::string place = describe(this->place().wait.where);
   {
     std::lock_guard lock(mutex_);
     has_given_up_ = true;  // so that no further call begins meanwhile
   }
   std::string problem;
   try {
-    watched_.release();
+    release_();
   } catch (const std::exception& error) {
     problem = ". Streams may go on waiting: " + message_of(error);
   }
@@ -112,3 +133,4 @@ void Watchdog::give_up(const std::string& reason) {
 }
 
 }  // namespace distca::transport
+#endif

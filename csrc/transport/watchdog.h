@@ -3,67 +3,64 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "failures.h"
+#include "host_words.h"
 
 namespace distca::transport {
 
-// What streams wait for without a timeout of their own. Called by the watchdog's thread alone.
-class Watched {
- public:
-  virtual ~Watched() = default;
-
-  // What happened since the last look.
-  enum class State { kIdle, kMoving, kStill };
-  virtual State look() = 0;
-
-  // Returns the exchange that is waited for. The caller fills in the seconds.
-  virtual Wait place() = 0;
-
-  // Describes an error seen by the device that ends the group; empty if there is none.
-  virtual std::string complaint() = 0;
-
-  // Lets the streams drain, now and from now on, whatever becomes of their results.
-  virtual void release() = 0;
-};
-
-// Keeps streams from waiting for ever for a rank that is gone. Releases what it watches when a rank
-// has failed, when ranks wait for each other, or when nothing has moved for the timeout while a
-// stream waits. From then on check() throws.
+// Keeps the streams of a device from waiting for ever for a rank that is gone. Releases them when a
+// rank has failed, when ranks wait for each other, when rows of another call have come, or when
+// nothing has moved for the timeout while a stream waits. From then on check() throws.
 class Watchdog {
  public:
-  // `watched` lives longer.
-  Watchdog(Watched& watched, std::shared_ptr<FailureBoard> failures, double timeout_s);
-  Watchdog(const Watchdog&) = delete;
-  ~Watchdog();
-
+  // `words`, which live longer, say where the streams are. `release` lets them drain, now and from
+  // now on, whatever becomes of their results.
+  Watchdog(HostWords& words, std::function<void()> release, std::shared_ptr<FailureBoard> failures,
+           double timeout_s);
   // Throws DistBackendError, naming where and which ranks, when the group is lost.
   void check();
 
+  // Notes the next wait. It ends in `last_phase`, which begins when results are published.
+  void note(uint32_t number, const Wait& wait, const char* last_phase);
+
  private:
   using Clock = std::chrono::steady_clock;
+  struct Noted {
+    uint32_t number;
+    Wait wait;
+    const char* last_phase;
+  };
 
-  void watch();
-  bool sleep_until_stopped(std::chrono::milliseconds time);
+  void watch(const std::stop_token& stop);
+  bool is_still();
+  Noted place();
+  std::string find_mismatch();
   std::string reason_to_give_up(Clock::duration still, bool asks);
-  std::string find_deadlock(Clock::duration still);
   void give_up(const std::string& reason);
 
-  Watched& watched_;
+  HostWords& words_;
+  std::function<void()> release_;
   std::shared_ptr<FailureBoard> failures_;
   std::chrono::duration<double> timeout_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;
-  bool stops_ = false;
+  std::condition_variable_any changed_;
   bool has_given_up_ = false;
-  std::string failure_;  // empty until the cause is known
+  std::string failure_;      // empty until the cause is known
+  std::deque<Noted> waits_;  // those that had not ended at the last look
+  Noted latest_{0, {}, ""};  // of those that had
+
+  std::pair<uint32_t, uint32_t> last_{};  // finished, results; of the thread, like next_look_
   Clock::duration next_look_;
-  std::thread thread_;
+  std::jthread thread_;  // the last member, so that it ends before the others
 };
 
 }  // namespace distca::transport

@@ -1,3 +1,4 @@
+#include <ATen/cuda/CUDAContextLight.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -5,8 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "launch.cuh"
-#include "words.cuh"
+#include "device.cuh"
 
 namespace distca::transport::peer {
 namespace {
@@ -54,31 +54,24 @@ using ManyFetches = FetchArguments<kManyGathers, kManySources>;
 static_assert(sizeof(FewFetches) <= 4096 && sizeof(ManyFetches) <= 32764);
 static_assert(kMaxPeers <= kManySources, "a launch holds all sources of a gather");
 
-template <typename T>
+// Pair is __half2 or __nv_bfloat162.
+template <typename Pair>
 __device__ __forceinline__ void add_to(float (&sum)[8], const uint4& words) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   const auto* pairs = reinterpret_cast<const Pair*>(&words);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float2 values;
-    if constexpr (std::is_same_v<T, __half>) {
-      values = __half22float2(pairs[i]);
-    } else {
-      values = __bfloat1622float2(pairs[i]);
-    }
-    sum[2 * i] += values.x;
-    sum[2 * i + 1] += values.y;
+    sum[2 * i] += __low2float(pairs[i]);
+    sum[2 * i + 1] += __high2float(pairs[i]);
   }
 }
 
-template <typename T>
+template <typename Pair>
 __device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   uint4 words;
   auto* pairs = reinterpret_cast<Pair*>(&words);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (std::is_same_v<Pair, __half2>) {
       pairs[i] = __floats2half2_rn(sum[2 * i], sum[2 * i + 1]);
     } else {
       pairs[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
@@ -114,7 +107,7 @@ __device__ __forceinline__ void copy_chunk(char* dst, const char* src, int64_t n
 }
 
 // dst and sources from byte `begin` of a gather on.
-template <typename T>
+template <typename Pair>
 __device__ __forceinline__ void add_chunk(char* dst, const char* const* sources, int num_sources,
                                           int64_t begin, int64_t num_bytes) {
   auto* to = reinterpret_cast<uint4*>(dst + begin);
@@ -127,12 +120,12 @@ __device__ __forceinline__ void add_chunk(char* dst, const char* const* sources,
       load_step(words, from, first, num_words);
 #pragma unroll
       for (int j = 0; j < kUnrolled; ++j) {
-        if (first + j * kThreads < num_words) add_to<T>(sums[j], words[j]);
+        if (first + j * kThreads < num_words) add_to<Pair>(sums[j], words[j]);
       }
     }
 #pragma unroll
     for (int j = 0; j < kUnrolled; ++j) {
-      if (first + j * kThreads < num_words) to[first + j * kThreads] = rounded<T>(sums[j]);
+      if (first + j * kThreads < num_words) to[first + j * kThreads] = rounded<Pair>(sums[j]);
     }
   }
 }
@@ -142,26 +135,23 @@ __device__ __forceinline__ void fill_nan(char* dst, int64_t num_bytes) {
   for (int64_t i = threadIdx.x; i < num_bytes / 4; i += kThreads) to[i] = 0xffffffffu;
 }
 
-__device__ __forceinline__ bool is_aligned(const void* a, const void* b, int64_t num_bytes) {
-  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
-           static_cast<uintptr_t>(num_bytes)) &
-          15) == 0;
-}
-
-template <typename T>
+template <typename Pair>
 __device__ __forceinline__ void take_chunk(const FetchTarget& gather, const char* const* sources,
                                            int64_t begin) {
   const int64_t num_bytes = min(kChunkBytes, gather.num_bytes - begin);
+  const auto misaligned = reinterpret_cast<uintptr_t>(gather.dst) |
+                          reinterpret_cast<uintptr_t>(sources[0]) |
+                          static_cast<uintptr_t>(num_bytes);
   if (gather.adds) {
-    add_chunk<T>(gather.dst, sources, gather.num_sources, begin, num_bytes);
-  } else if (is_aligned(gather.dst, sources[0], num_bytes)) {
+    add_chunk<Pair>(gather.dst, sources, gather.num_sources, begin, num_bytes);
+  } else if (misaligned % 16 == 0) {
     copy_chunk<uint4>(gather.dst + begin, sources[0] + begin, num_bytes);
   } else {
     copy_chunk<uint32_t>(gather.dst + begin, sources[0] + begin, num_bytes);
   }
 }
 
-template <typename T, typename Arguments>
+template <typename Pair, typename Arguments>
 __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__ Arguments a) {
   await_predecessor();
   const uint32_t num_chunks = a.first_chunk[a.call.num_gathers];
@@ -175,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__
     if (is_worthless) {
       fill_nan(gather.dst + begin, min(kChunkBytes, gather.num_bytes - begin));
     } else {
-      take_chunk<T>(gather, sources, begin);
+      take_chunk<Pair>(gather, sources, begin);
     }
   }
   if (!a.call.is_last || !is_last(a.call.counter, gridDim.x)) return;
@@ -191,7 +181,8 @@ class FetchLaunch {
 
   void add(const Gather& gather) {
     const size_t num_sources = gather.sources.size();
-    if (gathers_.size() == kManyGathers || sources_.size() + num_sources > kManySources) launch();
+    if (gathers_.size() == kManyGathers || sources_.size() + num_sources > kManySources)
+      launch(false);
     gathers_.push_back({gather.dst, gather.num_bytes, static_cast<uint16_t>(sources_.size()),
                         static_cast<uint16_t>(num_sources), gather.adds});
     for (const Gather::Source& source : gather.sources) sources_.push_back(source.data);
@@ -199,13 +190,8 @@ class FetchLaunch {
     first_chunk_.push_back(first_chunk_.back() + static_cast<uint32_t>(num_chunks));
   }
 
-  void launch_last() {
-    call_.is_last = true;
-    launch();
-  }
-
- private:
-  void launch() {
+  void launch(bool is_last) {
+    call_.is_last = is_last;
     call_.num_gathers = static_cast<int>(gathers_.size());
     const bool are_few = gathers_.size() <= kFewGathers && sources_.size() <= kFewSources;
     are_few ? launch_with<FewFetches>() : launch_with<ManyFetches>();
@@ -214,15 +200,16 @@ class FetchLaunch {
     first_chunk_ = {0};
   }
 
+ private:
   template <typename Arguments>
   void launch_with() const {
     Arguments arguments = {call_, {}, {}, {}};
     std::copy(first_chunk_.begin(), first_chunk_.end(), arguments.first_chunk);
     std::copy(gathers_.begin(), gathers_.end(), arguments.gathers);
     std::copy(sources_.begin(), sources_.end(), arguments.sources);
-    const auto kernel = addend_ == Addend::kFloat16 ? fetch_kernel<__half, Arguments>
-                                                    : fetch_kernel<__nv_bfloat16, Arguments>;
-    const int most_ctas = max_ctas(num_multiprocessors());
+    const auto kernel = addend_ == Addend::kFloat16 ? fetch_kernel<__half2, Arguments>
+                                                    : fetch_kernel<__nv_bfloat162, Arguments>;
+    const int most_ctas = max_ctas(at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
     const int num_ctas = std::clamp(static_cast<int>(first_chunk_.back()), 1, most_ctas);
     launch_dependent(kernel, num_ctas, kThreads, stream_, arguments);
   }
@@ -250,7 +237,7 @@ void fetch(const Board& board, const std::vector<Gather>& gathers, Addend addend
   await_results(board, others, call, stream);
   FetchLaunch launch(board, addend, call.epoch, counter, stream);
   for (const Gather& gather : gathers) launch.add(gather);
-  launch.launch_last();
+  launch.launch(true);
 }
 
 }  // namespace distca::transport::peer

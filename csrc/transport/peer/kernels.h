@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-// Kernels that read and write other ranks' memory. Plain structs, no torch. Every function only
-// enqueues work on `stream` and throws std::runtime_error for a CUDA error.
+#include "../host_words.h"
+
+// Kernels that read and write other ranks' memory. Plain structs, no tensors. Every function only
+// enqueues work on `stream` and throws c10::Error for a CUDA error.
 namespace distca::transport::peer {
 
 constexpr int kMaxPeers = 64;
@@ -47,19 +49,6 @@ constexpr int64_t kNumWords =
 constexpr uint64_t call_word_of(const Call& call) {
   return call.epoch | static_cast<uint64_t>(call.tag) << 32;
 }
-
-// Words in this rank's host memory: a copy of its own words of the board; kReleased, whether its
-// watchdog has given up, so that kernels stop waiting; and a rank that sent another call's results.
-enum class HostWord {
-  kFinished,
-  kStarted,
-  kResults,
-  kReleased,
-  kMismatch,
-  kTheirRank,
-  kTheirTag,
-  kOwnTag
-};
 
 // A kernel that has to stop waiting for a word raises it about this far ahead of its epoch.
 constexpr uint32_t kPoison = uint32_t{1} << 30;

@@ -3,17 +3,23 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
 #include <iterator>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <utility>
 
-#include "../streams.h"
-#include "trip.h"
+#include "core/rows.h"
 
 namespace distca::transport::peer {
 namespace {
+
+namespace symmetric = c10d::symmetric_memory;
+
+constexpr int64_t kTableBytes = 2 * kMaxPeers * sizeof(void*);  // of a rendezvous
+constexpr int64_t kGranularity = int64_t{2} << 20;              // bytes of a buffer
 
 // Copy engines need 20 us and more for small transfers, stores take multiprocessors.
 constexpr int64_t kMaxStoredBytes = int64_t{12} << 20;
@@ -63,31 +69,24 @@ bool are_few_bytes(const std::vector<Parcel>& parcels) {
 
 }  // namespace
 
-Event::Event() {
-  C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
-}
-
-Event::~Event() {
-  C10_CUDA_CHECK_WARN(cudaEventDestroy(event_));
-}
-
-void Event::record(cudaStream_t stream) {
-  C10_CUDA_CHECK(cudaEventRecord(event_, stream));
-}
-
-void Event::block(cudaStream_t stream) const {
-  C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_));
-}
-
 PeerTransport::PeerTransport(Members members, Meeting meet, int64_t reserved_bytes,
                              std::shared_ptr<FailureBoard> failures, double timeout_s)
-    : memory_(members, std::move(meet), reserved_bytes),
-      copies_(c10::cuda::getStreamFromPool(true, members.device.index())),
-      group_(failures->group()),
-      channel_(failures->find_channel("layers")),
-      watch_(memory_.host_words(), members.rank),
-      watchdog_(watch_, std::move(failures), timeout_s) {
-  counters_ = at::zeros({kMaxPeers + 1}, at::TensorOptions(at::kInt).device(members.device));
+    : members_(std::move(members)),
+      meet_(std::move(meet)),
+      reserved_bytes_(reserved_bytes),
+      words_(share(kNumWords * sizeof(uint32_t), {"opening of peer memory", "", -1, -1})),
+      copies_(c10::cuda::getStreamFromPool(true, members_.device.index())),
+      failures_(failures),
+      watchdog_(
+          host_words_, [this] { host_words_.write(HostWord::kReleased, 1); }, std::move(failures),
+          timeout_s) {
+  board_.host = host_words_.on_device();
+  board_.rank = static_cast<int>(members_.rank);
+  board_.num_ranks = static_cast<int>(members_.num_ranks);
+  for (int64_t rank = 0; rank < members_.num_ranks; ++rank) {
+    board_.words[rank] = reinterpret_cast<uint32_t*>(words_.addresses[rank]);
+  }
+  counters_ = at::zeros({kMaxPeers + 1}, at::TensorOptions(at::kInt).device(members_.device));
   at::cuda::getCurrentCUDAStream().synchronize();  // counters are zero for every stream
 }
 
@@ -97,43 +96,78 @@ PeerTransport::~PeerTransport() {
   C10_CUDA_CHECK_WARN(cudaDeviceSynchronize());
 }
 
-std::unique_ptr<RoundTrip> PeerTransport::begin(const Routes& routes, Cargo cargo,
-                                                const Where& where) {
-  return make_trip(*this, routes, std::move(cargo), where);
+// Shares `num_bytes`, which are equal on all ranks. Collective; waits for this rank's device.
+SharedMemory PeerTransport::share(int64_t num_bytes, const Where& where) const {
+  TORCH_CHECK_VALUE(members_.num_ranks <= kMaxPeers, "the group has ", members_.num_ranks,
+                    " ranks; peer memory serves up to ", kMaxPeers);
+  at::Tensor tensor;
+  std::string here;
+  // PyTorch holds back what tensors have freed: where memory is short, tries again without that.
+  for (int attempt = 0; attempt < 2 && !tensor.defined(); ++attempt) {
+    try {
+      if (attempt > 0) c10::cuda::CUDACachingAllocator::emptyCache();
+      // Taken and given back: rendezvous needs two small tables, and then may not lack memory.
+      at::empty({kTableBytes}, at::TensorOptions(at::kByte).device(members_.device));
+      tensor = symmetric::empty_strided_p2p({num_bytes}, {1}, at::kByte, members_.device,
+                                            members_.group_name, std::nullopt);
+    } catch (const c10::Error& error) {
+      here = " Here: " + message_of(error);
+    }
+  }
+  if (tensor.defined()) tensor.zero_();  // nobody may write before this: rendezvous is a barrier
+  C10_CUDA_CHECK(cudaDeviceSynchronize());
+  // Rendezvous waits for the others as long as the store does, and names nobody: only ranks that
+  // have just met, all with memory, may enter it.
+  const std::vector<int64_t> has_memory = meet_(tensor.defined() ? 1 : 0, where);
+  std::string without;
+  for (size_t rank = 0; rank < has_memory.size(); ++rank) {
+    if (has_memory[rank] == 0) without += " " + std::to_string(rank);
+  }
+  if (!without.empty()) {
+    throw GroupOutOfMemory(
+        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+        c10::str("distca: ", describe(where), ": out of memory on rank(s)", without, ", where ",
+                 num_bytes, " bytes for other ranks' rows were wanted. Every rank keeps the ",
+                 buffer_bytes(), " bytes it has, and the group goes on: free memory, or lower ",
+                 "memory_cap_gb (and raise rounds where no plan keeps to it), or peer_memory_gb.",
+                 tensor.defined() ? "" : here));
+  }
+  const auto shared = symmetric::rendezvous(tensor, members_.group_name);
+  std::vector<char*> addresses;
+  for (void* address : shared->get_buffer_ptrs()) addresses.push_back(static_cast<char*>(address));
+  return {std::move(tensor), std::move(addresses)};
 }
 
 void PeerTransport::open(int64_t num_bytes, const Where& where) {
   watchdog_.check();
-  if (!memory_.holds(num_bytes)) grow(num_bytes, where.in("growth of peer memory"));
-  follow_last_call();
-  ++epoch_;
-  tag_ = tag_of(where);
-  const Where dispatch = where.in(kDispatch);
-  watch_.begin(epoch_, {group_, channel_->name(), channel_->enter(dispatch), dispatch, ""});
-  channel_->complete();  // nothing that the host waits for
-}
-
-// Calls share buffers, counters and words.
-void PeerTransport::follow_last_call() {
+  if (!buffers_.tensor.defined() || num_bytes > buffer_bytes_) {  // calls of 0 bytes need addresses
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+    // Earlier calls may have waited for a rank that is gone, until the watchdog released them.
+    watchdog_.check();
+    // From here on no stream waits, so the watchdog has nothing to say: the meeting has a timeout.
+    // Nobody uses this rank's old buffers: the others' devices are idle too when they meet.
+    const int64_t with_room = num_bytes + num_bytes / 4;  // plans differ from step to step
+    const int64_t wanted =
+        round_up(std::max({with_room, reserved_bytes_ / kNumBuffers, int64_t{1}}), kGranularity);
+    buffers_ = share(kNumBuffers * wanted, where.in("growth of peer memory"));
+    buffer_bytes_ = wanted;
+  }
   const c10::cuda::CUDAStream current = at::cuda::getCurrentCUDAStream();
-  if (last_stream_ && *last_stream_ != current) {
+  if (last_stream_ && *last_stream_ != current) {  // calls share buffers, counters and words
     last_call_.record(*last_stream_);
     last_call_.block(current);
   }
   last_stream_ = current;
-}
-
-void PeerTransport::grow(int64_t num_bytes, const Where& where) {
-  C10_CUDA_CHECK(cudaDeviceSynchronize());
-  // Earlier calls may have waited for a rank that is gone, until the watchdog released them.
-  watchdog_.check();
-  // From here on no stream waits, so the watchdog has nothing to say: the meeting has a timeout.
-  memory_.grow(num_bytes, where);
+  ++epoch_;
+  tag_ = tag_of(where);
+  const Where dispatch = where.in(kDispatch);
+  watchdog_.note(epoch_, failures_->begin(kLayers, dispatch, ""), kCombine);
+  failures_->complete(kLayers);  // nothing that the host waits for
 }
 
 void PeerTransport::send(std::vector<Parcel> parcels) {
   if (!parcels.empty() && are_few_bytes(parcels)) return store(parcels, CallWord::kArrived);
-  start(memory_.board(), last_use(), epoch_, at::cuda::getCurrentCUDAStream());
+  start(board_, last_use(), epoch_, at::cuda::getCurrentCUDAStream());
   // No link is in the way of what stays on this device.
   const auto own = std::partition(parcels.begin(), parcels.end(),
                                   [this](const Parcel& parcel) { return parcel.rank != rank(); });
@@ -149,8 +183,7 @@ void PeerTransport::send(std::vector<Parcel> parcels) {
 }
 
 void PeerTransport::store(const std::vector<Parcel>& parcels, CallWord word) {
-  auto* counters = reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>());
-  peer::store(memory_.board(), parcels, word, last_use(), call(), counters,
+  peer::store(board_, parcels, word, last_use(), call(), counters(),
               at::cuda::getCurrentCUDAStream());
 }
 
@@ -159,9 +192,8 @@ void PeerTransport::store(const std::vector<Parcel>& parcels, CallWord word) {
 // a stream of their own would spare 3 us a parcel, but ranks fall out of step: a tenth of the
 // speed.
 void PeerTransport::copy(std::vector<Parcel> parcels, CallWord word) {
-  const Board& board = memory_.board();
-  const auto distance = [&board](int64_t rank) {
-    return (rank - board.rank + board.num_ranks) % board.num_ranks;
+  const auto distance = [this](int64_t rank) {
+    return (rank - board_.rank + board_.num_ranks) % board_.num_ranks;
   };
   std::sort(parcels.begin(), parcels.end(),
             [&](const Parcel& a, const Parcel& b) { return distance(a.rank) < distance(b.rank); });
@@ -172,8 +204,8 @@ void PeerTransport::copy(std::vector<Parcel> parcels, CallWord word) {
   int64_t num_bytes = 0;
   for (const Parcel& parcel : parcels) {
     blocks.insert(blocks.end(), parcel.blocks.begin(), parcel.blocks.end());
-    words.push_back(reinterpret_cast<uint64_t*>(board.words[parcel.rank] + kFirstCallWord) +
-                    call_word_index(word, epoch_, board.rank));
+    words.push_back(reinterpret_cast<uint64_t*>(board_.words[parcel.rank] + kFirstCallWord) +
+                    call_word_index(word, epoch_, board_.rank));
     num_bytes += parcel.num_bytes();
     if (num_bytes < kMinBytesTogether && &parcel != &parcels.back()) continue;
     copy_together(std::exchange(blocks, {}), copies_);
@@ -185,11 +217,11 @@ void PeerTransport::copy(std::vector<Parcel> parcels, CallWord word) {
 }
 
 void PeerTransport::await_arrivals(RankSet ranks) {
-  await_rows(memory_.board(), ranks, call(), at::cuda::getCurrentCUDAStream());
+  await_rows(board_, ranks, call(), at::cuda::getCurrentCUDAStream());
 }
 
 void PeerTransport::return_results(std::vector<Parcel> parcels) {
-  publish(memory_.board(), call(), at::cuda::getCurrentCUDAStream());
+  publish(board_, call(), at::cuda::getCurrentCUDAStream());
   if (parcels.empty()) return;
   if (are_few_bytes(parcels)) return store(parcels, CallWord::kReturned);
   copy(std::move(parcels), CallWord::kReturned);
@@ -200,15 +232,13 @@ void PeerTransport::await_sent() {
 }
 
 void PeerTransport::end_on_arrival(RankSet ranks) {
-  finish_on_arrival(memory_.board(), ranks, call(), at::cuda::getCurrentCUDAStream());
+  finish_on_arrival(board_, ranks, call(), at::cuda::getCurrentCUDAStream());
   await_sent();
 }
 
 void PeerTransport::end(const std::vector<Gather>& gathers, Addend addend) {
   await_sent();
-  fetch(memory_.board(), gathers, addend, call(),
-        reinterpret_cast<uint32_t*>(counters_.mutable_data_ptr<int32_t>()) + kMaxPeers,
-        at::cuda::getCurrentCUDAStream());
+  fetch(board_, gathers, addend, call(), counters() + kMaxPeers, at::cuda::getCurrentCUDAStream());
 }
 
 }  // namespace distca::transport::peer

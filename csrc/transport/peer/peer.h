@@ -1,8 +1,10 @@
 #pragma once
 
+#include <c10/core/Event.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,29 +12,33 @@
 
 #include "../transport.h"
 #include "../watchdog.h"
-#include "board_watch.h"
 #include "kernels.h"
-#include "memory.h"
 
 namespace distca::transport::peer {
 
-// A point in a stream that other streams wait for.
-class Event {
- public:
-  Event();
-  Event(const Event&) = delete;
-  ~Event();
-  void record(cudaStream_t stream);
-  void block(cudaStream_t stream) const;
+// A device of each rank of a group, all of which reach each other's memory.
+struct Members {
+  std::string group_name;  // of torch's process group
+  int64_t rank;
+  int64_t num_ranks;
+  c10::Device device;
+};
 
- private:
-  cudaEvent_t event_ = nullptr;
+// What every rank says, [num_ranks], once all have said something. Throws DistBackendError naming
+// `where` and the ranks at fault when one is gone, has failed or does not come in time.
+using Meeting = std::function<std::vector<int64_t>(int64_t says, const Where& where)>;
+
+// Memory of this rank that all ranks of a group read and write, and the addresses of every rank's.
+struct SharedMemory {
+  at::Tensor tensor;  // uint8 [num_bytes], zeros at first
+  std::vector<char*> addresses;
 };
 
 // Copies rows from a rank's tensors straight to the place in another rank's memory where kernels
 // read them, and results back to a place in their home's memory. A round trip (trip.cpp) calls, in
 // this order: open, send, await_arrivals, (work that reads and writes this rank's buffer),
-// return_results, end. Every rank of the group makes the same calls.
+// return_results, end. Every rank of the group makes the same calls. Every rank has a board and two
+// buffers, which calls use in turns.
 class PeerTransport : public Transport {
  public:
   // Buffers take `reserved_bytes` at least. Gives up a call in which nothing moves for `timeout_s`.
@@ -45,12 +51,16 @@ class PeerTransport : public Transport {
 
   // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every
   // rank's buffer, as many on every rank. Where no call needed as many before, it waits for the
-  // device and the other ranks, and throws as PeerMemory::grow; then no call has started.
+  // device and the other ranks, and throws GroupOutOfMemory on every rank if one has no memory;
+  // then no call has started, and buffers stay as they are.
   // If the last call ran on another stream, the current stream waits for that call.
   void open(int64_t num_bytes, const Where& where);
 
-  int64_t rank() const { return memory_.board().rank; }
-  char* buffer(int64_t rank) const { return memory_.buffer(rank, epoch_); }
+  int64_t rank() const { return board_.rank; }
+  // The buffer of `rank` that this call uses.
+  char* buffer(int64_t rank) const {
+    return buffers_.addresses[rank] + epoch_ % kNumBuffers * buffer_bytes_;
+  }
 
   // Sends parcels, one a rank, once nobody uses the buffers any more; the current stream waits for
   // that too. Few bytes are stored before what the stream does next; many travel beside it, by a
@@ -75,36 +85,43 @@ class PeerTransport : public Transport {
   // As await_arrivals and end, where nothing is done between them and nothing is returned.
   void end_on_arrival(RankSet ranks);
 
-  int64_t buffer_bytes() const { return memory_.total_bytes(); }
   // Both buffers of this rank; undefined before the first call.
-  const at::Tensor& buffers() const { return memory_.tensor(); }
+  const at::Tensor& buffers() const { return buffers_.tensor; }
+  int64_t buffer_bytes() const { return kNumBuffers * buffer_bytes_; }
 
  private:
-  void grow(int64_t num_bytes, const Where& where);
-  void follow_last_call();
+  static constexpr int64_t kNumBuffers = 2;
+
+  SharedMemory share(int64_t num_bytes, const Where& where) const;
   Call call() const { return {epoch_, tag_}; }
+  uint32_t* counters() const { return static_cast<uint32_t*>(counters_.mutable_data_ptr()); }
 
   // The call that used this call's buffers before.
-  uint32_t last_use() const { return epoch_ - PeerMemory::kNumBuffers; }
+  uint32_t last_use() const { return epoch_ - kNumBuffers; }
 
   // Both move rows and raise `word` of their ranks: before what the current stream does next, or
   // beside that.
   void store(const std::vector<Parcel>& parcels, CallWord word);
   void copy(std::vector<Parcel> parcels, CallWord word);
 
-  PeerMemory memory_;
+  Members members_;
+  Meeting meet_;
+  int64_t reserved_bytes_;
+  SharedMemory buffers_;
+  int64_t buffer_bytes_ = 0;  // of one buffer
+  SharedMemory words_;
+  HostWords host_words_;
+  Board board_ = {};
   at::Tensor counters_;           // int32 [kMaxPeers + 1], zero between calls
   c10::cuda::CUDAStream copies_;  // one after the other: see copy
-  Event ready_;                   // of what is copied
-  Event sent_;
+  c10::Event ready_{c10::kCUDA};  // of what is copied
+  c10::Event sent_{c10::kCUDA};
   bool is_sending_ = false;  // until sent_
   std::optional<c10::cuda::CUDAStream> last_stream_;
-  Event last_call_;
+  c10::Event last_call_{c10::kCUDA};
   uint32_t epoch_ = 0;
   uint32_t tag_ = 0;  // of the call: see tag_of
-  std::string group_;
-  std::shared_ptr<Channel> channel_;
-  BoardWatch watch_;
+  std::shared_ptr<FailureBoard> failures_;
   Watchdog watchdog_;
 };
 

@@ -1,7 +1,8 @@
+#include <ATen/cuda/CUDAContextLight.h>
+
 #include <algorithm>
 
-#include "launch.cuh"
-#include "words.cuh"
+#include "device.cuh"
 
 namespace distca::transport::peer {
 namespace {
@@ -204,12 +205,13 @@ class StoreLaunch {
     StoreArguments<kCapacity> arguments = {targets_, {}, {}};
     std::copy(words_until_.begin(), words_until_.end(), arguments.words_until);
     std::copy(blocks_.begin(), blocks_.end(), arguments.blocks);
+    const int num_multiprocessors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const int64_t ctas = (most_bytes_ + kBytesPerCta - 1) / kBytesPerCta;
-    const int64_t most_ctas = std::max(1, max_ctas(num_multiprocessors()) / num_targets_);
+    const int64_t most_ctas = std::max(1, max_ctas(num_multiprocessors) / num_targets_);
     const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(ctas, 1, most_ctas)),
                     static_cast<unsigned>(num_targets_));
     store_kernel<<<grid, kThreads, 0, stream_>>>(arguments);
-    check(cudaGetLastError(), "store kernel launch");
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
   StoreTargets targets_;

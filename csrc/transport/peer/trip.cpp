@@ -1,12 +1,10 @@
-#include "trip.h"
-
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <utility>
 #include <vector>
 
-#include "../row_view.h"
+#include "core/rows.h"
 #include "peer.h"
 
 namespace distca::transport::peer {
@@ -40,38 +38,182 @@ Parcel& parcel_for(int64_t rank, std::vector<Parcel>& parcels) {
   return parcels.emplace_back(rank, std::vector<RowBlock>{});
 }
 
-Addend addend_of(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf ? Addend::kFloat16 : Addend::kBfloat16;
-}
-
+// Turns places of rows into addresses in the ranks' buffers.
 class PeerTrip : public RoundTrip {
  public:
-  PeerTrip(PeerTransport& transport, const Routes& routes, Cargo cargo, const Where& where);
-  ~PeerTrip() override;
+  PeerTrip(PeerTransport& transport, const Routes& routes, Cargo cargo, const Where& where)
+      : transport_(transport), routes_(routes), cargo_(std::move(cargo)) {
+    const Movement& movement = routes_.movement;
+    const int64_t num_q = movement.max_visiting_q, num_k = movement.max_visiting_k;
+    q_ = add_region(aligned(cargo_.inputs.q), num_q);
+    for (const at::Tensor& rows : cargo_.with_queries) {
+      with_queries_.push_back(add_region(aligned(rows), num_q));
+    }
+    k_ = add_region(aligned(cargo_.inputs.k), num_k);
+    v_ = add_region(aligned(cargo_.inputs.v), num_k);
+    for (const at::Tensor& rows : cargo_.query_results) {
+      query_results_.push_back(
+          {add_region(rows, num_q), add_region(rows, movement.max_returned_q)});
+    }
+    for (const at::Tensor& rows : cargo_.key_results) {
+      key_results_.push_back({add_region(rows, num_k), add_region(rows, movement.max_returned_k)});
+    }
+    transport_.open(num_bytes_, where);
+  }
 
-  void dispatch() override;
-  Visiting arrive() override;
-  void combine() override;
-  void collect() override;
-  void deliver() override;
+  // Waits until all rows have left, even after an exception: they must not change before that.
+  ~PeerTrip() override {
+    try {
+      transport_.await_sent();
+    } catch (const std::exception&) {
+      // The device is lost, so it sends nothing more.
+    }
+  }
+
+  void dispatch() override {
+    transport_.send(home_rows());
+    // When the stream gets here, no rank uses the buffer any more.
+    if (cargo_.kept != nullptr) restore(routes_, *cargo_.kept, visiting_inputs());
+  }
+
+  Visiting arrive() override {
+    transport_.await_arrivals(senders());
+    Visiting rows;
+    rows.inputs = visiting_inputs();
+    for (const Region& region : with_queries_) {
+      rows.with_queries.push_back(visiting(region, routes_.queries.num_visiting));
+    }
+    for (const ResultRegions& results : query_results_) {
+      rows.query_results.push_back(visiting(results.visiting, routes_.queries.num_visiting));
+    }
+    for (const ResultRegions& results : key_results_) {
+      rows.key_results.push_back(visiting(results.visiting, routes_.keys.num_visiting));
+    }
+    return rows;
+  }
+
+  void combine() override { transport_.return_results(visiting_results()); }
+
+  void collect() override {
+    std::vector<Gather> gathers;
+    for (size_t i = 0; i < query_results_.size(); ++i) {
+      take_queries(query_results_[i], row_view(cargo_.query_results[i]), gathers);
+    }
+    for (size_t i = 0; i < key_results_.size(); ++i) {
+      add_keys(key_results_[i], row_view(cargo_.key_results[i]), gathers);
+    }
+    const bool is_half = cargo_.inputs.q.scalar_type() == at::kHalf;
+    transport_.end(gathers, is_half ? Addend::kFloat16 : Addend::kBfloat16);
+  }
+
+  void deliver() override {
+    transport_.send(home_rows());
+    transport_.end_on_arrival(senders());
+  }
 
  private:
-  Region add_region(const at::Tensor& rows, int64_t num_rows);
+  Region add_region(const at::Tensor& rows, int64_t num_rows) {
+    constexpr int64_t kAlignment = 1024;
+    Region region{rows, num_bytes_};
+    num_bytes_ += round_up(num_rows * region.row_bytes(), kAlignment);
+    return region;
+  }
+
   char* row(const Region& region, int64_t rank, int64_t index) const {
     return transport_.buffer(rank) + region.offset + index * region.row_bytes();
   }
-  at::Tensor visiting(const Region& region, int64_t num_rows) const;
-  Inputs visiting_inputs() const;
 
-  RankSet senders() const;
-  std::vector<Parcel> home_rows() const;
-  std::vector<Parcel> visiting_results() const;
-  void take_queries(const ResultRegions& results, const at::Tensor& to,
-                    std::vector<Gather>& gathers) const;
-  void add_keys(const ResultRegions& results, const at::Tensor& to,
-                std::vector<Gather>& gathers) const;
+  at::Tensor visiting(const Region& region, int64_t num_rows) const {
+    return at::from_blob(row(region, transport_.rank(), 0), sizes_with(region.rows, num_rows),
+                         region.rows.options());
+  }
+
+  Inputs visiting_inputs() const {
+    return {visiting(q_, routes_.queries.num_visiting), visiting(k_, routes_.keys.num_visiting),
+            visiting(v_, routes_.keys.num_visiting)};
+  }
+
+  // Returns the ranks whose rows visit this one, itself included.
+  RankSet senders() const {
+    RankSet ranks = 0;
+    for (const Delivery* delivery : visitors(routes_.movement, transport_.rank())) {
+      ranks |= RankSet{1} << delivery->peer;
+    }
+    return ranks;
+  }
+
+  std::vector<Parcel> home_rows() const {
+    std::vector<Parcel> parcels;
+    for (const Delivery& delivery : routes_.movement.sent) {
+      Parcel& parcel = parcel_for(delivery.peer, parcels);
+      const auto add = [&](const Region& region, const std::vector<RowPlace>& places) {
+        const RowView rows = row_view(region.rows);
+        for (const RowPlace& place : places) {
+          parcel.blocks.push_back({rows.data + place.home_row * rows.stride_bytes,
+                                   row(region, delivery.peer, place.visiting_row),
+                                   rows.stride_bytes, rows.row_bytes, place.num_rows,
+                                   rows.row_bytes});
+        }
+      };
+      for (const Region& region : with_queries_) add(region, delivery.queries);
+      if (cargo_.kept != nullptr && delivery.is_kept) continue;
+      add(q_, delivery.queries);
+      add(k_, delivery.keys);
+      add(v_, delivery.keys);
+    }
+    return parcels;
+  }
+
+  // Returns the results that go back to other homes. A home without results gets no parcel, because
+  // nobody would wait for its word, which might then be raised after the next call's.
+  std::vector<Parcel> visiting_results() const {
+    std::vector<Parcel> parcels;
+    for (const Delivery& delivery : routes_.movement.received) {
+      Parcel& parcel = parcel_for(delivery.peer, parcels);
+      const auto add = [&](const ResultRegions& results, const std::vector<RowPlace>& places) {
+        const int64_t row_bytes = results.visiting.row_bytes();
+        for (const RowPlace& place : places) {
+          parcel.blocks.push_back({row(results.visiting, transport_.rank(), place.visiting_row),
+                                   row(results.returned, delivery.peer, place.result_row),
+                                   row_bytes, row_bytes, place.num_rows, row_bytes});
+        }
+      };
+      for (const ResultRegions& results : query_results_) add(results, delivery.queries);
+      for (const ResultRegions& results : key_results_) add(results, delivery.keys);
+    }
+    std::erase_if(parcels, [](const Parcel& parcel) { return parcel.blocks.empty(); });
+    return parcels;
+  }
+
   // Returns where `server`, this rank or another, left a result for this rank.
-  Gather::Source source(const ResultRegions& results, int64_t server, int64_t result_row) const;
+  Gather::Source source(const ResultRegions& results, int64_t server, int64_t result_row) const {
+    const int64_t own = transport_.rank();
+    return {row(server == own ? results.visiting : results.returned, own, result_row), server};
+  }
+
+  void take_queries(const ResultRegions& results, const RowView& to,
+                    std::vector<Gather>& gathers) const {
+    for (const Delivery& delivery : routes_.movement.sent) {
+      for (const RowPlace& place : delivery.queries) {
+        gathers.push_back({to.data + place.home_row * to.row_bytes,
+                           place.num_rows * to.row_bytes,
+                           {source(results, delivery.peer, place.result_row)},
+                           false});
+      }
+    }
+  }
+
+  void add_keys(const ResultRegions& results, const RowView& to,
+                std::vector<Gather>& gathers) const {
+    for (const KeyGradients& shared : routes_.key_gradients) {
+      Gather& gather =
+          gathers.emplace_back(to.data + shared.home_row * to.row_bytes,
+                               shared.num_rows * to.row_bytes, std::vector<Gather::Source>{}, true);
+      for (const auto& [server, result_row] : shared.sources) {
+        gather.sources.push_back(source(results, server, result_row));
+      }
+    }
+  }
 
   PeerTransport& transport_;
   const Routes& routes_;
@@ -82,187 +224,11 @@ class PeerTrip : public RoundTrip {
   std::vector<ResultRegions> query_results_, key_results_;
 };
 
-PeerTrip::PeerTrip(PeerTransport& transport, const Routes& routes, Cargo cargo, const Where& where)
-    : transport_(transport), routes_(routes), cargo_(std::move(cargo)) {
-  const Movement& movement = routes_.movement;
-  const auto queries = [&](const at::Tensor& rows) {
-    return add_region(rows, movement.max_visiting_q);
-  };
-  const auto keys = [&](const at::Tensor& rows) {
-    return add_region(rows, movement.max_visiting_k);
-  };
-  q_ = queries(aligned(cargo_.inputs.q));
-  for (const at::Tensor& rows : cargo_.with_queries) {
-    with_queries_.push_back(queries(aligned(rows)));
-  }
-  k_ = keys(aligned(cargo_.inputs.k));
-  v_ = keys(aligned(cargo_.inputs.v));
-  for (const at::Tensor& rows : cargo_.query_results) {
-    query_results_.push_back({queries(rows), add_region(rows, movement.max_returned_q)});
-  }
-  for (const at::Tensor& rows : cargo_.key_results) {
-    key_results_.push_back({keys(rows), add_region(rows, movement.max_returned_k)});
-  }
-  transport_.open(num_bytes_, where);
-}
-
-// Waits until all rows have left, even after an exception: they must not change before that.
-PeerTrip::~PeerTrip() {
-  try {
-    transport_.await_sent();
-  } catch (const std::exception&) {
-    // The device is lost, so it sends nothing more.
-  }
-}
-
-Region PeerTrip::add_region(const at::Tensor& rows, int64_t num_rows) {
-  constexpr int64_t kAlignment = 1024;
-  Region region{rows, num_bytes_};
-  num_bytes_ += round_up(num_rows * region.row_bytes(), kAlignment);
-  return region;
-}
-
-at::Tensor PeerTrip::visiting(const Region& region, int64_t num_rows) const {
-  std::vector<int64_t> sizes = region.rows.sizes().vec();
-  sizes[0] = num_rows;
-  return at::from_blob(row(region, transport_.rank(), 0), sizes, region.rows.options());
-}
-
-Inputs PeerTrip::visiting_inputs() const {
-  return {visiting(q_, routes_.queries.num_visiting), visiting(k_, routes_.keys.num_visiting),
-          visiting(v_, routes_.keys.num_visiting)};
-}
-
-// Returns the ranks whose rows visit this one, itself included.
-RankSet PeerTrip::senders() const {
-  RankSet ranks = 0;
-  for (const Delivery* delivery : visitors(routes_.movement, transport_.rank())) {
-    ranks |= RankSet{1} << delivery->peer;
-  }
-  return ranks;
-}
-
-std::vector<Parcel> PeerTrip::home_rows() const {
-  std::vector<Parcel> parcels;
-  for (const Delivery& delivery : routes_.movement.sent) {
-    Parcel& parcel = parcel_for(delivery.peer, parcels);
-    const auto add = [&](const Region& region, const std::vector<RowPlace>& places) {
-      const RowView rows = row_view(region.rows);
-      for (const RowPlace& place : places) {
-        parcel.blocks.push_back({rows.data + place.home_row * rows.stride_bytes,
-                                 row(region, delivery.peer, place.visiting_row), rows.stride_bytes,
-                                 rows.row_bytes, place.num_rows, rows.row_bytes});
-      }
-    };
-    for (const Region& region : with_queries_) add(region, delivery.queries);
-    if (cargo_.kept != nullptr && delivery.is_kept) continue;
-    add(q_, delivery.queries);
-    add(k_, delivery.keys);
-    add(v_, delivery.keys);
-  }
-  return parcels;
-}
-
-void PeerTrip::dispatch() {
-  transport_.send(home_rows());
-  // When the stream gets here, no rank uses the buffer any more.
-  if (cargo_.kept != nullptr) restore(routes_, *cargo_.kept, visiting_inputs());
-}
-
-Visiting PeerTrip::arrive() {
-  transport_.await_arrivals(senders());
-  Visiting rows;
-  rows.inputs = visiting_inputs();
-  for (const Region& region : with_queries_) {
-    rows.with_queries.push_back(visiting(region, routes_.queries.num_visiting));
-  }
-  for (const ResultRegions& results : query_results_) {
-    rows.query_results.push_back(visiting(results.visiting, routes_.queries.num_visiting));
-  }
-  for (const ResultRegions& results : key_results_) {
-    rows.key_results.push_back(visiting(results.visiting, routes_.keys.num_visiting));
-  }
-  return rows;
-}
-
-// Returns the results that go back to other homes. A home without results gets no parcel, because
-// nobody would wait for its word, which might then be raised after the next call's.
-std::vector<Parcel> PeerTrip::visiting_results() const {
-  std::vector<Parcel> parcels;
-  for (const Delivery& delivery : routes_.movement.received) {
-    Parcel& parcel = parcel_for(delivery.peer, parcels);
-    const auto add = [&](const ResultRegions& results, const std::vector<RowPlace>& places) {
-      const int64_t row_bytes = results.visiting.row_bytes();
-      for (const RowPlace& place : places) {
-        parcel.blocks.push_back({row(results.visiting, transport_.rank(), place.visiting_row),
-                                 row(results.returned, delivery.peer, place.result_row), row_bytes,
-                                 row_bytes, place.num_rows, row_bytes});
-      }
-    };
-    for (const ResultRegions& results : query_results_) add(results, delivery.queries);
-    for (const ResultRegions& results : key_results_) add(results, delivery.keys);
-  }
-  std::erase_if(parcels, [](const Parcel& parcel) { return parcel.blocks.empty(); });
-  return parcels;
-}
-
-void PeerTrip::combine() {
-  transport_.return_results(visiting_results());
-}
-
-Gather::Source PeerTrip::source(const ResultRegions& results, int64_t server,
-                                int64_t result_row) const {
-  const int64_t own = transport_.rank();
-  return {row(server == own ? results.visiting : results.returned, own, result_row), server};
-}
-
-void PeerTrip::take_queries(const ResultRegions& results, const at::Tensor& to,
-                            std::vector<Gather>& gathers) const {
-  const RowView rows = row_view(to);
-  for (const Delivery& delivery : routes_.movement.sent) {
-    for (const RowPlace& place : delivery.queries) {
-      gathers.push_back({rows.data + place.home_row * rows.row_bytes,
-                         place.num_rows * rows.row_bytes,
-                         {source(results, delivery.peer, place.result_row)},
-                         false});
-    }
-  }
-}
-
-void PeerTrip::add_keys(const ResultRegions& results, const at::Tensor& to,
-                        std::vector<Gather>& gathers) const {
-  const RowView rows = row_view(to);
-  for (const KeyGradients& shared : routes_.key_gradients) {
-    Gather& gather =
-        gathers.emplace_back(rows.data + shared.home_row * rows.row_bytes,
-                             shared.num_rows * rows.row_bytes, std::vector<Gather::Source>{}, true);
-    for (const auto& [server, result_row] : shared.sources) {
-      gather.sources.push_back(source(results, server, result_row));
-    }
-  }
-}
-
-void PeerTrip::collect() {
-  std::vector<Gather> gathers;
-  for (size_t i = 0; i < query_results_.size(); ++i) {
-    take_queries(query_results_[i], cargo_.query_results[i], gathers);
-  }
-  for (size_t i = 0; i < key_results_.size(); ++i) {
-    add_keys(key_results_[i], cargo_.key_results[i], gathers);
-  }
-  transport_.end(gathers, addend_of(cargo_.inputs.q));
-}
-
-void PeerTrip::deliver() {
-  transport_.send(home_rows());
-  transport_.end_on_arrival(senders());
-}
-
 }  // namespace
 
-std::unique_ptr<RoundTrip> make_trip(PeerTransport& transport, const Routes& routes, Cargo cargo,
-                                     const Where& where) {
-  return std::make_unique<PeerTrip>(transport, routes, std::move(cargo), where);
+std::unique_ptr<RoundTrip> PeerTransport::begin(const Routes& routes, Cargo cargo,
+                                                const Where& where) {
+  return std::make_unique<PeerTrip>(*this, routes, std::move(cargo), where);
 }
 
 }  // namespace distca::transport::peer

@@ -1,5 +1,4 @@
-#include "launch.cuh"
-#include "words.cuh"
+#include "device.cuh"
 
 namespace distca::transport::peer {
 namespace {
@@ -60,7 +59,7 @@ __global__ void close_kernel(const __grid_constant__ Board board, RankSet ranks,
 
 void start(const Board& board, uint32_t last_use, uint32_t epoch, cudaStream_t stream) {
   start_kernel<<<1, kMaxPeers, 0, stream>>>(board, last_use, epoch);
-  check(cudaGetLastError(), "start kernel launch");
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void await_rows(const Board& board, RankSet ranks, const Call& call, cudaStream_t stream) {

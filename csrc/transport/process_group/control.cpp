@@ -1,15 +1,53 @@
 #include "control.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <map>
 
 namespace distca::transport {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kSlice{50};  // after which signals and stop() are noticed
+constexpr std::chrono::milliseconds kLook{500};  // from one look at failures to the next
+
+// Runs pending signal handlers of Python, which Python does only between its own instructions, and
+// on the main thread alone. An operator implemented in Python keeps the library independent of
+// Python's ABI.
+void handle_signals() {
+  static const auto run_handlers =
+      c10::Dispatcher::singleton().findSchemaOrThrow("distca::handle_signals", "").typed<void()>();
+  const bool is_main_thread = syscall(SYS_gettid) == getpid();
+  if (is_main_thread) run_handlers.call();
+}
+
+// Returns whether the work ends within a slice. Throws the work's error.
+bool ends_soon(c10d::Work& work) {
+  try {
+    work.wait(kSlice);
+    return true;
+  } catch (const std::exception&) {
+    // The slice is over, or the operation has failed; or it ended just now.
+  }
+  if (!work.isCompleted()) return false;
+  work.wait();
+  return true;
+}
+
+[[noreturn]] void part(const Where& where, const std::string& text) {
+  TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", text);
+}
 
 // What ranks exchange first. It has the same size in all phases, because gloo aborts or returns
 // stale memory if sizes differ. Most texts fit in it.
@@ -45,19 +83,67 @@ void check_phases(const std::vector<Frame>& frames, const Where& where) {
 
 }  // namespace
 
+void Patience::fail(const Where& where, const std::string& error) {
+  const std::string departed = failures_->find_departed(channel_);
+  part(where, departed.empty() ? failures_->diagnose(error, describe(where)) : departed);
+}
+
+void Patience::fail_together(const Where& where, const std::string& mismatch) {
+  failures_->announce_mismatch(mismatch);
+  part(where, failures_->diagnose(mismatch, describe(where)));
+}
+
+void Patience::check_stopped(const Where& where) const {
+  if (is_stopped_) part(where, "given up, because this rank leaves the group");
+}
+
+void Patience::wait_in_slices(c10d::Work& work, Wait wait) {
+  const Clock::time_point start = Clock::now();
+  Clock::time_point next_look = start + kLook, next_question = start + pause_after({});
+  while (!guard(wait.where, [&] { return ends_soon(work); })) {
+    check_stopped(wait.where);
+    handle_signals();
+    const Clock::time_point now = Clock::now();
+    if (now < next_look) continue;
+    next_look = now + kLook;
+    const std::string departed = failures_->find_departed(channel_);
+    if (!departed.empty()) part(wait.where, departed);
+    if (failures_->alarmed()) fail(wait.where, "given up, because a rank of the group has failed");
+    if (now < next_question || !is_awaited_) continue;
+    next_question = now + pause_after(now - start);
+    wait.seconds = std::chrono::duration<double>(now - start).count();
+    const std::string deadlock = failures_->find_deadlock(wait);
+    if (!deadlock.empty()) fail_together(wait.where, deadlock);
+  }
+}
+
+void Patience::wait_on_host(const Pending& pending) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  try {
+    for (const auto& work : pending.works) wait_in_slices(*work, pending.wait);
+  } catch (...) {
+    failures_->abandon();
+    throw;
+  }
+  failures_->complete(channel_);
+}
+
+void Patience::wait_on_stream(const Pending& pending) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard(pending.wait.where, [&] {
+    for (const auto& work : pending.works) work->wait();
+  });
+  failures_->complete(channel_);
+}
+
 at::Tensor ControlPlane::exchange(std::string_view own, const Where& where,
                                   const std::string& activity) {
   const auto num_bytes = static_cast<int64_t>(own.size());
   at::Tensor sent = at::empty({1, num_bytes}, at::kByte);
   at::Tensor gathered = at::empty({group_->getSize(), num_bytes}, at::kByte);
   std::copy_n(own.data(), own.size(), sent.mutable_data_ptr<uint8_t>());
-  const Wait wait = patience_->enter(where, activity);
-  c10::intrusive_ptr<c10d::Work> work;
-  patience_->guard(where, [&] {
-    patience_->check_stopped();
-    work = group_->_allgather_base(gathered, sent);
-  });
-  patience_->wait_on_host({work}, wait);
+  patience_->wait_on_host(patience_->start(
+      where, activity, [&] { return Works{group_->_allgather_base(gathered, sent)}; }));
   return gathered;
 }
 
@@ -69,8 +155,7 @@ std::vector<std::string> ControlPlane::gather(std::string_view own, const Where&
       exchange({reinterpret_cast<const char*>(&mine), sizeof(Frame)}, where, activity);
   std::memcpy(frames.data(), first.const_data_ptr<uint8_t>(), first.numel());
   check_phases(frames, where);
-  int64_t most = 0;
-  for (const Frame& frame : frames) most = std::max(most, frame.num_bytes);
+  const int64_t most = std::ranges::max(frames, {}, &Frame::num_bytes).num_bytes;
   std::vector<std::string> texts;
   if (most <= static_cast<int64_t>(mine.text.size())) {
     for (const Frame& frame : frames) texts.emplace_back(frame.text.data(), frame.num_bytes);
@@ -90,18 +175,15 @@ at::Tensor ControlPlane::all_gather(const at::Tensor& tensor, const Where& where
                                     const std::string& activity) {
   const at::Tensor own = tensor.contiguous();
   const std::string_view bytes(static_cast<const char*>(own.const_data_ptr()), own.nbytes());
-  const std::vector<std::string> texts = gather(bytes, where, activity);
-  std::vector<int64_t> sizes = own.sizes().vec();
-  sizes.insert(sizes.begin(), static_cast<int64_t>(texts.size()));
-  at::Tensor gathered = at::empty(sizes, own.options());
-  auto* next = static_cast<char*>(gathered.mutable_data_ptr());
+  std::vector<std::string> texts = gather(bytes, where, activity);
+  std::vector<at::Tensor> tensors;
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     TORCH_CHECK_VALUE(texts[rank].size() == bytes.size(), "distca: ", describe(where), ": rank ",
                       rank, " sends ", texts[rank].size(), " bytes, this rank ", bytes.size(),
                       "; all ranks of a group must run the same version and make the same calls");
-    next = std::copy(texts[rank].begin(), texts[rank].end(), next);
+    tensors.push_back(at::from_blob(texts[rank].data(), own.sizes(), own.options()));
   }
-  return gathered;
+  return at::stack(tensors);
 }
 
 }  // namespace distca::transport

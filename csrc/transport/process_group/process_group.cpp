@@ -1,154 +1,144 @@
-#include "process_group.h"
-
 #include <ATen/ops/empty.h>
 
+#include <numeric>
 #include <utility>
 
-#include "../record.h"
+#include "core/rows.h"
 #include "exchange.h"
-#include "head_start.h"
 
 namespace distca::transport {
 namespace {
 
-// Of the streams of one device.
-struct StreamWatchdog {
-  WorksWatch watch;
-  Watchdog watchdog;
+using Tensors = std::vector<at::Tensor>;
 
-  StreamWatchdog(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device,
-                 std::shared_ptr<FailureBoard> failures, double timeout_s)
-      : watch(std::move(group), device, failures->group(), failures->rank()),
-        watchdog(watch, std::move(failures), timeout_s) {}
+constexpr int64_t kPartAlignment = 16;  // bytes
+
+Tensors rows_like(const Tensors& tensors, int64_t num_rows) {
+  Tensors rows;
+  for (const at::Tensor& tensor : tensors) {
+    rows.push_back(at::empty(sizes_with(tensor, num_rows), tensor.options()));
+  }
+  return rows;
+}
+
+// Tensors whose rows travel one route together. A record holds the bytes of one row of each, side
+// by side, at multiples of 16 bytes so that every part is a valid strided tensor at the other end
+// and rows copy as 16-byte words. A seal may end it.
+struct Load {
+  Tensors tensors;
+  const Route& route;
+};
+
+int64_t row_bytes(const at::Tensor& tensor) {
+  return c10::multiply_integers(tensor.sizes().slice(1)) * tensor.element_size();
+}
+
+RowBatch new_batch(const Load& load, const RowCounts& counts, const Seal& seal) {
+  int64_t record_bytes = seal.host != nullptr ? kSealBytes : 0;
+  for (const at::Tensor& tensor : load.tensors) {
+    record_bytes += round_up(row_bytes(tensor), kPartAlignment);
+  }
+  const auto records = [&](const std::vector<int64_t>& num_rows) {
+    const int64_t sum = std::accumulate(num_rows.begin(), num_rows.end(), int64_t{0});
+    return at::empty({sum, record_bytes}, load.tensors[0].options().dtype(at::kByte));
+  };
+  return {records(counts.send), records(counts.recv), counts};
+}
+
+// Returns the rows of each of the load's tensors in `records`, whose memory they share.
+Tensors parts_of(const at::Tensor& records, const Load& load) {
+  Tensors parts;
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : load.tensors) {
+    const at::Tensor bytes = records.narrow(1, offset, row_bytes(tensor));
+    parts.push_back(bytes.view(tensor.scalar_type()).view(sizes_with(tensor, records.size(0))));
+    offset += round_up(row_bytes(tensor), kPartAlignment);
+  }
+  return parts;
+}
+
+RowBatch pack_home(const Load& load, const Seal& seal) {
+  RowBatch batch = new_batch(load, load.route.counts, seal);
+  const Tensors parts = parts_of(batch.sent, load);
+  for (size_t idx = 0; idx < parts.size(); ++idx) {
+    const bool is_first = idx == 0;  // one seal per record
+    gather_rows(load.tensors[idx], load.route.home_row, parts[idx],
+                is_first ? seals_of(batch.sent, seal, Sealing::kMake) : Seals{});
+  }
+  return batch;
+}
+
+RowBatch pack_visiting(const Load& load, const Seal& seal) {
+  RowBatch batch = new_batch(load, {load.route.counts.recv, load.route.counts.send}, seal);
+  const Tensors parts = parts_of(batch.sent, load);
+  for (size_t idx = 0; idx < parts.size(); ++idx) {
+    scatter_rows(load.tensors[idx], load.route.slot, parts[idx],
+                 seals_of(batch.sent, seal, Sealing::kMake));
+  }
+  return batch;
+}
+
+// A load's received rows, by tensor, and their seals.
+struct Arrival {
+  Tensors parts;
+  Seals seals;
 };
 
 class ProcessGroupTransport : public Transport {
  public:
-  ProcessGroupTransport(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                        std::shared_ptr<Patience> patience, std::shared_ptr<FailureBoard> failures,
-                        double timeout_s)
-      : group_(std::move(group)),
-        patience_(std::move(patience)),
-        failures_(std::move(failures)),
-        timeout_s_(timeout_s) {}
+  explicit ProcessGroupTransport(const Opening& opening) : opening_(opening) {}
 
   std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
 
-  std::unique_ptr<Exchange> start(const std::vector<RowBatch>& batches, const Where& where) {
-    const c10::Device device = batches[0].rows.device();
-    if (device.is_cpu()) return exchange_on_cpu(group_, batches, patience_, where);
-    StreamWatchdog& streams = streams_of(device);
-    streams.watchdog.check();
-    auto exchange = exchange_on_stream(*group_, batches, patience_, streams.watch, where);
-    give_head_start(device);
-    return exchange;
+  // Returns the seal of this call's rows if a stream, not the host, waits for them (see Seal).
+  Seal seal([[maybe_unused]] const Where& where, const c10::Device& device) {
+#ifdef DISTCA_WITH_CUDA
+    if (!device.is_cpu()) return streams_of(device).seal(where);
+#endif
+    return {};
   }
 
-  // Returns the seal of this call's rows if a stream, not the host, waits for them (see Seal).
-  Seal seal(const Where& where, const c10::Device& device) {
-    if (device.is_cpu()) return {};
-    return streams_of(device).watch.seal(where);
+  // Every rank must start exchanges in the same order.
+  Pending start(const std::vector<RowBatch>& batches, const Where& where) {
+    Patience& patience = *opening_.patience;
+    c10d::ProcessGroup& group = *opening_.group;
+#ifdef DISTCA_WITH_CUDA
+    const c10::Device device = batches[0].sent.device();
+    if (!device.is_cpu()) {
+      streams_of(device).check();
+      Pending pending =
+          patience.start(where, "", [&] { return exchange_on_device(group, batches); });
+      hold_current_stream();
+      return pending;
+    }
+#endif
+    return patience.start(where, describe(where),
+                          [&] { return exchange_on_host(group, batches, where); });
+  }
+
+  // On the CPU the host waits for rows; on a device the current stream does.
+  void wait(const Pending& pending, [[maybe_unused]] const c10::Device& device) {
+#ifdef DISTCA_WITH_CUDA
+    if (!device.is_cpu()) {
+      opening_.patience->wait_on_stream(pending);
+      opening_.patience->guard(pending.wait.where, [&] { streams_->add(pending); });
+      return;
+    }
+#endif
+    opening_.patience->wait_on_host(pending);
   }
 
  private:
-  StreamWatchdog& streams_of(const c10::Device& device) {
-    if (!streams_) {
-      streams_ = std::make_unique<StreamWatchdog>(group_, device, failures_, timeout_s_);
-    }
+  Opening opening_;
+#ifdef DISTCA_WITH_CUDA
+  StreamWaits& streams_of(const c10::Device& device) {
+    if (!streams_) streams_ = std::make_unique<StreamWaits>(opening_, device);
     return *streams_;
   }
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::shared_ptr<Patience> patience_;
-  std::shared_ptr<FailureBoard> failures_;
-  double timeout_s_;
-  std::unique_ptr<StreamWatchdog> streams_;
+  std::unique_ptr<StreamWaits> streams_;
+#endif
 };
-
-// Tensors whose rows travel one route together. Each row of all of them forms one record.
-struct Load {
-  std::vector<at::Tensor> tensors;
-  const Route& route;
-};
-
-// A load's received rows, as strided views of one buffer, and their seals.
-struct Arrival {
-  std::vector<at::Tensor> parts;
-  SealedRows seals;
-};
-
-RowBatch pack_home(const Load& load, const Record& record, const Seal& seal) {
-  const auto& [tensors, route] = load;
-  const at::Tensor rows = record.allocate(route.home_row.size(0));
-  for (size_t idx = 0; idx < tensors.size(); ++idx) {
-    const bool is_first = idx == 0;  // one seal per record
-    gather_rows(tensors[idx], route.home_row, record.part(rows, idx),
-                is_first ? SealedRows{rows, seal} : SealedRows{});
-  }
-  return {rows, route.counts};
-}
-
-RowBatch pack_visiting(const Load& load, const Record& record, const Seal& seal) {
-  const auto& [tensors, route] = load;
-  const at::Tensor rows = record.allocate(route.num_visiting);
-  for (size_t idx = 0; idx < tensors.size(); ++idx) {
-    scatter_and_seal_rows(tensors[idx], route.slot, record.part(rows, idx), {rows, seal});
-  }
-  return {rows, {route.counts.recv, route.counts.send}};
-}
-
-// Loads in flight: home rows to their servers if pack_home packs them, or visiting rows to their
-// homes, where they arrive in the slots that the homes sent.
-class Shipment {
- public:
-  using Pack = RowBatch(const Load& load, const Record& record, const Seal& seal);
-  Shipment(ProcessGroupTransport& transport, const Where& where, const std::vector<Load>& loads,
-           Pack& pack);
-
-  // Returns the received rows by slot.
-  std::vector<Arrival> arrive();
-
- private:
-  std::vector<Record> records_;
-  Seal seal_;
-  std::unique_ptr<Exchange> exchange_;
-};
-
-Shipment::Shipment(ProcessGroupTransport& transport, const Where& where,
-                   const std::vector<Load>& loads, Pack& pack)
-    : seal_(transport.seal(where, loads[0].tensors[0].device())) {
-  std::vector<RowBatch> batches;
-  for (const Load& load : loads) {
-    const Record& record = records_.emplace_back(load.tensors, seal_.broken != nullptr);
-    batches.push_back(pack(load, record, seal_));
-  }
-  exchange_ = transport.start(batches, where);
-}
-
-std::vector<Arrival> Shipment::arrive() {
-  const std::vector<at::Tensor> received = exchange_->wait();
-  exchange_.reset();
-  std::vector<Arrival> arrivals(records_.size());
-  for (size_t i = 0; i < records_.size(); ++i) {
-    for (size_t idx = 0; idx < records_[i].num_parts(); ++idx) {
-      arrivals[i].parts.push_back(records_[i].part(received[i], idx));
-    }
-    arrivals[i].seals = {received[i], seal_};
-  }
-  return arrivals;
-}
-
-at::Tensor rows_like(const at::Tensor& tensor, int64_t num_rows) {
-  std::vector<int64_t> sizes = tensor.sizes().vec();
-  sizes[0] = num_rows;
-  return at::empty(sizes, tensor.options());
-}
-
-std::vector<at::Tensor> rows_like(const std::vector<at::Tensor>& tensors, int64_t num_rows) {
-  std::vector<at::Tensor> rows;
-  for (const at::Tensor& tensor : tensors) rows.push_back(rows_like(tensor, num_rows));
-  return rows;
-}
 
 class SlotTrip : public RoundTrip {
  public:
@@ -157,37 +147,31 @@ class SlotTrip : public RoundTrip {
 
   void dispatch() override {
     const auto& [q, k, v] = cargo_.inputs;
-    std::vector<Load> loads;
-    if (!cargo_.with_queries.empty()) loads.push_back({cargo_.with_queries, routes_.queries});
-    loads.push_back({{q}, moves_again() ? routes_.keeping->queries : routes_.queries});
-    loads.push_back({{k, v}, moves_again() ? routes_.keeping->keys : routes_.keys});
-    under_way_.emplace(transport_, where_.in(kDispatch), loads, pack_home);
-    for (const Load& load : loads) slots_.push_back(load.route.slot);
+    if (!cargo_.with_queries.empty()) loads_.push_back({cargo_.with_queries, routes_.queries});
+    loads_.push_back({{q}, moves_again() ? routes_.keeping->queries : routes_.queries});
+    loads_.push_back({{k, v}, moves_again() ? routes_.keeping->keys : routes_.keys});
+    send(kDispatch, pack_home);
   }
 
   Visiting arrive() override {
-    std::vector<Arrival> arrivals = in_visiting_order();
+    const std::vector<Arrival> arrivals = in_visiting_order();
     for (const Arrival& arrival : arrivals) check_seals(arrival.seals);
     Visiting visiting;
     if (!cargo_.with_queries.empty()) visiting.with_queries = arrivals.front().parts;
-    const std::vector<at::Tensor>& keys = arrivals.back().parts;
+    const Tensors& keys = arrivals.back().parts;
     visiting.inputs = whole({arrivals[arrivals.size() - 2].parts[0], keys[0], keys[1]});
-    query_results_ = rows_like(cargo_.query_results, routes_.queries.num_visiting);
-    key_results_ = rows_like(cargo_.key_results, routes_.keys.num_visiting);
-    visiting.query_results = query_results_;
-    visiting.key_results = key_results_;
+    visiting.query_results = rows_like(cargo_.query_results, routes_.queries.num_visiting);
+    visiting.key_results = rows_like(cargo_.key_results, routes_.keys.num_visiting);
+    loads_.clear();
+    loads_.push_back({visiting.query_results, routes_.queries});
+    if (!cargo_.key_results.empty()) loads_.push_back({visiting.key_results, routes_.keys});
     return visiting;
   }
 
-  void combine() override {
-    std::vector<Load> loads;
-    loads.push_back({query_results_, routes_.queries});
-    if (!key_results_.empty()) loads.push_back({key_results_, routes_.keys});
-    under_way_.emplace(transport_, where_.in(kCombine), loads, pack_visiting);
-  }
+  void combine() override { send(kCombine, pack_visiting); }
 
   void collect() override {
-    const std::vector<Arrival> arrivals = under_way_->arrive();
+    const std::vector<Arrival> arrivals = receive();
     for (size_t i = 0; i < cargo_.query_results.size(); ++i) {
       scatter_rows(arrivals[0].parts[i], routes_.queries.home_row, cargo_.query_results[i],
                    arrivals[0].seals);
@@ -205,14 +189,35 @@ class SlotTrip : public RoundTrip {
  private:
   bool moves_again() const { return cargo_.kept != nullptr && routes_.keeping.has_value(); }
 
+  void send(const char* phase, RowBatch (*pack)(const Load& load, const Seal& seal)) {
+    seal_ = transport_.seal(where_, cargo_.inputs.q.device());
+    for (const Load& load : loads_) batches_.push_back(pack(load, seal_));
+    pending_ = transport_.start(batches_, where_.in(phase));
+  }
+
+  // Returns the rows that came for each load, by slot.
+  std::vector<Arrival> receive() {
+    transport_.wait(pending_, batches_[0].sent.device());
+    std::vector<Arrival> arrivals;
+    for (size_t i = 0; i < loads_.size(); ++i) {
+      const at::Tensor& received = batches_[i].received;
+      arrivals.push_back(
+          {parts_of(received, loads_[i]), seals_of(received, seal_, Sealing::kCheck)});
+    }
+    pending_ = {};
+    batches_.clear();
+    return arrivals;
+  }
+
   // Copies only if slots are in another order.
   std::vector<Arrival> in_visiting_order() {
-    std::vector<Arrival> arrivals = under_way_->arrive();
+    std::vector<Arrival> arrivals = receive();
     for (size_t i = 0; i < arrivals.size(); ++i) {
-      if (slots_[i].numel() == 0) continue;
+      const at::Tensor& slot = loads_[i].route.slot;
+      if (slot.numel() == 0) continue;
       for (at::Tensor& part : arrivals[i].parts) {
         const at::Tensor ordered = at::empty(part.sizes(), part.options());
-        gather_rows(part, slots_[i], ordered);
+        gather_rows(part, slot, ordered);
         part = ordered;
       }
     }
@@ -223,7 +228,7 @@ class SlotTrip : public RoundTrip {
   Inputs whole(Inputs arrived) const {
     if (!moves_again() || routes_.keeping->kept_q.size(0) == 0) return arrived;
     const auto all_rows = [](const at::Tensor& rows, const at::Tensor& row, int64_t num_rows) {
-      const at::Tensor all = rows_like(rows, num_rows);
+      const at::Tensor all = at::empty(sizes_with(rows, num_rows), rows.options());
       scatter_rows(rows, row, all);
       return all;
     };
@@ -239,9 +244,10 @@ class SlotTrip : public RoundTrip {
   const Routes& routes_;
   Cargo cargo_;
   Where where_;
-  std::optional<Shipment> under_way_;
-  std::vector<at::Tensor> slots_;  // of each load's visiting rows
-  std::vector<at::Tensor> query_results_, key_results_;
+  Seal seal_;
+  std::vector<Load> loads_;  // the latest that travel
+  std::vector<RowBatch> batches_;
+  Pending pending_;
 };
 
 std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes, Cargo cargo,
@@ -251,11 +257,8 @@ std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes, Ca
 
 }  // namespace
 
-std::unique_ptr<Transport> make_process_group_transport(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<Patience> patience,
-    std::shared_ptr<FailureBoard> failures, double timeout_s) {
-  return std::make_unique<ProcessGroupTransport>(std::move(group), std::move(patience),
-                                                 std::move(failures), timeout_s);
+std::unique_ptr<Transport> open_process_group(const Opening& opening) {
+  return std::make_unique<ProcessGroupTransport>(opening);
 }
 
 }  // namespace distca::transport

@@ -1,13 +1,13 @@
 #pragma once
 
+#include <c10/cuda/CUDAException.h>
+
 #include <cstdint>
 
 #include "kernels.h"
 
-// What kernels do with the words of boards.
+// What kernels do with the words of boards, and how they follow each other.
 namespace distca::transport::peer {
-
-static_assert(static_cast<int>(HostWord::kFinished) == static_cast<int>(Word::kFinished));
 
 constexpr uint32_t kPauseNs = 32;  // between two looks at a word
 constexpr uint32_t kLooks = 64;    // until the next one at the host's memory, which is far
@@ -186,6 +186,43 @@ __device__ __forceinline__ bool is_last(uint32_t* counter, uint32_t num_blocks) 
   }
   __syncthreads();
   return last;
+}
+
+// A dependent kernel comes to the device while the one before it in the stream still runs, which
+// hides what its launch takes. All of its threads call await_predecessor before they end, and
+// before they touch memory that the kernel before may access; words are excepted, because kernels
+// wait for them whoever raises them. It returns when that kernel has ended and what it wrote is
+// visible. That kernel waited in the same way, or is an ordinary one, which starts when all before
+// it have ended; and an ordinary one that follows waits for all of this. Kernels of the model might
+// skip the wait, so the first of a call, start or store, is ordinary; none of theirs is between it
+// and ours.
+
+// Lets the next kernel come now, if it is a dependent one.
+__device__ __forceinline__ void admit_dependent() {
+#if __CUDA_ARCH__ >= 900  // peer memory is for Hopper: nothing runs what is built for others
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void await_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <typename... Parameters>
+void launch_dependent(void (*kernel)(Parameters...), dim3 grid, int num_threads,
+                      cudaStream_t stream, const Parameters&... arguments) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace distca::transport::peer

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "transport/host_page.h"
+#include "transport/host_words.h"
 
 namespace distca::transport {
 namespace {
