@@ -279,15 +279,15 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
     return {Blame::kPossible, true, kSilent, name + " " + Progress::decode(*left).wait.activity};
   }
   if (const auto peer = pids_.find(rank); peer != pids_.end()) {
-    const std::string process = "(process " + std::to_string(peer->second);
+    const std::string pid = std::to_string(peer->second);
     const char state = process_state(peer->second);
     if (is_dead(state)) {
       return {Blame::kCertain, true, kSilent,
-              name + " is dead " + process + " exited or was killed)"};
+              name + " is dead (process " + pid + " exited or was killed)"};
     }
     if (state == 'T' || state == 't') {
       return {Blame::kCertain, true, kSilent,
-              name + " is stopped " + process + ", SIGSTOP or a debugger)"};
+              name + " is stopped (process " + pid + ", SIGSTOP or a debugger)"};
     }
   }
   return {Blame::kPossible, false, kSilent,
