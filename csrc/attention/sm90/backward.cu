@@ -32,12 +32,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (threadIdx.x == 64) feed.take_grads();
   } else {
     take_registers<Shape::kKeyRegisters>();
-    // Through a shuffle the compiler keeps them in registers; it would read threadIdx.x again, and
-    // wait for it, in every loop.
-    const int lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0);
-    KeyWarpgroup<Shape> keys{arguments, shared, warpgroup - 1,
-                             warp,      lane,   arguments.softmax_scale * kLog2E};
+    KeyWarpgroup<Shape> keys{arguments,
+                             shared,
+                             warpgroup - 1,
+                             static_cast<int>(threadIdx.x % 128) / 32,
+                             static_cast<int>(threadIdx.x % 32),
+                             arguments.softmax_scale * kLog2E};
     keys.run();
   }
 #endif

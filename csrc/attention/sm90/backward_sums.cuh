@@ -224,7 +224,7 @@ struct KeyWarpgroup {
       pack_factors(grads, scores, packed_grads, probabilities);
       ring(kGradScoreEmpty).wait_before(i);
       store_grad_scores(packed_grads, i);
-      ring(kGradScoreFull).arrive_as_warp(i, lane);
+      ring(kGradScoreFull).arrive_as_warp(i);
       // dQ of the tile before; at first there is none, and this product's result is not used.
       ring(kGradScoreFull).wait(i - 1);
       begin_dq(dq, Memory::key(n), i - 1);
@@ -233,15 +233,15 @@ struct KeyWarpgroup {
       products_wait<2>();
       pin(dq);
       if (i > first) {
-        ring(kGradScoreEmpty).arrive_as_warp(i - 1, lane);
+        ring(kGradScoreEmpty).arrive_as_warp(i - 1);
         add_dq(dq, i - 1, index);
       }
       products_wait<0>();
       pin(dk);
       pin(dv);
       index = tile.index;
-      ring(kQueryEmpty).arrive_as_warp(i, lane);
-      ring(kGradOutEmpty).arrive_as_warp(i, lane);
+      ring(kQueryEmpty).arrive_as_warp(i);
+      ring(kGradOutEmpty).arrive_as_warp(i);
     }
     return index;
   }
@@ -252,7 +252,7 @@ struct KeyWarpgroup {
     begin_dq(dq, Memory::key(n), i);
     products_wait<0>();
     pin(dq);
-    ring(kGradScoreEmpty).arrive_as_warp(i, lane);
+    ring(kGradScoreEmpty).arrive_as_warp(i);
     add_dq(dq, i, index);
   }
 
@@ -274,7 +274,7 @@ struct KeyWarpgroup {
       stage_rows<T, Keys>(shared + Memory::value(n), 64 * warpgroup, dv, {1.f, 1.f});
       named_sync(kKeysReadId, 256);  // for dQ both warpgroups read all keys
       stage_rows<T, Keys>(shared + Memory::key(n), 64 * warpgroup, dk, {scale, scale});
-      ring(kSlotStaged).arrive_as_warp(n, lane);
+      ring(kSlotStaged).arrive_as_warp(n);
     }
   }
 };

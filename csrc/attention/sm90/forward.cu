@@ -222,7 +222,7 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void end_scores() {
     pin(scores);
-    ring_at(barriers, kKeyEmpty).arrive_as_warp(num_keys_seen, lane);
+    ring_at(barriers, kKeyEmpty).arrive_as_warp(num_keys_seen);
     ++num_keys_seen;
   }
 
@@ -243,7 +243,7 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void end_out() {
     pin(out);
-    ring_at(barriers, kValueEmpty).arrive_as_warp(num_values_seen, lane);
+    ring_at(barriers, kValueEmpty).arrive_as_warp(num_values_seen);
     ++num_values_seen;
   }
 
@@ -302,7 +302,7 @@ struct ForwardConsumer {
       rescale_out();
       pack_probabilities();
     }
-    ring_at<1>(barriers, kQueryEmpty).arrive_as_warp(num_queries++, lane);
+    ring_at<1>(barriers, kQueryEmpty).arrive_as_warp(num_queries++);
     begin_out();
     products_wait<0>();
     end_out();
@@ -346,7 +346,7 @@ struct ForwardConsumer {
       if (job.head < 0) break;
       attend(job, blocks_of(job.tile, arguments.window));
       write(job);
-      ring_at(barriers, kJobEmpty).arrive_as_warp(i, lane);
+      ring_at(barriers, kJobEmpty).arrive_as_warp(i);
     }
     if (warp == 0 && lane == 0) copies_wait_read();
   }

@@ -7,9 +7,9 @@ namespace distca::attention::sm90 {
 constexpr uint32_t kBarrierBytes = 8;
 
 // Counts one arrival for the calling warp, once all of its threads are here.
-__device__ __forceinline__ void arrive_as_warp(uint32_t barrier, int lane) {
+__device__ __forceinline__ void arrive_as_warp(uint32_t barrier) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
 // Barriers of stages that are used in turn, one barrier per stage. Use i, counted from 0, is of
@@ -37,8 +37,8 @@ struct Ring {
   }
 
   __device__ __forceinline__ void arrive(uint32_t i) const { barrier_arrive(barrier(i)); }
-  __device__ __forceinline__ void arrive_as_warp(uint32_t i, int lane) const {
-    sm90::arrive_as_warp(barrier(i), lane);
+  __device__ __forceinline__ void arrive_as_warp(uint32_t i) const {
+    sm90::arrive_as_warp(barrier(i));
   }
 };
 
