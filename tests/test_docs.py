@@ -146,6 +146,13 @@ def check_watching(arguments: list[str], folder: Path) -> None:
     assert re.search(r"us a step of 1 layers, \S+ % of a training step", output)
 
 
+def check_host_time(arguments: list[str], folder: Path) -> None:
+    output = run_python(
+        [ROOT / "benchmarks" / "host_time.py", "--ranks", "1", "3", "--documents", "2"], folder
+    )
+    assert len(output.splitlines()) == 3, output
+
+
 def check_plain_example(arguments: list[str], folder: Path) -> None:
     *flags, script = arguments
     launcher = ["-m", "distca.run", *flags, ROOT / script]
@@ -199,6 +206,7 @@ CHECKS = {  # beginning of a command, and the function that checks the rest of i
     "torchrun --nproc-per-node 2 quickstart.py": check_quickstart,
     "torchrun --nproc-per-node 2 -m distca.run": check_plain_example,
     "torchrun --nproc-per-node 2 benchmarks/watching.py": check_watching,
+    "python benchmarks/host_time.py": check_host_time,
     "torchrun --max-restarts": check_torchrun,
     "make train": check_train,
     "make ": check_make,

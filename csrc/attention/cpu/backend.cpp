@@ -59,6 +59,7 @@ void for_each_unit(const Rows& rows, const Run& run) {
   std::atomic<size_t> next{0};
   at::parallel_for(0, std::max(2, at::get_num_threads()), 1, [&](int64_t, int64_t) {
     const at::AutoDispatchBelowADInplaceOrView below;  // threads do not inherit the caller's
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     for (size_t i = next++; i < units.size(); i = next++) run(units[i]);
   });
 }
