@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -58,7 +59,7 @@ const Backend& backend_of(const at::Tensor& q, const TaskList& tasks, const Para
 
 // Results of the forward pass that the backward pass is given: `out` or `delta`, and `lse`.
 void check_saved(const Saved& saved, const at::Tensor& q) {
-  const auto dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto dtype = at::toOpMathType(q.scalar_type());
   const auto check_by_head = [&](const char* name, const at::Tensor& x) {
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == q.size(0) && x.size(1) == q.size(1), name,
                       " has shape ", x.sizes(), "; expected [", q.size(0), ", ", q.size(1), "]");
@@ -207,7 +208,7 @@ void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) 
 }
 
 std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {
-  const auto real = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto real = at::toOpMathType(q.scalar_type());
   return {at::empty(q.sizes(), q.options()),
           at::empty(q.sizes().slice(0, 2), q.options().dtype(real))};
 }

@@ -1,4 +1,3 @@
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -93,9 +92,7 @@ class Attend : public torch::autograd::Function<Attend> {
                                const Variable& v, const Variable& layout, const Variable& rows,
                                double softmax_scale, const std::string& tasks) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("distca::attend", "")
-                               .typed<decltype(attend)>();
+    static const auto op = operator_of<decltype(attend)>("distca::attend");
     auto [out, lse] = op.call(q, k, v, layout, rows, softmax_scale, c10::string_view(tasks));
     ctx->save_for_backward({q, k, v, out, lse, layout, rows});
     ctx->mark_non_differentiable({lse});
@@ -107,9 +104,7 @@ class Attend : public torch::autograd::Function<Attend> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const std::string tasks = ctx->saved_data["tasks"].toStringRef();
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("distca::attend_backward", "")
-                               .typed<decltype(attend_backward)>();
+    static const auto op = operator_of<decltype(attend_backward)>("distca::attend_backward");
     auto [dq, dk, dv] =
         op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
                 ctx->saved_data["softmax_scale"].toDouble(), c10::string_view(tasks));
@@ -125,19 +120,22 @@ std::tuple<at::Tensor, at::Tensor> attend_autograd(const at::Tensor& q, const at
   return {results[0], results[1]};
 }
 
+void bind(torch::Library& m) {
+  m.impl("attend", attend);
+  m.impl("attend_backward", attend_backward);
+}
+
 }  // namespace
 }  // namespace distca::ops
 
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  m.impl("attend", distca::ops::attend);
-  m.impl("attend_backward", distca::ops::attend_backward);
+  distca::ops::bind(m);
 }
 
 // Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
 // dispatcher's.
 TORCH_LIBRARY_IMPL(distca, CUDA, m) {
-  m.impl("attend", distca::ops::attend);
-  m.impl("attend_backward", distca::ops::attend_backward);
+  distca::ops::bind(m);
 }
 
 TORCH_LIBRARY_IMPL(distca, Autograd, m) {

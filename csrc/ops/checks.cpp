@@ -1,5 +1,6 @@
 #include "checks.h"
 
+#include <ATen/OpMathType.h>
 #include <c10/util/Exception.h>
 
 #include <bit>
@@ -96,10 +97,6 @@ void check_is(const at::Tensor& tensor, const char* name, const Expected& expect
       "; expected ", dtype, " of shape ", at::IntArrayRef(sizes), " on ", device, ", ", reason);
 }
 
-at::ScalarType lse_dtype(const at::Tensor& out) {
-  return out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 }  // namespace
 
 void check_no_capture([[maybe_unused]] const at::Tensor& tensor) {
@@ -151,7 +148,8 @@ void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Te
   check_is(grad_out, "grad_out", {q.sizes().vec(), q.scalar_type(), q.device(), "like q"});
   const char* saved = "what the forward pass gave for this q";
   check_is(out, "out", {q.sizes().vec(), q.scalar_type(), q.device(), saved});
-  check_is(lse, "lse", {q.sizes().slice(0, 2).vec(), lse_dtype(q), q.device(), saved});
+  check_is(lse, "lse",
+           {q.sizes().slice(0, 2).vec(), at::toOpMathType(q.scalar_type()), q.device(), saved});
 }
 
 void check_layout_rows(const at::Tensor& tensor, const char* name, int64_t expected,

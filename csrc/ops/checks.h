@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <exception>
 #include <memory>
@@ -12,6 +13,13 @@
 #include "session.h"
 
 namespace distca::ops {
+
+// Returns an operator of schemas.cpp. F is the type of its kernel. Calls go through the dispatcher,
+// so that modes (fake tensors, selective checkpointing, torch.compile) see them.
+template <typename F>
+auto operator_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
+}
 
 // Returns core attention's inputs with rows contiguous. Throws a ValueError that names the
 // argument, its value and the allowed values. Local: no rank communicates.

@@ -1,4 +1,3 @@
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
@@ -215,8 +214,6 @@ using SymbolicForward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
     double, c10::string_view, c10::SymInt, c10::SymInt, int64_t);
 
-// Calls the operators through the dispatcher, so that modes (fake tensors, selective checkpointing,
-// torch.compile) see them.
 class CoreAttention : public torch::autograd::Function<CoreAttention> {
  public:
   static variable_list forward(AutogradContext* ctx, const Variable& q, const Variable& k,
@@ -225,9 +222,7 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
                                const c10::SymInt& num_kept_queries,
                                const c10::SymInt& num_kept_keys, int64_t caller) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("distca::core_attention", "")
-                               .typed<SymbolicForward>();
+    static const auto op = operator_of<SymbolicForward>("distca::core_attention");
     auto [out, lse, kept] =
         op.call(q, k, v, layout, rows, softmax_scale, c10::string_view(group_name),
                 num_kept_queries, num_kept_keys, caller);
@@ -242,9 +237,8 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const std::string group_name = ctx->saved_data["group_name"].toStringRef();
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("distca::core_attention_backward", "")
-                               .typed<decltype(core_attention_backward)>();
+    static const auto op =
+        operator_of<decltype(core_attention_backward)>("distca::core_attention_backward");
     auto [dq, dk, dv] =
         op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
                 ctx->saved_data["softmax_scale"].toDouble(), c10::string_view(group_name),
@@ -263,21 +257,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention_autograd(
   return {results[0], results[1], results[2]};
 }
 
+void bind(torch::Library& m) {
+  m.impl("core_attention", core_attention);
+  m.impl("core_attention_backward", core_attention_backward);
+  m.impl("exchange", exchange);
+}
+
 }  // namespace
 }  // namespace distca::ops
 
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  m.impl("core_attention", distca::ops::core_attention);
-  m.impl("core_attention_backward", distca::ops::core_attention_backward);
-  m.impl("exchange", distca::ops::exchange);
+  distca::ops::bind(m);
 }
 
 // Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
 // dispatcher's.
 TORCH_LIBRARY_IMPL(distca, CUDA, m) {
-  m.impl("core_attention", distca::ops::core_attention);
-  m.impl("core_attention_backward", distca::ops::core_attention_backward);
-  m.impl("exchange", distca::ops::exchange);
+  distca::ops::bind(m);
 }
 
 TORCH_LIBRARY_IMPL(distca, Autograd, m) {
