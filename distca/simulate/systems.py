@@ -277,12 +277,14 @@ SYSTEMS = (
 
 def systems_for(scenario: Scenario, names: list[str] | None = None) -> list[System]:
     """Those that exist for the scenario; raises ValueError for a name that does not."""
-    known = [system.name for system in SYSTEMS]
+    all_names = [system.name for system in SYSTEMS]
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"system is {name!r}; expected some of {', '.join(known)}")
+        if name not in all_names:
+            raise ValueError(f"system is {name!r}; expected some of {', '.join(all_names)}")
     has_servers = scenario.pp == 1 and scenario.groups >= round(1 / scenario.server_share)
     skipped = () if has_servers else ("dedicated", "dedicated-ping-pong")
     if scenario.pp == 1:
         skipped += ("ticks", "ticks-ping-pong")
-    return [each for each in SYSTEMS if each.name in (names or known) and each.name not in skipped]
+    return [
+        each for each in SYSTEMS if each.name in (names or all_names) and each.name not in skipped
+    ]
