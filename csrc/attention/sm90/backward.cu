@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                              shared,
                              warpgroup - 1,
                              static_cast<int>(threadIdx.x % 128) / 32,
-                             static_cast<int>(threadIdx.x % 32),
+                             in_register(threadIdx.x % 32),
                              arguments.softmax_scale * kLog2E};
     keys.run();
   }

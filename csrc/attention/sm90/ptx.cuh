@@ -25,6 +25,19 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// True in one thread of a warp whose threads are all here.
+__device__ __forceinline__ bool elect_thread() {
+  uint32_t is_elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(is_elected));
+  return is_elected != 0;
+}
+
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -227,6 +240,13 @@ template <int kSize>
 __device__ __forceinline__ void pin(uint32_t (&registers)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+// Returns `value` in a register of its own, so that the compiler does not compute it again at each
+// use.
+__device__ __forceinline__ int in_register(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
 
 #define DISTCA_ACCUMULATORS_64                             \

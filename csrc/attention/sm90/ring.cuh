@@ -9,7 +9,7 @@ constexpr uint32_t kBarrierBytes = 8;
 // Counts one arrival for the calling warp, once all of its threads are here.
 __device__ __forceinline__ void arrive_as_warp(uint32_t barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  if (elect_thread()) barrier_arrive(barrier);
 }
 
 // Barriers of stages that are used in turn, one barrier per stage. Use i, counted from 0, is of
