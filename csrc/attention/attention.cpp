@@ -82,12 +82,15 @@ void check_gradient(const at::Tensor& grad_out, const Saved& saved, const at::Te
   check_saved(saved, q);
 }
 
-PlannedWords planned_words(const Backend& backend, const TaskList& list) {
-  try {
-    return backend.plan_words(list.tasks, list.mask);
-  } catch (const std::length_error& error) {
-    TORCH_CHECK_VALUE(false, "layout: ", error.what());
+void check_words(const Backend& backend, const TaskList& list, const TaskWords& words) {
+  const WordCounts counts = backend.count_words(list.tasks);
+  bool are_equal = words.host == counts.host && words.device.numel() == counts.num_device;
+  if (are_equal && words.device.is_cpu()) {
+    const std::vector<int32_t> planned = backend.plan_words(list.tasks, list.mask).device;
+    are_equal = std::equal(planned.begin(), planned.end(), words.device.const_data_ptr<int32_t>());
   }
+  TORCH_CHECK_VALUE(are_equal, "layout: the words of back end ", backend.name,
+                    " do not match the layout's tasks; create both with distca.plan");
 }
 
 // Returns whether the tasks of these lists read every key row.
@@ -130,15 +133,11 @@ void check_words(const TaskList& list) {
     });
     TORCH_CHECK_VALUE(backend != all.end(), "layout: words of an unknown back end, ", words.backend,
                       "; create the layout with distca.plan in this process");
-    if (backend->check_words) backend->check_words(list, words);
-    if (!words.device.is_cpu()) continue;
-    const PlannedWords expected = planned_words(*backend, list);
-    const auto* device = words.device.const_data_ptr<int32_t>();
-    TORCH_CHECK_VALUE(
-        words.host == expected.host && std::equal(expected.device.begin(), expected.device.end(),
-                                                  device, device + words.device.numel()),
-        "layout: the words of back end ", backend->name,
-        " do not match the layout's tasks; create both with distca.plan");
+    try {
+      check_words(*backend, list, words);
+    } catch (const std::length_error& error) {
+      TORCH_CHECK_VALUE(false, "layout: ", error.what());
+    }
   }
 }
 

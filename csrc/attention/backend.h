@@ -8,6 +8,12 @@
 
 namespace distca::attention {
 
+// What a list's tasks alone say of its words: those on the host, and the number of the others.
+struct WordCounts {
+  std::vector<int64_t> host;
+  int64_t num_device = 0;
+};
+
 // One implementation of core attention. It has a folder of its own and one entry in the table in
 // backends.cpp. attention.cpp checks rows and tasks before it calls these functions. All tensors
 // are on q's device.
@@ -32,10 +38,10 @@ struct Backend {
   // Null: PyTorch's operators.
   void (*row_dots)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) = nullptr;
 
-  // Plans the words that it reads for a list. check_words throws ValueError if they would make it
-  // read outside them or the list. Null: it reads no words.
+  // Plans the words that it reads for a list, and counts them, which a layout is checked with.
+  // Null: it reads no words.
   PlannedWords (*plan_words)(const std::vector<PlacedTask>& tasks, const Mask& mask) = nullptr;
-  void (*check_words)(const TaskList& list, const TaskWords& words) = nullptr;
+  WordCounts (*count_words)(const std::vector<PlacedTask>& tasks) = nullptr;
 };
 
 // row_dots of the back ends on CUDA.

@@ -12,52 +12,50 @@ namespace distca::attention::aten {
 namespace {
 
 // Walks a wave's sequences: each is the wave's next task, or has no queries or no keys.
-void check_wave(const std::vector<PlacedTask>& tasks, const Waves& waves, const VarlenWave& wave,
-                const int32_t* cu_seqlens, std::vector<int>& times_seen) {
-  const int32_t* cu_q = cu_seqlens;
-  const int32_t* cu_k = cu_seqlens + wave.num_sequences + 1;
+void check_wave(const Wave& wave) {
+  const std::vector<int32_t>&cu_q = wave.cu_seqlens_q, &cu_k = wave.cu_seqlens_k;
+  ASSERT_EQ(cu_q.size(), cu_k.size());
   ASSERT_EQ(cu_q[0], 0);
   ASSERT_EQ(cu_k[0], 0);
-  int64_t next = wave.first_task;
-  for (int64_t i = 0; i < wave.num_sequences; ++i) {
+  size_t next = 0;
+  for (size_t i = 0; i + 1 < cu_q.size(); ++i) {
     const int64_t num_q = cu_q[i + 1] - cu_q[i];
     const int64_t num_k = cu_k[i + 1] - cu_k[i];
     ASSERT_GE(num_q, 0);
     ASSERT_GE(num_k, 0);
     ASSERT_LE(num_k, wave.max_k);
     const bool is_task = [&] {
-      if (next == wave.last_task) return false;
-      const PlacedTask& task = tasks[waves.order[next]];
+      if (next == wave.tasks.size()) return false;
+      const PlacedTask& task = wave.tasks[next];
       return task.q_row == cu_q[i] && task.num_q_rows == num_q && task.k_row == cu_k[i] &&
              task.num_k_rows == num_k;
     }();
     if (is_task) {
       ASSERT_LE(num_q, wave.max_q);
-      ++times_seen[waves.order[next++]];
+      ++next;
     } else {
       ASSERT_TRUE(num_q == 0 || num_k == 0);
     }
   }
-  ASSERT_EQ(next, wave.last_task);
+  ASSERT_EQ(next, wave.tasks.size());
 }
 
 // Every task with queries is one sequence of one wave.
-void check(const std::vector<PlacedTask>& tasks) {
-  const Waves waves = make_waves(tasks);
-  std::vector<int> times_seen(tasks.size());
-  size_t offset = 0;
-  int64_t num_ordered = 0;
-  for (const VarlenWave& wave : waves.waves) {
-    ASSERT_EQ(wave.first_task, num_ordered);
-    check_wave(tasks, waves, wave, waves.cu_seqlens.data() + offset, times_seen);
+void check(std::vector<PlacedTask> tasks) {
+  std::vector<PlacedTask> in_waves;
+  for (const Wave& wave : make_waves(tasks)) {
+    check_wave(wave);
     if (::testing::Test::HasFatalFailure()) return;
-    num_ordered = wave.last_task;
-    offset += 2 * (wave.num_sequences + 1);
+    in_waves.insert(in_waves.end(), wave.tasks.begin(), wave.tasks.end());
   }
-  ASSERT_EQ(offset, waves.cu_seqlens.size());
-  for (size_t i = 0; i < tasks.size(); ++i) ASSERT_EQ(times_seen[i], tasks[i].num_q_rows > 0);
-  const std::vector<int64_t> words = host_words(waves);
-  ASSERT_EQ(host_words(read_waves(words, static_cast<int64_t>(tasks.size()))), words);
+  std::erase_if(tasks, [](const PlacedTask& task) { return task.num_q_rows == 0; });
+  std::ranges::sort(tasks, {}, &PlacedTask::q_row);  // distinct where there are queries
+  std::ranges::sort(in_waves, {}, &PlacedTask::q_row);
+  ASSERT_EQ(tasks.size(), in_waves.size());
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    ASSERT_EQ(tasks[i].q_row, in_waves[i].q_row);
+    ASSERT_EQ(tasks[i].k_row, in_waves[i].k_row);
+  }
 }
 
 TEST(Waves, NoTasksNoWaves) {
@@ -65,21 +63,26 @@ TEST(Waves, NoTasksNoWaves) {
 }
 
 TEST(Waves, TasksThatTileRowsNeedNoFillers) {
-  const Waves waves = make_waves({{0, 5, 0, 5, 0}, {5, 3, 5, 3, 0}});
-  EXPECT_EQ(waves.cu_seqlens, (std::vector<int32_t>{0, 5, 8, 0, 5, 8}));
+  const std::vector<Wave> waves = make_waves({{0, 5, 0, 5, 0}, {5, 3, 5, 3, 0}});
+  ASSERT_EQ(waves.size(), 1u);
+  EXPECT_EQ(waves[0].cu_seqlens_q, (std::vector<int32_t>{0, 5, 8}));
+  EXPECT_EQ(waves[0].cu_seqlens_k, (std::vector<int32_t>{0, 5, 8}));
 }
 
 TEST(Waves, SharedKeysTakeAnotherWave) {
-  const Waves waves = make_waves({{5, 3, 0, 8, 5}, {0, 5, 0, 5, 0}});
-  ASSERT_EQ(waves.waves.size(), 2u);
-  EXPECT_EQ(waves.order, (std::vector<int64_t>{1, 0}));
-  EXPECT_EQ(waves.cu_seqlens, (std::vector<int32_t>{0, 5, 0, 5, 0, 5, 8, 0, 0, 8}));
+  const std::vector<Wave> waves = make_waves({{5, 3, 0, 8, 5}, {0, 5, 0, 5, 0}});
+  ASSERT_EQ(waves.size(), 2u);
+  EXPECT_EQ(waves[0].cu_seqlens_q, (std::vector<int32_t>{0, 5}));
+  EXPECT_EQ(waves[0].cu_seqlens_k, (std::vector<int32_t>{0, 5}));
+  EXPECT_EQ(waves[1].cu_seqlens_q, (std::vector<int32_t>{0, 5, 8}));
+  EXPECT_EQ(waves[1].cu_seqlens_k, (std::vector<int32_t>{0, 0, 8}));
+  EXPECT_EQ(waves[1].max_q, 3);  // of the task, not of the rows before it
 }
 
 TEST(Waves, LongKeyGapsAreCut) {
-  const Waves waves = make_waves({{2, 1, 100000, 4, 3}});
-  EXPECT_EQ(waves.waves[0].max_k, 4096);
-  EXPECT_EQ(waves.waves[0].num_sequences, 1 + 25 + 1);
+  const Wave wave = make_waves({{2, 1, 100000, 4, 3}})[0];
+  EXPECT_EQ(wave.max_k, 4096);
+  EXPECT_EQ(wave.cu_seqlens_q.size(), 1 + 25 + 1 + 1u);
 }
 
 TEST(Waves, RowsPastInt32AreRefused) {
@@ -104,21 +107,6 @@ TEST(Waves, RandomTasks) {
     check(tasks);
     if (HasFatalFailure()) return;
   }
-}
-
-TEST(Waves, WordsPastTheirEndsAreRefused) {
-  const std::vector<PlacedTask> tasks = {{0, 10, 0, 20, 10}, {10, 5, 0, 5, 0}};
-  const std::vector<int64_t> words = host_words(make_waves(tasks));
-  ASSERT_EQ(words.size(), 13u);  // two waves, two tasks in order
-  for (const size_t at : {0, 1, 4, 5, 11}) {
-    for (const int64_t value : {int64_t{-1}, int64_t{1} << 40}) {
-      std::vector<int64_t> wrong = words;
-      wrong[at] = value;
-      EXPECT_THROW(read_waves(wrong, 2), std::invalid_argument) << at << " " << value;
-    }
-  }
-  EXPECT_THROW(read_waves({}, 2), std::invalid_argument);
-  EXPECT_THROW(read_waves({words.begin(), words.end() - 2}, 2), std::invalid_argument);
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <stdexcept>
 
 #include "waves.h"
 
@@ -64,30 +63,29 @@ std::vector<Range> merged(std::vector<Range> ranges) {
 
 std::vector<Call> calls_of(const TaskList& list) {
   check_tasks(list.tasks, list.mask);
-  const TaskWords& words = words_of(list, kName);
-  const Waves waves = read_waves(words.host, static_cast<int64_t>(list.tasks.size()));
+  at::Tensor offsets = words_of(list, kName).device;
+  const auto take = [&](const std::vector<int32_t>& cu_seqlens) {
+    const auto count = static_cast<int64_t>(cu_seqlens.size());
+    const at::Tensor taken = offsets.slice(0, 0, count);
+    offsets = offsets.slice(0, count);
+    return taken;
+  };
   std::vector<Call> calls;
-  int64_t offset = 0;
-  for (const VarlenWave& wave : waves.waves) {
-    const int64_t count = wave.num_sequences + 1;
-    Call call{.cu_seqlens_q = words.device.narrow(0, offset, count),
-              .cu_seqlens_k = words.device.narrow(0, offset + count, count),
+  for (const Wave& wave : make_waves(list.tasks)) {
+    Call call{.cu_seqlens_q = take(wave.cu_seqlens_q),
+              .cu_seqlens_k = take(wave.cu_seqlens_k),
               // At 1 ATen takes every sequence, fillers included, to have exactly one query.
               .max_q = std::max<int64_t>(wave.max_q, 2),
               .max_k = wave.max_k,
-              .is_causal = list.mask.window_right == 0};
+              .is_causal = list.mask.window_right == 0,
+              .keys = {key_rows(wave.tasks.front()).begin, key_rows(wave.tasks.back()).end}};
     if (list.mask.window_left >= 0) {
       call.window_left = list.mask.window_left;
       call.window_right = list.mask.window_right;
     }
-    const auto task = [&](int64_t i) -> const PlacedTask& { return list.tasks[waves.order[i]]; };
-    for (int64_t i = wave.first_task; i < wave.last_task; ++i) {
-      call.queries.push_back(query_rows(task(i)));
-    }
+    for (const PlacedTask& task : wave.tasks) call.queries.push_back(query_rows(task));
     call.queries = merged(std::move(call.queries));
-    call.keys = {key_rows(task(wave.first_task)).begin, key_rows(task(wave.last_task - 1)).end};
     calls.push_back(std::move(call));
-    offset += 2 * count;
   }
   return calls;
 }
@@ -172,21 +170,19 @@ void backward(const BackwardRows& rows, const Params& params) {
   copy_rows(dv_sum.sum(), rows.dv, keys);
 }
 
+// No words on the host: waves follow from the tasks.
 PlannedWords plan_words(const std::vector<PlacedTask>& tasks, const Mask&) {
-  Waves waves = make_waves(tasks);
-  return {.host = host_words(waves), .device = std::move(waves.cu_seqlens)};
+  PlannedWords words;
+  for (const Wave& wave : make_waves(tasks)) {
+    for (const auto& cu_seqlens : {wave.cu_seqlens_q, wave.cu_seqlens_k}) {
+      words.device.insert(words.device.end(), cu_seqlens.begin(), cu_seqlens.end());
+    }
+  }
+  return words;
 }
 
-void check_words(const TaskList& list, const TaskWords& words) {
-  int64_t num_offsets = 0;
-  try {
-    const Waves waves = read_waves(words.host, static_cast<int64_t>(list.tasks.size()));
-    for (const VarlenWave& wave : waves.waves) num_offsets += 2 * (wave.num_sequences + 1);
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, "layout: ", error.what());
-  }
-  TORCH_CHECK_VALUE(words.device.numel() == num_offsets, "layout: ", words.device.numel(),
-                    " cu_seqlens do not match the waves, which have ", num_offsets);
+WordCounts count_words(const std::vector<PlacedTask>& tasks) {
+  return {.num_device = static_cast<int64_t>(plan_words(tasks, {}).device.size())};
 }
 
 }  // namespace
@@ -204,7 +200,7 @@ Backend backend() {
           .backward = backward,
           .row_dots = row_dots_cuda,
           .plan_words = plan_words,
-          .check_words = check_words};
+          .count_words = count_words};
 }
 
 }  // namespace distca::attention::aten

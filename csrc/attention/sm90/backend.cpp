@@ -45,20 +45,22 @@ RowTensor row_tensor(const at::Tensor& tensor, const at::Tensor& like) {
 
 // Host words: the counts of key blocks and runs, which do not depend on the height of tiles, then
 // the count of tiles of each height. Device words: tiles and key blocks of each height.
-constexpr int64_t kNumHeights = std::size(kTileRows);
 constexpr int64_t kItemWords = 8;
 static_assert(sizeof(QueryTile) == kItemWords * sizeof(int32_t));
 static_assert(sizeof(KeyBlock) == kItemWords * sizeof(int32_t));
 
-std::vector<int64_t> host_words(const std::vector<PlacedTask>& tasks) {
+WordCounts count_words(const std::vector<PlacedTask>& tasks) {
   const KeyCounts keys = count_keys(tasks);
-  std::vector<int64_t> words = {keys.blocks, keys.runs};
-  for (const int32_t tile_rows : kTileRows) words.push_back(count_tiles(tasks, tile_rows));
+  WordCounts words{.host = {keys.blocks, keys.runs}};
+  for (const int32_t tile_rows : kTileRows) {
+    words.host.push_back(count_tiles(tasks, tile_rows));
+    words.num_device += kItemWords * (words.host.back() + keys.blocks);
+  }
   return words;
 }
 
 PlannedWords plan_words(const std::vector<PlacedTask>& tasks, const Mask& mask) {
-  PlannedWords words{.host = host_words(tasks)};
+  PlannedWords words{.host = count_words(tasks).host};
   const auto append = [&](const auto& item) {
     const auto item_words = std::bit_cast<std::array<int32_t, kItemWords>>(item);
     words.device.insert(words.device.end(), item_words.begin(), item_words.end());
@@ -69,17 +71,6 @@ PlannedWords plan_words(const std::vector<PlacedTask>& tasks, const Mask& mask) 
     for (const KeyBlock& block : lists.blocks) append(block);
   }
   return words;
-}
-
-void check_words(const TaskList& list, const TaskWords& words) {
-  TORCH_CHECK_VALUE(words.host == host_words(list.tasks), "layout: its counts of tiles, ",
-                    at::IntArrayRef(words.host), ", are not those of its tasks, ",
-                    at::IntArrayRef(host_words(list.tasks)));
-  int64_t num_items = kNumHeights * words.host[0];
-  for (int64_t i = 0; i < kNumHeights; ++i) num_items += words.host[2 + i];
-  TORCH_CHECK_VALUE(words.device.numel() == kItemWords * num_items,
-                    "layout: ", words.device.numel(), " words of tiles; expected ",
-                    kItemWords * num_items);
 }
 
 DeviceTiles tiles_of(const TaskList& list, int32_t tile_rows) {
@@ -195,7 +186,7 @@ Backend backend() {
           .backward = backward,
           .row_dots = row_dots_cuda,
           .plan_words = plan_words,
-          .check_words = check_words};
+          .count_words = count_words};
 }
 
 }  // namespace distca::attention::sm90
