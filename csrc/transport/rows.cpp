@@ -1,94 +1,65 @@
 #include "rows.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/Parallel.h>
-
-#include <cstring>
-#include <utility>
-#include <vector>
+#include <ATen/ops/repeat_interleave.h>
 
 #include "transport.h"
 
+// On the CPU these are PyTorch's operators, which take the rows of an index in order.
 namespace distca::transport {
 namespace {
 
-constexpr int64_t kCopyGrainRows = 64;
-
-void copy_rows_cpu(const RowCopy& copy) {
-  at::parallel_for(0, copy.num_rows(), kCopyGrainRows, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t row = copy.index ? copy.index[i] : i;
-      const auto [from, to] =
-          copy.indexed == Indexed::kSource ? std::pair(row, i) : std::pair(i, row);
-      std::memcpy(copy.dst.data + to * copy.dst.stride_bytes,
-                  copy.src.data + from * copy.src.stride_bytes, copy.src.row_bytes);
-    }
-  });
+bool is_identity(const at::Tensor& index) {
+  return !index.defined() || index.numel() == 0;
 }
 
-template <typename scalar_t>
-void reduce_rows_cpu(const RowReduction& reduction) {
-  using acc_t = at::opmath_type<scalar_t>;
-  const int64_t num_columns = reduction.dst.row_bytes / sizeof(scalar_t);
-  at::parallel_for(0, reduction.num_rows, kCopyGrainRows, [&](int64_t first, int64_t last) {
-    std::vector<acc_t> sum(num_columns);
-    for (int64_t i = first; i < last; ++i) {
-      auto* dst = reinterpret_cast<scalar_t*>(reduction.dst.data +
-                                              reduction.row[i] * reduction.dst.stride_bytes);
-      for (int64_t c = 0; c < num_columns; ++c) sum[c] = static_cast<acc_t>(dst[c]);
-      for (int32_t j = reduction.begin[i]; j < reduction.begin[i + 1]; ++j) {
-        const auto* src = reinterpret_cast<const scalar_t*>(
-            reduction.src.data + reduction.slot[j] * reduction.src.stride_bytes);
-        for (int64_t c = 0; c < num_columns; ++c) sum[c] += static_cast<acc_t>(src[c]);
-      }
-      for (int64_t c = 0; c < num_columns; ++c) dst[c] = static_cast<scalar_t>(sum[c]);
-    }
-  });
+void write_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
+  dst.index_copy_(0, index.to(at::kLong), src);
 }
 
 }  // namespace
 
-Seals seals_of(const at::Tensor& records, const Seal& seal, Sealing sealing) {
-  if (seal.host == nullptr) return {};
-  const RowView view = row_view(records);
-  return {sealing, view.data + view.row_bytes - kSealBytes, view.num_rows, view.row_bytes, seal};
-}
-
-void check_seals([[maybe_unused]] const Seals& seals) {
+void make_seals([[maybe_unused]] const at::Tensor& records, [[maybe_unused]] const Seal& seal) {
 #ifdef DISTCA_WITH_CUDA
-  if (seals.num_rows > 0) check_seals_cuda(seals);
+  if (seal.host != nullptr && records.numel() > 0) make_seals_cuda(row_view(records), seal);
 #endif
 }
 
-void copy_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-               Indexed indexed, [[maybe_unused]] const Seals& seals) {
-  if ((indexed == Indexed::kSource ? dst : src).numel() == 0) return;
-  const bool has_index = index.defined() && index.numel() > 0;
-  const RowCopy copy{row_view(src), row_view(dst),
-                     has_index ? index.const_data_ptr<int32_t>() : nullptr, indexed};
-  TORCH_INTERNAL_ASSERT(copy.src.row_bytes == copy.dst.row_bytes, "rows of ", copy.src.row_bytes,
-                        " bytes copied to rows of ", copy.dst.row_bytes);
+void check_seals([[maybe_unused]] const at::Tensor& records, [[maybe_unused]] const Seal& seal) {
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return copy_rows_cuda(copy, seals);
+  if (seal.host != nullptr && records.numel() > 0) check_seals_cuda(row_view(records), seal);
 #endif
-  copy_rows_cpu(copy);
+}
+
+void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                 [[maybe_unused]] const uint32_t* spoiled) {
+  if (dst.numel() == 0) return;
+#ifdef DISTCA_WITH_CUDA
+  if (dst.is_cuda()) return gather_rows_cuda(src, index, dst, spoiled);
+#endif
+  dst.copy_(is_identity(index) ? src : src.index_select(0, index));
+}
+
+void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                  [[maybe_unused]] const uint32_t* spoiled) {
+  if (src.numel() == 0) return;
+#ifdef DISTCA_WITH_CUDA
+  if (dst.is_cuda()) return scatter_rows_cuda(src, index, dst, spoiled);
+#endif
+  is_identity(index) ? void(dst.copy_(src)) : write_rows(src, index, dst);
 }
 
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
-                 [[maybe_unused]] const Seals& seals) {
-  if (reduction.row.numel() == 0 || dst.numel() == 0) return;
-  const RowReduction plain{row_view(src),
-                           row_view(dst),
-                           reduction.row.numel(),
-                           reduction.row.const_data_ptr<int32_t>(),
-                           reduction.begin.const_data_ptr<int32_t>(),
-                           reduction.slot.const_data_ptr<int32_t>()};
+                 [[maybe_unused]] const uint32_t* spoiled) {
+  const auto& [row, begin, slot] = reduction;
+  if (row.numel() == 0 || dst.numel() == 0) return;
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return reduce_rows_cuda(plain, dst.scalar_type(), seals);
+  if (dst.is_cuda()) return reduce_rows_cuda(src, reduction, dst, spoiled);
 #endif
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dst.scalar_type(), "reduce_rows",
-                                  [&] { reduce_rows_cpu<scalar_t>(plain); });
+  const auto real = at::toOpMathType(dst.scalar_type());
+  at::Tensor sum = dst.index_select(0, row).to(real);
+  sum.index_add_(0, at::repeat_interleave(begin.diff()), src.index_select(0, slot).to(real));
+  write_rows(sum.to(dst.scalar_type()), row, dst);
 }
 
 void keep(const Routes& routes, const Inputs& visiting, const Inputs& kept) {

@@ -8,10 +8,6 @@
 
 namespace distca::transport {
 
-// Whole-row copies by index. Tensors are [rows, ...] whose rows are contiguous in memory (any row
-// stride); index tensors are int32 on the same device. `index` undefined or empty means row i is
-// row i. Rows of src and dst have the same bytes.
-
 // Identifies a call and the sender beside each row that travels where the device compares it: the
 // host does not wait for the rows, so it cannot.
 struct Seal {
@@ -22,41 +18,23 @@ struct Seal {
 };
 constexpr int64_t kSealBytes = 16;
 
-// The seals of records, one at the end of each, that are to be made or compared. A record is a row
-// of bytes. If any seal differs, the functions below write NaN from then on: what was computed from
-// these rows must not be used.
-enum class Sealing { kNone, kMake, kCheck };
-struct Seals {
-  Sealing sealing = Sealing::kNone;
-  char* data = nullptr;
-  int64_t num_rows = 0;
-  int64_t stride_bytes = 0;
-  Seal seal;  // of this call
-};
+// Write, or compare, the seal at the end of each record, if the call has one. `records`: uint8
+// [rows, row_bytes], contiguous.
+void make_seals(const at::Tensor& records, const Seal& seal);
+void check_seals(const at::Tensor& records, const Seal& seal);
 
-// `records`: uint8 [rows, row_bytes], contiguous.
-Seals seals_of(const at::Tensor& records, const Seal& seal, Sealing sealing);
+// Whole-row copies by index. Tensors are [rows, ...] whose rows are contiguous in memory (any row
+// stride); index tensors are int32 on the same device. `index` undefined or empty means row i is
+// row i. Rows of src and dst have the same bytes. Rows become NaN if `spoiled` (see Seal) is set:
+// what was computed from rows of another call must not be used.
 
-// Compares the seals of received rows.
-void check_seals(const Seals& seals);
+// dst[i] = src[index[i]] for every row i of dst.
+void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                 const uint32_t* spoiled = nullptr);
 
-// The side of a copy that its index is on.
-enum class Indexed { kSource, kDestination };
-void copy_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-               Indexed indexed, const Seals& seals);
-
-// dst[i] = src[index[i]] for every row i of dst. Also makes `seals`.
-inline void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                        const Seals& seals = {}) {
-  copy_rows(src, index, dst, Indexed::kSource, seals);
-}
-
-// dst[index[i]] = src[i] for every row i of src; indices are distinct. Also makes `seals`, or
-// compares them: rows whose seal differs become NaN.
-inline void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                         const Seals& seals = {}) {
-  copy_rows(src, index, dst, Indexed::kDestination, seals);
-}
+// dst[index[i]] = src[i] for every row i of src; indices are distinct.
+void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                  const uint32_t* spoiled = nullptr);
 
 // Which received slots add up to which home row: row[i] gets slots slot[begin[i]..begin[i + 1]).
 struct Reduction {
@@ -66,10 +44,9 @@ struct Reduction {
 };
 
 // dst[row[i]] += sum of src[slot] in slot order, accumulated in float (double for float64) and
-// rounded once: deterministic, no atomics. A sum becomes NaN if the seal of one of its rows
-// differs.
+// rounded once: deterministic, no atomics.
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
-                 const Seals& seals = {});
+                 const uint32_t* spoiled = nullptr);
 
 // Returns the tensor's sizes for another number of rows.
 inline std::vector<int64_t> sizes_with(const at::Tensor& tensor, int64_t num_rows) {
@@ -100,28 +77,15 @@ inline RowView row_view(const at::Tensor& tensor) {
           expected * element};
 }
 
-struct RowCopy {
-  RowView src;
-  RowView dst;
-  const int32_t* index;  // null: row i is row i
-  Indexed indexed;
-
-  int64_t num_rows() const { return indexed == Indexed::kSource ? dst.num_rows : src.num_rows; }
-};
-
-struct RowReduction {
-  RowView src;
-  RowView dst;
-  int64_t num_rows;
-  const int32_t* row;
-  const int32_t* begin;
-  const int32_t* slot;
-};
-
 #ifdef DISTCA_WITH_CUDA
-void check_seals_cuda(const Seals& seals);
-void copy_rows_cuda(const RowCopy& copy, const Seals& seals);
-void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype, const Seals& seals);
+void make_seals_cuda(const RowView& records, const Seal& seal);
+void check_seals_cuda(const RowView& records, const Seal& seal);
+void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                      const uint32_t* spoiled);
+void scatter_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                       const uint32_t* spoiled);
+void reduce_rows_cuda(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
+                      const uint32_t* spoiled);
 
 // Lets a communication kernel that was just launched on its own stream take its multiprocessors
 // before kernels of the current stream take all of them; it would wait for those to finish.

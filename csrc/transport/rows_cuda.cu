@@ -31,18 +31,41 @@ __device__ __forceinline__ void report(const Seal& own, const uint4& found) {
   words[static_cast<int>(HostWord::kMismatch)] = 1;
 }
 
-// Returns whether a row's seal is of another call, and reports it.
-__device__ __forceinline__ bool is_broken(const Seals& seals, int64_t row) {
-  const uint4 found = *reinterpret_cast<const uint4*>(seals.data + row * seals.stride_bytes);
-  if (found.x == seals.seal.tag) return false;
-  report(seals.seal, found);
-  return true;
+__device__ __forceinline__ uint4* seal_of(const RowView& records, int64_t row) {
+  return reinterpret_cast<uint4*>(records.data + row * records.stride_bytes + records.row_bytes -
+                                  kSealBytes);
 }
 
-__device__ __forceinline__ void make_seal(const Seals& seals, int64_t row) {
-  *reinterpret_cast<uint4*>(seals.data + row * seals.stride_bytes) =
-      make_uint4(seals.seal.tag, seals.seal.rank, 0, 0);
+__global__ void make_seals_kernel(RowView records, Seal seal) {
+  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (row < records.num_rows) *seal_of(records, row) = make_uint4(seal.tag, seal.rank, 0, 0);
 }
+
+__global__ void check_seals_kernel(RowView records, Seal seal) {
+  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (row >= records.num_rows) return;
+  const uint4 found = *seal_of(records, row);
+  if (found.x != seal.tag) report(seal, found);
+}
+
+// Rows as kernels see them.
+struct RowCopy {
+  RowView src;
+  RowView dst;
+  const int32_t* index;  // null: row i is row i
+  int64_t num_rows;
+  const uint32_t* spoiled;
+};
+
+struct RowReduction {
+  RowView src;
+  RowView dst;
+  int64_t num_rows;
+  const int32_t* row;
+  const int32_t* begin;
+  const int32_t* slot;
+  const uint32_t* spoiled;
+};
 
 template <typename Word>
 __device__ __forceinline__ Word nan_word() {
@@ -51,24 +74,12 @@ __device__ __forceinline__ Word nan_word() {
   return word;
 }
 
-__global__ void check_seals_kernel(Seals seals) {
-  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (row < seals.num_rows) is_broken(seals, row);
-}
-
 // One block copies whole rows; the index is on the source (gather) or the destination (scatter).
-template <typename Word, bool kIndexSource, Sealing kSealing>
-__global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_per_row,
-                                 Seals seals) {
-  constexpr bool kAreInputs = kIndexSource;  // this rank's own, so never spoiled
-  const bool is_spoiled = kSealing != Sealing::kNone && !kAreInputs && *seals.seal.spoiled != 0;
-  for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x;
-       kSealing == Sealing::kMake && i < seals.num_rows; i += gridDim.x * blockDim.x) {
-    make_seal(seals, i);
-  }
-  for (int64_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
+template <typename Word, bool kIndexSource>
+__global__ void copy_rows_kernel(RowCopy copy, int64_t words_per_row) {
+  const bool is_nan = copy.spoiled != nullptr && *copy.spoiled != 0;
+  for (int64_t i = blockIdx.x; i < copy.num_rows; i += gridDim.x) {
     const int64_t indexed = copy.index ? copy.index[i] : i;
-    const bool is_nan = is_spoiled || (kSealing == Sealing::kCheck && is_broken(seals, i));
     const auto* src = reinterpret_cast<const Word*>(copy.src.data + (kIndexSource ? indexed : i) *
                                                                         copy.src.stride_bytes);
     auto* dst = reinterpret_cast<Word*>(copy.dst.data +
@@ -80,18 +91,14 @@ __global__ void copy_rows_kernel(RowCopy copy, int64_t num_rows, int64_t words_p
 }
 
 template <typename scalar_t>
-__global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns, Seals seals) {
+__global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns) {
   using acc_t = at::opmath_type<scalar_t>;
-  const bool is_spoiled = seals.data != nullptr && *seals.seal.spoiled != 0;
+  const bool is_nan = reduction.spoiled != nullptr && *reduction.spoiled != 0;
   for (int64_t i = blockIdx.x; i < reduction.num_rows; i += gridDim.x) {
     auto* dst = reinterpret_cast<scalar_t*>(reduction.dst.data +
                                             reduction.row[i] * reduction.dst.stride_bytes);
     const int32_t first = reduction.begin[i];
     const int32_t last = reduction.begin[i + 1];
-    bool is_nan = is_spoiled;
-    for (int32_t j = first; seals.data != nullptr && j < last; ++j) {
-      is_nan |= is_broken(seals, reduction.slot[j]);
-    }
     for (int64_t c = threadIdx.x; c < num_columns; c += blockDim.x) {
       acc_t sum = is_nan ? static_cast<acc_t>(NAN) : static_cast<acc_t>(dst[c]);
       for (int32_t j = first; j < last; ++j) {
@@ -115,52 +122,69 @@ int num_blocks(int64_t num_rows) {
   return static_cast<int>(std::min(num_rows, kMaxBlocks));
 }
 
-template <typename Word, bool kIndexSource, Sealing kSealing>
-void launch_copy(const RowCopy& copy, const Seals& seals) {
-  const int64_t num_rows = copy.num_rows();
+template <typename Word, bool kIndexSource>
+void launch_copy(const RowCopy& copy) {
   const int64_t words = copy.src.row_bytes / static_cast<int64_t>(sizeof(Word));
   const int threads = words >= kThreads ? kThreads : static_cast<int>((words + 31) / 32 * 32);
-  copy_rows_kernel<Word, kIndexSource, kSealing>
-      <<<num_blocks(num_rows), threads, 0, at::cuda::getCurrentCUDAStream()>>>(copy, num_rows,
-                                                                               words, seals);
+  copy_rows_kernel<Word, kIndexSource>
+      <<<num_blocks(copy.num_rows), threads, 0, at::cuda::getCurrentCUDAStream()>>>(copy, words);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template <bool kIndexSource, Sealing kSealing>
-void copy_rows(const RowCopy& copy, const Seals& seals) {
-  if (is_aligned(copy, 16)) return launch_copy<uint4, kIndexSource, kSealing>(copy, seals);
-  if (is_aligned(copy, 4)) return launch_copy<uint32_t, kIndexSource, kSealing>(copy, seals);
-  launch_copy<uint8_t, kIndexSource, kSealing>(copy, seals);
+template <bool kIndexSource>
+void copy_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+               const uint32_t* spoiled) {
+  const bool has_index = index.defined() && index.numel() > 0;
+  const RowCopy copy{row_view(src), row_view(dst),
+                     has_index ? index.const_data_ptr<int32_t>() : nullptr,
+                     (kIndexSource ? dst : src).size(0), spoiled};
+  TORCH_INTERNAL_ASSERT(copy.src.row_bytes == copy.dst.row_bytes, "rows of ", copy.src.row_bytes,
+                        " bytes copied to rows of ", copy.dst.row_bytes);
+  if (is_aligned(copy, 16)) return launch_copy<uint4, kIndexSource>(copy);
+  if (is_aligned(copy, 4)) return launch_copy<uint32_t, kIndexSource>(copy);
+  launch_copy<uint8_t, kIndexSource>(copy);
+}
+
+void launch_seals(void (*kernel)(RowView, Seal), const RowView& records, const Seal& seal) {
+  const auto blocks = static_cast<unsigned>((records.num_rows + kThreads - 1) / kThreads);
+  kernel<<<blocks, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(records, seal);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace
 
-void check_seals_cuda(const Seals& seals) {
-  const auto blocks = static_cast<unsigned>((seals.num_rows + kThreads - 1) / kThreads);
-  check_seals_kernel<<<blocks, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(seals);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+void make_seals_cuda(const RowView& records, const Seal& seal) {
+  launch_seals(make_seals_kernel, records, seal);
 }
 
-void copy_rows_cuda(const RowCopy& copy, const Seals& seals) {
-  const bool gathers = copy.indexed == Indexed::kSource;
-  switch (seals.sealing) {
-    case Sealing::kNone:
-      return gathers ? copy_rows<true, Sealing::kNone>(copy, seals)
-                     : copy_rows<false, Sealing::kNone>(copy, seals);
-    case Sealing::kMake:
-      return gathers ? copy_rows<true, Sealing::kMake>(copy, seals)
-                     : copy_rows<false, Sealing::kMake>(copy, seals);
-    case Sealing::kCheck:
-      return copy_rows<false, Sealing::kCheck>(copy, seals);
-  }
+void check_seals_cuda(const RowView& records, const Seal& seal) {
+  launch_seals(check_seals_kernel, records, seal);
 }
 
-void reduce_rows_cuda(const RowReduction& reduction, at::ScalarType dtype, const Seals& seals) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dtype, "reduce_rows", [&] {
-    const int64_t num_columns = reduction.dst.row_bytes / static_cast<int64_t>(sizeof(scalar_t));
+void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                      const uint32_t* spoiled) {
+  copy_rows<true>(src, index, dst, spoiled);
+}
+
+void scatter_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                       const uint32_t* spoiled) {
+  copy_rows<false>(src, index, dst, spoiled);
+}
+
+void reduce_rows_cuda(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
+                      const uint32_t* spoiled) {
+  const RowReduction plain{row_view(src),
+                           row_view(dst),
+                           reduction.row.numel(),
+                           reduction.row.const_data_ptr<int32_t>(),
+                           reduction.begin.const_data_ptr<int32_t>(),
+                           reduction.slot.const_data_ptr<int32_t>(),
+                           spoiled};
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dst.scalar_type(), "reduce_rows", [&] {
+    const int64_t num_columns = plain.dst.row_bytes / static_cast<int64_t>(sizeof(scalar_t));
     reduce_rows_kernel<scalar_t>
-        <<<num_blocks(reduction.num_rows), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
-            reduction, num_columns, seals);
+        <<<num_blocks(plain.num_rows), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
+            plain, num_columns);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }

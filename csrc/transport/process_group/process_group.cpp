@@ -60,10 +60,8 @@ Tensors parts_of(const at::Tensor& records, const Load& load) {
 RowBatch pack_home(const Load& load, const Seal& seal) {
   RowBatch batch = new_batch(load, load.route.counts, seal);
   const Tensors parts = parts_of(batch.sent, load);
-  for (size_t idx = 0; idx < parts.size(); ++idx) {
-    const bool is_first = idx == 0;  // one seal per record
-    gather_rows(load.tensors[idx], load.route.home_row, parts[idx],
-                is_first ? seals_of(batch.sent, seal, Sealing::kMake) : Seals{});
+  for (size_t i = 0; i < parts.size(); ++i) {
+    gather_rows(load.tensors[i], load.route.home_row, parts[i]);
   }
   return batch;
 }
@@ -71,18 +69,11 @@ RowBatch pack_home(const Load& load, const Seal& seal) {
 RowBatch pack_visiting(const Load& load, const Seal& seal) {
   RowBatch batch = new_batch(load, {load.route.counts.recv, load.route.counts.send}, seal);
   const Tensors parts = parts_of(batch.sent, load);
-  for (size_t idx = 0; idx < parts.size(); ++idx) {
-    scatter_rows(load.tensors[idx], load.route.slot, parts[idx],
-                 seals_of(batch.sent, seal, Sealing::kMake));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    scatter_rows(load.tensors[i], load.route.slot, parts[i], seal.spoiled);
   }
   return batch;
 }
-
-// A load's received rows, by tensor, and their seals.
-struct Arrival {
-  Tensors parts;
-  Seals seals;
-};
 
 class ProcessGroupTransport : public Transport {
  public:
@@ -154,12 +145,11 @@ class SlotTrip : public RoundTrip {
   }
 
   Visiting arrive() override {
-    const std::vector<Arrival> arrivals = in_visiting_order();
-    for (const Arrival& arrival : arrivals) check_seals(arrival.seals);
+    const std::vector<Tensors> arrivals = in_visiting_order();
     Visiting visiting;
-    if (!cargo_.with_queries.empty()) visiting.with_queries = arrivals.front().parts;
-    const Tensors& keys = arrivals.back().parts;
-    visiting.inputs = whole({arrivals[arrivals.size() - 2].parts[0], keys[0], keys[1]});
+    if (!cargo_.with_queries.empty()) visiting.with_queries = arrivals.front();
+    const Tensors& keys = arrivals.back();
+    visiting.inputs = whole({arrivals[arrivals.size() - 2][0], keys[0], keys[1]});
     visiting.query_results = rows_like(cargo_.query_results, routes_.queries.num_visiting);
     visiting.key_results = rows_like(cargo_.key_results, routes_.keys.num_visiting);
     loads_.clear();
@@ -171,13 +161,13 @@ class SlotTrip : public RoundTrip {
   void combine() override { send(kCombine, pack_visiting); }
 
   void collect() override {
-    const std::vector<Arrival> arrivals = receive();
+    const std::vector<Tensors> arrivals = receive();
     for (size_t i = 0; i < cargo_.query_results.size(); ++i) {
-      scatter_rows(arrivals[0].parts[i], routes_.queries.home_row, cargo_.query_results[i],
-                   arrivals[0].seals);
+      scatter_rows(arrivals[0][i], routes_.queries.home_row, cargo_.query_results[i],
+                   seal_.spoiled);
     }
     for (size_t i = 0; i < cargo_.key_results.size(); ++i) {
-      reduce_rows(arrivals[1].parts[i], routes_.key_sums, cargo_.key_results[i], arrivals[1].seals);
+      reduce_rows(arrivals[1][i], routes_.key_sums, cargo_.key_results[i], seal_.spoiled);
     }
   }
 
@@ -191,18 +181,20 @@ class SlotTrip : public RoundTrip {
 
   void send(const char* phase, RowBatch (*pack)(const Load& load, const Seal& seal)) {
     seal_ = transport_.seal(where_, cargo_.inputs.q.device());
-    for (const Load& load : loads_) batches_.push_back(pack(load, seal_));
+    for (const Load& load : loads_) {
+      batches_.push_back(pack(load, seal_));
+      make_seals(batches_.back().sent, seal_);
+    }
     pending_ = transport_.start(batches_, where_.in(phase));
   }
 
-  // Returns the rows that came for each load, by slot.
-  std::vector<Arrival> receive() {
+  // Returns the rows that came for each load, by tensor and slot.
+  std::vector<Tensors> receive() {
     transport_.wait(pending_, batches_[0].sent.device());
-    std::vector<Arrival> arrivals;
+    std::vector<Tensors> arrivals;
     for (size_t i = 0; i < loads_.size(); ++i) {
-      const at::Tensor& received = batches_[i].received;
-      arrivals.push_back(
-          {parts_of(received, loads_[i]), seals_of(received, seal_, Sealing::kCheck)});
+      check_seals(batches_[i].received, seal_);
+      arrivals.push_back(parts_of(batches_[i].received, loads_[i]));
     }
     pending_ = {};
     batches_.clear();
@@ -210,12 +202,12 @@ class SlotTrip : public RoundTrip {
   }
 
   // Copies only if slots are in another order.
-  std::vector<Arrival> in_visiting_order() {
-    std::vector<Arrival> arrivals = receive();
+  std::vector<Tensors> in_visiting_order() {
+    std::vector<Tensors> arrivals = receive();
     for (size_t i = 0; i < arrivals.size(); ++i) {
       const at::Tensor& slot = loads_[i].route.slot;
       if (slot.numel() == 0) continue;
-      for (at::Tensor& part : arrivals[i].parts) {
+      for (at::Tensor& part : arrivals[i]) {
         const at::Tensor ordered = at::empty(part.sizes(), part.options());
         gather_rows(part, slot, ordered);
         part = ordered;
