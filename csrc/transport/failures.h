@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
@@ -18,12 +17,6 @@
 #include "where.h"
 
 namespace distca::transport {
-
-// Ranks make different calls at one point, or wait in different calls. The message names the ranks
-// and their calls; all ranks quote it.
-class CallMismatch : public std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 inline constexpr const char* kSameCalls =
     ". All ranks of a group must make the same attention calls and plans in the same order";

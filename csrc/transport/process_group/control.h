@@ -35,8 +35,6 @@ class Patience {
   auto guard(const Where& where, F&& communicate) {
     try {
       return communicate();
-    } catch (const CallMismatch& mismatch) {
-      fail_together(where, mismatch.what());
     } catch (const std::exception& error) {
       fail(where, message_of(error));
     }
@@ -58,6 +56,9 @@ class Patience {
   // Makes the current stream of a device wait for an exchange on it.
   void wait_on_stream(const Pending& pending);
 
+  // Throws a DistBackendError that says how the ranks' calls differ. All ranks quote it.
+  [[noreturn]] void fail_together(const Where& where, const std::string& mismatch);
+
   // Sets whether training waits for the thread that waits here. If not, the wait keeps no rank from
   // going on, and cannot be part of a deadlock.
   void set_awaited(bool is_awaited) { is_awaited_ = is_awaited; }
@@ -67,7 +68,6 @@ class Patience {
 
  private:
   [[noreturn]] void fail(const Where& where, const std::string& error);
-  [[noreturn]] void fail_together(const Where& where, const std::string& mismatch);
   void check_stopped(const Where& where) const;
   void wait_in_slices(c10d::Work& work, Wait wait);
 
@@ -91,6 +91,9 @@ class ControlPlane {
   std::vector<std::string> gather(std::string_view own, const Where& where,
                                   const std::string& activity);
 
+  // Collective: returns every rank's `own`, uint8 [num_ranks, bytes]. All have the same length.
+  at::Tensor exchange(std::string_view own, const Where& where, const std::string& activity);
+
   // Collective: returns every rank's `tensor`, [num_ranks, ...]. All have the same shape.
   at::Tensor all_gather(const at::Tensor& tensor, const Where& where, const std::string& activity);
 
@@ -101,8 +104,6 @@ class ControlPlane {
   void set_awaited(bool is_awaited) { patience_->set_awaited(is_awaited); }
 
  private:
-  at::Tensor exchange(std::string_view own, const Where& where, const std::string& activity);
-
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Patience> patience_;
 };

@@ -1,10 +1,14 @@
 #include <ATen/ops/empty.h>
 
+#include <cstring>
+#include <map>
 #include <numeric>
+#include <string>
 #include <utility>
 
+#include "../registry.h"
 #include "core/rows.h"
-#include "exchange.h"
+#include "stream_waits.h"
 
 namespace distca::transport {
 namespace {
@@ -27,6 +31,13 @@ Tensors rows_like(const Tensors& tensors, int64_t num_rows) {
 struct Load {
   Tensors tensors;
   const Route& route;
+};
+
+// Rows of one size that all ranks of a group exchange, ordered by peer.
+struct RowBatch {
+  at::Tensor sent;      // uint8 [sum(counts.send), row_bytes], contiguous
+  at::Tensor received;  // uint8 [sum(counts.recv), row_bytes], complete when the works are
+  RowCounts counts;
 };
 
 int64_t row_bytes(const at::Tensor& tensor) {
@@ -75,9 +86,43 @@ RowBatch pack_visiting(const Load& load, const Seal& seal) {
   return batch;
 }
 
+// Starts an exchange. On a device, a stream has to wait for it.
+Works exchange(c10d::ProcessGroup& group, const std::vector<RowBatch>& batches) {
+  const c10::DeviceType device = batches[0].sent.device().type();
+  const bool coalesces = group.getBackend(device)->supportsCoalescing();
+  Works works;
+  // One launch for all batches: a second one would queue behind the attention kernels.
+  if (coalesces) group.startCoalescing(device);
+  for (const auto& [sent, received, counts] : batches) {
+    at::Tensor input = sent, output = received;
+    std::vector<int64_t> send = counts.send, recv = counts.recv;
+    works.push_back(group.alltoall_base(output, input, recv, send));
+  }
+  if (coalesces) works = {group.endCoalescing(device)};
+  return works;
+}
+
+// Describes how the ranks' places, WhereWords by rank, differ; empty if all are equal.
+std::string difference_of(const at::Tensor& places) {
+  std::map<WhereWords, std::vector<int64_t>> ranks_by_place;
+  for (int64_t rank = 0; rank < places.size(0); ++rank) {
+    WhereWords words;
+    std::memcpy(words.data(), places[rank].const_data_ptr(), sizeof(words));
+    ranks_by_place[words].push_back(rank);
+  }
+  if (ranks_by_place.size() == 1) return "";
+  RanksByPlace described;
+  for (const auto& [words, ranks] : ranks_by_place) {
+    described.push_back({describe(where_of(words)), ranks});
+  }
+  return describe_places(std::move(described), "is in", "are in") +
+         ", and rows of one call would have served another" + kSameCalls;
+}
+
 class ProcessGroupTransport : public Transport {
  public:
-  explicit ProcessGroupTransport(const Opening& opening) : opening_(opening) {}
+  explicit ProcessGroupTransport(const Opening& opening)
+      : opening_(opening), calls_(opening.group, opening.patience) {}
 
   std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
 
@@ -92,19 +137,18 @@ class ProcessGroupTransport : public Transport {
   // Every rank must start exchanges in the same order.
   Pending start(const std::vector<RowBatch>& batches, const Where& where) {
     Patience& patience = *opening_.patience;
-    c10d::ProcessGroup& group = *opening_.group;
+    const auto launch = [&] { return exchange(*opening_.group, batches); };
 #ifdef DISTCA_WITH_CUDA
     const c10::Device device = batches[0].sent.device();
     if (!device.is_cpu()) {
       streams_of(device).check();
-      Pending pending =
-          patience.start(where, "", [&] { return exchange_on_device(group, batches); });
+      Pending pending = patience.start(where, "", launch);
       hold_current_stream();
       return pending;
     }
 #endif
-    return patience.start(where, describe(where),
-                          [&] { return exchange_on_host(group, batches, where); });
+    compare_calls(where);
+    return patience.start(where, describe(where), launch);
   }
 
   // On the CPU the host waits for rows; on a device the current stream does.
@@ -120,7 +164,17 @@ class ProcessGroupTransport : public Transport {
   }
 
  private:
+  // Throws on every rank, before a row is sent, unless all make the same call. gloo matches
+  // messages by their order alone: if sizes differ, it returns stale memory or aborts.
+  void compare_calls(const Where& where) {
+    const WhereWords own = words_of(where);
+    const std::string difference = difference_of(calls_.exchange(
+        {reinterpret_cast<const char*>(own.data()), sizeof(own)}, where, describe(where)));
+    if (!difference.empty()) opening_.patience->fail_together(where, difference);
+  }
+
   Opening opening_;
+  ControlPlane calls_;
 #ifdef DISTCA_WITH_CUDA
   StreamWaits& streams_of(const c10::Device& device) {
     if (!streams_) streams_ = std::make_unique<StreamWaits>(opening_, device);

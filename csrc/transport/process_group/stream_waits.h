@@ -1,34 +1,13 @@
 #pragma once
 
+#ifdef DISTCA_WITH_CUDA
 #include <ATen/core/Tensor.h>
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <vector>
-
 #include "../registry.h"
-#ifdef DISTCA_WITH_CUDA
 #include "../watchdog.h"
-#endif
 
 namespace distca::transport {
 
-// Rows of one size that all ranks of a group exchange, ordered by peer.
-struct RowBatch {
-  at::Tensor sent;      // uint8 [sum(counts.send), row_bytes], contiguous
-  at::Tensor received;  // uint8 [sum(counts.recv), row_bytes], complete when the works are
-  RowCounts counts;
-};
-
-// Starts an exchange between hosts. First all ranks compare their calls, because gloo matches
-// messages by their order alone: if sizes differ, it returns stale memory or aborts. If calls
-// differ, the work fails with CallMismatch on every rank, and no row is sent.
-Works exchange_on_host(c10d::ProcessGroup& group, std::vector<RowBatch> batches,
-                       const Where& where);
-
-// Starts an exchange between devices, which a stream has to wait for.
-Works exchange_on_device(c10d::ProcessGroup& group, const std::vector<RowBatch>& batches);
-
-#ifdef DISTCA_WITH_CUDA
 // Watches the streams of a device that wait for exchanges of a process group. Aborting the group's
 // communicator releases them. Until then the watchdog does not use the CUDA driver: see HostWords.
 class StreamWaits {
@@ -57,6 +36,6 @@ class StreamWaits {
   cudaStream_t marks_ = nullptr;
   Watchdog watchdog_;
 };
-#endif
 
 }  // namespace distca::transport
+#endif

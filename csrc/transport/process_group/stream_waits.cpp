@@ -1,0 +1,40 @@
+#ifdef DISTCA_WITH_CUDA
+#include "stream_waits.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+namespace distca::transport {
+
+StreamWaits::StreamWaits(const Opening& opening, c10::Device device)
+    : spoiled_(at::zeros({1}, at::TensorOptions(device).dtype(at::kInt))),
+      rank_(static_cast<uint32_t>(opening.failures->rank())),
+      device_(device),
+      watchdog_(
+          words_, [group = opening.group, device] { group->getBackend(device.type())->abort(); },
+          opening.failures, opening.timeout_s) {
+  const c10::cuda::CUDAGuard guard(device);
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&marks_, cudaStreamNonBlocking));
+  c10::cuda::getCurrentCUDAStream().synchronize();  // other streams read `spoiled_`, too
+}
+
+StreamWaits::~StreamWaits() {
+  C10_CUDA_CHECK_WARN(cudaStreamDestroy(marks_));
+}
+
+void StreamWaits::add(const Pending& pending) {
+  const uint32_t number = ++num_waits_;
+  watchdog_.note(number, pending.wait, pending.wait.where.phase);
+  words_.write(HostWord::kStarted, number);
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(marks_, device_.index()));
+  for (const auto& work : pending.works) work->wait();
+  write_on_stream(words_.on_device() + static_cast<int>(HostWord::kFinished), number, marks_);
+}
+
+Seal StreamWaits::seal(const Where& where) {
+  return {tag_of(where), rank_, words_.on_device(), static_cast<uint32_t*>(spoiled_.data_ptr())};
+}
+
+}  // namespace distca::transport
+#endif
