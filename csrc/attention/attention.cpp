@@ -99,16 +99,8 @@ bool read_all_keys(int64_t num_rows, std::initializer_list<const TaskList*> list
   for (const TaskList* list : lists) {
     for (const PlacedTask& task : list->tasks) keys.push_back(key_rows(task));
   }
-  const auto by_begin = [](Range a, Range b) { return a.begin < b.begin; };
-  if (!std::is_sorted(keys.begin(), keys.end(), by_begin)) {
-    std::sort(keys.begin(), keys.end(), by_begin);
-  }
-  int64_t end = 0;
-  for (const Range& range : keys) {
-    if (range.begin > end) return false;
-    end = std::max(end, range.end);
-  }
-  return end >= num_rows;
+  keys = joined(std::move(keys));
+  return num_rows == 0 || (keys.size() == 1 && keys[0].begin == 0 && keys[0].end == num_rows);
 }
 
 }  // namespace

@@ -46,21 +46,6 @@ struct Call {
   Range keys;                  // from the first to the last row that its tasks read
 };
 
-// Returns the ranges in order, with touching ones joined.
-std::vector<Range> merged(std::vector<Range> ranges) {
-  std::sort(ranges.begin(), ranges.end(), [](Range a, Range b) { return a.begin < b.begin; });
-  std::vector<Range> all;
-  for (const Range range : ranges) {
-    if (num_rows(range) == 0) continue;
-    if (all.empty() || all.back().end < range.begin) {
-      all.push_back(range);
-    } else {
-      all.back().end = std::max(all.back().end, range.end);
-    }
-  }
-  return all;
-}
-
 std::vector<Call> calls_of(const TaskList& list) {
   check_tasks(list.tasks, list.mask);
   at::Tensor offsets = words_of(list, kName).device;
@@ -84,7 +69,7 @@ std::vector<Call> calls_of(const TaskList& list) {
       call.window_right = list.mask.window_right;
     }
     for (const PlacedTask& task : wave.tasks) call.queries.push_back(query_rows(task));
-    call.queries = merged(std::move(call.queries));
+    call.queries = joined(std::move(call.queries));
     calls.push_back(std::move(call));
   }
   return calls;
@@ -141,7 +126,7 @@ void backward(const BackwardRows& rows, const Params& params) {
   const std::vector<Call> calls = calls_of(rows.tasks);
   std::vector<Range> keys;
   for (const PlacedTask& task : rows.tasks.tasks) keys.push_back(key_rows(task));
-  keys = merged(std::move(keys));
+  keys = joined(std::move(keys));
   if (calls.empty()) {  // no task has queries
     for (const Range range : keys) {
       rows.dk.slice(0, range.begin, range.end).zero_();

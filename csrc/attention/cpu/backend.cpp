@@ -18,33 +18,25 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kMaxScores = 1 << 18;  // of a tile: 1 MB in float32 stays in cache
 constexpr int64_t kMinTileRows = 32, kMaxTileRows = 128;  // for products, against hidden keys
 
-// Tasks whose key rows overlap, directly or through one another, for some kv heads. Different units
-// share no row of dk and dv, so that each sums its own in a fixed order.
-struct Unit {
-  std::vector<PlacedTask> tasks;
-  Range keys;
+// Tasks that share keys, for some kv heads. Different units share no row of dk and dv, so that each
+// sums its own in a fixed order.
+struct Unit : TaskRun {
   Range kv_heads;
   int64_t num_kv_heads;  // of all units
 };
 
 // Short tasks run with all heads at once, to save calls; others head by head, for all threads.
-std::vector<Unit> units_of(std::vector<PlacedTask> tasks, int64_t num_heads, int64_t num_kv_heads) {
-  std::sort(tasks.begin(), tasks.end(), [](const PlacedTask& a, const PlacedTask& b) {
-    return std::tie(a.k_row, a.q_row) < std::tie(b.k_row, b.q_row);
-  });
+std::vector<Unit> units_of(const std::vector<PlacedTask>& tasks, int64_t num_heads,
+                           int64_t num_kv_heads) {
   std::vector<Unit> units;
-  for (size_t i = 0; i < tasks.size();) {
-    Unit unit{.keys = key_rows(tasks[i]), .num_kv_heads = num_kv_heads};
+  for (const TaskRun& run : runs_of(tasks)) {
     int64_t num_scores = 0;
-    for (; i < tasks.size() && (unit.tasks.empty() || tasks[i].k_row < unit.keys.end); ++i) {
-      unit.tasks.push_back(tasks[i]);
-      unit.keys.end = std::max(unit.keys.end, key_rows(tasks[i]).end);
-      num_scores += num_heads * tasks[i].num_q_rows * tasks[i].num_k_rows;
+    for (const PlacedTask& task : run.tasks) {
+      num_scores += num_heads * task.num_q_rows * task.num_k_rows;
     }
     const int64_t num_at_once = num_scores <= kMaxScores ? num_kv_heads : 1;
     for (int64_t head = 0; head < num_kv_heads; head += num_at_once) {
-      unit.kv_heads = {head, head + num_at_once};
-      units.push_back(unit);
+      units.push_back({run, {head, head + num_at_once}, num_kv_heads});
     }
   }
   return units;

@@ -49,24 +49,13 @@ void add_tiles(const PlacedTask& task, const Mask& mask, int32_t tile_rows, Run&
   }
 }
 
-std::vector<Run> make_runs(std::vector<PlacedTask> tasks, const Mask& mask, int32_t tile_rows) {
-  std::sort(tasks.begin(), tasks.end(), [](const PlacedTask& a, const PlacedTask& b) {
-    return std::tie(a.k_row, a.q_row) < std::tie(b.k_row, b.q_row);
-  });
-  std::vector<Run> runs, without_keys;
-  for (const PlacedTask& task : tasks) {
-    const Range keys = key_rows(task);
-    if (task.num_k_rows == 0) {
-      if (task.num_q_rows == 0) continue;
-      without_keys.push_back({keys});
-      add_tiles(task, mask, tile_rows, without_keys.back());
-      continue;
-    }
-    if (runs.empty() || runs.back().keys.end <= keys.begin) runs.push_back({keys});
-    runs.back().keys.end = std::max(runs.back().keys.end, keys.end);
-    add_tiles(task, mask, tile_rows, runs.back());
+std::vector<Run> make_runs(const std::vector<PlacedTask>& tasks, const Mask& mask,
+                           int32_t tile_rows) {
+  std::vector<Run> runs;
+  for (const TaskRun& of : runs_of(tasks)) {
+    Run& run = runs.emplace_back(of.keys);
+    for (const PlacedTask& task : of.tasks) add_tiles(task, mask, tile_rows, run);
   }
-  runs.insert(runs.end(), without_keys.begin(), without_keys.end());
   // Runs of no rows may start where another does: in order of their queries then.
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) {
     return std::tie(b.longest, a.keys.begin) < std::tie(a.longest, b.keys.begin);
@@ -166,24 +155,9 @@ int64_t count_tiles(const std::vector<PlacedTask>& tasks, int32_t tile_rows) {
 
 KeyCounts count_keys(const std::vector<PlacedTask>& tasks) {
   KeyCounts counts;
-  std::vector<Range> keys;
-  for (const PlacedTask& task : tasks) {
-    if (task.num_k_rows > 0) {
-      keys.push_back(key_rows(task));
-    } else if (task.num_q_rows > 0) {
-      ++counts.runs;
-    }
-  }
-  const auto by_begin = [](const Range& a, const Range& b) { return a.begin < b.begin; };
-  if (!std::is_sorted(keys.begin(), keys.end(), by_begin)) {
-    std::sort(keys.begin(), keys.end(), by_begin);
-  }
-  for (size_t i = 0; i < keys.size();) {
-    Range run = keys[i++];
-    for (; i < keys.size() && keys[i].begin < run.end; ++i)
-      run.end = std::max(run.end, keys[i].end);
+  for (const TaskRun& run : runs_of(tasks)) {
     ++counts.runs;
-    counts.blocks += ceil_div(num_rows(run), kKeyBlockRows);
+    counts.blocks += ceil_div(num_rows(run.keys), kKeyBlockRows);
   }
   return counts;
 }
