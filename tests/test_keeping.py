@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.planning.cost import AttentionShape
+from distca.planning.plan import tasks_of
 
 ops = torch.ops.distca
 CASES = {
@@ -215,11 +216,15 @@ def test_tasks_of_one_document_are_kept_alike():
     columns = torch.tensor(sorted(tasks))
     with pytest.raises(ValueError, match="a server keeps the inputs of all visiting tasks"):
         ops.plan_of_tasks(pieces, columns, 2, -1, 0)
-    columns[:, 4] = 1
-    with pytest.raises(ValueError, match="and of no home task"):
-        ops.plan_of_tasks(pieces, columns, 2, -1, 0)
     columns[:, 4] = torch.tensor([1, 1, 0])
-    assert ops.plan_of_tasks(pieces, columns, 2, -1, 0).numel() > 0
+    plan = ops.plan_of_tasks(pieces, columns, 2, -1, 0)
+    assert tasks_of(plan)[:, 4].tolist() == [1, 1, 0]
+    columns[:, 4] = 1  # also of the home task, which keeps nothing
+    assert torch.equal(ops.plan_of_tasks(pieces, columns, 2, -1, 0), plan)
+    columns[:, 4] = torch.tensor([1, 1, 0])
+    plan[-1] = 1
+    with pytest.raises(ValueError, match="and of no home task"):
+        ops.layout(pieces, plan, 0, 0, "cpu")
 
 
 def compile_keeping(rank, world_size):

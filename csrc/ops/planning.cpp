@@ -8,6 +8,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "layout_tensor.h"
@@ -150,14 +151,16 @@ at::Tensor encode_plan(const planner::Plan& plan) {
 }
 
 // Of `task_words` each; without the last nothing is kept.
-void append_tasks(std::span<const int64_t> words, int64_t task_words, planner::Plan& plan) {
-  plan.tasks.reserve(words.size() / task_words);
+std::vector<planner::Task> decode_tasks(std::span<const int64_t> words, int64_t task_words) {
+  std::vector<planner::Task> tasks;
+  tasks.reserve(words.size() / task_words);
   for (size_t i = 0; i < words.size(); i += task_words) {
     const int64_t is_kept = task_words == kTaskWords ? words[i + 4] : 0;
     TORCH_CHECK_VALUE(is_kept == 0 || is_kept == 1, "task ", i / task_words, ": is_kept is ",
                       is_kept, "; expected 0 or 1");
-    plan.tasks.push_back({words[i], words[i + 1], words[i + 2], words[i + 3], is_kept == 1});
+    tasks.push_back({words[i], words[i + 1], words[i + 2], words[i + 3], is_kept == 1});
   }
+  return tasks;
 }
 
 planner::Plan decode_plan(const at::Tensor& encoded, const planner::Pack& pack) {
@@ -171,7 +174,7 @@ planner::Plan decode_plan(const at::Tensor& encoded, const planner::Pack& pack) 
   plan.mask = {words[kWindowLeft], words[kWindowRight]};
   plan.digest = static_cast<uint64_t>(words[kDigest]);
   plan.loads.resize(pack.num_ranks);  // figures that a layout does not need
-  append_tasks(words.subspan(kPlanHeader, kTaskWords * words[kNumTasks]), kTaskWords, plan);
+  plan.tasks = decode_tasks(words.subspan(kPlanHeader, kTaskWords * words[kNumTasks]), kTaskWords);
   as_value_error([&] { planner::validate(plan, pack); });
   return plan;
 }
@@ -288,14 +291,11 @@ at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int6
       "tasks has shape ", tasks.sizes(), "; expected [num_tasks, ", kTaskWords - 1,
       "]: document, q_begin, q_end, server; or a column more: whether inputs are kept");
   const planner::Pack pack = decode_pack(pieces, num_ranks);
-  planner::Plan plan;
-  plan.num_ranks = num_ranks;
-  plan.mask = {window_left, window_right};
-  plan.loads.resize(num_ranks);  // figures that a layout does not need
-  append_tasks(words, tasks.size(1), plan);
-  plan.digest = planner::digest_of(pack, plan.mask, plan.tasks);
-  as_value_error([&] { planner::validate(plan, pack); });
-  return encode_plan(plan);
+  std::vector<planner::Task> decoded = decode_tasks(words, tasks.size(1));
+  return as_value_error([&] {
+    const Mask mask{window_left, window_right};
+    return encode_plan(planner::plan_of_tasks(pack, mask, std::move(decoded)));
+  });
 }
 
 std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Tensor& plan,

@@ -56,7 +56,7 @@ TORCH_LIBRARY(distca, m) {
 
   // Planning: pieces int64 [num_pieces, 4] (rank, document, start, length) of all ranks, in row
   // order within each rank, or 5 with the number of their first tokens that are context: keys
-  // without queries, which only a document's first piece has; bytes of a (query, key) row that
+  // without queries, the first positions of a document; bytes of a (query, key) row that
   // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
   // of which a server may keep kept_cap_bytes for the backward pass; servers float64 [num_ranks, 2]
   // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [3] (ranks
@@ -69,7 +69,7 @@ TORCH_LIBRARY(distca, m) {
       "-> (Tensor plan, Tensor loads)");
   // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server), or 5 with
   // whether the server keeps inputs, which is alike for all that it computes of a document away
-  // from home.
+  // from home, and ignored at home.
   m.def(
       "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
       "int window_right) -> Tensor plan");

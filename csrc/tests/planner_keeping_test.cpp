@@ -119,5 +119,18 @@ TEST(Keeping, TasksOfADocumentAreKeptAlike) {
   }
 }
 
+TEST(Keeping, PartsOfAKeptTaskThatComeHomeKeepNothing) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 10}, {1, 0, 10, 30}, {0, 0, 40, 20}};
+  const Pack pack = make_pack(pieces, 2);
+  const Mask mask{5, 0};
+  const Plan plan = plan_of_tasks(
+      pack, mask,
+      {{0, 10, 40, 0, true}, {0, 40, 45, 0, true}, {0, 45, 60, 0, true}, {0, 0, 10, 1}});
+  EXPECT_TRUE(plan.tasks[0].is_kept && plan.tasks[1].is_kept);
+  EXPECT_FALSE(plan.tasks[2].is_kept);
+  EXPECT_EQ(check_kept_alike(pack, plan), "");
+  EXPECT_REJECTED(plan_of_tasks(pack, mask, {{0, 0, 61, 0}}), "queries must be a part of [0, 60)");
+}
+
 }  // namespace
 }  // namespace distca::planner

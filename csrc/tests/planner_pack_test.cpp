@@ -5,6 +5,7 @@
 #include <string>
 
 #include "planner/model/pack.h"
+#include "planner/model/ranges.h"
 #include "random_steps.h"
 
 namespace distca::planner {
@@ -61,6 +62,22 @@ TEST(Pack, LeavesContextOutOfTheRowsOfQueries) {
   EXPECT_EQ(last.q_row + 1, 5);
 }
 
+TEST(Pack, HoldsContextInSeveralPieces) {
+  const std::vector<Piece> pieces = {{0, 7, 0, 4, 4}, {0, 3, 0, 2}, {0, 7, 9, 2},
+                                     {1, 7, 4, 2, 2}, {1, 7, 6, 3, 1}};
+  const Pack pack = make_pack(pieces, 2);
+  EXPECT_EQ(pack.num_context_rows, (std::vector<int64_t>{4, 3}));
+  ASSERT_EQ(pack.documents.size(), 2u);
+  EXPECT_EQ(pack.documents[0].first_query, 7);
+  const std::span<const Segment> segments = pack.segments_of(pack.documents[0]);
+  ASSERT_EQ(segments.size(), 3u);
+  EXPECT_EQ(num_rows(queries(segments[0], pack.documents[0])), 0);
+  EXPECT_EQ(segments[1].length, 5);  // joined from two
+  EXPECT_EQ(segments[1].q_row + 3, 0);
+  EXPECT_EQ(queries(segments[1], pack.documents[0]).begin, 7);
+  EXPECT_EQ(segments[2].q_row, 2);  // follows document 3's two
+}
+
 TEST(Pack, AcceptsNoTokensAtAll) {
   const Pack pack = make_pack({}, 4);
   EXPECT_EQ(pack.num_rows, std::vector<int64_t>(4, 0));
@@ -90,8 +107,12 @@ TEST(Pack, RejectsBadPieces) {
   EXPECT_REJECTED(make({{0, 4, 0, 5}, {1, 4, 4, 2}}),
                   "positions [4, 6) of rank 1 overlap positions [0, 5) of rank 0");
   EXPECT_REJECTED(make({{0, 4, 0, 5, -1}}), "rank 0 has -1 context rows in 5 from position 0");
-  EXPECT_REJECTED(make({{0, 4, 0, 5, 5}}), "expected 0 to 4");
-  EXPECT_REJECTED(make({{0, 4, 0, 5}, {1, 4, 5, 2, 1}}), "rank 1 has 1 context rows");
+  EXPECT_REJECTED(make({{0, 4, 0, 5, 6}}), "expected 0 to 5");
+  EXPECT_REJECTED(make({{0, 4, 0, 5, 5}}), "document 4: all 5 tokens are context rows");
+  EXPECT_REJECTED(make({{0, 4, 0, 5, 5}, {1, 4, 5, 2, 2}}), "all 7 tokens are context rows");
+  EXPECT_REJECTED(make({{0, 4, 0, 5}, {1, 4, 5, 2, 1}}),
+                  "positions [5, 7) of rank 1 have 1 context rows, but positions [0, 5)");
+  EXPECT_REJECTED(make({{0, 4, 0, 5, 3}, {1, 4, 5, 2, 2}}), "but positions [3, 5) have queries");
   EXPECT_REJECTED(make_pack({}, 0), "num_ranks is 0");
 }
 

@@ -189,6 +189,7 @@ inline std::vector<Load> count_loads(const Pack& pack, const PlanOptions& option
     for (const Segment& segment : pack.segments_of(document)) {
       const Range rows{std::max(segment.start, document.first_query),
                        segment.start + segment.length};
+      if (rows.begin >= rows.end) continue;
       loads[segment.rank].seconds_home += seconds(static_cast<int64_t>(i), rows, segment.rank);
     }
   }

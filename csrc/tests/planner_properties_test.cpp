@@ -44,8 +44,9 @@ std::vector<Task> home_tasks(const Pack& pack) {
   for (size_t i = 0; i < pack.documents.size(); ++i) {
     const int64_t first_query = pack.documents[i].first_query;
     for (const Segment& segment : pack.segments_of(pack.documents[i])) {
-      tasks.push_back({static_cast<int64_t>(i), std::max(segment.start, first_query),
-                       segment.start + segment.length, segment.rank});
+      const Range rows{std::max(segment.start, first_query), segment.start + segment.length};
+      if (rows.begin >= rows.end) continue;
+      tasks.push_back({static_cast<int64_t>(i), rows.begin, rows.end, segment.rank});
     }
   }
   std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <random>
 #include <string>
@@ -77,11 +78,17 @@ inline std::vector<Piece> shuffled_pieces(Random& random, const std::vector<int6
   return pieces;
 }
 
-// Context where documents begin, of some of them.
+// Context where documents begin, of some of them, in as many pieces as hold it.
 inline void draw_context(Random& random, std::vector<Piece>& pieces) {
+  std::map<int64_t, int64_t> lengths, first_queries;
+  for (const Piece& piece : pieces) lengths[piece.document] += piece.length;
+  for (const auto& [document, length] : lengths) {
+    const bool has_context = length >= 2 && draw(random, 0, 1) == 1;
+    first_queries[document] = has_context ? draw(random, 1, length - 1) : 0;
+  }
   for (Piece& piece : pieces) {
-    if (piece.start > 0 || piece.length < 2 || draw(random, 0, 1) == 0) continue;
-    piece.num_context = draw(random, 1, piece.length - 1);
+    piece.num_context =
+        std::clamp<int64_t>(first_queries[piece.document] - piece.start, 0, piece.length);
   }
 }
 

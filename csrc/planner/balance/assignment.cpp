@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "../model/ranges.h"
+
 namespace distca::planner {
 
 Assignment::Assignment(const Problem& problem, double limit, Budget& budget)
@@ -45,11 +47,13 @@ const RangeSet& Assignment::keys_on(int64_t receiver, int64_t document) {
   hold(received_of(receiver, document));
   if (has_lone_home(document)) return keys_;
   hold(own_of(receiver, document));
-  const int64_t first_query = problem_.document(document).first_query;
-  for (const Item& item : problem_.home_items(receiver, document)) {
-    const bool has_context = item.rows.begin == first_query;  // context comes first
-    keys_.insert({has_context ? 0 : item.rows.begin, item.rows.end});
-  }
+  for (const Item& item : problem_.home_items(receiver, document)) keys_.insert(item.rows);
+  const Range context{0, problem_.document(document).first_query};
+  for_each_segment(problem_.pack.segments_of(problem_.document(document)), context,
+                   [&](const Segment& segment, Range rows) {
+                     spend(1);
+                     if (segment.rank == receiver) keys_.insert(rows);
+                   });
   return keys_;
 }
 

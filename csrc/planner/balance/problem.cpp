@@ -10,13 +10,17 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
     : pack(pack),
       options(options),
       heuristics(heuristics),
-      items(pack.segments.size()),
       first(pack.num_ranks + 1, 0),
       home_seconds(pack.num_ranks, 0.0),
       home_traffic(pack, options),
       largest_first_(pack.num_ranks) {
-  for (const Segment& segment : pack.segments) ++first[segment.rank + 1];
+  for (const Document& document : pack.documents) {
+    for (const Segment& segment : pack.segments_of(document)) {
+      first[segment.rank + 1] += num_rows(queries(segment, document)) > 0;
+    }
+  }
   std::partial_sum(first.begin(), first.end(), first.begin());
+  items.resize(first.back());
   std::vector<int64_t> next(first.begin(), first.end() - 1);
   double pairs = 0;
   for (size_t i = 0; i < pack.documents.size(); ++i) {
@@ -25,6 +29,7 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
     pairs += static_cast<double>(num_pairs(options.mask, all, document.length));
     for (const Segment& segment : pack.segments_of(document)) {
       const Range rows = queries(segment, document);
+      if (num_rows(rows) == 0) continue;
       const double cost = seconds(static_cast<int64_t>(i), rows);
       items[next[segment.rank]++] = {static_cast<int64_t>(i), rows, cost};
       home_seconds[segment.rank] += cost;

@@ -22,8 +22,8 @@ inline bool is_larger(const Item& a, const Item& b) {
          std::tie(a.seconds, b.document, b.rows.begin);
 }
 
-// The balancing problem: items at home, where every segment is computed if nothing moves, and
-// scales by which slices of different sizes are compared.
+// The balancing problem: items at home, where every segment's queries are computed if nothing
+// moves, and scales by which slices of different sizes are compared.
 struct Problem {
   Problem(const Pack& pack, const PlanOptions& options, const Heuristics& heuristics = {});
 
@@ -44,7 +44,7 @@ struct Problem {
   const Pack& pack;
   const PlanOptions& options;
   const Heuristics heuristics;
-  std::vector<Item> items;           // at home, by rank, document, position
+  std::vector<Item> items;           // at home, by rank, document, position; none empty
   std::vector<int64_t> first;        // [num_ranks + 1] index into items
   std::vector<double> home_seconds;  // [num_ranks] at speed 1
   Traffic home_traffic;

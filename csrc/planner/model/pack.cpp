@@ -36,9 +36,8 @@ void check(const Piece& piece, const Pack& pack) {
   check(start >= 0 && length >= 0 && start <= kMost - length, document, "rank ", rank,
         " holds start ", start, ", length ", length,
         "; expected neither negative and a sum below 2^63");
-  const int64_t most = start > 0 ? 0 : std::max<int64_t>(0, length - 1);
-  check(0 <= num_context && num_context <= most, document, "rank ", rank, " has ", num_context,
-        " context rows in ", length, " from position ", start, "; expected 0 to ", most);
+  check(0 <= num_context && num_context <= length, document, "rank ", rank, " has ", num_context,
+        " context rows in ", length, " from position ", start, "; expected 0 to ", length);
   check(length <= kMost - pack.num_rows[rank], document, "rank ", rank, " would hold ",
         pack.num_rows[rank], " + ", length, " tokens; expected a sum below 2^63");
 }
@@ -69,8 +68,8 @@ std::vector<PlacedPiece> place(std::span<const Piece> pieces, Pack& pack) {
 // Adds a document, whose pieces have to continue one another without overlap or gap.
 void append(std::span<const PlacedPiece> pieces, Pack& pack) {
   const auto first_segment = static_cast<int64_t>(pack.segments.size());
-  Document document{pieces[0].document, 0, first_segment, 0, pieces[0].num_context};
-  for (const auto& [id, _, segment] : pieces) {
+  Document document{pieces[0].document, 0, first_segment, 0};
+  for (const auto& [id, num_context, segment] : pieces) {
     check(segment.start <= document.length, id, "no rank holds positions [", document.length, ", ",
           segment.start, ") before ", segment);
     if (document.num_segments == 0) {
@@ -80,14 +79,21 @@ void append(std::span<const PlacedPiece> pieces, Pack& pack) {
       Segment& last = pack.segments.back();
       check(segment.start == document.length, id, segment, " overlap ", last);
       if (last.rank == segment.rank && last.row + last.length == segment.row) {
+        last.q_row = segment.q_row - last.length;  // differs where `last` is context
         last.length += segment.length;
       } else {
         pack.segments.push_back(segment);
         ++document.num_segments;
       }
     }
+    check(num_context == 0 || document.first_query == segment.start, id, segment, " have ",
+          num_context, " context rows, but positions [", document.first_query, ", ", segment.start,
+          ") have queries; expected context in a document's first positions only");
+    document.first_query += num_context;
     document.length += segment.length;
   }
+  check(document.first_query < document.length, document.id, "all ", document.length,
+        " tokens are context rows; expected a query");
   pack.documents.push_back(document);
 }
 

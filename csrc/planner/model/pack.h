@@ -13,8 +13,8 @@ struct Piece {
   int64_t document;  // any id that is the same on every rank; ids need not be dense
   int64_t start;     // position of the piece's first token in its document
   int64_t length;    // tokens; 0 is allowed and ignored
-  // Its first tokens that are keys without queries, such as another call has computed. Only where
-  // a document begins, and fewer than the piece has tokens.
+  // Its first tokens that are context: keys without queries, such as another call has computed. A
+  // document's context is its first positions, in as many pieces as hold them, and not all of it.
   int64_t num_context = 0;
 };
 
@@ -25,7 +25,8 @@ struct Segment {
   int64_t length;  // tokens
   int64_t rank;    // home rank
   int64_t row;     // first of its rows of keys on the home rank
-  int64_t q_row;   // what would be the query row of its first token; may be negative
+  int64_t q_row;   // what would be the query row of its first token; may be negative; any number
+                   // where all tokens are context
 };
 
 struct Document {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <ostream>
 #include <tuple>
+#include <utility>
 
 #include "core/check.h"
 #include "ranges.h"
@@ -84,6 +85,18 @@ void check_keeping(const Plan& plan, const Pack& pack) {
 }
 
 }  // namespace
+
+Plan plan_of_tasks(const Pack& pack, const Mask& mask, std::vector<Task> tasks) {
+  validate(mask);
+  for (Task& task : tasks) {
+    check_range(task, pack);
+    task.is_kept = task.is_kept && !is_home(pack, mask, task);
+  }
+  Plan plan{pack.num_ranks, mask, std::move(tasks), std::vector<Load>(pack.num_ranks)};
+  plan.digest = digest_of(pack, mask, plan.tasks);
+  validate(plan, pack);
+  return plan;
+}
 
 void validate(const Plan& plan, const Pack& pack) {
   require(plan.num_ranks == pack.num_ranks, "plan: num_ranks is ", plan.num_ranks,

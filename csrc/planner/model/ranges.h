@@ -16,7 +16,8 @@ inline Range positions(const Segment& segment) {
 
 // Positions of its queries.
 inline Range queries(const Segment& segment, const Document& document) {
-  return {std::max(segment.start, document.first_query), segment.start + segment.length};
+  const Range held = positions(segment);
+  return {std::clamp(document.first_query, held.begin, held.end), held.end};
 }
 
 inline Range queries(const Task& task) {
