@@ -116,11 +116,13 @@ class PingPong(nn.Module):
         if not settings.is_checked:
             _check_parts(self, [(name, part) for name, part in self.named_modules() if name])
             settings.is_checked = True
+        session = sessions.find(group_of(documents))
+        sessions.halves_of(session)  # the first call is collective: before a rank can refuse alone
         row = settings.cut(documents)
         if not 0 <= row <= documents.num_tokens:
             most = documents.num_tokens
             error = ValueError(f"cut is {row} for {documents}; expected 0 to {most}")
-            sessions.find(group_of(documents)).announce(error)  # other ranks may not have it
+            session.announce(error)  # other ranks may not have it
             raise error
         rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
         turns = Turns(rows.device)
