@@ -105,6 +105,23 @@ def step_of(
     return Step(documents, *(tensor.to(device) for tensor in (x, cos, sin, grad)))
 
 
+def crossing_step_of(
+    rank: int, world_size: int, lengths: list[int], dtype: torch.dtype = torch.float64
+) -> Step:
+    """Return a rank's two runs of a pack of these documents."""
+    documents = distca.Documents.sharded(lengths, rank, world_size, runs=2)
+    pack = step_of(0, lengths, dtype)
+    rows = rows_of_runs(rank, world_size, sum(lengths))
+    return Step(documents, pack.x[rows], pack.cos[rows], pack.sin[rows], pack.grad[rows])
+
+
+def rows_of_runs(rank: int, world_size: int, num_tokens: int) -> Tensor:
+    """Return the rows of a pack that a rank holds in two runs."""
+    borders = [num_tokens * run // (2 * world_size) for run in range(2 * world_size + 1)]
+    runs = (torch.arange(borders[run], borders[run + 1]) for run in (rank, world_size + rank))
+    return torch.cat(list(runs))
+
+
 def block_of(kind=Block, windows=((-1, 0),), dtype: torch.dtype = torch.float64, **sizes) -> Block:
     torch.manual_seed(0)
     return kind(list(windows), **sizes).to(dtype)

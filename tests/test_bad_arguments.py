@@ -181,6 +181,19 @@ def test_sharded_documents_refuse(lengths, rank, world_size, name):
         distca.Documents.sharded(lengths, rank, world_size)
 
 
+@pytest.mark.parametrize("runs", [0, 3, None, 1.5])
+def test_numbers_of_runs_are_refused(runs):
+    with pytest.raises(ValueError, match=f"runs is {runs}; expected 1 or 2"):
+        distca.Documents.sharded([8], 0, 2, runs=runs)
+
+
+def test_two_runs_hold_as_many_tokens_as_one():
+    with pytest.raises(ValueError, match="2 rank.s. hold at most 2147483646 each"):
+        distca.Documents.sharded([2**32 - 2], 0, 2, runs=2)
+    full = distca.Documents.sharded([2**32 - 4], 1, 2, runs=2)
+    assert full.num_tokens == 2**31 - 2
+
+
 NOT_A_NUMBER, INFINITE = float("nan"), float("inf")
 
 

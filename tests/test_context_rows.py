@@ -137,6 +137,18 @@ BAD_HALVES = {
     "negative": (documents_of([8]), -1, (-1, 0), r"row is -1; expected 0 to 8"),
     "full": (documents_of([8]), 4, (-1, -1), r"row is 4, inside a document.*see keys of its sec"),
     "right": (documents_of([8]), 4, (2, 1), r"window_size \(2, 1\) lets"),
+    "runs": (
+        distca.Documents.sharded([8], 0, 2, runs=2),
+        1,
+        (-1, 0),
+        "row is 1; expected 2, at wh",
+    ),
+    "right of runs": (
+        distca.Documents.sharded([8], 0, 2, runs=2),
+        2,
+        (2, 1),
+        "between two runs, an",
+    ),
     "sharded": (distca.Documents.sharded([8], 0, 2), 2, (-1, 0), "sharded.*cannot be halved"),
     "context": (documents_of([8], 3), 2, (-1, 0), "3 context rows.*cannot be halved"),
 }

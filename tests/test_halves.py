@@ -71,3 +71,73 @@ def test_queries_stay_on_their_servers(seed, window):
         for (document, left), server in servers_by_token(held, tasks_of(plan)).items():
             seen[document, left + cut.get(document, 0)] = server
     assert seen == whole
+
+
+def tokens_of(pieces: Tensor) -> dict[int, list[tuple[int, int, bool]]]:
+    """Return (document, position, whether it is context) of each rank's rows."""
+    rows = {}
+    for rank, document, start, length, context in pieces.tolist():
+        rows.setdefault(rank, []).extend(
+            (document, start + at, at < context) for at in range(length)
+        )
+    return rows
+
+
+def servers_by_query(pieces: Tensor, tasks: Tensor) -> dict[tuple[int, int], int]:
+    """Map (document, position) of queries to servers."""
+    first = pieces[(pieces[:, 2] == 0) & (pieces[:, 3] > 0)]
+    return {
+        (int(first[index, 1]), query): server
+        for index, begin, end, server, _ in tasks.tolist()
+        for query in range(begin, end)
+    }
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (70, 0), (5, 0), (0, 0)])
+@pytest.mark.parametrize("seed", range(6))
+def test_halves_of_documents_that_cross_ranks(seed, window):
+    generator = random.Random(seed)
+    num_ranks = generator.randint(2, 5)
+    lengths = [generator.choice([0, 1, 7, 90, 300]) for _ in range(generator.randint(1, 6))]
+    documents = [distca.Documents.sharded(lengths, r, num_ranks, runs=2) for r in range(num_ranks)]
+    pieces = torch.cat([each.pieces(rank) for rank, each in enumerate(documents)])
+    cost, cluster = (
+        cost_tensor(distca.Options(), SHAPE, "cpu"),
+        Cluster(num_ranks, kept_cap_bytes=generator.choice([0, 3000, 1e9])),
+    )
+    encoded, _ = balance(pieces, window, cost, SHAPE, cluster, 0.01)
+    rows = torch.tensor([each.run_border for each in documents])
+    whole, seen = servers_by_query(pieces, tasks_of(encoded)), {}
+    tokens = tokens_of(pieces)
+    for idx in range(2):
+        held, plan = half_of(pieces, tasks_of(encoded), rows, window, idx)
+        halves = [each.halves(each.run_border, window)[idx] for each in documents]
+        own = torch.cat([half.pieces(rank) for rank, half in enumerate(halves)])
+        assert torch.equal(held[held[:, 3] > 0], own)
+        shift = check_rows_of_half(tokens, tokens_of(own), rows.tolist(), window[0], idx)
+        for (document, query), server in servers_by_query(held, tasks_of(plan)).items():
+            seen[document, query + shift.get(document, 0)] = server
+    assert seen == whole
+
+
+def check_rows_of_half(tokens, held, rows, left: int, idx: int) -> dict[int, int]:
+    """Check each rank's rows in a half: context is what its queries see of the other half, wherever
+    it is. Return the first position that the half holds, by document."""
+    queries = {rank: of[rows[rank] :] if idx else of[: rows[rank]] for rank, of in tokens.items()}
+    earlier = {rank: of[: rows[rank]] if idx else [] for rank, of in tokens.items()}
+    begins = {}
+    for document, position, _ in sum(queries.values(), []):
+        begins[document] = min(position, begins.get(document, position))
+    visible = {  # context is seen by the first query of the half at least
+        document: 0 if left < 0 else max(0, begin - left) for document, begin in begins.items()
+    }
+    for rank, of_rank in queries.items():
+        context = [
+            (document, position)
+            for document, position, _ in earlier[rank]
+            if visible.get(document, position + 1) <= position
+        ]
+        expected = [(*token, True) for token in context] + of_rank
+        shifted = [(d, p - visible[d], is_context) for d, p, is_context in expected]
+        assert held.get(rank, []) == shifted
+    return visible

@@ -229,6 +229,18 @@ def test_a_batch_is_shifted_inside_documents_and_cut(shape):
     assert {run.loss_scale for run in runs} == {3 / 13}
 
 
+def test_a_batch_of_two_runs_is_a_run_of_each_half():
+    tokens, lengths = torch.arange(100, 119)[None], [5, 0, 1, 13]
+    one = distca.shard_batch(tokens, lengths)
+    runs = [_run_of(rank, 3, tokens, lengths, runs=2) for rank in range(3)]
+    expected = [[0, 1, 2, *range(9, 12)], [3, 4, 5, *range(12, 15)], [6, 7, 8, *range(15, 19)]]
+    assert [run.rows.tolist() for run in runs] == expected
+    for run in runs:
+        for name in ("tokens", "labels", "position_ids"):
+            assert torch.equal(getattr(run, name), getattr(one, name)[:, run.rows]), name
+        assert run.documents.run_border == 3 and run.loss_scale == 3 * one.loss_scale
+
+
 def _run_of(rank: int, world_size: int, *args, **kwargs) -> distca.ShardedBatch:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: True)

@@ -52,7 +52,7 @@ def call_errors(rank: int, world_size: int) -> dict[str, str]:
 
 def test_bad_calls_are_refused(ranks):
     parts = {
-        "sharded": "cross ranks; expected whole documents on each rank",
+        "sharded": "cross ranks in one run for each; expected two, as distca.shard_batch(",
         "two": "among the arguments; expected one",
         "others": "in a PingPong block of",
         "x": "the block's first argument is [282, 24] for documents of 283 tokens; expected",

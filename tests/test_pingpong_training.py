@@ -6,7 +6,7 @@ import functools
 import oracle
 import pytest
 import torch
-from pingpong_blocks import LENGTHS, Block, block_of, step_of
+from pingpong_blocks import LENGTHS, Block, Step, block_of, crossing_step_of, step_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -71,8 +71,27 @@ def non_reentrant(block: Block) -> nn.Module:
     return Recomputed(distca.PingPong(block), False)
 
 
-def train(rank, world_size, wrap, *, shard=False, dtype=torch.float64, policy=None, autocast=False):
-    """Train steps that rotate the ranks' documents. Return the results, then all parameters."""
+def rotated_step(rank: int, world_size: int, number: int, dtype: torch.dtype) -> Step:
+    return step_of(rank, LENGTHS[(rank + number) % world_size], dtype)
+
+
+def crossing_step(rank: int, world_size: int, number: int, dtype: torch.dtype) -> Step:
+    lengths = [length for each in LENGTHS[number : number + 2] for length in each]
+    return crossing_step_of(rank, world_size, lengths, dtype)
+
+
+def train(
+    rank,
+    world_size,
+    wrap,
+    *,
+    shard=False,
+    dtype=torch.float64,
+    policy=None,
+    autocast=False,
+    draw=rotated_step,
+):
+    """Train steps as `draw` returns them. Return the results, then all parameters."""
     model = Model(wrap, dtype)
     if shard:
         mesh = init_device_mesh("cpu", (world_size,))
@@ -84,7 +103,7 @@ def train(rank, world_size, wrap, *, shard=False, dtype=torch.float64, policy=No
     context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
     results = []
     for number in range(STEPS):
-        step = step_of(rank, LENGTHS[(rank + number) % world_size], dtype)
+        step = draw(rank, world_size, number, dtype)
         for window in WINDOWS:
             distca.plan(step.documents, window_size=window, ahead=True)
         with context:
@@ -115,13 +134,14 @@ WRAPPED = {
 }
 
 
+@pytest.mark.parametrize("draw", [rotated_step, crossing_step])
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("wrapped", WRAPPED)
-def test_training_equals_the_bare_model(ranks, wrapped, shard):
+def test_training_equals_the_bare_model(ranks, wrapped, shard, draw):
     if shard and wrapped.endswith("reentrant"):
         wrapped = "plain"
-    ours, reference = {"wrap": WRAPPED[wrapped], "shard": shard}, {"wrap": bare}
-    distances = ranks(2).run(distance, ours, reference)
+    ours = {"wrap": WRAPPED[wrapped], "shard": shard, "draw": draw}
+    distances = ranks(2).run(distance, ours, {"wrap": bare, "draw": draw})
     assert max(distances) <= 1e-11, distances
 
 
@@ -201,7 +221,7 @@ def test_a_sharded_block_is_refused(ranks, when):
         assert message.endswith("is sharded; call fully_shard on what PingPong returns")
 
 
-def compiled(rank: int, world_size: int) -> tuple[float, bool]:
+def compiled(rank: int, world_size: int, draw) -> tuple[float, bool]:
     torch._dynamo.reset()
     block, reference = distca.PingPong(block_of(windows=WINDOWS)), block_of(windows=WINDOWS)
     graphs = []
@@ -213,7 +233,7 @@ def compiled(rank: int, world_size: int) -> tuple[float, bool]:
     block.compile(backend=count)
     worst = 0.0
     for number in range(2):
-        step = step_of(rank, LENGTHS[(rank + number) % world_size])
+        step = draw(rank, world_size, number, torch.float64)
         for window in WINDOWS:
             distca.plan(step.documents, window_size=window)
         truth = step.run(reference, step.documents)
@@ -222,6 +242,7 @@ def compiled(rank: int, world_size: int) -> tuple[float, bool]:
     return worst, len(graphs) >= 3
 
 
-def test_compiled_blocks(ranks):
-    for worst, has_graphs in ranks(2).run(compiled, timeout_s=100):
+@pytest.mark.parametrize("draw", [rotated_step, crossing_step])
+def test_compiled_blocks(ranks, draw):
+    for worst, has_graphs in ranks(2).run(compiled, draw, timeout_s=100):
         assert worst <= 1e-11 and has_graphs

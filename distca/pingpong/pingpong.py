@@ -21,8 +21,10 @@ INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside
 
 
 def middle(documents: Documents) -> int:
-    """The row in the middle: both halves have as many tokens (up to one)."""
-    return documents.num_tokens // 2
+    """The row in the middle: both halves have as many tokens (up to one). Of documents that cross
+    ranks, the row at which the second run begins."""
+    border = documents.run_border
+    return documents.num_tokens // 2 if border is None else border
 
 
 def nearest_border(documents: Documents) -> int:
@@ -70,16 +72,17 @@ class PingPong(nn.Module):
     or tuples, lists or dicts of these.
 
     `cut(documents)` returns the first row of the second half. It may lie inside a document, except
-    for windows that see to the right. Give all blocks the same function, because halves are planned
-    for each function. `find(block, args, kwargs)` returns the documents of a call, or None; it
-    replaces the search among the arguments.
+    for windows that see to the right. Documents that cross ranks are cut between the two runs of
+    each rank: `distca.shard_batch(..., runs=2)`. Give all blocks the same function, because halves
+    are planned for each function. `find(block, args, kwargs)` returns the documents of a call, or
+    None; it replaces the search among the arguments.
 
     The block runs whole if nothing travels: without documents, without a plan, if the plan moves no
     row, in a group of one rank, or with options.enabled False.
 
     Shard, checkpoint and compile the block after PingPong. Raises ValueError for a block that is
-    already sharded, checkpointed or compiled, for documents that cross ranks, for x without their
-    tokens, and for results without rows.
+    already sharded, checkpointed or compiled, for documents that cross ranks in one run each, for x
+    without their tokens, and for results without rows.
     """
 
     def __new__(
@@ -176,7 +179,7 @@ def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> No
 
 def _pays(documents: Documents | None) -> bool:
     """Whether rows travel between ranks, alike on all of them. Raises ValueError for documents that
-    cross ranks."""
+    cross ranks in one run."""
     if documents is None:
         session = sessions.find()
         if session is not None and session.num_ranks > 1 and torch.is_grad_enabled():
@@ -191,10 +194,10 @@ def _pays(documents: Documents | None) -> bool:
         return False
     if session.num_ranks == 1 or not session.options.enabled:
         return False
-    if documents.crosses_ranks:
+    if documents.crosses_ranks and documents.run_border is None:
         raise ValueError(
-            f"PingPong: {documents} cross ranks; expected whole documents on each rank, or the "
-            "block without PingPong"
+            f"PingPong: {documents} cross ranks in one run for each; expected two, as "
+            "distca.shard_batch(..., runs=2) or Documents.sharded(..., runs=2) cuts them"
         )
     return any(any(plan.report().bytes_out) for plan in documents._plans.values())
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca.planning.documents import Documents
+from distca.planning.documents import Documents, runs_of
 from distca.ranks import groups
 
 IGNORE_INDEX = -100  # cross_entropy's default
@@ -17,18 +17,19 @@ IGNORE_INDEX = -100  # cross_entropy's default
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """One rank's run of a global pack. Tensors are [tokens] or [1, tokens], as in the pack."""
+    """One rank's part of a global pack. Tensors are [tokens] or [1, tokens], as in the pack."""
 
     tokens: Tensor
     labels: Tensor
     """The label that each token predicts, or ignore_index. Labels are already shifted: the last
-    token of a run predicts the first token of the next rank's run."""
+    token of a run predicts the first token of the next run."""
     position_ids: Tensor
     """int64: position of each token in its document, which may begin on another rank."""
     documents: Documents
     """For distca.plan and distca.core_attention."""
-    rows: slice
-    """Rows of the run in the pack, to cut other tensors of the batch."""
+    rows: slice | Tensor
+    """Rows of the pack that the rank holds, to index other tensors of the batch: a slice, or with
+    runs=2 int64 [tokens]."""
     num_predicted: int
     """Number of labels of the whole pack that are not ignored."""
     loss_scale: float
@@ -44,14 +45,17 @@ def shard_batch(
     labels: Tensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = IGNORE_INDEX,
+    runs: int = 1,
 ) -> ShardedBatch:
     """Return this rank's run of a pack. Every rank of `group` passes the same pack.
 
     tokens [tokens] or [1, tokens] holds documents of `lengths`, one after the other. `labels` has
     the shape of tokens (default: the tokens) and is not shifted: each label stands at its own
     token. The labels are shifted inside each document before the pack is cut. Runs have equal
-    numbers of tokens, or differ by one token if the pack does not divide. `group` defaults as for
-    distca.init. Without torch.distributed the run is the pack.
+    numbers of tokens, or differ by one token if the pack does not divide. `runs` is 1, or 2 for
+    distca.PingPong: then a rank holds a run of the pack's first half and one of the second (see
+    Documents.sharded). `group` defaults as for distca.init. Without torch.distributed the run is
+    the pack.
 
     Raises ValueError for other shapes, and as Documents.sharded does.
     """
@@ -68,7 +72,7 @@ def shard_batch(
     if dist.is_available() and dist.is_initialized():
         process_group = groups.resolve(group)
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    documents = Documents.sharded(lengths, rank, world_size)
+    documents = Documents.sharded(lengths, rank, world_size, runs)
     ends = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
     held = int(ends[-1]) if ends.numel() else 0
     if held != num_tokens:
@@ -76,8 +80,8 @@ def shard_batch(
     shifted = labels.to(torch.int64).roll(-1, dims=-1)
     shifted[..., (ends[ends > 0] - 1).to(labels.device)] = ignore_index
     num_predicted = int((shifted != ignore_index).sum())
-    first = num_tokens * rank // world_size
-    rows = slice(first, first + documents.num_tokens)
+    slices = runs_of(num_tokens, rank, world_size, runs)
+    rows = slices[0] if runs == 1 else torch.cat([torch.arange(num_tokens)[run] for run in slices])
     return ShardedBatch(
         tokens=tokens[..., rows],
         labels=shifted[..., rows],

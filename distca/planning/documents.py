@@ -50,40 +50,52 @@ class Documents:
         self._set_pieces(torch.arange(lengths.numel()), starts, lengths, context)
 
     @classmethod
-    def sharded(cls, lengths: Tensor | Sequence[int], rank: int, world_size: int) -> "Documents":
-        """Return the documents of `rank` in a global pack that is cut into `world_size` runs.
+    def sharded(
+        cls, lengths: Tensor | Sequence[int], rank: int, world_size: int, runs: int = 1
+    ) -> "Documents":
+        """Return the documents of `rank` in a global pack that all ranks share.
 
-        `lengths` are the lengths of the pack's documents. Runs have equal numbers of tokens; if the
-        pack does not divide, some runs are one token longer.
+        `lengths` are the lengths of the pack's documents. The pack is cut into `world_size` runs of
+        tokens, one for each rank. With runs=2, which distca.PingPong needs, each half of the pack
+        is cut into `world_size` runs, and a rank holds two: run `rank` of the first half, then run
+        `rank` of the second. Runs have equal numbers of tokens; if the pack does not divide, some
+        are one token longer.
 
         Raises ValueError for lengths that are not integers >= 0, for more tokens than the ranks
-        can hold, or for a rank outside [0, world_size).
+        can hold, for a rank outside [0, world_size), or for runs other than 1 and 2.
         """
         lengths = _integers(lengths, "lengths")
         if (lengths < 0).any():
             raise ValueError(f"lengths is {_abridged(lengths)}; expected integers >= 0")
         check("rank", rank, 0 <= rank < world_size, f"0 <= rank < world_size = {world_size}")
+        check("runs", runs, runs in (1, 2), "1 or 2")
         rounded = lengths.sum(dtype=torch.float64).item()  # cannot overflow; exact up to 2**53
-        if rounded > world_size * INT32_MAX:
+        most = INT32_MAX // runs * runs
+        if rounded > world_size * most:
             raise ValueError(
                 f"lengths is {_abridged(lengths)}, {rounded:.17g} tokens; {world_size} rank(s) "
-                f"hold at most {INT32_MAX} each"
+                f"hold at most {most} each"
             )
         ends = lengths.cumsum(0)
         total = int(ends[-1]) if ends.numel() else 0
-        first, last = total * rank // world_size, total * (rank + 1) // world_size
-        begins = (ends - lengths).clamp(first, last)
-        held = ends.clamp(first, last) - begins
-        index = held.nonzero()[:, 0]
+        slices = runs_of(total, rank, world_size, runs)
+        pieces = torch.cat([_pieces_of_run(ends - lengths, ends, run) for run in slices])
         documents = cls.__new__(cls)
-        starts = begins - (ends - lengths)
-        documents._set_pieces(index, starts[index], held[index], torch.zeros_like(index))
+        documents._set_pieces(*pieces.unbind(1), torch.zeros(len(pieces), dtype=torch.int64))
         documents.crosses_ranks = True
+        if runs == 2:
+            documents.run_border = slices[0].stop - slices[0].start
+            middle, begins = total // 2, ends - lengths
+            for index in ((begins < middle) & (middle < ends)).nonzero()[:, 0].tolist():
+                documents._cut_document = index, middle - int(begins[index])
         return documents
 
     def _set_pieces(self, index: Tensor, start: Tensor, length: Tensor, context: Tensor):
         self._pieces = torch.stack([index, start, length, context], dim=1)
         self.crosses_ranks = False
+        self.run_border: int | None = None  # row at which the second of two runs begins
+        # Document on both sides of the pack's middle, and its tokens before that.
+        self._cut_document = (-1, 0)
         self.num_context_rows = int(context.sum())
         self.num_tokens = int(length.sum()) - self.num_context_rows
         # Only distca.planning writes these. Compiled code must reach a plan through its arguments:
@@ -112,29 +124,50 @@ class Documents:
     ) -> tuple["Documents", "Documents"]:
         """Return the documents of rows [0, row) and of the other rows, for attention in two calls.
 
-        If `row` cuts a document, queries after it see keys before it. The second half then begins
-        with context rows: the last `second.num_context_rows` keys and values of the first half.
-        Raises ValueError for a row outside [0, num_tokens], for documents that cross ranks or have
-        context rows, and for a window to the right (or full) if a document is cut.
+        If a document has queries on both sides, those of the second half see keys of the first. The
+        second half then begins with context rows: the last `second.num_context_rows` keys and
+        values of the first half. Documents that cross ranks are halved between their two runs.
+
+        Raises ValueError for a row outside [0, num_tokens], for documents with context rows, and
+        for a window to the right (or full) if a document is cut. If documents cross ranks, it does
+        so for documents of one run, for any row but `run_border`, and for any such window.
         """
-        if self.crosses_ranks or self.num_context_rows > 0:
-            raise ValueError(f"{self} cannot be halved; expected whole documents, no context rows")
+        if self.num_context_rows > 0 or (self.crosses_ranks and self.run_border is None):
+            raise ValueError(
+                f"{self} cannot be halved; expected documents without context rows: whole ones, or "
+                "two runs of a pack, as distca.shard_batch(..., runs=2) returns them"
+            )
         expected = f"0 to {self.num_tokens}, the number of tokens"
         check("row", row, 0 <= row <= self.num_tokens, expected)
+        if self.run_border is not None:
+            expected = f"{self.run_border}, at which the second run begins"
+            check("row", row, row == self.run_border, expected)
         offsets = self._offsets()
-        before, behind = offsets[offsets < row], offsets[offsets > row]
-        num_context = 0 if (offsets == row).any() else row - int(before[-1])
+        index, start, length, _ = self._pieces.unbind(1)
+        first = (row - offsets[:-1]).clamp(min=0).minimum(length)
+        is_cut = (first > 0) & (first < length)
         left, right = window_size
-        if num_context > 0 and right != 0:
+        if right != 0 and (self.crosses_ranks or is_cut.any()):
+            where, or_row = "inside a document", ", or a row where a document begins"
+            if self.crosses_ranks:  # alike on all ranks, whether they hold a document that goes on
+                where, or_row = "between two runs", ""
             raise ValueError(
-                f"row is {row}, inside a document, and window_size {(left, right)} lets its first "
-                "half see keys of its second; expected a causal window, (-1, 0) or (W, 0), or a "
-                "row where a document begins"
+                f"row is {row}, {where}, and window_size {(left, right)} lets its first half see "
+                f"keys of its second; expected a causal window, (-1, 0) or (W, 0){or_row}"
             )
-        num_context = min(num_context, left) if left >= 0 else num_context
-        first = Documents(torch.cat([before, torch.tensor([row])]))
-        second = Documents(torch.cat([torch.tensor([0]), behind - row + num_context]), num_context)
-        return first, second
+        document, position = self._cut_document
+        cut = torch.where(index == document, position, first)
+        goes_on = (first < length) | (index == document)
+        begin = begin_of_second_half(cut, goes_on, start + length, left)
+        halves = [pieces_of_half(idx, start, length, first, begin) for idx in range(2)]
+        held = offsets[:-1] < row, (offsets[1:] > row) | (halves[1][1] > 0)
+        return self._part(index, *halves[0], held[0]), self._part(index, *halves[1], held[1])
+
+    def _part(self, index: Tensor, start: Tensor, length: Tensor, context: Tensor, held: Tensor):
+        part = Documents.__new__(Documents)
+        part._set_pieces(index[held], start[held], length[held], context[held])
+        part.crosses_ranks = self.crosses_ranks
+        return part
 
     def pieces(self, rank: int) -> Tensor:
         """Return int64 [num_pieces, 5]: (rank, document, start, length, context rows). A document
@@ -150,6 +183,44 @@ class Documents:
         return (
             f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens{context})"
         )
+
+
+def runs_of(num_tokens: int, rank: int, world_size: int, runs: int) -> list[slice]:
+    """Return the runs of tokens of a pack that `rank` holds: see Documents.sharded."""
+    num_runs = runs * world_size
+    return [
+        slice(num_tokens * run // num_runs, num_tokens * (run + 1) // num_runs)
+        for run in range(rank, num_runs, world_size)
+    ]
+
+
+def _pieces_of_run(begins: Tensor, ends: Tensor, run: slice) -> Tensor:
+    """int64 [num_pieces, 3]: (document, start, length), of documents in [begins, ends) of a pack"""
+    first = begins.clamp(run.start, run.stop)
+    held = ends.clamp(run.start, run.stop) - first
+    index = held.nonzero()[:, 0]
+    return torch.stack([index, (first - begins)[index], held[index]], dim=1)
+
+
+def begin_of_second_half(cut: Tensor, goes_on: Tensor, end: Tensor, left: int) -> Tensor:
+    """Return the first position of documents that their second half holds: its context begins
+    there. Queries of the second half begin at `cut` and see `left` keys before them (-1: all). If
+    a document does not go on after its first half, this is `end`."""
+    context = cut if left < 0 else cut.clamp(max=left)
+    return torch.where(goes_on, cut - context, end)
+
+
+def pieces_of_half(
+    idx: int, start: Tensor, length: Tensor, first: Tensor, begin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return start, length and context rows that pieces (start, length) have in the first half (idx
+    0), which has their `first` tokens, or in the second. Positions of the second half count from
+    `begin`, as begin_of_second_half returns it."""
+    if idx == 0:
+        return start, first, torch.zeros_like(first)
+    held = torch.maximum(start, begin)
+    num_rows = (start + length - held).clamp(min=0)
+    return held - begin, num_rows, (start + first - held).clamp(min=0)
 
 
 def check_window(window_size: Sequence[int]) -> tuple[int, int]:

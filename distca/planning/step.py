@@ -12,7 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca import ops
 from distca.planning import plan as plans
 from distca.planning.cost import AttentionShape, check_device
-from distca.planning.documents import Documents, check_window
+from distca.planning.documents import (
+    Documents,
+    begin_of_second_half,
+    check_window,
+    pieces_of_half,
+)
 from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, check_headers, header_of
 from distca.planning.plan import CAUSAL, Plan, Problem, Solution
 from distca.ranks.session import Session, halves_of, opened
@@ -52,7 +57,7 @@ def plan(
         device = torch.device("cuda", torch.cuda.current_device())
     step_plan = plans.submit(session, documents, window_size, device, shape)
     # All ranks must do this for the same windows, wherever documents are cut on this rank.
-    if session.cut is not None and window_size[1] == 0 and not documents.crosses_ranks:
+    if session.cut is not None and window_size[1] == 0:
         try:
             row = session.cut(documents)
             halves = documents.halves(row, window_size)
@@ -140,28 +145,42 @@ def half_of(
     """Return (pieces, plan) of the first half (idx 0) or the second, as torch.ops.distca.plan takes
     and returns them. Queries stay on their servers, which are balanced over both halves together.
 
-    `pieces` int64 [num_pieces, 5] are the whole documents of all ranks, in row order, `tasks`
-    [num_tasks, 5] those of a plan for them; rank r's halves are its rows before rows[r] and the
+    `pieces` int64 [num_pieces, 5] are those of all ranks, in row order, without context; `tasks`
+    [num_tasks, 5] those of a plan for them. Rank r's halves are its rows before rows[r] and the
     rest, as Documents.halves cuts them.
     """
     rank, document, start, length, _ = pieces.unbind(1)
     ends = length.cumsum(0)
     rows_by_rank = torch.zeros_like(rows).index_add_(0, rank, length)
-    begin = ends - length - (rows_by_rank.cumsum(0) - rows_by_rank)[rank]
-    first = torch.minimum((rows[rank] - begin).clamp(min=0), length)  # tokens in the first half
-    context = torch.where(first < length, first, 0)  # of the second
-    if window_size[0] >= 0:
-        context = context.clamp(max=window_size[0])
+    first_row = ends - length - (rows_by_rank.cumsum(0) - rows_by_rank)[rank]
+    first = torch.minimum((rows[rank] - first_row).clamp(min=0), length)  # in the first half
+    document_of = torch.unique(document, return_inverse=True)[1]
+    cut, total = (_sum_by(document_of, each) for each in (first, length))
+    begin = begin_of_second_half(cut, cut < total, start + length, window_size[0])
+    held = torch.stack([rank, document, *pieces_of_half(idx, start, length, first, begin)], dim=1)
 
     index, q_begin, q_end, server, is_kept = tasks.unbind(1)
-    piece = length.nonzero()[:, 0][index]  # documents of a plan are those that are not empty
-    cut, shift = first[piece], (context - first)[piece]
+    piece = _first_pieces(start, length)[index]
     if idx == 0:
-        num_rows, context, q_end = first, torch.zeros_like(context), torch.minimum(q_end, cut)
+        q_end = torch.minimum(q_end, cut[piece])
     else:
-        num_rows = length - first + context
-        q_begin, q_end = torch.maximum(q_begin, cut) + shift, q_end + shift
-    held = torch.stack([rank, document, start, num_rows, context], dim=1)
-    index = ((num_rows > 0).cumsum(0) - 1)[piece]
+        shift = begin[piece]
+        q_begin, q_end = torch.maximum(q_begin, cut[piece]) - shift, q_end - shift
+    new_index = torch.zeros_like(document)
+    own_first = _first_pieces(held[:, 2], held[:, 3])
+    new_index[document_of[own_first]] = torch.arange(len(own_first))
+    index = new_index[document_of[piece]]
     own = torch.stack([index, q_begin, q_end, server, is_kept], dim=1)[q_begin < q_end]
+    # Context may begin on another rank than its document, and change the order of documents.
+    own = own[torch.argsort(own[:, 3] * len(pieces) + own[:, 0], stable=True)]
     return held, ops.plan_of_tasks(held, own, rows.numel(), *window_size)
+
+
+def _sum_by(document_of: Tensor, counts: Tensor) -> Tensor:
+    """The sum over each piece's document, [num_pieces]."""
+    return torch.zeros_like(counts).index_add_(0, document_of, counts)[document_of]
+
+
+def _first_pieces(start: Tensor, length: Tensor) -> Tensor:
+    """Index of the piece with which each document begins, in a plan's order of documents."""
+    return ((start == 0) & (length > 0)).nonzero()[:, 0]
