@@ -58,6 +58,17 @@ def own_share(
     return Share(own_rows(workload, device), documents)
 
 
+def halves_share(
+    workload: Workload, step: int, group: dist.ProcessGroup, device: torch.device
+) -> Share:
+    """Return two runs of a pack whose documents cross ranks, as ping-pong needs them."""
+    if not workload.crosses_ranks:
+        return own_share(workload, step, group, device)
+    pack = torch.arange(workload.tokens * dist.get_world_size(group))
+    batch = distca.shard_batch(pack, workload.packs[step][0], group=group, runs=2)
+    return Share(batch.tokens.to(device), batch.documents)
+
+
 def permuted_share(
     workload: Workload, step: int, group: dist.ProcessGroup, device: torch.device
 ) -> Share:
@@ -90,7 +101,7 @@ VARIANTS = {
         distca.core_attention, own_share, "process_group", takes_crossing=True
     ),
     "process_group" + PING_PONG: Variant(
-        distca.core_attention, own_share, "process_group", ping_pong=True
+        distca.core_attention, halves_share, "process_group", ping_pong=True, takes_crossing=True
     ),
     "peer": Variant(distca.core_attention, own_share, "peer", takes_crossing=True),
 }
@@ -125,20 +136,21 @@ class Planner:
 
     def __init__(
         self,
+        variant: Variant,
         workload: Workload,
         steps: list[int],
         shape: distca.AttentionShape,
         device: torch.device,
     ) -> None:
         self._workload, self._steps, self._device = workload, iter(steps), device
-        self._shape, self._next = shape, None
+        self._share, self._shape, self._next = variant.share, shape, None
         self.advance()
 
     def advance(self) -> tuple[distca.Documents, distca.Plan]:
         """Return the documents and plan of the current step, and start to plan the next."""
         current, step = self._next, next(self._steps, None)
         if step is not None:
-            documents = own_share(self._workload, step, None, self._device).documents
+            documents = self._share(self._workload, step, None, self._device).documents
             plan = distca.plan(documents, device=self._device, shape=self._shape, ahead=True)
             self._next = documents, plan
         return current

@@ -11,7 +11,8 @@ synchronised, so it takes as long as the slowest rank needs.
 
 Documents are drawn from --lengths and lie whole on their ranks, or have one length with --equal.
 With --document all ranks share one document, and with --mixed one long document is added to those
-of the list. Documents then cross ranks, and variants that need whole documents are left out.
+of the list. Documents then cross ranks, and variants that need whole documents are left out. With
+ping-pong a rank then holds two runs of the pack.
 
 The balanced limit is the step time with ideal balance: the step without balancing, minus the time
 by which the slowest rank's attention exceeds the mean. For this, attention of one layer (forward
@@ -151,7 +152,7 @@ def run_variant(
             keep_inputs_gb=args.keep_inputs_gb,
         )
         group_name = distca.init(options=options).group_name
-        planner = Planner(workload, steps, attention_shape(args, device), device)
+        planner = Planner(variant, workload, steps, attention_shape(args, device), device)
     trainer, run, spans = Trainer(args, variant, planner, device), Run(), []
     if cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -91,7 +91,7 @@ def batches(args: argparse.Namespace, device: torch.device, with_distca: bool) -
         packs = [corpus.next_pack(num_tokens) for _ in range(num_packs)]
         pack, terms = packs[rank % num_packs], world_size
         if with_distca and args.sharded:
-            yield sharded_batch(pack, device)
+            yield sharded_batch(pack, 2 if args.ping_pong else 1, device)
             continue
         if with_distca:
             documents = distca.Documents([0, *itertools.accumulate(pack.lengths)])
@@ -107,9 +107,9 @@ def batches(args: argparse.Namespace, device: torch.device, with_distca: bool) -
         )
 
 
-def sharded_batch(pack: Pack, device: torch.device) -> Batch:
-    """Return this rank's run of a pack that all ranks share."""
-    run = distca.shard_batch(pack.tokens.long(), pack.lengths)
+def sharded_batch(pack: Pack, runs: int, device: torch.device) -> Batch:
+    """Return this rank's one or two runs of a pack that all ranks share."""
+    run = distca.shard_batch(pack.tokens.long(), pack.lengths, runs=runs)
     return Batch(
         tokens=run.tokens.to(device),
         labels=run.labels.to(device),

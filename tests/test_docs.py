@@ -263,8 +263,10 @@ def test_command(command, tmp_path, capsys):
     CHECKS[key](split, tmp_path)
 
 
-def test_the_example_has_equal_losses_with_documents_across_ranks(tmp_path):
+@pytest.mark.parametrize("more", [[], ["--ping-pong"]])
+def test_the_example_has_equal_losses_with_documents_across_ranks(tmp_path, more):
     flags = ["--compare", "--sharded", "--checkpoint", "--steps", "2", "--tokens-per-rank", "128"]
+    flags += more
     output = torchrun([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
     assert float(re.search(r"largest loss difference (\S+)", output)[1]) <= 1e-4
     assert (tmp_path / "balance.png").exists() and (tmp_path / "summary.json").exists()

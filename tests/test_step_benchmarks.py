@@ -112,7 +112,7 @@ def test_variants_that_cannot_run_are_refused():
     every = {"flash", "plain", "context", "process_group", "process_group pingpong", "peer"}
     assert default(WHOLE, "cuda") == every
     assert default(WHOLE, "cpu") == every - {"peer"}
-    assert default(CROSSING, "cuda") == {"context", "process_group", "peer"}
+    assert default(CROSSING, "cuda") == every - {"flash", "plain"}
     assert chosen_variants([PERMUTED], WHOLE, "cpu") == [PERMUTED]
     for names, workload, message in (
         (["peer pingpong"], WHOLE, "halves travel by process group"),
@@ -194,7 +194,7 @@ def losses_of(rank: int, world_size: int, workload: Workload, names: list[str]) 
     "workload, names",
     [
         (WHOLE, ["plain", PERMUTED, "process_group"]),
-        (CROSSING, ["process_group", "context"]),
+        (CROSSING, ["process_group pingpong", "process_group", "context"]),
     ],
     ids=["whole", "crossing"],
 )
