@@ -105,12 +105,10 @@ def step_of(
     return Step(documents, *(tensor.to(device) for tensor in (x, cos, sin, grad)))
 
 
-def crossing_step_of(
-    rank: int, world_size: int, lengths: list[int], dtype: torch.dtype = torch.float64
-) -> Step:
-    """Return a rank's two runs of a pack of these documents."""
+def crossing_step_of(rank: int, world_size: int, lengths: list[int], *arguments, **sizes) -> Step:
+    """Return a rank's two runs of a pack of these documents. For further arguments see step_of."""
     documents = distca.Documents.sharded(lengths, rank, world_size, runs=2)
-    pack = step_of(0, lengths, dtype)
+    pack = step_of(0, lengths, *arguments, **sizes)
     rows = rows_of_runs(rank, world_size, sum(lengths))
     return Step(documents, pack.x[rows], pack.cos[rows], pack.sin[rows], pack.grad[rows])
 

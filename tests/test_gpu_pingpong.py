@@ -5,7 +5,7 @@ import random
 import oracle
 import pytest
 import torch
-from pingpong_blocks import LENGTHS, Block, block_of, step_of
+from pingpong_blocks import LENGTHS, Block, block_of, crossing_step_of, step_of
 from ranks import Ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,20 +57,25 @@ class Delayed(Block):
         return x
 
 
-def place(rank: int, number: int, num_ranks: int, dtype=torch.bfloat16):
-    lengths = [SCALE * length for length in LENGTHS[(rank + number) % num_ranks]]
-    step = step_of(rank, lengths, dtype, **SIZES, device="cuda")
+def place(rank: int, number: int, num_ranks: int, crossing: bool = False):
+    how = {"dtype": torch.bfloat16, **SIZES, "device": "cuda"}
+    rotated = [LENGTHS[(each + number) % num_ranks] for each in range(num_ranks)]
+    if crossing:
+        pack = [SCALE * length for lengths in rotated for length in lengths]
+        step = crossing_step_of(rank, num_ranks, pack, **how)
+    else:
+        step = step_of(rank, [SCALE * length for length in rotated[rank]], **how)
     for window in WINDOWS:
         distca.plan(step.documents, window_size=window, device="cuda", ahead=True)
     return step
 
 
-def train(rank: int, world_size: int, wrap, num_steps: int, dtype=torch.bfloat16) -> list[Tensor]:
+def train(rank: int, world_size: int, wrap, num_steps: int, **how) -> list[Tensor]:
     """Train three consecutive blocks. Return the results and gradients of all steps."""
-    blocks = [wrap(block_of(Delayed, WINDOWS, dtype, **SIZES).cuda()) for _ in range(3)]
+    blocks = [wrap(block_of(Delayed, WINDOWS, torch.bfloat16, **SIZES).cuda()) for _ in range(3)]
     results = []
     for number in range(num_steps):
-        step = place(rank, number, world_size, dtype)
+        step = place(rank, number, world_size, **how)
         parameters = [parameter for block in blocks for parameter in block.parameters()]
         x = step.x.clone().requires_grad_()
         out = x
@@ -107,6 +112,7 @@ def recomputed(use_reentrant: bool):
 def wrapped(name: str):
     return {
         "plain": distca.PingPong,
+        "crossing": distca.PingPong,
         "uneven": lambda block: distca.PingPong(block, cut=lambda each: each.num_tokens // 5),
         "border": lambda block: distca.PingPong(block, cut=pingpong.nearest_border),
         "non-reentrant": recomputed(False),
@@ -117,15 +123,18 @@ def wrapped(name: str):
 def distances(rank: int, world_size: int, name: str) -> float:
     """Return the largest distance from the results of the bare blocks."""
     Delayed.random.seed(rank)
-    results = train(rank, world_size, wrapped(name), num_steps=4)
+    how = {"num_steps": 4, "crossing": name == "crossing"}
+    results = train(rank, world_size, wrapped(name), **how)
     assert sessions.find().halves, "nothing ran in halves"
-    truths = train(rank, world_size, bare, num_steps=4)
+    truths = train(rank, world_size, bare, **how)
     finite = all(bool(result.isfinite().all()) for result in results)
     worst = max(map(oracle.relative_error, results, truths))
     return worst if finite else float("nan")
 
 
-@pytest.mark.parametrize("name", ["plain", "uneven", "border", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    "name", ["plain", "crossing", "uneven", "border", "non-reentrant", "reentrant"]
+)
 def test_delays_change_nothing(gpu_ranks, name):
     errors = gpu_ranks.run(distances, name, timeout_s=200)
     assert all(worst <= 3e-2 for worst in errors), errors  # bfloat16 through six attentions
