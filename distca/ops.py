@@ -49,8 +49,19 @@ def attend_backward(
 
 
 @_operator
-def all_gather(tensor: Tensor, group_name: str, step: int) -> Tensor:
-    """Return the tensors of all ranks, [num_ranks, ...], from the planning group. Collective."""
+def gather(words: Tensor, group_name: str, step: int) -> list[Tensor]:
+    """Return the words of all ranks, int64 [any length], from the planning group. Collective."""
+
+
+@_operator
+def agreed_calls(group_name: str, window_left: int, window_right: int) -> Tensor:
+    """Return the calls that ranks last agreed on under a plan for this window."""
+
+
+@_operator
+def agree_on_plan(layout: Tensor, calls: Tensor, group_name: str) -> None:
+    """Compare a plan with the other ranks', and announce the calls to come. Collective, on the
+    planning group."""
 
 
 @_operator

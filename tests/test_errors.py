@@ -1,6 +1,7 @@
 """Ranks that disagree raise an error with ranks and difference, before anything is sent.
 
-Every rank raises within 5 s, and the group still works afterwards.
+Every rank raises within 5 s, and the group still works afterwards. These groups are in their first
+step, before which no rank has announced its calls; test_agreement.py has later steps.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import torch
 from layout_words import HEADER_WORDS, MAX_WORDS, STEP, numbers_of_rows
 from oracle import Case
 from ranks import Outcome, Ranks
-from small_step import SHARDED, WHOLE, small_step
+from small_step import SHARDED, WHOLE, Step, small_step
 
 import distca
 from distca import ops
@@ -41,6 +42,12 @@ def assert_group_works(ranks: Ranks) -> None:
     assert oracle.relative_error(results, truth) < 1e-5
 
 
+def first_step(rank: int, world_size: int, case: Case = WHOLE) -> Step:
+    """Return a step of a group that no rank has used."""
+    distca.close()
+    return small_step(rank, world_size, case)
+
+
 # Each function changes the arguments of core_attention on rank 1 only.
 def _fewer_heads(step):
     step.q = step.q[:, :2]
@@ -64,7 +71,7 @@ ATTENTION_DIFFERENCES = {
 
 def attend_differently(rank: int, world_size: int, difference: str, num_good_layers: int):
     """Attend differently on rank 1, after layers in which the ranks agreed under this plan."""
-    step = small_step(rank, world_size)
+    step = first_step(rank, world_size)
     distca.plan(step.documents)
     for _ in range(num_good_layers):
         step.attend(softmax_scale=0.25)
@@ -79,7 +86,7 @@ def attend_with_other_places(rank: int, world_size: int, change: int) -> torch.T
 
     Rank 1 changes a word that must be equal on all ranks.
     """
-    step = small_step(rank, world_size, SHARDED)
+    step = first_step(rank, world_size, SHARDED)
     plan = distca.plan(step.documents)
     solution = plan.solution()
     layouts = [
@@ -173,7 +180,7 @@ def test_ranks_disagree_on_the_plan(ranks, what):
 
 
 def use_plans_of_two_steps(rank: int, world_size: int):
-    first, second = small_step(rank, world_size), small_step(rank, world_size)
+    first, second = first_step(rank, world_size), small_step(rank, world_size)
     distca.plan(first.documents)
     distca.plan(second.documents)
     (first if rank == 1 else second).attend()
@@ -213,7 +220,7 @@ def test_ranks_disagree_on_pieces(ranks, claim):
 
 
 def attend_with_refused_arguments(rank: int, world_size: int, refused_rank, num_good_layers: int):
-    step = small_step(rank, world_size)
+    step = first_step(rank, world_size)
     distca.plan(step.documents)
     for _ in range(num_good_layers):
         step.attend()

@@ -1,12 +1,11 @@
 """The exchange of pieces, which checks their counts and does not pad to the largest count."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from ranks import Outcome
 
 import distca
+from distca import ops
 from distca.planning import exchange as gathering
 from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, exchange, header_of
 from distca.planning.plan import CAUSAL
@@ -21,22 +20,18 @@ def pieces_of(rank: int, count: int) -> torch.Tensor:
 
 
 class Gather:
-    """An all_gather of one rank. Its peers send `pieces` in parts of the same size."""
+    """A gather of one rank. Its peers send `pieces` in parts of at most `size`."""
 
-    def __init__(self, pieces: list[torch.Tensor]) -> None:
-        self.pieces = pieces
-        self.first = 0
-        self.sizes: list[int] = []  # pieces per rank in each exchange
+    def __init__(self, pieces: list[torch.Tensor], size: int) -> None:
+        self.pieces, self.size = pieces, size
+        self.num_parts = 0
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        size = tensor.shape[0]
-        gathered = torch.full((len(self.pieces), size, WORDS), -1)
-        for rank, pieces in enumerate(self.pieces):
-            part = pieces[self.first : self.first + size]
-            gathered[rank, : part.shape[0]] = part
-        self.first += size
-        self.sizes.append(size)
-        return gathered
+    def __call__(self, own: torch.Tensor) -> list[torch.Tensor]:
+        first = self.num_parts * self.size
+        self.num_parts += 1
+        parts = [pieces[first : first + self.size] for pieces in self.pieces]
+        assert any(torch.equal(part, own) for part in parts)
+        return [part.flatten() for part in parts]
 
 
 @pytest.mark.parametrize(
@@ -45,13 +40,14 @@ class Gather:
 def test_every_rank_gathers_all_pieces(monkeypatch, counts):
     monkeypatch.setattr(gathering, "LEAST_PIECES", 8)
     pieces = [pieces_of(rank, count) for rank, count in enumerate(counts)]
-    exchanges = []
+    size = gathering.pieces_at_a_time(counts)
+    assert size * len(counts) <= max(8, 4 * sum(counts), len(counts))
+    num_parts = set()
     for own in pieces:
-        gather = Gather(pieces)
+        gather = Gather(pieces, size)
         assert torch.equal(gathering.gather_pieces(own, counts, gather), torch.cat(pieces))
-        exchanges.append(gather.sizes)
-    assert all(sizes == exchanges[0] for sizes in exchanges)
-    assert max(exchanges[0]) * len(counts) <= max(8, 4 * sum(counts), len(counts))
+        num_parts.add(gather.num_parts)
+    assert len(num_parts) == 1
 
 
 def test_memory_is_proportional_to_all_pieces():
@@ -77,11 +73,20 @@ def test_impossible_counts_are_named(counts, message):
 def announce(rank: int, world_size: int, count: int) -> None:
     """Exchange pieces while rank 1 announces `count` of them."""
     session = opened()
-    pieces = distca.Documents([0, 4]).pieces(rank)
-    if rank == 1:
-        pieces = SimpleNamespace(shape=(count, WORDS))
+    real_gather = ops.gather
+
+    def damaged(words: torch.Tensor, *others) -> list[torch.Tensor]:
+        words[NUM_WORDS] = count
+        return real_gather(words, *others)
+
     header = header_of(10**6, session.options, CAUSAL)
-    exchange(session, pieces, [*header, *[0] * (NUM_WORDS - HEADER_WORDS)])
+    words = [*header, *[0] * (NUM_WORDS - HEADER_WORDS)]
+    try:
+        if rank == 1:
+            ops.gather = damaged
+        exchange(session, distca.Documents([0, 4]).pieces(rank), words)
+    finally:
+        ops.gather = real_gather
 
 
 def imbalance_of(rank: int, world_size: int, counts: list[int]) -> float:
@@ -116,3 +121,18 @@ def test_one_rank_has_most_pieces(ranks):
     sizes, imbalances = zip(*ranks(3).run(in_parts, counts), strict=True)
     assert set(sizes) == {503 // 3}, "several exchanges"
     assert set(imbalances) == set(ranks(3).run(imbalance_of, counts))
+
+
+def num_exchanges(rank: int, world_size: int, counts: list[int]) -> int:
+    """Return how many exchanges a plan of so many documents takes, before agreement on it."""
+    real_gather, calls = ops.gather, []
+    ops.gather = lambda *arguments: calls.append(1) or real_gather(*arguments)
+    try:
+        imbalance_of(rank, world_size, counts)
+    finally:
+        ops.gather = real_gather
+    return len(calls)
+
+
+def test_few_pieces_travel_with_the_headers(ranks):
+    assert ranks(3).run(num_exchanges, [3, 500, 0]) == [1] * 3

@@ -1,4 +1,5 @@
-"""Calls that alternate between plans. Ranks agree once per plan, and layers keep their numbers."""
+"""Calls that alternate between plans: ranks do not wait to agree on them, and layers keep their
+numbers."""
 
 import extension
 import kill_at
@@ -30,24 +31,24 @@ def ranges_of(profile: torch.profiler.profile) -> dict[str, int]:
 
 def alternate(rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:
     """Return the profiler's ranges, and each layer's error against a run of one plan at a time."""
+    alone = []
+    for window in WINDOWS:
+        own = small_step(rank, world_size, SHARDED)
+        distca.plan(own.documents, window_size=window)
+        alone.append(own.attend(window_size=window).detach())
     step = small_step(rank, world_size, SHARDED)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for window in WINDOWS:
             distca.plan(step.documents, window_size=window)
         outs = [step.attend(window_size=window) for window in windows_by_layer()]
         sum(outs).sum().backward()
-    alone = []
-    for window in WINDOWS:
-        own = small_step(rank, world_size, SHARDED)
-        distca.plan(own.documents, window_size=window)
-        alone.append(own.attend(window_size=window).detach())
     errors = [oracle.relative_error(out.detach(), alone[i % 2]) for i, out in enumerate(outs)]
     return ranges_of(profile), errors
 
 
-def test_layers_of_two_windows_agree_once_on_each_plan(ranks):
+def test_layers_of_two_windows_do_not_wait_to_agree(ranks):
     for ranges, errors in ranks(3).run(alternate):
-        assert ranges["distca agreement"] == len(WINDOWS)
+        assert "distca agreement" not in ranges
         for each in ("forward", "backward"):
             for layer in range(NUM_LAYERS):
                 assert ranges[f"distca {each} layer {layer} dispatch"] == 1, (each, layer)
@@ -98,14 +99,14 @@ def run_a_stage(rank: int, world_size: int) -> tuple[dict[str, int], float]:
     return ranges, max(errors)
 
 
-def test_ranks_of_a_pipeline_agree_once_on_each_micro_batch():
+def test_ranks_of_a_pipeline_do_not_wait_to_agree():
     fresh = Ranks(4, start_method="forkserver")  # shared ranks may be in unequal numbers of groups
     try:
         results = fresh.run(run_a_stage)
     finally:
         fresh.stop()
     for ranges, error in results:
-        assert ranges["distca agreement"] == NUM_MICRO_BATCHES
+        assert "distca agreement" not in ranges
         for each in ("forward", "backward"):
             for layer in range(3):
                 name = f"distca {each} layer {layer} dispatch"

@@ -22,31 +22,13 @@ void check_same(const at::Tensor& tensor, const char* name, const at::Tensor& q)
                     q.device(), "; expected one device");
 }
 
-// Returns the plan's digest, extended by what decides where ranks write in each other's memory: the
-// most rows of any server and any home, in each round.
-int64_t digest_of(const Layout& layout) {
-  uint64_t digest = layout.plan_digest;
-  const auto add = [&digest](int64_t word) {
-    digest = (digest ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15u;
-    digest ^= digest >> 32;
-  };
-  for (const Round& round : layout.rounds) {
-    const Movement& most = round.routes.movement;
-    for (const int64_t num_rows :
-         {most.max_visiting_q, most.max_visiting_k, most.max_returned_q, most.max_returned_k}) {
-      add(num_rows);
-    }
-  }
-  return static_cast<int64_t>(digest);
-}
-
-Signature signature_of(const Layout& layout, const at::Tensor& q, const at::Tensor& k,
+Signature signature_of(const PlanIdentity& plan, const at::Tensor& q, const at::Tensor& k,
                        double softmax_scale) {
   Signature signature;
   signature.values = {0,
                       kVersion,
-                      layout.step,
-                      digest_of(layout),
+                      plan.step,
+                      plan.digest,
                       q.size(1),
                       k.size(1),
                       q.size(2),
@@ -200,7 +182,8 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
     call.where = {"", name_of(pass), -1, step, caller};
     return call;
   }
-  call.session->agree(signature_of(*call.layout, q, k, softmax_scale));
+  const PlanIdentity plan = identity_of(*call.layout);
+  call.session->agree(signature_of(plan, q, k, softmax_scale), plan.mask);
   call.where = call.session->enter(pass, {step, batch}, caller, moves_rows);
   call.transport =
       &call.session->transport(attention::reads_in_place(call.inputs.q, softmax_scale));

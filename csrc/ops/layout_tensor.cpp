@@ -179,6 +179,16 @@ void check_header(const LayoutHeader& header) {
   check("batch", header.batch, std::min<int64_t>(header.step, 0), header.step);
 }
 
+// Returns a plan's digest, extended by the most rows of any server and any home in a round.
+uint64_t extended(uint64_t digest, const Movement& most) {
+  for (const int64_t num_rows :
+       {most.max_visiting_q, most.max_visiting_k, most.max_returned_q, most.max_returned_k}) {
+    digest = (digest ^ static_cast<uint64_t>(num_rows)) * 0x9e3779b97f4a7c15u;
+    digest ^= digest >> 32;
+  }
+  return digest;
+}
+
 at::Tensor padded_tensor(std::vector<int64_t> values) {
   values.resize(std::max<int64_t>(static_cast<int64_t>(values.size()), kMinLength), 0);
   at::Tensor tensor = at::empty({static_cast<int64_t>(values.size())}, at::kLong);
@@ -242,6 +252,25 @@ at::Tensor unpack_rows(const at::Tensor& layout, const at::Tensor& packed_rows) 
 std::vector<int64_t> kept_rows(const at::Tensor& layout) {
   const LayoutHeader header = read_header(layout);
   return {header.num_kept_queries, header.num_kept_keys};
+}
+
+PlanIdentity identity_of(const Layout& layout) {
+  uint64_t digest = layout.plan_digest;
+  for (const Round& round : layout.rounds) digest = extended(digest, round.routes.movement);
+  return {layout.step, static_cast<int64_t>(digest), layout.mask};
+}
+
+PlanIdentity identity_of(const at::Tensor& layout) {
+  const LayoutHeader header = read_header(layout);
+  check_header(header);
+  Reader reader{{layout.const_data_ptr<int64_t>(), static_cast<size_t>(header.length)}, {}};
+  uint64_t digest = header.plan_digest;
+  for (int64_t round = 0; round < header.num_rounds; ++round) {
+    Movement movement;
+    describe(reader, movement);
+    digest = extended(digest, movement);
+  }
+  return {header.step, static_cast<int64_t>(digest), header.mask};
 }
 
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows) {

@@ -80,6 +80,17 @@ at::Tensor unpack_rows(const at::Tensor& layout, const at::Tensor& packed_rows);
 // Throws ValueError if `layout` is not a layout.
 std::vector<int64_t> kept_rows(const at::Tensor& layout);
 
+// What all ranks have in common in their layouts under one plan.
+struct PlanIdentity {
+  int64_t step;
+  int64_t digest;  // of the plan, and of what decides where ranks write in each other's memory
+  Mask mask;
+};
+
+PlanIdentity identity_of(const Layout& layout);
+// Throws ValueError if `layout` is not a layout.
+PlanIdentity identity_of(const at::Tensor& layout);
+
 // Throws ValueError unless the tensors are results of encode_layout and unpack_rows.
 Layout decode_layout(const at::Tensor& layout, const at::Tensor& rows);
 

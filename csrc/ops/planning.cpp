@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <optional>
 #include <span>
@@ -249,9 +250,18 @@ void check_row_indices(const planner::Pack& pack, const planner::Plan& plan) {
   }
 }
 
-at::Tensor all_gather(const at::Tensor& tensor, c10::string_view group_name, int64_t step) {
+std::vector<at::Tensor> gather(const at::Tensor& words, c10::string_view group_name, int64_t step) {
+  const std::span<const int64_t> own = words_of<int64_t>(words, "words");
+  const std::string_view bytes(reinterpret_cast<const char*>(own.data()), own.size_bytes());
   const auto session = find_session(std::string(group_name));
-  return session->planning().all_gather(tensor, {"plan", "", -1, step}, "the plan of a step");
+  std::vector<at::Tensor> gathered;
+  for (const std::string& text :
+       session->planning().gather(bytes, {"plan", "", -1, step}, "the plan of a step")) {
+    at::Tensor& theirs = gathered.emplace_back(
+        at::empty({static_cast<int64_t>(text.size() / sizeof(int64_t))}, at::kLong));
+    std::memcpy(theirs.mutable_data_ptr<int64_t>(), text.data(), theirs.nbytes());
+  }
+  return gathered;
 }
 
 std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ranks,
@@ -331,7 +341,7 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
 }  // namespace distca::ops
 
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  m.impl("all_gather", distca::ops::all_gather);
+  m.impl("gather", distca::ops::gather);
   m.impl("plan", distca::ops::plan);
   m.impl("plan_of_tasks", distca::ops::plan_of_tasks);
   m.impl("layout", distca::ops::layout);

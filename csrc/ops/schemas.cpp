@@ -51,8 +51,19 @@ TORCH_LIBRARY(distca, m) {
       "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       of_one_step);
 
-  // Every rank's tensor on the planning group, [num_ranks, ...]. Collective; all of one shape.
-  m.def("all_gather(Tensor tensor, str group_name, int step) -> Tensor");
+  // Every rank's `words`, int64 [any length], by rank, on the planning group. Collective.
+  m.def("gather(Tensor words, str group_name, int step) -> Tensor[]");
+  // What all ranks last called attention with under a plan for this window, int64 [num_calls, 5].
+  m.def("agreed_calls(str group_name, int window_left, int window_right) -> Tensor calls",
+        [](const std::string& group_name, int64_t window_left, int64_t window_right) {
+          return distca::ops::find_session(group_name)->agreed_calls({window_left, window_right});
+        });
+  // Compares a plan, and announces these calls under it: see session.h. Collective, on the planning
+  // group.
+  m.def("agree_on_plan(Tensor layout, Tensor calls, str group_name) -> ()",
+        [](const at::Tensor& layout, const at::Tensor& calls, const std::string& group_name) {
+          distca::ops::find_session(group_name)->agree_on_plan(layout, calls);
+        });
 
   // Planning: pieces int64 [num_pieces, 4] (rank, document, start, length) of all ranks, in row
   // order within each rank, or 5 with the number of their first tokens that are context: keys

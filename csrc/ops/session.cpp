@@ -14,7 +14,9 @@
 #include <sstream>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "layout_tensor.h"
 #include "transport/registry.h"
+#include "version.h"
 #ifdef DISTCA_WITH_SM90
 #include "transport/peer/peer.h"
 #endif
@@ -80,15 +82,31 @@ std::string differences(const std::vector<Signature>& all, int first, int last) 
   return text;
 }
 
-std::string description_of(const Signature& signature) {
+// "heads_q 8, heads_kv 4, ..."; if another call was announced, "heads_q 8 instead of 4".
+std::string description_of(const Signature& signature, const Signature* announced) {
   std::string text;
-  for (int i = Signature::kHeadsQ; i < Signature::kFirstOfHistory; ++i) {
+  const int first = announced ? Signature::kVersion : Signature::kFirstOfCall;
+  for (int i = first; i < Signature::kFirstOfHistory; ++i) {
     const auto field = static_cast<Signature::Field>(i);
+    if (announced && announced->values[i] == signature.values[i]) continue;
     text += (text.empty() ? "" : ", ") + std::string(field_name(field)) + " " +
             field_text(field, signature.values[field]);
+    if (announced) text += " instead of " + field_text(field, announced->values[field]);
   }
   return text;
 }
+
+constexpr const char* kSameModel =
+    ". All ranks of a group must run the same model on the same plan.";
+
+constexpr int64_t kNumCallFields = Signature::kFirstOfHistory - Signature::kFirstOfCall;
+
+// What a rank says of a plan. The fields of calls follow.
+struct Announcement {
+  Signature plan;                   // without a call; with the history between two plans
+  int64_t before = -1, after = -1;  // these plans
+};
+static_assert(std::is_trivially_copyable_v<Announcement>);
 
 struct Registry {
   std::mutex mutex;
@@ -116,10 +134,12 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   num_ranks_ = data->getSize();
   failures_ =
       std::make_shared<transport::FailureBoard>(control->getStore(), names.data, rank_, num_ranks_);
-  // Agreement and rows take turns on one thread: one channel tells when ranks differ in the turn.
-  const auto layers = std::make_shared<transport::Patience>(failures_, "layers");
-  const auto plans = std::make_shared<transport::Patience>(failures_, "plans");
-  control_ = std::make_unique<transport::ControlPlane>(control, layers);
+  using transport::Patience;
+  const auto layers = std::make_shared<Patience>(failures_, transport::kLayers);
+  const auto plans = std::make_shared<Patience>(failures_, transport::kPlans);
+  // A channel of its own: a rank that has called on forgets which exchanges of rows it began.
+  const auto agreements = std::make_shared<Patience>(failures_, transport::kAgreements);
+  control_ = std::make_unique<transport::ControlPlane>(control, agreements);
   failures_->introduce(control_->gather(failures_->introduction(configuration),
                                         {"opening of the group", "", -1, -1},
                                         "the opening of the group"));
@@ -176,6 +196,11 @@ Session::Agreement* Session::agreement_on(int64_t step) {
   return found == agreements_.rend() ? nullptr : &*found;
 }
 
+Session::Agreement& Session::new_agreement(int64_t step) {
+  if (agreements_.size() == kPlansInFlight) agreements_.pop_front();
+  return agreements_.emplace_back(step);
+}
+
 Session::Batch& Session::batch_of(int64_t number) {
   const auto found = std::find_if(batches_.rbegin(), batches_.rend(),
                                   [number](const Batch& each) { return each.number == number; });
@@ -199,16 +224,9 @@ std::vector<Signature> Session::gather(const Signature& mine, const std::string&
   return all;
 }
 
-Signature Session::with_history(const Signature& mine) const {
-  Signature whole = mine;
-  std::copy(num_moving_.begin(), num_moving_.end(),
-            whole.values.begin() + Signature::kFirstOfHistory);
-  return whole;
-}
-
 // Finds calls that a rank left out, or made in addition, at the end of a plan. On devices the other
 // ranks may still wait in them.
-void Session::check_history(const std::vector<Signature>& all, int64_t step) {
+void Session::check_history(const std::vector<Signature>& all, const transport::Where& where) {
   const std::string difference =
       differences(all, Signature::kFirstOfHistory, Signature::kNumFields);
   if (difference.empty()) return;
@@ -216,24 +234,104 @@ void Session::check_history(const std::vector<Signature>& all, int64_t step) {
       "ranks made different attention calls since they last agreed on a plan: " + difference +
       transport::kSameCalls;
   failures_->announce_mismatch(sentence);
-  const transport::Where where{"agreement", "", -1, step};
   TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", sentence,
                    ". Restart the job from its last checkpoint");
 }
 
-void Session::agree(const Signature& mine) {
+at::Tensor Session::agreed_calls(const Mask& mask) const {
   std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = agreed_calls_.find({mask.window_left, mask.window_right});
+  const auto num_calls =
+      found == agreed_calls_.end() ? 0 : static_cast<int64_t>(found->second.size());
+  at::Tensor calls = at::empty({num_calls, kNumCallFields}, at::kLong);
+  int64_t* next = calls.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < num_calls; ++i, next += kNumCallFields) {
+    std::copy_n(&found->second[i].values[Signature::kFirstOfCall], kNumCallFields, next);
+  }
+  return calls;
+}
+
+void Session::agree_on_plan(const at::Tensor& layout, const at::Tensor& calls) {
+  TORCH_CHECK_VALUE(calls.device().is_cpu() && calls.scalar_type() == at::kLong &&
+                        calls.dim() == 2 && calls.size(1) == kNumCallFields &&
+                        calls.is_contiguous(),
+                    "calls: expected int64 [num_calls, ", kNumCallFields, "] on the CPU, got ",
+                    calls.toString(), " of shape ", calls.sizes());
+  const PlanIdentity plan = identity_of(layout);
+  Announcement mine;
+  mine.plan.values = {0, kVersion, plan.step, plan.digest};
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    mine.before = history_.before;
+    mine.after = history_.step;
+    std::ranges::copy(history_.num_moving, &mine.plan.values[Signature::kFirstOfHistory]);
+  }
+  std::string text(reinterpret_cast<const char*>(&mine), sizeof(mine));
+  text.append(static_cast<const char*>(calls.const_data_ptr()), calls.nbytes());
+  const transport::Where where{"agreement on a plan", "", -1, plan.step};
+  const std::vector<std::string> texts = planning_->gather(text, where, "the plan of a step");
+
+  std::vector<Signature> all;
+  bool same_history = true, same_calls = true;
+  for (const std::string& theirs : texts) {
+    Announcement announced;
+    std::copy_n(theirs.data(), std::min(theirs.size(), sizeof(announced)),
+                reinterpret_cast<char*>(&announced));
+    all.push_back(announced.plan);
+    same_history &= announced.before == mine.before && announced.after == mine.after;
+    same_calls &= theirs.substr(sizeof(mine)) == text.substr(sizeof(mine));
+  }
+  const std::string difference = differences(all, Signature::kVersion, Signature::kFirstOfHistory);
+  TORCH_CHECK_VALUE(difference.empty(),
+                    "distca: ranks disagree on core attention, nothing was sent: ", difference,
+                    kSameModel);
+  if (same_history) check_history(all, where);
+  if (!same_calls || calls.size(0) == 0) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  Agreement& agreement = new_agreement(plan.step);
+  const auto* next = calls.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < calls.size(0); ++i, next += kNumCallFields) {
+    Signature& call = agreement.calls.emplace_back();
+    call.values = {0, kVersion, plan.step, plan.digest};
+    std::copy_n(next, kNumCallFields, &call.values[Signature::kFirstOfCall]);
+  }
+}
+
+std::string Session::activity_of(const Signature& mine, const Agreement* agreement) const {
+  if (agreement == nullptr) return "the agreement before the first layer";
+  // Later the others may not be agreeing at all: the text must say on what.
+  const bool is_expected = agreement->num_made < agreement->calls.size();
+  const Signature* announced = is_expected ? &agreement->calls[agreement->num_made] : nullptr;
+  return "an agreement on " + description_of(mine, announced);
+}
+
+// Returns whether this call needs no agreement under its plan. Announced calls count in their order
+// alone: a rank that makes them in another order makes another call than the others.
+bool Session::makes_agreed_call(Agreement& agreement, const Signature& mine) {
+  const auto made = agreement.calls.begin() + static_cast<int64_t>(agreement.num_made);
+  if (std::find(agreement.calls.begin(), made, mine) != made) return true;
+  if (made == agreement.calls.end() || *made != mine) return false;
+  note_made(agreement);
+  return true;
+}
+
+void Session::note_made(Agreement& agreement) {
+  latest_ = agreement.calls[agreement.num_made];
+  if (agreement.num_made++ > 0) return;
+  history_ = {history_.step, agreement.step, std::exchange(num_moving_, {})};
+}
+
+void Session::agree(const Signature& mine, const Mask& mask) {
+  std::unique_lock<std::mutex> lock(mutex_);
   const int64_t step = mine.values[Signature::kStep];
   Agreement* agreement = agreement_on(step);
-  const bool new_plan = agreement == nullptr;
-  if (!new_plan && std::find(agreement->signatures.begin(), agreement->signatures.end(), mine) !=
-                       agreement->signatures.end()) {
-    return;
-  }
-  // Later in a step the others may not be agreeing at all: the text must say on what.
-  const auto all = gather(with_history(mine), new_plan ? "the agreement before the first layer"
-                                                       : "an agreement on " + description_of(mine));
-  check_history(all, step);
+  if (agreement && makes_agreed_call(*agreement, mine)) return;
+  Signature whole = mine;
+  std::ranges::copy(num_moving_, &whole.values[Signature::kFirstOfHistory]);
+  const std::string activity = activity_of(mine, agreement);
+  lock.unlock();  // the planner's thread goes on meanwhile
+  const auto all = gather(whole, activity);
+  check_history(all, {"agreement", "", -1, step});
   std::string refused;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     if (all[rank].values[Signature::kRefused] != 0) refused += " " + std::to_string(rank);
@@ -246,13 +344,14 @@ void Session::agree(const Signature& mine) {
   const std::string difference = differences(all, Signature::kVersion, Signature::kFirstOfHistory);
   TORCH_CHECK_VALUE(difference.empty(),
                     "distca: ranks disagree on core attention, nothing was sent: ", difference,
-                    ". All ranks of a group must run the same model on the same plan.");
-  if (new_plan) {
-    if (agreements_.size() == kPlansInFlight) agreements_.pop_front();
-    agreement = &agreements_.emplace_back(step);
-    num_moving_ = {};
-  }
-  agreement->signatures.push_back(mine);
+                    kSameModel);
+  lock.lock();
+  agreement = agreement_on(step);
+  if (agreement == nullptr) agreement = &new_agreement(step);
+  agreement->calls.resize(agreement->num_made);
+  agreement->calls.push_back(mine);
+  note_made(*agreement);
+  agreed_calls_[{mask.window_left, mask.window_right}] = agreement->calls;
 }
 
 void Session::refuse(int64_t step, const std::string& error) {
@@ -264,13 +363,13 @@ void Session::refuse(int64_t step, const std::string& error) {
   Signature refused;
   refused.values[Signature::kRefused] = 1;
   refused.values[Signature::kStep] = step;
-  agree(refused);
+  agree(refused, {});
 }
 
 std::array<int64_t, 4> Session::attention_shape() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (agreements_.empty()) return {};
-  const auto& values = agreements_.back().signatures.back().values;
+  if (!latest_) return {};
+  const auto& values = latest_->values;
   const auto dtype = static_cast<c10::ScalarType>(values[Signature::kDtype]);
   return {values[Signature::kHeadsQ], values[Signature::kHeadsKv], values[Signature::kHeadDim],
           static_cast<int64_t>(c10::elementSize(dtype))};

@@ -3,12 +3,15 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "core/mask.h"
 #include "timeline.h"
 #include "transport/failures.h"
 #include "transport/process_group/control.h"
@@ -32,12 +35,13 @@ struct Signature {
     kHeadDim,
     kDtype,
     kSoftmaxScale,  // bits of the double
-    // Number of calls that moved rows between the last agreement on a plan and this one.
+    // Number of calls that moved rows between the first call under a plan and that under another.
     kForwardCalls,
     kRecomputedCalls,
     kBackwardCalls,
     kNumFields
   };
+  static constexpr Field kFirstOfCall = kHeadsQ;  // to kFirstOfHistory: without the plan
   static constexpr Field kFirstOfHistory = kForwardCalls;
   std::array<int64_t, kNumFields> values{};
 
@@ -53,8 +57,8 @@ constexpr bool kHasPeerTransport = false;
 enum class Pass { kForward, kBackward };
 const char* name_of(Pass pass);
 
-// Names of a session's process groups: rows, agreement before a step's first layer, planning. Each
-// is used by nothing else and by one thread at a time, so that its calls stay in order.
+// Names of a session's process groups: rows, agreement on calls, planning. Each is used by nothing
+// else and by one thread at a time, so that its calls stay in order.
 struct GroupNames {
   std::string data;
   std::string control;
@@ -100,16 +104,28 @@ class Session {
   std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
-  // Collective on the first call with a new signature under a plan. Later calls are free, even if
-  // calls under up to kPlansInFlight plans alternate. If signatures differ, throws on every rank
-  // and names the ranks and the difference.
-  void agree(const Signature& mine);
+  // Returns the calls that ranks last agreed on under a plan for this window, in their order, int64
+  // [num_calls, fields of a call].
+  at::Tensor agreed_calls(const Mask& mask) const;
 
-  // This rank refuses its arguments with `error`. Before the first agreement of a step the others
-  // learn it in agree(), and the group lives on; later they wait for rows, and the group is lost.
+  // Collective, on the planning thread: compares the plan of a layout, and announces the calls that
+  // this rank expects to make first under it. If all ranks announce the same, agree() is free for
+  // these calls in this order. Throws ValueError on every rank if plans differ.
+  void agree_on_plan(const at::Tensor& layout, const at::Tensor& calls);
+
+  // Makes sure that all ranks make this call. Free if it was announced with the plan, or has been
+  // made under it, even if calls under up to kPlansInFlight plans alternate. Else collective: if
+  // signatures differ, throws on every rank and names the ranks and the difference. `mask` is the
+  // plan's.
+  void agree(const Signature& mine, const Mask& mask);
+
+  // This rank refuses its arguments with `error`. If no calls were announced with the plan, then
+  // before its first call the others learn it in agree(), and the group lives on. Otherwise they
+  // wait for rows, and the group is lost.
   void refuse(int64_t step, const std::string& error);
 
-  // heads_q, heads_kv, head_dim and bytes per element last agreed on; zeros before that.
+  // heads_q, heads_kv, head_dim and bytes per element of the last new call under a plan; zeros
+  // before any.
   std::array<int64_t, 4> attention_shape() const;
 
   // Counts an attention call that a module (see name_caller) makes in a pass, and returns its place
@@ -118,10 +134,16 @@ class Session {
   transport::Where enter(Pass pass, const PlanOfBatch& plan, int64_t caller, bool moves_rows);
 
  private:
-  // The signatures that ranks agreed on under one plan.
+  // The calls that ranks agreed on under one plan, in the order in which they are first made.
   struct Agreement {
     int64_t step;
-    std::vector<Signature> signatures;
+    std::vector<Signature> calls;
+    size_t num_made = 0;  // the others were announced
+  };
+  // Calls that move rows between the first calls under two plans.
+  struct History {
+    int64_t before = -1, step = -1;  // the plans; -1: none
+    std::array<int64_t, 3> num_moving{};
   };
   // The attention calls of one batch. Its layers may have several plans.
   struct Batch {
@@ -131,10 +153,13 @@ class Session {
   };
 
   Agreement* agreement_on(int64_t step);
+  Agreement& new_agreement(int64_t step);
   Batch& batch_of(int64_t number);
-  Signature with_history(const Signature& mine) const;
+  std::string activity_of(const Signature& mine, const Agreement* agreement) const;
+  bool makes_agreed_call(Agreement& agreement, const Signature& mine);
+  void note_made(Agreement& agreement);
   std::vector<Signature> gather(const Signature& mine, const std::string& activity);
-  void check_history(const std::vector<Signature>& all, int64_t step);
+  void check_history(const std::vector<Signature>& all, const transport::Where& where);
 
   // What every rank says, [num_ranks]. On the control plane, as agreements: a call meets after its
   // own agreement and before the next call's, on every rank, so that the order is one. Holds no
@@ -151,9 +176,12 @@ class Session {
   std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
   int64_t rank_;
   int64_t num_ranks_;
-  std::deque<Agreement> agreements_;     // for plans in flight, the newest last
-  std::deque<Batch> batches_;            // likewise
-  std::array<int64_t, 3> num_moving_{};  // calls that move rows, in the order of Signature
+  std::deque<Agreement> agreements_;  // for plans in flight, the newest last
+  std::deque<Batch> batches_;         // likewise
+  std::map<std::pair<int64_t, int64_t>, std::vector<Signature>> agreed_calls_;  // by window
+  std::optional<Signature> latest_;      // the last new call under a plan
+  History history_;                      // up to the last plan that calls began to use
+  std::array<int64_t, 3> num_moving_{};  // calls since then, in the order of Signature
 };
 
 // Sessions by group name. `find` throws when there is none, naming the call that opens one.

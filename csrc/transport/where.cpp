@@ -22,7 +22,8 @@ constexpr std::array kPhases{"an exchange",
                              "opening of the group",
                              "opening of peer memory",
                              "join",
-                             "attention"};
+                             "attention",
+                             "agreement on a plan"};
 
 int64_t index_of(Names names, std::string_view name) {
   const auto match = std::find(names.begin(), names.end(), name);

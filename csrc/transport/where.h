@@ -44,8 +44,9 @@ Where where_of(uint32_t tag, const Where& near);
 // Sets a caller's name for errors. Callers have the same numbers on all ranks.
 void name_caller(int64_t caller, const std::string& name);
 
-// Channels of a group: calls of attention with agreements on them, and plans.
+// Channels of a group: calls of attention, agreements on them, and plans.
 inline constexpr const char* kLayers = "layers";
+inline constexpr const char* kAgreements = "agreements";
 inline constexpr const char* kPlans = "plans";
 
 // Counts the exchanges that a rank has begun in one channel of a group. Ranks that run the same

@@ -25,7 +25,7 @@ NUM_WORDS = TIMES_WORDS.stop
 
 MAX_PIECES = INT32_MAX  # of all ranks
 MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps
-LEAST_PIECES = 65536  # of all ranks in one exchange: 2.6 MB
+LEAST_PIECES = 65536  # of all ranks in any exchange: 2.6 MB
 
 
 def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
@@ -59,17 +59,27 @@ def shape_of(headers: Tensor) -> AttentionShape:
 
 
 def exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the pieces of all ranks in rank order, and every rank's words. Collective."""
+    """Return the pieces of all ranks in rank order, and every rank's words. Collective.
+
+    Few pieces travel with the words, in one exchange.
+    """
     step = words[HEADER_NAMES.index("step")]
+    count, width = pieces.shape
 
-    def all_gather(tensor: Tensor) -> Tensor:
-        return ops.all_gather(tensor, session.group_name, step)
+    def gather(tensor: Tensor) -> list[Tensor]:
+        return ops.gather(tensor.flatten(), session.group_name, step)
 
-    headers = all_gather(torch.tensor([*words, pieces.shape[0]]))
+    few = max(1, LEAST_PIECES // session.num_ranks)
+    own = torch.tensor([*words, count])
+    gathered = gather(torch.cat([own, pieces.flatten()]) if count <= few else own)
+    headers = torch.stack([each[: own.numel()] for each in gathered])
     check_headers(headers)  # raises on all ranks alike, even if only some plan halves
     counts = headers[:, -1].tolist()
     check_counts(counts)
-    return gather_pieces(pieces, counts, all_gather), headers
+    if max(counts) <= few:
+        parts = [each[own.numel() :].view(-1, width) for each in gathered]
+        return torch.cat(parts), headers
+    return gather_pieces(pieces, counts, gather), headers
 
 
 def check_headers(headers: Tensor) -> None:
@@ -114,18 +124,17 @@ def pieces_at_a_time(counts: list[int]) -> int:
 
 
 def gather_pieces(
-    pieces: Tensor, counts: list[int], all_gather: Callable[[Tensor], Tensor]
+    pieces: Tensor, counts: list[int], gather: Callable[[Tensor], list[Tensor]]
 ) -> Tensor:
     """Return the pieces of all ranks in rank order: int64 [sum(counts), words].
 
     Collective: each rank passes its own pieces, [count, words], and the counts of all ranks. All
-    ranks call all_gather(tensor) -> [num_ranks, *tensor.shape] equally often.
+    ranks call gather(tensor), which returns the words of each rank's tensor, equally often.
     """
     size = pieces_at_a_time(counts)
     parts_by_rank: list[list[Tensor]] = [[] for _ in counts]
     for first in range(0, max(1, *counts), size):
-        part = pieces[first : first + size]
-        gathered = all_gather(torch.nn.functional.pad(part, (0, 0, 0, size - part.shape[0])))
-        for rank, count in enumerate(counts):
-            parts_by_rank[rank].append(gathered[rank, : max(0, count - first)].clone())
+        gathered = gather(pieces[first : first + size])
+        for parts, part in zip(parts_by_rank, gathered, strict=True):
+            parts.append(part.view(-1, pieces.shape[1]))
     return torch.cat([part for parts in parts_by_rank for part in parts])

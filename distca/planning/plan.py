@@ -46,7 +46,8 @@ class PlanReport:
     bytes_in: list[int]
     """Bytes that each rank receives."""
     plan_ms: float
-    """Time for the exchange of pieces, the plan and this rank's layout, in milliseconds."""
+    """Time for the exchange of pieces, the plan, this rank's layout and the comparison of plans, in
+    milliseconds."""
     waited_ms: float
     """Part of plan_ms that the training thread waited for."""
     attention_ms: list[float] = field(default_factory=list)
@@ -195,7 +196,10 @@ def next_problem(session: Session, window_size: tuple[int, int], device: torch.d
     """Return the problem of a session's next plan, and count that plan."""
     problem = Problem(session.rank, session.num_ranks, window_size, device.type, session.num_plans)
     session.num_plans += 1
-    return replace(problem, by_peer_memory=session.by_peer_memory)
+    if session.num_ranks == 1:
+        return problem
+    calls = ops.agreed_calls(session.group_name, *window_size)
+    return replace(problem, by_peer_memory=session.by_peer_memory, calls=calls)
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
@@ -231,12 +235,13 @@ class Problem:
     batch: int | None = None  # step of the first plan for the same documents; None: this one
     ranks_per_node: int | None = None  # as host names say
     by_peer_memory: bool = False  # how rows travel
+    calls: Tensor | None = None  # that ranks last agreed on for this window: see agree_on_plan
 
 
 def _solve_together(
     session: Session, documents: Documents, problem: Problem, words: list[int]
 ) -> Solution:
-    """On the planner thread: exchange, plan, layout."""
+    """On the planner thread: exchange, plan, layout, agreement."""
     start = time.perf_counter()
     pieces, headers = documents.pieces(session.rank), torch.tensor([words])
     if session.num_ranks > 1:
@@ -246,9 +251,17 @@ def _solve_together(
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
     solution = _solve(problem, pieces, session.options, shape_of(headers))
+    agree_on_plan(session, problem, solution.layout)
     plan_ms = 1e3 * (time.perf_counter() - start)
     measured = {"plan_ms": plan_ms, "attention_ms": attention_ms, "exposed_ms": exposed_ms}
     return replace(solution, report=replace(solution.report, **measured))
+
+
+def agree_on_plan(session: Session, problem: Problem, layout: Tensor) -> None:
+    """On the planner thread: raise ValueError on every rank if their plans differ. Announce the
+    calls of attention that this rank expects, so that training need not wait for agreement."""
+    if problem.calls is not None:
+        ops.agree_on_plan(layout, problem.calls, session.group_name)
 
 
 def balance(

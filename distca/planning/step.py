@@ -118,7 +118,8 @@ def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
     step = -1 - problem.step  # no plan has it: a rank that plans another step instead is found out
     header = header_of(step, session.options, problem.window_size)
     words = torch.tensor([*header, *[0] * (NUM_WORDS - HEADER_WORDS), row])
-    headers = ops.all_gather(words, session.group_name, problem.step)
+    gathered = ops.gather(words, session.group_name, problem.step)
+    headers = torch.stack([each[: words.numel()] for each in gathered])
     check_headers(headers)
     return headers[:, -1]
 
@@ -136,6 +137,7 @@ def _solve_half(
     tasks = plans.tasks_of(solution.encoded)
     held = half_of(solution.pieces, tasks, cuts, problem.window_size, idx)
     laid_out = plans.lay_out(problem, *held, session.options, solution.shape)
+    plans.agree_on_plan(halves_of(session)[idx], problem, laid_out[0])
     return Solution(*laid_out, *held, solution.shape, solution.report)
 
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <map>
@@ -49,27 +50,38 @@ bool ends_soon(c10d::Work& work) {
   TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", text);
 }
 
-// What ranks exchange first. It has the same size in all phases, because gloo aborts or returns
-// stale memory if sizes differ. Most texts fit in it.
-struct Frame {
+// What a frame begins with. As much of the text follows as the frame has room for.
+struct FrameHeader {
   std::array<char, 40> phase{};
-  int64_t num_bytes = 0;
-  std::array<char, 208> text{};
+  int64_t num_bytes = 0;  // of the text
 };
-static_assert(sizeof(Frame) == 256);
 
-Frame frame_of(std::string_view own, const char* phase) {
-  Frame frame;
-  std::strncpy(frame.phase.data(), phase, frame.phase.size() - 1);
-  frame.num_bytes = static_cast<int64_t>(own.size());
-  std::copy_n(own.data(), std::min(own.size(), frame.text.size()), frame.text.data());
+constexpr size_t kMaxRoom = 65536;  // bytes of text in a frame: 1600 pieces of documents
+
+std::string frame_of(std::string_view own, const char* phase, size_t room) {
+  FrameHeader header;
+  std::strncpy(header.phase.data(), phase, header.phase.size() - 1);
+  header.num_bytes = static_cast<int64_t>(own.size());
+  std::string frame(reinterpret_cast<const char*>(&header), sizeof(header));
+  frame += own.substr(0, room);
+  frame.resize(sizeof(header) + room);
   return frame;
 }
 
-void check_phases(const std::vector<Frame>& frames, const Where& where) {
+std::vector<FrameHeader> headers_of(const at::Tensor& frames) {
+  std::vector<FrameHeader> headers(frames.size(0));
+  const uint8_t* next = frames.const_data_ptr<uint8_t>();
+  for (FrameHeader& header : headers) {
+    std::memcpy(&header, next, sizeof(header));
+    next += frames.size(1);
+  }
+  return headers;
+}
+
+void check_phases(const std::vector<FrameHeader>& headers, const Where& where) {
   std::map<std::string, std::string> ranks_by_phase;
-  for (size_t rank = 0; rank < frames.size(); ++rank) {
-    ranks_by_phase[frames[rank].phase.data()] += " " + std::to_string(rank);
+  for (size_t rank = 0; rank < headers.size(); ++rank) {
+    ranks_by_phase[headers[rank].phase.data()] += " " + std::to_string(rank);
   }
   if (ranks_by_phase.size() == 1) return;
   std::string text;
@@ -149,24 +161,24 @@ at::Tensor ControlPlane::exchange(std::string_view own, const Where& where,
 
 std::vector<std::string> ControlPlane::gather(std::string_view own, const Where& where,
                                               const std::string& activity) {
-  const Frame mine = frame_of(own, where.phase);
-  std::vector<Frame> frames(group_->getSize());
-  const at::Tensor first =
-      exchange({reinterpret_cast<const char*>(&mine), sizeof(Frame)}, where, activity);
-  std::memcpy(frames.data(), first.const_data_ptr<uint8_t>(), first.numel());
-  check_phases(frames, where);
-  const int64_t most = std::ranges::max(frames, {}, &Frame::num_bytes).num_bytes;
-  std::vector<std::string> texts;
-  if (most <= static_cast<int64_t>(mine.text.size())) {
-    for (const Frame& frame : frames) texts.emplace_back(frame.text.data(), frame.num_bytes);
-    return texts;
+  at::Tensor bytes = exchange(frame_of(own, where.phase, room_), where, activity);
+  const std::vector<FrameHeader> headers = headers_of(bytes);
+  check_phases(headers, where);
+  size_t begin = sizeof(FrameHeader);
+  const auto most =
+      static_cast<size_t>(std::ranges::max(headers, {}, &FrameHeader::num_bytes).num_bytes);
+  if (most > room_) {
+    room_ = std::max(room_, std::min(kMaxRoom, std::bit_ceil(most)));
+    std::string padded(own);
+    padded.resize(most);
+    bytes = exchange(padded, where, activity);
+    begin = 0;
   }
-  std::string padded(own);
-  padded.resize(most);
-  const at::Tensor whole = exchange(padded, where, activity);
-  const auto* bytes = reinterpret_cast<const char*>(whole.const_data_ptr<uint8_t>());
-  for (size_t rank = 0; rank < frames.size(); ++rank) {
-    texts.emplace_back(bytes + static_cast<int64_t>(rank) * most, frames[rank].num_bytes);
+  std::vector<std::string> texts;
+  const auto* row = reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>());
+  for (const FrameHeader& header : headers) {
+    texts.emplace_back(row + begin, header.num_bytes);
+    row += bytes.size(1);
   }
   return texts;
 }

@@ -106,6 +106,9 @@ class ControlPlane {
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Patience> patience_;
+  // Bytes of text that a first exchange carries. It follows from earlier texts of all ranks, so
+  // that it is equal on all of them.
+  size_t room_ = 208;
 };
 
 }  // namespace distca::transport

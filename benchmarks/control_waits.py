@@ -1,0 +1,103 @@
+"""Time for which the training thread waits for the control plane: plans, and agreement of ranks.
+
+    torchrun --nproc-per-node 4 benchmarks/control_waits.py
+
+A step has a few layers of attention, forward and backward, under one plan; under two plans, whose
+windows alternate between layers; or under the plans of four micro-batches. Plans are made one step
+ahead. The table has the medians over steps on the slowest rank, of the profiler's ranges
+"distca wait for plan" and "distca agreement".
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import distca
+
+CAUSAL, SLIDING = (-1, 0), (512, 0)
+CASES = {  # windows by layer, micro-batches
+    "one plan": ([CAUSAL], 1),
+    "two windows": ([CAUSAL, SLIDING], 1),
+    "4 micro-batches": ([CAUSAL], 4),
+}
+RANGES = ("distca wait for plan", "distca agreement")
+NUM_WARM_UP = 3  # steps
+
+MicroBatch = tuple[distca.Documents, torch.Tensor]
+
+
+def micro_batch(num_tokens: int) -> MicroBatch:
+    """Return a document for rank 0, or several for any other rank, and rows of q, k and v."""
+    lengths = [num_tokens] if dist.get_rank() == 0 else [num_tokens // 8] * 8
+    documents = distca.Documents([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    return documents, torch.randn(documents.num_tokens, 4, 32, requires_grad=True)
+
+
+def waits_of(step: Callable[[], None]) -> list[float]:
+    """Return the time that a step spends in each of RANGES, in milliseconds."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    times = {each.key: each.cpu_time_total / 1e3 for each in profiled.key_averages()}
+    return [times.get(name, 0.0) for name in RANGES]
+
+
+def measure(windows: list[tuple[int, int]], num_batches: int, args: argparse.Namespace) -> list:
+    """Return the median waits of a step on this rank, in milliseconds."""
+
+    def planned() -> list[MicroBatch]:
+        batches = [micro_batch(args.tokens) for _ in range(num_batches)]
+        for documents, _ in batches:
+            for window in windows:
+                distca.plan(documents, window_size=window, ahead=True)
+        return batches
+
+    coming = planned()
+
+    def step() -> None:
+        nonlocal coming
+        batches, coming = coming, planned()
+        for documents, x in batches:
+            out = x
+            for layer in range(args.layers):
+                window = windows[layer % len(windows)]
+                out = distca.core_attention(out, x, x, documents, window_size=window)
+            out.sum().backward()
+
+    waits = []
+    for number in range(NUM_WARM_UP + args.steps):
+        dist.barrier()  # ranks begin a step together, as optimizers let them
+        if number < NUM_WARM_UP:
+            step()
+        else:
+            waits.append(waits_of(step))
+    return [statistics.median(each) for each in zip(*waits, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2048, help="of a rank and micro-batch")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
+    dist.init_process_group("gloo")
+    distca.init()
+    if dist.get_rank() == 0:
+        print(f"{'ms a step':>18}" + "".join(f"{name:>24}" for name in RANGES))
+    for name, (windows, num_batches) in CASES.items():
+        waits = torch.tensor(measure(windows, num_batches, args))
+        dist.all_reduce(waits, dist.ReduceOp.MAX)
+        if dist.get_rank() == 0:
+            print(f"{name:>18}" + "".join(f"{wait:24.2f}" for wait in waits.tolist()), flush=True)
+    distca.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
