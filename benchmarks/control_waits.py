@@ -11,11 +11,10 @@ ahead. The table has the medians over steps on the slowest rank, of the profiler
 import argparse
 import os
 import statistics
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import distca
 
@@ -26,6 +25,7 @@ CASES = {  # windows by layer, micro-batches
     "4 micro-batches": ([CAUSAL], 4),
 }
 RANGES = ("distca wait for plan", "distca agreement")
+STEP = "benchmark step"
 NUM_WARM_UP = 3  # steps
 
 MicroBatch = tuple[distca.Documents, torch.Tensor]
@@ -38,12 +38,17 @@ def micro_batch(num_tokens: int) -> MicroBatch:
     return documents, torch.randn(documents.num_tokens, 4, 32, requires_grad=True)
 
 
-def waits_of(step: Callable[[], None]) -> list[float]:
-    """Return the time that a step spends in each of RANGES, in milliseconds."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        step()
-    times = {each.key: each.cpu_time_total / 1e3 for each in profiled.key_averages()}
-    return [times.get(name, 0.0) for name in RANGES]
+def waits_of(profiled: profile) -> list[list[float]]:
+    """Return the time that each step spends in each of RANGES, in milliseconds."""
+    events = profiled.events()
+    waits = []
+    for step in (each.time_range for each in events if each.name == STEP):
+        times = dict.fromkeys(RANGES, 0.0)
+        for each in events:
+            if each.name in times and step.start <= each.time_range.start < step.end:
+                times[each.name] += each.cpu_time_total / 1e3
+        waits.append(list(times.values()))
+    return waits
 
 
 def measure(windows: list[tuple[int, int]], num_batches: int, args: argparse.Namespace) -> list:
@@ -68,13 +73,16 @@ def measure(windows: list[tuple[int, int]], num_batches: int, args: argparse.Nam
                 out = distca.core_attention(out, x, x, documents, window_size=window)
             out.sum().backward()
 
-    waits = []
-    for number in range(NUM_WARM_UP + args.steps):
-        dist.barrier()  # ranks begin a step together, as optimizers let them
-        if number < NUM_WARM_UP:
-            step()
-        else:
-            waits.append(waits_of(step))
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            dist.barrier()  # ranks begin a step together, as optimizers let them
+            with record_function(STEP):
+                step()
+
+    run(NUM_WARM_UP)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run(args.steps)
+    waits = waits_of(profiled)
     return [statistics.median(each) for each in zip(*waits, strict=True)]
 
 

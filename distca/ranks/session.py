@@ -34,7 +34,7 @@ class Session:
     num_ranks: int
     data: ProcessGroup | None = None  # rows travel here; None with one rank
     planning: ProcessGroup | None = None  # gloo, for pieces, by the planner thread alone
-    control: ProcessGroup | None = None  # gloo: ranks agree here before a step's first layer
+    control: ProcessGroup | None = None  # gloo: ranks agree here on calls that were not announced
     by_peer_memory: bool = False  # rows go to other ranks' memory, where the attention allows it
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
