@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import distca
 
-CAUSAL, SLIDING = (-1, 0), (512, 0)
+CAUSAL, SLIDING = (-1, 0), (128, 0)
 CASES = {  # windows by layer, micro-batches
     "one plan": ([CAUSAL], 1),
     "two windows": ([CAUSAL, SLIDING], 1),
@@ -88,9 +88,9 @@ def measure(windows: list[tuple[int, int]], num_batches: int, args: argparse.Nam
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2048, help="of a rank and micro-batch")
+    parser.add_argument("--tokens", type=int, default=512, help="of a rank and micro-batch")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
