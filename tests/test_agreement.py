@@ -7,6 +7,8 @@ change their calls alike, they agree anew, and go on.
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
+from oracle import Case
 from ranks import Ranks
 from small_step import SHARDED, Step, small_step
 
@@ -18,6 +20,9 @@ HANG_S = 30
 CAUSAL, SLIDING = (-1, 0), (200, 0)
 ODD = 1
 NUM_STEPS = 3
+PLANS_IN_FLIGHT = 256  # kPlansInFlight
+EVEN = Case([[64], [64], [64]], dtype=torch.float32)  # its plan moves no rows
+SMALL = Case([[300], [5]], dtype=torch.float32)
 
 
 @pytest.fixture
@@ -162,6 +167,48 @@ def test_ranks_that_change_together_agree_anew(ranks):
     for by_step, error in ranks(3).run(change_together):
         assert by_step == [1, 0, 1, 0, 1, 0]
         assert error < 1e-5
+
+
+def change_alone_at_home(rank: int, world_size: int) -> None:
+    """Call with fewer heads on rank ODD, under a plan that moves no rows, and train on."""
+    distca.close()
+    for number in range(5):
+        step = small_step(rank, world_size, EVEN)
+        distca.plan(step.documents)
+        if number == 2 and rank == ODD:
+            _fewer_heads(step)
+        step.attend()
+        dist.all_reduce(
+            torch.ones(1)
+        )  # of gradients: a rank that waits before it blocks the others
+
+
+def test_a_rank_that_changes_alone_is_named_though_nobody_waits_for_its_rows(fresh_ranks):
+    for outcome in fresh_ranks.outcomes(change_alone_at_home, timeout_s=HANG_S):
+        assert outcome.error_type == "DistBackendError" and outcome.seconds < LIMIT_S, outcome
+        assert "agreement on a plan, step 4: ranks made different attention calls" in outcome.error
+        assert f"heads_q: 2 on rank {ODD}, 4 on ranks 0 2" in outcome.error
+
+
+def plan_far_ahead(rank: int, world_size: int) -> list[int]:
+    """Plan more steps than ranks keep agreements for. Return the number of agreements on calls
+    under the first of these plans, and under the last."""
+    distca.close()
+    first = small_step(rank, world_size, SMALL)
+    distca.plan(first.documents)
+    first.attend()
+    steps = [small_step(rank, world_size, SMALL) for _ in range(PLANS_IN_FLIGHT + 1)]
+    plans = [distca.plan(step.documents, ahead=True) for step in steps]
+    plans[-1].wait()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for step in (steps[0], steps[-1]):
+            with torch.profiler.record_function("step "):
+                step.attend()
+    return agreements_by_step(profile)
+
+
+def test_calls_stay_announced_however_far_ahead_plans_are_made(ranks):
+    assert ranks(2).run(plan_far_ahead) == [[0, 0]] * 2
 
 
 def two_models(rank: int, world_size: int, swap: bool) -> list[int]:

@@ -183,7 +183,7 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
     return call;
   }
   const PlanIdentity plan = identity_of(*call.layout);
-  call.session->agree(signature_of(plan, q, k, softmax_scale), plan.mask);
+  call.session->agree(signature_of(plan, q, k, softmax_scale), plan.mask, moves_rows);
   call.where = call.session->enter(pass, {step, batch}, caller, moves_rows);
   call.transport =
       &call.session->transport(attention::reads_in_place(call.inputs.q, softmax_scale));

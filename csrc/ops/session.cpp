@@ -193,11 +193,23 @@ at::Tensor Session::peer_memory() const {
 Session::Agreement* Session::agreement_on(int64_t step) {
   const auto found = std::find_if(agreements_.rbegin(), agreements_.rend(),
                                   [step](const Agreement& each) { return each.step == step; });
-  return found == agreements_.rend() ? nullptr : &*found;
+  if (found != agreements_.rend()) return &*found;
+  auto announced = announced_.extract(step);
+  if (announced.empty()) return nullptr;
+  Agreement& agreement = new_agreement(step);
+  agreement.calls = std::move(announced.mapped());
+  return &agreement;
 }
 
+// Call it at the first call under a plan, which comes at the same point of all ranks' programs.
 Session::Agreement& Session::new_agreement(int64_t step) {
-  if (agreements_.size() == kPlansInFlight) agreements_.pop_front();
+  if (agreements_.size() == kPlansInFlight) {
+    agreements_.pop_front();
+    // On every rank the planner's thread is past this plan, so that all ranks drop the same.
+    announced_.erase(announced_.begin(), announced_.lower_bound(agreements_.front().step));
+  }
+  history_ = {history_.step, step, latest_};
+  std::fill(latest_.values.begin() + Signature::kFirstOfHistory, latest_.values.end(), 0);
   return agreements_.emplace_back(step);
 }
 
@@ -226,9 +238,9 @@ std::vector<Signature> Session::gather(const Signature& mine, const std::string&
 
 // Finds calls that a rank left out, or made in addition, at the end of a plan. On devices the other
 // ranks may still wait in them.
-void Session::check_history(const std::vector<Signature>& all, const transport::Where& where) {
-  const std::string difference =
-      differences(all, Signature::kFirstOfHistory, Signature::kNumFields);
+void Session::check_history(const std::vector<Signature>& all, Signature::Field first,
+                            const transport::Where& where) {
+  const std::string difference = differences(all, first, Signature::kNumFields);
   if (difference.empty()) return;
   const std::string sentence =
       "ranks made different attention calls since they last agreed on a plan: " + difference +
@@ -259,13 +271,13 @@ void Session::agree_on_plan(const at::Tensor& layout, const at::Tensor& calls) {
                     calls.toString(), " of shape ", calls.sizes());
   const PlanIdentity plan = identity_of(layout);
   Announcement mine;
-  mine.plan.values = {0, kVersion, plan.step, plan.digest};
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    mine.before = history_.before;
-    mine.after = history_.step;
-    std::ranges::copy(history_.num_moving, &mine.plan.values[Signature::kFirstOfHistory]);
+    mine = {history_.calls, history_.before, history_.step};
   }
+  std::ranges::copy(
+      std::array<int64_t, Signature::kFirstOfCall>{0, kVersion, plan.step, plan.digest},
+      mine.plan.values.begin());
   std::string text(reinterpret_cast<const char*>(&mine), sizeof(mine));
   text.append(static_cast<const char*>(calls.const_data_ptr()), calls.nbytes());
   const transport::Where where{"agreement on a plan", "", -1, plan.step};
@@ -281,17 +293,17 @@ void Session::agree_on_plan(const at::Tensor& layout, const at::Tensor& calls) {
     same_history &= announced.before == mine.before && announced.after == mine.after;
     same_calls &= theirs.substr(sizeof(mine)) == text.substr(sizeof(mine));
   }
-  const std::string difference = differences(all, Signature::kVersion, Signature::kFirstOfHistory);
+  const std::string difference = differences(all, Signature::kVersion, Signature::kFirstOfCall);
   TORCH_CHECK_VALUE(difference.empty(),
                     "distca: ranks disagree on core attention, nothing was sent: ", difference,
                     kSameModel);
-  if (same_history) check_history(all, where);
+  if (same_history) check_history(all, Signature::kFirstOfCall, where);
   if (!same_calls || calls.size(0) == 0) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  Agreement& agreement = new_agreement(plan.step);
+  std::vector<Signature>& announced = announced_[plan.step];
   const auto* next = calls.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < calls.size(0); ++i, next += kNumCallFields) {
-    Signature& call = agreement.calls.emplace_back();
+    Signature& call = announced.emplace_back();
     call.values = {0, kVersion, plan.step, plan.digest};
     std::copy_n(next, kNumCallFields, &call.values[Signature::kFirstOfCall]);
   }
@@ -311,27 +323,28 @@ bool Session::makes_agreed_call(Agreement& agreement, const Signature& mine) {
   const auto made = agreement.calls.begin() + static_cast<int64_t>(agreement.num_made);
   if (std::find(agreement.calls.begin(), made, mine) != made) return true;
   if (made == agreement.calls.end() || *made != mine) return false;
-  note_made(agreement);
+  note_new_call(mine);
+  ++agreement.num_made;
   return true;
 }
 
-void Session::note_made(Agreement& agreement) {
-  latest_ = agreement.calls[agreement.num_made];
-  if (agreement.num_made++ > 0) return;
-  history_ = {history_.step, agreement.step, std::exchange(num_moving_, {})};
+void Session::note_new_call(const Signature& call) {
+  std::copy_n(call.values.begin(), Signature::kFirstOfHistory, latest_.values.begin());
 }
 
-void Session::agree(const Signature& mine, const Mask& mask) {
+void Session::agree(const Signature& mine, const Mask& mask, bool moves_rows) {
   std::unique_lock<std::mutex> lock(mutex_);
   const int64_t step = mine.values[Signature::kStep];
   Agreement* agreement = agreement_on(step);
   if (agreement && makes_agreed_call(*agreement, mine)) return;
-  Signature whole = mine;
-  std::ranges::copy(num_moving_, &whole.values[Signature::kFirstOfHistory]);
+  // If this rank alone makes this call, no other waits for its rows, and none would notice.
+  if (agreement && !moves_rows) return note_new_call(mine);
+  Signature whole = latest_;
+  std::copy_n(mine.values.begin(), Signature::kFirstOfHistory, whole.values.begin());
   const std::string activity = activity_of(mine, agreement);
   lock.unlock();  // the planner's thread goes on meanwhile
   const auto all = gather(whole, activity);
-  check_history(all, {"agreement", "", -1, step});
+  check_history(all, Signature::kFirstOfHistory, {"agreement", "", -1, step});
   std::string refused;
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     if (all[rank].values[Signature::kRefused] != 0) refused += " " + std::to_string(rank);
@@ -346,11 +359,10 @@ void Session::agree(const Signature& mine, const Mask& mask) {
                     "distca: ranks disagree on core attention, nothing was sent: ", difference,
                     kSameModel);
   lock.lock();
-  agreement = agreement_on(step);
   if (agreement == nullptr) agreement = &new_agreement(step);
-  agreement->calls.resize(agreement->num_made);
+  agreement->calls.resize(agreement->num_made++);
   agreement->calls.push_back(mine);
-  note_made(*agreement);
+  note_new_call(mine);
   agreed_calls_[{mask.window_left, mask.window_right}] = agreement->calls;
 }
 
@@ -363,13 +375,13 @@ void Session::refuse(int64_t step, const std::string& error) {
   Signature refused;
   refused.values[Signature::kRefused] = 1;
   refused.values[Signature::kStep] = step;
-  agree(refused, {});
+  agree(refused, {}, false);
 }
 
 std::array<int64_t, 4> Session::attention_shape() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!latest_) return {};
-  const auto& values = latest_->values;
+  const auto& values = latest_.values;
+  if (values[Signature::kHeadsQ] == 0) return {};
   const auto dtype = static_cast<c10::ScalarType>(values[Signature::kDtype]);
   return {values[Signature::kHeadsQ], values[Signature::kHeadsKv], values[Signature::kHeadDim],
           static_cast<int64_t>(c10::elementSize(dtype))};
@@ -392,7 +404,7 @@ transport::Where Session::enter(Pass pass, const PlanOfBatch& plan, int64_t call
   } else {
     where.layer = batch.num_forward++;
   }
-  if (moves_rows) ++num_moving_[field - Signature::kFirstOfHistory];
+  if (moves_rows) ++latest_.values[field];
   return where;
 }
 

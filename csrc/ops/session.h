@@ -114,10 +114,11 @@ class Session {
   void agree_on_plan(const at::Tensor& layout, const at::Tensor& calls);
 
   // Makes sure that all ranks make this call. Free if it was announced with the plan, or has been
-  // made under it, even if calls under up to kPlansInFlight plans alternate. Else collective: if
-  // signatures differ, throws on every rank and names the ranks and the difference. `mask` is the
-  // plan's.
-  void agree(const Signature& mine, const Mask& mask);
+  // made under it, even if calls under up to kPlansInFlight plans alternate. Also free if the plan
+  // moves no rows and another call under it was agreed on: agree_on_plan compares such calls later.
+  // Else collective: if signatures differ, throws on every rank and names the ranks and the
+  // difference. `mask` and `moves_rows` are the plan's.
+  void agree(const Signature& mine, const Mask& mask, bool moves_rows);
 
   // This rank refuses its arguments with `error`. If no calls were announced with the plan, then
   // before its first call the others learn it in agree(), and the group lives on. Otherwise they
@@ -140,10 +141,10 @@ class Session {
     std::vector<Signature> calls;
     size_t num_made = 0;  // the others were announced
   };
-  // Calls that move rows between the first calls under two plans.
+  // What a rank did between its first calls under two plans.
   struct History {
     int64_t before = -1, step = -1;  // the plans; -1: none
-    std::array<int64_t, 3> num_moving{};
+    Signature calls;                 // the last new call, and the counts
   };
   // The attention calls of one batch. Its layers may have several plans.
   struct Batch {
@@ -157,9 +158,10 @@ class Session {
   Batch& batch_of(int64_t number);
   std::string activity_of(const Signature& mine, const Agreement* agreement) const;
   bool makes_agreed_call(Agreement& agreement, const Signature& mine);
-  void note_made(Agreement& agreement);
+  void note_new_call(const Signature& call);
   std::vector<Signature> gather(const Signature& mine, const std::string& activity);
-  void check_history(const std::vector<Signature>& all, const transport::Where& where);
+  void check_history(const std::vector<Signature>& all, Signature::Field first,
+                     const transport::Where& where);
 
   // What every rank says, [num_ranks]. On the control plane, as agreements: a call meets after its
   // own agreement and before the next call's, on every rank, so that the order is one. Holds no
@@ -176,12 +178,12 @@ class Session {
   std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
   int64_t rank_;
   int64_t num_ranks_;
-  std::deque<Agreement> agreements_;  // for plans in flight, the newest last
-  std::deque<Batch> batches_;         // likewise
+  std::map<int64_t, std::vector<Signature>> announced_;  // by plan that no call has used yet
+  std::deque<Agreement> agreements_;                     // for plans in flight, the newest last
+  std::deque<Batch> batches_;                            // likewise
   std::map<std::pair<int64_t, int64_t>, std::vector<Signature>> agreed_calls_;  // by window
-  std::optional<Signature> latest_;      // the last new call under a plan
-  History history_;                      // up to the last plan that calls began to use
-  std::array<int64_t, 3> num_moving_{};  // calls since then, in the order of Signature
+  History history_;   // up to the last plan that calls began to use
+  Signature latest_;  // the last new call under a plan, and the counts since then
 };
 
 // Sessions by group name. `find` throws when there is none, naming the call that opens one.
