@@ -54,8 +54,9 @@ def gather(words: Tensor, group_name: str, step: int) -> list[Tensor]:
 
 
 @_operator
-def agreed_calls(group_name: str, window_left: int, window_right: int) -> Tensor:
-    """Return the calls that ranks last agreed on under a plan for this window."""
+def agreed_calls(group_name: str, step: int, window_left: int, window_right: int) -> Tensor:
+    """Return the calls that ranks last agreed on under a plan for this window, to announce them
+    with plan `step`."""
 
 
 @_operator

@@ -191,24 +191,25 @@ def test_a_rank_that_changes_alone_is_named_though_nobody_waits_for_its_rows(fre
 
 
 def plan_far_ahead(rank: int, world_size: int) -> list[int]:
-    """Plan more steps than ranks keep agreements for. Return the number of agreements on calls
-    under the first of these plans, and under the last."""
+    """Plan one step more than ranks keep announcements for. Return the number of agreements on
+    calls under the first two of these plans, and under the last."""
     distca.close()
     first = small_step(rank, world_size, SMALL)
     distca.plan(first.documents)
     first.attend()
     steps = [small_step(rank, world_size, SMALL) for _ in range(PLANS_IN_FLIGHT + 1)]
     plans = [distca.plan(step.documents, ahead=True) for step in steps]
-    plans[-1].wait()
+    if rank == ODD:  # the threads of planners may be at different plans
+        plans[-1].wait()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for step in (steps[0], steps[-1]):
+        for step in (*steps[:2], steps[-1]):
             with torch.profiler.record_function("step "):
                 step.attend()
     return agreements_by_step(profile)
 
 
-def test_calls_stay_announced_however_far_ahead_plans_are_made(ranks):
-    assert ranks(2).run(plan_far_ahead) == [[0, 0]] * 2
+def test_ranks_forget_the_same_announcements(ranks):
+    assert ranks(2).run(plan_far_ahead) == [[1, 0, 0]] * 2
 
 
 def two_models(rank: int, world_size: int, swap: bool) -> list[int]:

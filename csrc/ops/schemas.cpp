@@ -53,10 +53,11 @@ TORCH_LIBRARY(distca, m) {
 
   // Every rank's `words`, int64 [any length], by rank, on the planning group. Collective.
   m.def("gather(Tensor words, str group_name, int step) -> Tensor[]");
-  // What all ranks last called attention with under a plan for this window, int64 [num_calls, 5].
-  m.def("agreed_calls(str group_name, int window_left, int window_right) -> Tensor calls",
-        [](const std::string& group_name, int64_t window_left, int64_t window_right) {
-          return distca::ops::find_session(group_name)->agreed_calls({window_left, window_right});
+  // What all ranks last called attention with under a plan for this window, int64 [num_calls, 5],
+  // to announce it with plan `step`.
+  m.def("agreed_calls(str group_name, int step, int window_left, int window_right) -> Tensor calls",
+        [](const std::string& group_name, int64_t step, int64_t left, int64_t right) {
+          return distca::ops::find_session(group_name)->agreed_calls(step, {left, right});
         });
   // Compares a plan, and announces these calls under it: see session.h. Collective, on the planning
   // group.

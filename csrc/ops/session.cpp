@@ -195,7 +195,7 @@ Session::Agreement* Session::agreement_on(int64_t step) {
                                   [step](const Agreement& each) { return each.step == step; });
   if (found != agreements_.rend()) return &*found;
   auto announced = announced_.extract(step);
-  if (announced.empty()) return nullptr;
+  if (announced.empty() || step < first_announced()) return nullptr;
   Agreement& agreement = new_agreement(step);
   agreement.calls = std::move(announced.mapped());
   return &agreement;
@@ -203,11 +203,7 @@ Session::Agreement* Session::agreement_on(int64_t step) {
 
 // Call it at the first call under a plan, which comes at the same point of all ranks' programs.
 Session::Agreement& Session::new_agreement(int64_t step) {
-  if (agreements_.size() == kPlansInFlight) {
-    agreements_.pop_front();
-    // On every rank the planner's thread is past this plan, so that all ranks drop the same.
-    announced_.erase(announced_.begin(), announced_.lower_bound(agreements_.front().step));
-  }
+  if (agreements_.size() == kPlansInFlight) agreements_.pop_front();
   history_ = {history_.step, step, latest_};
   std::fill(latest_.values.begin() + Signature::kFirstOfHistory, latest_.values.end(), 0);
   return agreements_.emplace_back(step);
@@ -250,8 +246,9 @@ void Session::check_history(const std::vector<Signature>& all, Signature::Field 
                    ". Restart the job from its last checkpoint");
 }
 
-at::Tensor Session::agreed_calls(const Mask& mask) const {
+at::Tensor Session::agreed_calls(int64_t step, const Mask& mask) {
   std::lock_guard<std::mutex> lock(mutex_);
+  newest_plan_ = step;
   const auto found = agreed_calls_.find({mask.window_left, mask.window_right});
   const auto num_calls =
       found == agreed_calls_.end() ? 0 : static_cast<int64_t>(found->second.size());
@@ -300,6 +297,7 @@ void Session::agree_on_plan(const at::Tensor& layout, const at::Tensor& calls) {
   if (same_history) check_history(all, Signature::kFirstOfCall, where);
   if (!same_calls || calls.size(0) == 0) return;
   std::lock_guard<std::mutex> lock(mutex_);
+  announced_.erase(announced_.begin(), announced_.lower_bound(first_announced()));
   std::vector<Signature>& announced = announced_[plan.step];
   const auto* next = calls.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < calls.size(0); ++i, next += kNumCallFields) {

@@ -105,8 +105,8 @@ class Session {
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
   // Returns the calls that ranks last agreed on under a plan for this window, in their order, int64
-  // [num_calls, fields of a call].
-  at::Tensor agreed_calls(const Mask& mask) const;
+  // [num_calls, fields of a call]. They are for plan `step`, the newest.
+  at::Tensor agreed_calls(int64_t step, const Mask& mask);
 
   // Collective, on the planning thread: compares the plan of a layout, and announces the calls that
   // this rank expects to make first under it. If all ranks announce the same, agree() is free for
@@ -155,6 +155,11 @@ class Session {
 
   Agreement* agreement_on(int64_t step);
   Agreement& new_agreement(int64_t step);
+  // Older plans count as not announced. This depends on the training thread alone, so that it is
+  // equal on all ranks, however far their planners' threads are.
+  int64_t first_announced() const {
+    return newest_plan_ + 1 - static_cast<int64_t>(kPlansInFlight);
+  }
   Batch& batch_of(int64_t number);
   std::string activity_of(const Signature& mine, const Agreement* agreement) const;
   bool makes_agreed_call(Agreement& agreement, const Signature& mine);
@@ -178,6 +183,7 @@ class Session {
   std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
   int64_t rank_;
   int64_t num_ranks_;
+  int64_t newest_plan_ = -1;
   std::map<int64_t, std::vector<Signature>> announced_;  // by plan that no call has used yet
   std::deque<Agreement> agreements_;                     // for plans in flight, the newest last
   std::deque<Batch> batches_;                            // likewise

@@ -198,7 +198,7 @@ def next_problem(session: Session, window_size: tuple[int, int], device: torch.d
     session.num_plans += 1
     if session.num_ranks == 1:
         return problem
-    calls = ops.agreed_calls(session.group_name, *window_size)
+    calls = ops.agreed_calls(session.group_name, problem.step, *window_size)
     return replace(problem, by_peer_memory=session.by_peer_memory, calls=calls)
 
 
