@@ -31,11 +31,10 @@ void check_seals([[maybe_unused]] const at::Tensor& records, [[maybe_unused]] co
 #endif
 }
 
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                 [[maybe_unused]] const uint32_t* spoiled) {
+void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
   if (dst.numel() == 0) return;
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return gather_rows_cuda(src, index, dst, spoiled);
+  if (dst.is_cuda()) return gather_rows_cuda(src, index, dst);
 #endif
   dst.copy_(is_identity(index) ? src : src.index_select(0, index));
 }

@@ -25,14 +25,13 @@ void check_seals(const at::Tensor& records, const Seal& seal);
 
 // Whole-row copies by index. Tensors are [rows, ...] whose rows are contiguous in memory (any row
 // stride); index tensors are int32 on the same device. `index` undefined or empty means row i is
-// row i. Rows of src and dst have the same bytes. Rows become NaN if `spoiled` (see Seal) is set:
-// what was computed from rows of another call must not be used.
+// row i. Rows of src and dst have the same bytes.
 
 // dst[i] = src[index[i]] for every row i of dst.
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                 const uint32_t* spoiled = nullptr);
+void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
 
-// dst[index[i]] = src[i] for every row i of src; indices are distinct.
+// dst[index[i]] = src[i] for every row i of src; indices are distinct. Rows become NaN if `spoiled`
+// (see Seal) is set: what was computed from rows of another call must not be used.
 void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                   const uint32_t* spoiled = nullptr);
 
@@ -44,7 +43,7 @@ struct Reduction {
 };
 
 // dst[row[i]] += sum of src[slot] in slot order, accumulated in float (double for float64) and
-// rounded once: deterministic, no atomics.
+// rounded once: deterministic, no atomics. NaN as in scatter_rows.
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
                  const uint32_t* spoiled = nullptr);
 
@@ -80,8 +79,7 @@ inline RowView row_view(const at::Tensor& tensor) {
 #ifdef DISTCA_WITH_CUDA
 void make_seals_cuda(const RowView& records, const Seal& seal);
 void check_seals_cuda(const RowView& records, const Seal& seal);
-void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                      const uint32_t* spoiled);
+void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
 void scatter_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                        const uint32_t* spoiled);
 void reduce_rows_cuda(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
