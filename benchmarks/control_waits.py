@@ -1,10 +1,10 @@
-"""Time for which the training thread waits for the control plane: plans, and agreement of ranks.
+"""Time for which the training thread waits for the control plane: for plans and for agreement.
 
     torchrun --nproc-per-node 4 benchmarks/control_waits.py
 
 A step has a few layers of attention, forward and backward, under one plan; under two plans, whose
 windows alternate between layers; or under the plans of four micro-batches. Plans are made one step
-ahead. The table has the medians over steps on the slowest rank, of the profiler's ranges
+ahead. The table shows, for the slowest rank, the median time of a step in the profiler's ranges
 "distca wait for plan" and "distca agreement".
 """
 

@@ -8,7 +8,8 @@
 
 namespace distca::attention {
 
-// What a list's tasks alone say of its words: those on the host, and the number of the others.
+// What follows from a list's tasks alone: its words on the host, and the number of those on the
+// device.
 struct WordCounts {
   std::vector<int64_t> host;
   int64_t num_device = 0;
@@ -38,8 +39,8 @@ struct Backend {
   // Null: PyTorch's operators.
   void (*row_dots)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) = nullptr;
 
-  // Plans the words that it reads for a list, and counts them, which a layout is checked with.
-  // Null: it reads no words.
+  // Plans the words that it reads for a list. Null: it reads none. If it reads any, count_words is
+  // set too; layouts are checked with it.
   PlannedWords (*plan_words)(const std::vector<PlacedTask>& tasks, const Mask& mask) = nullptr;
   WordCounts (*count_words)(const std::vector<PlacedTask>& tasks) = nullptr;
 };

@@ -101,10 +101,10 @@ constexpr const char* kSameModel =
 
 constexpr int64_t kNumCallFields = Signature::kFirstOfHistory - Signature::kFirstOfCall;
 
-// What a rank says of a plan. The fields of calls follow.
+// What a rank sends about a plan, before the fields of the calls that it announces.
 struct Announcement {
-  Signature plan;                   // without a call; with the history between two plans
-  int64_t before = -1, after = -1;  // these plans
+  Signature plan;  // with the last new call and the counts of a History in the other fields
+  int64_t before = -1, after = -1;  // the plans of the History
 };
 static_assert(std::is_trivially_copyable_v<Announcement>);
 

@@ -21,8 +21,8 @@ INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside
 
 
 def middle(documents: Documents) -> int:
-    """The row in the middle: both halves have as many tokens (up to one). Of documents that cross
-    ranks, the row at which the second run begins."""
+    """Return the row that halves the tokens (up to one). For documents that cross ranks, it is the
+    row at which the second run begins."""
     border = documents.run_border
     return documents.num_tokens // 2 if border is None else border
 

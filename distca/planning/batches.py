@@ -28,8 +28,8 @@ class ShardedBatch:
     documents: Documents
     """For distca.plan and distca.core_attention."""
     rows: slice | Tensor
-    """Rows of the pack that the rank holds, to index other tensors of the batch: a slice, or with
-    runs=2 int64 [tokens]."""
+    """The pack's rows that this rank holds, to index other tensors of the batch. A slice, or int64
+    [tokens] with runs=2."""
     num_predicted: int
     """Number of labels of the whole pack that are not ignored."""
     loss_scale: float
@@ -47,15 +47,15 @@ def shard_batch(
     ignore_index: int = IGNORE_INDEX,
     runs: int = 1,
 ) -> ShardedBatch:
-    """Return this rank's run of a pack. Every rank of `group` passes the same pack.
+    """Return this rank's part of a pack. Every rank of `group` passes the same pack.
 
     tokens [tokens] or [1, tokens] holds documents of `lengths`, one after the other. `labels` has
     the shape of tokens (default: the tokens) and is not shifted: each label stands at its own
-    token. The labels are shifted inside each document before the pack is cut. Runs have equal
-    numbers of tokens, or differ by one token if the pack does not divide. `runs` is 1, or 2 for
-    distca.PingPong: then a rank holds a run of the pack's first half and one of the second (see
-    Documents.sharded). `group` defaults as for distca.init. Without torch.distributed the run is
-    the pack.
+    token. The labels are shifted inside each document before the pack is cut. A rank holds one run
+    of tokens. With runs=2, which distca.PingPong needs, it holds one of the pack's first half and
+    one of its second (see Documents.sharded). Runs have equal numbers of tokens, or differ by one
+    token if the pack does not divide. `group` defaults as for distca.init. Without
+    torch.distributed this rank holds the whole pack.
 
     Raises ValueError for other shapes, and as Documents.sharded does.
     """

@@ -94,7 +94,7 @@ class Documents:
         self._pieces = torch.stack([index, start, length, context], dim=1)
         self.crosses_ranks = False
         self.run_border: int | None = None  # row at which the second of two runs begins
-        # Document on both sides of the pack's middle, and its tokens before that.
+        # The document on both sides of the pack's middle, and its tokens before the middle.
         self._cut_document = (-1, 0)
         self.num_context_rows = int(context.sum())
         self.num_tokens = int(length.sum()) - self.num_context_rows
@@ -129,8 +129,8 @@ class Documents:
         values of the first half. Documents that cross ranks are halved between their two runs.
 
         Raises ValueError for a row outside [0, num_tokens], for documents with context rows, and
-        for a window to the right (or full) if a document is cut. If documents cross ranks, it does
-        so for documents of one run, for any row but `run_border`, and for any such window.
+        for a window to the right (or full) if a document is cut. Documents that cross ranks must be
+        in two runs, `row` must be their `run_border`, and no window to the right is taken.
         """
         if self.num_context_rows > 0 or (self.crosses_ranks and self.run_border is None):
             raise ValueError(

@@ -25,8 +25,8 @@ struct Segment {
   int64_t length;  // tokens
   int64_t rank;    // home rank
   int64_t row;     // first of its rows of keys on the home rank
-  int64_t q_row;   // what would be the query row of its first token; may be negative; any number
-                   // where all tokens are context
+  int64_t q_row;   // what would be the query row of its first token; may be negative. Undefined
+                   // if all tokens are context
 };
 
 struct Document {
