@@ -148,15 +148,22 @@ void Patience::wait_on_stream(const Pending& pending) {
   failures_->complete(channel_);
 }
 
-at::Tensor ControlPlane::exchange(std::string_view own, const Where& where,
-                                  const std::string& activity) {
+Gathering ControlPlane::start(std::string_view own, const Where& where,
+                              const std::string& activity) {
   const auto num_bytes = static_cast<int64_t>(own.size());
   at::Tensor sent = at::empty({1, num_bytes}, at::kByte);
   at::Tensor gathered = at::empty({group_->getSize(), num_bytes}, at::kByte);
   std::copy_n(own.data(), own.size(), sent.mutable_data_ptr<uint8_t>());
-  patience_->wait_on_host(patience_->start(
-      where, activity, [&] { return Works{group_->_allgather_base(gathered, sent)}; }));
-  return gathered;
+  return {gathered, patience_->start(where, activity, [&] {
+            return Works{group_->_allgather_base(gathered, sent)};
+          })};
+}
+
+at::Tensor ControlPlane::exchange(std::string_view own, const Where& where,
+                                  const std::string& activity) {
+  const Gathering gathering = start(own, where, activity);
+  patience_->wait_on_host(gathering.pending);
+  return gathering.bytes;
 }
 
 std::vector<std::string> ControlPlane::gather(std::string_view own, const Where& where,

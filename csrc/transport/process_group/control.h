@@ -78,6 +78,11 @@ class Patience {
   std::atomic<bool> is_stopped_ = false;
 };
 
+struct Gathering {
+  at::Tensor bytes;  // uint8 [num_ranks, bytes], complete when the exchange is
+  Pending pending;
+};
+
 // Small exchanges between all ranks on the CPU. The process group never gets a Python tensor: its
 // threads might release the tensor after the interpreter has ended.
 class ControlPlane {
@@ -91,8 +96,8 @@ class ControlPlane {
   std::vector<std::string> gather(std::string_view own, const Where& where,
                                   const std::string& activity);
 
-  // Collective: returns every rank's `own`, uint8 [num_ranks, bytes]. All have the same length.
-  at::Tensor exchange(std::string_view own, const Where& where, const std::string& activity);
+  // Collective: starts to gather every rank's `own`; all have the same length.
+  Gathering start(std::string_view own, const Where& where, const std::string& activity);
 
   // Collective: returns every rank's `tensor`, [num_ranks, ...]. All have the same shape.
   at::Tensor all_gather(const at::Tensor& tensor, const Where& where, const std::string& activity);
@@ -104,6 +109,8 @@ class ControlPlane {
   void set_awaited(bool is_awaited) { patience_->set_awaited(is_awaited); }
 
  private:
+  at::Tensor exchange(std::string_view own, const Where& where, const std::string& activity);
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Patience> patience_;
   // Bytes of text that a first exchange carries. It follows from earlier texts of all ranks, so

@@ -134,43 +134,49 @@ class ProcessGroupTransport : public Transport {
     return {};
   }
 
-  // Every rank must start exchanges in the same order.
-  Pending start(const std::vector<RowBatch>& batches, const Where& where) {
-    Patience& patience = *opening_.patience;
-    const auto launch = [&] { return exchange(*opening_.group, batches); };
+  // Starts an exchange of rows. On the CPU it only starts to compare calls: rows follow in
+  // finish(). Every rank must start exchanges in the same order, and finish one before it starts
+  // the next.
+  Gathering start(const std::vector<RowBatch>& batches, const Where& where) {
 #ifdef DISTCA_WITH_CUDA
     const c10::Device device = batches[0].sent.device();
     if (!device.is_cpu()) {
       streams_of(device).check();
-      Pending pending = patience.start(where, "", launch);
+      Pending pending = start_rows(batches, where, "");
       hold_current_stream();
-      return pending;
+      return {{}, pending};
     }
 #endif
-    compare_calls(where);
-    return patience.start(where, describe(where), launch);
+    const WhereWords own = words_of(where);
+    return calls_.start({reinterpret_cast<const char*>(own.data()), sizeof(own)}, where,
+                        describe(where));
   }
 
   // On the CPU the host waits for rows; on a device the current stream does.
-  void wait(const Pending& pending, [[maybe_unused]] const c10::Device& device) {
+  void finish(const Gathering& started, const std::vector<RowBatch>& batches) {
+    Patience& patience = *opening_.patience;
+    const auto& [places, pending] = started;
+    const Where& where = pending.wait.where;
 #ifdef DISTCA_WITH_CUDA
-    if (!device.is_cpu()) {
-      opening_.patience->wait_on_stream(pending);
-      opening_.patience->guard(pending.wait.where, [&] { streams_->add(pending); });
+    if (!batches[0].sent.device().is_cpu()) {
+      patience.wait_on_stream(pending);
+      patience.guard(where, [&] { streams_->add(pending); });
       return;
     }
 #endif
-    opening_.patience->wait_on_host(pending);
+    // gloo matches messages by their order alone: if sizes differ, it returns stale memory or
+    // aborts.
+    patience.wait_on_host(pending);
+    const std::string difference = difference_of(places);
+    if (!difference.empty()) patience.fail_together(where, difference);
+    patience.wait_on_host(start_rows(batches, where, describe(where)));
   }
 
  private:
-  // Throws on every rank, before a row is sent, unless all make the same call. gloo matches
-  // messages by their order alone: if sizes differ, it returns stale memory or aborts.
-  void compare_calls(const Where& where) {
-    const WhereWords own = words_of(where);
-    const std::string difference = difference_of(calls_.exchange(
-        {reinterpret_cast<const char*>(own.data()), sizeof(own)}, where, describe(where)));
-    if (!difference.empty()) opening_.patience->fail_together(where, difference);
+  Pending start_rows(const std::vector<RowBatch>& batches, const Where& where,
+                     const std::string& activity) {
+    return opening_.patience->start(where, activity,
+                                    [&] { return exchange(*opening_.group, batches); });
   }
 
   Opening opening_;
@@ -239,18 +245,18 @@ class SlotTrip : public RoundTrip {
       batches_.push_back(pack(load, seal_));
       make_seals(batches_.back().sent, seal_);
     }
-    pending_ = transport_.start(batches_, where_.in(phase));
+    started_ = transport_.start(batches_, where_.in(phase));
   }
 
   // Returns the rows that came for each load, by tensor and slot.
   std::vector<Tensors> receive() {
-    transport_.wait(pending_, batches_[0].sent.device());
+    transport_.finish(started_, batches_);
     std::vector<Tensors> arrivals;
     for (size_t i = 0; i < loads_.size(); ++i) {
       check_seals(batches_[i].received, seal_);
       arrivals.push_back(parts_of(batches_[i].received, loads_[i]));
     }
-    pending_ = {};
+    started_ = {};
     batches_.clear();
     return arrivals;
   }
@@ -293,7 +299,7 @@ class SlotTrip : public RoundTrip {
   Seal seal_;
   std::vector<Load> loads_;  // the latest that travel
   std::vector<RowBatch> batches_;
-  Pending pending_;
+  Gathering started_;
 };
 
 std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes, Cargo cargo,
