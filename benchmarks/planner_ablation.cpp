@@ -37,8 +37,6 @@ constexpr Change kChanges[] = {
     {"`min_relief`", [](Heuristics& h) { h.min_relief = 1e-9; }},
     {"`tries_unbounded`", [](Heuristics& h) { h.tries_unbounded = false; }},
     {"`many_ranks`, `many_items`", [](Heuristics& h) { h.many_ranks = 0; }},
-    {"`empties_ranks`", [](Heuristics& h) { h.empties_ranks = false; }},
-    {"`min_capacity_part`", [](Heuristics& h) { h.min_capacity_part = 2; }},
     {"`plans_for_links`", [](Heuristics& h) { h.plans_for_links = false; }},
     {"`node_slack`", [](Heuristics& h) { h.node_slack = 0; }},
     {"`is_thrifty`, `thrifty_part`", [](Heuristics& h) { h.is_thrifty = false; }},
@@ -134,7 +132,7 @@ Figures measure(const Case& each, const Heuristics& heuristics) {
     const std::vector<Task> tasks = balance(Problem(pack, each.options, heuristics));
     sum.planning += static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
     const std::vector<Load> loads = loads_of(pack, each.options, tasks);
-    sum.step += makespan(loads, each.options.links);
+    sum.step += makespan(loads, each.options.links, 0);
     sum.bytes += total_bytes(loads);
   }
   return sum;

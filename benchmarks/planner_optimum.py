@@ -34,7 +34,8 @@ from planner_reference import Pack, Prices
 
 from distca.planning.cluster import Cluster
 
-ONE_WAY = 2 / 3  # largest share of a row's bytes in one direction, see csrc/planner/model/loads.h
+# Parts of a layer's seconds and bytes, forward and backward, see csrc/planner/model/loads.cpp.
+PASSES = ((2 / 7, 0.37), (5 / 7, 0.63))
 NUM_BISECTIONS = 24
 PRICES_OF_TILE = np.geomspace(0.9, 8, 40)  # any values are valid; more values tighten the bound
 NODE_RANKS = 8
@@ -87,14 +88,14 @@ class Problem:
 
     @classmethod
     def of(cls, pack: Pack, cluster: Cluster, prices: Prices) -> "Problem":
-        ranks_per_node, inside, between = cluster.links().tolist()
+        ranks_per_node, inside, between, _ = cluster.links().tolist()
         speeds = np.ones(pack.num_ranks) if cluster.speeds is None else np.array(cluster.speeds)
         full, rest = np.divmod(pack.lengths, prices.tile)
         return cls(
             speeds / prices.seconds_per_tile,
             np.arange(pack.num_ranks) // int(ranks_per_node),
-            inside / ONE_WAY,
-            between / ONE_WAY if ranks_per_node < pack.num_ranks else 0.0,
+            inside,
+            between if ranks_per_node < pack.num_ranks else 0.0,
             pack.home,
             full,
             rest / prices.tile,

@@ -91,6 +91,7 @@ class Prices:
 @dataclass(frozen=True)
 class Loads:
     seconds: np.ndarray  # [num_ranks] of attention at speed 1
+    seconds_visiting: np.ndarray  # [num_ranks] the part of them for rows of other ranks
     bytes_out: np.ndarray  # [num_ranks]
     bytes_in: np.ndarray
     node_bytes_out: np.ndarray  # [num_ranks] the part of these between nodes
@@ -124,8 +125,11 @@ def loads_of(pack: Pack, tasks: np.ndarray, prices: Prices, ranks_per_node: int 
         for way, ranks in enumerate((homes, servers)):
             np.add.at(by_rank[way], ranks, num_bytes)
             np.add.at(by_rank[2 + way], ranks, num_bytes * leaves)
-    by_server = np.bincount(server, weights=seconds, minlength=pack.num_ranks)
-    return Loads(by_server, *by_rank)
+    by_server, visiting = (
+        np.bincount(server[chosen], weights=seconds[chosen], minlength=pack.num_ranks)
+        for chosen in (slice(None), server != pack.home[document])
+    )
+    return Loads(by_server, visiting, *by_rank)
 
 
 def check_cover(pack: Pack, tasks: np.ndarray) -> None:

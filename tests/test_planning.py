@@ -9,9 +9,11 @@ import torch
 
 import distca
 from distca.options import parse_speeds
+from distca.pingpong import nearest_border
 from distca.planning.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.plan import balance
+from distca.planning.step import plan_halves
 
 ops = torch.ops.distca
 CAUSAL = (-1, 0)
@@ -326,6 +328,27 @@ def test_heavy_tailed_packs_in_a_group(ranks, world_size):
     for report in ranks(world_size).run(heavy_tailed_report):
         assert report.imbalance_after <= MAX_IMBALANCE < report.imbalance_before
         assert report.plan_ms < 1000
+
+
+def bytes_without_and_with_halves(rank: int, world_size: int) -> list[int]:
+    distca.close()
+    distca.init(options=distca.Options(link_gb_per_s=0.005))
+    lengths = [8192] if rank == 0 else [128] * 8
+    offsets, causal = torch.tensor([0, *lengths]).cumsum(0), (-1, 0)
+    moved = []
+    for _ in range(2):
+        documents = distca.Documents(offsets)
+        moved.append(sum(distca.plan(documents).report().bytes_out))
+        halves = plan_halves(documents, nearest_border, causal, torch.device("cpu"))
+        for half in halves:
+            half._plans[causal].wait()
+    distca.close()
+    return moved
+
+
+def test_more_rows_travel_where_halves_hide_them(ranks):
+    for whole, in_halves in ranks(2).run(bytes_without_and_with_halves):
+        assert 0 < 1.05 * whole < in_halves
 
 
 def test_equal_inputs_give_equal_plans_and_layouts():

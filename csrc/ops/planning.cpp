@@ -28,7 +28,7 @@ namespace {
 constexpr int64_t kMaxPosition = int64_t{1} << 48;
 constexpr int64_t kPieceWords = 4;   // rank, document, start, length; then context or nothing
 constexpr int64_t kTaskWords = 5;    // document, q_begin, q_end, server, is_kept
-constexpr int64_t kLoadColumns = 7;  // see schemas.cpp
+constexpr int64_t kLoadColumns = 8;  // see schemas.cpp
 enum PlanHeader : int64_t { kNumRanks, kWindowLeft, kWindowRight, kDigest, kNumTasks, kPlanHeader };
 
 // Returns the elements of a contiguous CPU tensor of dtype T. Throws ValueError for any other.
@@ -121,10 +121,11 @@ std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t n
 
 planner::Links decode_links(const at::Tensor& links) {
   const auto values = words_of<double>(links, "links");
-  TORCH_CHECK_VALUE(values.size() == 3 && 1 <= values[0] && values[0] <= kMaxRanks,
+  TORCH_CHECK_VALUE(values.size() == 4 && 1 <= values[0] && values[0] <= kMaxRanks,
                     "links: expected (ranks of a node, 1 to ", kMaxRanks,
-                    ", bytes per second within it, between nodes), got ", links.sizes());
-  return {static_cast<int64_t>(values[0]), values[1], values[2]};
+                    ", bytes per second within it, between nodes, hidden part), got ",
+                    links.sizes());
+  return {static_cast<int64_t>(values[0]), values[1], values[2], values[3]};
 }
 
 planner::RowBytes decode_row_bytes(at::IntArrayRef bytes, const char* name) {
@@ -190,6 +191,7 @@ at::Tensor encode_loads(const std::vector<planner::Load>& loads) {
                                 load.node_bytes_in, load.held_bytes}) {
       *next++ = static_cast<double>(bytes);
     }
+    *next++ = load.seconds_visiting;
   }
   return encoded;
 }

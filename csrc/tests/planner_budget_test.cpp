@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "planner/balance/schedule.h"
@@ -27,7 +28,7 @@ TEST(Budget, EndsAnywhere) {
     problem.bytes_per_root_second = 100;
     problem.min_relief = 1e-4 * total;
     Assignment assignment(problem, limit, budget);
-    schedule(assignment, {});
+    schedule(assignment, {}, std::numeric_limits<double>::infinity());
     Plan plan{num_ranks, options.mask, assignment.tasks(), {}, 0};
     plan.digest = digest_of(pack, plan.mask, plan.tasks);
     ASSERT_EQ(check_cover(pack, plan), "") << "seed " << seed;
@@ -60,7 +61,7 @@ TEST(Budget, IsNotNeededToEmptyARank) {
     problem.bytes_per_root_second = 100;
     problem.min_relief = 0;
     Assignment assignment(problem, 1e9, budget);
-    schedule(assignment, {});
+    schedule(assignment, {}, std::numeric_limits<double>::infinity());
     for (int64_t rank = 0; rank < num_ranks; ++rank) {
       ASSERT_TRUE(options.speed(rank) > 0 || assignment.seconds(rank) == 0) << "seed " << seed;
     }

@@ -24,20 +24,6 @@ double slowest_seconds(const std::vector<Load>& loads) {
   return most;
 }
 
-// Seconds until the slowest server, or link, is done; at most two thirds of a row's bytes go the
-// same way.
-double makespan(const std::vector<Load>& loads, const Links& links) {
-  double most = slowest_seconds(loads);
-  for (const Load& load : loads) {
-    const int64_t between = std::max(load.node_bytes_in, load.node_bytes_out);
-    const int64_t inside =
-        std::max(load.bytes_in - load.node_bytes_in, load.bytes_out - load.node_bytes_out);
-    most = std::max({most, static_cast<double>(inside) / links.bytes_per_second * 2 / 3,
-                     static_cast<double>(between) / links.node_bytes_per_second * 2 / 3});
-  }
-  return most;
-}
-
 // Every segment's queries on its own rank.
 std::vector<Task> home_tasks(const Pack& pack) {
   std::vector<Task> tasks;
@@ -102,7 +88,8 @@ double fair_seconds(const Pack& pack, const PlanOptions& options) {
 std::string check_moves(const Pack& pack, const PlanOptions& options, const Plan& plan) {
   const Plan home = home_plan(pack, options);
   if (!check_servers(options, home).empty()) return "";
-  if (makespan(plan.loads, options.links) > makespan(home.loads, options.links) * (1 + 1e-9)) {
+  if (layer_seconds(plan.loads, options.links) >
+      layer_seconds(home.loads, options.links) * (1 + 1e-9)) {
     return "slower than home";
   }
   const double limit = fair_seconds(pack, options) * (1 + options.tolerance);
@@ -174,7 +161,8 @@ TEST(PlannerProperties, OfRandomSteps) {
       continue;
     }
     ASSERT_EQ(check_step(pack, options, plan), "") << "seed " << seed;
-    num_sped_up += makespan(plan.loads, options.links) < makespan(home.loads, options.links);
+    num_sped_up +=
+        layer_seconds(plan.loads, options.links) < layer_seconds(home.loads, options.links);
     num_at_home += num_ranks > 1 && plan.tasks.size() > 0 && plan.digest == home.digest;
   }
   EXPECT_GT(num_sped_up, 1000);  // the steps drawn reach every outcome

@@ -39,6 +39,10 @@ class Cluster:
     """One direction, of each rank, to ranks of other nodes; both links work at once. None: as
     link_bytes_per_second."""
 
+    hidden_part: float = 0.0
+    """Seconds of a layer's transfers that other work hides, over the mean seconds of its attention
+    on a rank. Under ping-pong the attention of the other half hides them: 1."""
+
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
         (inf: none); empty, [0, 2], where all servers are alike and without a cap."""
@@ -49,12 +53,12 @@ class Cluster:
         return torch.tensor([[speed, cap_bytes] for speed in speeds], dtype=torch.float64)
 
     def links(self) -> Tensor:
-        """Argument of torch.ops.distca.plan: float64 [3], ranks per node, bytes per second of a
-        rank's link within a node and between nodes."""
+        """Argument of torch.ops.distca.plan: float64 [4], ranks per node, bytes per second of a
+        rank's link within a node and between nodes, hidden part."""
         inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
         between = inside if between is None else between
         node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
-        return torch.tensor([node, inside, between], dtype=torch.float64)
+        return torch.tensor([node, inside, between, self.hidden_part], dtype=torch.float64)
 
 
 def cluster_of(

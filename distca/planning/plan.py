@@ -195,11 +195,12 @@ def group_of(documents: Documents) -> ProcessGroup | None:
 def next_problem(session: Session, window_size: tuple[int, int], device: torch.device) -> "Problem":
     """Return the problem of a session's next plan, and count that plan."""
     problem = Problem(session.rank, session.num_ranks, window_size, device.type, session.num_plans)
+    has_halves = session.cut is not None and window_size[1] == 0
     session.num_plans += 1
     if session.num_ranks == 1:
         return problem
-    calls = ops.agreed_calls(session.group_name, problem.step, *window_size)
-    return replace(problem, by_peer_memory=session.by_peer_memory, calls=calls)
+    problem = replace(problem, by_peer_memory=session.by_peer_memory, has_halves=has_halves)
+    return replace(problem, calls=ops.agreed_calls(session.group_name, problem.step, *window_size))
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
@@ -235,6 +236,7 @@ class Problem:
     batch: int | None = None  # step of the first plan for the same documents; None: this one
     ranks_per_node: int | None = None  # as host names say
     by_peer_memory: bool = False  # how rows travel
+    has_halves: bool = False  # each hides transfers of the other, in ping-pong
     calls: Tensor | None = None  # that ranks last agreed on for this window: see agree_on_plan
 
 
@@ -300,6 +302,8 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type)
     cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
+    if problem.has_halves:
+        cluster = replace(cluster, hidden_part=1.0)
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
     laid_out = lay_out(problem, pieces, encoded, options, shape)

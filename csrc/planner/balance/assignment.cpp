@@ -10,6 +10,7 @@ Assignment::Assignment(const Problem& problem, double limit, Budget& budget)
     : problem_(problem),
       limit_(limit),
       seconds_(problem.home_seconds),
+      visiting_(problem.visiting_seconds),
       traffic_(problem.home_traffic),
       ranks_(problem.pack.num_ranks),
       is_shared_(problem.pack.documents.size()),
@@ -20,10 +21,19 @@ Assignment::Assignment(const Problem& problem, double limit, Budget& budget)
 }
 
 double Assignment::capacity(int64_t rank) const {
-  const double most = limit(rank);
-  const double in_link = link_seconds_in(load(rank), problem_.options.links) / limit_;
+  const double most = limit(rank), speed = problem_.options.speed(rank);
+  const double link_seconds = planner::link_seconds(load(rank), problem_.options.links);
   const double held = static_cast<double>(load(rank).held_bytes) / problem_.options.cap_bytes(rank);
-  return most - std::max(seconds_[rank], most * std::max(in_link, held));
+  return std::min(
+      {most - seconds_[rank], speed * link_seconds_left(rank, link_seconds), most * (1 - held)});
+}
+
+// Returns the seconds that are left to the rank for transfers and visiting tasks, which take turns.
+double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
+  const double speed = problem_.options.speed(rank);
+  const double visiting = speed > 0 ? visiting_[rank] / speed : 0;
+  return limit_ - visiting -
+         std::max(0.0, kTransferWeight * link_seconds - problem_.hidden_seconds);
 }
 
 std::span<const Item> Assignment::own_of(int64_t rank, int64_t document) const {
@@ -65,7 +75,8 @@ int64_t Assignment::bytes_of(int64_t document, Range rows, const RangeSet& keys)
 }
 
 double Assignment::node_bytes_left(int64_t rank) const {
-  return limit_ * problem_.options.links.node_bytes_per_second / kOneWay -
+  const Links& links = problem_.options.links;
+  return (limit_ + problem_.hidden_seconds) / kTransferWeight * links.node_bytes_per_second -
          static_cast<double>(load(rank).node_bytes_out);
 }
 
@@ -73,16 +84,18 @@ bool Assignment::links_fit(const Move& move) const {
   const PlanOptions& options = problem_.options;
   const int64_t document = move.item.document;
   const Load &in = load(move.receiver), &out = load(move.donor);
-  const bool inside = traffic_.same_node(move.donor, move.receiver);
-  const double bytes_per_second =
-      inside ? options.links.bytes_per_second : options.links.node_bytes_per_second;
-  const double most = limit_ * bytes_per_second / kOneWay;
-  const int64_t now_in = inside ? in.bytes_in - in.node_bytes_in : in.node_bytes_in;
-  const int64_t now_out = inside ? out.bytes_out - out.node_bytes_out : out.node_bytes_out;
+  const int64_t to_nodes = traffic_.same_node(move.donor, move.receiver) ? 0 : 1;
   const int64_t bytes_out =
       has_lone_home(document) ? move.bytes : num_rows(move.slice) * options.row_bytes.query;
-  if (static_cast<double>(now_in + move.bytes) > most) return false;
-  if (static_cast<double>(now_out + bytes_out) > most) return false;
+  const double seconds_in = link_seconds(in.bytes_in + move.bytes,
+                                         in.node_bytes_in + to_nodes * move.bytes, options.links);
+  const double seconds_out = link_seconds(out.bytes_out + bytes_out,
+                                          out.node_bytes_out + to_nodes * bytes_out, options.links);
+  const double speed = options.speed(move.receiver);
+  const double seconds_of_receiver = std::max(seconds_in, link_seconds_out(in, options.links));
+  if (link_seconds_left(move.receiver, seconds_of_receiver) < move.seconds / speed) return false;
+  // The donor's own visiting tasks do not count, since it still gives some away.
+  if (kTransferWeight * seconds_out > limit_ + problem_.hidden_seconds) return false;
   const Range keys = problem_.keys_of(document, move.slice);
   const int64_t held = in.held_bytes + num_rows(move.slice) * options.held_bytes.query +
                        num_rows(keys) * options.held_bytes.key;

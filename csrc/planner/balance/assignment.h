@@ -43,7 +43,7 @@ class Assignment {
   double surplus(int64_t rank) const { return seconds_[rank] - limit(rank); }
   double limit(int64_t rank) const { return limit_ * problem_.options.speed(rank); }
   double seconds(int64_t rank) const { return seconds_[rank]; }
-  // Returns the seconds that the rank can still receive: the scarcest of compute, ingress and
+  // Returns the seconds that the rank can still receive: the scarcest of compute, transfers and
   // memory decides.
   double capacity(int64_t rank) const;
 
@@ -85,9 +85,9 @@ class Assignment {
   bool is_over_cap(int64_t rank) const {
     return static_cast<double>(load(rank).held_bytes) > problem_.options.cap_bytes(rank);
   }
-  const Load& load(int64_t rank) const { return traffic_[rank]; }       // without seconds
-  std::vector<Load> loads() const { return traffic_.loads(seconds_); }  // [num_ranks]
-  std::vector<Task> tasks() const;                                      // in plan order
+  const Load& load(int64_t rank) const { return traffic_[rank]; }  // without seconds
+  std::vector<Load> loads() const { return traffic_.loads(seconds_, visiting_); }  // [num_ranks]
+  std::vector<Task> tasks() const;                                                 // in plan order
 
  private:
   using ItemsByDocument = std::unordered_map<int64_t, std::vector<Item>>;
@@ -109,13 +109,16 @@ class Assignment {
   void erase_own(int64_t rank, const Item& item);
   void erase_own(int64_t rank, size_t first, size_t last);
   void receive(int64_t rank, Item item);
-  void relieve(int64_t donor, double seconds);
+  void add_seconds(int64_t rank, const Item& item, int times);
+  void settle(int64_t rank);
+  double link_seconds_left(int64_t rank, double link_seconds) const;
   void count(int64_t document, int64_t rank, int64_t times);
   double give_all_of(int64_t document, int64_t donor, int64_t receiver, double max_seconds);
 
   const Problem& problem_;
   const double limit_;
-  std::vector<double> seconds_;  // [num_ranks] at speed 1
+  std::vector<double> seconds_;   // [num_ranks] at speed 1
+  std::vector<double> visiting_;  // [num_ranks] of them, of rows of other homes
   Traffic traffic_;
   std::vector<Rank> ranks_;
   std::vector<char> is_shared_;  // [documents] rows have left home, or there are several homes

@@ -75,17 +75,26 @@ void Assignment::receive(int64_t rank, Item item) {
     if (other.rows.end != item.rows.begin && other.rows.begin != item.rows.end) return false;
     item.rows = {std::min(item.rows.begin, other.rows.begin),
                  std::max(item.rows.end, other.rows.end)};
-    seconds_[rank] -= other.seconds;
+    add_seconds(rank, other, -1);
     return true;
   });
   if (num_joined > 0) item.seconds = problem_.seconds(item.document, item.rows);
-  seconds_[rank] += item.seconds;
+  add_seconds(rank, item, 1);
   received.push_back(item);
 }
 
-void Assignment::relieve(int64_t donor, double seconds) {
-  const bool is_idle = ranks_[donor].own.empty() && ranks_[donor].received.empty();
-  seconds_[donor] = is_idle ? 0.0 : seconds_[donor] - seconds;
+// Adds (times = 1) or takes back (times = -1) the item's seconds.
+void Assignment::add_seconds(int64_t rank, const Item& item, int times) {
+  seconds_[rank] += times * item.seconds;
+  if (problem_.are_visiting(item.document, item.rows, rank))
+    visiting_[rank] += times * item.seconds;
+}
+
+// Without items, removes what rounding has left of their seconds.
+void Assignment::settle(int64_t rank) {
+  if (ranks_[rank].own.empty() && ranks_[rank].received.empty()) {
+    seconds_[rank] = visiting_[rank] = 0;
+  }
 }
 
 void Assignment::apply(const Move& move) {
@@ -98,11 +107,14 @@ void Assignment::apply(const Move& move) {
   std::erase_if(rest_of(move.donor, item.document),
                 [&](const Item& each) { return each.rows.begin == item.rows.begin; });
   erase_own(move.donor, item);
-  for (const Range rest : outside(move.slice, item.rows)) {
-    if (num_rows(rest) == 0) continue;
-    insert_own(move.donor, {item.document, rest, problem_.seconds(item.document, rest)});
+  add_seconds(move.donor, item, -1);
+  for (const Range rows : outside(move.slice, item.rows)) {
+    if (num_rows(rows) == 0) continue;
+    const Item rest{item.document, rows, problem_.seconds(item.document, rows)};
+    insert_own(move.donor, rest);
+    add_seconds(move.donor, rest, 1);
   }
-  relieve(move.donor, move.relief);
+  settle(move.donor);
   receive(move.receiver, {item.document, move.slice, move.seconds});
   if (was_shared) count(item.document, move.donor, 1);
   is_shared_[item.document] = true;
@@ -123,11 +135,12 @@ double Assignment::give_all_of(int64_t document, int64_t donor, int64_t receiver
   for (const Item& item : all) {
     erase_own(donor, item);
     received.push_back(item);
+    add_seconds(donor, item, -1);
+    add_seconds(receiver, item, 1);
   }
   rest_of(donor, document).clear();
   count(document, receiver, 1);
-  seconds_[receiver] += relief;
-  relieve(donor, relief);
+  settle(donor);
   return relief;
 }
 
@@ -164,8 +177,10 @@ double Assignment::give_whole_documents(int64_t donor, int64_t receiver, double 
   }
   spend(kStepsPerDocument * static_cast<int64_t>(last - first) + 1);
   erase_own(donor, first, last);
+  seconds_[donor] -= relief;
+  settle(donor);
   seconds_[receiver] += relief;
-  relieve(donor, relief);
+  visiting_[receiver] += relief;  // documents with one home
   return relief;
 }
 
@@ -173,18 +188,16 @@ void Assignment::take_back(std::span<const Task> tasks) {
   const int64_t document = tasks[0].document, donor = home_of(document);
   for (const Task& task : tasks) {
     count(document, task.server, -1);
-    for (const Item& item : received_of(task.server, document)) {
-      seconds_[task.server] -= item.seconds;
-    }
+    for (const Item& item : received_of(task.server, document)) add_seconds(task.server, item, -1);
     ranks_[task.server].received.erase(document);
   }
   for (const Item& item : own_of(donor, document)) {
-    seconds_[donor] -= item.seconds;
+    add_seconds(donor, item, -1);
     erase_own(donor, item);
   }
   rest_of(donor, document).clear();
   insert_own(donor, whole(document));
-  seconds_[donor] += whole(document).seconds;
+  add_seconds(donor, whole(document), 1);
 }
 
 }  // namespace distca::planner

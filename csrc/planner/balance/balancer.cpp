@@ -1,9 +1,11 @@
 #include "balancer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -13,6 +15,8 @@
 namespace distca::planner {
 namespace {
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
 // The Budget of one search: a constant part, and a part for each item. It bounds planning time to
 // about the time of a step's attention, wherever documents lie. All attempts of a search share it;
 // once it is spent, the search returns its best plan.
@@ -20,11 +24,7 @@ constexpr int64_t kSteps = 24'000'000;
 constexpr int64_t kStepsPerItem = 160;
 
 // Has no byte bounds: these make more bytes leave a donor, whose link may be too slow for them.
-constexpr Pairing kUnbounded{8, true, false, 0, 0.8};
-
-// For cases in which links between nodes need more time than servers. Fewest bytes first.
-constexpr Pairing kNodePairings[] = {
-    {8, true, false, 1, 0.8}, {8, true, false, 2, 0.9}, {8, true, false, 4, 1}};
+constexpr Pairing kUnbounded{8, true, false, 0.9};
 
 // The search tries them in this order, with many ranks only the first.
 constexpr Pairing kPairings[] = {{8, true, true},   {16, true, true}, {8, false, true},
@@ -69,45 +69,90 @@ Budget budget_for(const Problem& problem) {
 class Balancer {
  public:
   explicit Balancer(const Problem& problem)
-      : problem_(problem), heuristics_(problem.heuristics), budget_(budget_for(problem)) {
+      : problem_(problem),
+        heuristics_(problem.heuristics),
+        budget_(budget_for(problem)),
+        goal_(problem.total_seconds / problem.total_speed * (1 + problem.options.tolerance)) {
     take(Assignment(problem, problem.total_seconds / problem.total_speed, budget_));
   }
 
   std::vector<Task> run() {
-    const double limit =
-        problem_.total_seconds / problem_.total_speed * (1 + problem_.options.tolerance);
     const std::vector<Load> loads = best_->loads();
     const bool is_balanced = std::all_of(loads.begin(), loads.end(), [&](const Load& load) {
-      return load.seconds <= limit;  // at any link time, since keys must travel
+      return load.seconds <= goal_;  // at any link time, since keys must travel
     });
-    if (!is_valid_ || !is_balanced) search(limit);
+    if (!is_valid_ || !is_balanced) search();
     return best_->tasks();
   }
 
  private:
-  // Searches for the least feasible limit: tries the first one, then bisects up to the best
-  // makespan.
-  void search(double limit) {
-    double infeasible = 0, feasible = 0;
+  // Searches for the least feasible limit: tries a lower bound, then bisects up to the least
+  // feasible limit, or the best makespan.
+  void search() {
+    double limit = least_limit(), infeasible = limit > goal_ ? goal_ : 0, feasible = kInfinity;
     for (int i = 0; i < heuristics_.max_limits; ++i) {
       (try_limit(limit) ? feasible : infeasible) = limit;
-      if (infeasible == 0) break;
-      if (is_valid_ && makespan_ <= infeasible * heuristics_.close_enough) break;
-      limit = is_valid_ ? (infeasible + makespan_) / 2 : 2 * limit;
+      const double most = is_valid_ ? std::min(feasible, makespan_) : feasible;
+      if (infeasible == 0 || most <= infeasible * heuristics_.close_enough) break;
+      limit = most < kInfinity ? std::sqrt(std::max(infeasible, goal_) * most) : 2 * limit;
     }
-    if (feasible > 0) save_bytes(feasible);
+    if (feasible < kInfinity) save_bytes(feasible);
     if (!is_valid_) try_without_limit();
   }
 
-  bool try_limit(double limit) {
-    if (!is_tight_) {
-      if (attempt(limit, kPairings[0])) return true;
-      if (heuristics_.tries_unbounded && attempt(limit, kUnbounded)) return true;
+  // Returns the goal, or the least limit in which links can carry the surplus of every rank, and
+  // those between nodes the surplus of every node.
+  double least_limit() const {
+    double impossible = goal_, possible = makespan_;
+    if (can_carry(goal_)) return goal_;
+    while (possible > impossible * heuristics_.close_enough) {
+      const double middle = (impossible + possible) / 2;
+      (can_carry(middle) ? possible : impossible) = middle;
     }
-    if (!problem_.options.links.are_slow_between_nodes(problem_.pack.num_ranks)) return false;
-    is_tight_ = true;
-    return std::any_of(std::begin(kNodePairings), std::end(kNodePairings),
-                       [&](const Pairing& pairing) { return attempt(limit, pairing); });
+    return impossible;
+  }
+
+  // A rank's transfers for a slice of V seconds take at least root * sqrt(V) seconds, and its
+  // visiting tasks follow them.
+  bool can_carry(double limit) const {
+    const Links& links = problem_.options.links;
+    const double in_all = limit + problem_.hidden_seconds;
+    const auto largest_slice = [&](double bytes_per_second) {
+      const double root =
+          problem_.bytes_per_root_second / (heuristics_.least_bytes_slack * bytes_per_second);
+      const double side = (std::sqrt(root * root + 4 * in_all) - root) / 2;
+      return std::min(limit, side * side);
+    };
+    const auto relief = [&](double bytes_per_second) {
+      return in_all * heuristics_.least_bytes_slack * bytes_per_second *
+             std::sqrt(largest_slice(bytes_per_second)) / problem_.bytes_per_root_second;
+    };
+    const double between = relief(links.node_bytes_per_second);
+    const double inside = relief(links.bytes_per_second);
+    const double most_visiting = largest_slice(links.node_bytes_per_second);
+    double surplus_of_node = 0, relief_of_node = 0, all_surplus = 0, all_capacity = 0;
+    const int64_t num_ranks = problem_.pack.num_ranks, size = links.ranks_per_node;
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      const double surplus = problem_.home_seconds[rank] - limit * problem_.options.speed(rank);
+      if (surplus > inside + between) return false;
+      surplus_of_node += surplus;
+      relief_of_node += std::min(problem_.home_seconds[rank], between);
+      if (size >= num_ranks || ((rank + 1) % size != 0 && rank + 1 != num_ranks)) continue;
+      if (surplus_of_node > relief_of_node) return false;
+      all_surplus += std::max(0.0, surplus_of_node);
+      all_capacity +=
+          std::min(std::max(0.0, -surplus_of_node), static_cast<double>(size) * most_visiting);
+      surplus_of_node = relief_of_node = 0;
+    }
+    return all_surplus <= all_capacity;
+  }
+
+  // Tries pairings at one limit, while they come near it.
+  bool try_limit(double limit) {
+    const double slowest = attempt(limit, kPairings[0]);
+    if (slowest <= limit) return true;
+    return heuristics_.tries_unbounded && slowest <= limit * heuristics_.near_limit &&
+           attempt(limit, kUnbounded) <= limit;
   }
 
   // Tries the other pairings to save bytes, if ranks and documents are few.
@@ -122,50 +167,54 @@ class Balancer {
   // Tries without limits for servers and links, so that only memory restricts the plan.
   void try_without_limit() {
     budget_ = budget_for(problem_);
-    double slowest = std::numeric_limits<double>::infinity();
+    double least_speed = kInfinity;
     for (int64_t rank = 0; rank < problem_.pack.num_ranks; ++rank) {
       const double speed = problem_.options.speed(rank);
-      if (speed > 0) slowest = std::min(slowest, speed);
+      if (speed > 0) least_speed = std::min(least_speed, speed);
     }
     const Links& links = problem_.options.links;
     const double bytes_per_second = std::min(links.bytes_per_second, links.node_bytes_per_second);
-    attempt(problem_.total_seconds / slowest * 2 + (bytes_ + 1e18) / bytes_per_second,
+    attempt(problem_.total_seconds / least_speed * 2 + (bytes_ + 1e18) / bytes_per_second,
             kPairings[0]);
     if (!is_valid_) reject_caps(problem_);
   }
 
-  // Returns whether the pairing gives a plan within the limit, and keeps the plan if it is the best
-  // so far. Once the budget is spent, it tries only if there is no valid plan yet.
-  bool attempt(double limit, const Pairing& pairing) {
-    if (budget_.is_spent() && is_valid_) return false;
+  // Returns the seconds of the slowest rank in the pairing's plan, and keeps the plan if it is the
+  // best so far. Once the budget is spent, it tries only if there is no valid plan yet.
+  double attempt(double limit, const Pairing& pairing) {
+    if (budget_.is_spent() && is_valid_) return kInfinity;
     Assignment candidate(problem_, limit * (1 - heuristics_.limit_slack), budget_);
-    schedule(candidate, pairing);
-    if (!candidate.is_valid()) return false;
+    const double most = std::min(limit * heuristics_.hopeless, is_valid_ ? makespan_ : kInfinity);
+    if (!schedule(candidate, pairing, most) || !candidate.is_valid()) return kInfinity;
     const std::vector<Load> loads = candidate.loads();
-    const double makespan = planner::makespan(loads, problem_.options.links);
-    const bool is_feasible = makespan <= limit;
+    const double makespan =
+        planner::makespan(loads, problem_.options.links, problem_.hidden_seconds);
+    least_ = std::min(least_, makespan);
+    const double equal = std::max(goal_, least_ * heuristics_.equal_makespans);
     const bool is_better =
-        is_feasible && makespan_ <= limit ? total_bytes(loads) < bytes_ : makespan < makespan_;
+        makespan_ <= equal ? makespan <= equal && total_bytes(loads) < bytes_ : makespan <= equal;
     if (is_better || !is_valid_) take(std::move(candidate));
-    return is_feasible;
+    return slowest(loads, problem_.options.links, problem_.hidden_seconds);
   }
 
   void take(Assignment&& candidate) {
     const std::vector<Load> loads = candidate.loads();
-    makespan_ = makespan(loads, problem_.options.links);
+    makespan_ = makespan(loads, problem_.options.links, problem_.hidden_seconds);
     bytes_ = total_bytes(loads);
     is_valid_ = candidate.is_valid();
+    if (is_valid_) least_ = std::min(least_, makespan_);
     best_.emplace(std::move(candidate));
   }
 
   const Problem& problem_;
   const Heuristics& heuristics_;
   Budget budget_;
+  const double goal_;         // makespan that need not be less
+  double least_ = kInfinity;  // makespan of any valid plan so far
   std::optional<Assignment> best_;
-  double makespan_;        // of the best
-  double bytes_;           // of the best
-  bool is_valid_;          // whether the best respects memory caps and speeds of 0
-  bool is_tight_ = false;  // whether links between nodes made the first limit infeasible
+  double makespan_;  // of the best
+  double bytes_;     // of the best
+  bool is_valid_;    // whether the best respects memory caps and speeds of 0
 };
 
 }  // namespace

@@ -9,20 +9,22 @@ namespace distca::planner {
 // seconds. A surplus is measured in largest items of its donor.
 struct Heuristics {
   // The search for the least limit, see balancer.cpp.
-  int max_limits = 11;           // limits to try: the wanted one, then by bisection
-  double close_enough = 1.005;   // ratio of makespan to infeasible limit that ends the search
-  double limit_slack = 2e-4;     // part of a limit kept free for surpluses too small for a task
-  double min_relief = 1e-4;      // least relief of a slice worth a task, over the mean compute
-  bool tries_unbounded = true;   // drop byte bounds that make a limit infeasible
-  int64_t many_ranks = 512;      // pairings to try for fewer bytes: at most this / ranks
-  int64_t many_items = 1 << 17;  // and this / items
-  bool empties_ranks = true;     // empty ranks of receiving nodes, to make room for large slices
-  bool plans_for_links = true;   // fit split points to the links between nodes
+  int max_limits = 9;              // limits to try: the wanted one, then by bisection
+  double close_enough = 1.01;      // ratio of makespan to infeasible limit that ends the search
+  double least_bytes_slack = 1.2;  // of the bound on bytes that the first limit follows from
+  double near_limit = 1.1;         // slowest rank over limit up to which other pairings are tried
+  double hopeless = 1.05;          // seconds of a node over its limit that end an attempt
+  double equal_makespans = 1.002;  // ratio of makespans up to which bytes decide
+  double limit_slack = 2e-4;       // part of a limit kept free for surpluses too small for a task
+  double min_relief = 1e-4;        // least relief of a slice worth a task, over the mean compute
+  bool tries_unbounded = true;     // drop byte bounds that make a limit infeasible
+  int64_t many_ranks = 512;        // pairings to try for fewer bytes: at most this / ranks
+  int64_t many_items = 1 << 17;    // and this / items
+  bool plans_for_links = true;     // fit split points to the links between nodes
   // Pairing of nodes, see node_balancer.cpp.
-  double node_slack = 0.004;       // part of a node's limit kept free, since tiles do not divide
-  double min_capacity_part = 0.8;  // a node whose ranks all have less, over the limit, empties one
-  bool is_thrifty = true;          // between nodes, relief per byte decides
-  double thrifty_part = 0.55;      // the last part of a short document, which then moves alone
+  double node_slack = 0.004;   // part of a node's limit kept free, since tiles do not divide
+  bool is_thrifty = true;      // between nodes, relief per byte decides
+  double thrifty_part = 0.55;  // the last part of a short document, which then moves alone
   // Pairing of ranks, see rank_balancer.cpp.
   int max_receivers = 8;        // receivers compared for a slice before the donor gives up
   int num_shorter = 4;          // shorter slices to try, each by a tile row, for smaller capacities

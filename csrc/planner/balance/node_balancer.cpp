@@ -27,7 +27,6 @@ class NodeBalancer {
         surplus += assignment.seconds(rank) - assignment.limit(rank) * part;
       }
       surplus_.push_back(surplus);
-      num_emptied_.push_back(0);
       list(node);
     }
   }
@@ -90,13 +89,7 @@ class NodeBalancer {
     Cutter& cutter = cutters_.try_emplace(donor, assignment_, donor).first->second;
     for (const auto& [node_capacity, node] : receivers_for(surplus)) {
       const Range ranks = ranks_of(node);
-      int64_t receiver = largest_receiver(ranks);
-      if (heuristics.empties_ranks && num_emptied_[node] < pairing_.max_emptied &&
-          assignment_.capacity(receiver) <
-              heuristics.min_capacity_part * assignment_.limit(receiver)) {
-        empty_rank(node);
-        receiver = largest_receiver(ranks);
-      }
+      const int64_t receiver = largest_receiver(ranks);
       const double capacity = std::min(node_capacity, -assignment_.surplus(receiver));
       if (capacity <= 0) continue;
       Request request{receiver, surplus, capacity};
@@ -136,30 +129,6 @@ class NodeBalancer {
     return pairing_.node_link_part * assignment_.node_bytes_left(donor) / bytes_per_second;
   }
 
-  // Moves the work of the rank with fewest documents to the other ranks of its node. It can then
-  // receive large slices, whose bytes grow only with the square root of their work.
-  void empty_rank(int64_t node) {
-    ++num_emptied_[node];
-    const Range ranks = ranks_of(node);
-    int64_t donor = -1;
-    for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
-      if (assignment_.own(rank).empty() || assignment_.surplus(rank) > 0) continue;
-      if (donor < 0 || assignment_.own(rank).size() < assignment_.own(donor).size()) donor = rank;
-    }
-    if (donor < 0 || -surplus_[node] <= assignment_.limit(donor)) return;
-    Cutter cutter(assignment_, donor);
-    for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
-      if (rank == donor) continue;
-      while (assignment_.surplus(rank) < 0 && !assignment_.own(donor).empty()) {
-        const double capacity = -assignment_.surplus(rank);
-        const auto move =
-            cutter.best_slice({rank, std::min(assignment_.seconds(donor), capacity), capacity});
-        if (!move) break;
-        cutter.apply(*move);
-      }
-    }
-  }
-
   void update(int64_t donor, int64_t receiver, double relief, double seconds) {
     const int64_t size = problem_.options.links.ranks_per_node;
     const int64_t from = donor / size, to = receiver / size;
@@ -174,11 +143,10 @@ class NodeBalancer {
   Assignment& assignment_;
   const Problem& problem_;
   const Pairing& pairing_;
-  std::vector<double> surplus_;   // [nodes] seconds at speed 1
-  std::vector<char> is_spent_;    // [ranks] whether the rank can give no more to other nodes
-  std::vector<int> num_emptied_;  // [nodes]
-  Order donors_;                  // by descending surplus
-  Order receivers_;               // by ascending capacity
+  std::vector<double> surplus_;  // [nodes] seconds at speed 1
+  std::vector<char> is_spent_;   // [ranks] whether the rank can give no more to other nodes
+  Order donors_;                 // by descending surplus
+  Order receivers_;              // by ascending capacity
   std::map<int64_t, Cutter> cutters_;
 };
 

@@ -12,6 +12,7 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
       heuristics(heuristics),
       first(pack.num_ranks + 1, 0),
       home_seconds(pack.num_ranks, 0.0),
+      visiting_seconds(pack.num_ranks, 0.0),
       home_traffic(pack, options),
       largest_first_(pack.num_ranks) {
   for (const Document& document : pack.documents) {
@@ -33,6 +34,9 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
       const double cost = seconds(static_cast<int64_t>(i), rows);
       items[next[segment.rank]++] = {static_cast<int64_t>(i), rows, cost};
       home_seconds[segment.rank] += cost;
+      if (num_rows(rows) > 0 && are_visiting(static_cast<int64_t>(i), rows, segment.rank)) {
+        visiting_seconds[segment.rank] += cost;
+      }
     }
   }
   std::vector<Range> rows;
@@ -52,7 +56,9 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
   const double bytes =
       static_cast<double>(options.row_bytes.query) * static_cast<double>(options.row_bytes.key);
   bytes_per_root_second = total_seconds > 0 ? 2 * std::sqrt(bytes * pairs / total_seconds) : 0;
-  min_relief = heuristics.min_relief * total_seconds / total_speed;
+  const double mean = total_seconds / total_speed;
+  hidden_seconds = options.links.hidden_part * mean;
+  min_relief = heuristics.min_relief * mean;
 }
 
 std::span<const Item> Problem::home_items(int64_t rank, int64_t document_idx) const {

@@ -34,6 +34,11 @@ struct Problem {
   double seconds(int64_t document_idx, Range rows) const {
     return options.cost.seconds(options.mask, rows, document(document_idx).length);
   }
+  // Returns whether the rank needs rows of other homes to compute these.
+  bool are_visiting(int64_t document_idx, Range rows, int64_t rank) const {
+    return !is_home(pack.segments_of(document(document_idx)), rows, keys_of(document_idx, rows),
+                    rank);
+  }
   std::span<const Item> home_items(int64_t rank) const {
     return {items.data() + first[rank], static_cast<size_t>(first[rank + 1] - first[rank])};
   }
@@ -44,12 +49,14 @@ struct Problem {
   const Pack& pack;
   const PlanOptions& options;
   const Heuristics heuristics;
-  std::vector<Item> items;           // at home, by rank, document, position; none empty
-  std::vector<int64_t> first;        // [num_ranks + 1] index into items
-  std::vector<double> home_seconds;  // [num_ranks] at speed 1
+  std::vector<Item> items;               // at home, by rank, document, position; none empty
+  std::vector<int64_t> first;            // [num_ranks + 1] index into items
+  std::vector<double> home_seconds;      // [num_ranks] at speed 1
+  std::vector<double> visiting_seconds;  // [num_ranks] of them, of rows whose keys are elsewhere
   Traffic home_traffic;
   double total_seconds = 0;      // at speed 1
   double total_speed = 0;        // of all servers
+  double hidden_seconds = 0;     // of transfers, behind other work
   double bytes_per_root_second;  // least bytes of a slice over the square root of its seconds
   double min_relief;             // seconds; a slice with less relief is not worth a task
 

@@ -62,9 +62,24 @@ void relieve_memory(Assignment& assignment, int64_t donor) {
   }
 }
 
+// Returns whether a node has kept so much work that its ranks take more than `most` seconds.
+bool is_hopeless(const Assignment& assignment, double most) {
+  const Problem& problem = assignment.problem();
+  const int64_t num_ranks = problem.pack.num_ranks, size = problem.options.links.ranks_per_node;
+  for (int64_t first = 0; first < num_ranks; first += size) {
+    double seconds = 0, speed = 0;
+    for (int64_t rank = first; rank < std::min(num_ranks, first + size); ++rank) {
+      seconds += assignment.seconds(rank);
+      speed += problem.options.speed(rank);
+    }
+    if (seconds > most * speed) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
-void schedule(Assignment& assignment, const Pairing& pairing) {
+bool schedule(Assignment& assignment, const Pairing& pairing, double most) {
   const Links& links = assignment.problem().options.links;
   const int64_t num_ranks = assignment.problem().pack.num_ranks;
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
@@ -72,12 +87,14 @@ void schedule(Assignment& assignment, const Pairing& pairing) {
   }
   if (links.are_slow_between_nodes(num_ranks)) {
     balance_nodes(assignment, pairing);
+    if (is_hopeless(assignment, most)) return false;
     for (int64_t first = 0; first < num_ranks; first += links.ranks_per_node) {
-      balance_ranks(assignment, pairing,
-                    {first, std::min(num_ranks, first + links.ranks_per_node)});
+      const Range ranks{first, std::min(num_ranks, first + links.ranks_per_node)};
+      balance_ranks(assignment, {1, true, false}, ranks);
     }
   }
   recut(assignment, balance_ranks(assignment, pairing, {0, num_ranks}));
+  return true;
 }
 
 }  // namespace distca::planner

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -24,8 +25,9 @@ class Traffic {
     return a / options_.links.ranks_per_node == b / options_.links.ranks_per_node;
   }
   const Load& operator[](int64_t rank) const { return ranks_[rank]; }  // without seconds
-  // Returns the loads of all ranks that compute `seconds` [num_ranks], at speed 1.
-  std::vector<Load> loads(std::span<const double> seconds) const;
+  // Returns the loads of all ranks that compute `seconds` [num_ranks], at speed 1, and of these
+  // `visiting` for other homes' rows.
+  std::vector<Load> loads(std::span<const double> seconds, std::span<const double> visiting) const;
 
  private:
   void send(int64_t home, int64_t server, int64_t num_bytes);
@@ -36,20 +38,36 @@ class Traffic {
   RangeSet keys_;  // scratch
 };
 
-// The part of a row's bytes that goes the same way, at most: keys and values go out for the forward
-// and for the backward pass, their gradients come back; queries send 3 rows and get 2.
-constexpr double kOneWay = 2.0 / 3;
+// Weight of transfers where both passes are taken together. The forward pass has 2/7 of the seconds
+// and 0.37 of the bytes, so a layer's transfers can be exposed although they take less than its
+// seconds: 1 would leave that alone, 1.3 would forbid it.
+constexpr double kTransferWeight = 1.15;
 
-// Seconds that the links of the rank are busy with what it takes in.
-double link_seconds_in(const Load& load, const Links& links);
+// Seconds of a rank's transfers, in (or out of) the rank: inputs travel before visiting tasks and
+// results after them, so both count.
+double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links);
+inline double link_seconds_in(const Load& load, const Links& links) {
+  return link_seconds(load.bytes_in, load.node_bytes_in, links);
+}
+inline double link_seconds_out(const Load& load, const Links& links) {
+  return link_seconds(load.bytes_out, load.node_bytes_out, links);
+}
+inline double link_seconds(const Load& load, const Links& links) {
+  return std::max(link_seconds_in(load, links), link_seconds_out(load, links));
+}
 
 // Of every rank under `tasks`, which are in plan order. seconds are those of the server's speed;
 // seconds_home is left 0.
 std::vector<Load> loads_of(const Pack& pack, const PlanOptions& options,
                            std::span<const Task> tasks);
 
-// Seconds of the slowest server, or link.
-double makespan(const std::vector<Load>& loads, const Links& links);
+// Seconds of one layer's attention, forward and backward: ranks wait for each other in both passes.
+// In a pass a rank computes its visiting tasks, and beside its transfers home tasks; other work
+// hides `hidden_seconds` of them.
+double makespan(const std::vector<Load>& loads, const Links& links, double hidden_seconds);
+
+// Seconds of the slowest rank, both passes taken together.
+double slowest(const std::vector<Load>& loads, const Links& links, double hidden_seconds);
 
 // Bytes that all ranks move.
 double total_bytes(const std::vector<Load>& loads);

@@ -22,9 +22,10 @@ struct Task {
 struct Load {
   double seconds_home = 0;  // attention of its own tokens, at its own speed, or at 1 if that is 0
   double seconds = 0;       // attention of the tasks it serves, at its speed
-  int64_t bytes_out = 0;    // RowBytes of its rows on other servers, whichever way they travel; of
-                            // rows that are kept without their inputs, which travel once
-  int64_t bytes_in = 0;     // RowBytes of other homes' rows here
+  double seconds_visiting = 0;  // part of them that needs rows of other homes
+  int64_t bytes_out = 0;  // RowBytes of its rows on other servers, whichever way they travel; of
+                          // rows that are kept without their inputs, which travel once
+  int64_t bytes_in = 0;   // RowBytes of other homes' rows here
   int64_t node_bytes_out = 0;  // part of bytes_out that goes to other nodes
   int64_t node_bytes_in = 0;   // part of bytes_in that comes from other nodes
   int64_t held_bytes = 0;      // of all visiting rows, its own among them: they arrive as well
