@@ -34,6 +34,13 @@ def core_attention(
 
 
 @_operator
+def exchange(
+    q: Tensor, k: Tensor, v: Tensor, layout: Tensor, rows: Tensor, group_name: str,
+) -> None:
+    """Send the rows of a layout to their servers, for timing. Collective."""
+
+
+@_operator
 def attend(
     q: Tensor, k: Tensor, v: Tensor, layout: Tensor, rows: Tensor, softmax_scale: float, tasks: str,
 ) -> Two:

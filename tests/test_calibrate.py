@@ -15,7 +15,7 @@ import torch
 
 import distca
 from distca import calibrate
-from distca.calibrate import attention, links
+from distca.calibrate import attention
 from distca.calibrate.__main__ import main
 from distca.calibrate.timing import NUM_WARM_UP_CALLS, ProgressBar, median_seconds
 from distca.planning.cluster import Cluster, cluster_of
@@ -280,15 +280,6 @@ def test_calls_fill_a_device_within_its_memory(monkeypatch):
         assert flops > 0.4 * effort.flops
 
 
-def test_links_are_fitted():
-    sizes = [1 << i for i in range(16, 27, 2)]
-    link = links.fit(sizes, [5e-5 + size / 3e10 for size in sizes])
-    assert (link.latency_s, link.bytes_per_second) == pytest.approx((5e-5, 3e10))
-    assert links.fit(sizes, [size / 3e10 - 1e-7 for size in sizes]).latency_s == 0
-    assert links.fit([100], [1e-3]).bytes_per_second == pytest.approx(1e5)
-    assert links.fit([100, 200], [2e-3, 1e-3]).bytes_per_second > 0
-
-
 @pytest.mark.parametrize("repeats, budget_s, most", [(4, 10.0, 4), (1000, 0.05, 5), (4, 0.001, 0)])
 def test_calls_are_repeated_within_a_budget(repeats, budget_s, most):
     called = []
@@ -315,28 +306,6 @@ def test_progress_is_one_line_on_a_terminal(monkeypatch):
         visible = shown and stream.isatty()
         assert ("1/2 second" in written and "2/2 done" in written) == visible
         assert written.count("\n") == visible
-
-
-def measured_links(rank: int, world_size: int, nodes: list[int]) -> Links:
-    device, sizes = torch.device("cpu"), [1 << 14, 1 << 18]
-    return links.measure(device, sizes, ProgressBar(4, shown=False), nodes)
-
-
-def named_nodes(rank: int, world_size: int) -> list[int]:
-    return links.nodes_of_ranks(torch.device("cpu"))
-
-
-def test_links_are_measured_by_level(ranks):
-    assert ranks(2).run(named_nodes) == [[0, 0]] * 2
-    for nodes, levels in (([0, 0], ["inside"]), ([0, 1], ["between"])):
-        first, second = ranks(2).run(measured_links, nodes)
-        assert first == second, "all ranks get the figures of the slowest"
-        for level in ("inside", "between"):
-            link = getattr(first, level)
-            assert (link is not None) == (level in levels)
-            assert link is None or 1e6 < link.bytes_per_second < 1e12
-    uneven = ranks(4).run(measured_links, [0, 0, 0, 1])
-    assert None not in (uneven[3].inside, uneven[3].between)
 
 
 SMALL = ["--heads-q", "4", "--heads-kv", "2", "--head-dim", "16", "--dtype", "float32"]

@@ -69,6 +69,8 @@ def test_a_run_writes_its_records_and_its_summary(ranks, tmp_path):
     assert values == json.loads(json.dumps(report.run_summary(steps)))
     assert values["ranks"] == 3 and values["steps"] == NUM_STEPS
     assert values["imbalance_after"] < values["imbalance_before"]
+    assert values["link_gb_per_s"] == 2.0 and "node_link_gb_per_s" not in values
+    assert "links in a node" in (shown := report.table(values)) and "between" not in shown
     assert (tmp_path / "balance.png").stat().st_size > 10_000
 
 

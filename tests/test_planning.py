@@ -10,10 +10,11 @@ import torch
 import distca
 from distca.options import parse_speeds
 from distca.pingpong import nearest_border
-from distca.planning.cluster import Cluster, cluster_of, held_row_bytes, ranks_of_a_node
+from distca.planning.cluster import Cluster, cluster_of, held_row_bytes
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.plan import balance
 from distca.planning.step import plan_halves
+from distca.ranks.links import ranks_of_a_node
 
 ops = torch.ops.distca
 CAUSAL = (-1, 0)

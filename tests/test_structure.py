@@ -59,7 +59,7 @@ PYTHON_RULES = {
         "scope",
     },
     "integrations/__init__": set(),
-    "calibrate": {"ops", "planning"},
+    "calibrate": {"ops", "options", "planning", "ranks"},
     "explain": {"options", "planning"},
     "simulate": {"options", "planning", "watching"},
     "report": {"watching"},

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from distca import calibrate
-from distca.calibrate import attention, links
+from distca.calibrate import attention
 from distca.calibrate.timing import ProgressBar
-from distca.planning.cost import DTYPE_BYTES, Calibration, Links
+from distca.options import Options
+from distca.planning.cost import DTYPE_BYTES, Calibration
+from distca.ranks import session
+from distca.ranks.links import Links, measure
 
 CUDA_DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
@@ -80,26 +83,29 @@ def main(command_line: Sequence[str] | None = None) -> None:
     is_first = not in_group or dist.get_rank() == 0
     effort = attention.EFFORTS[device.type, args.quick]
     effort = replace(effort, max_keys=args.max_keys or effort.max_keys)
-    message_bytes = [links.SMALLEST << 2 * i for i in range(effort.num_messages * in_group)]
-    num_entries = len(list(attention.entries(*attention.grid(device.type, effort))))
-    bar = ProgressBar(num_entries + len(links.LEVELS) * len(message_bytes), is_first)
-    measured_links = Links()
-    if in_group:
-        nodes = links.nodes_of_ranks(device)
-        measured_links = links.measure(device, message_bytes, bar, nodes)
-        dist.destroy_process_group()
+    bar = ProgressBar(len(list(attention.entries(*attention.grid(device.type, effort)))), is_first)
+    links = _links(device) if in_group else Links()
     if not is_first:  # it would only be in the way
         return
     heads = attention.Heads(args.heads_q, args.heads_kv, args.head_dim, getattr(torch, args.dtype))
     seconds = attention.measure(heads, device, effort, bar)
     bar.finish()
-    calibration = _calibration(args, device, seconds, measured_links)
+    calibration = _calibration(args, device, seconds, links)
     calibration.save(args.out)
     print(f"{_summary(calibration)}\nwrote {args.out}")
 
 
+def _links(device: torch.device) -> Links:
+    """Of all ranks. Ends torch.distributed."""
+    opened = session.init(options=Options(enabled=False))  # which measures nothing itself
+    links = measure(opened, device) if opened.num_ranks > 1 else Links()
+    session.close()
+    dist.destroy_process_group()
+    return links
+
+
 def _calibration(
-    args: argparse.Namespace, device: torch.device, seconds: dict, measured_links: Links
+    args: argparse.Namespace, device: torch.device, seconds: dict, links: Links
 ) -> Calibration:
     return Calibration(
         device_type=device.type,
@@ -110,7 +116,7 @@ def _calibration(
         heads_kv=args.heads_kv,
         head_dim=args.head_dim,
         dtype=args.dtype,
-        links=measured_links,
+        links=links,
         **seconds,
     )
 
@@ -148,15 +154,8 @@ def _summary(table: Calibration) -> str:
             f"{2.5e-12 * flops / backward:8.3g}"
         )
     lines.append(f"each task costs {1e6 * table.seconds_per_task:.2f} us whatever its size")
-    for level in links.LEVELS:
-        link = getattr(table.links, level)
-        speed = "not measured"
-        if link is not None:
-            speed = (
-                f"{1e-9 * link.bytes_per_second:.3g} GB/s out of each rank, "
-                f"{1e6 * link.latency_s:.0f} us latency"
-            )
-        lines.append(f"links {level} nodes: {speed}")
+    for level, link in vars(table.links).items():
+        lines.append(f"links {level} nodes: {link or 'not measured'}")
     return "\n".join(lines)
 
 

@@ -27,14 +27,13 @@ class Effort:
     repeats: int
     budget_s: float  # of one entry, beyond which calls are repeated less often
     flops: float  # forward, of a call at least
-    num_messages: int  # sizes of messages between ranks, from links.SMALLEST by factors of 4
 
 
 EFFORTS = {  # by (device type, quick)
-    ("cuda", False): Effort(131072, repeats=7, budget_s=0.5, flops=5e11, num_messages=7),
-    ("cuda", True): Effort(32768, repeats=5, budget_s=0.2, flops=2e11, num_messages=6),
-    ("cpu", False): Effort(4096, repeats=5, budget_s=1.0, flops=2e9, num_messages=5),
-    ("cpu", True): Effort(1024, repeats=3, budget_s=0.3, flops=5e8, num_messages=4),
+    ("cuda", False): Effort(131072, repeats=7, budget_s=0.5, flops=5e11),
+    ("cuda", True): Effort(32768, repeats=5, budget_s=0.2, flops=2e11),
+    ("cpu", False): Effort(4096, repeats=5, budget_s=1.0, flops=2e9),
+    ("cpu", True): Effort(1024, repeats=3, budget_s=0.3, flops=5e8),
 }
 
 

@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distca.options import Options, parse_speeds
-from distca.planning.cost import AttentionShape, Link, measured_links
+from distca.planning.cost import AttentionShape, measured_links
+from distca.ranks.links import Link, Links
 
 MAX_RANKS = 65536
 DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, between nodes
@@ -62,11 +62,16 @@ class Cluster:
 
 
 def cluster_of(
-    options: Options, num_ranks: int, device_type: str, ranks_per_node: int | None = None
+    options: Options,
+    num_ranks: int,
+    device_type: str,
+    ranks_per_node: int | None = None,
+    opened_links: Links | None = None,
 ) -> Cluster:
-    """What the options say of `num_ranks` ranks; `ranks_per_node` where they do not say it. One
-    rank alone, and ranks that do not balance, compute what they have."""
-    measured = measured_links(options)
+    """What the options say of `num_ranks` ranks; `ranks_per_node`, and links that were measured
+    when the group opened, where they do not say it. One rank alone, and ranks that do not balance,
+    compute what they have."""
+    measured, opened_links = measured_links(options), opened_links or Links()
     default_inside, default_between = DEFAULT_LINKS_GB_PER_S[device_type]
 
     def bytes_per_second(gb_per_s: float | None, link: Link | None, default: float) -> float:
@@ -74,13 +79,14 @@ def cluster_of(
             return link.bytes_per_second
         return 1e9 * (default if gb_per_s is None else gb_per_s)
 
-    # A cost table of one rank per node has only the link between nodes. Use it for both.
-    inside = measured.inside or measured.between
+    # Where each node has one rank, only the link between nodes is measured. Use it for both.
+    inside = measured.inside or measured.between or opened_links.inside or opened_links.between
+    between = measured.between or opened_links.between
     links = {
         "ranks_per_node": options.ranks_per_node or ranks_per_node,
         "link_bytes_per_second": bytes_per_second(options.link_gb_per_s, inside, default_inside),
         "node_link_bytes_per_second": bytes_per_second(
-            options.node_link_gb_per_s, measured.between, default_between
+            options.node_link_gb_per_s, between, default_between
         ),
     }
     if num_ranks == 1 or not options.enabled:
@@ -95,13 +101,6 @@ def cluster_of(
 
 def memory_cap_bytes(options: Options) -> int | None:
     return None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
-
-
-def ranks_of_a_node(nodes: Sequence[int]) -> int:
-    """Ranks that share a node if `nodes` names each rank's, in rank order. Where nodes hold unequal
-    runs of ranks, the most that divides them all: the planner then takes some links for slower
-    than they are."""
-    return math.gcd(*(len(list(run)) for _, run in itertools.groupby(nodes)))
 
 
 def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.options import Options, check
+from distca.options import Options, check, check_number
+from distca.ranks.links import Link, Links
 from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
@@ -70,29 +70,6 @@ class AttentionShape:
         return (1 + BACKWARD_OVER_FORWARD) * forward
 
 
-@dataclass(frozen=True)
-class Link:
-    """Seconds of a message of n bytes: latency_s + n / bytes_per_second."""
-
-    latency_s: float
-    bytes_per_second: float
-    """Out of one rank, while all ranks send."""
-
-    def __post_init__(self) -> None:
-        _check_number("latency_s", self.latency_s, zero=True)
-        _check_number("bytes_per_second", self.bytes_per_second)
-
-
-@dataclass(frozen=True)
-class Links:
-    """None: not measured."""
-
-    inside: Link | None = None
-    """Between ranks of one node."""
-    between: Link | None = None
-    """Between ranks of different nodes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What `python -m distca.calibrate` measured on a machine: the content of its file, whose
@@ -139,8 +116,8 @@ class Calibration:
             for i, line in enumerate(seconds):
                 _check_list(f"{name}[{i}]", line, len(self.keys), "numbers, one for each of keys")
                 for j, value in enumerate(line):
-                    _check_number(f"{name}[{i}][{j}]", value)
-        _check_number("seconds_per_task", self.seconds_per_task, zero=True)
+                    check_number(f"{name}[{i}][{j}]", value)
+        check_number("seconds_per_task", self.seconds_per_task, zero=True)
         check("links", self.links, type(self.links) is Links, "inside and between")
 
     @property
@@ -198,13 +175,6 @@ def _check_names(name: str, content: object, expected: set[str]) -> None:
         field = min(wrong)
         state = "is missing" if field in expected else "is not known"
         raise ValueError(f"{name}: field {field!r:.40} {state}; expected {listed}")
-
-
-def _check_number(name: str, value: object, zero: bool = False) -> None:
-    """Integers of any length are compared as they are: not all of them are floats."""
-    numeric = type(value) in (int, float)
-    is_valid = numeric and (0 < value <= sys.float_info.max or (zero and value == 0))
-    check(name, value, is_valid, "zero or a positive number" if zero else "a positive number")
 
 
 def _check_point(name: str, value: object) -> None:

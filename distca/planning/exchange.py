@@ -1,8 +1,5 @@
 """Exchange headers and pieces between ranks, and compare the headers, before ranks plan."""
 
-import functools
-import hashlib
-import socket
 from collections.abc import Callable
 from dataclasses import astuple
 
@@ -13,6 +10,7 @@ from distca import ops
 from distca.options import Options
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import INT32_MAX
+from distca.ranks.links import node
 from distca.ranks.session import Session
 
 HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
@@ -30,12 +28,6 @@ LEAST_PIECES = 65536  # of all ranks in any exchange: 2.6 MB
 
 def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
     return [ops.version(), step, options.digest(), *window_size]
-
-
-@functools.cache
-def node() -> int:
-    """Return 63 bits that differ between hosts."""
-    return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
 
 
 def words_of(

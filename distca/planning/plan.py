@@ -18,13 +18,13 @@ from distca.planning.cluster import (
     held_row_bytes,
     input_row_bytes,
     memory_cap_bytes,
-    ranks_of_a_node,
 )
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.documents import Documents
 from distca.planning.exchange import NODE_WORD, TIMES_WORDS, exchange, shape_of, words_of
+from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.session import Session, configured
-from distca.watching.figures import max_over_mean
+from distca.watching.figures import LINKS, max_over_mean
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -56,6 +56,12 @@ class PlanReport:
     exposed_ms: list[float] = field(default_factory=list)
     """Measured part of attention_ms in which the rank computed nothing, because rows of other ranks
     were on their way or not sent yet."""
+    link_gb_per_s: float | None = None
+    """Bandwidth that the plan expects from a rank to the ranks of its node, in GB/s: that of
+    Options.link_gb_per_s, of its cost_table, or as measured when the group opened. None: no other
+    rank is in its node."""
+    node_link_gb_per_s: float | None = None
+    """As link_gb_per_s, from a rank to the ranks of other nodes. None: one node."""
 
     @property
     def imbalance_before(self) -> float:
@@ -69,13 +75,14 @@ class PlanReport:
 
     def figures(self) -> dict[str, float]:
         """Return the figures that logs show. moved_mb: bytes that all ranks send for one layer,
-        forward and backward, in 1e6 bytes."""
+        forward and backward, in 1e6 bytes. Links that do not exist are left out."""
         return {
             "imbalance_before": self.imbalance_before,
             "imbalance_after": self.imbalance_after,
             "moved_mb": sum(self.bytes_out) / 1e6,
             "plan_ms": self.plan_ms,
             "waited_ms": self.waited_ms,
+            **{name: vars(self)[name] for name in LINKS if vars(self)[name] is not None},
         }
 
     def record(self) -> dict:
@@ -200,7 +207,8 @@ def next_problem(session: Session, window_size: tuple[int, int], device: torch.d
     if session.num_ranks == 1:
         return problem
     problem = replace(problem, by_peer_memory=session.by_peer_memory, has_halves=has_halves)
-    return replace(problem, calls=ops.agreed_calls(session.group_name, problem.step, *window_size))
+    calls = ops.agreed_calls(session.group_name, problem.step, *window_size)
+    return replace(problem, links=session.links, calls=calls)
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
@@ -237,6 +245,7 @@ class Problem:
     ranks_per_node: int | None = None  # as host names say
     by_peer_memory: bool = False  # how rows travel
     has_halves: bool = False  # each hides transfers of the other, in ping-pong
+    links: Links = Links()  # measured when the group opened
     calls: Tensor | None = None  # that ranks last agreed on for this window: see agree_on_plan
 
 
@@ -292,6 +301,14 @@ def balance(
     )
 
 
+def gb_per_s_of(cluster: Cluster) -> dict[str, float]:
+    """Return the bandwidths of a cluster's links that exist, as PlanReport names them."""
+    ranks_per_node, inside, between = cluster.links().tolist()
+    exist = (min(ranks_per_node, cluster.num_ranks) > 1, ranks_per_node < cluster.num_ranks)
+    each = zip(LINKS, (inside, between), exist, strict=True)
+    return {name: 1e-9 * bandwidth for name, bandwidth, exists in each if exists}
+
+
 def tasks_of(encoded: Tensor) -> Tensor:
     """int64 [num_tasks, 5]: document, first query, last query + 1, server, whether the server keeps
     their inputs for the backward pass; a view of the plan."""
@@ -301,7 +318,9 @@ def tasks_of(encoded: Tensor) -> Tensor:
 def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> Solution:
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type)
-    cluster = cluster_of(options, problem.num_ranks, problem.device_type, problem.ranks_per_node)
+    cluster = cluster_of(
+        options, problem.num_ranks, problem.device_type, problem.ranks_per_node, problem.links
+    )
     if problem.has_halves:
         cluster = replace(cluster, hidden_part=1.0)
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
@@ -309,7 +328,8 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     laid_out = lay_out(problem, pieces, encoded, options, shape)
     before, after, bytes_out, bytes_in, *_ = loads.T.tolist()
     moved = (list(map(int, bytes_out)), list(map(int, bytes_in)))
-    report = PlanReport(before, after, *moved, 1e3 * (time.perf_counter() - start), waited_ms=0.0)
+    plan_ms = 1e3 * (time.perf_counter() - start)
+    report = PlanReport(before, after, *moved, plan_ms, 0.0, **gb_per_s_of(cluster))
     return Solution(*laid_out, pieces, encoded, shape, report)
 
 

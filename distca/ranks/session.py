@@ -1,6 +1,7 @@
 """Process groups that share attention: opened once, found again by group."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -14,11 +15,14 @@ from distca import _torch_private, ops
 from distca.options import Options
 from distca.ranks import groups
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
+from distca.ranks.links import Links, measure
 from distca.ranks.peers import check_transport, choose_device
 from distca.ranks.planner_thread import PlannerThread
 from distca.watching.monitor import Monitor
 from distca.watching.settings import Watching
 from distca.watching.trace import save_spans
+
+_log = logging.getLogger("distca")
 
 TIMED_EVERY = 10  # steps, where log_every does not say it
 NOT_TIMED = (-1, -1)
@@ -36,6 +40,7 @@ class Session:
     planning: ProcessGroup | None = None  # gloo, for pieces, by the planner thread alone
     control: ProcessGroup | None = None  # gloo: ranks agree here on calls that were not announced
     by_peer_memory: bool = False  # rows go to other ranks' memory, where the attention allows it
+    links: Links = Links()  # that were measured when it was opened
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of
@@ -175,7 +180,33 @@ def opened(
         session.monitor = Monitor(session.watching)
     _sessions[group.group_name] = session
     watch_exits(_sessions.values)
+    if num_ranks > 1 and measures_links(session):
+        try:
+            _measure_links(session)
+        except BaseException:
+            close(group)  # tells the others
+            raise
     return session
+
+
+def measures_links(session: Session) -> bool:
+    """Whether the planner goes by links that are measured when the group opens. On the CPU they
+    vary with the machine's load, and with them plans would; nor may these vary in deterministic
+    mode."""
+    options = session.options
+    on_device = session.by_peer_memory or session.device_type == "cuda"
+    return on_device and options.enabled and not options.deterministic
+
+
+def _measure_links(session: Session) -> None:
+    device_type = "cuda" if session.by_peer_memory else session.device_type
+    session.links = measure(session, torch.device(device_type))
+    # Begin anew, without the calls and the peer memory of the measurement.
+    ops.close_session(session.group_name)
+    _open_transport(session)
+    for level, link in vars(session.links).items():
+        if link is not None and session.rank == 0:
+            _log.info("distca: links %s nodes: %s", level, link)
 
 
 def _open_groups(session: Session) -> None:
@@ -204,14 +235,18 @@ def _open_groups(session: Session) -> None:
     session.data = new_group(backend, data_timeout, data_options)
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
-    peer_device = choose_device(options.transport, backend, session.control)
-    session.by_peer_memory = peer_device is not None
+    session.by_peer_memory = choose_device(options.transport, backend, session.control) is not None
+    _open_transport(session)
+
+
+def _open_transport(session: Session) -> None:
+    options = session.options
     ops.open_session(
         *(own.group_name for own in (session.data, session.control, session.planning)),
         f"version {ops.version()} {options}",
         options.timeout_s,
         options.transport if options.transport in ops.transports() else "process_group",
-        peer_device,
+        torch.cuda.current_device() if session.by_peer_memory else None,
         int(1e9 * options.peer_memory_gb),
     )
 

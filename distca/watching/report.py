@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca.watching.figures import MEASURED, STEPS_FILE, max_over_mean
+from distca.watching.figures import LINKS, MEASURED, STEPS_FILE, max_over_mean
 from distca.watching.trace import chrome_trace, read_spans
 
 StepsOfRanks = Sequence[Sequence[float]]
@@ -37,8 +37,8 @@ def read_steps(folder: str | Path) -> list[dict]:
 
 
 def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
-    """Means over steps, of plan_ms the median. attention_ms, exposed_ms: measured, by rank, means
-    of the steps that were timed, [] where none was."""
+    """Means over steps, of plan_ms the median, of links the last. attention_ms, exposed_ms:
+    measured, by rank, means of the steps that were timed, [] where none was."""
     timed = [step for step in steps if step["attention_ms"]]
     before, after = ([step[f"imbalance_{when}"] for step in steps] for when in ("before", "after"))
     slowest = [sum(max(step[f"seconds_{when}"]) for step in steps) for when in ("before", "after")]
@@ -53,6 +53,7 @@ def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
         "moved_mb": statistics.fmean(step["moved_mb"] for step in steps),
         "plan_ms": statistics.median(step["plan_ms"] for step in steps),
         "waited_ms": statistics.fmean(step["waited_ms"] for step in steps),
+        **{name: steps[-1][name] for name in LINKS if name in steps[-1]},
         **{
             name: list(map(statistics.fmean, zip(*(each[name] for each in timed), strict=True)))
             for name in MEASURED
@@ -73,6 +74,9 @@ def table(values: dict) -> str:
     for name, measured in zip(("attention, measured", "of that exposed"), MEASURED, strict=True):
         if by_rank := values[measured]:
             rows[name] = f"{min(by_rank):.1f} to {max(by_rank):.1f} ms a step, by rank"
+    for name, where in zip(LINKS, ("links in a node", "links between nodes"), strict=True):
+        if name in values:
+            rows[where] = f"{values[name]:.3g} GB/s from each rank, as planned with"
     width = max(map(len, rows))
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
 

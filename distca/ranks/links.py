@@ -1,0 +1,171 @@
+"""Latency and bandwidth of the way that rows take, inside a node and between nodes."""
+
+import functools
+import hashlib
+import itertools
+import math
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distca import ops
+from distca.options import check_number
+
+HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128  # of the rows that are sent
+SMALL_BYTES, PROBE_BYTES, LARGE_BYTES = 2**16, 2**20, 2**25  # out of a rank
+LARGE_S = 0.02  # slower links send less than LARGE_BYTES
+NUM_BATCHES, NUM_CALLS = 3, 4  # of one size
+MAX_PEER_NODES = 8
+BEFORE_STEPS = -1  # step of its plans
+
+Peers = list[list[int]]  # by rank, the ranks that it sends to
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of a message of n bytes: latency_s + n / bytes_per_second."""
+
+    latency_s: float
+    bytes_per_second: float
+    """Out of one rank, while all ranks send."""
+
+    def __post_init__(self) -> None:
+        check_number("latency_s", self.latency_s, zero=True)
+        check_number("bytes_per_second", self.bytes_per_second)
+
+    def __str__(self) -> str:
+        return f"{1e-9 * self.bytes_per_second:.3g} GB/s, {1e6 * self.latency_s:.0f} us latency"
+
+
+@dataclass(frozen=True)
+class Links:
+    """None: not measured."""
+
+    inside: Link | None = None
+    """Between ranks of one node."""
+    between: Link | None = None
+    """Between ranks of different nodes."""
+
+
+@functools.cache
+def node() -> int:
+    """Return 63 bits that differ between hosts."""
+    return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
+
+
+def ranks_of_a_node(nodes: Sequence[int]) -> int:
+    """Ranks that share a node if `nodes` names each rank's, in rank order. Where nodes hold unequal
+    runs of ranks, the most that divides them all: the planner then takes some links for slower
+    than they are."""
+    return math.gcd(*(len(list(run)) for _, run in itertools.groupby(nodes)))
+
+
+def peers_of_ranks(num_ranks: int, ranks_per_node: int) -> dict[str, Peers]:
+    """Return the peers of an exchange by level: all ranks of the own node, and the ranks in the
+    same place of up to MAX_PEER_NODES other nodes."""
+    ranks, nodes = range(num_ranks), [rank // ranks_per_node for rank in range(num_ranks)]
+    shifts = range(ranks_per_node, num_ranks, ranks_per_node)[:MAX_PEER_NODES]
+    first = [node * ranks_per_node for node in nodes]
+    inside = [
+        [peer for peer in ranks[first[rank] :][:ranks_per_node] if peer != rank] for rank in ranks
+    ]
+    between = [
+        [peer for peer in ((rank + shift) % num_ranks for shift in shifts) if nodes[peer] != own]
+        for rank, own in enumerate(nodes)
+    ]
+    return {"inside": inside, "between": between}
+
+
+def measure(session, device: torch.device) -> Links:
+    """Return the links of an open session's rows on `device`, equal on all ranks. A link that the
+    options name is left out. Collective."""
+    options = session.options
+    told = {"inside": options.link_gb_per_s, "between": options.node_link_gb_per_s}
+    nodes = _gather(session, node())
+    levels = peers_of_ranks(session.num_ranks, options.ranks_per_node or ranks_of_a_node(nodes))
+    return Links(
+        **{
+            level: _measure_link(session, device, peers)
+            for level, peers in levels.items()
+            if told[level] is None and any(peers)
+        }
+    )
+
+
+def _measure_link(session, device: torch.device, peers: Peers) -> Link:
+    """Of the slowest rank, in two significant digits: plans shall differ little between runs."""
+
+    def seconds(num_bytes: float) -> tuple[int, float]:
+        call, sent_bytes = _exchange(session, device, peers, num_bytes)
+        own_ns = 1e9 * _seconds(call, device)
+        return sent_bytes, 1e-9 * max(1, *_gather(session, int(own_ns)))
+
+    _, latency_s = seconds(SMALL_BYTES)
+    probe_bytes, probe_s = seconds(PROBE_BYTES)
+    in_time = probe_bytes * LARGE_S / probe_s
+    sent_bytes, large_s = seconds(min(LARGE_BYTES, max(PROBE_BYTES, in_time)))
+    return Link(float(f"{latency_s:.2g}"), float(f"{sent_bytes / large_s:.2g}"))
+
+
+def _exchange(
+    session, device: torch.device, peers: Peers, num_bytes: float
+) -> tuple[Callable[[], None], int]:
+    """Return a call in which each rank sends a document's rows, as many to each of its peers, and
+    the bytes that a rank with most peers sends: about `num_bytes`."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    row_bytes = dtype.itemsize * HEAD_DIM * (HEADS_Q + 2 * HEADS_KV)
+    most_peers = max(map(len, peers))
+    part = max(1, int(num_bytes) // (row_bytes * most_peers))  # rows
+    homes = [rank for rank, its_peers in enumerate(peers) if its_peers]
+    pieces = [(rank, document, 0, part * len(peers[rank])) for document, rank in enumerate(homes)]
+    tasks = [
+        (document, part * place, part * (place + 1), server)
+        for document, rank in enumerate(homes)
+        for place, server in enumerate(peers[rank])
+    ]
+    tasks.sort(key=lambda task: (task[3], task[0]))
+    pieces = torch.tensor(pieces)
+    plan = ops.plan_of_tasks(pieces, torch.tensor(tasks), session.num_ranks, 0, 0)
+    layout, packed_rows = ops.layout(
+        pieces, plan, session.rank, BEFORE_STEPS, device.type, by_peer_memory=session.by_peer_memory
+    )
+    rows = ops.unpack_rows(layout, packed_rows.to(device))
+    inputs: list[Tensor] = [
+        torch.zeros(part * len(peers[session.rank]), heads, HEAD_DIM, dtype=dtype, device=device)
+        for heads in (HEADS_Q, HEADS_KV, HEADS_KV)
+    ]
+
+    def call() -> None:
+        ops.exchange(*inputs, layout, rows, session.group_name)
+
+    return call, part * most_peers * row_bytes
+
+
+def _seconds(call: Callable[[], None], device: torch.device) -> float:
+    """Return the seconds of a call, the median of batches."""
+    seconds = []
+    for _ in range(NUM_BATCHES):
+        call()  # ranks leave it together
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+        start = time.perf_counter()
+        for _ in range(NUM_CALLS):
+            call()
+        total_s = time.perf_counter() - start
+        if device.type == "cuda":
+            end.record()
+            torch.cuda.synchronize(device)
+            total_s = 1e-3 * begin.elapsed_time(end)
+        seconds.append(total_s / NUM_CALLS)
+    return statistics.median(seconds)
+
+
+def _gather(session, word: int) -> list[int]:
+    """Return the word of every rank."""
+    return torch.cat(ops.gather(torch.tensor([word]), session.group_name, BEFORE_STEPS)).tolist()

@@ -1,0 +1,74 @@
+"""Links of groups on CUDA devices are measured when they open, through peer memory and NCCL."""
+
+import os
+import time
+
+import pytest
+import torch
+from ranks import Ranks
+from small_step import SHARDED, small_step
+
+import distca
+from distca.ranks.links import Links
+
+pytestmark = pytest.mark.gpu
+OPENING_S = 1.0
+
+
+@pytest.fixture(scope="module", params=["peer", "process_group"])
+def two_ranks(request):
+    if request.param == "peer" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("peer memory needs a Hopper GPU")
+    if request.param == "process_group" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs two CUDA devices, and this machine has one")
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    started = Ranks(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
+    yield started, request.param
+    started.stop()
+    del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
+
+
+def open_group(rank, world_size, options):
+    """Return links, seconds of the opening, bytes of peer memory and the report of a plan."""
+    distca.close()
+    start = time.perf_counter()
+    opened = distca.init(options=distca.Options(**options))
+    opening_s = time.perf_counter() - start
+    peer_bytes = torch.ops.distca.peer_memory_bytes(opened.group_name)
+    step = small_step(rank, world_size, SHARDED)
+    report = distca.plan(step.documents, device="cuda").report()
+    q, k, v = (
+        each.detach().cuda().bfloat16().requires_grad_() for each in (step.q, step.k, step.v)
+    )
+    distca.core_attention(q, k, v, step.documents).sum().backward()
+    finite = all(bool(each.grad.isfinite().all()) for each in (q, k, v))
+    distca.close()
+    return opened.links, opening_s, peer_bytes, report, finite
+
+
+@pytest.mark.parametrize("per_node", [2, 1])
+def test_links_are_measured(two_ranks, per_node):
+    started, transport = two_ranks
+    options = {"transport": transport, "ranks_per_node": per_node}
+    started.run(open_group, {**options, "enabled": False})  # loads libraries
+    started.run(open_group, options)
+    unmeasured = min(each[1] for each in started.run(open_group, {**options, "enabled": False}))
+    first, second = started.run(open_group, options)
+    links = first[0]
+    assert second[0] == links
+    link, missing = (links.inside, links.between)[:: 1 if per_node == 2 else -1]
+    assert missing is None and link.latency_s < 0.01
+    assert 5e8 < link.bytes_per_second < 2e12
+    for _, opening_s, peer_bytes, report, finite in (first, second):
+        # A new group of NCCL also connects its ranks, which attention would do in the first step.
+        assert opening_s - unmeasured < OPENING_S + 5 * (transport == "process_group")
+        assert peer_bytes == 0 and finite
+        planned = report.link_gb_per_s if per_node == 2 else report.node_link_gb_per_s
+        assert 1e9 * planned == pytest.approx(link.bytes_per_second)
+
+
+def test_deterministic_groups_measure_nothing(two_ranks):
+    started, transport = two_ranks
+    options = {"transport": transport, "ranks_per_node": 2, "deterministic": True}
+    for links, _, _, report, finite in started.run(open_group, options):
+        assert links == Links() and report.link_gb_per_s == 200 and finite
