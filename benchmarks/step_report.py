@@ -137,6 +137,7 @@ def of_plans(run: Run) -> dict[str, float]:
         "bytes of a layer": mean(sum(plan.bytes_out) for plan in plans),
         "plan, median ms": statistics.median(plan.plan_ms for plan in plans),
         "plan waited for, ms": mean(plan.waited_ms for plan in plans),
+        "links, GB/s as planned with": plans[-1].link_gb_per_s or plans[-1].node_link_gb_per_s,
     }
 
 
@@ -177,7 +178,7 @@ def show(summary: dict, runs: dict[str, Run]) -> None:
             numbers = " ".join(f"{ms:9.1f}" for ms in by_rank)
             print(f"profiled {name:{width}} {key:16} {numbers}")
     for key, value in summary.items():
-        text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        text = f"{value:,.4g}" if isinstance(value, float) else str(value)
         if "loss" in key:
             text = f"{value:.2e}"
         elif isinstance(value, float) and abs(value) >= 1000:
@@ -208,7 +209,7 @@ def save(
         draw_timeline(path.with_name(picture), name, ranks)
 
 
-def table(summary: dict, runs: dict[str, Run]) -> list[tuple[str, str, float]]:
+def table(summary: dict, runs: dict[str, Run]) -> list[tuple[str, str, float | str]]:
     """Return rows (variant or "all", figure, value) of the summary and of the mean profiles."""
     rows = []
     for key, value in summary.items():

@@ -107,13 +107,16 @@ VARIANTS = {
 }
 
 
-def chosen_variants(names: list[str] | None, workload: Workload, device_type: str) -> list[str]:
+def chosen_variants(
+    names: list[str] | None, workload: Workload, device_type: str, by_nvlink: bool = True
+) -> list[str]:
     """Return `names`, or all variants that can run. Raises ValueError for names that cannot."""
+    links = "" if by_nvlink else " over emulated links"
     fitting = [
         name
         for name, variant in VARIANTS.items()
         if (variant.takes_crossing or not workload.crosses_ranks)
-        and (variant.transport != "peer" or device_type == "cuda")
+        and (variant.transport != "peer" or (device_type == "cuda" and by_nvlink))
     ]
     if names is None:
         return [name for name in fitting if VARIANTS[name].by_default]
@@ -126,7 +129,7 @@ def chosen_variants(names: list[str] | None, workload: Workload, device_type: st
         if name not in fitting:
             raise ValueError(
                 f"--variants has {name!r}; expected some of {', '.join(fitting)}, which run these "
-                f"documents on {device_type}"
+                f"documents on {device_type}{links}"
             )
     return names
 

@@ -19,6 +19,10 @@ by which the slowest rank's attention exceeds the mean. For this, attention of o
 and backward of each rank's own documents) is timed alone and multiplied by the number of layers.
 Steps are compared with the limit of the same documents.
 
+--links emulates slower links between the GPUs of one host, for FSDP as well as for rows. With
+"host" NCCL copies through host memory, and with "socket" it sends by TCP through the loopback
+device. Peer memory always uses NVLink, so the variant "peer" is then left out.
+
 The last steps are repeated under the profiler (device_time.py). The profile shows, by rank, exposed
 communication, waiting for ranks that are behind, and the rest. The limit of these steps uses
 attention inside the step. --out also writes the figures to a CSV file and a timeline of every
@@ -44,6 +48,9 @@ from workloads import Rows, Workload, add_arguments, make_rows, make_workload
 import distca
 
 NUM_PROFILED_STEPS = 3
+HOST_LINKS = {"NCCL_P2P_DISABLE": "1"}
+SOCKET_LINKS = {"NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+LINKS = {"nvlink": {}, "host": HOST_LINKS, "socket": HOST_LINKS | SOCKET_LINKS}  # NCCL's variables
 LIMITS = ("flash", "plain")  # variants in which each rank computes its own documents
 
 
@@ -58,6 +65,9 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     parser.add_argument(
         "--turns", type=int, default=1, help="runs of each variant, in turns with the others"
     )
+    parser.add_argument(
+        "--links", choices=LINKS, default="nvlink", help="of NCCL (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file; CSV and PNG files go beside it")
     args = parser.parse_args()
     world_size = int(os.environ.get("WORLD_SIZE", 0))
@@ -67,9 +77,15 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         parser.error(f"--turns is {args.turns}; needs at least 1")
     if args.steps <= NUM_WARM_UP_STEPS:
         parser.error(f"--steps is {args.steps}; needs more than {NUM_WARM_UP_STEPS} warm-up steps")
+    emulates = args.links != "nvlink" and args.device == "cuda"
+    if emulates and min(world_size, torch.cuda.device_count()) < 2:
+        parser.error(
+            f"--links is {args.links}, with {world_size} processes and "
+            f"{torch.cuda.device_count()} GPUs; needs two GPUs, between which links are emulated"
+        )
     try:
         workload = make_workload(args, world_size, args.steps)
-        args.variants = chosen_variants(args.variants, workload, args.device)
+        args.variants = chosen_variants(args.variants, workload, args.device, not emulates)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return args, workload
@@ -215,6 +231,7 @@ def free_memory(device: torch.device) -> None:
 
 def main() -> None:
     args, workload = arguments()
+    os.environ.update(LINKS[args.links])  # NCCL reads them when it starts
     device = join(args.device)
     runs, timelines = {name: [] for name in args.variants}, {}
     for num_profiled in [*[0] * (args.turns - 1), NUM_PROFILED_STEPS]:
@@ -228,7 +245,8 @@ def main() -> None:
         for kernel in LIMITS
         if kernel in runs
     }
-    summary = summarize(runs, limits, dist.get_world_size())
+    links = args.links if device.type == "cuda" else "gloo, which ignores --links"
+    summary = {"links": links, **summarize(runs, limits, dist.get_world_size())}
     if dist.get_rank() == 0:
         show(summary, runs)
         if args.out is not None:

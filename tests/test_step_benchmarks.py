@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import long_document  # noqa: E402
 import loss_curve  # noqa: E402
 import step_variants  # noqa: E402
+import training_step  # noqa: E402
 from attention_peers import Unavailable  # noqa: E402
 from context_parallel import HeadTail, context_attention, rows_of  # noqa: E402
 from step_model import add_model_arguments  # noqa: E402
@@ -122,6 +123,32 @@ def test_variants_that_cannot_run_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             chosen_variants(names, workload, "cpu")
+
+
+def test_emulated_links_are_those_of_two_gpus(lengths_file, monkeypatch, capsys):
+    command = ["training_step.py", "--lengths", str(lengths_file), "--tokens", "512"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def parse(*flags: str, num_gpus: int) -> argparse.Namespace:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(sys, "argv", [*command, *flags])
+        return training_step.arguments()[0]
+
+    assert "peer" not in parse("--device", "cuda", "--links", "host", num_gpus=2).variants
+    assert "peer" in parse("--device", "cuda", "--links", "nvlink", num_gpus=2).variants
+    assert "peer" not in parse("--device", "cpu", "--links", "host", num_gpus=0).variants
+    for flags, message in (
+        (["--links", "socket"], "--links is socket, with 2 processes and 1 GPUs; needs two GPUs"),
+        (["--links", "infiniband"], "invalid choice: 'infiniband'"),
+    ):
+        with pytest.raises(SystemExit):
+            parse("--device", "cuda", *flags, num_gpus=1)
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse("--device", "cuda", "--links", "host", "--variants", "peer", num_gpus=2)
+    assert "on cuda over emulated links" in capsys.readouterr().err
+    for name in ("host", "socket"):
+        assert training_step.LINKS[name]["NCCL_P2P_DISABLE"] == "1"
 
 
 # Context parallelism.
@@ -243,13 +270,15 @@ def torchrun(script: str, *flags: str | Path) -> str:
 def test_training_step_saves_its_figures(lengths_file, tmp_path):
     out = tmp_path / "step.json"
     flags = ["--lengths", lengths_file, "--tokens", "512", "--steps", "4", "--out", out]
-    flags += ["--learning-rate", "1e-2", "--turns", "2"]
+    flags += ["--learning-rate", "1e-2", "--turns", "2", "--links", "host"]
     output = torchrun("training_step.py", *MODEL, *flags)
     names = ["flash", "plain", "context", "process_group", "process_group pingpong"]
     assert sum(line.startswith("loss ") for line in output.splitlines()) == len(names)
     record = json.loads(out.read_text())
     assert list(record["variants"]) == names and len(record["attention_ms"]["plain"]) == 4
     summary = record["summary"]
+    assert summary["links"] == "gloo, which ignores --links" and summary["links"] in output
+    assert summary["process_group: links, GB/s as planned with"] == 2
     for name in names[1:]:
         assert summary[f"{name}: max loss difference"] <= FLOAT32_NOISE
     for name in names:
