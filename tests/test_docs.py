@@ -166,6 +166,13 @@ def check_torchrun(arguments: list[str], folder: Path) -> None:
     torch_run.get_args_parser().parse_args(["--max-restarts", "3", "train.py"])
 
 
+def check_nodes(arguments: list[str], folder: Path) -> None:
+    parsed = torch_run.get_args_parser().parse_args(["--nnodes", *arguments])
+    assert parsed.nnodes == "4" and parsed.rdzv_backend == "c10d" and parsed.module
+    assert parsed.training_script == "distca.run"
+    check_launcher(parsed.training_script_args, folder)
+
+
 def check_launcher(arguments: list[str], folder: Path) -> None:
     if arguments == ["--help"]:
         run.parser().format_help()
@@ -208,6 +215,7 @@ CHECKS = {  # beginning of a command, and the function that checks the rest of i
     "torchrun --nproc-per-node 2 benchmarks/watching.py": check_watching,
     "python benchmarks/host_time.py": check_host_time,
     "torchrun --max-restarts": check_torchrun,
+    "torchrun --nnodes": check_nodes,
     "make train": check_train,
     "make ": check_make,
     "pip install": check_pip,
