@@ -187,6 +187,12 @@ def test_numbers_of_runs_are_refused(runs):
         distca.Documents.sharded([8], 0, 2, runs=runs)
 
 
+@pytest.mark.parametrize("pack", [-1, 2**31, None, 1.5])
+def test_numbers_of_packs_are_refused(pack):
+    with pytest.raises(ValueError, match=f"pack is {pack}; expected the number of a pack"):
+        distca.Documents.sharded([8], 0, 2, pack=pack)
+
+
 def test_two_runs_hold_as_many_tokens_as_one():
     with pytest.raises(ValueError, match="2 rank.s. hold at most 2147483646 each"):
         distca.Documents.sharded([2**32 - 2], 0, 2, runs=2)

@@ -59,20 +59,36 @@ def shard_batch(
 
     Raises ValueError for other shapes, and as Documents.sharded does.
     """
+    rank, world_size = 0, 1
+    if dist.is_available() and dist.is_initialized():
+        process_group = groups.resolve(group)
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    labels = tokens if labels is None else labels
+    return cut(tokens, lengths, labels, rank, world_size, runs, ignore_index=ignore_index)
+
+
+def cut(
+    tokens: Tensor,
+    lengths: Tensor | Sequence[int],
+    labels: Tensor,
+    rank: int,
+    world_size: int,
+    runs: int = 1,
+    *,
+    pack: int = 0,
+    ignore_index: int = IGNORE_INDEX,
+) -> ShardedBatch:
+    """Return the part of `rank` in a pack that is cut over `world_size` ranks, as shard_batch does.
+    `pack` is as in Documents.sharded."""
     shape = list(tokens.shape)
     num_tokens = tokens.numel()
-    labels = tokens if labels is None else labels
     if shape not in ([num_tokens], [1, num_tokens]):
         raise ValueError(
             f"tokens has shape {shape}; expected [tokens] or [1, tokens]: one pack a step"
         )
     if list(labels.shape) != shape:
         raise ValueError(f"labels has shape {list(labels.shape)}; expected {shape}")
-    rank, world_size = 0, 1
-    if dist.is_available() and dist.is_initialized():
-        process_group = groups.resolve(group)
-        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    documents = Documents.sharded(lengths, rank, world_size, runs)
+    documents = Documents.sharded(lengths, rank, world_size, runs, pack)
     ends = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
     held = int(ends[-1]) if ends.numel() else 0
     if held != num_tokens:

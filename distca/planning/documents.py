@@ -1,5 +1,6 @@
 """Which tokens belong together: the documents in a rank's packed rows."""
 
+import copy
 import numbers
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from distca.options import check
 
 MAX_DOCUMENTS_PER_RANK = 2**31  # ids of whole documents are (rank + 1) * 2**32 + index
+MAX_PACKS = 2**31  # ids of documents that cross ranks are pack * 2**32 + index
 INT32_MAX = 2**31 - 1  # row indices and the kernels' windows are int32
 
 
@@ -51,7 +53,12 @@ class Documents:
 
     @classmethod
     def sharded(
-        cls, lengths: Tensor | Sequence[int], rank: int, world_size: int, runs: int = 1
+        cls,
+        lengths: Tensor | Sequence[int],
+        rank: int,
+        world_size: int,
+        runs: int = 1,
+        pack: int = 0,
     ) -> "Documents":
         """Return the documents of `rank` in a global pack that all ranks share.
 
@@ -59,16 +66,19 @@ class Documents:
         tokens, one for each rank. With runs=2, which distca.PingPong needs, each half of the pack
         is cut into `world_size` runs, and a rank holds two: run `rank` of the first half, then run
         `rank` of the second. Runs have equal numbers of tokens; if the pack does not divide, some
-        are one token longer.
+        are one token longer. If the ranks that are planned together hold several packs, `pack`
+        numbers them, and `rank` and `world_size` count the ranks of one.
 
         Raises ValueError for lengths that are not integers >= 0, for more tokens than the ranks
-        can hold, for a rank outside [0, world_size), or for runs other than 1 and 2.
+        can hold, for a rank outside [0, world_size), for runs other than 1 and 2, or for a pack
+        outside [0, 2**31).
         """
         lengths = _integers(lengths, "lengths")
         if (lengths < 0).any():
             raise ValueError(f"lengths is {_abridged(lengths)}; expected integers >= 0")
         check("rank", rank, 0 <= rank < world_size, f"0 <= rank < world_size = {world_size}")
         check("runs", runs, runs in (1, 2), "1 or 2")
+        check("pack", pack, pack in range(MAX_PACKS), "the number of a pack, from 0")
         rounded = lengths.sum(dtype=torch.float64).item()  # cannot overflow; exact up to 2**53
         most = INT32_MAX // runs * runs
         if rounded > world_size * most:
@@ -80,6 +90,8 @@ class Documents:
         total = int(ends[-1]) if ends.numel() else 0
         slices = runs_of(total, rank, world_size, runs)
         pieces = torch.cat([_pieces_of_run(ends - lengths, ends, run) for run in slices])
+        first_id = pack * 2 * MAX_DOCUMENTS_PER_RANK
+        pieces[:, 0] += first_id
         documents = cls.__new__(cls)
         documents._set_pieces(*pieces.unbind(1), torch.zeros(len(pieces), dtype=torch.int64))
         documents.crosses_ranks = True
@@ -87,7 +99,13 @@ class Documents:
             documents.run_border = slices[0].stop - slices[0].start
             middle, begins = total // 2, ends - lengths
             for index in ((begins < middle) & (middle < ends)).nonzero()[:, 0].tolist():
-                documents._cut_document = index, middle - int(begins[index])
+                documents._cut_document = first_id + index, middle - int(begins[index])
+        return documents
+
+    def unplanned(self) -> "Documents":
+        """Return the same documents without their plans, for another forward pass."""
+        documents = copy.copy(self)
+        documents._plans, documents._local_plans, documents._halves = {}, {}, {}
         return documents
 
     def _set_pieces(self, index: Tensor, start: Tensor, length: Tensor, context: Tensor):
