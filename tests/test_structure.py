@@ -69,6 +69,7 @@ PYTHON_RULES = {
 LIBRARY_HOMES = {
     "matplotlib": ("watching/report.py",),
     "transformers": ("integrations/transformers.py",),
+    "accelerate": ("integrations/trainer.py",),
     "torchtitan": ("integrations/torchtitan.py",),
     "spmd_types": ("integrations/torchtitan.py",),
     "torch.utils.tensorboard": ("watching/monitor.py",),

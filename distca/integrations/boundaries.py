@@ -12,6 +12,7 @@ from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
 from distca.planning.plan import Plan
 from distca.planning.step import plan
+from distca.ranks import session as sessions
 from distca.ranks.session import Session
 
 PACK = (
@@ -20,6 +21,8 @@ PACK = (
 )
 
 _known = WeakTensorKeyDictionary()  # cu_seq_lens_q or position_ids: Boundaries
+_taken: weakref.WeakSet[Documents] = weakref.WeakSet()  # those that a forward pass has used
+_latest: dict[tuple[int, int], dict] = {}  # by window of the latest pass, how it is planned
 
 
 @dataclass
@@ -47,23 +50,77 @@ class Boundaries:
 
         Each forward pass has its own, also where one rank passes the same tensor again and another
         a new one, or ranks would count plans differently. What is computed again in the backward
-        pass uses those of the forward pass.
+        pass uses those of the forward pass. Documents that cross ranks are always shared.
         """
-        if session is None:
+        if session is None and not self.here.crosses_ranks:
             return self.here, None
+        session = session or sessions.opened()
         task = backward_pass()
         if task == NOT_BACKWARD:
             is_new = self.balanced is None or module in self.users
         else:  # reentrant checkpointing has no gradients, and so no plan, in its forward pass
             is_new = self.balanced is None or self.made_in not in (NOT_BACKWARD, task)
         if is_new:
-            self.balanced, self.users = Documents(self.offsets), weakref.WeakSet()
+            self.balanced, self.users = self.here.unplanned(), weakref.WeakSet()
             self.made_in = task
+        is_first = not self.users
         self.users.add(module)
-        if not is_new:
-            return self.balanced, None
+        if is_first:
+            _latest.clear()
         how = {"window_size": window_size, "group": session.group, "device": device, "shape": shape}
-        return self.balanced, plan(self.balanced, **how)
+        _latest.setdefault(window_size, how)
+        if not is_first:
+            return self.balanced, None
+        planned_ahead = self.balanced._plans.get(window_size)
+        return self.balanced, planned_ahead or plan(self.balanced, **how)
+
+
+def remember(keywords: dict, documents: Documents, batch: int, num_tokens: int) -> None:
+    """Take `documents` for the tensor of `keywords` that read_boundaries reads, unread. The first
+    forward pass uses them and their plans, later ones have their own."""
+    tensors = (keywords.get(name) for name in ("cu_seq_lens_q", "position_ids"))
+    tensor = next((each for each in tensors if each is not None), None)
+    if not isinstance(tensor, Tensor) or documents.num_tokens != batch * num_tokens:
+        raise ValueError(
+            f"documents is {documents}, with position_ids {type(tensor).__name__} and a batch of "
+            f"shape {[batch, num_tokens]}; expected all of them from one collator"
+        )
+    state = _state_of(tensor, batch, num_tokens)
+    known = _keep(tensor, state, documents.cu_seqlens.to(torch.int64), documents.unplanned())
+    if documents not in _taken:
+        _taken.add(documents)
+        known.balanced = documents
+
+
+def _keep(tensor: Tensor, state: tuple, offsets: Tensor, documents: Documents) -> Boundaries:
+    _, batch, num_tokens = state
+    is_packed = not torch.equal(offsets, torch.arange(batch + 1) * num_tokens)
+    boundaries = _known[tensor] = Boundaries(state, offsets, is_packed, documents)
+    return boundaries
+
+
+def _state_of(tensor: Tensor, batch: int, num_tokens: int) -> tuple:
+    # Inference tensors do not count their changes, so they are read at every call.
+    return (None if tensor.is_inference() else tensor._version, batch, num_tokens)
+
+
+def check_cut(name: str, value: object, shape: list[int]) -> None:
+    """Raises ValueError unless `value` can be cut with the tokens [rows, tokens] of a batch."""
+    if not isinstance(value, Tensor) or list(value.shape[:2]) != shape:
+        described = str(list(value.shape)) if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{name} is {described:.80} in a batch of shape {shape}; expected a tensor with a "
+            "value for each token, because it is cut with them"
+        )
+
+
+def plan_ahead(documents: Documents) -> None:
+    """Plan documents in the background as those of the latest forward pass, if there was one and
+    its group is open. Collective, as `distca.plan`."""
+    for how in list(_latest.values()):
+        session = sessions.find(how["group"])
+        if session is not None and (session.options.enabled or documents.crosses_ranks):
+            plan(documents, **how, ahead=True)
 
 
 def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) -> Boundaries:
@@ -81,20 +138,14 @@ def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) ->
             f"{reader}: document boundaries are missing; expected a tensor. "
             f"Pass one of them to the model: {PACK}"
         )
-    # Inference tensors do not count their changes, so they are read at every call.
-    version = None if tensor.is_inference() else tensor._version
-    state = (version, batch, num_tokens)
-    boundaries = _known.get(tensor)
-    if boundaries is not None and version is not None and boundaries.state == state:
+    state, boundaries = _state_of(tensor, batch, num_tokens), _known.get(tensor)
+    if boundaries is not None and state[0] is not None and boundaries.state == state:
         return boundaries
     if cu_seqlens is None:
         offsets = offsets_of_positions(position_ids, batch, num_tokens)
     else:
         offsets = _offsets_of_cu_seqlens(keywords, batch, num_tokens)
-    rows = torch.arange(batch + 1) * num_tokens
-    boundaries = Boundaries(state, offsets, not torch.equal(offsets, rows), Documents(offsets))
-    _known[tensor] = boundaries
-    return boundaries
+    return _keep(tensor, state, offsets, Documents(offsets))
 
 
 def _offsets_of_cu_seqlens(keywords: dict, batch: int, num_tokens: int) -> Tensor:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distca._torch_private import NOT_BACKWARD, backward_pass
-from distca.integrations.boundaries import read_boundaries
+from distca.integrations.boundaries import read_boundaries, remember
+from distca.planning.documents import Documents
 from distca.ranks import session as sessions
 
 NAME = "distca"
@@ -118,6 +119,7 @@ class _Pass:
     model: nn.Module | None
     boundaries: dict[str, object]  # its arguments that may say where documents begin
     has_tokens: bool
+    crosses_ranks: bool = False  # documents do
     # Of the outermost pass alone, for all that it contains:
     num_calls: int = 0  # of the registered attention
     unmasked: set[int] = field(default_factory=set)
@@ -138,9 +140,10 @@ _traits: WeakKeyDictionary[nn.Module, _Traits] = WeakKeyDictionary()
 
 
 @torch.compiler.disable
-def _enter(model: nn.Module, args: tuple, kwargs: dict) -> None:
+def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Checks a forward pass that begins, and takes its documents where it is called with them."""
     if model.config._attn_implementation != NAME:
-        return
+        return None
     if model not in _traits:
         _traits[model] = _Traits(model)
     traits, passes = _traits[model], _under_way.passes
@@ -149,12 +152,21 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> None:
         del passes[interrupted.index(True) :]
     arguments = {**dict(zip(traits.parameters, args, strict=False)), **kwargs}
     boundaries = {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
-    if not passes and (traits.mixers or not traits.is_rotary):
-        is_trained = model.training and torch.is_grad_enabled()
-        with sessions.announced(open_session() if is_trained else None):
-            _check_packed(type(model).__name__, traits, boundaries, arguments)
-    has_tokens = any(arguments.get(name) is not None for name in ("input_ids", "inputs_embeds"))
-    passes.append(_Pass(model, boundaries, has_tokens))
+    documents, is_trained = kwargs.get("documents"), model.training and torch.is_grad_enabled()
+    crosses_ranks = documents is not None and documents.crosses_ranks
+    name = type(model).__name__
+    with sessions.announced(open_session() if is_trained or crosses_ranks else None):
+        if documents is not None:
+            remember(boundaries, documents, *_rows_and_tokens(arguments))
+        if crosses_ranks:
+            _check_crossing(name, traits, documents)
+        elif not passes and (traits.mixers or not traits.is_rotary):
+            _check_packed(name, traits, boundaries, arguments)
+    has_tokens = any(arguments.get(each) is not None for each in ("input_ids", "inputs_embeds"))
+    passes.append(_Pass(model, boundaries, has_tokens, crosses_ranks))
+    if documents is None:
+        return None
+    return args, {each: value for each, value in kwargs.items() if each != "documents"}
 
 
 @torch.compiler.disable
@@ -168,6 +180,27 @@ def _leave(model: nn.Module, args: tuple, output: object) -> None:
             f"attn_implementation is {NAME!r}, but no layer of {type(model).__name__} called it in "
             f"this forward pass: its layers have no attention, or attention of their own; "
             f"{USE_ANOTHER}"
+        )
+
+
+def _rows_and_tokens(arguments: dict) -> tuple[int, int]:
+    """Returns the shape of the batch that a model is called with."""
+    tokens = arguments.get("input_ids")
+    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    return (0, 0) if tokens is None else tuple(tokens.shape[:2])
+
+
+def _check_crossing(name: str, traits: _Traits, documents: Documents) -> None:
+    """Raises ValueError if the model `name` cannot begin inside a document."""
+    if traits.mixers:
+        raise ValueError(
+            f"documents is {documents}, and {', '.join(sorted(traits.mixers))} of {name} would "
+            "need the state of the rank before; expected whole documents: ranks_per_batch=1"
+        )
+    if not traits.is_rotary and ("position_ids" not in traits.parameters or traits.first_position):
+        raise ValueError(
+            f"documents is {documents}, and {name} counts positions itself or not from 0; expected "
+            "whole documents: ranks_per_batch=1"
         )
 
 
@@ -225,15 +258,14 @@ def _remedy(untold: list[str]) -> str:
 def _is_packed(boundaries: dict, arguments: dict) -> bool:
     """Returns whether some row holds several documents. With padding or cached keys no row does:
     attention has a mask then."""
-    tokens = arguments.get("input_ids")
-    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    rows_and_tokens = _rows_and_tokens(arguments)
     positions, mask = boundaries.get("position_ids"), arguments.get("attention_mask")
-    if tokens is None or tokens.shape[1] == 1:
+    if rows_and_tokens[1] <= 1:
         return False
     if mask is not None and not (mask.dim() == 2 and bool(mask.all())):
         return False
     if "cu_seq_lens_q" in boundaries:
-        return read_boundaries(boundaries, *tokens.shape[:2], "the model").is_packed
+        return read_boundaries(boundaries, *rows_and_tokens, "the model").is_packed
     if not isinstance(positions, Tensor):
         return False
     while positions.dim() > 2:  # several axes: the first is that of text, or time

@@ -102,7 +102,8 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_trained = module.training and torch.is_grad_enabled()
-    attend = _attend_balanced if is_trained else _attend_here
+    is_shared = is_trained or models.outermost().crosses_ranks
+    attend = _attend_balanced if is_shared else _attend_here
     return attend(call, attention_mask, is_causal), None
 
 

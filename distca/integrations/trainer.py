@@ -1,0 +1,173 @@
+"""Training batches of transformers' Trainer and TRL's SFTTrainer: planned ahead, and cut over ranks
+where a document is longer than one rank can hold.
+
+accelerate deals whole batches to groups of ranks, and the collator cuts them. For everything else
+the ranks stay data parallel, so DDP, FSDP and the loss over all tokens need no change.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
+
+from distca.integrations.boundaries import PACK, check_cut, plan_ahead, read_boundaries
+from distca.integrations.models import BOUNDARIES, NAME, open_session
+from distca.options import check
+from distca.pingpong.pingpong import PingPong
+from distca.planning.batches import cut
+from distca.planning.documents import Documents
+from distca.ranks import session as sessions
+
+# Keywords that a run of tokens does not need, because its documents say as much.
+REPLACED = {*BOUNDARIES, "max_length_q", "max_length_k", "attention_mask"} - {"position_ids"}
+
+
+def plan_batches(trainer: Any, ranks_per_batch: int = 1) -> Any:
+    """Plan the training batches of `trainer` as they are loaded, one step ahead, and return it.
+
+    If `ranks_per_batch` is above 1, so many neighbouring ranks get the same batch, and each trains
+    on a run of its tokens. Runs are equal in length, and documents may cross ranks. Token ids,
+    labels and positions are cut together, and the loss is that of the whole batch. Evaluation
+    batches stay whole. Call it after the trainer is built and before it trains. The collator must
+    pack, as for attn_implementation="distca". A model in ping-pong gets two runs on each rank.
+
+    Raises ValueError for a model with another attention, and for settings of the trainer under
+    which the loss of a run would not be its share of the batch's loss.
+    """
+    attention = getattr(trainer.model.config, "_attn_implementation", None)
+    if attention != NAME:
+        raise ValueError(
+            f"attn_implementation is {attention!r} in plan_batches; expected {NAME!r}, because "
+            "other attention knows nothing of documents that cross ranks"
+        )
+    is_count = isinstance(ranks_per_batch, int) and ranks_per_batch >= 1
+    check("ranks_per_batch", ranks_per_batch, is_count, "the number of ranks that share a batch")
+    if ranks_per_batch > 1:
+        _check_loss(trainer)
+    is_in_halves = any(isinstance(module, PingPong) for module in trainer.model.modules())
+    build, runs = trainer.get_train_dataloader, 2 if is_in_halves else 1
+
+    def get_train_dataloader() -> DataLoaderShard:
+        return _planned(build(), ranks_per_batch, runs)
+
+    trainer.get_train_dataloader = get_train_dataloader
+    return trainer
+
+
+def _check_loss(trainer: Any) -> None:
+    """Raises ValueError where the trainer would not divide a run's loss by all ranks' tokens."""
+    args, remedy = trainer.args, "with ranks_per_batch above 1; expected"
+    if not args.average_tokens_across_devices or not trainer.model_accepts_loss_kwargs:
+        raise ValueError(
+            f"average_tokens_across_devices is {args.average_tokens_across_devices} and "
+            f"model_accepts_loss_kwargs {trainer.model_accepts_loss_kwargs} {remedy} True for "
+            "both: a run's loss is divided by the tokens of all ranks"
+        )
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        raise ValueError(
+            f"label_smoothing_factor is {args.label_smoothing_factor} and compute_loss_func "
+            f"{trainer.compute_loss_func} {remedy} 0 and None: they would shift the labels of a "
+            "run, whose last token predicts the next rank's first"
+        )
+
+
+def _planned(loader: DataLoaderShard, ranks_per_batch: int, runs: int) -> DataLoaderShard:
+    """Deal whole batches to groups of ranks, cut them in the collator, and plan them."""
+    if not isinstance(loader, DataLoaderShard):
+        raise ValueError(
+            f"the training data loader is a {type(loader).__name__}, which reads batches on one "
+            "rank for all; expected a DataLoaderShard: "
+            'accelerator_config={"dispatch_batches": False}'
+        )
+    rank = pack = 0
+    if ranks_per_batch > 1:
+        rank, pack = _deal(loader, ranks_per_batch)
+    base = loader.base_dataloader
+    base.collate_fn = _Collator(base.collate_fn, rank, ranks_per_batch, pack, runs)
+    loader.base_dataloader = _PlanningLoader(base)
+    return loader
+
+
+def _deal(loader: DataLoaderShard, ranks_per_batch: int) -> tuple[int, int]:
+    """Let `ranks_per_batch` neighbouring ranks read the same batches. Return this rank's number
+    among them, and theirs."""
+    kinds = (BatchSamplerShard, IterableDatasetShard)
+    parts = (loader.batch_sampler, loader.sampler, loader.dataset)
+    shard = next((each for each in parts if isinstance(each, kinds)), None)
+    if shard is None:
+        raise ValueError(
+            f"the data set is a {type(loader.dataset).__name__} that ranks do not share by "
+            "index; expected a data set with a length, or one stream for all ranks"
+        )
+    if shard.num_processes % ranks_per_batch:
+        raise ValueError(
+            f"ranks_per_batch is {ranks_per_batch}; expected a divisor of the "
+            f"{shard.num_processes} data parallel ranks"
+        )
+    shard.num_processes //= ranks_per_batch
+    shard.process_index, rank = divmod(shard.process_index, ranks_per_batch)
+    return rank, shard.process_index
+
+
+@dataclass
+class _Collator:
+    """Adds the documents to what another collator returns, and cuts it to this rank's run."""
+
+    collate: Callable[[list], dict]
+    rank: int
+    num_ranks: int
+    pack: int
+    runs: int = 1
+
+    def __call__(self, examples: list) -> dict:
+        batch = dict(self.collate(examples))
+        rows, num_tokens = batch["input_ids"].shape
+        offsets = read_boundaries(batch, rows, num_tokens, "the collator's batch").offsets
+        if self.num_ranks == 1:
+            return {**batch, "documents": Documents(offsets)}
+        _check_row(batch)
+        others = {name: value for name, value in batch.items() if name not in REPLACED}
+        for name in ("labels", *others):
+            check_cut(name, batch.get(name), [rows, num_tokens])
+        tokens, labels = batch["input_ids"], batch["labels"]
+        place = (self.rank, self.num_ranks, self.runs)
+        run = cut(tokens, offsets.diff(), labels, *place, pack=self.pack)
+        others = {name: value[:, run.rows] for name, value in others.items()}
+        own = {"position_ids": run.position_ids, "documents": run.documents}
+        return {"shift_labels": run.labels, **others, **own}
+
+
+def _check_row(batch: dict) -> None:
+    shape = list(batch["input_ids"].shape)
+    mask = batch.get("attention_mask")
+    num_padding = 0 if mask is None else int((mask == 0).sum())
+    if shape[0] != 1 or num_padding:
+        raise ValueError(
+            f"input_ids has shape {shape}, with {num_padding} tokens of padding; expected one row "
+            f"without, to cut over ranks: {PACK}"
+        )
+
+
+class _PlanningLoader:
+    """A data loader that plans the documents of each batch when it arrives in this process."""
+
+    def __init__(self, loader: torch.utils.data.DataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[dict]:
+        with sessions.announced(open_session()):  # only this rank's batch may be at fault
+            for batch in self._loader:
+                plan_ahead(batch["documents"])
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    @property
+    def __class__(self) -> type:  # accelerate and transformers ask for the class
+        return type(self._loader)
