@@ -70,7 +70,7 @@ LIBRARY_HOMES = {
     "matplotlib": ("watching/report.py",),
     "transformers": ("integrations/transformers.py",),
     "accelerate": ("integrations/trainer.py",),
-    "torchtitan": ("integrations/torchtitan.py",),
+    "torchtitan": ("integrations/torchtitan.py", "integrations/torchtitan_batches.py"),
     "spmd_types": ("integrations/torchtitan.py",),
     "torch.utils.tensorboard": ("watching/monitor.py",),
 }

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,17 @@ from titan_model import titan  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import (  # noqa: E402
+    HuggingFaceTextDataLoader,
+    HuggingFaceTextDataset,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import torchtitan_train  # noqa: E402
 
 import distca  # noqa: E402
 import distca.integrations.torchtitan as integration  # noqa: E402
+import distca.integrations.torchtitan_batches as titan_batches  # noqa: E402
 
 TOLERANCE = 1e-5
 
@@ -153,9 +158,94 @@ def test_a_cuda_graph_is_refused(monkeypatch):
         attention()
 
 
+@pytest.mark.parametrize(
+    "world_size, ranks_per_batch, num_rows, backend",
+    [
+        (2, 2, 1, "spmd_types"),
+        (4, 4, 2, "partial_dtensor"),
+        (4, 2, 1, "spmd_types"),
+        (2, 1, 2, "partial_dtensor"),
+    ],
+)
+def test_batches_cut_over_ranks_train_as_in_one_process(
+    titan_ranks, world_size, ranks_per_batch, num_rows, backend
+):
+    results = titan_ranks(world_size).run(tm.shared_steps, ranks_per_batch, num_rows, backend)
+    for error, are_ahead, moved_mb in results:
+        assert error <= TOLERANCE and moved_mb > 0
+        assert len(are_ahead) == 3 and all(are_ahead[1:])
+
+
+@pytest.fixture
+def own_masks():
+    with tm.own_masks():
+        yield
+
+
+@pytest.fixture
+def model():
+    return tm.build(tm.OVERRIDES)[0]
+
+
+def test_runs_make_up_the_batch(own_masks, model):
+    whole = tm.RowLoader.batch(0, 0)
+    runs = (next(iter(tm.loader_of(rank, 4, 4))) for rank in range(4))
+    inputs, labels = zip(*runs, strict=True)
+
+    def joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.flatten() for part in parts]).view(2, tm.SEQ_LEN)
+
+    assert torch.equal(joined(each["input"] for each in inputs), whole.tokens)
+    assert torch.equal(joined(each["positions"] for each in inputs), whole.positions)
+    assert torch.equal(joined(labels), whole.labels)
+
+
+def test_a_loader_keeps_the_state_of_its_own(own_masks, model):
+    loader = tm.loader_of(1, 2, 2)
+    loader.load_state_dict({"dp_rank": 7})
+    assert loader.state_dict() == {"dp_rank": 7}
+
+
+def test_a_batch_that_was_not_loaded_next_is_refused(own_masks, model):
+    batches = [tm.RowLoader.batch(0, rank) for rank in range(2)]
+    for _ in tm.loader_of(0, 1, 1, num_batches=2):
+        pass
+    batches[0].loss(model)
+    with pytest.raises(ValueError, match="expected batches in the order of loading"):
+        batches[1].loss(model)
+
+
+def test_copies_of_metadata_are_refused(own_masks, model):
+    ((inputs, _),) = tm.loader_of(0, 2, 2, num_rows=1)
+    packing = model.get_attention_masks(inputs["positions"])
+    copied = packing._replace(cu_seq_q=packing.cu_seq_q.clone())
+    with pytest.raises(ValueError, match="cu_seq_lens_k has 0 boundaries and differs"):
+        model(inputs["input"], inputs["positions"], copied)
+
+
+def test_models_whose_layers_look_across_runs_are_refused(own_masks, model):
+    ((inputs, _),) = tm.loader_of(0, 2, 2)
+    model.mtp_layers = torch.nn.ModuleList()
+    with pytest.raises(ValueError, match="has layers other than attention that need tokens"):
+        model.get_attention_masks(inputs["positions"])
+
+
+def test_models_without_balanced_attention_are_refused(own_masks, monkeypatch):
+    monkeypatch.setattr(integration.BalancedAttention, "is_in_use", False)
+    with pytest.raises(ValueError, match="no layer of the model has balanced attention"):
+        tm.loader_of(0, 2, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 3])
+def test_batches_that_cannot_be_cut_are_refused(own_masks, num_ranks):
+    with pytest.raises(ValueError, match=f"ranks_per_batch is {num_ranks}; expected a divisor"):
+        tm.loader_of(0, 4, num_ranks)
+
+
 def test_context_parallel_is_refused():
     module = integration.BalancedAttention(integration.BalancedAttention.Config())
-    with pytest.raises(ValueError, match="context_parallel_degree is 2; expected 1"):
+    remedy = 'context_parallel_degree is 2; expected 1 .*batches={"ranks_per_batch": 2}'
+    with pytest.raises(ValueError, match=remedy):
         module.parallelize(types.SimpleNamespace(cp_enabled=True, cp=2))
 
 
@@ -244,3 +334,14 @@ def test_the_example_configures_torchtitan(tmp_path, monkeypatch):
     assert tokenizer.decode(tokens[1:17]) in texts[1].decode() + texts[0].decode()
     own = argparse.Namespace(attention="own", steps=1, out=tmp_path)
     assert "--override.imports" not in torchtitan_train.titan_flags(own, tmp_path)
+
+
+def test_the_command_line_cuts_batches():
+    page = (Path(__file__).parent.parent / "docs" / "torchtitan.md").read_text()
+    (token,) = re.findall(r"'(distca\.integrations\.\w+\.batches=.*?)'$", page, re.MULTILINE)
+    model = ["--module", "llama3", "--config", "llama3_debugmodel_varlen_attn"]
+    config = ConfigManager().parse_args([*model, "--override.imports", token])
+    tm.apply_overrides(config.override, config)
+    assert config.dataloader.ranks_per_batch == 8
+    assert isinstance(config.dataloader.loader, HuggingFaceTextDataLoader.Config)
+    assert not isinstance(config.validator.dataloader, titan_batches.SharedBatches.Config)

@@ -5,21 +5,25 @@ The kernel of its varlen attention has no CPU version, so torch's attention by d
 
 import copy
 import types
+import unittest.mock
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
+from recorded import recorded_plans
 from torch import Tensor, nn
 
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     # torchtitan 0.3.0 imports this name, but only its trainer uses it, which no test runs.
     torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
 
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
 from torchtitan.distributed import parallel_dims, utils  # noqa: E402
 from torchtitan.models.common import attention as titan  # noqa: E402
+from torchtitan.models.common.decoder import Decoder  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
 
 import distca  # noqa: E402
@@ -171,3 +175,89 @@ def exchanges_with_checkpointing(rank: int, world_size: int, overrides: list[str
     count = num_exchanges(lambda: steps.append(step(model, batch)))
     dist.barrier()
     return count, worst_error(steps[0], own_step(batch))
+
+
+class RowLoader(BaseDataLoader):
+    """Whole rows of documents, the same on all ranks of one data parallel rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        num_batches: int = 1
+        num_rows: int = 2
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **others) -> None:
+        self.config, self.dp_rank = config, dp_rank
+
+    @staticmethod
+    def batch(seed: int, dp_rank: int, num_rows: int = 2) -> Batch:
+        return Batch.of(LENGTHS[dp_rank][-num_rows:], seed=10 * seed + dp_rank)
+
+    def __iter__(self):
+        for seed in range(self.config.num_batches):
+            batch = self.batch(seed, self.dp_rank, self.config.num_rows)
+            yield {"input": batch.tokens, "positions": batch.positions}, batch.labels
+
+    def state_dict(self) -> dict:
+        return {"dp_rank": self.dp_rank}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.dp_rank = state_dict["dp_rank"]
+
+
+def loader_of(rank: int, world_size: int, ranks_per_batch: int, **rows) -> BaseDataLoader:
+    """Return RowLoader(**rows) under the override `batches`."""
+    config = trainer_config([])
+    config.dataloader = RowLoader.Config(**rows)
+    entry = (integration.BATCHES, {"ranks_per_batch": ranks_per_batch})
+    apply_overrides(OverrideConfig(imports=[entry]), config)
+    return config.dataloader.build(dp_world_size=world_size, dp_rank=rank, seq_len=SEQ_LEN)
+
+
+def own_masks():
+    """Restore, at the end, the masks that torchtitan makes."""
+    return unittest.mock.patch.object(Decoder, "get_attention_masks", Decoder.get_attention_masks)
+
+
+def own_steps(num_batches: int, num_packs: int, num_rows: int) -> list[tuple[float, dict]]:
+    """Run a step on the batches of all packs together, with torchtitan's own attention."""
+    steps = []
+    for seed in range(num_batches):
+        packs = [RowLoader.batch(seed, pack, num_rows) for pack in range(num_packs)]
+        names = ("tokens", "labels", "positions")
+        whole = Batch(*(torch.cat([getattr(pack, name) for pack in packs]) for name in names))
+        steps.append(own_step(whole))
+    return steps
+
+
+def shared_steps(
+    rank: int, world_size: int, ranks_per_batch: int, num_rows: int, backend: str
+) -> tuple[float, list[bool], float]:
+    """Train on runs of three batches. Return the worst error of losses and gradients, whether each
+    plan was made ahead, and the megabytes that plans moved."""
+    distca.close()
+    model, _ = build(OVERRIDES)
+    model.parallelize(mesh_of(world_size, 1, backend))
+    num_packs = world_size // ranks_per_batch
+    truth = own_steps(3, num_packs, num_rows)
+    evaluation = RowLoader.batch(0, rank % 2)
+    true_evaluation = own_step(evaluation)[0]
+    integration.recent_figures()
+    errors = []
+    with own_masks(), recorded_plans() as are_ahead:
+        loader = loader_of(rank, world_size, ranks_per_batch, num_batches=3, num_rows=num_rows)
+        for (inputs, labels), true_step in zip(loader, truth, strict=True):
+            model.zero_grad()
+            masks = model.get_attention_masks(inputs["positions"])
+            logits = model(inputs["input"], inputs["positions"], masks).flatten(0, 1).float()
+            loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+            loss = loss / (SEQ_LEN * num_rows * num_packs)
+            loss.backward()
+            summed = {"loss": loss.detach(), **gradients(model)}
+            for each in summed.values():
+                dist.all_reduce(each)
+            errors.append(worst_error((summed.pop("loss").item(), summed), true_step))
+        with torch.no_grad():
+            errors.append(abs(evaluation.loss(model.eval()).item() / true_evaluation - 1))
+    moved = integration.recent_figures()["moved_mb"]
+    distca.close()
+    return max(errors), are_ahead, moved

@@ -43,6 +43,7 @@ if VarlenAttention is None:
     )
 
 MAX_KEPT_PLANS = 1024
+BATCHES = "distca.integrations.torchtitan_batches.batches"
 
 _plans: collections.deque[Plan] = collections.deque(maxlen=MAX_KEPT_PLANS)  # since the last log
 
@@ -51,12 +52,15 @@ class BalancedAttention(VarlenAttention):
     """torchtitan's varlen attention, balanced over ranks in training; in evaluation and where data
     is not parallel it stays on this rank."""
 
+    is_in_use = False  # an instance was built in this process
+
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
         pass
 
     def __init__(self, config: Config) -> None:
         super(VarlenAttention, self).__init__()  # its own loads another attention kernel
+        BalancedAttention.is_in_use = True
         self.window_size = check_window(config.window_size)
         self._is_parallelized = False
         self._group: ProcessGroup | None = None
@@ -66,7 +70,8 @@ class BalancedAttention(VarlenAttention):
         if parallel_dims.cp_enabled:
             raise ValueError(
                 f"context_parallel_degree is {parallel_dims.cp}; expected 1 with distca, which "
-                "balances attention itself: --parallelism.context_parallel_degree 1"
+                "cuts sequences itself: --parallelism.context_parallel_degree 1 --override.imports "
+                f'{BATCHES}={{"ranks_per_batch": {parallel_dims.cp}}}'
             )
         mesh = parallel_dims.get_optional_mesh("batch")
         if mesh is not None:

@@ -1,0 +1,134 @@
+"""An override for torchtitan: training batches planned as they are loaded, and cut over ranks where
+a document is longer than one rank can hold.
+
+    --override.imports ... 'distca.integrations.torchtitan_batches.batches={"ranks_per_batch": 8}'
+
+Ranks that share a batch read the same rows, and each keeps a run of their tokens. For everything
+else they stay data parallel. torchtitan gives attention no positions, only metadata that the model
+makes of them, so the metadata of a loaded batch is made here.
+"""
+
+import collections
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.attention import VarlenMetadata
+from torchtitan.models.common.decoder import Decoder
+
+from distca.integrations import boundaries
+from distca.integrations.torchtitan import BalancedAttention
+from distca.options import check
+from distca.planning.documents import Documents, runs_of
+from distca.ranks import session as sessions
+
+MAX_LOADED = 1024  # batches that wait for their training
+
+_loaded: collections.deque[Documents] = collections.deque(maxlen=MAX_LOADED)  # not trained yet
+_stock = Decoder.get_attention_masks
+
+
+class SharedBatches(BaseDataLoader):
+    """Another loader's batches. Of each, this rank keeps a run of tokens, in the batch's shape."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        loader: BaseDataLoader.Config
+        ranks_per_batch: int = 1
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, **others
+    ) -> None:
+        self.num_ranks = num_ranks = config.ranks_per_batch
+        expected = f"a divisor of {dp_world_size}, the data parallel ranks, and of {seq_len} tokens"
+        is_divisor = num_ranks >= 1 and dp_world_size % num_ranks == seq_len % num_ranks == 0
+        check("ranks_per_batch", num_ranks, is_divisor, expected)
+        if num_ranks > 1 and not BalancedAttention.is_in_use:
+            raise ValueError(
+                f"ranks_per_batch is {num_ranks}, but no layer of the model has balanced attention;"
+                ' expected a model with attn_backend="varlen" and the override '
+                "distca.integrations.torchtitan.varlen_attention"
+            )
+        self.pack, self.rank = divmod(dp_rank, num_ranks)
+        others.update(dp_world_size=dp_world_size // num_ranks, dp_rank=self.pack, seq_len=seq_len)
+        self.loader = config.loader.build(**others)
+        Decoder.get_attention_masks = masks_of_loaded
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        _loaded.clear()
+        with sessions.announced(sessions.find()):  # only this rank's batch may be at fault
+            for inputs, labels in self.loader:
+                documents = self._documents(inputs)
+                run = {name: self._cut(name, value, labels) for name, value in inputs.items()}
+                boundaries.plan_ahead(documents)
+                _loaded.append(documents)
+                yield run, self._cut("labels", labels, labels)
+
+    def _documents(self, inputs: dict[str, Tensor]) -> Documents:
+        if "positions" not in inputs:
+            raise ValueError(
+                f"the batch has {sorted(inputs)}; expected positions that restart with each "
+                "document, which say where documents begin"
+            )
+        positions = inputs["positions"]
+        offsets = boundaries.offsets_of_positions(positions, *positions.shape)
+        if self.num_ranks == 1:
+            return Documents(offsets)
+        return Documents.sharded(offsets.diff(), self.rank, self.num_ranks, pack=self.pack)
+
+    def _cut(self, name: str, value: Tensor, labels: Tensor) -> Tensor:
+        boundaries.check_cut(name, value, list(labels.shape))
+        (run,) = runs_of(labels.numel(), self.rank, self.num_ranks, 1)
+        return value.flatten(0, 1)[run].unflatten(0, (len(labels), -1))
+
+    def state_dict(self) -> dict:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.loader.load_state_dict(state_dict)
+
+
+def masks_of_loaded(model: Decoder, positions: Tensor) -> object:
+    """Decoder.get_attention_masks: in training, the documents of the next batch that was loaded.
+
+    Raises ValueError for positions of another batch, and for models in which more than attention
+    depends on the tokens before or after a run.
+    """
+    if not model.training:
+        return _stock(model, positions)
+    with sessions.announced(sessions.find()):
+        documents = _next_loaded(positions)
+        has_own_masks = type(model).get_attention_masks is not masks_of_loaded
+        looks_ahead = getattr(model, "mtp_layers", None) is not None
+        if documents.crosses_ranks and (has_own_masks or looks_ahead):
+            raise ValueError(
+                f"{type(model).__name__} has layers other than attention that need tokens of other "
+                "ranks; expected none with ranks_per_batch above 1"
+            )
+    offsets = documents.cu_seqlens.to(positions.device)
+    boundaries.remember({"cu_seq_lens_q": offsets}, documents, *positions.shape)
+    # Attention finds documents by cu_seq_q. It must not take a copy's for whole ones.
+    keys = offsets[:0] if documents.crosses_ranks else offsets
+    longest = int(documents.cu_seqlens.diff().max())
+    return VarlenMetadata(offsets, keys, longest, longest)
+
+
+def _next_loaded(positions: Tensor) -> Documents:
+    loaded = _loaded.popleft() if _loaded else None
+    if loaded is None or not torch.equal(loaded.position_ids, positions.flatten().cpu()):
+        raise ValueError(
+            f"the batch has positions {list(positions.shape)}, and {loaded} was loaded; expected "
+            "batches in the order of loading, each trained once: leave the override batches out"
+        )
+    return loaded
+
+
+@override(
+    target=BaseDataLoader.Config, fqns=["dataloader"], description="distca: cuts and plans batches"
+)
+def batches(config: BaseDataLoader.Config, ranks_per_batch: int = 1) -> SharedBatches.Config:
+    """Activates SharedBatches for training."""
+    return derive(config, SharedBatches.Config, loader=config, ranks_per_batch=ranks_per_batch)
