@@ -215,6 +215,15 @@ def test_a_batch_that_was_not_loaded_next_is_refused(own_masks, model):
         batches[1].loss(model)
 
 
+def test_all_ranks_learn_of_a_batch_that_one_cannot_load():
+    lost = Ranks(2)
+    try:
+        for outcome in lost.outcomes(tm.step_on_a_bad_batch):
+            assert "position_ids is 99 at token 5 of row 0" in outcome.error
+    finally:
+        lost.stop()
+
+
 def test_copies_of_metadata_are_refused(own_masks, model):
     ((inputs, _),) = tm.loader_of(0, 2, 2, num_rows=1)
     packing = model.get_attention_masks(inputs["positions"])
@@ -236,7 +245,7 @@ def test_models_without_balanced_attention_are_refused(own_masks, monkeypatch):
         tm.loader_of(0, 2, 2)
 
 
-@pytest.mark.parametrize("num_ranks", [0, 3])
+@pytest.mark.parametrize("num_ranks", [0, 3, 1.0])
 def test_batches_that_cannot_be_cut_are_refused(own_masks, num_ranks):
     with pytest.raises(ValueError, match=f"ranks_per_batch is {num_ranks}; expected a divisor"):
         tm.loader_of(0, 4, num_ranks)

@@ -16,6 +16,7 @@ from accelerate.data_loader import (  # noqa: E402
     DataLoaderDispatcher,
     DataLoaderShard,
     IterableDatasetShard,
+    skip_first_batches,
 )
 from transformers import DataCollatorWithFlattening  # noqa: E402
 
@@ -116,6 +117,13 @@ def test_loader_processes_return_documents():
     assert batch["documents"].num_tokens == batch["input_ids"].shape[1] == 7
 
 
+def test_a_run_that_resumes_skips_batches():
+    loader = DataLoaderShard(EXAMPLES, batch_size=1, collate_fn=DataCollatorWithFlattening())
+    planned = trainer._planned(loader, 1, 1)
+    skipped = [batch["documents"].num_tokens for batch in skip_first_batches(planned, 1)]
+    assert [batch["documents"].num_tokens for batch in planned] == [7, *skipped] == [7, 1, 5]
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(16))
@@ -163,8 +171,9 @@ class Adding:
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(changes, message):
+    batch = trainer._Collator(Adding(**changes), 0, 2, 0)(EXAMPLES)
     with pytest.raises(ValueError, match=message):
-        trainer._Collator(Adding(**changes), 0, 2, 0)(EXAMPLES)
+        pm.model_of("llama")(input_ids=batch["input_ids"], documents=batch["documents"])
 
 
 @pytest.mark.parametrize(
@@ -181,6 +190,11 @@ def test_trainers_that_cannot_share_batches_are_refused(
 ):
     for outcome in own_ranks(2).outcomes(runs.train_over, ranks_per_batch, options):
         assert outcome.error_type == "ValueError" and message in outcome.error
+
+
+def test_all_ranks_learn_of_a_batch_that_one_cannot_load(own_ranks):
+    for outcome in own_ranks(2).outcomes(runs.train_on_a_bad_batch):
+        assert "document boundaries are missing" in outcome.error
 
 
 def test_another_attention_is_refused():

@@ -184,6 +184,7 @@ class RowLoader(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         num_batches: int = 1
         num_rows: int = 2
+        bad_rank: int | None = None
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **others) -> None:
         self.config, self.dp_rank = config, dp_rank
@@ -195,6 +196,8 @@ class RowLoader(BaseDataLoader):
     def __iter__(self):
         for seed in range(self.config.num_batches):
             batch = self.batch(seed, self.dp_rank, self.config.num_rows)
+            if self.dp_rank == self.config.bad_rank:
+                batch.positions[0, 5] = 99
             yield {"input": batch.tokens, "positions": batch.positions}, batch.labels
 
     def state_dict(self) -> dict:
@@ -261,3 +264,14 @@ def shared_steps(
     moved = integration.recent_figures()["moved_mb"]
     distca.close()
     return max(errors), are_ahead, moved
+
+
+def step_on_a_bad_batch(rank: int, world_size: int) -> None:
+    """Take a step where the positions of the last rank's batch jump."""
+    distca.close()
+    model, _ = build(OVERRIDES)
+    model.parallelize(mesh_of(world_size, 1, "partial_dtensor"))
+    with own_masks():
+        ((inputs, _),) = loader_of(rank, world_size, 1, bad_rank=world_size - 1)
+        masks = model.get_attention_masks(inputs["positions"])
+        model(inputs["input"], inputs["positions"], masks)

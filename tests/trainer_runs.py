@@ -260,3 +260,12 @@ def train_over(rank: int, world_size: int, ranks_per_batch: int, options: dict) 
     join(rank, world_size)
     trainer = trainer_of("trainer", "llama", options, Gradients())
     plan_batches(trainer, ranks_per_batch).train()
+
+
+def train_on_a_bad_batch(rank: int, world_size: int) -> None:
+    """Train where the last rank's collator says nothing of documents."""
+    join(rank, world_size)
+    trainer = trainer_of("trainer", "llama", {}, Gradients())
+    if rank == world_size - 1:
+        trainer.data_collator = transformers.DataCollatorWithFlattening(return_position_ids=False)
+    plan_batches(trainer).train()

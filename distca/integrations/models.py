@@ -153,9 +153,11 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | 
     arguments = {**dict(zip(traits.parameters, args, strict=False)), **kwargs}
     boundaries = {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
     documents, is_trained = kwargs.get("documents"), model.training and torch.is_grad_enabled()
-    crosses_ranks = documents is not None and documents.crosses_ranks
+    crosses_ranks = getattr(documents, "crosses_ranks", False)
     name = type(model).__name__
     with sessions.announced(open_session() if is_trained or crosses_ranks else None):
+        if isinstance(documents, ValueError):  # see plan_batches
+            raise documents
         if documents is not None:
             remember(boundaries, documents, *_rows_and_tokens(arguments))
         if crosses_ranks:

@@ -27,7 +27,8 @@ from distca.ranks import session as sessions
 
 MAX_LOADED = 1024  # batches that wait for their training
 
-_loaded: collections.deque[Documents] = collections.deque(maxlen=MAX_LOADED)  # not trained yet
+_loaded: collections.deque[Documents | ValueError] = collections.deque(maxlen=MAX_LOADED)
+"""Documents of batches that are not trained yet, or the error of a batch that cannot be."""
 _stock = Decoder.get_attention_masks
 
 
@@ -44,9 +45,10 @@ class SharedBatches(BaseDataLoader):
     ) -> None:
         self.num_ranks = num_ranks = config.ranks_per_batch
         expected = f"a divisor of {dp_world_size}, the data parallel ranks, and of {seq_len} tokens"
-        is_divisor = num_ranks >= 1 and dp_world_size % num_ranks == seq_len % num_ranks == 0
+        is_count = isinstance(num_ranks, int) and num_ranks >= 1
+        is_divisor = is_count and dp_world_size % num_ranks == seq_len % num_ranks == 0
         check("ranks_per_batch", num_ranks, is_divisor, expected)
-        if num_ranks > 1 and not BalancedAttention.is_in_use:
+        if not BalancedAttention.is_in_use:
             raise ValueError(
                 f"ranks_per_batch is {num_ranks}, but no layer of the model has balanced attention;"
                 ' expected a model with attn_backend="varlen" and the override '
@@ -59,21 +61,23 @@ class SharedBatches(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         _loaded.clear()
-        with sessions.announced(sessions.find()):  # only this rank's batch may be at fault
-            for inputs, labels in self.loader:
-                documents = self._documents(inputs)
+        for inputs, labels in self.loader:
+            if "positions" not in inputs:
+                raise ValueError(
+                    f"the batch has {sorted(inputs)}; expected positions that restart with each "
+                    "document, which say where documents begin"
+                )
+            try:
+                documents = self._documents(inputs["positions"])
                 run = {name: self._cut(name, value, labels) for name, value in inputs.items()}
+                batch = run, self._cut("labels", labels, labels)
                 boundaries.plan_ahead(documents)
-                _loaded.append(documents)
-                yield run, self._cut("labels", labels, labels)
+            except ValueError as error:  # raised with the masks: here others wait in torchtitan
+                documents, batch = error, (inputs, labels)
+            _loaded.append(documents)
+            yield batch
 
-    def _documents(self, inputs: dict[str, Tensor]) -> Documents:
-        if "positions" not in inputs:
-            raise ValueError(
-                f"the batch has {sorted(inputs)}; expected positions that restart with each "
-                "document, which say where documents begin"
-            )
-        positions = inputs["positions"]
+    def _documents(self, positions: Tensor) -> Documents:
         offsets = boundaries.offsets_of_positions(positions, *positions.shape)
         if self.num_ranks == 1:
             return Documents(offsets)
@@ -118,6 +122,8 @@ def masks_of_loaded(model: Decoder, positions: Tensor) -> object:
 
 def _next_loaded(positions: Tensor) -> Documents:
     loaded = _loaded.popleft() if _loaded else None
+    if isinstance(loaded, ValueError):
+        raise loaded
     if loaded is None or not torch.equal(loaded.position_ids, positions.flatten().cpu()):
         raise ValueError(
             f"the batch has positions {list(positions.shape)}, and {loaded} was loaded; expected "

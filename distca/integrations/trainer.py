@@ -13,12 +13,11 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 
 from distca.integrations.boundaries import PACK, check_cut, plan_ahead, read_boundaries
-from distca.integrations.models import BOUNDARIES, NAME, open_session
+from distca.integrations.models import BOUNDARIES, NAME
 from distca.options import check
 from distca.pingpong.pingpong import PingPong
 from distca.planning.batches import cut
 from distca.planning.documents import Documents
-from distca.ranks import session as sessions
 
 # Keywords that a run of tokens does not need, because its documents say as much.
 REPLACED = {*BOUNDARIES, "max_length_q", "max_length_k", "attention_mask"} - {"position_ids"}
@@ -113,7 +112,8 @@ def _deal(loader: DataLoaderShard, ranks_per_batch: int) -> tuple[int, int]:
 
 @dataclass
 class _Collator:
-    """Adds the documents to what another collator returns, and cuts it to this rank's run."""
+    """Adds the documents to what another collator returns, and cuts it to this rank's run. The
+    documents of a batch that cannot be cut are the error that the model is to raise."""
 
     collate: Callable[[list], dict]
     rank: int
@@ -123,6 +123,12 @@ class _Collator:
 
     def __call__(self, examples: list) -> dict:
         batch = dict(self.collate(examples))
+        try:
+            return self._cut(batch)
+        except ValueError as error:  # raised by the model: here other ranks wait in the trainer
+            return {**batch, "documents": error}
+
+    def _cut(self, batch: dict) -> dict:
         rows, num_tokens = batch["input_ids"].shape
         offsets = read_boundaries(batch, rows, num_tokens, "the collator's batch").offsets
         if self.num_ranks == 1:
@@ -157,10 +163,10 @@ class _PlanningLoader:
         self._loader = loader
 
     def __iter__(self) -> Iterator[dict]:
-        with sessions.announced(open_session()):  # only this rank's batch may be at fault
-            for batch in self._loader:
+        for batch in self._loader:
+            if isinstance(batch["documents"], Documents):
                 plan_ahead(batch["documents"])
-                yield batch
+            yield batch
 
     def __len__(self) -> int:
         return len(self._loader)
