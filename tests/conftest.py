@@ -12,8 +12,8 @@ STARTS_PROCESSES = re.compile(
 
 
 def uses_processes(item: pytest.Item) -> bool:
-    """Return whether a test starts processes, uses the fixture `ranks`, or needs a GPU."""
-    if "ranks" in item.fixturenames or "gpu" in item.keywords:
+    """Return whether a test starts processes, uses fixtures that do, or needs a GPU."""
+    if {"ranks", "own_ranks"} & set(item.fixturenames) or "gpu" in item.keywords:
         return True
     return STARTS_PROCESSES.search(item.path.read_text()) is not None
 
@@ -47,6 +47,21 @@ def ranks():
         if group is None:
             group = started[world_size] = Ranks(world_size, start_method=start_method)
         return group
+
+    yield get
+    for processes in started.values():
+        processes.stop()
+
+
+@pytest.fixture(scope="module")
+def own_ranks():
+    """Return own_ranks(world_size), processes for frameworks that leave state in them."""
+    started: dict[int, Ranks] = {}
+
+    def get(world_size: int) -> Ranks:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size]
 
     yield get
     for processes in started.values():

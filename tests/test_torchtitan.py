@@ -34,21 +34,6 @@ import distca.integrations.torchtitan_batches as titan_batches  # noqa: E402
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def titan_ranks():
-    """Start ranks for this module alone, because torchtitan leaves state in its processes."""
-    started: dict[int, Ranks] = {}
-
-    def get(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield get
-    for processes in started.values():
-        processes.stop()
-
-
 @pytest.mark.parametrize(
     "world_size, tensor_parallel, backend",
     [
@@ -59,8 +44,8 @@ def titan_ranks():
         (4, 2, "partial_dtensor"),
     ],
 )
-def test_llama_equals_its_own_varlen_attention(titan_ranks, world_size, tensor_parallel, backend):
-    results = titan_ranks(world_size).run(tm.overridden_error, tensor_parallel, backend)
+def test_llama_equals_its_own_varlen_attention(own_ranks, world_size, tensor_parallel, backend):
+    results = own_ranks(world_size).run(tm.overridden_error, tensor_parallel, backend)
     for error, moved_mb in results:
         assert error <= TOLERANCE
         assert (moved_mb > 0) == (world_size > 1), "the case must move rows"
@@ -73,9 +58,9 @@ def test_the_comparison_notices_a_lost_boundary():
     assert tm.worst_error(tm.own_step(batch), truth) > 100 * TOLERANCE
 
 
-def test_selective_checkpointing_sends_no_row_twice(titan_ranks):
+def test_selective_checkpointing_sends_no_row_twice(own_ranks):
     with_save, without = (
-        titan_ranks(2).run(tm.exchanges_with_checkpointing, overrides)
+        own_ranks(2).run(tm.exchanges_with_checkpointing, overrides)
         for overrides in (tm.OVERRIDES, tm.OVERRIDES[:1])
     )
     for (saving, error), (sending_again, error_again) in zip(with_save, without, strict=True):
@@ -113,8 +98,8 @@ def evaluate_unevenly(rank: int, world_size: int) -> tuple[float, int]:
     return worst, session.num_plans - num_plans
 
 
-def test_evaluation_stays_on_its_rank(titan_ranks):
-    for error, num_plans in titan_ranks(2).run(evaluate_unevenly):
+def test_evaluation_stays_on_its_rank(own_ranks):
+    for error, num_plans in own_ranks(2).run(evaluate_unevenly):
         assert error <= TOLERANCE and num_plans == 0
 
 
@@ -168,9 +153,9 @@ def test_a_cuda_graph_is_refused(monkeypatch):
     ],
 )
 def test_batches_cut_over_ranks_train_as_in_one_process(
-    titan_ranks, world_size, ranks_per_batch, num_rows, backend
+    own_ranks, world_size, ranks_per_batch, num_rows, backend
 ):
-    results = titan_ranks(world_size).run(tm.shared_steps, ranks_per_batch, num_rows, backend)
+    results = own_ranks(world_size).run(tm.shared_steps, ranks_per_batch, num_rows, backend)
     for error, are_ahead, moved_mb in results:
         assert error <= TOLERANCE and moved_mb > 0
         assert len(are_ahead) == 3 and all(are_ahead[1:])
@@ -275,8 +260,8 @@ def train_without_parallelize(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_a_model_without_a_group_raises_an_error(titan_ranks):
-    for message in titan_ranks(2).run(train_without_parallelize):
+def test_a_model_without_a_group_raises_an_error(own_ranks):
+    for message in own_ranks(2).run(train_without_parallelize):
         assert "was not parallelized" in message and "distca.init(group)" in message
 
 
@@ -291,8 +276,8 @@ def figures(rank: int, world_size: int) -> dict[str, float]:
     return recent
 
 
-def test_metrics_show_the_balance(titan_ranks, monkeypatch):
-    ours = titan_ranks(2).run(figures)[0]
+def test_metrics_show_the_balance(own_ranks, monkeypatch):
+    ours = own_ranks(2).run(figures)[0]
     assert ours["imbalance_before"] > ours["imbalance_after"] >= 1 and ours["moved_mb"] > 0
     logged = []
     monkeypatch.setattr(MetricsProcessor, "log", lambda self, *args: logged.append(args))

@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-from ranks import Ranks
 
 for library in ("transformers", "accelerate", "datasets", "trl"):
     pytest.importorskip(library, reason=f"needs {library}, and this environment has none")
@@ -24,21 +23,6 @@ import distca  # noqa: E402
 from distca.integrations import models, trainer  # noqa: E402
 
 TOLERANCE = 1e-5  # of losses and gradients in float32, relative
-
-
-@pytest.fixture(scope="module")
-def own_ranks():
-    """Start ranks for this module alone, because accelerate leaves state in its processes."""
-    started: dict[int, Ranks] = {}
-
-    def get(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield get
-    for processes in started.values():
-        processes.stop()
 
 
 CASES = {  # ranks, trainer, model, ranks per batch, arguments of the trainer
@@ -193,7 +177,7 @@ def test_trainers_that_cannot_share_batches_are_refused(
 
 
 def test_all_ranks_learn_of_a_batch_that_one_cannot_load(own_ranks):
-    for outcome in own_ranks(2).outcomes(runs.train_on_a_bad_batch):
+    for outcome in own_ranks(2).outcomes(runs.train_over, 1, {}, True):
         assert "document boundaries are missing" in outcome.error
 
 

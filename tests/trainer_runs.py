@@ -89,23 +89,23 @@ def run_trainer(
     return losses_of(trainer), distca.init().num_plans - plans_before
 
 
-def run_sft(rank: int, world_size: int, attention: str) -> tuple[list[float], int]:
-    plans_before = join(rank, world_size)
+def sft_trainer(model: transformers.PreTrainedModel, arguments: dict) -> trl.SFTTrainer:
     words = models.WordLevel({f"t{i}": i for i in range(pm.VOCAB_SIZE)}, unk_token="t0")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(words), eos_token="t1", pad_token="t2"
     )
-    trainer = trl.SFTTrainer(
-        pm.with_attention(pm.model_of("llama"), attention),
-        trl.SFTConfig(
-            per_device_train_batch_size=1,
-            packing=True,
-            max_length=256,
-            **common_arguments({"bf16": False}),
-        ),
+    packing = {"packing": True, "max_length": 256, "per_device_train_batch_size": 1}
+    return trl.SFTTrainer(
+        model,
+        trl.SFTConfig(**{**arguments, **packing, "bf16": False}),
         train_dataset=documents(),
         processing_class=tokenizer,
     )
+
+
+def run_sft(rank: int, world_size: int, attention: str) -> tuple[list[float], int]:
+    plans_before = join(rank, world_size)
+    trainer = sft_trainer(pm.with_attention(pm.model_of("llama"), attention), common_arguments({}))
     return losses_of(trainer), distca.init().num_plans - plans_before
 
 
@@ -161,31 +161,17 @@ class Gradients(transformers.TrainerCallback):
         )
 
 
-def trainer_of(kind: str, name: str, options: dict, gradients: Gradients):
+def trainer_of(kind: str, name: str, options: dict) -> transformers.Trainer:
     """Return a Trainer or a packing SFTTrainer that trains by SGD. In ping-pong it is a Trainer."""
-    common = common_arguments({"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 4, **options})
-    model, data = pm.with_attention(pm.model_of(name), "distca"), documents()
-    if kind == "ping-pong":
-        ping_pong(model)
+    arguments = common_arguments({"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 4, **options})
+    model = pm.with_attention(pm.model_of(name), "distca")
     if kind == "sft":
-        words = models.WordLevel({f"t{i}": i for i in range(pm.VOCAB_SIZE)}, unk_token="t0")
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(words), eos_token="t1", pad_token="t2"
-        )
-        packing = {"packing": True, "max_length": 300, "per_device_train_batch_size": 1}
-        return trl.SFTTrainer(
-            model,
-            trl.SFTConfig(**packing, **{**common, "bf16": False}),
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[gradients],
-        )
+        return sft_trainer(model, arguments)
     return transformers.Trainer(
-        model,
-        transformers.TrainingArguments(per_device_train_batch_size=3, **common),
+        ping_pong(model) if kind == "ping-pong" else model,
+        transformers.TrainingArguments(per_device_train_batch_size=3, **arguments),
         transformers.DataCollatorWithFlattening(),
-        train_dataset=data,
-        callbacks=[gradients],
+        train_dataset=documents(),
     )
 
 
@@ -222,7 +208,8 @@ def results_of_cut_batches(
     whether each plan was made ahead."""
     join(rank, world_size)
     gradients, seen = Gradients(), []
-    trainer = trainer_of(kind, name, options, gradients)
+    trainer = trainer_of(kind, name, options)
+    trainer.add_callback(gradients)
     trainer.data_collator = batch_collator(seen, trainer.data_collator)
     plan_batches(trainer, ranks_per_batch)
     with recorded_plans() as are_ahead:
@@ -255,17 +242,12 @@ def results_of_cut_batches(
     }
 
 
-def train_over(rank: int, world_size: int, ranks_per_batch: int, options: dict) -> None:
-    """Train on cut batches, where something is wrong with the arguments."""
+def train_over(
+    rank: int, world_size: int, ranks_per_batch: int, options: dict, has_bad_batch: bool = False
+) -> None:
+    """Train on cut batches. In a bad batch of the last rank, nothing says where documents begin."""
     join(rank, world_size)
-    trainer = trainer_of("trainer", "llama", options, Gradients())
-    plan_batches(trainer, ranks_per_batch).train()
-
-
-def train_on_a_bad_batch(rank: int, world_size: int) -> None:
-    """Train where the last rank's collator says nothing of documents."""
-    join(rank, world_size)
-    trainer = trainer_of("trainer", "llama", {}, Gradients())
-    if rank == world_size - 1:
+    trainer = trainer_of("trainer", "llama", options)
+    if has_bad_batch and rank == world_size - 1:
         trainer.data_collator = transformers.DataCollatorWithFlattening(return_position_ids=False)
-    plan_batches(trainer).train()
+    plan_batches(trainer, ranks_per_batch).train()
