@@ -4,15 +4,13 @@ what it is measured against. distca/simulate/__init__.py has the model of time.
     python -m distca.simulate --lengths lengths.json --ranks 512 --tp 8 --context 131072
     python -m distca.simulate --distribution lognormal:3000:1.2 --ranks 64 --model 34B --out runs/s
 
-A measured run of benchmarks/training_step.py on 4 GPUs, whose plain step took 1202 ms with torch's
-own attention:
+The steps of benchmarks/training_step.py on 2 GPUs, whose plain step took 798 ms:
 
-    python -m distca.simulate --lengths lengths.json --ranks 4 --model 8B --layers 4 --vocab 8192 \\
-        --skip 3 --steps 17 --attention-tflops 345 324 --key-block-tiles 1.2 \\
-        --fit-step-ms 1202 --measured step.json
+    python -m distca.simulate --lengths lengths.json --ranks 2 --model 8B --layers 4 --vocab 8192 \\
+        --skip 3 --steps 9 --fit-step-ms 798
 
-345 and 324 are FlashAttention-2's speeds on long documents, 1.2 what its short tasks lose
-(machine.py); the one constant fitted is the linear work, to the plain step.
+The one constant fitted is the linear work. The output names it; with --linear-us-per-token it
+predicts other systems, documents and links.
 """
 
 import argparse
@@ -27,7 +25,7 @@ from distca.planning.packs import read_lengths
 from distca.simulate import pictures, report
 from distca.simulate.machine import Machine
 from distca.simulate.packing import DISTRIBUTIONS, Documents, distribution, draw
-from distca.simulate.results import Result, fitted, run
+from distca.simulate.results import fitted, run
 from distca.simulate.scenario import PRESETS, ModelShape, Scenario
 from distca.simulate.systems import Step
 
@@ -44,14 +42,7 @@ def parser() -> argparse.ArgumentParser:
     output = flags.add_argument_group("output")
     output.add_argument("--systems", nargs="+", help="names of some systems; default: all")
     output.add_argument("--json", type=Path, help="file for all figures")
-    output.add_argument("--out", type=Path, help="folder for timeline.png, balance.png, trace.json")
-    output.add_argument("--show-step", type=int, default=0, help="that pictures and trace show")
-    output.add_argument("--trace-ranks", type=int, default=16, help="ranks in pictures and trace")
-    output.add_argument(
-        "--measured",
-        type=Path,
-        help="file of benchmarks/training_step.py --out, of the same documents, to stand beside",
-    )
+    output.add_argument("--out", type=Path, help="folder for timeline.png, of the first step")
     return flags
 
 
@@ -69,7 +60,6 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--config", type=Path, help="JSON file with another model's shape")
     group.add_argument("--layers", type=int, help="instead of the model's")
     group.add_argument("--vocab", type=int, help="instead of the model's")
-    group.add_argument("--dp", type=int, help="checked against the others; needs --cp")
     add_flags(group, Scenario)
 
 
@@ -127,60 +117,40 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
     model = ModelShape.load(args.config) if args.config is not None else PRESETS[args.model]
-    if args.dp is not None:
-        product = args.dp * (args.cp or 1) * args.tp * args.pp
-        if product != args.ranks:
-            raise ValueError(
-                f"dp is {args.dp}; dp * cp * tp * pp is {product} and ranks {args.ranks}"
-            )
     model = model.changed(args.layers, args.vocab)
     return Scenario(model=model, machine=machine_of(args), **values_of(args, Scenario))
 
 
-def drawn_steps(args: argparse.Namespace, scenario: Scenario) -> list[Documents]:
-    if args.steps < 1 or args.skip < 0:
-        raise ValueError(f"steps is {args.steps} and skip {args.skip}; expected 1 or more, and 0")
-    if not 0 <= args.show_step < args.steps:
-        raise ValueError(f"show_step is {args.show_step}; expected 0 to {args.steps - 1}")
+def lengths_of(args: argparse.Namespace) -> list[int]:
     if args.lengths is not None:
-        lengths = read_lengths(args.lengths)
-    else:
-        lengths = distribution(args.distribution, args.seed)
-    return draw(lengths, scenario, args.skip + args.steps, args.seed)[args.skip :]
+        return read_lengths(args.lengths)
+    return distribution(args.distribution, args.seed)
+
+
+def drawn_steps(args: argparse.Namespace, scenario: Scenario) -> list[Documents]:
+    if args.skip < 0:
+        raise ValueError(f"skip is {args.skip}; expected 0 or more")
+    return draw(lengths_of(args), scenario, args.skip + args.steps, args.seed)[args.skip :]
 
 
 def simulate(args: argparse.Namespace) -> None:
+    if args.steps < 1:
+        raise ValueError(f"steps is {args.steps}; expected 1 or more")
     scenario = scenario_of(args)
     drawn = drawn_steps(args, scenario)
     if args.fit_step_ms is not None:
         scenario = fitted(scenario, drawn, 1e-3 * args.fit_step_ms)
-    benchmark = None
-    if args.measured is not None:
-        benchmark = report.Measured.load(args.measured, args.skip, args.steps)
-    steps = [Step(scenario, documents) for documents in drawn]
-    results = run(scenario, steps, args.systems, args.show_step)
+    results = run(scenario, [Step(scenario, documents) for documents in drawn], args.systems)
     source = args.distribution if args.lengths is None else args.lengths.name
     heading = report.heading(scenario, source, args.steps)
     print("\n".join([heading, "", report.table(results), "", report.assumed(scenario)]))
-    if benchmark is not None:
-        print("\n" + report.comparison(benchmark, scenario, drawn, results))
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps(report.as_data(heading, scenario, results), indent=2)
         args.json.write_text(content + "\n")
     if args.out is not None:
-        save(args.out, results, args.trace_ranks)
-
-
-def save(folder: Path, results: list[Result], num_ranks: int) -> None:
-    """timeline.png, balance.png, and a trace of each system's shown step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for result in results:
-        trace = pictures.chrome_trace(result.outcome.schedule, result.scenario, num_ranks)
-        path = folder / f"trace_{result.system.name}.json"
-        path.write_text(json.dumps(trace) + "\n")
-    pictures.draw_timeline(folder / "timeline.png", results, num_ranks)
-    pictures.draw_balance(folder / "balance.png", results)
+        args.out.mkdir(parents=True, exist_ok=True)
+        pictures.draw_timeline(args.out / "timeline.png", results)
 
 
 def main(command_line: Sequence[str] | None = None) -> None:

@@ -4,8 +4,9 @@ Ranks of the planner are tensor parallel groups: heads, and with them seconds an
 of one GPU of a group.
 """
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,17 +14,27 @@ from distca.planning.cluster import Cluster, held_row_bytes, input_row_bytes
 from distca.planning.packs import Pack, cut_pack
 from distca.planning.plan import CAUSAL, balance, tasks_of
 from distca.planning.task_rows import rows_of_tasks
-from distca.simulate.layers import ATTENTION, EXCHANGE, KINDS, LINEAR, WAITING
+from distca.simulate.layers import (
+    ATTENTION,
+    EXCHANGE,
+    KINDS,
+    WAITING,
+    fsdp_seconds_of_layer,
+)
 from distca.simulate.machine import BACKWARD, FORWARD, TableCost, TileCost
 from distca.simulate.scenario import Scenario
 
 
-def pack_on(lengths: np.ndarray, ranks: np.ndarray, num_ranks: int) -> Pack:
-    """Return documents laid out one after another over `ranks`. These hold equally many tokens (up
-    to one). All other ranks of `num_ranks` hold none."""
-    pack = cut_pack(lengths, ranks.size, int(lengths.sum()), crossing=True)
-    pack.pieces[:, 0] = ranks[pack.pieces[:, 0]]
-    return replace(pack, num_ranks=num_ranks)
+def pack_on(lengths: np.ndarray, num_ranks: int, runs: int = 1) -> Pack:
+    """Return documents laid out one after another over `num_ranks` ranks, or, with two `runs`, over
+    all ranks once and then again, as distca.shard_batch does."""
+    pack = cut_pack(lengths, runs * num_ranks, int(lengths.sum()), crossing=True)
+    pieces = pack.pieces
+    pieces[:, 0] %= num_ranks
+    pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
+    in_order = pieces[pieces[:, 2] == 0, 1]  # documents are counted by their first pieces
+    pieces[:, 1] = np.argsort(in_order)[pieces[:, 1]]
+    return Pack(num_ranks, pack.num_documents, pieces)
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,8 @@ class Work:
     server: np.ndarray  # [pairs] and where to
     query_rows: np.ndarray  # [pairs]
     key_rows: np.ndarray  # [pairs] once a document and server
+    kept_query_rows: np.ndarray  # [pairs] whose q the server keeps for the backward pass
+    kept_key_rows: np.ndarray  # [pairs] and k and v
 
     @property
     def seconds(self) -> np.ndarray:
@@ -43,36 +56,33 @@ class Work:
         return self.home_seconds + self.visiting_seconds
 
 
-def cluster_of(
-    scenario: Scenario,
-    num_ranks: int,
-    speeds: tuple[float, ...] | None = None,
-    link_factor: float = 1.0,
-) -> Cluster:
-    """What the planner is told, links `link_factor` times as fast as they are."""
+def cluster_of(scenario: Scenario, hidden_seconds: float = 0.0) -> Cluster:
+    """What the planner is told."""
     machine = scenario.machine
     return Cluster(
-        num_ranks,
-        speeds=speeds,
-        ranks_per_node=min(scenario.groups_per_node, num_ranks),
-        link_bytes_per_second=link_factor * machine.inside.bytes_per_second,
-        node_link_bytes_per_second=link_factor * machine.between.bytes_per_second,
+        scenario.groups,
+        kept_cap_bytes=int(1e9 * scenario.keep_inputs_gb),
+        ranks_per_node=min(scenario.groups_per_node, scenario.groups),
+        link_bytes_per_second=machine.inside.bytes_per_second,
+        node_link_bytes_per_second=machine.between.bytes_per_second,
+        hidden_seconds=hidden_seconds,
     )
 
 
 def plan(
     scenario: Scenario, pack: Pack, cluster: Cluster, cost: TileCost | TableCost
-) -> np.ndarray:
-    """Tasks, int64 [num_tasks, 4]: document, first query, last query + 1, server."""
+) -> tuple[np.ndarray, float]:
+    """Return tasks, int64 [num_tasks, 5] (see tasks_of), and the planner's processor time."""
     shape, tolerance = scenario.attention_shape, scenario.tolerance
+    start = time.thread_time()
     encoded, _ = balance(pack.as_tensor(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
-    return tasks_of(encoded)[:, :4].numpy()
+    return tasks_of(encoded).numpy(), time.thread_time() - start
 
 
 def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost) -> Work:
     """Count the rows of tasks, as `plan` returns them."""
-    _, begin, end, server = tasks.T
-    rows = rows_of_tasks(pack, tasks, CAUSAL)
+    _, begin, end, server, is_kept = tasks.T
+    rows = rows_of_tasks(pack, tasks[:, :4], CAUSAL)
     away = rows.rank != server[rows.task]
     is_visiting = np.zeros(len(tasks), dtype=bool)
     is_visiting[rows.task[away & (rows.keys > 0)]] = True
@@ -84,25 +94,32 @@ def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost) -> Work:
     moves = away & (rows.queries + rows.new_keys > 0)
     of_pair = rows.rank[moves] * pack.num_ranks + server[rows.task[moves]]
     pairs, at = np.unique(of_pair, return_inverse=True)
-    counts = (np.bincount(at, each[moves], pairs.size) for each in (rows.queries, rows.new_keys))
+    counts = [
+        np.bincount(at, each[moves] * share[rows.task[moves]], pairs.size)
+        for share in (np.ones(len(tasks)), is_kept)
+        for each in (rows.queries, rows.new_keys)
+    ]
     return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts)
 
 
 def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
-    """[ranks] Rows of other homes that a server holds for one layer."""
+    """[ranks] Rows of other homes that a server holds: for one layer, and what it keeps of all."""
     query, key = held_row_bytes(scenario.attention_shape)
-    num_bytes = work.query_rows * query + work.key_rows * key
-    return np.bincount(work.server, num_bytes, work.home_seconds.shape[1])
+    kept_query, kept_key = input_row_bytes(scenario.attention_shape)
+    kept = work.kept_query_rows * kept_query + work.kept_key_rows * kept_key
+    num_bytes = work.query_rows * query + work.key_rows * key + scenario.live_layers * kept
+    return np.bincount(work.server, num_bytes, scenario.groups)
 
 
-def row_bytes(scenario: Scenario) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-    """By pass, bytes of a (query row, key row) on their way out and home."""
+def moved_bytes(scenario: Scenario, work: Work, pass_idx: int) -> tuple[np.ndarray, np.ndarray]:
+    """[pairs] Bytes on their way out, and home."""
     q, kv = input_row_bytes(scenario.attention_shape)
     lse = 4 * scenario.attention_shape.heads_q
-    return {
-        FORWARD: ((q, kv), (q + lse, 0)),
-        BACKWARD: ((2 * q + 2 * lse, kv), (q, kv)),
-    }
+    queries, keys = work.query_rows, work.key_rows
+    if pass_idx == FORWARD:
+        return queries * q + keys * kv, queries * (q + lse)
+    kept = work.kept_query_rows * q + work.kept_key_rows * kv
+    return queries * (2 * q + 2 * lse) + keys * kv - kept, queries * q + keys * kv
 
 
 def exchange_seconds(
@@ -110,7 +127,7 @@ def exchange_seconds(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """When `share` of the rows travels, each [ranks], latencies included: when all that visits a
     server is there; then how long until its results have left, and a home's have come."""
-    num_ranks = work.home_seconds.shape[1]
+    num_ranks = scenario.groups
     machine, per_node = scenario.machine, scenario.groups_per_node
     inside = work.home // per_node == work.server // per_node
 
@@ -123,64 +140,60 @@ def exchange_seconds(
             by_link.append(latency + total / link.bytes_per_second)
         return np.maximum(*by_link)
 
-    out, back = (
-        share * work.query_rows * query + share * work.key_rows * key
-        for query, key in row_bytes(scenario)[pass_idx]
-    )
+    out, back = (share * each for each in moved_bytes(scenario, work, pass_idx))
     arrival = seconds(work.server, out)
     np.maximum.at(arrival, work.server, seconds(work.home, out)[work.home])
     return arrival, seconds(work.server, back), seconds(work.home, back)
 
 
-# Seconds of the layer [kinds, ranks], and of exchanges hidden behind the layer's compute.
+# Seconds of the layer's attention [kinds, ranks], and of exchanges beside the layer's compute.
 Times = tuple[np.ndarray, float]
-# (scenario, work, pass, seconds of a layer's linear work on every rank [ranks]).
-Attend = Callable[[Scenario, Work, int, np.ndarray], Times]
+Attend = Callable[[Scenario, Work, int], Times]  # of a scenario, a plan and a pass
 
 
-def _by_kind(linear, attention, exchange, waiting) -> np.ndarray:
+def _by_kind(attention, exchange, waiting) -> np.ndarray:
     """[kinds, ranks]"""
     times = np.zeros((len(KINDS), attention.size))
-    kinds = [LINEAR, ATTENTION, EXCHANGE, WAITING]
-    times[kinds] = np.broadcast_arrays(linear, attention, exchange, waiting)
+    times[[ATTENTION, EXCHANGE, WAITING]] = np.broadcast_arrays(attention, exchange, waiting)
     return times
 
 
-def in_turn(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
-    """In turn: linear work, then inputs travel beside home tasks, then visiting tasks, then
-    results."""
+def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
+    """Half of the home tasks while inputs travel, then visiting tasks, then the other home tasks
+    while results travel."""
     arrival, sent, received = exchange_seconds(scenario, work, pass_idx)
-    at_home, visiting = work.home_seconds[pass_idx], work.visiting_seconds[pass_idx]
-    stall = np.where(visiting > 0, np.maximum(0.0, arrival - at_home), 0.0)
-    done = at_home + stall + visiting
-    finished = done + sent
-    arrived = done[work.server] + np.maximum(sent[work.server], received[work.home])
+    half, visiting = work.home_seconds[pass_idx] / 2, work.visiting_seconds[pass_idx]
+    stall = np.where(visiting > 0, np.maximum(0.0, arrival - half), 0.0)
+    served = half + stall + visiting
+    finished = served + np.maximum(half, sent)
+    arrived = served[work.server] + np.maximum(sent[work.server], received[work.home])
     np.maximum.at(finished, work.home, arrived)
     end = finished.max(initial=0.0)
-    results = np.minimum(np.maximum(sent, received), end - done)
-    waiting = end - done - results + linear.max() - linear
-    return _by_kind(linear, at_home + visiting, stall + results, waiting), 0.0
+    results = np.minimum(np.maximum(0.0, np.maximum(sent, received) - half), end - served - half)
+    exposed = stall + results
+    exchange = arrival.max() + max(sent.max(), received.max())
+    attention = 2 * half + visiting
+    waiting = end - attention - exposed
+    return _by_kind(attention, exposed, waiting), max(0.0, exchange - exposed.max())
 
 
-def ping_pong(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
-    """Of two halves: both halves' work, and what of a half's exchanges is longer than the linear
-    work of the other."""
-    attention, exchange = work.seconds[pass_idx], _exchange_of_half(scenario, work, pass_idx)
-    hidden = min(exchange, linear.max() / 2)
-    waiting = attention.max() - attention + linear.max() - linear
-    return _by_kind(linear, attention, 2 * (exchange - hidden), waiting), 2 * hidden
-
-
-def dedicated_ping_pong(scenario: Scenario, work: Work, pass_idx: int, linear: np.ndarray) -> Times:
-    """When ranks with tokens and servers work on different halves at the same time. Two halves go
-    round; each rank's work and the way round bound how often."""
-    attention, exchange = work.seconds[pass_idx], _exchange_of_half(scenario, work, pass_idx)
-    own = linear + attention
-    round_trip = linear.max() / 2 + exchange + attention.max() / 2
-    exposed = max(own.max(), round_trip) - own.max()
-    return _by_kind(linear, attention, exposed, own.max() - own), 2 * exchange - exposed
-
-
-def _exchange_of_half(scenario: Scenario, work: Work, pass_idx: int) -> float:
+def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
+    """A half's exchange travels beside the other half's attention and, for one half, what precedes
+    attention, for the other, what follows it. FSDP's collectives share the links."""
+    attention = work.seconds[pass_idx]
     arrival, sent, received = exchange_seconds(scenario, work, pass_idx, share=0.5)
-    return arrival.max() + max(sent.max(), received.max())
+    alone = arrival.max() + max(sent.max(), received.max())
+    others = scenario.seconds_around_attention(pass_idx)
+    compute = sum(others) + attention.mean()
+    exchange = alone * (1 + min(1.0, fsdp_seconds_of_layer(scenario, pass_idx) / compute))
+    exposed = sum(max(0.0, exchange - (each + attention.mean()) / 2) for each in others)
+    waiting = attention.max() - attention
+    return _by_kind(attention, exposed, waiting), max(0.0, 2 * alone - exposed)
+
+
+def seconds_that_hide(scenario: Scenario, lengths: np.ndarray, cost: TileCost | TableCost) -> float:
+    """What ping-pong hides of one layer's transfers, for the planner: attention, and the lesser of
+    what precedes and what follows it."""
+    attention = cost.seconds(np.zeros_like(lengths), lengths).sum() / scenario.groups
+    others = (scenario.seconds_around_attention(pass_idx) for pass_idx in (FORWARD, BACKWARD))
+    return float(attention + sum(map(min, others)))

@@ -6,6 +6,8 @@ KINDS. What a rank waits for inside the layer, for its partners, is one of them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +29,7 @@ class Layers:
     seconds: np.ndarray  # [micro_batches, 2, kinds, groups]
     tokens: np.ndarray  # [micro_batches, groups]
     workspace_bytes: np.ndarray  # [groups] beside activations, while attention runs
-    hidden: np.ndarray  # [micro_batches, 2] seconds of exchanges under this layer's compute
+    beside: np.ndarray  # [micro_batches, 2] seconds of exchanges beside this layer's compute
 
 
 def layers_of(scenario: Scenario, tokens: np.ndarray, attention: np.ndarray) -> Layers:
@@ -64,31 +66,41 @@ def mirrored_attention(
     return seconds
 
 
-# How the ranks of a context parallel group come by each other's keys: (scenario, bytes of each
-# pack's keys, cp, attention of its slowest rank [2, ...]) -> exposed seconds [2, ...].
-KeyExchange = Callable[[Scenario, np.ndarray, int, np.ndarray], np.ndarray]
+class KeyExchange(NamedTuple):
+    """How the ranks of a context parallel group come by each other's keys."""
+
+    # (scenario, bytes of each pack's keys, cp, attention of its slowest rank [2, ...]) -> exposed
+    # seconds [2, ...]
+    seconds: Callable[[Scenario, np.ndarray, int, np.ndarray], np.ndarray]
+    copies: Callable[[Scenario, int], float]  # (scenario, cp) -> keys held, times a rank's own
 
 
-def all_gather(
-    scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarray
+def _gather(
+    scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarray, backward: int
 ) -> np.ndarray:
-    """Keys are gathered in both passes, and their gradients reduced and scattered."""
+    """`backward`: number of collectives in the backward pass."""
     gather = scenario.machine.gather_seconds(num_bytes, cp, scenario.groups_per_node)
-    return np.stack([gather, 2 * gather])
+    return np.stack([gather, backward * gather])
 
 
-def ring(scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarray) -> np.ndarray:
+def _hops(scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarray) -> np.ndarray:
     """What cp - 1 hops take beyond the attention of the step they run beside."""
     inside = cp <= scenario.groups_per_node
     hops = [scenario.machine.send_seconds(count * num_bytes / cp, inside) for count in (1, 2)]
     return (cp - 1) * np.maximum(0.0, np.stack(hops) - slowest / cp)
 
 
+# Keys, and gradients of one layer's: kept from pass to pass as in benchmarks/context_parallel.py,
+# or gathered again as in Llama 3's training, or of two neighbours.
+GATHER_ONCE = KeyExchange(partial(_gather, backward=1), lambda s, cp: cp * (s.live_layers + 1))
+GATHER_TWICE = KeyExchange(partial(_gather, backward=2), lambda s, cp: 2 * cp)
+RING = KeyExchange(_hops, lambda s, cp: 4)
+
+
 def workspace_of_token(scenario: Scenario, cp: int, keys: KeyExchange) -> float:
-    """Bytes beside activations for each token of a group: keys and their gradients, of all ranks or
-    of two neighbours."""
-    copies = 2.0 * (cp if keys is all_gather else 2)
-    return copies * input_row_bytes(scenario.attention_shape)[1] if cp > 1 else 0.0
+    """Bytes beside activations for each token of a group."""
+    copies = keys.copies(scenario, cp) if cp > 1 else 0.0
+    return copies * input_row_bytes(scenario.attention_shape)[1]
 
 
 def context_parallel(
@@ -107,7 +119,7 @@ def context_parallel(
     if cp > 1:
         slowest = attention.max(axis=-1, keepdims=True)
         num_bytes = input_row_bytes(scenario.attention_shape)[1] * tokens
-        exchange = keys(scenario, num_bytes, cp, slowest[..., 0])
+        exchange = keys.seconds(scenario, num_bytes, cp, slowest[..., 0])
         layers.seconds[:, :, EXCHANGE] = by_group(exchange[..., None].repeat(cp, axis=-1))
         layers.seconds[:, :, WAITING] = by_group(slowest - attention)
         workspace = tokens.max(axis=0) / cp * workspace_of_token(scenario, cp, keys)
@@ -115,25 +127,38 @@ def context_parallel(
     return layers
 
 
+def fsdp_seconds(scenario: Scenario, num_params: float) -> tuple[float, float]:
+    """(all-gather, reduce-scatter) of a module's parameters."""
+    if scenario.sharding != "fsdp" or scenario.groups == 1:
+        return 0.0, 0.0
+    gather, reduce = (
+        scenario.machine.gather_seconds(
+            size * num_params / scenario.tp, scenario.groups, scenario.groups_per_node
+        )
+        for size in (ELEMENT_BYTES, GRADIENT_BYTES)
+    )
+    return gather, reduce
+
+
+def fsdp_seconds_of_layer(scenario: Scenario, pass_idx: int) -> float:
+    gather, reduce = fsdp_seconds(scenario, scenario.model.layer_params)
+    return gather if pass_idx == FORWARD else gather + reduce
+
+
 def add_parameters(scenario: Scenario, layers: Layers) -> None:
     """What FSDP's collectives take beyond the compute that hides them, and its meetings: in a
     micro-batch no rank gets far ahead of another."""
     if scenario.sharding != "fsdp" or scenario.groups == 1:
         return
-    params = scenario.model.layer_params / scenario.tp
-    gather, reduce = (
-        scenario.machine.gather_seconds(size * params, scenario.groups, scenario.groups_per_node)
-        for size in (ELEMENT_BYTES, GRADIENT_BYTES)
-    )
+    modules = scenario.model.layer_params, scenario.model.edge_params / scenario.pp
+    # Nothing hides the first gathers and the last reductions: of embedding, head and one layer.
+    edges = np.sum([fsdp_seconds(scenario, each) for each in modules], axis=0)
     seconds = layers.seconds
-    for pass_idx, collective in ((FORWARD, gather), (BACKWARD, gather + reduce)):
+    for pass_idx in (FORWARD, BACKWARD):
+        collective = fsdp_seconds_of_layer(scenario, pass_idx)
         compute = seconds[:, pass_idx, [LINEAR, ATTENTION]].sum(axis=1)  # [micro_batches, groups]
-        exposed = np.maximum(0.0, collective + layers.hidden[:, pass_idx, None] - compute)
-        edge = gather if pass_idx == FORWARD else reduce  # the first gather, the last reduction
-        seconds[:, pass_idx, PARAMETERS] = np.where(
-            seconds[:, pass_idx, LINEAR] > 0,  # others have no parameters to wait for
-            np.minimum(exposed, collective) + edge / scenario.stage_layers,
-            0.0,
-        )
+        exposed = np.maximum(0.0, collective + layers.beside[:, pass_idx, None] - compute)
+        edge = edges[pass_idx] / scenario.stage_layers
+        seconds[:, pass_idx, PARAMETERS] = np.minimum(exposed, collective) + edge
     total = seconds.sum(axis=2)  # [micro_batches, 2, groups]
     seconds[:, :, WAITING] += total.max(axis=2, keepdims=True) - total

@@ -25,17 +25,15 @@ class Machine:
     between: Link = Link(50e-6, 50e9)
     gpus_per_node: int = 8
     """GPUs that share a node."""
-    matmul_tflops: float = 700.0
+    # The plain step of benchmarks/training_step.py on two H200, 798 ms, with elementwise work and
+    # attention as below.
+    matmul_tflops: float = 620.0
     """Speed of linear layers."""
-    # Forward, backward: distca's kernels on an H200, head_dim 128.
+    # Forward, backward: distca's kernels on an H200, head_dim 128, documents of 2k to 64k
+    # (docs/performance.md).
     attention_tflops: tuple[float, float] = (640.0, 580.0)
-    key_block_tiles: float = 0.0
-    """What a task's block of 128 keys costs in backward beside its tiles, in tiles: loading keys,
-    writing their gradients. 0: as distca's kernels, whose tasks of one document share it.
-    FlashAttention-3 measures as 2.2 and FlashAttention-2 as 1.2 (mean over tasks of 64 to 2048 rows
-    and 8192 keys on an H200). Not used with a cost table, which has it in its times."""
     memory_tb_per_s: float = 4.0
-    """Of elementwise kernels: an H200's 4.8 TB/s, five sixths reached."""
+    """Of elementwise kernels: an H200's 4.8 TB/s, of which five sixths are assumed."""
     memory_gb: float = 141.0
     """Memory of a GPU, in 1e9 bytes."""
     usable_memory: float = 0.9  # share of memory_gb that may be planned with
@@ -45,8 +43,6 @@ class Machine:
     linear_seconds_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.key_block_tiles < math.inf:
-            raise ValueError(f"key_block_tiles is {self.key_block_tiles}; expected 0 or more")
         forward, backward = self.attention_tflops
         positive = {
             "gpus_per_node": self.gpus_per_node,
@@ -89,13 +85,10 @@ class TileCost:
         flops = shape.tile_flops(TILE_ROWS) / (1 + BACKWARD_OVER_FORWARD)
         speeds = np.array(machine.attention_tflops) * 1e12
         self.seconds_per_tile = flops * np.array([1.0, BACKWARD_OVER_FORWARD]) / speeds
-        self._key_block_tiles = np.array([[0.0], [machine.key_block_tiles]])
 
     def seconds(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         """[2, tasks], forward and backward, of queries [begin, end) with all keys before them."""
-        key_blocks = np.where(end > begin, -(-end // TILE_ROWS), 0)
-        tiles = num_tiles(begin, end) + self._key_block_tiles * key_blocks
-        return self.seconds_per_tile[:, None] * tiles
+        return self.seconds_per_tile[:, None] * num_tiles(begin, end)
 
     def tensor(self) -> Tensor:
         """float64, forward + backward, as torch.ops.distca.plan takes it."""

@@ -1,17 +1,13 @@
-"""From times of a layer to the operations of a step: 1F1B, and ticks of one phase.
-
-With one stage 1F1B is every micro-batch's forward and backward in turn.
-"""
+"""From times of a layer to the operations of a step, in 1F1B: with one stage, the passes of every
+micro-batch in turn."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca.simulate.layers import KINDS, LINEAR, NUM_PASSES, PARAMETERS, WAITING, Layers
+from distca.simulate.layers import KINDS, LINEAR, PARAMETERS, WAITING, Layers
 from distca.simulate.machine import BACKWARD, FORWARD
 from distca.simulate.scenario import ELEMENT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, Scenario
-
-IDLE = -1  # micro-batch of a stage that only serves
 
 
 @dataclass(frozen=True)
@@ -88,33 +84,6 @@ def _alternating(count: int, ahead: int) -> list[tuple[int, int]]:
     for i in range(count - ahead):
         order += [(FORWARD, ahead + i), (BACKWARD, i)]
     return order + [(BACKWARD, i) for i in range(count - ahead, count)]
-
-
-def ticks(scenario: Scenario, layers: Layers) -> Schedule:
-    """`layers` are of ticks: [micro_batches + pp - 1, 2, kinds, stages * groups], forward and
-    backward tick i one after another, all of whose ranks take equally long."""
-    pp, num_ticks = scenario.pp, len(layers.seconds)
-    stage_seconds = layers.seconds * scenario.stage_layers
-    by_stage = stage_seconds.reshape(num_ticks, NUM_PASSES, len(KINDS), pp, scenario.groups)
-    send, now = send_seconds(scenario), 0.0
-    sent = [0.0] * NUM_PASSES
-    operations = []
-    for pass_idx, i in _alternating(num_ticks, ahead=pp - 1):
-        begin = np.full(scenario.groups, max(now, sent[pass_idx]))
-        for stage in range(pp):
-            micro_batch = micro_batch_of(scenario, pass_idx, i, stage)
-            seconds = by_stage[i, pass_idx, :, stage]
-            operations.append(Operation(stage, micro_batch, pass_idx, begin, seconds))
-        now = float(max(each.end.max() for each in operations[-pp:]))
-        sent[pass_idx] = now + send
-    return _closed(scenario, operations)
-
-
-def micro_batch_of(scenario: Scenario, pass_idx: int, tick: int, stage: int) -> int:
-    """What a stage works on in a tick; IDLE if on nothing."""
-    distance = stage if pass_idx == FORWARD else scenario.pp - 1 - stage
-    micro_batch = tick - distance
-    return micro_batch if 0 <= micro_batch < scenario.micro_batches else IDLE
 
 
 def _closed(scenario: Scenario, operations: list[Operation]) -> Schedule:

@@ -1,22 +1,14 @@
-"""Results as a table and as JSON, the assumptions that they rest on, and measured steps beside."""
+"""Results as a table and as JSON, and the assumptions that they rest on."""
 
-import json
 import textwrap
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-import numpy as np
-
-from distca.simulate.layers import NUM_PASSES, plain_attention
-from distca.simulate.packing import Documents
-from distca.simulate.results import Result, slowest_tenth
+from distca.simulate.results import Result
 from distca.simulate.scenario import Scenario
 
-FORMAT = 1
+FORMAT = 2
 NO_GAIN = "<1"
 WIDTH = 100
-# What the benchmark calls systems here; of those that it ran the last.
-VARIANTS = (("plain", "fixed"), ("process_group", "distca"), ("peer", "distca"))
 
 
 def heading(scenario: Scenario, source: str, num_steps: int) -> str:
@@ -68,18 +60,14 @@ def _gains(result: Result, baselines: list[Result]) -> str:
 
 
 def as_data(title: str, scenario: Scenario, results: list[Result]) -> dict:
-    baselines = [result for result in results if result.system.is_baseline]
     return {
         "format": FORMAT,
         "scenario": title,
-        "ranks": scenario.ranks,
-        "tokens_per_step": scenario.step_tokens,
         "linear_seconds_per_token": scenario.machine.linear_seconds_per_token,
         "assumptions": assumptions(scenario),
         "systems": [
             {
                 "name": result.system.name,
-                "is_baseline": result.system.is_baseline,
                 "cp": result.cp,
                 "step_ms": [1e3 * seconds for seconds in result.step_seconds],
                 "step_ms_mean": 1e3 * result.mean,
@@ -88,9 +76,6 @@ def as_data(title: str, scenario: Scenario, results: list[Result]) -> dict:
                 "memory_max_bytes": result.memory_max,
                 "fits_in_memory": result.fits,
                 "tokens_per_second": result.tokens_per_second,
-                "speed_up_over": {
-                    baseline.system.name: result.speed_up_over(baseline) for baseline in baselines
-                },
             }
             for result in results
         ],
@@ -112,26 +97,24 @@ def assumptions(scenario: Scenario) -> list[str]:
     )
     repeated = "repeated in backward, exchanges included" if scenario.recompute else "kept"
     forward, backward = machine.attention_tflops
-    attention = (
-        f"{forward:g} / {backward:g} TFLOP/s forward / backward in whole tiles of 128 x 128, and "
-        f"{machine.key_block_tiles:g} tiles for each task and 128 keys in backward"
-    )
+    attention = f"{forward:g} / {backward:g} TFLOP/s forward / backward in whole tiles of 128 x 128"
     if machine.calibration is not None:
         attention = f"as measured on {machine.calibration.device_name}"
     return [
         _linear(scenario),
         f"attention {attention}; the same kernels for every system",
         f"links, one way a GPU, {machine.gpus_per_node} GPUs a node: {links}; no contention",
-        "all-gather context parallelism overlaps nothing, a ring its hops; baselines choose cp by "
-        "mean step",
+        "all-gather context parallelism overlaps nothing, a ring its hops; baselines choose cp "
+        "and whether they keep gathered keys by mean step",
         f"parameters: {scenario.sharding}, hidden behind compute as far as it lasts; tensor "
         "parallel all-reduces exposed",
-        "ping-pong hides exchanges up to the linear work of the other half, not its attention; the "
-        "planner is told of faster links for it (the best of several factors)",
+        "ping-pong hides one half's exchange behind the other half's attention and the work on one "
+        "side of it",
         f"variable-length packing may fill {machine.usable_memory:.0%} of "
         f"{machine.memory_gb:g} GB a GPU, and moves no document to another step",
         f"activations are {repeated}; loss in chunks, logits not kept",
-        f"planner tolerance {scenario.tolerance:g}; planning runs ahead and costs nothing",
+        f"planner tolerance {scenario.tolerance:g}, {scenario.keep_inputs_gb:g} GB of kept inputs; "
+        "planning shows where it takes this processor longer than a step",
     ]
 
 
@@ -150,57 +133,3 @@ def _linear(scenario: Scenario) -> str:
         f"{scenario.model.elementwise_bytes / 1e3:.0f} KB a token, layer and forward pass at "
         f"{machine.memory_tb_per_s:g} TB/s"
     )
-
-
-@dataclass(frozen=True)
-class Measured:
-    step_ms: dict[str, list[float]]  # by system: fixed, and distca where it was run
-    attention_ms: np.ndarray  # [steps, ranks] of each rank's own documents, all layers
-
-    @classmethod
-    def load(cls, path: Path, skip: int, num_steps: int) -> "Measured":
-        """Steps [skip, skip + num_steps) of the benchmark's --out; raises ValueError naming the
-        file and what is wrong."""
-        chosen = slice(skip, skip + num_steps)
-        try:
-            content = json.loads(path.read_text())
-            ran = [(name, system) for name, system in VARIANTS if name in content["variants"]]
-            steps = {system: content["variants"][name]["step_ms"][chosen] for name, system in ran}
-            if "fixed" not in steps:
-                raise ValueError("no variant plain, in which ranks do not balance")
-            attention = np.array(content["attention_ms"]["plain"][chosen], dtype=float)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"measured {path}: {error!r}; expected a file of benchmarks/training_step.py --out"
-            ) from error
-        if any(len(each) != num_steps for each in (*steps.values(), attention)):
-            raise ValueError(
-                f"measured {path}: holds fewer than skip + steps = {skip + num_steps} steps"
-            )
-        return cls(steps, attention)
-
-
-def comparison(
-    measured: Measured, scenario: Scenario, drawn: list[Documents], results: list[Result]
-) -> str:
-    """Mean and slowest tenth of both variants, and attention alone."""
-    rows = [
-        (f"step, {each.system.label}", measured.step_ms[each.system.name], each.step_seconds)
-        for each in results
-        if each.system.name in measured.step_ms
-    ]
-    packs = scenario.packs * scenario.micro_batches
-    attention = np.array([plain_attention(scenario, each, packs) for each in drawn])
-    shape = (len(drawn), NUM_PASSES * scenario.micro_batches, scenario.packs)
-    attention = attention.reshape(shape).sum(axis=1) * scenario.model.layers  # [steps, packs]
-    by_rank = measured.attention_ms
-    rows.append(("attention, mean of ranks", by_rank.mean(1), attention.mean(1)))
-    rows.append(("attention, slowest rank", by_rank.max(1), attention.max(1)))
-    lines = [f"{'measured / predicted, ms':<30}{'mean':>24}{'slowest tenth':>28}"]
-    for name, measured_ms, predicted in rows:
-        line = f"{name:<30}"
-        for figure in (np.mean, slowest_tenth):
-            theirs, ours = float(figure(measured_ms)), 1e3 * float(figure(predicted))
-            line += f"{theirs:>10.1f} /{ours:>8.1f} ({100 * (ours / theirs - 1):+.1f} %)"
-        lines.append(line)
-    return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Runs systems over steps, and what comes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from distca.simulate.layers import ATTENTION, COMMUNICATION, LINEAR, WAITING
 from distca.simulate.packing import Documents
 from distca.simulate.scenario import Scenario
-from distca.simulate.systems import Outcome, Step, System, fixed, systems_for
+from distca.simulate.systems import Outcome, Step, System, Way, fixed, systems_of
 
 FIT_PRECISION = 1e-6
 
@@ -20,7 +20,7 @@ class Result:
     system: System
     scenario: Scenario
     cp: int
-    outcome: Outcome  # of the step to show
+    outcome: Outcome  # of the first step
     step_seconds: list[float]
     memory_max: float  # bytes of the fullest rank in any step
     means: dict[str, float]
@@ -48,29 +48,29 @@ class Result:
         return other.mean / self.mean
 
 
-def run(
-    scenario: Scenario, steps: list[Step], names: list[str] | None = None, shown: int = 0
-) -> list[Result]:
-    """Every system, at its best context parallel degree: the fastest of those that fit in memory.
-    The outcome of step `shown` is kept."""
+def run(scenario: Scenario, steps: list[Step], names: list[str] | None = None) -> list[Result]:
+    """Every system, at its best way and context parallel degree."""
     results = []
-    for system in systems_for(scenario, names):
-        tried = [run_system(system, scenario, steps, cp, shown) for cp in system.degrees(scenario)]
-        results.append(min(tried, key=lambda result: (not result.fits, result.mean)))
+    for system in systems_of(names):
+        tried = [
+            run_system(system, way, scenario, steps, cp)
+            for way in system.ways
+            for cp in system.degrees(scenario)
+        ]
+        results.append(best(tried))
     return results
 
 
-def run_system(
-    system: System, scenario: Scenario, steps: list[Step], cp: int, shown: int
-) -> Result:
-    step_seconds, memory_max, by_step = [], [], []
-    for idx, step in enumerate(steps):
-        outcome = system.simulate(step, cp)
-        if idx == shown:
-            kept = outcome
+def best(results: Iterable[Result]) -> Result:
+    """The fastest, of those that fit in memory if one does."""
+    return min(results, key=lambda result: (not result.fits, result.mean))
+
+
+def run_system(system: System, way: Way, scenario: Scenario, steps: list[Step], cp: int) -> Result:
+    outcomes = [way(step, cp) for step in steps]
+    by_step = []
+    for outcome in outcomes:
         busy = 1e3 * outcome.schedule.busy(scenario)
-        step_seconds.append(outcome.schedule.seconds)
-        memory_max.append(float(outcome.memory_bytes.max()))
         figures = {
             "attention_imbalance": max_over_mean(busy[ATTENTION][busy[ATTENTION] > 0]),
             "compute_imbalance": max_over_mean(busy[ATTENTION] + busy[LINEAR]),
@@ -80,7 +80,9 @@ def run_system(
         }
         by_step.append(figures)
     means = {name: float(np.mean([each[name] for each in by_step])) for name in figures}
-    return Result(system, scenario, cp, kept, step_seconds, max(memory_max), means)
+    step_seconds = [outcome.schedule.seconds for outcome in outcomes]
+    memory_max = max(float(outcome.memory_bytes.max()) for outcome in outcomes)
+    return Result(system, scenario, cp, outcomes[0], step_seconds, memory_max, means)
 
 
 def slowest_tenth(values: Sequence[float]) -> float:

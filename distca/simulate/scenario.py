@@ -1,6 +1,7 @@
 """What is simulated: model, machine, how ranks are divided, how many tokens each holds."""
 
 import json
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -50,7 +51,18 @@ class ModelShape:
 
     @property
     def params(self) -> int:
-        return self.layers * self.layer_params + 2 * self.vocab * self.hidden
+        return self.layers * self.layer_params + self.edge_params
+
+    @property
+    def edge_params(self) -> int:
+        """Embedding and head."""
+        return 2 * self.vocab * self.hidden
+
+    @property
+    def share_before_attention(self) -> float:
+        """Of a layer's linear work: wq, wk and wv."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.hidden * qkv / self.layer_params
 
     @property
     def linear_flops(self) -> float:
@@ -130,8 +142,8 @@ class Scenario:
     """fsdp or zero1. None: fsdp, or zero1 with pipelines."""
     tolerance: float = Options.tolerance
     """Excess of the slowest server over the mean that the planner leaves alone."""
-    server_share: float = 1 / 8
-    """Share of dedicated servers among all ranks."""
+    keep_inputs_gb: float = Options.keep_inputs_gb
+    """What a server may keep of visiting rows' q, k and v in one layer, for the backward pass."""
 
     def __post_init__(self) -> None:
         has_stages = self.pp != 1
@@ -148,8 +160,8 @@ class Scenario:
                 raise ValueError(f"{name} is {value!r}; expected an integer above 0")
         if self.sharding not in SHARDINGS:
             raise ValueError(f"sharding is {self.sharding!r}; expected one of {SHARDINGS}")
-        if not 0 < self.server_share < 1:
-            raise ValueError(f"server_share is {self.server_share}; expected above 0, below 1")
+        if not 0 <= self.keep_inputs_gb < math.inf:
+            raise ValueError(f"keep_inputs_gb is {self.keep_inputs_gb}; expected 0 or more")
         self._check_division()
         self.model.attention(self.tp)
 
@@ -207,6 +219,11 @@ class Scenario:
         return self.model.layers // self.pp
 
     @property
+    def live_layers(self) -> int:
+        """Layers whose activations wait for the backward pass, on the first stage in 1F1B."""
+        return self.stage_layers * min(self.micro_batches, self.pp)
+
+    @property
     def step_tokens(self) -> int:
         """Of all ranks."""
         return self.groups * self.micro_batches * self.tokens
@@ -243,21 +260,27 @@ class Scenario:
         one_way = (self.tp - 1) / self.tp * num_bytes / link.bytes_per_second
         return 2 * 2 * one_way + 2 * link.latency_s
 
+    def seconds_around_attention(self, pass_idx: int) -> tuple[float, float]:
+        """Of one layer: linear work and all-reduces on attention's input side, and the others. One
+        of the four halves of all-reduces precedes attention."""
+        linear = float(self.linear_seconds(self.tokens)[pass_idx])
+        reduce = float(self.tensor_parallel_seconds(self.tokens))
+        share = self.model.share_before_attention
+        return share * linear + reduce / 4, (1 - share) * linear + 3 * reduce / 4
+
     @property
     def stage_params(self) -> float:
         """Of one rank, before sharding."""
         return self.model.params / (self.pp * self.tp)
 
-    def state_bytes(self, holders: int | None = None) -> float:
+    def state_bytes(self) -> float:
         """Weights, gradients, optimizer of one rank. fsdp: everything sharded over the stage's
-        groups (or the `holders` among them), two layers gathered, one layer's gradients whole.
-        zero1: the optimizer sharded."""
-        holders = holders or self.groups
+        groups, two layers gathered, one layer's gradients whole. zero1: the optimizer sharded."""
         if self.sharding == "zero1":
             kept = (ELEMENT_BYTES + GRADIENT_BYTES) * self.stage_params
-            return kept + OPTIMIZER_BYTES * self.stage_params / holders
+            return kept + OPTIMIZER_BYTES * self.stage_params / self.groups
         layer = self.model.layer_params / self.tp
-        sharded = (OPTIMIZER_BYTES + GRADIENT_BYTES) * self.stage_params / holders
+        sharded = (OPTIMIZER_BYTES + GRADIENT_BYTES) * self.stage_params / self.groups
         return sharded + (2 * ELEMENT_BYTES + GRADIENT_BYTES) * layer
 
     def token_bytes(self) -> float:
@@ -274,7 +297,7 @@ class Scenario:
     def most_tokens(self, workspace_bytes: float = 0.0) -> float:
         """Of a group's micro-batch, in the memory that may be used, when each needs
         `workspace_bytes` beside its activations; never less than `tokens`."""
-        kept = self.token_bytes() * min(self.micro_batches, self.pp)  # the first stage's in 1F1B
+        kept = self.token_bytes() * self.live_layers / self.stage_layers
         per_token = kept + self.repeated_bytes() + workspace_bytes
         room = self.machine.usable_bytes - self.state_bytes()
         return max(float(self.tokens), room / per_token)

@@ -68,10 +68,9 @@ def chrome_trace(record: Mapping, saved: Sequence[Mapping]) -> dict:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def event(name: str, rank: int, row: int, start: float, duration: float, **more: str) -> dict:
+def event(name: str, rank: int, row: int, start: float, duration: float) -> dict:
     """Return a complete event. Times are in us."""
-    times = {"ts": start, "dur": duration}
-    return {"name": name, "ph": "X", "pid": rank, "tid": row, **times, **more}
+    return {"name": name, "ph": "X", "pid": rank, "tid": row, "ts": start, "dur": duration}
 
 
 def name_event(what: str, rank: int, row: int, name: str) -> dict:
