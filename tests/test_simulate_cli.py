@@ -11,6 +11,7 @@ from calibrations import write
 
 from distca.planning.cost import Link
 from distca.simulate import __main__ as cli
+from distca.simulate import paper
 from distca.simulate.disaggregated import cluster_of, pack_on
 from distca.simulate.layers import KINDS
 from distca.simulate.machine import Machine
@@ -89,6 +90,21 @@ def test_the_table_marks_slow_systems_and_those_that_do_not_fit():
     assert "<1 0.50x" in shown and "!" not in shown
     heavy = replace(results[0], memory_max=1e15)
     assert "!" in table([heavy, slower]).rsplit("<1 = slower", 1)[0]
+
+
+def test_speed_ups_at_the_scale_of_the_publication(monkeypatch, capsys):
+    monkeypatch.setattr(paper, "RANKS", (64,))
+    cli.main([*DRAWN, "--paper"])
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[:3] for row in rows[1:7]] == [
+        [model, "64", context]
+        for model in ("8B", "34B")
+        for context in ("131072", "262144", "524288")
+    ]
+    gains = np.array([[float(gain[:-1]) for gain in row.split()[-3:]] for row in rows[1:8]])
+    assert (gains[:, 1] <= gains[:, 2]).all()  # nothing is faster than perfect balance for free
+    assert gains[:-1].mean(axis=0) == pytest.approx(gains[-1], abs=0.01)
+    assert rows[7].startswith("mean") and "1.07 to 1.20" in rows[8]
 
 
 def test_a_measured_step_is_fitted(tmp_path):

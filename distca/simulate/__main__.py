@@ -3,6 +3,7 @@ what it is measured against. distca/simulate/__init__.py has the model of time.
 
     python -m distca.simulate --lengths lengths.json --ranks 512 --tp 8 --context 131072
     python -m distca.simulate --distribution lognormal:3000:1.2 --ranks 64 --model 34B --out runs/s
+    python -m distca.simulate --lengths lengths.json --paper
 
 The steps of benchmarks/training_step.py on 2 GPUs, whose plain step took 798 ms:
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from distca.options import add_flags, values_of
 from distca.planning.cost import Calibration, Link
 from distca.planning.packs import read_lengths
-from distca.simulate import pictures, report
+from distca.simulate import paper, pictures, report
 from distca.simulate.machine import Machine
 from distca.simulate.packing import DISTRIBUTIONS, Documents, distribution, draw
 from distca.simulate.results import fitted, run
@@ -43,6 +44,11 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument("--systems", nargs="+", help="names of some systems; default: all")
     output.add_argument("--json", type=Path, help="file for all figures")
     output.add_argument("--out", type=Path, help="folder for timeline.png, of the first step")
+    output.add_argument(
+        "--paper",
+        action="store_true",
+        help="instead, speed-ups of 8B and 34B on 64 to 512 GPUs, tp 8, contexts of 128K to 512K",
+    )
     return flags
 
 
@@ -136,6 +142,9 @@ def drawn_steps(args: argparse.Namespace, scenario: Scenario) -> list[Documents]
 def simulate(args: argparse.Namespace) -> None:
     if args.steps < 1:
         raise ValueError(f"steps is {args.steps}; expected 1 or more")
+    if args.paper:
+        print(paper.table(lengths_of(args), machine_of(args), args.steps, args.seed))
+        return
     scenario = scenario_of(args)
     drawn = drawn_steps(args, scenario)
     if args.fit_step_ms is not None:
