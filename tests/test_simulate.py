@@ -421,15 +421,15 @@ def test_the_planner_learns_what_ping_pong_hides():
     assert cluster_of(UNIT, hidden).hidden_seconds == hidden
 
 
-@pytest.mark.parametrize("least_cp", [1, 4])
-def test_work_of_a_plan_equals_the_planners_report(least_cp):
+@pytest.mark.parametrize("least_cp, runs", [(1, 1), (4, 1), (4, 2)])
+def test_work_of_a_plan_equals_the_planners_report(least_cp, runs):
     generator = random.Random(least_cp)
     lengths = [generator.randint(1, 9000) for _ in range(60)]
     scenario = replace(
         UNIT, ranks=16, tokens=8192, context=8192 * least_cp, machine=replace(UNIT_MACHINE)
     )
     (drawn,) = draw(lengths, scenario, 1, seed=0)
-    pack = pack_on(drawn.lengths, 16)
+    pack = pack_on(drawn.lengths, 16, runs)
     cost = scenario.attention_cost()
     cluster = cluster_of(scenario)
     _, loads = torch.ops.distca.plan(
