@@ -740,7 +740,7 @@ def filled(filler: int, *lengths: int) -> list[int]:
 
 @pytest.mark.parametrize("case", range(len(MEASURED)))
 def test_predictions_of_measured_steps(case, monkeypatch):
-    """The measured plans were made for links of 200 GB/s, whatever the links were."""
+    """The measured plans moved as many rows as for links of 200 GB/s, whatever the links were."""
     (filler, longest), gb_per_s, measured_ms = MEASURED[case]
     scenario = Scenario(
         model=PRESETS["8B"].changed(4, 8192),
