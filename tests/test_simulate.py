@@ -21,7 +21,6 @@ from distca.simulate.disaggregated import (
     pack_on,
     ping_pong,
     plan,
-    seconds_that_hide,
     work_of,
 )
 from distca.simulate.layers import (
@@ -413,12 +412,6 @@ def test_parameters_share_the_links_with_ping_pong():
     for times, exchange in ((alone, half), (shared, 2 * half)):
         exposed = sum(max(0, exchange - (each + 3.5) / 2) for each in (BEFORE, AFTER))
         assert times[EXCHANGE, 0] == pytest.approx(exposed)
-
-
-def test_the_planner_learns_what_ping_pong_hides():
-    hidden = seconds_that_hide(UNIT, np.array([2 * ROWS, ROWS, ROWS]), UNIT.attention_cost())
-    assert hidden == pytest.approx(3 * (5 / 2 + BEFORE))  # both passes
-    assert cluster_of(UNIT, hidden).hidden_seconds == hidden
 
 
 @pytest.mark.parametrize("least_cp, runs", [(1, 1), (4, 1), (4, 2)])

@@ -21,7 +21,7 @@ from distca.simulate.layers import (
     WAITING,
     fsdp_seconds_of_layer,
 )
-from distca.simulate.machine import BACKWARD, FORWARD, TableCost, TileCost
+from distca.simulate.machine import FORWARD, TableCost, TileCost
 from distca.simulate.scenario import Scenario
 
 
@@ -56,7 +56,7 @@ class Work:
         return self.home_seconds + self.visiting_seconds
 
 
-def cluster_of(scenario: Scenario, hidden_seconds: float = 0.0) -> Cluster:
+def cluster_of(scenario: Scenario, is_ping_pong: bool = False) -> Cluster:
     """What the planner is told."""
     machine = scenario.machine
     return Cluster(
@@ -65,7 +65,7 @@ def cluster_of(scenario: Scenario, hidden_seconds: float = 0.0) -> Cluster:
         ranks_per_node=min(scenario.groups_per_node, scenario.groups),
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,
-        hidden_seconds=hidden_seconds,
+        hidden_part=float(is_ping_pong),
     )
 
 
@@ -189,11 +189,3 @@ def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     exposed = sum(max(0.0, exchange - (each + attention.mean()) / 2) for each in others)
     waiting = attention.max() - attention
     return _by_kind(attention, exposed, waiting), max(0.0, 2 * alone - exposed)
-
-
-def seconds_that_hide(scenario: Scenario, lengths: np.ndarray, cost: TileCost | TableCost) -> float:
-    """What ping-pong hides of one layer's transfers, for the planner: attention, and the lesser of
-    what precedes and what follows it."""
-    attention = cost.seconds(np.zeros_like(lengths), lengths).sum() / scenario.groups
-    others = (scenario.seconds_around_attention(pass_idx) for pass_idx in (FORWARD, BACKWARD))
-    return float(attention + sum(map(min, others)))

@@ -15,7 +15,6 @@ from distca.simulate.disaggregated import (
     pack_on,
     ping_pong,
     plan,
-    seconds_that_hide,
     work_of,
 )
 from distca.simulate.layers import (
@@ -59,8 +58,7 @@ class Step:
         scenario = self.scenario
         runs = 2 if is_ping_pong and scenario.least_cp > 1 else 1
         pack = pack_on(lengths, scenario.groups, runs)
-        hidden = seconds_that_hide(scenario, lengths, self.cost) if is_ping_pong else 0.0
-        tasks, seconds = plan(scenario, pack, cluster_of(scenario, hidden), self.cost)
+        tasks, seconds = plan(scenario, pack, cluster_of(scenario, is_ping_pong), self.cost)
         return work_of(pack, tasks, self.cost), seconds
 
 
