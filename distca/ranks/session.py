@@ -135,7 +135,8 @@ def init(
     tensor and pipeline parallel coordinate. Pass a ProcessGroup or a DeviceMesh with such axes only
     (`mesh["dp"]`, or the replicas and shards of HSDP). None means all ranks, or the group that init
     was given before. `watching` configures logs and records. `options` and `watching` default to
-    the values passed to `configure`.
+    the values passed to `configure`. On CUDA, set the device before: the links between the ranks'
+    current devices are measured, unless `options` name them.
 
     Raises RuntimeError if torch.distributed is not initialised. Raises ValueError if the group is
     open with other options, or if the mesh has an axis whose ranks share tokens.
