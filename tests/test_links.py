@@ -18,6 +18,7 @@ from distca.ranks.links import Link, Links, measure, peers_of_ranks
 
 CPU = torch.device("cpu")
 HANG_S = 30
+STUCK_S = 3
 
 
 @pytest.mark.parametrize(
@@ -199,12 +200,15 @@ def fail_on_one_rank(rank: int, world_size: int, fault: str) -> str:
         if rank == 1 and len(calls) == 2:
             if fault == "dies":
                 os._exit(9)
-            raise MemoryError("no memory for rows")
+            if fault == "raises":
+                raise MemoryError("no memory for rows")
+            time.sleep(3 * STUCK_S)
         return seconds(call, device)
 
     with as_on_devices(), mock.patch.object(links, "_seconds", failing):
         try:
-            distca.init(options=distca.Options(timeout_s=HANG_S))
+            timeout_s = STUCK_S if fault == "stops" else HANG_S
+            distca.init(options=distca.Options(timeout_s=timeout_s))
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
     assert session.find() is None
@@ -215,14 +219,20 @@ def fail_on_one_rank(rank: int, world_size: int, fault: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("fault", ["raises", "dies"])
+CAUSES = {
+    "raises": "rank 1 failed: MemoryError: no memory",
+    "dies": "rank 1 is dead",
+    "stops": "rank 1 has not answered",
+}
+
+
+@pytest.mark.parametrize("fault", CAUSES)
 def test_a_rank_that_fails_in_the_measurement_is_named(broken_ranks, fault):
     start = time.monotonic()
     outcomes: list[Outcome] = broken_ranks.outcomes(fail_on_one_rank, fault, timeout_s=HANG_S)
     assert time.monotonic() - start < HANG_S / 2
-    cause = "rank 1 is dead" if fault == "dies" else "rank 1 failed: MemoryError: no memory"
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome
-        assert "DistBackendError: distca: " in outcome.result and cause in outcome.result
+        assert "DistBackendError: distca: " in outcome.result and CAUSES[fault] in outcome.result
     if fault == "raises":
         assert outcomes[1].result == "MemoryError: no memory for rows"
