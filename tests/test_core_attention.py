@@ -117,6 +117,7 @@ def test_a_planted_wrong_value_is_rejected(ranks):
 
 
 def attend_twice(rank, world_size, case):
+    attend(rank, world_size, case)  # plans go by the shape of the last call
     return [
         torch.equal(a, b)
         for a, b in zip(attend(rank, world_size, case), attend(rank, world_size, case), strict=True)

@@ -303,7 +303,7 @@ def balance(
 
 def gb_per_s_of(cluster: Cluster) -> dict[str, float]:
     """Return the bandwidths of a cluster's links that exist, as PlanReport names them."""
-    ranks_per_node, inside, between = cluster.links().tolist()
+    ranks_per_node, inside, between, _ = cluster.links().tolist()
     exist = (min(ranks_per_node, cluster.num_ranks) > 1, ranks_per_node < cluster.num_ranks)
     each = zip(LINKS, (inside, between), exist, strict=True)
     return {name: 1e-9 * bandwidth for name, bandwidth, exists in each if exists}
