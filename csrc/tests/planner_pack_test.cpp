@@ -63,8 +63,8 @@ TEST(Pack, LeavesContextOutOfTheRowsOfQueries) {
 }
 
 TEST(Pack, HoldsContextInSeveralPieces) {
-  const std::vector<Piece> pieces = {{0, 7, 0, 4, 4}, {0, 3, 0, 2}, {0, 7, 9, 2},
-                                     {1, 7, 4, 2, 2}, {1, 7, 6, 3, 1}};
+  const std::vector<Piece> pieces = {
+      {0, 7, 0, 4, 4}, {0, 3, 0, 2}, {0, 7, 9, 2}, {1, 7, 4, 2, 2}, {1, 7, 6, 3, 1}};
   const Pack pack = make_pack(pieces, 2);
   EXPECT_EQ(pack.num_context_rows, (std::vector<int64_t>{4, 3}));
   ASSERT_EQ(pack.documents.size(), 2u);
