@@ -642,21 +642,18 @@ def test_ideal_balance_is_a_lower_bound():
         assert seconds_of(name, REAL, step.documents) >= limit * (1 - 1e-9)
 
 
-def test_the_planner_moves_more_if_ping_pong_hides_it():
-    machine = replace(REAL.machine, inside=Link(0.0, 2e9))
-    scenario = replace(
-        REAL, machine=machine, micro_batches=1, tokens=8192, context=8192, sharding="zero1"
-    )
-    step = Step(scenario, documents([8192], *[[128] * 64] * 15))
-    (lengths,) = step.micro_batches
-    cautious, bold = (step.work(lengths, each)[0] for each in (False, True))
-    assert bold.query_rows.sum() > cautious.query_rows.sum()
+def test_the_planner_is_told_of_ping_pong(monkeypatch):
+    """Of two micro-batches, as distca.plan tells it."""
+    step, hidden_parts = random_step(REAL, seed=2), []
 
-    def layer(work: Work) -> float:
-        passes = (FORWARD, BACKWARD)
-        return sum(ping_pong(scenario, work, i)[0].sum(axis=0).max() for i in passes)
+    def told(scenario, pack, cluster, cost):
+        hidden_parts.append(cluster.hidden_part)
+        return plan(scenario, pack, cluster, cost)
 
-    assert layer(bold) < layer(cautious)
+    monkeypatch.setattr(systems, "plan", told)
+    for name in ("distca", "distca-ping-pong"):
+        seconds_of(name, REAL, step.documents)
+    assert hidden_parts == [0, 0, 1, 1]
 
 
 def test_planning_shows_where_it_is_longer_than_a_step(monkeypatch):

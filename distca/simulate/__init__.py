@@ -50,9 +50,9 @@ only.
 **Ping-pong.** A half has half the plan's bytes, and its exchange travels beside the other half's
 work. A block ends when both halves do. So one half's exchange has the other's attention and what
 precedes it in the block beside it, and the other half's exchange attention and what follows it. It
-lasts longer by the share of the pass in which FSDP's collectives use the links. As in
-training, the planner is told that attention hides transfers (Cluster.hidden_part). Where documents
-cross ranks, a rank holds two runs of the pack.
+lasts longer by the share of the pass in which FSDP's collectives use the links. The planner
+counts on attention alone (Cluster.hidden_part). Where documents cross ranks, a rank holds two runs
+of the pack.
 
 **Parameters.** fsdp: a layer's gather (and in backward its gradients' reduce-scatter, fp32) is
 hidden behind that layer's compute, as far as the exchanges beside it leave room; ranks meet in

@@ -65,7 +65,7 @@ def cluster_of(scenario: Scenario, is_ping_pong: bool = False) -> Cluster:
         ranks_per_node=min(scenario.groups_per_node, scenario.groups),
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,
-        hidden_part=float(is_ping_pong),
+        hidden_part=float(is_ping_pong),  # as distca.plan tells it
     )
 
 
