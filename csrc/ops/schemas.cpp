@@ -73,8 +73,9 @@ TORCH_LIBRARY(distca, m) {
   // of which a server may keep kept_cap_bytes for the backward pass; servers float64 [num_ranks, 2]
   // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [4] (ranks
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
-  // other work hides, over the mean seconds of attention); loads float64 [num_ranks, 8] (seconds_home, seconds,
-  // bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes, seconds_visiting).
+  // other work hides, over the mean seconds of attention); loads float64 [num_ranks, 8]
+  // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
+  // seconds_visiting).
   m.def(
       "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
       "int[] row_bytes, Tensor servers, Tensor links, float tolerance, int rounds=1, "
