@@ -14,6 +14,7 @@ from datetime import timedelta
 import kill_at
 import torch
 import torch.distributed as dist
+from ranks import FAST_LINKS
 
 import distca
 
@@ -163,7 +164,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     backend = "gloo" if transport == "peer" else "nccl"
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S))
+    distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S, **FAST_LINKS))
     MOMENTS[moment]({failing_pass: FAULTS[fault]} if dist.get_rank() == VICTIM else {})
     print("nothing was noticed", file=sys.stderr)
 

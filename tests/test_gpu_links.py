@@ -5,14 +5,16 @@ import time
 
 import pytest
 import torch
+from oracle import Case
 from ranks import Ranks
-from small_step import SHARDED, small_step
+from small_step import small_step
 
 import distca
 from distca.ranks.links import Links
 
 pytestmark = pytest.mark.gpu
 OPENING_S = 1.0
+CROSSING = Case([[10, 50, 100, 1200, 30], []], dtype=torch.float32, sharded=True)
 
 
 @pytest.fixture(scope="module", params=["peer", "process_group"])
@@ -35,7 +37,7 @@ def open_group(rank, world_size, options):
     opened = distca.init(options=distca.Options(**options))
     opening_s = time.perf_counter() - start
     peer_bytes = torch.ops.distca.peer_memory_bytes(opened.group_name)
-    step = small_step(rank, world_size, SHARDED)
+    step = small_step(rank, world_size, CROSSING)
     report = distca.plan(step.documents, device="cuda").report()
     q, k, v = (
         each.detach().cuda().bfloat16().requires_grad_() for each in (step.q, step.k, step.v)

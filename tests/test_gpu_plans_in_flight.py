@@ -7,7 +7,7 @@ import pytest
 import test_plans_in_flight as on_cpu
 import torch
 from oracle import Case
-from ranks import Ranks
+from ranks import FAST_LINKS, Ranks
 from small_step import Step, small_step
 
 import distca
@@ -32,7 +32,7 @@ def pair(request, monkeypatch):
 
 
 def open_session(rank: int, world_size: int, transport: str) -> None:
-    distca.init(options=distca.Options(transport=transport))
+    distca.init(options=distca.Options(transport=transport, **FAST_LINKS))
 
 
 def step_on_device(rank: int, world_size: int) -> Step:
