@@ -1,11 +1,11 @@
-"""Time for which the training thread waits for the control plane: for plans and for agreement.
+"""Measures how long the training thread waits for the control plane: for plans and agreements.
 
     torchrun --nproc-per-node 4 benchmarks/control_waits.py
 
-A step has a few layers of attention, forward and backward, under one plan; under two plans, whose
-windows alternate between layers; or under the plans of four micro-batches. Plans are made one step
-ahead. The table shows, for the slowest rank, the median time of a step in the profiler's ranges
-"distca wait for plan" and "distca agreement".
+A step has a few layers of attention, forward and backward. They run under one plan, under two plans
+whose windows alternate between layers, or under the plans of four micro-batches. Planning is one
+step ahead. The table shows the median time of a step in the profiler's ranges "distca wait for
+plan" and "distca agreement", on the slowest rank.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def measure(windows: list[tuple[int, int]], num_batches: int, args: argparse.Nam
 
     def run(num_steps: int) -> None:
         for _ in range(num_steps):
-            dist.barrier()  # ranks begin a step together, as optimizers let them
+            dist.barrier()  # ranks begin a step together, as after an optimizer step
             with record_function(STEP):
                 step()
 

@@ -222,7 +222,7 @@ class Case:
         return float((loads.seconds / np.where(self.speeds > 0, self.speeds, 1)).max())
 
     def makespan(self, loads: Loads) -> float:
-        """Return the seconds of a layer. In each pass a rank computes its visiting tasks, and home
+        """Return the seconds of a layer. In each pass, a rank computes visiting tasks, and home
         tasks beside its transfers."""
         _, inside, between, _ = self.cluster.links().tolist()
         most_between = np.maximum(loads.node_bytes_out, loads.node_bytes_in)

@@ -91,7 +91,7 @@ class Prices:
 @dataclass(frozen=True)
 class Loads:
     seconds: np.ndarray  # [num_ranks] of attention at speed 1
-    seconds_visiting: np.ndarray  # [num_ranks] the part of them for rows of other ranks
+    seconds_visiting: np.ndarray  # [num_ranks] the part of them that needs other ranks' rows
     bytes_out: np.ndarray  # [num_ranks]
     bytes_in: np.ndarray
     node_bytes_out: np.ndarray  # [num_ranks] the part of these between nodes

@@ -12,7 +12,7 @@ synchronised, so it takes as long as the slowest rank needs.
 Documents are drawn from --lengths and lie whole on their ranks, or have one length with --equal.
 With --document all ranks share one document, and with --mixed one long document is added to those
 of the list. Documents then cross ranks, and variants that need whole documents are left out. With
-ping-pong a rank then holds two runs of the pack.
+ping-pong, each rank then holds two runs of the pack.
 
 The balanced limit is the step time with ideal balance: the step without balancing, minus the time
 by which the slowest rank's attention exceeds the mean. For this, attention of one layer (forward
@@ -20,8 +20,8 @@ and backward of each rank's own documents) is timed alone and multiplied by the 
 Steps are compared with the limit of the same documents.
 
 --links emulates slower links between the GPUs of one host, for FSDP as well as for rows. With
-"host" NCCL copies through host memory, and with "socket" it sends by TCP through the loopback
-device. Peer memory always uses NVLink, so the variant "peer" is then left out.
+"host", NCCL copies through host memory. With "socket", it sends by TCP through the loopback device.
+Peer memory always uses NVLink, so the variant "peer" is left out.
 
 The last steps are repeated under the profiler (device_time.py). The profile shows, by rank, exposed
 communication, waiting for ranks that are behind, and the rest. The limit of these steps uses
@@ -66,7 +66,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         "--turns", type=int, default=1, help="runs of each variant, in turns with the others"
     )
     parser.add_argument(
-        "--links", choices=LINKS, default="nvlink", help="of NCCL (default: %(default)s)"
+        "--links", choices=LINKS, default="nvlink", help="that NCCL uses (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, help="JSON file; CSV and PNG files go beside it")
     args = parser.parse_args()

@@ -78,7 +78,7 @@ def core_attention(
     Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
     bad arguments before any row is sent; in the first layer of the first step it does so on every
     rank of a planned group. Raises torch.distributed.DistBackendError if a rank of the group is
-    lost, or refuses its arguments later.
+    lost, or if another rank refuses its arguments later.
     """
     attend = attend_rows if _route is None else _attend_by_route
     return attend(q, k, v, documents, softmax_scale, check_window(window_size))

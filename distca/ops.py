@@ -37,7 +37,7 @@ def core_attention(
 def exchange(
     q: Tensor, k: Tensor, v: Tensor, layout: Tensor, rows: Tensor, group_name: str,
 ) -> None:
-    """Send the rows of a layout to their servers, for timing. Collective."""
+    """Send the rows of a layout to their servers, to measure links. Collective."""
 
 
 @_operator
@@ -57,13 +57,14 @@ def attend_backward(
 
 @_operator
 def gather(words: Tensor, group_name: str, step: int) -> list[Tensor]:
-    """Return the words of all ranks, int64 [any length], from the planning group. Collective."""
+    """Return every rank's `words`, int64 of any length, by rank. Collective, on the planning
+    group."""
 
 
 @_operator
 def agreed_calls(group_name: str, step: int, window_left: int, window_right: int) -> Tensor:
-    """Return the calls that ranks last agreed on under a plan for this window, to announce them
-    with plan `step`."""
+    """Return the calls that ranks last agreed on under a plan for this window. They are to be
+    announced with plan `step`."""
 
 
 @_operator

@@ -31,7 +31,8 @@ def check(name: str, value: object, is_valid: bool, expected: str) -> None:
 
 
 def check_number(name: str, value: object, zero: bool = False) -> None:
-    """Integers of any length are compared as they are: not all of them are floats."""
+    """Raise ValueError unless `value` is a positive number, or 0 with `zero`. Integers are not
+    converted, because not all of them are floats."""
     numeric = type(value) in (int, float)
     is_valid = numeric and (0 < value <= sys.float_info.max or (zero and value == 0))
     check(name, value, is_valid, "zero or a positive number" if zero else "a positive number")
@@ -73,13 +74,13 @@ class Options:
     """Attention speed of one rank, in TFLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
 
     link_gb_per_s: float | None = None
-    """Bandwidth from one rank to the ranks of its node, in GB/s (1e9 bytes/s). None: that of
-    cost_table, else measured when a group of CUDA devices opens. 2 is assumed on the CPU, and 200
-    on CUDA devices in deterministic mode."""
+    """Bandwidth from one rank to the ranks of its node, in GB/s (1e9 bytes/s). None: taken from
+    cost_table, else measured when a group of CUDA devices opens. Where nothing is measured, 2 is
+    assumed on the CPU, and 200 on CUDA devices in deterministic mode."""
 
     node_link_gb_per_s: float | None = None
-    """Bandwidth from one rank to the ranks of other nodes, in GB/s (1e9 bytes/s). None: as
-    link_gb_per_s, with 50 in place of 200."""
+    """Bandwidth from one rank to the ranks of other nodes, in GB/s (1e9 bytes/s). None: as for
+    link_gb_per_s, with 50 instead of 200."""
 
     ranks_per_node: int | None = None
     """Number of consecutive ranks of a group that share a node. None: taken from host names."""
@@ -90,9 +91,9 @@ class Options:
     heads, the times are scaled by FLOPs, with a warning."""
 
     deterministic: bool = False
-    """Make results and gradients bitwise equal in every run of the same plan, and plan without
-    measured links, so that equal documents get equal plans. The backward pass is up to a tenth
-    slower on Hopper. If off, torch.use_deterministic_algorithms decides on results."""
+    """Make results and gradients bitwise equal in every run of the same plan. Links are not
+    measured, so that equal documents get equal plans. The backward pass is up to a tenth slower on
+    Hopper. If off, torch.use_deterministic_algorithms decides whether results are deterministic."""
 
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside

@@ -27,7 +27,7 @@ SMALL = Case([[300], [5]], dtype=torch.float32)
 
 @pytest.fixture
 def fresh_ranks():
-    """A group of three that the test may break."""
+    """Return a group of three ranks that the test may break."""
     started = Ranks(3, start_method="forkserver")
     yield started
     started.stop()
@@ -83,7 +83,7 @@ def agreements(rank: int, world_size: int, case: str, ahead: bool) -> list[int]:
 def test_training_does_not_wait_for_agreement_after_the_first_step(ranks, case, ahead):
     windows, num_batches = CASES[case]
     num_plans = len(windows) * num_batches
-    # Plans that are made ahead of the first step know no calls to announce either.
+    # Plans that are made ahead of the first step have no calls to announce either.
     first = [num_plans, num_plans] if ahead else [num_plans, 0]
     assert ranks(3).run(agreements, case, ahead) == [[*first, 0]] * 3
 
@@ -180,7 +180,7 @@ def change_alone_at_home(rank: int, world_size: int) -> None:
         step.attend()
         dist.all_reduce(
             torch.ones(1)
-        )  # of gradients: a rank that waits before it blocks the others
+        )  # of gradients: a rank that does not get here blocks the others
 
 
 def test_a_rank_that_changes_alone_is_named_though_nobody_waits_for_its_rows(fresh_ranks):
@@ -199,7 +199,7 @@ def plan_far_ahead(rank: int, world_size: int) -> list[int]:
     first.attend()
     steps = [small_step(rank, world_size, SMALL) for _ in range(PLANS_IN_FLIGHT + 1)]
     plans = [distca.plan(step.documents, ahead=True) for step in steps]
-    if rank == ODD:  # the threads of planners may be at different plans
+    if rank == ODD:  # planner's threads may be at different plans
         plans[-1].wait()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for step in (*steps[:2], steps[-1]):

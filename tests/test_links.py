@@ -75,7 +75,7 @@ def test_links_are_measured_by_level(ranks, world_size, per_node, told, levels):
 
 
 def slow_rank(rank: int, world_size: int) -> Links:
-    """Every exchange takes rank 1 a tenth of a second longer, by its own clock."""
+    """Make every exchange of rank 1 a tenth of a second longer, by its own clock."""
     clock = links._seconds
     with mock.patch.object(
         links, "_seconds", lambda call, device: clock(call, device) + 0.1 * (rank == 1)
@@ -90,13 +90,13 @@ def test_the_slowest_rank_counts(ranks):
 
 
 def as_on_devices():
-    """Groups on the CPU measure links as groups on devices do."""
+    """Let groups on the CPU measure links as groups on devices do."""
     return mock.patch.object(session, "measures_links", lambda session: session.options.enabled)
 
 
 def open_and_plan(rank: int, world_size: int) -> tuple:
-    """Return what a group measures at its opening, the report of its first plan, the log and what
-    is left of the measurement."""
+    """Return what a group measures when it opens, the report of its first plan, the log, and what
+    the measurement leaves behind."""
     distca.close()
     records = []
     handler = logging.Handler()
@@ -185,14 +185,15 @@ def test_a_cost_table_replaces_measured_links(tmp_path):
 
 @pytest.fixture
 def broken_ranks():
-    """A group of three that the test breaks."""
+    """Return a group of three ranks that the test breaks."""
     started = Ranks(3, start_method="forkserver")
     yield started
     started.stop()
 
 
 def fail_on_one_rank(rank: int, world_size: int, fault: str) -> str:
-    """Open a group while rank 1 fails. Return the error, and train after an error alone."""
+    """Open a group while rank 1 fails. Return the error. If the fault is an exception, train
+    afterwards."""
     seconds, calls = links._seconds, []
 
     def failing(call, device):

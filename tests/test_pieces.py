@@ -124,7 +124,7 @@ def test_one_rank_has_most_pieces(ranks):
 
 
 def num_exchanges(rank: int, world_size: int, counts: list[int]) -> int:
-    """Return how many exchanges a plan of so many documents takes, before agreement on it."""
+    """Return how many exchanges a plan of this many documents takes before ranks agree on it."""
     real_gather, calls = ops.gather, []
     ops.gather = lambda *arguments: calls.append(1) or real_gather(*arguments)
     try:

@@ -244,7 +244,7 @@ def test_all_gather_by_hand():
     assert layers.seconds[0, :, EXCHANGE].tolist() == [[gather] * 2, [2 * gather] * 2]
     kept = context_parallel(slow, one, np.array([[4 * ROWS]]), cp=2, keys=GATHER_ONCE)
     assert kept.seconds[0, :, EXCHANGE].tolist() == [[gather] * 2, [gather] * 2]
-    # Beside the gradients of one layer's keys, the gathered keys of one layer, or of all.
+    # A rank holds the gradients of one layer's keys, and the gathered keys of one layer or of all.
     assert layers.workspace_bytes.tolist() == [2 * 512 * 512] * 2
     deep = replace(slow, model=replace(TINY, layers=3))
     kept = context_parallel(deep, one, np.array([[4 * ROWS]]), cp=2, keys=GATHER_ONCE)
@@ -643,7 +643,7 @@ def test_ideal_balance_is_a_lower_bound():
 
 
 def test_the_planner_is_told_of_ping_pong(monkeypatch):
-    """Of two micro-batches, as distca.plan tells it."""
+    """There are two micro-batches, and distca.plan passes the same hidden_part."""
     step, hidden_parts = random_step(REAL, seed=2), []
 
     def told(scenario, pack, cluster, cost):
@@ -709,8 +709,8 @@ def test_a_fit_reproduces_the_measured_step():
 
 
 # Steps of benchmarks/training_step.py on two H200, with four layers of 8B's width. Synthetic
-# documents stand in for those of two lists, so that ranks are as unequal as measured: (length of
-# short documents, 1024s of tokens of the long document that one rank has in each of nine steps).
+# documents replace those of two lists, and make ranks as unequal as in the measurement: (length of
+# short documents, length / 1024 of the long document that one rank has in each of nine steps).
 PRETRAIN = (4096, [55, 8, 6, 24, 6, 25, 9, 34, 6])
 PROLONG = (7168, [19, 14, 11, 24, 44, 11, 19, 10, 16])
 MEASURED = [  # GB/s of a link, ms by system
@@ -730,7 +730,7 @@ def filled(filler: int, *lengths: int) -> list[int]:
 
 @pytest.mark.parametrize("case", range(len(MEASURED)))
 def test_predictions_of_measured_steps(case, monkeypatch):
-    """The measured plans moved as many rows as for links of 200 GB/s, whatever the links were."""
+    """Measured plans moved as many rows as for links of 200 GB/s, whatever the links were."""
     (filler, longest), gb_per_s, measured_ms = MEASURED[case]
     scenario = Scenario(
         model=PRESETS["8B"].changed(4, 8192),
@@ -747,7 +747,7 @@ def test_predictions_of_measured_steps(case, monkeypatch):
 
 
 def test_predictions_of_measured_steps_of_equal_documents():
-    """On four ranks; docs/performance.md."""
+    """The steps on four ranks are those of docs/performance.md."""
     scenario = Scenario(model=PRESETS["8B"].changed(4, 8192), ranks=4)
     for name, expected_ms in (("fixed", 736), ("distca", 737), ("limit", 735)):
         predicted = seconds_of(name, scenario, documents(*[[8192] * 8] * 4))

@@ -245,7 +245,8 @@ def results_of_cut_batches(
 def train_over(
     rank: int, world_size: int, ranks_per_batch: int, options: dict, has_bad_batch: bool = False
 ) -> None:
-    """Train on cut batches. In a bad batch of the last rank, nothing says where documents begin."""
+    """Train on cut batches. With `has_bad_batch`, those of the last rank do not say where documents
+    begin."""
     join(rank, world_size)
     trainer = trainer_of("trainer", "llama", options)
     if has_bad_batch and rank == world_size - 1:

@@ -8,7 +8,7 @@
 
 namespace distca::attention {
 
-// What follows from a list's tasks alone: its words on the host, and the number of those on the
+// What follows from a list's tasks alone: the words on the host, and the number of words on the
 // device.
 struct WordCounts {
   std::vector<int64_t> host;
@@ -39,8 +39,8 @@ struct Backend {
   // Null: PyTorch's operators.
   void (*row_dots)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) = nullptr;
 
-  // Plans the words that it reads for a list. Null: it reads none. If it reads any, count_words is
-  // set too; layouts are checked with it.
+  // Plans the words that the back end reads for a list. Null: it reads none. A back end that sets
+  // plan_words also sets count_words, which checks of layouts use.
   PlannedWords (*plan_words)(const std::vector<PlacedTask>& tasks, const Mask& mask) = nullptr;
   WordCounts (*count_words)(const std::vector<PlacedTask>& tasks) = nullptr;
 };

@@ -20,7 +20,7 @@ std::string names_of(const std::vector<at::ScalarType>& dtypes) {
   return names;
 }
 
-// Returns why a back end of q's device does not take the request; empty if it does.
+// Returns why a back end for q's device does not take the request, or "" if it does.
 std::string refusal(const Backend& backend, const Request& request) {
   const auto& [q, mask, softmax_scale, deterministic] = request;
   const int64_t head_dim = q.size(2);

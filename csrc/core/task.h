@@ -29,7 +29,7 @@ constexpr Range key_rows(const PlacedTask& task) {
   return {task.k_row, task.k_row + task.num_k_rows};
 }
 
-// Returns the ranges in order, with those that meet joined, and without empty ones.
+// Returns the ranges in order and without empty ones. Ranges that overlap or touch are joined.
 inline std::vector<Range> joined(std::vector<Range> ranges) {
   std::erase_if(ranges, [](Range range) { return range.begin == range.end; });
   std::ranges::sort(ranges, {}, &Range::begin);
@@ -41,14 +41,14 @@ inline std::vector<Range> joined(std::vector<Range> ranges) {
   return all;
 }
 
-// Tasks that share keys, directly or through one another: one copy of a document's keys. Different
-// runs share no row of dk and dv. A task without keys is a run of its own.
+// Tasks that share keys, directly or through other tasks: those of one copy of a document's keys.
+// Different runs share no row of dk and dv. A task without keys is a run of its own.
 struct TaskRun {
   Range keys;
   std::vector<PlacedTask> tasks;  // by key row, then by query row
 };
 
-// Returns runs by key row. Leaves out tasks without any row.
+// Returns the runs of tasks in order of key rows. Leaves out tasks without rows.
 inline std::vector<TaskRun> runs_of(std::vector<PlacedTask> tasks) {
   std::ranges::sort(tasks, {}, [](const PlacedTask& task) {
     return std::tuple(task.num_k_rows == 0, task.k_row, task.q_row);

@@ -179,7 +179,8 @@ void check_header(const LayoutHeader& header) {
   check("batch", header.batch, std::min<int64_t>(header.step, 0), header.step);
 }
 
-// Returns a plan's digest, extended by the most rows of any server and any home in a round.
+// Returns a plan's digest, extended by the largest numbers of rows of any server and any home in a
+// round.
 uint64_t extended(uint64_t digest, const Movement& most) {
   for (const int64_t num_rows :
        {most.max_visiting_q, most.max_visiting_k, most.max_returned_q, most.max_returned_k}) {

@@ -80,7 +80,7 @@ at::Tensor unpack_rows(const at::Tensor& layout, const at::Tensor& packed_rows);
 // Throws ValueError if `layout` is not a layout.
 std::vector<int64_t> kept_rows(const at::Tensor& layout);
 
-// What all ranks have in common in their layouts under one plan.
+// The part of a layout that is equal on all ranks under one plan.
 struct PlanIdentity {
   int64_t step;
   int64_t digest;  // of the plan, and of what decides where ranks write in each other's memory

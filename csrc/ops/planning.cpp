@@ -152,7 +152,7 @@ at::Tensor encode_plan(const planner::Plan& plan) {
   return encoded;
 }
 
-// Of `task_words` each; without the last nothing is kept.
+// Decodes tasks of `task_words` words each. Without the fifth word, nothing is kept.
 std::vector<planner::Task> decode_tasks(std::span<const int64_t> words, int64_t task_words) {
   std::vector<planner::Task> tasks;
   tasks.reserve(words.size() / task_words);

@@ -51,16 +51,16 @@ TORCH_LIBRARY(distca, m) {
       "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       of_one_step);
 
-  // Every rank's `words`, int64 [any length], by rank, on the planning group. Collective.
+  // Returns every rank's `words`, int64 [any length], by rank. Collective, on the planning group.
   m.def("gather(Tensor words, str group_name, int step) -> Tensor[]");
-  // What all ranks last called attention with under a plan for this window, int64 [num_calls, 5],
-  // to announce it with plan `step`.
+  // Returns the calls that ranks last agreed on under a plan for this window, int64 [num_calls, 5].
+  // They are to be announced with plan `step`.
   m.def("agreed_calls(str group_name, int step, int window_left, int window_right) -> Tensor calls",
         [](const std::string& group_name, int64_t step, int64_t left, int64_t right) {
           return distca::ops::find_session(group_name)->agreed_calls(step, {left, right});
         });
-  // Compares a plan, and announces these calls under it: see session.h. Collective, on the planning
-  // group.
+  // Compares a plan with other ranks, and announces these calls under it (see session.h).
+  // Collective, on the planning group.
   m.def("agree_on_plan(Tensor layout, Tensor calls, str group_name) -> ()",
         [](const at::Tensor& layout, const at::Tensor& calls, const std::string& group_name) {
           distca::ops::find_session(group_name)->agree_on_plan(layout, calls);
@@ -82,8 +82,8 @@ TORCH_LIBRARY(distca, m) {
       "float kept_cap_bytes=0, int[]? held_bytes=None, int[]? kept_bytes=None) "
       "-> (Tensor plan, Tensor loads)");
   // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server), or 5 with
-  // whether the server keeps inputs, which is alike for all that it computes of a document away
-  // from home, and ignored at home.
+  // whether the server keeps inputs. This must be equal for all visiting tasks of a document on a
+  // server, and is ignored for home tasks.
   m.def(
       "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
       "int window_right) -> Tensor plan");

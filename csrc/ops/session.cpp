@@ -82,7 +82,7 @@ std::string differences(const std::vector<Signature>& all, int first, int last) 
   return text;
 }
 
-// "heads_q 8, heads_kv 4, ..."; if another call was announced, "heads_q 8 instead of 4".
+// Returns "heads_q 8, heads_kv 4, ..."; if another call was announced, "heads_q 8 instead of 4".
 std::string description_of(const Signature& signature, const Signature* announced) {
   std::string text;
   const int first = announced ? Signature::kVersion : Signature::kFirstOfCall;
@@ -101,10 +101,10 @@ constexpr const char* kSameModel =
 
 constexpr int64_t kNumCallFields = Signature::kFirstOfHistory - Signature::kFirstOfCall;
 
-// What a rank sends about a plan, before the fields of the calls that it announces.
+// What a rank sends about a plan. The fields of the calls that it announces follow.
 struct Announcement {
-  Signature plan;  // with the last new call and the counts of a History in the other fields
-  int64_t before = -1, after = -1;  // the plans of the History
+  Signature plan;  // the other fields hold the last new call and the counts of a History
+  int64_t before = -1, after = -1;  // the plans of that History
 };
 static_assert(std::is_trivially_copyable_v<Announcement>);
 
@@ -137,7 +137,8 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   using transport::Patience;
   const auto layers = std::make_shared<Patience>(failures_, transport::kLayers);
   const auto plans = std::make_shared<Patience>(failures_, transport::kPlans);
-  // A channel of its own: a rank that has called on forgets which exchanges of rows it began.
+  // Agreements have a channel of their own. A rank remembers only its latest exchanges of rows, so
+  // one that ran ahead would seem to have begun the agreement that another rank waits in.
   const auto agreements = std::make_shared<Patience>(failures_, transport::kAgreements);
   control_ = std::make_unique<transport::ControlPlane>(control, agreements);
   failures_->introduce(control_->gather(failures_->introduction(configuration),
@@ -201,7 +202,7 @@ Session::Agreement* Session::agreement_on(int64_t step) {
   return &agreement;
 }
 
-// Call it at the first call under a plan, which comes at the same point of all ranks' programs.
+// Must be called at the first call under a plan, which all ranks' programs make at the same point.
 Session::Agreement& Session::new_agreement(int64_t step) {
   if (agreements_.size() == kPlansInFlight) agreements_.pop_front();
   history_ = {history_.step, step, latest_};
@@ -309,14 +310,14 @@ void Session::agree_on_plan(const at::Tensor& layout, const at::Tensor& calls) {
 
 std::string Session::activity_of(const Signature& mine, const Agreement* agreement) const {
   if (agreement == nullptr) return "the agreement before the first layer";
-  // Later the others may not be agreeing at all: the text must say on what.
+  // After that, the other ranks may not take part in an agreement: the text must describe the call.
   const bool is_expected = agreement->num_made < agreement->calls.size();
   const Signature* announced = is_expected ? &agreement->calls[agreement->num_made] : nullptr;
   return "an agreement on " + description_of(mine, announced);
 }
 
-// Returns whether this call needs no agreement under its plan. Announced calls count in their order
-// alone: a rank that makes them in another order makes another call than the others.
+// Returns whether this call needs no agreement under its plan. Announced calls count only in their
+// order: a rank that makes them in another order makes other calls than the other ranks.
 bool Session::makes_agreed_call(Agreement& agreement, const Signature& mine) {
   const auto made = agreement.calls.begin() + static_cast<int64_t>(agreement.num_made);
   if (std::find(agreement.calls.begin(), made, mine) != made) return true;
@@ -335,12 +336,12 @@ void Session::agree(const Signature& mine, const Mask& mask, bool moves_rows) {
   const int64_t step = mine.values[Signature::kStep];
   Agreement* agreement = agreement_on(step);
   if (agreement && makes_agreed_call(*agreement, mine)) return;
-  // If this rank alone makes this call, no other waits for its rows, and none would notice.
+  // No rows travel. If this rank alone made this call and waited, no other rank would notice.
   if (agreement && !moves_rows) return note_new_call(mine);
   Signature whole = latest_;
   std::copy_n(mine.values.begin(), Signature::kFirstOfHistory, whole.values.begin());
   const std::string activity = activity_of(mine, agreement);
-  lock.unlock();  // the planner's thread goes on meanwhile
+  lock.unlock();  // so that the planner's thread can go on
   const auto all = gather(whole, activity);
   check_history(all, Signature::kFirstOfHistory, {"agreement", "", -1, step});
   std::string refused;

@@ -35,13 +35,13 @@ struct Signature {
     kHeadDim,
     kDtype,
     kSoftmaxScale,  // bits of the double
-    // Number of calls that moved rows between the first call under a plan and that under another.
+    // Number of calls that moved rows, from the first call under one plan to that under the next.
     kForwardCalls,
     kRecomputedCalls,
     kBackwardCalls,
     kNumFields
   };
-  static constexpr Field kFirstOfCall = kHeadsQ;  // to kFirstOfHistory: without the plan
+  static constexpr Field kFirstOfCall = kHeadsQ;  // up to kFirstOfHistory: a call without its plan
   static constexpr Field kFirstOfHistory = kForwardCalls;
   std::array<int64_t, kNumFields> values{};
 
@@ -105,24 +105,25 @@ class Session {
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
   // Returns the calls that ranks last agreed on under a plan for this window, in their order, int64
-  // [num_calls, fields of a call]. They are for plan `step`, the newest.
+  // [num_calls, fields of a call]. They are to be announced with plan `step`, the newest.
   at::Tensor agreed_calls(int64_t step, const Mask& mask);
 
-  // Collective, on the planning thread: compares the plan of a layout, and announces the calls that
-  // this rank expects to make first under it. If all ranks announce the same, agree() is free for
-  // these calls in this order. Throws ValueError on every rank if plans differ.
+  // Collective, on the planner's thread: compares the plan of a layout with other ranks, and
+  // announces the calls that this rank expects to make under it. If all ranks announce the same
+  // calls, agree() is free for these calls in this order. Throws ValueError on every rank if plans
+  // differ.
   void agree_on_plan(const at::Tensor& layout, const at::Tensor& calls);
 
-  // Makes sure that all ranks make this call. Free if it was announced with the plan, or has been
-  // made under it, even if calls under up to kPlansInFlight plans alternate. Also free if the plan
-  // moves no rows and another call under it was agreed on: agree_on_plan compares such calls later.
-  // Else collective: if signatures differ, throws on every rank and names the ranks and the
-  // difference. `mask` and `moves_rows` are the plan's.
+  // Makes sure that all ranks make this call. Free if the call was announced with the plan or has
+  // been made under it, even if calls under up to kPlansInFlight plans alternate. Also free if the
+  // plan moves no rows and ranks agreed on another call under it: agree_on_plan compares such calls
+  // later. Otherwise collective: if signatures differ, throws on every rank and names the ranks and
+  // the difference. `mask` and `moves_rows` are those of the plan.
   void agree(const Signature& mine, const Mask& mask, bool moves_rows);
 
-  // This rank refuses its arguments with `error`. If no calls were announced with the plan, then
-  // before its first call the others learn it in agree(), and the group lives on. Otherwise they
-  // wait for rows, and the group is lost.
+  // This rank refuses its arguments with `error`. Before the first call under a plan for which no
+  // calls were announced, the other ranks learn of it in agree(), and the group lives on. Otherwise
+  // they wait for rows, and the group is lost.
   void refuse(int64_t step, const std::string& error);
 
   // heads_q, heads_kv, head_dim and bytes per element of the last new call under a plan; zeros
@@ -139,9 +140,9 @@ class Session {
   struct Agreement {
     int64_t step;
     std::vector<Signature> calls;
-    size_t num_made = 0;  // the others were announced
+    size_t num_made = 0;  // the other calls were announced, but not made yet
   };
-  // What a rank did between its first calls under two plans.
+  // The calls of a rank from its first call under one plan to its first call under the next.
   struct History {
     int64_t before = -1, step = -1;  // the plans; -1: none
     Signature calls;                 // the last new call, and the counts
@@ -155,8 +156,8 @@ class Session {
 
   Agreement* agreement_on(int64_t step);
   Agreement& new_agreement(int64_t step);
-  // Older plans count as not announced. This depends on the training thread alone, so that it is
-  // equal on all ranks, however far their planners' threads are.
+  // Announcements of older plans do not count. The training thread alone decides this, so that it
+  // is equal on all ranks, however far their planner's threads are.
   int64_t first_announced() const {
     return newest_plan_ + 1 - static_cast<int64_t>(kPlansInFlight);
   }
@@ -184,7 +185,7 @@ class Session {
   int64_t rank_;
   int64_t num_ranks_;
   int64_t newest_plan_ = -1;
-  std::map<int64_t, std::vector<Signature>> announced_;  // by plan that no call has used yet
+  std::map<int64_t, std::vector<Signature>> announced_;  // by plan that no call used yet
   std::deque<Agreement> agreements_;                     // for plans in flight, the newest last
   std::deque<Batch> batches_;                            // likewise
   std::map<std::pair<int64_t, int64_t>, std::vector<Signature>> agreed_calls_;  // by window

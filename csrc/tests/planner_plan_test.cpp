@@ -268,7 +268,7 @@ TEST(Plan, IsNeverSlowerThanMovingNothing) {
   }
 }
 
-// What other work hides need not be behind attention.
+// Transfers that other work hides need not fit behind attention.
 TEST(Plan, MovesMoreWhereTransfersAreHidden) {
   Random random(2);
   const Pack pack = make_pack(heavy_tailed_step(random, 8, 65536), 8);

@@ -78,7 +78,7 @@ inline std::vector<Piece> shuffled_pieces(Random& random, const std::vector<int6
   return pieces;
 }
 
-// Context where documents begin, of some of them, in as many pieces as hold it.
+// Gives some documents context at their beginning, in one or more pieces.
 inline void draw_context(Random& random, std::vector<Piece>& pieces) {
   std::map<int64_t, int64_t> lengths, first_queries;
   for (const Piece& piece : pieces) lengths[piece.document] += piece.length;

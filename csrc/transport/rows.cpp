@@ -5,7 +5,7 @@
 
 #include "transport.h"
 
-// On the CPU these are PyTorch's operators, which take the rows of an index in order.
+// On the CPU, PyTorch's operators do this. They take the rows of an index in order.
 namespace distca::transport {
 namespace {
 

@@ -18,8 +18,8 @@ struct Seal {
 };
 constexpr int64_t kSealBytes = 16;
 
-// Write, or compare, the seal at the end of each record, if the call has one. `records`: uint8
-// [rows, row_bytes], contiguous.
+// Write or compare the seal at the end of each record. They do nothing if the call has no seals.
+// `records`: uint8 [rows, row_bytes], contiguous.
 void make_seals(const at::Tensor& records, const Seal& seal);
 void check_seals(const at::Tensor& records, const Seal& seal);
 
@@ -30,8 +30,8 @@ void check_seals(const at::Tensor& records, const Seal& seal);
 // dst[i] = src[index[i]] for every row i of dst.
 void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
 
-// dst[index[i]] = src[i] for every row i of src; indices are distinct. Rows become NaN if `spoiled`
-// (see Seal) is set: what was computed from rows of another call must not be used.
+// dst[index[i]] = src[i] for every row i of src; indices are distinct. If `spoiled` (see Seal) is
+// set, rows become NaN: results that were computed from rows of another call must not be used.
 void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                   const uint32_t* spoiled = nullptr);
 
@@ -43,7 +43,7 @@ struct Reduction {
 };
 
 // dst[row[i]] += sum of src[slot] in slot order, accumulated in float (double for float64) and
-// rounded once: deterministic, no atomics. NaN as in scatter_rows.
+// rounded once: deterministic, no atomics. Sums become NaN if `spoiled` is set, as in scatter_rows.
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
                  const uint32_t* spoiled = nullptr);
 

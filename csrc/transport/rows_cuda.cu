@@ -48,7 +48,7 @@ __global__ void check_seals_kernel(RowView records, Seal seal) {
   if (found.x != seal.tag) report(seal, found);
 }
 
-// Rows as kernels see them.
+// A copy of rows, as kernels see it.
 struct RowCopy {
   RowView src;
   RowView dst;

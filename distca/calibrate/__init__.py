@@ -18,8 +18,8 @@ file is `Options.cost_table` (flag --cost-table), read with distca.planning.cost
   seconds_per_task   part of every entry, forward and backward together, that a task costs whatever
                      its size
   links              {"inside": link, "between": link}: ranks of one node, ranks of different nodes;
-                     a link is {"latency_s", "bytes_per_second"} of the way that rows take, as
-                     measured when a group opens (distca/ranks/links.py); null where there is none
+                     a link is {"latency_s", "bytes_per_second"}, measured with rows as when a group
+                     opens (distca/ranks/links.py); null where there is none
 
 How attention is measured: the device computes as many equal tasks at once as fill it, through
 torch.ops.distca.attend and attend_backward; the time is divided by their number. Each task is the

@@ -96,8 +96,8 @@ def main(command_line: Sequence[str] | None = None) -> None:
 
 
 def _links(device: torch.device) -> Links:
-    """Of all ranks. Ends torch.distributed."""
-    opened = session.init(options=Options(enabled=False))  # which measures nothing itself
+    """Return the measured links between all ranks. Ends torch.distributed."""
+    opened = session.init(options=Options(enabled=False))  # init itself then measures nothing
     links = measure(opened, device) if opened.num_ranks > 1 else Links()
     session.close()
     dist.destroy_process_group()

@@ -20,9 +20,9 @@ PACK = (
     "packing=True"
 )
 
-_known = WeakTensorKeyDictionary()  # cu_seq_lens_q or position_ids: Boundaries
-_taken: weakref.WeakSet[Documents] = weakref.WeakSet()  # those that a forward pass has used
-_latest: dict[tuple[int, int], dict] = {}  # by window of the latest pass, how it is planned
+_known = WeakTensorKeyDictionary()  # Boundaries by cu_seq_lens_q or position_ids
+_taken: weakref.WeakSet[Documents] = weakref.WeakSet()  # that a forward pass was called with
+_latest: dict[tuple[int, int], dict] = {}  # arguments of plan in the latest pass, by window
 
 
 @dataclass
@@ -50,7 +50,8 @@ class Boundaries:
 
         Each forward pass has its own, also where one rank passes the same tensor again and another
         a new one, or ranks would count plans differently. What is computed again in the backward
-        pass uses those of the forward pass. Documents that cross ranks are always shared.
+        pass uses those of the forward pass. Documents that cross ranks are shared even without a
+        session.
         """
         if session is None and not self.here.crosses_ranks:
             return self.here, None
@@ -76,14 +77,14 @@ class Boundaries:
 
 
 def remember(keywords: dict, documents: Documents, batch: int, num_tokens: int) -> None:
-    """Take `documents` for the tensor of `keywords` that read_boundaries reads, unread. The first
-    forward pass uses them and their plans, later ones have their own."""
+    """Use `documents` instead of reading the tensor of `keywords` that read_boundaries would read.
+    The first forward pass uses them and their plans. Later passes get copies without plans."""
     tensors = (keywords.get(name) for name in ("cu_seq_lens_q", "position_ids"))
     tensor = next((each for each in tensors if each is not None), None)
     if not isinstance(tensor, Tensor) or documents.num_tokens != batch * num_tokens:
         raise ValueError(
-            f"documents is {documents}, with position_ids {type(tensor).__name__} and a batch of "
-            f"shape {[batch, num_tokens]}; expected all of them from one collator"
+            f"documents is {documents}, with boundaries of type {type(tensor).__name__} and "
+            f"a batch of shape {[batch, num_tokens]}; expected all of them from one collator"
         )
     state = _state_of(tensor, batch, num_tokens)
     known = _keep(tensor, state, documents.cu_seqlens.to(torch.int64), documents.unplanned())
@@ -105,7 +106,8 @@ def _state_of(tensor: Tensor, batch: int, num_tokens: int) -> tuple:
 
 
 def check_cut(name: str, value: object, shape: list[int]) -> None:
-    """Raises ValueError unless `value` can be cut with the tokens [rows, tokens] of a batch."""
+    """Raises ValueError unless `value` can be cut with the tokens of a batch, whose shape is
+    `shape` = [rows, tokens]."""
     if not isinstance(value, Tensor) or list(value.shape[:2]) != shape:
         described = str(list(value.shape)) if isinstance(value, Tensor) else repr(value)
         raise ValueError(
@@ -115,8 +117,8 @@ def check_cut(name: str, value: object, shape: list[int]) -> None:
 
 
 def plan_ahead(documents: Documents) -> None:
-    """Plan documents in the background as those of the latest forward pass, if there was one and
-    its group is open. Collective, as `distca.plan`."""
+    """Plan documents in the background, for the windows and heads of the latest forward pass. Does
+    nothing if there was no such pass or its group is closed. Collective, like `distca.plan`."""
     for how in list(_latest.values()):
         session = sessions.find(how["group"])
         if session is not None and (session.options.enabled or documents.crosses_ranks):

@@ -119,7 +119,7 @@ class _Pass:
     model: nn.Module | None
     boundaries: dict[str, object]  # its arguments that may say where documents begin
     has_tokens: bool
-    crosses_ranks: bool = False  # documents do
+    crosses_ranks: bool = False  # whether its documents do
     # Of the outermost pass alone, for all that it contains:
     num_calls: int = 0  # of the registered attention
     unmasked: set[int] = field(default_factory=set)
@@ -141,7 +141,8 @@ _traits: WeakKeyDictionary[nn.Module, _Traits] = WeakKeyDictionary()
 
 @torch.compiler.disable
 def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Checks a forward pass that begins, and takes its documents where it is called with them."""
+    """Checks a forward pass before it begins. If it is called with `documents`, remembers them and
+    returns its arguments without them."""
     if model.config._attn_implementation != NAME:
         return None
     if model not in _traits:
@@ -186,7 +187,7 @@ def _leave(model: nn.Module, args: tuple, output: object) -> None:
 
 
 def _rows_and_tokens(arguments: dict) -> tuple[int, int]:
-    """Returns the shape of the batch that a model is called with."""
+    """Returns the shape of the batch that a model is called with; (0, 0) without tokens."""
     tokens = arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens
     return (0, 0) if tokens is None else tuple(tokens.shape[:2])
@@ -197,7 +198,7 @@ def _check_crossing(name: str, traits: _Traits, documents: Documents) -> None:
     if traits.mixers:
         raise ValueError(
             f"documents is {documents}, and {', '.join(sorted(traits.mixers))} of {name} would "
-            "need the state of the rank before; expected whole documents: ranks_per_batch=1"
+            "need the state of the previous rank; expected whole documents: ranks_per_batch=1"
         )
     if not traits.is_rotary and ("position_ids" not in traits.parameters or traits.first_position):
         raise ValueError(

@@ -52,7 +52,7 @@ class BalancedAttention(VarlenAttention):
     """torchtitan's varlen attention, balanced over ranks in training; in evaluation and where data
     is not parallel it stays on this rank."""
 
-    is_in_use = False  # an instance was built in this process
+    is_in_use = False  # whether this process has built an instance
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):

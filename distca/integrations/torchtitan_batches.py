@@ -1,11 +1,11 @@
-"""An override for torchtitan: training batches planned as they are loaded, and cut over ranks where
-a document is longer than one rank can hold.
+"""An override for torchtitan that plans training batches as they are loaded. It can cut them over
+ranks, so that documents may be longer than one rank can hold.
 
     --override.imports ... 'distca.integrations.torchtitan_batches.batches={"ranks_per_batch": 8}'
 
-Ranks that share a batch read the same rows, and each keeps a run of their tokens. For everything
-else they stay data parallel. torchtitan gives attention no positions, only metadata that the model
-makes of them, so the metadata of a loaded batch is made here.
+Ranks that share a batch read the same rows, and each keeps a run of their tokens. In all other
+respects they stay data parallel. torchtitan gives attention no positions, only metadata that the
+model derives from them. So this module creates the metadata of a loaded batch.
 """
 
 import collections
@@ -25,7 +25,7 @@ from distca.options import check
 from distca.planning.documents import Documents, runs_of
 from distca.ranks import session as sessions
 
-MAX_LOADED = 1024  # batches that wait for their training
+MAX_LOADED = 1024  # batches that are not trained yet
 
 _loaded: collections.deque[Documents | ValueError] = collections.deque(maxlen=MAX_LOADED)
 """Documents of batches that are not trained yet, or the error of a batch that cannot be."""
@@ -33,7 +33,8 @@ _stock = Decoder.get_attention_masks
 
 
 class SharedBatches(BaseDataLoader):
-    """Another loader's batches. Of each, this rank keeps a run of tokens, in the batch's shape."""
+    """Loads the batches of another loader. This rank keeps a run of each batch's tokens, in as many
+    rows as the batch has."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -72,7 +73,7 @@ class SharedBatches(BaseDataLoader):
                 run = {name: self._cut(name, value, labels) for name, value in inputs.items()}
                 batch = run, self._cut("labels", labels, labels)
                 boundaries.plan_ahead(documents)
-            except ValueError as error:  # raised with the masks: here others wait in torchtitan
+            except ValueError as error:  # raised with the masks, where all ranks learn of it
                 documents, batch = error, (inputs, labels)
             _loaded.append(documents)
             yield batch
@@ -96,10 +97,10 @@ class SharedBatches(BaseDataLoader):
 
 
 def masks_of_loaded(model: Decoder, positions: Tensor) -> object:
-    """Decoder.get_attention_masks: in training, the documents of the next batch that was loaded.
+    """Replace Decoder.get_attention_masks: in training, return metadata of the next loaded batch.
 
-    Raises ValueError for positions of another batch, and for models in which more than attention
-    depends on the tokens before or after a run.
+    Raises ValueError for positions of another batch, and for models in which layers other than
+    attention depend on the tokens before or after a run.
     """
     if not model.training:
         return _stock(model, positions)
@@ -114,7 +115,8 @@ def masks_of_loaded(model: Decoder, positions: Tensor) -> object:
             )
     offsets = documents.cu_seqlens.to(positions.device)
     boundaries.remember({"cu_seq_lens_q": offsets}, documents, *positions.shape)
-    # Attention finds documents by cu_seq_q. It must not take a copy's for whole ones.
+    # Attention finds documents by the tensor cu_seq_q. If it gets a copy, it must not take the
+    # documents of a run for whole ones: without boundaries of keys, it raises an error.
     keys = offsets[:0] if documents.crosses_ranks else offsets
     longest = int(documents.cu_seqlens.diff().max())
     return VarlenMetadata(offsets, keys, longest, longest)
@@ -136,5 +138,5 @@ def _next_loaded(positions: Tensor) -> Documents:
     target=BaseDataLoader.Config, fqns=["dataloader"], description="distca: cuts and plans batches"
 )
 def batches(config: BaseDataLoader.Config, ranks_per_batch: int = 1) -> SharedBatches.Config:
-    """Activates SharedBatches for training."""
+    """Replace the loader of training batches by SharedBatches."""
     return derive(config, SharedBatches.Config, loader=config, ranks_per_batch=ranks_per_batch)

@@ -1,7 +1,7 @@
-"""Training batches of transformers' Trainer and TRL's SFTTrainer: planned ahead, and cut over ranks
-where a document is longer than one rank can hold.
+"""Plans the training batches of transformers' Trainer and TRL's SFTTrainer ahead. It can cut them
+over ranks, so that documents may be longer than one rank can hold.
 
-accelerate deals whole batches to groups of ranks, and the collator cuts them. For everything else
+accelerate deals whole batches to groups of ranks, and the collator cuts them. In all other respects
 the ranks stay data parallel, so DDP, FSDP and the loss over all tokens need no change.
 """
 
@@ -19,18 +19,19 @@ from distca.pingpong.pingpong import PingPong
 from distca.planning.batches import cut
 from distca.planning.documents import Documents
 
-# Keywords that a run of tokens does not need, because its documents say as much.
+# Keywords that a run of tokens does not need, because its documents replace them.
 REPLACED = {*BOUNDARIES, "max_length_q", "max_length_k", "attention_mask"} - {"position_ids"}
 
 
 def plan_batches(trainer: Any, ranks_per_batch: int = 1) -> Any:
-    """Plan the training batches of `trainer` as they are loaded, one step ahead, and return it.
+    """Make `trainer` plan its training batches as they are loaded, one step ahead, and return it.
 
-    If `ranks_per_batch` is above 1, so many neighbouring ranks get the same batch, and each trains
-    on a run of its tokens. Runs are equal in length, and documents may cross ranks. Token ids,
-    labels and positions are cut together, and the loss is that of the whole batch. Evaluation
-    batches stay whole. Call it after the trainer is built and before it trains. The collator must
-    pack, as for attn_implementation="distca". A model in ping-pong gets two runs on each rank.
+    If `ranks_per_batch` is above 1, that many neighbouring ranks get the same batch, and each
+    trains on a run of its tokens. Runs differ by at most one token, and documents may cross ranks.
+    Token ids, labels and positions are cut together, and the loss is that of the whole batch.
+    Evaluation batches stay whole. Call this function after the trainer is built and before it
+    trains. The collator must pack, as for attn_implementation="distca". If the model is in
+    ping-pong, each rank gets two runs.
 
     Raises ValueError for a model with another attention, and for settings of the trainer under
     which the loss of a run would not be its share of the batch's loss.
@@ -38,8 +39,8 @@ def plan_batches(trainer: Any, ranks_per_batch: int = 1) -> Any:
     attention = getattr(trainer.model.config, "_attn_implementation", None)
     if attention != NAME:
         raise ValueError(
-            f"attn_implementation is {attention!r} in plan_batches; expected {NAME!r}, because "
-            "other attention knows nothing of documents that cross ranks"
+            f"attn_implementation is {attention!r} in plan_batches; expected {NAME!r}, because no "
+            "other attention uses the plans"
         )
     is_count = isinstance(ranks_per_batch, int) and ranks_per_batch >= 1
     check("ranks_per_batch", ranks_per_batch, is_count, "the number of ranks that share a batch")
@@ -73,7 +74,8 @@ def _check_loss(trainer: Any) -> None:
 
 
 def _planned(loader: DataLoaderShard, ranks_per_batch: int, runs: int) -> DataLoaderShard:
-    """Deal whole batches to groups of ranks, cut them in the collator, and plan them."""
+    """Return the loader after it was changed to deal whole batches to groups of ranks, to cut them
+    in the collator, and to plan them."""
     if not isinstance(loader, DataLoaderShard):
         raise ValueError(
             f"the training data loader is a {type(loader).__name__}, which reads batches on one "
@@ -90,8 +92,8 @@ def _planned(loader: DataLoaderShard, ranks_per_batch: int, runs: int) -> DataLo
 
 
 def _deal(loader: DataLoaderShard, ranks_per_batch: int) -> tuple[int, int]:
-    """Let `ranks_per_batch` neighbouring ranks read the same batches. Return this rank's number
-    among them, and theirs."""
+    """Let each group of `ranks_per_batch` neighbouring ranks read the same batches. Return this
+    rank's number in its group, and the group's number."""
     kinds = (BatchSamplerShard, IterableDatasetShard)
     parts = (loader.batch_sampler, loader.sampler, loader.dataset)
     shard = next((each for each in parts if isinstance(each, kinds)), None)
@@ -112,8 +114,8 @@ def _deal(loader: DataLoaderShard, ranks_per_batch: int) -> tuple[int, int]:
 
 @dataclass
 class _Collator:
-    """Adds the documents to what another collator returns, and cuts it to this rank's run. The
-    documents of a batch that cannot be cut are the error that the model is to raise."""
+    """Adds documents to the batches of another collator, and cuts them to this rank's run. If a
+    batch cannot be cut, its `documents` are the error that the model must raise."""
 
     collate: Callable[[list], dict]
     rank: int
@@ -125,7 +127,7 @@ class _Collator:
         batch = dict(self.collate(examples))
         try:
             return self._cut(batch)
-        except ValueError as error:  # raised by the model: here other ranks wait in the trainer
+        except ValueError as error:  # raised by the model, where all ranks learn of it
             return {**batch, "documents": error}
 
     def _cut(self, batch: dict) -> dict:

@@ -81,8 +81,8 @@ class PingPong(nn.Module):
     row, in a group of one rank, or with options.enabled False.
 
     Shard, checkpoint and compile the block after PingPong. Raises ValueError for a block that is
-    already sharded, checkpointed or compiled, for documents that cross ranks in one run each, for x
-    without their tokens, and for results without rows.
+    already sharded, checkpointed or compiled, for documents that cross ranks with one run per rank,
+    for x without their tokens, and for results without rows.
     """
 
     def __new__(
@@ -120,7 +120,7 @@ class PingPong(nn.Module):
             _check_parts(self, [(name, part) for name, part in self.named_modules() if name])
             settings.is_checked = True
         session = sessions.find(group_of(documents))
-        sessions.halves_of(session)  # the first call is collective: before a rank can refuse alone
+        sessions.halves_of(session)  # collective at first, so call it before a rank can refuse
         row = settings.cut(documents)
         if not 0 <= row <= documents.num_tokens:
             most = documents.num_tokens
@@ -178,8 +178,8 @@ def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> No
 
 
 def _pays(documents: Documents | None) -> bool:
-    """Whether rows travel between ranks, alike on all of them. Raises ValueError for documents that
-    cross ranks in one run."""
+    """Return whether rows travel between ranks, which is equal on all ranks. Raises ValueError for
+    documents that cross ranks with one run per rank."""
     if documents is None:
         session = sessions.find()
         if session is not None and session.num_ranks > 1 and torch.is_grad_enabled():

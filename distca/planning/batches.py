@@ -28,8 +28,8 @@ class ShardedBatch:
     documents: Documents
     """For distca.plan and distca.core_attention."""
     rows: slice | Tensor
-    """The pack's rows that this rank holds, to index other tensors of the batch. A slice, or int64
-    [tokens] with runs=2."""
+    """Rows of the pack that this rank holds, to index other tensors of the batch. A slice, or with
+    runs=2 an int64 tensor, [tokens]."""
     num_predicted: int
     """Number of labels of the whole pack that are not ignored."""
     loss_scale: float
@@ -78,8 +78,8 @@ def cut(
     pack: int = 0,
     ignore_index: int = IGNORE_INDEX,
 ) -> ShardedBatch:
-    """Return the part of `rank` in a pack that is cut over `world_size` ranks, as shard_batch does.
-    `pack` is as in Documents.sharded."""
+    """Cut a pack over `world_size` ranks as shard_batch does, and return the part of `rank`. For
+    `pack` see Documents.sharded."""
     shape = list(tokens.shape)
     num_tokens = tokens.numel()
     if shape not in ([num_tokens], [1, num_tokens]):

@@ -40,8 +40,8 @@ class Cluster:
     link_bytes_per_second."""
 
     hidden_part: float = 0.0
-    """Seconds of a layer's transfers that other work hides, over the mean seconds of its attention
-    on a rank. Under ping-pong the attention of the other half hides them: 1."""
+    """Seconds of a layer's transfers that other work hides, over the mean seconds of a rank's
+    attention. It is 1 under ping-pong, where the attention of the other half hides transfers."""
 
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
@@ -68,9 +68,9 @@ def cluster_of(
     ranks_per_node: int | None = None,
     opened_links: Links | None = None,
 ) -> Cluster:
-    """What the options say of `num_ranks` ranks; `ranks_per_node`, and links that were measured
-    when the group opened, where they do not say it. One rank alone, and ranks that do not balance,
-    compute what they have."""
+    """Return the cluster of `num_ranks` ranks under these options. `ranks_per_node` and
+    `opened_links`, which were measured when the group opened, count if the options do not name
+    them. A single rank, and ranks that do not balance, compute what they hold."""
     measured, opened_links = measured_links(options), opened_links or Links()
     default_inside, default_between = DEFAULT_LINKS_GB_PER_S[device_type]
 
@@ -79,7 +79,7 @@ def cluster_of(
             return link.bytes_per_second
         return 1e9 * (default if gb_per_s is None else gb_per_s)
 
-    # Where each node has one rank, only the link between nodes is measured. Use it for both.
+    # If each node has one rank, only the link between nodes is measured. Use it for both.
     inside = measured.inside or measured.between or opened_links.inside or opened_links.between
     between = measured.between or opened_links.between
     links = {

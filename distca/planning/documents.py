@@ -66,8 +66,8 @@ class Documents:
         tokens, one for each rank. With runs=2, which distca.PingPong needs, each half of the pack
         is cut into `world_size` runs, and a rank holds two: run `rank` of the first half, then run
         `rank` of the second. Runs have equal numbers of tokens; if the pack does not divide, some
-        are one token longer. If the ranks that are planned together hold several packs, `pack`
-        numbers them, and `rank` and `world_size` count the ranks of one.
+        are one token longer. If one group holds several packs, `pack` is the number of this pack,
+        and `rank` and `world_size` count the ranks that share it.
 
         Raises ValueError for lengths that are not integers >= 0, for more tokens than the ranks
         can hold, for a rank outside [0, world_size), for runs other than 1 and 2, or for a pack
@@ -112,7 +112,8 @@ class Documents:
         self._pieces = torch.stack([index, start, length, context], dim=1)
         self.crosses_ranks = False
         self.run_border: int | None = None  # row at which the second of two runs begins
-        # The document on both sides of the pack's middle, and its tokens before the middle.
+        # Id of the document on both sides of the pack's middle (-1: none), and the number of its
+        # tokens before the middle.
         self._cut_document = (-1, 0)
         self.num_context_rows = int(context.sum())
         self.num_tokens = int(length.sum()) - self.num_context_rows
@@ -147,8 +148,9 @@ class Documents:
         values of the first half. Documents that cross ranks are halved between their two runs.
 
         Raises ValueError for a row outside [0, num_tokens], for documents with context rows, and
-        for a window to the right (or full) if a document is cut. Documents that cross ranks must be
-        in two runs, `row` must be their `run_border`, and no window to the right is taken.
+        for a window to the right (or full) if a document is cut. For documents that cross ranks,
+        also raises ValueError if they are in one run, if `row` is not their `run_border`, or if the
+        window sees to the right.
         """
         if self.num_context_rows > 0 or (self.crosses_ranks and self.run_border is None):
             raise ValueError(
@@ -167,7 +169,7 @@ class Documents:
         left, right = window_size
         if right != 0 and (self.crosses_ranks or is_cut.any()):
             where, or_row = "inside a document", ", or a row where a document begins"
-            if self.crosses_ranks:  # alike on all ranks, whether they hold a document that goes on
+            if self.crosses_ranks:  # equal on all ranks, even if a rank holds no cut document
                 where, or_row = "between two runs", ""
             raise ValueError(
                 f"row is {row}, {where}, and window_size {(left, right)} lets its first half see "
@@ -204,7 +206,7 @@ class Documents:
 
 
 def runs_of(num_tokens: int, rank: int, world_size: int, runs: int) -> list[slice]:
-    """Return the runs of tokens of a pack that `rank` holds: see Documents.sharded."""
+    """Return the runs of a pack's tokens that `rank` holds: see Documents.sharded."""
     num_runs = runs * world_size
     return [
         slice(num_tokens * run // num_runs, num_tokens * (run + 1) // num_runs)
@@ -213,7 +215,8 @@ def runs_of(num_tokens: int, rank: int, world_size: int, runs: int) -> list[slic
 
 
 def _pieces_of_run(begins: Tensor, ends: Tensor, run: slice) -> Tensor:
-    """int64 [num_pieces, 3]: (document, start, length), of documents in [begins, ends) of a pack"""
+    """Return the pieces of a run, int64 [num_pieces, 3] (document, start, length). Documents occupy
+    the tokens [begins, ends) of the pack."""
     first = begins.clamp(run.start, run.stop)
     held = ends.clamp(run.start, run.stop) - first
     index = held.nonzero()[:, 0]
@@ -221,9 +224,9 @@ def _pieces_of_run(begins: Tensor, ends: Tensor, run: slice) -> Tensor:
 
 
 def begin_of_second_half(cut: Tensor, goes_on: Tensor, end: Tensor, left: int) -> Tensor:
-    """Return the first position of documents that their second half holds: its context begins
-    there. Queries of the second half begin at `cut` and see `left` keys before them (-1: all). If
-    a document does not go on after its first half, this is `end`."""
+    """Return the position at which the context of each document's second half begins. Queries of
+    the second half begin at `cut` and see `left` keys before them (-1: all). Returns `end` for a
+    document that does not go on after its first half."""
     context = cut if left < 0 else cut.clamp(max=left)
     return torch.where(goes_on, cut - context, end)
 
@@ -231,9 +234,9 @@ def begin_of_second_half(cut: Tensor, goes_on: Tensor, end: Tensor, left: int) -
 def pieces_of_half(
     idx: int, start: Tensor, length: Tensor, first: Tensor, begin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return start, length and context rows that pieces (start, length) have in the first half (idx
-    0), which has their `first` tokens, or in the second. Positions of the second half count from
-    `begin`, as begin_of_second_half returns it."""
+    """Return start, length and number of context rows of pieces in half `idx`. The first half (0)
+    has the `first` tokens of each piece (start, length). In the second half, positions count from
+    `begin`, the result of begin_of_second_half."""
     if idx == 0:
         return start, first, torch.zeros_like(first)
     held = torch.maximum(start, begin)

@@ -23,7 +23,7 @@ NUM_WORDS = TIMES_WORDS.stop
 
 MAX_PIECES = INT32_MAX  # of all ranks
 MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps
-LEAST_PIECES = 65536  # of all ranks in any exchange: 2.6 MB
+LEAST_PIECES = 65536  # of all ranks, that fit in any exchange: 2.6 MB
 
 
 def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
@@ -53,7 +53,7 @@ def shape_of(headers: Tensor) -> AttentionShape:
 def exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tensor, Tensor]:
     """Return the pieces of all ranks in rank order, and every rank's words. Collective.
 
-    Few pieces travel with the words, in one exchange.
+    If there are few pieces, they travel with the words in one exchange.
     """
     step = words[HEADER_NAMES.index("step")]
     count, width = pieces.shape
@@ -121,7 +121,7 @@ def gather_pieces(
     """Return the pieces of all ranks in rank order: int64 [sum(counts), words].
 
     Collective: each rank passes its own pieces, [count, words], and the counts of all ranks. All
-    ranks call gather(tensor), which returns the words of each rank's tensor, equally often.
+    ranks call gather(tensor) equally often. It returns the words of each rank's tensor.
     """
     size = pieces_at_a_time(counts)
     parts_by_rank: list[list[Tensor]] = [[] for _ in counts]

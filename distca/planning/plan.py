@@ -57,11 +57,11 @@ class PlanReport:
     """Measured part of attention_ms in which the rank computed nothing, because rows of other ranks
     were on their way or not sent yet."""
     link_gb_per_s: float | None = None
-    """Bandwidth that the plan expects from a rank to the ranks of its node, in GB/s: that of
-    Options.link_gb_per_s, of its cost_table, or as measured when the group opened. None: no other
-    rank is in its node."""
+    """Bandwidth that the plan expects from a rank to the ranks of its node, in GB/s. It comes from
+    Options.link_gb_per_s, from the cost_table, or from the measurement when the group opened. None:
+    each node has one rank."""
     node_link_gb_per_s: float | None = None
-    """As link_gb_per_s, from a rank to the ranks of other nodes. None: one node."""
+    """Like link_gb_per_s, from a rank to the ranks of other nodes. None: all ranks share a node."""
 
     @property
     def imbalance_before(self) -> float:
@@ -75,7 +75,7 @@ class PlanReport:
 
     def figures(self) -> dict[str, float]:
         """Return the figures that logs show. moved_mb: bytes that all ranks send for one layer,
-        forward and backward, in 1e6 bytes. Links that do not exist are left out."""
+        forward and backward, in 1e6 bytes. Bandwidths of links that do not exist are left out."""
         return {
             "imbalance_before": self.imbalance_before,
             "imbalance_after": self.imbalance_after,
@@ -244,15 +244,15 @@ class Problem:
     batch: int | None = None  # step of the first plan for the same documents; None: this one
     ranks_per_node: int | None = None  # as host names say
     by_peer_memory: bool = False  # how rows travel
-    has_halves: bool = False  # each hides transfers of the other, in ping-pong
+    has_halves: bool = False  # ping-pong: each half hides transfers of the other
     links: Links = Links()  # measured when the group opened
-    calls: Tensor | None = None  # that ranks last agreed on for this window: see agree_on_plan
+    calls: Tensor | None = None  # those that ranks last agreed on for this window
 
 
 def _solve_together(
     session: Session, documents: Documents, problem: Problem, words: list[int]
 ) -> Solution:
-    """On the planner thread: exchange, plan, layout, agreement."""
+    """Exchange pieces, plan, lay out and agree, on the planner thread."""
     start = time.perf_counter()
     pieces, headers = documents.pieces(session.rank), torch.tensor([words])
     if session.num_ranks > 1:
@@ -269,8 +269,8 @@ def _solve_together(
 
 
 def agree_on_plan(session: Session, problem: Problem, layout: Tensor) -> None:
-    """On the planner thread: raise ValueError on every rank if their plans differ. Announce the
-    calls of attention that this rank expects, so that training need not wait for agreement."""
+    """Raise ValueError on every rank if plans differ, on the planner thread. Announce the calls of
+    attention that this rank expects, so that training does not wait for agreement on them."""
     if problem.calls is not None:
         ops.agree_on_plan(layout, problem.calls, session.group_name)
 
@@ -302,7 +302,7 @@ def balance(
 
 
 def gb_per_s_of(cluster: Cluster) -> dict[str, float]:
-    """Return the bandwidths of a cluster's links that exist, as PlanReport names them."""
+    """Return the bandwidths of the links that a cluster has, under their names in PlanReport."""
     ranks_per_node, inside, between, _ = cluster.links().tolist()
     exist = (min(ranks_per_node, cluster.num_ranks) > 1, ranks_per_node < cluster.num_ranks)
     each = zip(LINKS, (inside, between), exist, strict=True)

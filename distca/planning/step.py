@@ -147,9 +147,9 @@ def half_of(
     """Return (pieces, plan) of the first half (idx 0) or the second, as torch.ops.distca.plan takes
     and returns them. Queries stay on their servers, which are balanced over both halves together.
 
-    `pieces` int64 [num_pieces, 5] are those of all ranks, in row order, without context; `tasks`
-    [num_tasks, 5] those of a plan for them. Rank r's halves are its rows before rows[r] and the
-    rest, as Documents.halves cuts them.
+    `pieces`, int64 [num_pieces, 5], are those of all ranks, in row order and without context.
+    `tasks`, [num_tasks, 5], are those of a plan for them. The halves of rank r are its rows before
+    rows[r] and the other rows, as Documents.halves cuts them.
     """
     rank, document, start, length, _ = pieces.unbind(1)
     ends = length.cumsum(0)
@@ -173,16 +173,16 @@ def half_of(
     new_index[document_of[own_first]] = torch.arange(len(own_first))
     index = new_index[document_of[piece]]
     own = torch.stack([index, q_begin, q_end, server, is_kept], dim=1)[q_begin < q_end]
-    # Context may begin on another rank than its document, and change the order of documents.
+    # Context may begin on another rank than its document, which changes the order of documents.
     own = own[torch.argsort(own[:, 3] * len(pieces) + own[:, 0], stable=True)]
     return held, ops.plan_of_tasks(held, own, rows.numel(), *window_size)
 
 
 def _sum_by(document_of: Tensor, counts: Tensor) -> Tensor:
-    """The sum over each piece's document, [num_pieces]."""
+    """Return the sum of `counts` over all pieces of each piece's document, [num_pieces]."""
     return torch.zeros_like(counts).index_add_(0, document_of, counts)[document_of]
 
 
 def _first_pieces(start: Tensor, length: Tensor) -> Tensor:
-    """Index of the piece with which each document begins, in a plan's order of documents."""
+    """Return the index of each document's first piece, in a plan's order of documents."""
     return ((start == 0) & (length > 0)).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of the way that rows take, inside a node and between nodes."""
+"""Measures latency and bandwidth of rows in transit, inside a node and between nodes."""
 
 import functools
 import hashlib
@@ -17,22 +17,22 @@ from distca import ops
 from distca.options import check_number
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128  # of the rows that are sent
-SMALL_BYTES, PROBE_BYTES, LARGE_BYTES = 2**16, 2**20, 2**25  # out of a rank
-LARGE_S = 0.02  # slower links send less than LARGE_BYTES
-NUM_BATCHES, NUM_CALLS = 3, 4  # of one size
+SMALL_BYTES, PROBE_BYTES, LARGE_BYTES = 2**16, 2**20, 2**25  # that a rank sends in one call
+LARGE_S = 0.02  # links that need longer for LARGE_BYTES send less
+NUM_BATCHES, NUM_CALLS = 3, 4  # for each size
 MAX_PEER_NODES = 8
-BEFORE_STEPS = -1  # step of its plans
+BEFORE_STEPS = -1  # step number of the plans here
 
-Peers = list[list[int]]  # by rank, the ranks that it sends to
+Peers = list[list[int]]  # for each rank, the ranks that it sends to
 
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of a message of n bytes: latency_s + n / bytes_per_second."""
+    """A link on which a message of n bytes takes latency_s + n / bytes_per_second seconds."""
 
     latency_s: float
     bytes_per_second: float
-    """Out of one rank, while all ranks send."""
+    """What one rank sends while all ranks send."""
 
     def __post_init__(self) -> None:
         check_number("latency_s", self.latency_s, zero=True)
@@ -44,7 +44,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """None: not measured."""
+    """The links of a group. None: not measured."""
 
     inside: Link | None = None
     """Between ranks of one node."""
@@ -59,15 +59,15 @@ def node() -> int:
 
 
 def ranks_of_a_node(nodes: Sequence[int]) -> int:
-    """Ranks that share a node if `nodes` names each rank's, in rank order. Where nodes hold unequal
-    runs of ranks, the most that divides them all: the planner then takes some links for slower
-    than they are."""
+    """Return the number of ranks that share a node. `nodes` names the node of each rank, in rank
+    order. If nodes hold unequal runs of ranks, returns the greatest common divisor of their
+    lengths. The planner then takes some links for slower than they are."""
     return math.gcd(*(len(list(run)) for _, run in itertools.groupby(nodes)))
 
 
 def peers_of_ranks(num_ranks: int, ranks_per_node: int) -> dict[str, Peers]:
-    """Return the peers of an exchange by level: all ranks of the own node, and the ranks in the
-    same place of up to MAX_PEER_NODES other nodes."""
+    """Return the peers of each rank by level: inside, the other ranks of its node; between, the
+    ranks in the same place of up to MAX_PEER_NODES other nodes."""
     ranks, nodes = range(num_ranks), [rank // ranks_per_node for rank in range(num_ranks)]
     shifts = range(ranks_per_node, num_ranks, ranks_per_node)[:MAX_PEER_NODES]
     first = [node * ranks_per_node for node in nodes]
@@ -82,8 +82,8 @@ def peers_of_ranks(num_ranks: int, ranks_per_node: int) -> dict[str, Peers]:
 
 
 def measure(session, device: torch.device) -> Links:
-    """Return the links of an open session's rows on `device`, equal on all ranks. A link that the
-    options name is left out. Collective."""
+    """Measure the links that rows of an open session take on `device`. Return them, equal on all
+    ranks. A link whose bandwidth the options name is left out. Collective."""
     options = session.options
     told = {"inside": options.link_gb_per_s, "between": options.node_link_gb_per_s}
     nodes = _gather(session, node())
@@ -98,7 +98,8 @@ def measure(session, device: torch.device) -> Links:
 
 
 def _measure_link(session, device: torch.device, peers: Peers) -> Link:
-    """Of the slowest rank, in two significant digits: plans shall differ little between runs."""
+    """Return the link of the slowest rank, rounded to two significant digits so that plans differ
+    little between runs."""
 
     def seconds(num_bytes: float) -> tuple[int, float]:
         call, sent_bytes = _exchange(session, device, peers, num_bytes)
@@ -115,8 +116,8 @@ def _measure_link(session, device: torch.device, peers: Peers) -> Link:
 def _exchange(
     session, device: torch.device, peers: Peers, num_bytes: float
 ) -> tuple[Callable[[], None], int]:
-    """Return a call in which each rank sends a document's rows, as many to each of its peers, and
-    the bytes that a rank with most peers sends: about `num_bytes`."""
+    """Return a call in which each rank sends rows of a document, equally many to each peer. Also
+    return the bytes that a rank with the most peers sends, which are about `num_bytes`."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     row_bytes = dtype.itemsize * HEAD_DIM * (HEADS_Q + 2 * HEADS_KV)
     most_peers = max(map(len, peers))
@@ -147,10 +148,10 @@ def _exchange(
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of a call, the median of batches."""
+    """Return the seconds of a call: the median over batches of calls."""
     seconds = []
     for _ in range(NUM_BATCHES):
-        call()  # ranks leave it together
+        call()  # so that ranks start together
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -167,5 +168,5 @@ def _seconds(call: Callable[[], None], device: torch.device) -> float:
 
 
 def _gather(session, word: int) -> list[int]:
-    """Return the word of every rank."""
+    """Return the words of all ranks, by rank."""
     return torch.cat(ops.gather(torch.tensor([word]), session.group_name, BEFORE_STEPS)).tolist()

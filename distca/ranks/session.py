@@ -38,9 +38,9 @@ class Session:
     num_ranks: int
     data: ProcessGroup | None = None  # rows travel here; None with one rank
     planning: ProcessGroup | None = None  # gloo, for pieces, by the planner thread alone
-    control: ProcessGroup | None = None  # gloo: ranks agree here on calls that were not announced
+    control: ProcessGroup | None = None  # gloo, for agreement on calls that were not announced
     by_peer_memory: bool = False  # rows go to other ranks' memory, where the attention allows it
-    links: Links = Links()  # that were measured when it was opened
+    links: Links = Links()  # as measured when it was opened
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of
@@ -135,8 +135,8 @@ def init(
     tensor and pipeline parallel coordinate. Pass a ProcessGroup or a DeviceMesh with such axes only
     (`mesh["dp"]`, or the replicas and shards of HSDP). None means all ranks, or the group that init
     was given before. `watching` configures logs and records. `options` and `watching` default to
-    the values passed to `configure`. On CUDA, set the device before: the links between the ranks'
-    current devices are measured, unless `options` name them.
+    the values passed to `configure`. On CUDA, set the current device first: init measures the links
+    between the current devices of the ranks, unless `options` name their bandwidths.
 
     Raises RuntimeError if torch.distributed is not initialised. Raises ValueError if the group is
     open with other options, or if the mesh has an axis whose ranks share tokens.
@@ -191,9 +191,9 @@ def opened(
 
 
 def measures_links(session: Session) -> bool:
-    """Whether the planner goes by links that are measured when the group opens. On the CPU they
-    vary with the machine's load, and with them plans would; nor may these vary in deterministic
-    mode."""
+    """Return whether links are measured when the group opens, for the planner to use. On the CPU
+    they would vary with the machine's load, and so would plans. In deterministic mode, plans must
+    not vary at all."""
     options = session.options
     on_device = session.by_peer_memory or session.device_type == "cuda"
     return on_device and options.enabled and not options.deterministic
@@ -202,7 +202,7 @@ def measures_links(session: Session) -> bool:
 def _measure_links(session: Session) -> None:
     device_type = "cuda" if session.by_peer_memory else session.device_type
     session.links = measure(session, torch.device(device_type))
-    # Begin anew, without the calls and the peer memory of the measurement.
+    # Open a new session, without the calls and the peer memory of the measurement.
     ops.close_session(session.group_name)
     _open_transport(session)
     for level, link in vars(session.links).items():

@@ -1,7 +1,7 @@
 """Predicts a training step of 1 to 16384 ranks: `python -m distca.simulate --help`.
 
-The model of time, all of it. Its constants and what they rest on are printed with every table;
-tests/test_simulate.py compares it with measured steps.
+The text below describes the whole model of time. Every table is printed with the constants of the
+model and their sources. tests/test_simulate.py compares predictions with measured steps.
 
 **Ranks.** GPUs = groups x pipeline stages x tp. The tp GPUs of a tensor parallel group do alike,
 so the model counts groups, and "rank" below is one GPU of a group: heads, matrices and activations
@@ -29,35 +29,36 @@ bandwidth, ranks not slowing each other. Send and receive are independent.
 parallel group: every document is cut into 2 * cp runs of which a rank computes one from the head
 and its mirror from the tail. All-gather: keys are gathered before attention, and their gradients
 are reduce-scattered; nothing overlaps. Gathered keys are kept for the backward pass (as in
-benchmarks/context_parallel.py) or gathered again (the Llama 3 recipe), whichever is faster and
-fits. Ring: cp steps, each of them max(1 / cp of the attention, latency + bytes of a neighbour's
-keys / bandwidth of the slowest hop); backward moves twice the bytes.
+benchmarks/context_parallel.py) or gathered again (as in Llama 3's training), whichever is faster
+and fits in memory. Ring: cp steps, each of them max(1 / cp of the attention, latency + bytes of a
+neighbour's keys / bandwidth of the slowest hop); backward moves twice the bytes.
 
 **Variable-length packing** (WLB-LLM): all documents of a step, longest first, go to the pack with
 the least predicted work whose tokens stay under what memory allows; per-document context
 parallelism inside a pack. The best DP x CP by mean step among those that fit in memory.
 
-**distca.** Tasks come from the planner, torch.ops.distca.plan, which knows these speeds as from a
-calibration file. Bytes, forward: a query row brings
-q out, out and lse home; a key row k and v. Backward: q, grad_out, lse and delta out, dq home; k
-and v out, dk and dv home; without the q, k and v that the server kept. Half of the home tasks run
-while inputs travel. Visiting tasks wait for the rank's own transfers and for those of its senders.
-Results travel when the server is done, beside the other home tasks. A layer ends when all ranks
-have their results. Plans are computed during the step before, so that a step lasts at least as
-long as the planner does on the processor that simulates; ranks agree on calls in the first step
-only.
+**distca.** Tasks come from the planner, torch.ops.distca.plan, which gets these speeds as if from
+a calibration file. Forward, a query row sends q to the server, and out and lse home; a key row
+sends k and v to the server. Backward, a query row sends q, grad_out, lse and delta to the server,
+and dq home; a key row sends k and v to the server, and dk and dv home. Inputs that the server kept
+do not travel again. Half of the home tasks run while inputs travel. Visiting tasks wait for the
+rank's own transfers and for those of its senders. Results travel when the server is done, beside
+the other home tasks. A layer ends when all ranks have their results. Plans are computed during the
+step before, so a step takes at least as long as planning does on the processor that simulates.
+Ranks agree on calls in the first step only.
 
-**Ping-pong.** A half has half the plan's bytes, and its exchange travels beside the other half's
-work. A block ends when both halves do. So one half's exchange has the other's attention and what
-precedes it in the block beside it, and the other half's exchange attention and what follows it. It
-lasts longer by the share of the pass in which FSDP's collectives use the links. The planner
-counts on attention alone (Cluster.hidden_part). Where documents cross ranks, a rank holds two runs
-of the pack.
+**Ping-pong.** Each half moves half of the plan's bytes, while the other half computes. A block ends
+when both halves do. So the exchange of one half runs beside the other's attention and the work
+before attention, and the exchange of the other half beside attention and the work after it. An
+exchange is longer by the share of the pass in which FSDP's collectives use the links. For the
+planner, only attention hides exchanges (Cluster.hidden_part). If documents cross ranks, each
+rank holds two runs of the pack.
 
-**Parameters.** fsdp: a layer's gather (and in backward its gradients' reduce-scatter, fp32) is
-hidden behind that layer's compute, as far as the exchanges beside it leave room; ranks meet in
-every micro-batch. Nothing hides the first gathers and last reductions: those of embedding, head and
-one layer. zero1: once a step, hidden behind the last backward pass; ranks meet once a step.
+**Parameters.** fsdp: a layer's gather (in the backward pass also the reduce-scatter of its
+gradients, fp32) is hidden behind that layer's compute, as far as the exchanges beside it leave
+room; ranks meet in every micro-batch. Nothing hides the first gathers and the last reductions:
+those of embedding, head and one layer. zero1: once a step, hidden behind the last backward pass;
+ranks meet once a step.
 
 **Tensor parallelism**: two all-reduces of the activations a layer and pass, exposed.
 
@@ -66,6 +67,6 @@ one layer. zero1: once a step, hidden behind the last backward pass; ranks meet 
 **Memory** of a rank: weights, gradients and optimizer (scenario.py), activations of all
 micro-batches in flight, the largest workspace that attention needs beside them, and kept inputs.
 
-Left out: launches and Python, stragglers that are not data, contention between jobs and inside
-switches, keys that both halves of ping-pong send, fragmentation.
+The model leaves out launches and Python, stragglers whose cause is not data, contention between
+jobs and inside switches, keys that both halves of ping-pong send, and fragmentation.
 """

@@ -5,13 +5,13 @@ what it is measured against. distca/simulate/__init__.py has the model of time.
     python -m distca.simulate --distribution lognormal:3000:1.2 --ranks 64 --model 34B --out runs/s
     python -m distca.simulate --lengths lengths.json --paper
 
-The steps of benchmarks/training_step.py on 2 GPUs, whose plain step took 798 ms:
+This command predicts steps of benchmarks/training_step.py on 2 GPUs, whose plain step took 798 ms:
 
     python -m distca.simulate --lengths lengths.json --ranks 2 --model 8B --layers 4 --vocab 8192 \\
         --skip 3 --steps 9 --fit-step-ms 798
 
-The one constant fitted is the linear work. The output names it; with --linear-us-per-token it
-predicts other systems, documents and links.
+Only the linear work is fitted. The output names it: pass it as --linear-us-per-token to predict
+other systems, documents and links.
 """
 
 import argparse
@@ -43,11 +43,11 @@ def parser() -> argparse.ArgumentParser:
     output = flags.add_argument_group("output")
     output.add_argument("--systems", nargs="+", help="names of some systems; default: all")
     output.add_argument("--json", type=Path, help="file for all figures")
-    output.add_argument("--out", type=Path, help="folder for timeline.png, of the first step")
+    output.add_argument("--out", type=Path, help="folder for timeline.png of the first step")
     output.add_argument(
         "--paper",
         action="store_true",
-        help="instead, speed-ups of 8B and 34B on 64 to 512 GPUs, tp 8, contexts of 128K to 512K",
+        help="print speed-ups of 8B and 34B instead: 64 to 512 GPUs, tp 8, contexts 128K to 512K",
     )
     return flags
 

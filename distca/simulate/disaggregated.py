@@ -26,8 +26,8 @@ from distca.simulate.scenario import Scenario
 
 
 def pack_on(lengths: np.ndarray, num_ranks: int, runs: int = 1) -> Pack:
-    """Return documents laid out one after another over `num_ranks` ranks, or, with two `runs`, over
-    all ranks once and then again, as distca.shard_batch does."""
+    """Return documents that lie one after another over `num_ranks` ranks. With two `runs`, they lie
+    over all ranks once and then again, as distca.shard_batch cuts them."""
     pack = cut_pack(lengths, runs * num_ranks, int(lengths.sum()), crossing=True)
     pieces = pack.pieces
     pieces[:, 0] %= num_ranks
@@ -47,8 +47,8 @@ class Work:
     server: np.ndarray  # [pairs] and where to
     query_rows: np.ndarray  # [pairs]
     key_rows: np.ndarray  # [pairs] once a document and server
-    kept_query_rows: np.ndarray  # [pairs] whose q the server keeps for the backward pass
-    kept_key_rows: np.ndarray  # [pairs] and k and v
+    kept_query_rows: np.ndarray  # [pairs] those whose q the server keeps for the backward pass
+    kept_key_rows: np.ndarray  # [pairs] those whose k and v it keeps
 
     @property
     def seconds(self) -> np.ndarray:
@@ -57,7 +57,7 @@ class Work:
 
 
 def cluster_of(scenario: Scenario, is_ping_pong: bool = False) -> Cluster:
-    """What the planner is told."""
+    """Return the cluster that the planner gets."""
     machine = scenario.machine
     return Cluster(
         scenario.groups,
@@ -72,7 +72,8 @@ def cluster_of(scenario: Scenario, is_ping_pong: bool = False) -> Cluster:
 def plan(
     scenario: Scenario, pack: Pack, cluster: Cluster, cost: TileCost | TableCost
 ) -> tuple[np.ndarray, float]:
-    """Return tasks, int64 [num_tasks, 5] (see tasks_of), and the planner's processor time."""
+    """Return tasks, int64 [num_tasks, 5] (see tasks_of), and the planner's processor time in
+    seconds."""
     shape, tolerance = scenario.attention_shape, scenario.tolerance
     start = time.thread_time()
     encoded, _ = balance(pack.as_tensor(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
@@ -103,7 +104,8 @@ def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost) -> Work:
 
 
 def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
-    """[ranks] Rows of other homes that a server holds: for one layer, and what it keeps of all."""
+    """Return the bytes of other homes' rows that a server holds, [ranks]: those of one layer, and
+    the inputs that it keeps of all layers."""
     query, key = held_row_bytes(scenario.attention_shape)
     kept_query, kept_key = input_row_bytes(scenario.attention_shape)
     kept = work.kept_query_rows * kept_query + work.kept_key_rows * kept_key
@@ -112,7 +114,7 @@ def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
 
 
 def moved_bytes(scenario: Scenario, work: Work, pass_idx: int) -> tuple[np.ndarray, np.ndarray]:
-    """[pairs] Bytes on their way out, and home."""
+    """Return the bytes that travel to servers, and those that travel home, each [pairs]."""
     q, kv = input_row_bytes(scenario.attention_shape)
     lse = 4 * scenario.attention_shape.heads_q
     queries, keys = work.query_rows, work.key_rows
@@ -146,9 +148,9 @@ def exchange_seconds(
     return arrival, seconds(work.server, back), seconds(work.home, back)
 
 
-# Seconds of the layer's attention [kinds, ranks], and of exchanges beside the layer's compute.
+# Seconds of a layer's attention [kinds, ranks], and of the exchanges beside the layer's compute.
 Times = tuple[np.ndarray, float]
-Attend = Callable[[Scenario, Work, int], Times]  # of a scenario, a plan and a pass
+Attend = Callable[[Scenario, Work, int], Times]  # (scenario, work of a plan, pass) -> times
 
 
 def _by_kind(attention, exchange, waiting) -> np.ndarray:
@@ -159,8 +161,8 @@ def _by_kind(attention, exchange, waiting) -> np.ndarray:
 
 
 def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
-    """Half of the home tasks while inputs travel, then visiting tasks, then the other home tasks
-    while results travel."""
+    """Return the times of a layer that runs half of its home tasks while inputs travel, then its
+    visiting tasks, and then the other home tasks while results travel."""
     arrival, sent, received = exchange_seconds(scenario, work, pass_idx)
     half, visiting = work.home_seconds[pass_idx] / 2, work.visiting_seconds[pass_idx]
     stall = np.where(visiting > 0, np.maximum(0.0, arrival - half), 0.0)
@@ -178,8 +180,9 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
 
 
 def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
-    """A half's exchange travels beside the other half's attention and, for one half, what precedes
-    attention, for the other, what follows it. FSDP's collectives share the links."""
+    """Return the times of a layer in ping-pong. The exchange of one half runs beside the other's
+    attention and the work before attention, and the exchange of the other half beside attention and
+    the work after it. FSDP's collectives share the links."""
     attention = work.seconds[pass_idx]
     arrival, sent, received = exchange_seconds(scenario, work, pass_idx, share=0.5)
     alone = arrival.max() + max(sent.max(), received.max())

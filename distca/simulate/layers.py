@@ -67,18 +67,19 @@ def mirrored_attention(
 
 
 class KeyExchange(NamedTuple):
-    """How the ranks of a context parallel group come by each other's keys."""
+    """How the ranks of a context parallel group get each other's keys."""
 
     # (scenario, bytes of each pack's keys, cp, attention of its slowest rank [2, ...]) -> exposed
     # seconds [2, ...]
     seconds: Callable[[Scenario, np.ndarray, int, np.ndarray], np.ndarray]
-    copies: Callable[[Scenario, int], float]  # (scenario, cp) -> keys held, times a rank's own
+    # (scenario, cp) -> keys and gradients that a rank holds, as a multiple of its own keys
+    copies: Callable[[Scenario, int], float]
 
 
 def _gather(
     scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarray, backward: int
 ) -> np.ndarray:
-    """`backward`: number of collectives in the backward pass."""
+    """Return the exposed seconds of gathers: one forward, and `backward` collectives backward."""
     gather = scenario.machine.gather_seconds(num_bytes, cp, scenario.groups_per_node)
     return np.stack([gather, backward * gather])
 
@@ -90,15 +91,16 @@ def _hops(scenario: Scenario, num_bytes: np.ndarray, cp: int, slowest: np.ndarra
     return (cp - 1) * np.maximum(0.0, np.stack(hops) - slowest / cp)
 
 
-# Keys, and gradients of one layer's: kept from pass to pass as in benchmarks/context_parallel.py,
-# or gathered again as in Llama 3's training, or of two neighbours.
+# A rank holds the gradients of one layer's keys, and gathered keys. It keeps the keys of all layers
+# for the backward pass (as in benchmarks/context_parallel.py), or gathers those of each layer again
+# (as in Llama 3's training). In a ring it holds keys and gradients of two neighbours.
 GATHER_ONCE = KeyExchange(partial(_gather, backward=1), lambda s, cp: cp * (s.live_layers + 1))
 GATHER_TWICE = KeyExchange(partial(_gather, backward=2), lambda s, cp: 2 * cp)
 RING = KeyExchange(_hops, lambda s, cp: 4)
 
 
 def workspace_of_token(scenario: Scenario, cp: int, keys: KeyExchange) -> float:
-    """Bytes beside activations for each token of a group."""
+    """Return the bytes that each token of a group needs beside activations."""
     copies = keys.copies(scenario, cp) if cp > 1 else 0.0
     return copies * input_row_bytes(scenario.attention_shape)[1]
 
@@ -128,7 +130,7 @@ def context_parallel(
 
 
 def fsdp_seconds(scenario: Scenario, num_params: float) -> tuple[float, float]:
-    """(all-gather, reduce-scatter) of a module's parameters."""
+    """Return the seconds of FSDP's all-gather and reduce-scatter for a module."""
     if scenario.sharding != "fsdp" or scenario.groups == 1:
         return 0.0, 0.0
     gather, reduce = (
@@ -151,7 +153,8 @@ def add_parameters(scenario: Scenario, layers: Layers) -> None:
     if scenario.sharding != "fsdp" or scenario.groups == 1:
         return
     modules = scenario.model.layer_params, scenario.model.edge_params / scenario.pp
-    # Nothing hides the first gathers and the last reductions: of embedding, head and one layer.
+    # Nothing hides the first gathers and the last reductions: those of embedding, head and one
+    # layer.
     edges = np.sum([fsdp_seconds(scenario, each) for each in modules], axis=0)
     seconds = layers.seconds
     for pass_idx in (FORWARD, BACKWARD):

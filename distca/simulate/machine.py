@@ -25,8 +25,8 @@ class Machine:
     between: Link = Link(50e-6, 50e9)
     gpus_per_node: int = 8
     """GPUs that share a node."""
-    # The plain step of benchmarks/training_step.py on two H200, 798 ms, with elementwise work and
-    # attention as below.
+    # Fitted to the plain step of benchmarks/training_step.py on two H200, which took 798 ms, with
+    # elementwise work and attention as below.
     matmul_tflops: float = 620.0
     """Speed of linear layers."""
     # Forward, backward: distca's kernels on an H200, head_dim 128, documents of 2k to 64k

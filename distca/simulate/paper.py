@@ -1,4 +1,4 @@
-"""Core attention disaggregation at the scale of its publication, against every baseline."""
+"""Compares core attention disaggregation with every baseline at the scale of its publication."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from distca.simulate.systems import Step
 RANKS = (64, 128, 256, 512)
 CONTEXTS = (131072, 262144, 524288)
 TP = 8
-TOKENS = {"8B": 131072, "34B": 65536}  # of a group, whose activations fit without recomputation
+TOKENS = {"8B": 131072, "34B": 65536}  # of a group; activations fit without recomputation
 PUBLISHED = (
     "Published, over variable-length packing: 1.07 to 1.20 on pretraining lengths, 1.05 to 1.12 on "
     "ProLong\n(512 H200, 50 GB/s a GPU between nodes of 8)"

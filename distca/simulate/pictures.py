@@ -1,4 +1,4 @@
-"""A picture of who does what when."""
+"""Draws what each rank does at what time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,8 @@ MAX_RANKS = 16
 def segments(
     schedule: Schedule, scenario: Scenario, rank: int
 ) -> Iterator[tuple[int, float, float]]:
-    """(kind, start, seconds) of planner rank `rank` (stage * groups + group) in order of time."""
+    """Yield (kind, start, seconds) of planner rank `rank` (stage * groups + group), in order of
+    time."""
     stage, group = divmod(rank, scenario.groups)
     spans = []
     for each in (each for each in schedule.operations if each.stage == stage):  # in order
@@ -45,7 +46,8 @@ def segments(
 
 
 def draw_timeline(path: Path, results: list[Result]) -> None:
-    """A panel for each system: one line a rank, the first step on one scale of time."""
+    """Draw a panel for each system, with a line for each rank. All panels show the first step on
+    one scale of time."""
     scenario = results[0].scenario
     total = scenario.pp * scenario.groups
     count = min(MAX_RANKS, total)

@@ -1,5 +1,5 @@
-"""From times of a layer to the operations of a step, in 1F1B: with one stage, the passes of every
-micro-batch in turn."""
+"""Arranges the times of layers as the operations of a 1F1B step. With one stage, the passes of the
+micro-batches follow each other."""
 
 from dataclasses import dataclass
 

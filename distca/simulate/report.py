@@ -1,4 +1,4 @@
-"""Results as a table and as JSON, and the assumptions that they rest on."""
+"""Prints results as a table or as JSON, with the assumptions behind them."""
 
 import textwrap
 from dataclasses import replace
@@ -114,7 +114,7 @@ def assumptions(scenario: Scenario) -> list[str]:
         f"{machine.memory_gb:g} GB a GPU, and moves no document to another step",
         f"activations are {repeated}; loss in chunks, logits not kept",
         f"planner tolerance {scenario.tolerance:g}, {scenario.keep_inputs_gb:g} GB of kept inputs; "
-        "planning shows where it takes this processor longer than a step",
+        "planning counts where it takes this processor longer than a step",
     ]
 
 

@@ -49,7 +49,7 @@ class Result:
 
 
 def run(scenario: Scenario, steps: list[Step], names: list[str] | None = None) -> list[Result]:
-    """Every system, at its best way and context parallel degree."""
+    """Return the result of each system in its best way, at its best context parallel degree."""
     results = []
     for system in systems_of(names):
         tried = [
@@ -62,7 +62,7 @@ def run(scenario: Scenario, steps: list[Step], names: list[str] | None = None) -
 
 
 def best(results: Iterable[Result]) -> Result:
-    """The fastest, of those that fit in memory if one does."""
+    """Return the fastest result. If any result fits in memory, only those that fit count."""
     return min(results, key=lambda result: (not result.fits, result.mean))
 
 

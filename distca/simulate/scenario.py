@@ -55,12 +55,12 @@ class ModelShape:
 
     @property
     def edge_params(self) -> int:
-        """Embedding and head."""
+        """Parameters of embedding and head."""
         return 2 * self.vocab * self.hidden
 
     @property
     def share_before_attention(self) -> float:
-        """Of a layer's linear work: wq, wk and wv."""
+        """Share of wq, wk and wv in a layer's linear work."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         return self.hidden * qkv / self.layer_params
 
@@ -143,7 +143,8 @@ class Scenario:
     tolerance: float = Options.tolerance
     """Excess of the slowest server over the mean that the planner leaves alone."""
     keep_inputs_gb: float = Options.keep_inputs_gb
-    """What a server may keep of visiting rows' q, k and v in one layer, for the backward pass."""
+    """Memory for the q, k and v of visiting rows that a server keeps in one layer for the backward
+    pass, in 1e9 bytes."""
 
     def __post_init__(self) -> None:
         has_stages = self.pp != 1
@@ -220,7 +221,8 @@ class Scenario:
 
     @property
     def live_layers(self) -> int:
-        """Layers whose activations wait for the backward pass, on the first stage in 1F1B."""
+        """Number of layers, counted once per micro-batch in flight, whose activations the first
+        stage holds for the backward pass in 1F1B."""
         return self.stage_layers * min(self.micro_batches, self.pp)
 
     @property
@@ -261,8 +263,8 @@ class Scenario:
         return 2 * 2 * one_way + 2 * link.latency_s
 
     def seconds_around_attention(self, pass_idx: int) -> tuple[float, float]:
-        """Of one layer: linear work and all-reduces on attention's input side, and the others. One
-        of the four halves of all-reduces precedes attention."""
+        """Return the seconds of a layer's linear work and all-reduces: those on attention's input
+        side, and the others. One of the four halves of all-reduces is on the input side."""
         linear = float(self.linear_seconds(self.tokens)[pass_idx])
         reduce = float(self.tensor_parallel_seconds(self.tokens))
         share = self.model.share_before_attention

@@ -48,13 +48,13 @@ class Step:
 
     @cached_property
     def micro_batches(self) -> list[np.ndarray]:
-        """Lengths of their documents."""
+        """Lengths of the documents of each micro-batch."""
         edges = np.arange(1, self.scenario.micro_batches) * self.scenario.packs
         return np.split(self.documents.lengths, np.searchsorted(self.documents.pack, edges))
 
     def work(self, lengths: np.ndarray, is_ping_pong: bool) -> tuple[Work, float]:
-        """A plan for a micro-batch, and the planner's processor time. Ping-pong needs two runs on
-        each rank where documents cross ranks."""
+        """Return the work of a plan for a micro-batch, and the planner's processor time in seconds.
+        Ping-pong needs two runs on each rank if documents cross ranks."""
         scenario = self.scenario
         runs = 2 if is_ping_pong and scenario.least_cp > 1 else 1
         pack = pack_on(lengths, scenario.groups, runs)
@@ -70,7 +70,7 @@ class Outcome:
     memory_bytes: np.ndarray  # [stages * groups] of one rank of each group
 
 
-Way = Callable[[Step, int], Outcome]  # of a step and a context parallel degree
+Way = Callable[[Step, int], Outcome]  # (step, context parallel degree) -> outcome
 
 
 def fixed(step: Step, cp: int, keys: KeyExchange = GATHER_ONCE) -> Outcome:
@@ -111,8 +111,8 @@ def balanced_limit(step: Step, cp: int) -> Outcome:
 
 
 def distca(step: Step, cp: int, attend: Attend) -> Outcome:
-    """A plan for each micro-batch. They are computed during the step before, so that only what is
-    longer than a step shows."""
+    """Return the outcome with a plan for each micro-batch. Plans are computed during the step
+    before, so planning shows only if it takes longer than a step."""
     scenario, planning = step.scenario, 0.0
     layers = _layers(scenario, np.zeros((scenario.micro_batches, NUM_PASSES, 1)))
     for i, lengths in enumerate(step.micro_batches):
@@ -129,7 +129,7 @@ def distca(step: Step, cp: int, attend: Attend) -> Outcome:
 
 
 def _layers(scenario: Scenario, attention: np.ndarray) -> Layers:
-    """Of groups with `tokens` each."""
+    """Return the layers of groups that hold `scenario.tokens` tokens each."""
     shape = (scenario.micro_batches, NUM_PASSES, scenario.groups)
     tokens = np.full((scenario.micro_batches, scenario.groups), scenario.tokens)
     return layers_of(scenario, tokens, np.broadcast_to(attention, shape))
@@ -162,7 +162,7 @@ def _memory(scenario: Scenario, layers: Layers, schedule: Schedule) -> np.ndarra
 class System:
     name: str
     label: str
-    ways: tuple[Way, ...]  # the best of them counts
+    ways: tuple[Way, ...]  # the best one counts
     least_cp: int | None = None  # of the degrees to try; None: no choice
     is_baseline: bool = False
 
@@ -195,7 +195,7 @@ SYSTEMS = (
 
 
 def systems_of(names: list[str] | None) -> list[System]:
-    """The systems with these names, or all; raises ValueError for a name that does not exist."""
+    """Return the systems with these names, or all. Raises ValueError for an unknown name."""
     all_names = [system.name for system in SYSTEMS]
     for name in names or ():
         if name not in all_names:

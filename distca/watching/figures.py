@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 STEPS_FILE = "steps.jsonl"  # of a run's records, a JSON object a line
 SPANS_FOLDER = "spans"  # of a run: when a step's phases began and ended, a file a rank
-LINKS = ("link_gb_per_s", "node_link_gb_per_s")  # left out where there is no such link
+LINKS = ("link_gb_per_s", "node_link_gb_per_s")  # left out if there is no such link
 MEASURED = ("attention_ms", "exposed_ms")  # lists by rank that are measured, not predicted
 
 # FLOPs of attention's backward pass over the forward pass's: five products of two matrices to two.

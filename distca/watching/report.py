@@ -37,8 +37,9 @@ def read_steps(folder: str | Path) -> list[dict]:
 
 
 def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
-    """Means over steps, of plan_ms the median, of links the last. attention_ms, exposed_ms:
-    measured, by rank, means of the steps that were timed, [] where none was."""
+    """Return the means of a run's steps, but the median of plan_ms and the last figures of links.
+    attention_ms and exposed_ms are measured: means by rank over the timed steps, [] if there are
+    none."""
     timed = [step for step in steps if step["attention_ms"]]
     before, after = ([step[f"imbalance_{when}"] for step in steps] for when in ("before", "after"))
     slowest = [sum(max(step[f"seconds_{when}"]) for step in steps) for when in ("before", "after")]
@@ -76,7 +77,7 @@ def table(values: dict) -> str:
             rows[name] = f"{min(by_rank):.1f} to {max(by_rank):.1f} ms a step, by rank"
     for name, where in zip(LINKS, ("links in a node", "links between nodes"), strict=True):
         if name in values:
-            rows[where] = f"{values[name]:.3g} GB/s from each rank, as planned with"
+            rows[where] = f"{values[name]:.3g} GB/s from each rank, as plans expect"
     width = max(map(len, rows))
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
 

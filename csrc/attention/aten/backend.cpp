@@ -155,7 +155,7 @@ void backward(const BackwardRows& rows, const Params& params) {
   copy_rows(dv_sum.sum(), rows.dv, keys);
 }
 
-// No words on the host: waves follow from the tasks.
+// Plans no words for the host, because waves follow from the tasks.
 PlannedWords plan_words(const std::vector<PlacedTask>& tasks, const Mask&) {
   PlannedWords words;
   for (const Wave& wave : make_waves(tasks)) {

@@ -14,14 +14,14 @@ namespace distca::attention::aten {
 struct Wave {
   std::vector<PlacedTask> tasks;
   std::vector<int32_t> cu_seqlens_q{0}, cu_seqlens_k{0};  // [sequences + 1]
-  int64_t max_q = 0;  // of tasks: rows between them need no kernel
+  int64_t max_q = 0;  // of tasks, since query rows between them need no kernel
   int64_t max_k = 0;
 };
 
 // Within a wave query ranges increase and key ranges are disjoint and increase. A task goes to the
-// first wave that it fits, in order of q_row; tasks without queries are left out. Query rows
-// between tasks are sequences without keys, key rows between tasks sequences without queries; max_k
-// covers the latter too, since the backward kernel zeroes their dk and dv. Throws
+// first wave that it fits, in order of q_row. Tasks without queries are left out. Query rows
+// between tasks become sequences without keys, and key rows between tasks become sequences without
+// queries. max_k covers the latter too, since the backward kernel zeroes their dk and dv. Throws
 // std::length_error for rows past int32.
 std::vector<Wave> make_waves(std::vector<PlacedTask> tasks);
 

@@ -28,7 +28,7 @@ double Assignment::capacity(int64_t rank) const {
       {most - seconds_[rank], speed * link_seconds_left(rank, link_seconds), most * (1 - held)});
 }
 
-// Returns the seconds that are left to the rank for transfers and visiting tasks, which take turns.
+// Returns the seconds that the rank has left for transfers and visiting tasks, which take turns.
 double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double speed = problem_.options.speed(rank);
   const double visiting = speed > 0 ? visiting_[rank] / speed : 0;

@@ -43,7 +43,7 @@ class Assignment {
   double surplus(int64_t rank) const { return seconds_[rank] - limit(rank); }
   double limit(int64_t rank) const { return limit_ * problem_.options.speed(rank); }
   double seconds(int64_t rank) const { return seconds_[rank]; }
-  // Returns the seconds that the rank can still receive: the scarcest of compute, transfers and
+  // Returns the seconds that the rank can still receive. The scarcest of compute, transfers and
   // memory decides.
   double capacity(int64_t rank) const;
 
@@ -118,7 +118,7 @@ class Assignment {
   const Problem& problem_;
   const double limit_;
   std::vector<double> seconds_;   // [num_ranks] at speed 1
-  std::vector<double> visiting_;  // [num_ranks] of them, of rows of other homes
+  std::vector<double> visiting_;  // [num_ranks] part of them that needs rows of other homes
   Traffic traffic_;
   std::vector<Rank> ranks_;
   std::vector<char> is_shared_;  // [documents] rows have left home, or there are several homes

@@ -83,14 +83,14 @@ void Assignment::receive(int64_t rank, Item item) {
   received.push_back(item);
 }
 
-// Adds (times = 1) or takes back (times = -1) the item's seconds.
+// Adds the item's seconds (times = 1), or subtracts them (times = -1).
 void Assignment::add_seconds(int64_t rank, const Item& item, int times) {
   seconds_[rank] += times * item.seconds;
   if (problem_.are_visiting(item.document, item.rows, rank))
     visiting_[rank] += times * item.seconds;
 }
 
-// Without items, removes what rounding has left of their seconds.
+// Clears what rounding leaves of the seconds of a rank that has no items.
 void Assignment::settle(int64_t rank) {
   if (ranks_[rank].own.empty() && ranks_[rank].received.empty()) {
     seconds_[rank] = visiting_[rank] = 0;

@@ -86,8 +86,8 @@ class Balancer {
   }
 
  private:
-  // Searches for the least feasible limit: tries a lower bound, then bisects up to the least
-  // feasible limit, or the best makespan.
+  // Searches for the least feasible limit: tries a lower bound, then bisects between the largest
+  // infeasible limit and the least feasible one, or the best makespan if that is less.
   void search() {
     double limit = least_limit(), infeasible = limit > goal_ ? goal_ : 0, feasible = kInfinity;
     for (int i = 0; i < heuristics_.max_limits; ++i) {
@@ -100,8 +100,8 @@ class Balancer {
     if (!is_valid_) try_without_limit();
   }
 
-  // Returns the goal, or the least limit in which links can carry the surplus of every rank, and
-  // those between nodes the surplus of every node.
+  // Returns the goal, or a larger lower bound on the limit: links must be able to carry the surplus
+  // of every rank, and links between nodes the surplus of every node.
   double least_limit() const {
     double impossible = goal_, possible = makespan_;
     if (can_carry(goal_)) return goal_;
@@ -147,7 +147,7 @@ class Balancer {
     return all_surplus <= all_capacity;
   }
 
-  // Tries pairings at one limit, while they come near it.
+  // Returns whether a limit is feasible. Tries the second pairing only if the first comes near it.
   bool try_limit(double limit) {
     const double slowest = attempt(limit, kPairings[0]);
     if (slowest <= limit) return true;
@@ -209,8 +209,8 @@ class Balancer {
   const Problem& problem_;
   const Heuristics& heuristics_;
   Budget budget_;
-  const double goal_;         // makespan that need not be less
-  double least_ = kInfinity;  // makespan of any valid plan so far
+  const double goal_;         // makespans below it are not better
+  double least_ = kInfinity;  // least makespan of the valid plans so far
   std::optional<Assignment> best_;
   double makespan_;  // of the best
   double bytes_;     // of the best

@@ -11,9 +11,9 @@ struct Heuristics {
   // The search for the least limit, see balancer.cpp.
   int max_limits = 9;              // limits to try: the wanted one, then by bisection
   double close_enough = 1.01;      // ratio of makespan to infeasible limit that ends the search
-  double least_bytes_slack = 1.2;  // of the bound on bytes that the first limit follows from
-  double near_limit = 1.1;         // slowest rank over limit up to which other pairings are tried
-  double hopeless = 1.05;          // seconds of a node over its limit that end an attempt
+  double least_bytes_slack = 1.2;  // slack in the bound on bytes that gives the first limit
+  double near_limit = 1.1;         // ratio of slowest rank to limit up to which kUnbounded is tried
+  double hopeless = 1.05;          // ratio of a node's seconds to its limit that ends an attempt
   double equal_makespans = 1.002;  // ratio of makespans up to which bytes decide
   double limit_slack = 2e-4;       // part of a limit kept free for surpluses too small for a task
   double min_relief = 1e-4;        // least relief of a slice worth a task, over the mean compute

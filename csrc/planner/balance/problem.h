@@ -34,7 +34,7 @@ struct Problem {
   double seconds(int64_t document_idx, Range rows) const {
     return options.cost.seconds(options.mask, rows, document(document_idx).length);
   }
-  // Returns whether the rank needs rows of other homes to compute these.
+  // Returns whether the rank needs rows of other homes to compute these rows.
   bool are_visiting(int64_t document_idx, Range rows, int64_t rank) const {
     return !is_home(pack.segments_of(document(document_idx)), rows, keys_of(document_idx, rows),
                     rank);
@@ -52,11 +52,11 @@ struct Problem {
   std::vector<Item> items;               // at home, by rank, document, position; none empty
   std::vector<int64_t> first;            // [num_ranks + 1] index into items
   std::vector<double> home_seconds;      // [num_ranks] at speed 1
-  std::vector<double> visiting_seconds;  // [num_ranks] of them, of rows whose keys are elsewhere
+  std::vector<double> visiting_seconds;  // [num_ranks] part of them whose keys are elsewhere
   Traffic home_traffic;
   double total_seconds = 0;      // at speed 1
   double total_speed = 0;        // of all servers
-  double hidden_seconds = 0;     // of transfers, behind other work
+  double hidden_seconds = 0;     // of transfers that other work hides
   double bytes_per_root_second;  // least bytes of a slice over the square root of its seconds
   double min_relief;             // seconds; a slice with less relief is not worth a task
 

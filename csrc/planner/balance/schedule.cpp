@@ -62,7 +62,7 @@ void relieve_memory(Assignment& assignment, int64_t donor) {
   }
 }
 
-// Returns whether a node has kept so much work that its ranks take more than `most` seconds.
+// Returns whether a node kept so much work that its ranks take more than `most` seconds on average.
 bool is_hopeless(const Assignment& assignment, double most) {
   const Problem& problem = assignment.problem();
   const int64_t num_ranks = problem.pack.num_ranks, size = problem.options.links.ranks_per_node;

@@ -15,8 +15,8 @@ struct Pairing {
 
 // Moves work from servers above the assignment's limit to others, and visiting rows off servers
 // above their memory cap; receivers and links stay within their limits. The surplus of a node
-// leaves first, then each node balances its own ranks. Gives up and returns false if a node keeps
-// work for more than `most` seconds.
+// leaves first, then each node balances its own ranks. Returns false and gives up if a node keeps
+// work for more than `most` seconds of its ranks.
 bool schedule(Assignment& assignment, const Pairing& pairing, double most);
 
 // Moves the surplus of nodes to other nodes. A donor rank need not be above the limit itself: the

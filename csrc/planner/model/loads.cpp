@@ -5,9 +5,9 @@
 namespace distca::planner {
 namespace {
 
-// Parts of a layer's seconds and bytes. The backward pass has 2.5 times the FLOPs. Of a query row
-// 2 of 5 rows travel in the forward pass (q, out), of a key row 1 of 3 (k and v, before their
-// gradients); a slice has about as many bytes of queries as of keys.
+// Parts of a layer's seconds and bytes. The backward pass has 2.5 times the FLOPs of the forward
+// pass. Forward, a query moves 2 of its 5 rows (q, out), and a key 1 of its 3 (k and v; backward k
+// and v again, and their gradients). A slice has about as many bytes of queries as of keys.
 struct Pass {
   double seconds_part;
   double bytes_part;
@@ -64,7 +64,8 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
                   static_cast<double>(node_bytes) / links.node_bytes_per_second);
 }
 
-// Seconds of a rank: visiting tasks, and home tasks beside what is not hidden of its transfers.
+// Returns the seconds of a rank in a pass: visiting tasks, and home tasks beside the part of its
+// transfers that other work does not hide.
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
   const double exposed =

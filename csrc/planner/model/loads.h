@@ -25,8 +25,8 @@ class Traffic {
     return a / options_.links.ranks_per_node == b / options_.links.ranks_per_node;
   }
   const Load& operator[](int64_t rank) const { return ranks_[rank]; }  // without seconds
-  // Returns the loads of all ranks that compute `seconds` [num_ranks], at speed 1, and of these
-  // `visiting` for other homes' rows.
+  // Returns the loads of ranks that compute `seconds` [num_ranks], at speed 1. `visiting` is the
+  // part of these that needs rows of other homes.
   std::vector<Load> loads(std::span<const double> seconds, std::span<const double> visiting) const;
 
  private:
@@ -39,12 +39,12 @@ class Traffic {
 };
 
 // Weight of transfers where both passes are taken together. The forward pass has 2/7 of the seconds
-// and 0.37 of the bytes, so a layer's transfers can be exposed although they take less than its
-// seconds: 1 would leave that alone, 1.3 would forbid it.
+// and 0.37 of the bytes, so transfers can be exposed in it although they take less than the layer's
+// seconds. A weight of 1 would ignore this, and 1.3 would rule it out.
 constexpr double kTransferWeight = 1.15;
 
-// Seconds of a rank's transfers, in (or out of) the rank: inputs travel before visiting tasks and
-// results after them, so both count.
+// Returns the seconds of a rank's transfers for the bytes that it receives (or sends). Inputs
+// travel before visiting tasks and results after them, so both count.
 double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links);
 inline double link_seconds_in(const Load& load, const Links& links) {
   return link_seconds(load.bytes_in, load.node_bytes_in, links);
@@ -61,12 +61,12 @@ inline double link_seconds(const Load& load, const Links& links) {
 std::vector<Load> loads_of(const Pack& pack, const PlanOptions& options,
                            std::span<const Task> tasks);
 
-// Seconds of one layer's attention, forward and backward: ranks wait for each other in both passes.
-// In a pass a rank computes its visiting tasks, and beside its transfers home tasks; other work
-// hides `hidden_seconds` of them.
+// Returns the seconds of a layer's attention, forward and backward. Ranks wait for each other in
+// both passes. In a pass a rank computes visiting tasks, and home tasks beside its transfers. Other
+// work hides `hidden_seconds` of the transfers of both passes.
 double makespan(const std::vector<Load>& loads, const Links& links, double hidden_seconds);
 
-// Seconds of the slowest rank, both passes taken together.
+// Returns the seconds of the slowest rank, with both passes taken together.
 double slowest(const std::vector<Load>& loads, const Links& links, double hidden_seconds);
 
 // Bytes that all ranks move.

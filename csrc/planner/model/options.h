@@ -26,7 +26,7 @@ struct Links {
   int64_t ranks_per_node = std::numeric_limits<int64_t>::max();  // consecutive ranks
   double bytes_per_second = 200e9;                               // to ranks of the same node
   double node_bytes_per_second = 200e9;                          // to ranks of other nodes
-  double hidden_part = 0;  // transfers that other work hides, over the mean compute
+  double hidden_part = 0;  // seconds of transfers that other work hides, over the mean compute
 
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;

@@ -79,7 +79,7 @@ void append(std::span<const PlacedPiece> pieces, Pack& pack) {
       Segment& last = pack.segments.back();
       check(segment.start == document.length, id, segment, " overlap ", last);
       if (last.rank == segment.rank && last.row + last.length == segment.row) {
-        last.q_row = segment.q_row - last.length;  // differs where `last` is context
+        last.q_row = segment.q_row - last.length;  // differs if `last` is context
         last.length += segment.length;
       } else {
         pack.segments.push_back(segment);

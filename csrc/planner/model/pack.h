@@ -13,8 +13,8 @@ struct Piece {
   int64_t document;  // any id that is the same on every rank; ids need not be dense
   int64_t start;     // position of the piece's first token in its document
   int64_t length;    // tokens; 0 is allowed and ignored
-  // Its first tokens that are context: keys without queries, such as another call has computed. A
-  // document's context is its first positions, in as many pieces as hold them, and not all of it.
+  // Number of its first tokens that are context: keys without queries, which another call computes.
+  // The context of a document is its first positions, in one or more pieces, but never all of it.
   int64_t num_context = 0;
 };
 
@@ -25,8 +25,8 @@ struct Segment {
   int64_t length;  // tokens
   int64_t rank;    // home rank
   int64_t row;     // first of its rows of keys on the home rank
-  int64_t q_row;   // what would be the query row of its first token; may be negative. Undefined
-                   // if all tokens are context
+  int64_t q_row;   // query row that its first token would have; may be negative; undefined if all
+                   // tokens are context
 };
 
 struct Document {

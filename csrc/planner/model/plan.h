@@ -40,8 +40,8 @@ struct Plan {
   uint64_t digest = 0;      // of pack, mask and tasks
 };
 
-// Returns the plan of these tasks, whose loads are 0. Marks of home tasks as kept are dropped, so
-// that parts of a kept task may become home tasks. Throws as validate does.
+// Returns the plan of these tasks, with loads of 0. Clears is_kept of home tasks, so that parts of
+// a kept task may become home tasks. Throws as validate does.
 Plan plan_of_tasks(const Pack& pack, const Mask& mask, std::vector<Task> tasks);
 
 // Throws std::invalid_argument unless every query row of every document is covered exactly once by

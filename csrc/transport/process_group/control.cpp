@@ -50,7 +50,7 @@ bool ends_soon(c10d::Work& work) {
   TORCH_CHECK_WITH(DistBackendError, false, "distca: ", describe(where), ": ", text);
 }
 
-// What a frame begins with. As much of the text follows as the frame has room for.
+// The beginning of a frame. As much of the text follows as the frame has room for.
 struct FrameHeader {
   std::array<char, 40> phase{};
   int64_t num_bytes = 0;  // of the text

@@ -56,7 +56,7 @@ class Patience {
   // Makes the current stream of a device wait for an exchange on it.
   void wait_on_stream(const Pending& pending);
 
-  // Throws a DistBackendError that says how the ranks' calls differ. All ranks quote it.
+  // Throws a DistBackendError that describes how calls of ranks differ. All ranks quote it.
   [[noreturn]] void fail_together(const Where& where, const std::string& mismatch);
 
   // Sets whether training waits for the thread that waits here. If not, the wait keeps no rank from
@@ -96,7 +96,7 @@ class ControlPlane {
   std::vector<std::string> gather(std::string_view own, const Where& where,
                                   const std::string& activity);
 
-  // Collective: starts to gather every rank's `own`; all have the same length.
+  // Collective: starts to gather `own` of every rank. All have the same length.
   Gathering start(std::string_view own, const Where& where, const std::string& activity);
 
   // Collective: returns every rank's `tensor`, [num_ranks, ...]. All have the same shape.
@@ -113,8 +113,8 @@ class ControlPlane {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<Patience> patience_;
-  // Bytes of text that a first exchange carries. It follows from earlier texts of all ranks, so
-  // that it is equal on all of them.
+  // Bytes of text that the first exchange of a gather carries. The number follows from earlier
+  // texts of all ranks, so it is equal on all of them.
   size_t room_ = 208;
 };
 

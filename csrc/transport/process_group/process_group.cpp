@@ -86,7 +86,7 @@ RowBatch pack_visiting(const Load& load, const Seal& seal) {
   return batch;
 }
 
-// Starts an exchange. On a device, a stream has to wait for it.
+// Starts an exchange of rows. On a device, a stream must wait for it.
 Works exchange(c10d::ProcessGroup& group, const std::vector<RowBatch>& batches) {
   const c10::DeviceType device = batches[0].sent.device().type();
   const bool coalesces = group.getBackend(device)->supportsCoalescing();
@@ -102,7 +102,7 @@ Works exchange(c10d::ProcessGroup& group, const std::vector<RowBatch>& batches) 
   return works;
 }
 
-// Describes how the ranks' places, WhereWords by rank, differ; empty if all are equal.
+// Describes how the places of ranks (WhereWords by rank) differ. Returns "" if all are equal.
 std::string difference_of(const at::Tensor& places) {
   std::map<WhereWords, std::vector<int64_t>> ranks_by_place;
   for (int64_t rank = 0; rank < places.size(0); ++rank) {
@@ -134,8 +134,8 @@ class ProcessGroupTransport : public Transport {
     return {};
   }
 
-  // Starts an exchange of rows. On the CPU it only starts to compare calls: rows follow in
-  // finish(). Every rank must start exchanges in the same order, and finish one before it starts
+  // Starts an exchange of rows. On the CPU it only starts to compare calls, and rows follow in
+  // finish(). Every rank must start exchanges in the same order, and finish each before it starts
   // the next.
   Gathering start(const std::vector<RowBatch>& batches, const Where& where) {
 #ifdef DISTCA_WITH_CUDA
