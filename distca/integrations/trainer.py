@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 
 from distca.integrations.boundaries import PACK, check_cut, plan_ahead, read_boundaries
@@ -97,6 +98,8 @@ def _deal(loader: DataLoaderShard, ranks_per_batch: int) -> tuple[int, int]:
     kinds = (BatchSamplerShard, IterableDatasetShard)
     parts = (loader.batch_sampler, loader.sampler, loader.dataset)
     shard = next((each for each in parts if isinstance(each, kinds)), None)
+    if shard is None and PartialState().num_processes == 1:
+        raise ValueError(f"ranks_per_batch is {ranks_per_batch}; expected 1 for a single process")
     if shard is None:
         raise ValueError(
             f"the data set is a {type(loader.dataset).__name__} that ranks do not share by "

@@ -80,7 +80,7 @@ def cluster_of(
         return 1e9 * (default if gb_per_s is None else gb_per_s)
 
     # If each node has one rank, only the link between nodes is measured. Use it for both.
-    inside = measured.inside or measured.between or opened_links.inside or opened_links.between
+    inside = measured.inside or opened_links.inside or measured.between or opened_links.between
     between = measured.between or opened_links.between
     links = {
         "ranks_per_node": options.ranks_per_node or ranks_per_node,
