@@ -19,7 +19,7 @@ import distca
 
 TIMEOUT_S = 120
 # Options of links so fast that plans move rows in steps too small for it to pay.
-FAST_LINKS = {"link_gb_per_s": 1e5}
+FAST_LINKS = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5}
 
 
 class RankError(AssertionError):

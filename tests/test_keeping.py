@@ -6,6 +6,7 @@ import torch
 from layout_words import numbers_of_rows
 from oracle import Case
 from pingpong_blocks import LENGTHS, pair_of, step_of
+from ranks import FAST_LINKS
 from test_compile import NUM_STEPS, documents_of, train_compiled
 from test_core_attention import PACKS, WHOLE, gathered, place
 from torch.library import opcheck
@@ -46,7 +47,7 @@ def shape_of(case: Case) -> AttentionShape:
 
 def open_with(**options) -> None:
     distca.close()
-    distca.init(options=distca.Options(**options))
+    distca.init(options=distca.Options(**FAST_LINKS, **options))
 
 
 def attend_keeping(rank, world_size, case, options):

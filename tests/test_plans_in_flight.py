@@ -31,6 +31,9 @@ def ranges_of(profile: torch.profiler.profile) -> dict[str, int]:
 
 def alternate(rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:
     """Return the profiler's ranges, and each layer's error against a run of one plan at a time."""
+    first = small_step(rank, world_size, SHARDED)
+    distca.plan(first.documents)
+    first.attend()  # from now on, plans go by the shape of this attention
     alone = []
     for window in WINDOWS:
         own = small_step(rank, world_size, SHARDED)
