@@ -34,7 +34,7 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
       const double cost = seconds(static_cast<int64_t>(i), rows);
       items[next[segment.rank]++] = {static_cast<int64_t>(i), rows, cost};
       home_seconds[segment.rank] += cost;
-      if (num_rows(rows) > 0 && are_visiting(static_cast<int64_t>(i), rows, segment.rank)) {
+      if (are_visiting(static_cast<int64_t>(i), rows, segment.rank)) {
         visiting_seconds[segment.rank] += cost;
       }
     }

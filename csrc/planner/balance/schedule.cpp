@@ -8,6 +8,9 @@
 namespace distca::planner {
 namespace {
 
+// Links inside a node are the fast ones: its ranks take the first receiver, whatever the bytes.
+constexpr Pairing kInsideNode{.num_candidates = 1, .bounds_bytes = false};
+
 bool visits_home(const Problem& problem, const Item& item, int64_t home) {
   const Task task{item.document, item.rows.begin, item.rows.end, home};
   return num_rows(item.rows) > 0 && !is_home(problem.pack, problem.options.mask, task);
@@ -90,7 +93,7 @@ bool schedule(Assignment& assignment, const Pairing& pairing, double most) {
     if (is_hopeless(assignment, most)) return false;
     for (int64_t first = 0; first < num_ranks; first += links.ranks_per_node) {
       const Range ranks{first, std::min(num_ranks, first + links.ranks_per_node)};
-      balance_ranks(assignment, {1, true, false}, ranks);
+      balance_ranks(assignment, kInsideNode, ranks);
     }
   }
   recut(assignment, balance_ranks(assignment, pairing, {0, num_ranks}));
