@@ -87,10 +87,10 @@ def remember(keywords: dict, documents: Documents, batch: int, num_tokens: int) 
             f"a batch of shape {[batch, num_tokens]}; expected all of them from one collator"
         )
     state = _state_of(tensor, batch, num_tokens)
-    known = _keep(tensor, state, documents.cu_seqlens.to(torch.int64), documents.unplanned())
+    boundaries = _keep(tensor, state, documents.cu_seqlens.to(torch.int64), documents.unplanned())
     if documents not in _taken:
         _taken.add(documents)
-        known.balanced = documents
+        boundaries.balanced = documents
 
 
 def _keep(tensor: Tensor, state: tuple, offsets: Tensor, documents: Documents) -> Boundaries:
