@@ -78,7 +78,8 @@ class Documents:
             raise ValueError(f"lengths is {_abridged(lengths)}; expected integers >= 0")
         check("rank", rank, 0 <= rank < world_size, f"0 <= rank < world_size = {world_size}")
         check("runs", runs, runs in (1, 2), "1 or 2")
-        check("pack", pack, pack in range(MAX_PACKS), "the number of a pack, from 0")
+        is_number = isinstance(pack, numbers.Integral) and 0 <= pack < MAX_PACKS
+        check("pack", pack, is_number, "the number of a pack, from 0")
         rounded = lengths.sum(dtype=torch.float64).item()  # cannot overflow; exact up to 2**53
         most = INT32_MAX // runs * runs
         if rounded > world_size * most:
