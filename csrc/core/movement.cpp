@@ -33,12 +33,12 @@ std::vector<const Delivery*> visitors(const Movement& movement, int64_t rank) {
   return all;
 }
 
-VisitingRuns visiting_runs(const Movement& movement, int64_t rank, bool are_kept) {
-  VisitingRuns visiting;
+VisitingRuns kept_runs(const Movement& movement, int64_t rank) {
+  VisitingRuns kept;
   const auto add = [&](std::vector<RowPlace> Delivery::*places, std::vector<Run>& runs) {
     std::vector<Run> parts;
     for (const Delivery* delivery : visitors(movement, rank)) {
-      if (delivery->is_kept != are_kept) continue;
+      if (!delivery->is_kept) continue;
       for (const RowPlace& place : delivery->*places) {
         parts.push_back({place.visiting_row, place.num_rows});
       }
@@ -47,9 +47,9 @@ VisitingRuns visiting_runs(const Movement& movement, int64_t rank, bool are_kept
               [](const Run& a, const Run& b) { return a.first < b.first; });
     for (const Run& part : parts) append_run(part.first, part.length, runs);
   };
-  add(&Delivery::queries, visiting.queries);
-  add(&Delivery::keys, visiting.keys);
-  return visiting;
+  add(&Delivery::queries, kept.queries);
+  add(&Delivery::keys, kept.keys);
+  return kept;
 }
 
 std::vector<SharedRows> shared_rows(const std::vector<Run>& runs) {

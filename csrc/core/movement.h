@@ -47,11 +47,11 @@ bool keeps_any(const Movement& movement);
 [[gnu::visibility("default")]] std::vector<const Delivery*> visitors(const Movement& movement,
                                                                      int64_t rank);
 
-// Visiting rows whose inputs the server keeps (are_kept), or all others, in order.
+// Visiting rows whose inputs the server keeps, in order.
 struct VisitingRuns {
   std::vector<Run> queries, keys;
 };
-VisitingRuns visiting_runs(const Movement& movement, int64_t rank, bool are_kept);
+VisitingRuns kept_runs(const Movement& movement, int64_t rank);
 
 // Consecutive home rows that the same runs contain, and the slots of the first row, one per run.
 // Slots number the rows of all runs in sequence.

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "layout_words.h"
@@ -70,10 +69,6 @@ void check_key_gradients(const std::vector<KeyGradients>& gradients) {
   }
 }
 
-int64_t sum(const std::vector<int64_t>& values) {
-  return std::accumulate(values.begin(), values.end(), int64_t{0});
-}
-
 transport::Routes read_routes(const Layout& layout, Reader& reader) {
   transport::Routes routes;
   auto& [movement, key_gradients, queries, keys, key_sums, keeping] = routes;
@@ -91,9 +86,8 @@ transport::Routes read_routes(const Layout& layout, Reader& reader) {
   const auto read_route = [&](const std::vector<int64_t>& sent,
                               const std::vector<int64_t>& received, transport::Route& route) {
     route.counts = {sent, received};
-    route.num_visiting = sum(received);
     route.home_row = reader.indices(*list++);
-    route.slot = reader.indices(*list++);
+    route.visiting_row = reader.indices(*list++);
   };
   const auto read_slots = [&](const transport::Slots& s, transport::Route& q, transport::Route& k) {
     read_route(s.send_q_rows, s.recv_q_rows, q);
@@ -105,8 +99,10 @@ transport::Routes read_routes(const Layout& layout, Reader& reader) {
   }
   if (!slots.again) return routes;
   transport::Keeping& kept = keeping.emplace();
+  kept.queries.num_visiting = queries.num_visiting;
+  kept.keys.num_visiting = keys.num_visiting;
   read_slots(*slots.again, kept.queries, kept.keys);
-  for (at::Tensor* indices : {&kept.moved_q, &kept.moved_k, &kept.kept_q, &kept.kept_k}) {
+  for (at::Tensor* indices : {&kept.kept_q, &kept.kept_k}) {
     *indices = reader.indices(*list++);
   }
   return routes;

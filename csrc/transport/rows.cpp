@@ -31,12 +31,13 @@ void check_seals([[maybe_unused]] const at::Tensor& records, [[maybe_unused]] co
 #endif
 }
 
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
+void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                 [[maybe_unused]] const uint32_t* spoiled) {
   if (dst.numel() == 0) return;
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return gather_rows_cuda(src, index, dst);
+  if (dst.is_cuda()) return gather_rows_cuda(src, index, dst, spoiled);
 #endif
-  dst.copy_(is_identity(index) ? src : src.index_select(0, index));
+  dst.copy_(is_identity(index) ? src.narrow(0, 0, dst.size(0)) : src.index_select(0, index));
 }
 
 void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
@@ -45,7 +46,8 @@ void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tens
 #ifdef DISTCA_WITH_CUDA
   if (dst.is_cuda()) return scatter_rows_cuda(src, index, dst, spoiled);
 #endif
-  is_identity(index) ? void(dst.copy_(src)) : write_rows(src, index, dst);
+  if (!is_identity(index)) return write_rows(src, index, dst);
+  dst.narrow(0, 0, src.size(0)).copy_(src);
 }
 
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,

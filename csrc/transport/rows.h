@@ -25,13 +25,15 @@ void check_seals(const at::Tensor& records, const Seal& seal);
 
 // Whole-row copies by index. Tensors are [rows, ...] whose rows are contiguous in memory (any row
 // stride); index tensors are int32 on the same device. `index` undefined or empty means row i is
-// row i. Rows of src and dst have the same bytes.
+// row i, up to the fewest rows of the two. Rows of src and dst have the same bytes. If `spoiled`
+// (see Seal) is set, rows become NaN: results that were computed from rows of another call must not
+// be used.
 
 // dst[i] = src[index[i]] for every row i of dst.
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
+void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                 const uint32_t* spoiled = nullptr);
 
-// dst[index[i]] = src[i] for every row i of src; indices are distinct. If `spoiled` (see Seal) is
-// set, rows become NaN: results that were computed from rows of another call must not be used.
+// dst[index[i]] = src[i] for every row i of src; indices are distinct.
 void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                   const uint32_t* spoiled = nullptr);
 
@@ -43,7 +45,7 @@ struct Reduction {
 };
 
 // dst[row[i]] += sum of src[slot] in slot order, accumulated in float (double for float64) and
-// rounded once: deterministic, no atomics. Sums become NaN if `spoiled` is set, as in scatter_rows.
+// rounded once: deterministic, no atomics.
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
                  const uint32_t* spoiled = nullptr);
 
@@ -79,7 +81,8 @@ inline RowView row_view(const at::Tensor& tensor) {
 #ifdef DISTCA_WITH_CUDA
 void make_seals_cuda(const RowView& records, const Seal& seal);
 void check_seals_cuda(const RowView& records, const Seal& seal);
-void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
+void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                      const uint32_t* spoiled);
 void scatter_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
                        const uint32_t* spoiled);
 void reduce_rows_cuda(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,

@@ -161,8 +161,9 @@ void check_seals_cuda(const RowView& records, const Seal& seal) {
   launch_seals(check_seals_kernel, records, seal);
 }
 
-void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
-  copy_rows<true>(src, index, dst, nullptr);
+void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
+                      const uint32_t* spoiled) {
+  copy_rows<true>(src, index, dst, spoiled);
 }
 
 void scatter_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,

@@ -22,17 +22,16 @@ struct RowCounts {
 // The route of queries, or of keys, between home rows and servers' visiting rows by way of slots
 // (process_group/slots.h).
 struct Route {
-  RowCounts counts;     // home to server
-  at::Tensor home_row;  // int32, device: home row of each sent slot
-  at::Tensor slot;      // int32, device: received slot of each visiting row; empty: identity
+  RowCounts counts;         // home to server
+  at::Tensor home_row;      // int32, device: home row of each sent slot
+  at::Tensor visiting_row;  // int32, device: of each received slot; empty: slot i holds row i
   int64_t num_visiting = 0;
 };
 
 // Routes of the backward pass if servers keep some inputs of the forward pass.
 struct Keeping {
-  Route queries, keys;          // of the inputs that are sent again
-  at::Tensor moved_q, moved_k;  // int32, device: visiting rows that arrive again
-  at::Tensor kept_q, kept_k;    // int32, device: visiting rows that this rank keeps
+  Route queries, keys;        // of the inputs that are sent again
+  at::Tensor kept_q, kept_k;  // int32, device: visiting rows that this rank keeps
 };
 
 // The routes of one round's rows, as one rank sees them: `movement` and `key_gradients` for

@@ -81,7 +81,7 @@ RowBatch pack_visiting(const Load& load, const Seal& seal) {
   RowBatch batch = new_batch(load, {load.route.counts.recv, load.route.counts.send}, seal);
   const Tensors parts = parts_of(batch.sent, load);
   for (size_t i = 0; i < parts.size(); ++i) {
-    scatter_rows(load.tensors[i], load.route.slot, parts[i], seal.spoiled);
+    gather_rows(load.tensors[i], load.route.visiting_row, parts[i], seal.spoiled);
   }
   return batch;
 }
@@ -209,7 +209,8 @@ class SlotTrip : public RoundTrip {
     Visiting visiting;
     if (!cargo_.with_queries.empty()) visiting.with_queries = arrivals.front();
     const Tensors& keys = arrivals.back();
-    visiting.inputs = whole({arrivals[arrivals.size() - 2][0], keys[0], keys[1]});
+    visiting.inputs = {arrivals[arrivals.size() - 2][0], keys[0], keys[1]};
+    if (cargo_.kept != nullptr) restore(routes_, *cargo_.kept, visiting.inputs);
     visiting.query_results = rows_like(cargo_.query_results, routes_.queries.num_visiting);
     visiting.key_results = rows_like(cargo_.key_results, routes_.keys.num_visiting);
     loads_.clear();
@@ -261,35 +262,19 @@ class SlotTrip : public RoundTrip {
     return arrivals;
   }
 
-  // Copies only if slots are in another order.
+  // Copies unless slot i holds visiting row i and no visiting row is missing.
   std::vector<Tensors> in_visiting_order() {
     std::vector<Tensors> arrivals = receive();
     for (size_t i = 0; i < arrivals.size(); ++i) {
-      const at::Tensor& slot = loads_[i].route.slot;
-      if (slot.numel() == 0) continue;
+      const Route& route = loads_[i].route;
       for (at::Tensor& part : arrivals[i]) {
-        const at::Tensor ordered = at::empty(part.sizes(), part.options());
-        gather_rows(part, slot, ordered);
-        part = ordered;
+        if (route.visiting_row.numel() == 0 && part.size(0) == route.num_visiting) continue;
+        const at::Tensor rows = rows_like({part}, route.num_visiting)[0];
+        scatter_rows(part, route.visiting_row, rows);
+        part = rows;
       }
     }
     return arrivals;
-  }
-
-  // Returns all visiting inputs, whether they have just arrived or were kept.
-  Inputs whole(Inputs arrived) const {
-    if (!moves_again() || routes_.keeping->kept_q.size(0) == 0) return arrived;
-    const auto all_rows = [](const at::Tensor& rows, const at::Tensor& row, int64_t num_rows) {
-      const at::Tensor all = at::empty(sizes_with(rows, num_rows), rows.options());
-      scatter_rows(rows, row, all);
-      return all;
-    };
-    const Keeping& keeping = *routes_.keeping;
-    const Inputs all{all_rows(arrived.q, keeping.moved_q, routes_.queries.num_visiting),
-                     all_rows(arrived.k, keeping.moved_k, routes_.keys.num_visiting),
-                     all_rows(arrived.v, keeping.moved_k, routes_.keys.num_visiting)};
-    restore(routes_, *cargo_.kept, all);
-    return all;
   }
 
   ProcessGroupTransport& transport_;
