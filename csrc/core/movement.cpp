@@ -120,4 +120,33 @@ std::vector<KeyGradients> key_gradients(const Movement& movement) {
   return gradients;
 }
 
+Range node_of(int64_t rank, int64_t num_ranks, int64_t ranks_per_node) {
+  const int64_t first = rank / ranks_per_node * ranks_per_node;
+  return {first, std::min(first + ranks_per_node, num_ranks)};
+}
+
+Part part_of(const Movement& movement, Range node, Reach reach) {
+  const auto is_meant = [&](const Delivery& delivery) {
+    const bool is_inside = node.begin <= delivery.peer && delivery.peer < node.end;
+    return is_inside == (reach == Reach::kInside);
+  };
+  const int64_t first_rank = reach == Reach::kInside ? node.begin : 0;
+  Part part{movement, {}};
+  for (auto* deliveries : {&part.movement.sent, &part.movement.received}) {
+    std::erase_if(*deliveries, [&](const Delivery& delivery) { return !is_meant(delivery); });
+    for (Delivery& delivery : *deliveries) delivery.peer -= first_rank;
+  }
+  int64_t row = 0;
+  for (const Delivery& delivery : movement.sent) {
+    for (const RowPlace& place : delivery.keys) {
+      if (is_meant(delivery)) {
+        part.key_results.push_back(
+            {row, place.num_rows, {{delivery.peer - first_rank, place.result_row}}});
+      }
+      row += place.num_rows;
+    }
+  }
+  return part;
+}
+
 }  // namespace distca

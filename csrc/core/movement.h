@@ -76,4 +76,20 @@ struct KeyGradients {
 };
 std::vector<KeyGradients> key_gradients(const Movement& movement);
 
+// Returns the ranks of a rank's node. Nodes hold `ranks_per_node` consecutive ranks, the last one
+// perhaps fewer.
+Range node_of(int64_t rank, int64_t num_ranks, int64_t ranks_per_node);
+
+enum class Reach { kInside, kBetween };
+
+// The part of a movement whose peers are of one node (kInside; they are numbered from its first
+// rank), or of all other nodes (kBetween).
+struct Part {
+  Movement movement;
+  // Of each result of a key by itself: home_row is its place among the results of all keys sent, in
+  // the order of the deliveries.
+  std::vector<KeyGradients> key_results;
+};
+Part part_of(const Movement& movement, Range node, Reach reach);
+
 }  // namespace distca

@@ -120,6 +120,18 @@ std::vector<IndexList> index_lists(const Movement& movement, int64_t rank,
   return lists;
 }
 
+std::vector<IndexList> index_lists(const Part& part, const SlotsOfRound& slots) {
+  std::vector<IndexList> lists;
+  append_slots(slots.all, lists);
+  std::vector<Run> rows;
+  for (const KeyGradients& result : part.key_results) {
+    append_run(result.home_row, result.num_rows, rows);
+  }
+  lists.push_back(counting(rows));
+  if (slots.again) append_slots(*slots.again, lists);
+  return lists;
+}
+
 at::Tensor unpack_words(const at::Tensor& packed, int64_t num_counted, int64_t num_words) {
   TORCH_CHECK_VALUE(packed.scalar_type() == at::kInt && packed.dim() == 1 && packed.is_contiguous(),
                     "packed_rows: expected a contiguous one-dimensional int32 tensor, got ",

@@ -71,7 +71,7 @@ void keep(const Routes& routes, const Inputs& visiting, const Inputs& kept) {
 }
 
 void restore(const Routes& routes, const Inputs& kept, const Inputs& visiting) {
-  if (!routes.keeping) return;
+  if (!routes.keeping || !routes.keeping->kept_q.defined()) return;
   scatter_rows(kept.q, routes.keeping->kept_q, visiting.q);
   scatter_rows(kept.k, routes.keeping->kept_k, visiting.k);
   scatter_rows(kept.v, routes.keeping->kept_k, visiting.v);

@@ -205,18 +205,15 @@ class SlotTrip : public RoundTrip {
   }
 
   Visiting arrive() override {
-    const std::vector<Tensors> arrivals = in_visiting_order();
-    Visiting visiting;
-    if (!cargo_.with_queries.empty()) visiting.with_queries = arrivals.front();
-    const Tensors& keys = arrivals.back();
-    visiting.inputs = {arrivals[arrivals.size() - 2][0], keys[0], keys[1]};
+    const Visiting visiting = placed();
     if (cargo_.kept != nullptr) restore(routes_, *cargo_.kept, visiting.inputs);
-    visiting.query_results = rows_like(cargo_.query_results, routes_.queries.num_visiting);
-    visiting.key_results = rows_like(cargo_.key_results, routes_.keys.num_visiting);
-    loads_.clear();
-    loads_.push_back({visiting.query_results, routes_.queries});
-    if (!cargo_.key_results.empty()) loads_.push_back({visiting.key_results, routes_.keys});
+    expect_results(visiting);
     return visiting;
+  }
+
+  void arrive_in(const Visiting& room) override {
+    place_in(room);
+    expect_results(room);
   }
 
   void combine() override { send(kCombine, pack_visiting); }
@@ -228,13 +225,18 @@ class SlotTrip : public RoundTrip {
                    seal_.spoiled);
     }
     for (size_t i = 0; i < cargo_.key_results.size(); ++i) {
-      reduce_rows(arrivals[1][i], routes_.key_sums, cargo_.key_results[i], seal_.spoiled);
+      const at::Tensor& to = cargo_.key_results[i];
+      if (routes_.sums_keys) {
+        reduce_rows(arrivals[1][i], routes_.key_sums, to, seal_.spoiled);
+      } else {
+        scatter_rows(arrivals[1][i], routes_.key_sums.row, to, seal_.spoiled);
+      }
     }
   }
 
   void deliver() override {
     dispatch();
-    in_visiting_order();
+    arrive();
   }
 
  private:
@@ -262,8 +264,30 @@ class SlotTrip : public RoundTrip {
     return arrivals;
   }
 
+  void expect_results(const Visiting& visiting) {
+    loads_.clear();
+    loads_.push_back({visiting.query_results, routes_.queries});
+    if (!cargo_.key_results.empty()) loads_.push_back({visiting.key_results, routes_.keys});
+  }
+
+  // Returns the tensors of each load among `visiting`.
+  std::vector<Tensors> tensors_of(const Visiting& visiting) const {
+    const auto& [q, k, v] = visiting.inputs;
+    if (cargo_.with_queries.empty()) return {{q}, {k, v}};
+    return {visiting.with_queries, {q}, {k, v}};
+  }
+
+  void place_in(const Visiting& room) {
+    const std::vector<Tensors> arrivals = receive(), places = tensors_of(room);
+    for (size_t i = 0; i < arrivals.size(); ++i) {
+      for (size_t j = 0; j < arrivals[i].size(); ++j) {
+        scatter_rows(arrivals[i][j], loads_[i].route.visiting_row, places[i][j], seal_.spoiled);
+      }
+    }
+  }
+
   // Copies unless slot i holds visiting row i and no visiting row is missing.
-  std::vector<Tensors> in_visiting_order() {
+  Visiting placed() {
     std::vector<Tensors> arrivals = receive();
     for (size_t i = 0; i < arrivals.size(); ++i) {
       const Route& route = loads_[i].route;
@@ -274,7 +298,11 @@ class SlotTrip : public RoundTrip {
         part = rows;
       }
     }
-    return arrivals;
+    const Tensors &q = arrivals[arrivals.size() - 2], &keys = arrivals.back();
+    return {.inputs = {q[0], keys[0], keys[1]},
+            .with_queries = cargo_.with_queries.empty() ? Tensors{} : arrivals.front(),
+            .query_results = rows_like(cargo_.query_results, routes_.queries.num_visiting),
+            .key_results = rows_like(cargo_.key_results, routes_.keys.num_visiting)};
   }
 
   ProcessGroupTransport& transport_;
