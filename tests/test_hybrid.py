@@ -1,6 +1,9 @@
 """Four ranks as two nodes: rows travel one way inside a node, and another between nodes."""
 
 import contextlib
+import os
+import signal
+import threading
 
 import kill_at
 import oracle
@@ -272,3 +275,24 @@ def test_ranks_of_two_nodes_in_different_calls_are_named(fresh_nodes):
     for outcome in fresh_nodes.outcomes(make_another_call, timeout_s=HANG_S):
         assert outcome.error_type == "DistBackendError", outcome
         assert "rank 2 is in dispatch of attention layer 0, backward pass" in outcome.error, outcome
+
+
+def stop_in_a_layer(rank: int, world_size: int, victim: int) -> None:
+    open_session(rank, world_size, {**OPTIONS, "timeout_s": 3.0})
+    step = small_step(rank, world_size, SHARDED)
+    distca.plan(step.documents)
+    step.attend()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step.attend()
+
+
+@pytest.mark.parametrize("victim", [1, 2])  # with rank 0 in a node, and in the other node
+def test_a_stopped_rank_is_named_after_the_timeout(fresh_nodes, victim):
+    threading.Timer(12, os.kill, (fresh_nodes.processes[victim].pid, signal.SIGKILL)).start()
+    outcomes = fresh_nodes.outcomes(stop_in_a_layer, victim, timeout_s=HANG_S)
+    del outcomes[victim]
+    for outcome in outcomes:
+        assert outcome.error_type == "DistBackendError" and outcome.seconds < 10, outcome
+        assert "dispatch of attention layer 1, forward pass, step 0" in outcome.error, outcome
+        assert f"rank {victim} is stopped" in outcome.error, outcome

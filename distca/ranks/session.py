@@ -307,7 +307,8 @@ def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     """End the session of `group` (default: as for `init`). A group that is not open is left alone.
-    If the group has only some of the ranks, its process groups stay until torch.distributed ends.
+    If the group has only some of the ranks, its process groups stay until torch.distributed ends,
+    and so does the process group of a node.
 
     Every rank calls it, and waits at most a moment for the others. If an exception is being
     handled, as in a `finally` block, the other ranks are told of it. Ranks that go on after a rank
