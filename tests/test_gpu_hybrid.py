@@ -38,7 +38,7 @@ def nodes():
         return started
 
     yield get
-    del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
+    os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
     started.stop()
 
 
@@ -140,7 +140,7 @@ def test_a_killed_rank_is_named(victim):
         outcomes = group.outcomes(die_in_a_layer, case, victim, timeout_s=100)
     finally:
         group.stop()
-        del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
+        os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
     del outcomes[victim]
     for outcome in outcomes:
         assert outcome.error_type == "DistBackendError", outcome
