@@ -61,10 +61,7 @@ def attend(rank, world_size, case):
 def assert_as_good_as_the_reference(per_rank, case):
     """Assert that errors are at most twice those of plain attention in the case's dtype."""
     results = [torch.cat(parts) for parts in zip(*per_rank, strict=True)]
-    truths = oracle.forward_backward(case)
-    reference = oracle.forward_backward(case, case.dtype)
-    limits = [2 * oracle.relative_error(r, t) for r, t in zip(reference, truths, strict=True)]
-    oracle.assert_close(results, truths, limits)
+    oracle.assert_close(results, *oracle.truths_and_limits(case))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
