@@ -8,9 +8,8 @@
 namespace distca::transport {
 namespace {
 
-// Every rank takes the same steps of both trips in the same order. Each step waits for earlier
-// steps only, so ranks never wait for each other. The links between nodes are slower: they start
-// first.
+// Every rank takes the same steps of both trips in the same order, so waits form no circle: see
+// docs/hybrid.md. The links between nodes are slower: they start first.
 class HybridTrip : public RoundTrip {
  public:
   HybridTrip(Transport& inside, Transport& between, const Routes& routes, Cargo cargo,
