@@ -1,4 +1,4 @@
-"""Core attention on CUDA devices: one device per rank with NCCL, else one device with gloo."""
+"""Core attention on CUDA devices. Ranks may share devices."""
 
 import time
 
@@ -23,8 +23,7 @@ def gpu_ranks():
 
     def get(world_size: int) -> Ranks:
         if world_size not in started:
-            backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
-            started[world_size] = Ranks(world_size, backend)
+            started[world_size] = Ranks(world_size, "nccl")
         return started[world_size]
 
     yield get

@@ -30,8 +30,7 @@ def nodes():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    backend = "nccl" if torch.cuda.device_count() >= 4 else "gloo"
-    started, current = Ranks(4, backend), None
+    started, current = Ranks(4, "nccl"), None
 
     def get(**options) -> Ranks:
         nonlocal current
@@ -145,7 +144,7 @@ def test_a_killed_rank_is_named(victim):
         pytest.skip("peer memory needs a Hopper GPU")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     case = Case([sum(LENGTHS, []), [], [], []], 8, 2, 128, sharded=True, dtype=torch.bfloat16)
-    group = Ranks(4, "nccl" if torch.cuda.device_count() >= 4 else "gloo")
+    group = Ranks(4, "nccl")
     try:
         outcomes = group.outcomes(die_in_a_layer, case, victim, timeout_s=100)
     finally:
