@@ -106,7 +106,8 @@ class Steps:
             self.session.rank,
             self.session.num_plans,
             "cuda",
-            by_peer_memory=self.session.by_peer_memory,
+            by_peer_memory=self.session.way.is_peer,
+            ranks_per_node=self.session.way.ranks_per_node,
         )
         self.session.num_plans += 1
         return layout, ops.unpack_rows(layout, packed.cuda())

@@ -94,7 +94,7 @@ def plan_of_tasks(
 def layout(
     pieces: Tensor, plan: Tensor, rank: int, step: int, device_type: str,
     deterministic: bool = False, held_bytes: Sequence[int] = (), round_bytes: float | None = None,
-    by_peer_memory: bool = False, batch: int | None = None,
+    by_peer_memory: bool = False, batch: int | None = None, ranks_per_node: int = 0,
 ) -> Two:
     """Return a rank's layout and the packed form of its rows."""
 
@@ -113,6 +113,7 @@ def kept_rows(layout: Tensor) -> list[int]:
 def open_session(
     data_group: str, control_group: str, planning_group: str, configuration: str, timeout_s: float,
     transport: str = "process_group", peer_device: int | None = None, peer_memory_bytes: int = 0,
+    node_group: str = "", ranks_per_node: int = 0,
 ) -> None:
     """Open a session under the name of its data group. Collective."""
 

@@ -98,7 +98,8 @@ class Options:
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside
     attention; this needs Hopper GPUs of one node. "process_group": NCCL or gloo; halves of
-    ping-pong always use it. "auto": peer where it works, else process_group."""
+    ping-pong always use it. "hybrid": peer (on the CPU, process_group) between ranks of a node, and
+    process_group between nodes. "auto": peer where it works, else process_group."""
 
     peer_memory_gb: float = 0.0
     """Peer memory that a rank allocates when rows first travel, in 1e9 bytes. A rank that cannot

@@ -44,3 +44,9 @@ def at_phase(phase: str, sleep_s: float, kill_after_s: float = -1) -> None:
     kill it `kill_after_s` later unless that is negative."""
     load()
     torch.ops.distca_tests.at_phase(phase, sleep_s, kill_after_s)
+
+
+def delay_phases(max_s: float, seed: int) -> None:
+    """Let this process sleep up to `max_s`, at random, whenever it enters a phase of attention."""
+    load()
+    torch.ops.distca_tests.delay_phases(max_s, seed)

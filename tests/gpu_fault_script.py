@@ -14,7 +14,7 @@ from datetime import timedelta
 import kill_at
 import torch
 import torch.distributed as dist
-from ranks import FAST_LINKS
+from ranks import FAST_LINKS, take_device
 
 import distca
 
@@ -161,7 +161,7 @@ MOMENTS = {
 
 def main() -> None:
     fault, moment, failing_pass, transport = sys.argv[1:]
-    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    take_device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "gloo" if transport == "peer" else "nccl"
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
     distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S, **FAST_LINKS))

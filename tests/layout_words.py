@@ -4,7 +4,7 @@ from torch import Tensor
 
 STEP, NUM_RANKS, NUM_HOME_ROWS, NUM_ROUNDS = 2, 4, 5, 9
 RANK = 16
-HEADER_WORDS = 18
+HEADER_WORDS = 19
 # The movement follows: the largest numbers of rows of any rank, then what is sent, and received.
 MAX_WORDS, PLACE_WORDS = 4, 4
 

@@ -92,6 +92,12 @@ def relative_error(result: Tensor, truth: Tensor) -> float:
     return (difference / truth.double().norm().clamp_min(1e-3 * truth.numel() ** 0.5)).item()
 
 
+def truths_and_limits(case: Case) -> tuple[list[Tensor], list[float]]:
+    """Return exact results, and twice the errors of plain attention in the case's dtype."""
+    truths, reference = forward_backward(case), forward_backward(case, case.dtype)
+    return truths, [2 * relative_error(r, t) for r, t in zip(reference, truths, strict=True)]
+
+
 def max_error(result: Tensor, truth: Tensor) -> float:
     return (result.double() - truth.double()).abs().max().item() if truth.numel() else 0.0
 

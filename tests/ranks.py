@@ -38,10 +38,22 @@ class Outcome:
     seconds: float = 0.0
 
 
+def take_device(rank: int, world_size: int) -> None:
+    """Set the rank's CUDA device. Ranks share devices if there are too few.
+
+    NCCL lets ranks share a device only if they are on different hosts. They pretend to be.
+    """
+    num_devices = torch.cuda.device_count()
+    torch.cuda.set_device(rank % num_devices)
+    if world_size > num_devices:
+        host = f"host {rank // num_devices}"
+        os.environ.update(NCCL_HOSTID=host, NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
+
+
 def _join_group(rank: int, world_size: int, port: int, backend: str) -> None:
     torch.set_num_threads(1)
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        take_device(rank, world_size)
         distca.configure(distca.Options(**FAST_LINKS))
     timeout = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)

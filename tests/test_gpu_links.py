@@ -22,7 +22,7 @@ def two_ranks(request):
     if request.param == "peer" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
     if request.param == "process_group" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs two CUDA devices, and this machine has one")
+        pytest.skip("the link between two CUDA devices is measured, and this machine has one")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     started = Ranks(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
     yield started, request.param

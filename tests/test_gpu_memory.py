@@ -27,7 +27,7 @@ def two_ranks(request):
     if request.param == "peer" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    started = Ranks(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
+    started = Ranks(2, "nccl")
     started.run(open_session, request.param)
     yield started
     started.stop()

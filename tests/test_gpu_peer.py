@@ -32,8 +32,7 @@ def peer_ranks():
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("peer memory needs a Hopper GPU")
         if world_size not in started:
-            backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
-            started[world_size] = Ranks(world_size, backend)
+            started[world_size] = Ranks(world_size, "nccl")
             started[world_size].run(open_session)
         return started[world_size]
 

@@ -22,10 +22,8 @@ MAX_ERROR = 1e-2  # of gradients in bfloat16, which accumulate in another order
 def pair(request, monkeypatch):
     if request.param == "peer" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("peer memory needs a Hopper GPU")
-    if request.param == "process_group" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a device for every rank")
     monkeypatch.setitem(os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    started = Ranks(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
+    started = Ranks(2, "nccl")
     started.run(open_session, request.param)
     yield started
     started.stop()

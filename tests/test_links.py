@@ -15,6 +15,7 @@ import distca
 from distca.planning.cluster import cluster_of
 from distca.ranks import links, session
 from distca.ranks.links import Link, Links, measure, peers_of_ranks
+from distca.ranks.peers import Way
 
 CPU = torch.device("cpu")
 HANG_S = 30
@@ -154,7 +155,7 @@ def test_cpu_groups_plan_with_fixed_links(ranks):
     [({}, True), ({"deterministic": True}, False), ({"enabled": False}, False)],
 )
 def test_groups_on_devices_measure_links(options, is_measured):
-    opened = session.Session(distca.Options(**options), None, 0, 2, by_peer_memory=True)
+    opened = session.Session(distca.Options(**options), None, 0, 2, way=Way(0))
     assert session.measures_links(opened) == is_measured
 
 

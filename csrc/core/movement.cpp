@@ -33,12 +33,12 @@ std::vector<const Delivery*> visitors(const Movement& movement, int64_t rank) {
   return all;
 }
 
-VisitingRuns visiting_runs(const Movement& movement, int64_t rank, bool are_kept) {
-  VisitingRuns visiting;
+VisitingRuns kept_runs(const Movement& movement, int64_t rank) {
+  VisitingRuns kept;
   const auto add = [&](std::vector<RowPlace> Delivery::*places, std::vector<Run>& runs) {
     std::vector<Run> parts;
     for (const Delivery* delivery : visitors(movement, rank)) {
-      if (delivery->is_kept != are_kept) continue;
+      if (!delivery->is_kept) continue;
       for (const RowPlace& place : delivery->*places) {
         parts.push_back({place.visiting_row, place.num_rows});
       }
@@ -47,9 +47,9 @@ VisitingRuns visiting_runs(const Movement& movement, int64_t rank, bool are_kept
               [](const Run& a, const Run& b) { return a.first < b.first; });
     for (const Run& part : parts) append_run(part.first, part.length, runs);
   };
-  add(&Delivery::queries, visiting.queries);
-  add(&Delivery::keys, visiting.keys);
-  return visiting;
+  add(&Delivery::queries, kept.queries);
+  add(&Delivery::keys, kept.keys);
+  return kept;
 }
 
 std::vector<SharedRows> shared_rows(const std::vector<Run>& runs) {
@@ -118,6 +118,35 @@ std::vector<KeyGradients> key_gradients(const Movement& movement) {
     }
   }
   return gradients;
+}
+
+Range node_of(int64_t rank, int64_t num_ranks, int64_t ranks_per_node) {
+  const int64_t first = rank / ranks_per_node * ranks_per_node;
+  return {first, std::min(first + ranks_per_node, num_ranks)};
+}
+
+Part part_of(const Movement& movement, Range node, Reach reach) {
+  const auto is_meant = [&](const Delivery& delivery) {
+    const bool is_inside = node.begin <= delivery.peer && delivery.peer < node.end;
+    return is_inside == (reach == Reach::kInside);
+  };
+  const int64_t first_rank = reach == Reach::kInside ? node.begin : 0;
+  Part part{movement, {}};
+  for (auto* deliveries : {&part.movement.sent, &part.movement.received}) {
+    std::erase_if(*deliveries, [&](const Delivery& delivery) { return !is_meant(delivery); });
+    for (Delivery& delivery : *deliveries) delivery.peer -= first_rank;
+  }
+  int64_t row = 0;
+  for (const Delivery& delivery : movement.sent) {
+    for (const RowPlace& place : delivery.keys) {
+      if (is_meant(delivery)) {
+        part.key_results.push_back(
+            {row, place.num_rows, {{delivery.peer - first_rank, place.result_row}}});
+      }
+      row += place.num_rows;
+    }
+  }
+  return part;
 }
 
 }  // namespace distca

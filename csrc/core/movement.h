@@ -47,11 +47,11 @@ bool keeps_any(const Movement& movement);
 [[gnu::visibility("default")]] std::vector<const Delivery*> visitors(const Movement& movement,
                                                                      int64_t rank);
 
-// Visiting rows whose inputs the server keeps (are_kept), or all others, in order.
+// Visiting rows whose inputs the server keeps, in order.
 struct VisitingRuns {
   std::vector<Run> queries, keys;
 };
-VisitingRuns visiting_runs(const Movement& movement, int64_t rank, bool are_kept);
+VisitingRuns kept_runs(const Movement& movement, int64_t rank);
 
 // Consecutive home rows that the same runs contain, and the slots of the first row, one per run.
 // Slots number the rows of all runs in sequence.
@@ -75,5 +75,21 @@ struct KeyGradients {
   std::vector<Source> sources;  // summed in this order: by server, at most one of each
 };
 std::vector<KeyGradients> key_gradients(const Movement& movement);
+
+// Returns the ranks of a rank's node. Nodes hold `ranks_per_node` consecutive ranks, the last one
+// perhaps fewer.
+Range node_of(int64_t rank, int64_t num_ranks, int64_t ranks_per_node);
+
+enum class Reach { kInside, kBetween };
+
+// The part of a movement whose peers are of one node (kInside; they are numbered from its first
+// rank), or of all other nodes (kBetween).
+struct Part {
+  Movement movement;
+  // Of each result of a key by itself: home_row is its place among the results of all keys sent, in
+  // the order of the deliveries.
+  std::vector<KeyGradients> key_results;
+};
+Part part_of(const Movement& movement, Range node, Reach reach);
 
 }  // namespace distca

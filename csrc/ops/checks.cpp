@@ -53,6 +53,10 @@ void check_member(const Layout& layout, const Session* session, const std::strin
                     session->rank(), " of group '", group_name, "'; its plan is over ",
                     layout.num_ranks, " ranks, the group has ", session->num_ranks(),
                     ". Pass this rank's own layout, of a plan over this group");
+  TORCH_CHECK_VALUE(layout.ranks_per_node == session->ranks_per_node(),
+                    "the layout has routes for ", layout.ranks_per_node,
+                    " ranks per node, but group '", group_name, "' was opened with ",
+                    session->ranks_per_node(), "; pass that as ranks_per_node");
 }
 
 // If only head_dim differs, as in multi-head latent attention, zeros can fill up the values.

@@ -6,13 +6,26 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "layout_words.h"
 
 namespace distca::ops {
 namespace {
+
+// A part of a movement, and this rank among those that it numbers.
+struct PartOfNode {
+  Part part;
+  int64_t rank, num_ranks;
+};
+
+// Returns the parts inside the rank's node and between nodes.
+std::array<PartOfNode, 2> parts_of(const LayoutHeader& layout, const Movement& movement) {
+  const auto& [rank, num_ranks] = std::tie(layout.rank, layout.num_ranks);
+  const Range node = node_of(rank, num_ranks, layout.ranks_per_node);
+  return {{{part_of(movement, node, Reach::kInside), rank - node.begin, num_rows(node)},
+           {part_of(movement, node, Reach::kBetween), rank, num_ranks}}};
+}
 
 // The numbers of rows at the ends of a delivery.
 struct Ends {
@@ -70,13 +83,50 @@ void check_key_gradients(const std::vector<KeyGradients>& gradients) {
   }
 }
 
-int64_t sum(const std::vector<int64_t>& values) {
-  return std::accumulate(values.begin(), values.end(), int64_t{0});
+// The index lists of a movement, in order.
+class Indices {
+ public:
+  Indices(Reader& reader, std::vector<IndexList> lists)
+      : reader_(reader), lists_(std::move(lists)) {}
+  at::Tensor next() { return reader_.indices(lists_[num_read_++]); }
+
+ private:
+  Reader& reader_;
+  std::vector<IndexList> lists_;
+  size_t num_read_ = 0;
+};
+
+// `all` has the numbers of visiting rows.
+void read_slots(const transport::Slots& slots, const transport::Routes& all, Indices& indices,
+                transport::Route& queries, transport::Route& keys) {
+  queries.counts = {slots.send_q_rows, slots.recv_q_rows};
+  keys.counts = {slots.send_k_rows, slots.recv_k_rows};
+  queries.num_visiting = all.queries.num_visiting;
+  keys.num_visiting = all.keys.num_visiting;
+  for (transport::Route* route : {&queries, &keys}) {
+    route->home_row = indices.next();
+    route->visiting_row = indices.next();
+  }
+}
+
+transport::Routes read_part(const PartOfNode& of_node, const transport::Routes& all,
+                            Reader& reader) {
+  const auto& [part, rank, num_ranks] = of_node;
+  transport::Routes routes{
+      .movement = part.movement, .key_gradients = part.key_results, .sums_keys = false};
+  const SlotsOfRound slots = slots_of_round(part.movement, rank, num_ranks);
+  Indices indices(reader, index_lists(part, slots));
+  read_slots(slots.all, all, indices, routes.queries, routes.keys);
+  routes.key_sums.row = indices.next();
+  if (!slots.again) return routes;
+  transport::Keeping& again = routes.keeping.emplace();
+  read_slots(*slots.again, all, indices, again.queries, again.keys);
+  return routes;
 }
 
 transport::Routes read_routes(const Layout& layout, Reader& reader) {
   transport::Routes routes;
-  auto& [movement, key_gradients, queries, keys, key_sums, keeping] = routes;
+  auto& [movement, key_gradients, queries, keys, key_sums, keeping, sums_keys, by_node] = routes;
   describe(reader, movement);
   queries.num_visiting =
       num_visiting(movement, layout.rank, &Delivery::queries, movement.max_visiting_q);
@@ -86,29 +136,19 @@ transport::Routes read_routes(const Layout& layout, Reader& reader) {
   check_key_gradients(key_gradients);
 
   const SlotsOfRound slots = slots_of_round(movement, layout.rank, layout.num_ranks);
-  const std::vector<IndexList> lists = index_lists(movement, layout.rank, slots);
-  auto list = lists.begin();
-  const auto read_route = [&](const std::vector<int64_t>& sent,
-                              const std::vector<int64_t>& received, transport::Route& route) {
-    route.counts = {sent, received};
-    route.num_visiting = sum(received);
-    route.home_row = reader.indices(*list++);
-    route.slot = reader.indices(*list++);
-  };
-  const auto read_slots = [&](const transport::Slots& s, transport::Route& q, transport::Route& k) {
-    read_route(s.send_q_rows, s.recv_q_rows, q);
-    read_route(s.send_k_rows, s.recv_k_rows, k);
-  };
-  read_slots(slots.all, queries, keys);
-  for (at::Tensor* indices : {&key_sums.row, &key_sums.begin, &key_sums.slot}) {
-    *indices = reader.indices(*list++);
+  Indices indices(reader, index_lists(movement, layout.rank, slots));
+  read_slots(slots.all, routes, indices, queries, keys);
+  for (at::Tensor* each : {&key_sums.row, &key_sums.begin, &key_sums.slot}) *each = indices.next();
+  if (slots.again) {
+    transport::Keeping& kept = keeping.emplace();
+    read_slots(*slots.again, routes, indices, kept.queries, kept.keys);
+    for (at::Tensor* each : {&kept.kept_q, &kept.kept_k}) *each = indices.next();
   }
-  if (!slots.again) return routes;
-  transport::Keeping& kept = keeping.emplace();
-  read_slots(*slots.again, kept.queries, kept.keys);
-  for (at::Tensor* indices : {&kept.moved_q, &kept.moved_k, &kept.kept_q, &kept.kept_k}) {
-    *indices = reader.indices(*list++);
-  }
+  if (layout.ranks_per_node == 0) return routes;
+  const auto [inside, between] = parts_of(layout, movement);
+  // Braces: the parts are read in this order.
+  by_node = std::make_shared<const transport::NodeRoutes>(
+      transport::NodeRoutes{read_part(inside, routes, reader), read_part(between, routes, reader)});
   return routes;
 }
 
@@ -177,6 +217,7 @@ void check_header(const LayoutHeader& header) {
   check("num_home_rows", header.num_home_rows, 0, kMaxRows);
   check("num_context_rows", header.num_context_rows, 0, header.num_home_rows);
   check("batch", header.batch, std::min<int64_t>(header.step, 0), header.step);
+  check("ranks_per_node", header.ranks_per_node, 0, header.num_ranks);
 }
 
 // Returns a plan's digest, extended by the largest numbers of rows of any server and any home in a
@@ -188,6 +229,13 @@ uint64_t extended(uint64_t digest, const Movement& most) {
     digest ^= digest >> 32;
   }
   return digest;
+}
+
+void write_parts(const LayoutHeader& header, const Movement& movement, Writer& writer) {
+  for (const PartOfNode& each : parts_of(header, movement)) {
+    const SlotsOfRound slots = slots_of_round(each.part.movement, each.rank, each.num_ranks);
+    for (const IndexList& list : index_lists(each.part, slots)) writer.indices(list);
+  }
 }
 
 at::Tensor padded_tensor(std::vector<int64_t> values) {
@@ -214,7 +262,8 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layo
                       .deterministic = origin.deterministic,
                       .num_context_rows = any.num_context_rows,
                       .rank = any.rank,
-                      .batch = origin.batch};
+                      .batch = origin.batch,
+                      .ranks_per_node = origin.ranks_per_node};
   Writer writer;
   writer.host.resize(kHeaderWords);
   for (const planner::Layout& round : rounds) {
@@ -222,9 +271,11 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layo
     const SlotsOfRound slots = slots_of_round(round.movement, any.rank, any.num_ranks);
     const std::vector<IndexList> lists = index_lists(round.movement, any.rank, slots);
     for (const IndexList& list : lists) writer.indices(list);
-    if (!slots.again) continue;
-    header.num_kept_queries += lists[lists.size() - 2].size;
-    header.num_kept_keys += lists.back().size;
+    if (slots.again) {
+      header.num_kept_queries += lists[lists.size() - 2].size;
+      header.num_kept_keys += lists.back().size;
+    }
+    if (header.ranks_per_node > 0) write_parts(header, round.movement, writer);
   }
   for (const planner::Layout& round : rounds) {
     for (const auto* tasks : {&round.early_tasks, &round.late_tasks, &round.visiting_tasks}) {

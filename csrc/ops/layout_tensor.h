@@ -42,7 +42,8 @@ struct LayoutHeader {
   int64_t num_kept_queries = 0;  // visiting rows that this rank keeps, over all rounds
   int64_t num_kept_keys = 0;
   int64_t rank = 0;
-  int64_t batch = -1;  // step of the first plan for the same documents
+  int64_t batch = -1;          // step of the first plan for the same documents
+  int64_t ranks_per_node = 0;  // of routes that are split by node; 0: they are not
 
   int64_t num_home_queries() const { return num_home_rows - num_context_rows; }
 };
@@ -61,6 +62,7 @@ struct LayoutOrigin {
   bool moves_rows;
   bool deterministic;
   std::string device_type;  // "cpu" or "cuda": what the attention implementation needs
+  int64_t ranks_per_node;
 };
 
 inline attention::Params attention_params(const Layout& layout, double softmax_scale) {

@@ -224,12 +224,14 @@ std::vector<MovedRows> moved_rows(const planner::Pack& pack, const Mask& mask,
 }
 
 // Returns how many row indices encode_layout may write for a rank: those of its sent and visiting
-// rows, and of the returned rows that add up to each of its keys; again if inputs are kept.
+// rows, and of the returned rows that add up to each of its keys; again if inputs are kept, and of
+// both parts if routes are split by node.
 int64_t most_row_words(const MovedRows& q, const MovedRows& k, int64_t num_home_rows,
                        bool keeps_inputs) {
   const int64_t once = q.sent + q.visiting + k.sent + k.visiting;
   const int64_t sums = k.sent + 2 * std::min(k.sent, num_home_rows) + 1;
-  return once + sums + (keeps_inputs ? once + q.visiting + k.visiting : 0);
+  const int64_t again = keeps_inputs ? once : 0, kept = keeps_inputs ? q.visiting + k.visiting : 0;
+  return 2 * (once + again) + sums + kept + k.sent;
 }
 
 // Row indices are int32. Every rank checks the rows of all ranks, so that none waits for a rank
@@ -314,11 +316,13 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
                                           int64_t rank, int64_t step, c10::string_view device_type,
                                           bool deterministic, at::IntArrayRef held_bytes,
                                           std::optional<double> round_bytes, bool by_peer_memory,
-                                          std::optional<int64_t> batch) {
+                                          std::optional<int64_t> batch, int64_t ranks_per_node) {
   const auto words = words_of<int64_t>(plan, "plan");
   TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
   const planner::Plan decoded = decode_plan(plan, pack);
+  TORCH_CHECK_VALUE(0 <= ranks_per_node && ranks_per_node <= pack.num_ranks, "ranks_per_node is ",
+                    ranks_per_node, "; expected 0 to the plan's ", pack.num_ranks, " ranks");
   const auto results = by_peer_memory ? planner::Results::kWritten : planner::Results::kTaken;
   std::vector<planner::Layout> rounds;
   const auto add_round = [&](const planner::Plan& round) {
@@ -336,7 +340,7 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
   }
   return encode_layout(rounds, decoded,
                        {step, batch.value_or(step), moves_rows(pack, decoded), deterministic,
-                        std::string(device_type)});
+                        std::string(device_type), ranks_per_node});
 }
 
 }  // namespace

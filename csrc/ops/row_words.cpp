@@ -91,7 +91,7 @@ void append_reduction(const std::vector<Run>& sent_keys, std::vector<IndexList>&
 
 void append_slots(const transport::Slots& slots, std::vector<IndexList>& lists) {
   for (const auto* runs :
-       {&slots.send_q_runs, &slots.q_slot_runs, &slots.send_k_runs, &slots.k_slot_runs}) {
+       {&slots.send_q_runs, &slots.recv_q_runs, &slots.send_k_runs, &slots.recv_k_runs}) {
     lists.push_back(counting(*runs));
   }
 }
@@ -114,11 +114,21 @@ std::vector<IndexList> index_lists(const Movement& movement, int64_t rank,
   append_reduction(slots.all.send_k_runs, lists);
   if (!slots.again) return lists;
   append_slots(*slots.again, lists);
-  for (const bool are_kept : {false, true}) {
-    const VisitingRuns visiting = visiting_runs(movement, rank, are_kept);
-    lists.push_back(counting(visiting.queries));
-    lists.push_back(counting(visiting.keys));
+  const VisitingRuns kept = kept_runs(movement, rank);
+  lists.push_back(counting(kept.queries));
+  lists.push_back(counting(kept.keys));
+  return lists;
+}
+
+std::vector<IndexList> index_lists(const Part& part, const SlotsOfRound& slots) {
+  std::vector<IndexList> lists;
+  append_slots(slots.all, lists);
+  std::vector<Run> rows;
+  for (const KeyGradients& result : part.key_results) {
+    append_run(result.home_row, result.num_rows, rows);
   }
+  lists.push_back(counting(rows));
+  if (slots.again) append_slots(*slots.again, lists);
   return lists;
 }
 

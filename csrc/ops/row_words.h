@@ -37,9 +37,12 @@ struct SlotsOfRound {
 SlotsOfRound slots_of_round(const Movement& movement, int64_t rank, int64_t num_ranks);
 
 // Returns the index lists of a round, in the order in which the device tensor has them: those of
-// Route (queries, keys), Reduction and, where rows are kept, of Keeping in transport/routes.h.
+// Route (queries, keys), Reduction and, where rows are kept, of Keeping in transport/transport.h.
 std::vector<IndexList> index_lists(const Movement& movement, int64_t rank,
                                    const SlotsOfRound& slots);
+
+// Likewise of a part: those of Route, the rows of key results, and Route of what is sent again.
+std::vector<IndexList> index_lists(const Part& part, const SlotsOfRound& slots);
 
 // Returns the words of `packed` (int32), on its device and without a host synchronisation: runs
 // that give the first num_counted, then the others as they are. Throws ValueError if `packed` does

@@ -88,28 +88,31 @@ TORCH_LIBRARY(distca, m) {
       "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
       "int window_right) -> Tensor plan");
   // by_peer_memory: rows go by peer memory, so that results come home without this rank's stream.
+  // ranks_per_node: as open_session's.
   // batch: the step of the first plan for the same documents, under which layers are counted; None:
   // this one's.
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
       "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None, "
-      "bool by_peer_memory=False, int? batch=None) "
+      "bool by_peer_memory=False, int? batch=None, int ranks_per_node=0) "
       "-> (Tensor layout, Tensor packed_rows)");
   // `rows` from their packed form, on its device.
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows", of_one_step);
   // Visiting (query rows, key rows) whose inputs this rank keeps for the backward pass.
   m.def("kept_rows(Tensor layout) -> int[]", distca::ops::kept_rows);
 
-  // Sessions: see session.h.
+  // Sessions: see session.h. ranks_per_node: rows between the ranks of node_group, which are this
+  // rank's node, take another way than rows between nodes; 0: all take one way.
   m.def(
       "open_session(str data_group, str control_group, str planning_group, str configuration, "
       "float timeout_s, str transport=\"process_group\", int? peer_device=None, "
-      "int peer_memory_bytes=0) -> ()",
+      "int peer_memory_bytes=0, str node_group=\"\", int ranks_per_node=0) -> ()",
       [](const std::string& data, const std::string& control, const std::string& planning,
          const std::string& configuration, double timeout_s, const std::string& transport,
-         std::optional<int64_t> peer_device, int64_t peer_memory_bytes) {
-        distca::ops::open_session({data, control, planning}, configuration, timeout_s, transport,
-                                  {peer_device, peer_memory_bytes});
+         std::optional<int64_t> peer_device, int64_t peer_memory_bytes,
+         const std::string& node_group, int64_t ranks_per_node) {
+        distca::ops::open_session({data, control, planning, node_group}, configuration, timeout_s,
+                                  transport, {peer_device, peer_memory_bytes, ranks_per_node});
       });
   // Returns the names that open_session accepts as `transport`.
   m.def("transports() -> str[]", [] { return distca::transport::transports(); });

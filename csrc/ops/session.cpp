@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "layout_tensor.h"
+#include "transport/hybrid/hybrid.h"
 #include "transport/registry.h"
 #include "version.h"
 #ifdef DISTCA_WITH_SM90
@@ -126,7 +127,8 @@ const char* name_of(Pass pass) {
 }
 
 Session::Session(const GroupNames& names, const std::string& configuration, double timeout_s,
-                 const std::string& transport, [[maybe_unused]] const PeerChoice& peer) {
+                 const std::string& transport, const PeerChoice& peer)
+    : ranks_per_node_(peer.ranks_per_node) {
   const auto data = c10d::resolve_process_group(names.data);
   const auto control = c10d::resolve_process_group(names.control);
   const auto planning = c10d::resolve_process_group(names.planning);
@@ -147,15 +149,25 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
   planning_->set_awaited(false);  // a thread in the background waits there
   transport_ = transport::open_transport(transport, {data, layers, failures_, timeout_s});
+  const std::string& node_name = names.node.empty() ? names.data : names.node;
+  const auto node = c10d::resolve_process_group(node_name);
 #ifdef DISTCA_WITH_SM90
-  if (!peer.device) return;
-  const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*peer.device));
-  const c10::DeviceGuard guard(own);
-  peer_transport_ = std::make_shared<transport::peer::PeerTransport>(
-      transport::peer::Members{names.data, rank_, num_ranks_, own},
-      [this](int64_t says, const transport::Where& where) { return meet(says, where); },
-      peer.num_bytes, failures_, timeout_s);
+  if (peer.device) {
+    const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*peer.device));
+    const c10::DeviceGuard guard(own);
+    peer_transport_ = std::make_shared<transport::peer::PeerTransport>(
+        transport::peer::Members{node_name, node->getRank(), node->getSize(), own,
+                                 rank_ - node->getRank()},
+        [this](int64_t says, const transport::Where& where) { return meet(says, where); },
+        peer.num_bytes, failures_, timeout_s);
+  }
+  std::shared_ptr<transport::Transport> inside = peer_transport_;
+#else
+  std::shared_ptr<transport::Transport> inside;
 #endif
+  if (names.node.empty()) return;
+  if (!inside) inside = transport::open_process_group({node, layers, failures_, timeout_s});
+  hybrid_ = std::make_shared<transport::HybridTransport>(inside, transport_);
 }
 
 std::vector<int64_t> Session::meet(int64_t says, const transport::Where& where) {
@@ -165,7 +177,8 @@ std::vector<int64_t> Session::meet(int64_t says, const transport::Where& where) 
   return {first, first + num_ranks_};
 }
 
-transport::Transport& Session::transport([[maybe_unused]] bool in_place) {
+transport::Transport& Session::transport(bool in_place) {
+  if (hybrid_ && (in_place || !peer_transport_)) return *hybrid_;
 #ifdef DISTCA_WITH_SM90
   if (peer_transport_ && in_place) return *peer_transport_;
 #endif

@@ -58,17 +58,20 @@ enum class Pass { kForward, kBackward };
 const char* name_of(Pass pass);
 
 // Names of a session's process groups: rows, agreement on calls, planning. Each is used by nothing
-// else and by one thread at a time, so that its calls stay in order.
+// else and by one thread at a time, so that its calls stay in order. `node` has the ranks of this
+// rank's node, and is empty if rows take the same way inside a node and between nodes.
 struct GroupNames {
   std::string data;
   std::string control;
   std::string planning;
+  std::string node;
 };
 
 // Where rows go straight to the other ranks' memory.
 struct PeerChoice {
   std::optional<int64_t> device;  // nullopt: they go by the process group
   int64_t num_bytes = 0;          // that a rank takes for them at least
+  int64_t ranks_per_node = 0;     // of the hybrid transport; 0: all ranks are of one node
 };
 
 // How many plans and batches calls may alternate between, as they do under gradient accumulation,
@@ -86,12 +89,14 @@ struct PlanOfBatch {
 class Session {
  public:
   // `transport` is a name in registry.h. `peer` has a device if every rank can access every other
-  // rank's memory. Calls then go through peer memory where they can.
+  // rank's memory, or that of its node. Calls then go through peer memory where they can. With a
+  // node group, `transport` moves rows between nodes only.
   Session(const GroupNames& names, const std::string& configuration, double timeout_s,
           const std::string& transport, const PeerChoice& peer);
 
   int64_t num_ranks() const { return num_ranks_; }
   int64_t rank() const { return rank_; }
+  int64_t ranks_per_node() const { return ranks_per_node_; }
   // Returns the transport for calls whose back end reads and writes visiting rows in place
   // (`in_place`), or for all other calls.
   transport::Transport& transport(bool in_place);
@@ -180,8 +185,10 @@ class Session {
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;
   std::unique_ptr<transport::ControlPlane> planning_;
-  std::unique_ptr<transport::Transport> transport_;
+  std::shared_ptr<transport::Transport> transport_;
   std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
+  std::shared_ptr<transport::Transport> hybrid_;  // of transport_ and another inside nodes
+  int64_t ranks_per_node_;
   int64_t rank_;
   int64_t num_ranks_;
   int64_t newest_plan_ = -1;

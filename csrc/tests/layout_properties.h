@@ -20,7 +20,7 @@ namespace distca::planner {
 // A layout with what the transport over a process group derives from its movement.
 struct Keeping {
   transport::Slots again;
-  VisitingRuns moved, kept;
+  VisitingRuns kept;
 };
 struct SlotLayout : Layout, transport::Slots {
   std::optional<Keeping> keeping;  // set if this rank, or a server of its rows, keeps inputs
@@ -31,11 +31,11 @@ inline std::optional<Keeping> keeping_of(const Layout& layout) {
   if (!keeps_any(movement)) return {};
   return Keeping{
       transport::slots_of(movement, layout.rank, layout.num_ranks, transport::Moving::kNotKept),
-      visiting_runs(movement, layout.rank, false), visiting_runs(movement, layout.rank, true)};
+      kept_runs(movement, layout.rank)};
 }
 
 struct Token {
-  int64_t document;
+  int64_t document;  // -1: the row does not move
   int64_t position;
 };
 
@@ -125,18 +125,18 @@ struct RouteTables {
   std::vector<int64_t> transport::Slots::*send_rows;
   std::vector<int64_t> transport::Slots::*recv_rows;
   std::vector<Run> transport::Slots::*index;
-  std::vector<Run> transport::Slots::*slot;
+  std::vector<Run> transport::Slots::*visiting_row;
   std::vector<Token> ServerRows::*visiting;
   int64_t HomeRow::*home_row;
 };
 
 inline const RouteTables kQueryRoute = {
     &transport::Slots::send_q_rows, &transport::Slots::recv_q_rows, &transport::Slots::send_q_runs,
-    &transport::Slots::q_slot_runs, &ServerRows::queries,           &HomeRow::q_row};
+    &transport::Slots::recv_q_runs, &ServerRows::queries,           &HomeRow::q_row};
 inline const RouteTables kKeyRoute = {&transport::Slots::send_k_rows,
                                       &transport::Slots::recv_k_rows,
                                       &transport::Slots::send_k_runs,
-                                      &transport::Slots::k_slot_runs,
+                                      &transport::Slots::recv_k_runs,
                                       &ServerRows::keys,
                                       &HomeRow::row};
 
@@ -160,19 +160,20 @@ inline std::string check_counts(const std::vector<transport::Slots>& ranks,
         return "rows from " + std::to_string(rank) + " to " + std::to_string(peer);
       }
     }
-    const size_t num_visiting = (servers[rank].*route.visiting).size();
-    const size_t num_slots = rows_of(movement.*route.slot).size();
+    const auto num_moving = static_cast<size_t>(std::ranges::count_if(
+        servers[rank].*route.visiting, [](const Token& token) { return token.document >= 0; }));
+    const size_t num_slots = rows_of(movement.*route.visiting_row).size();
     const auto is_total = [](const std::vector<int64_t>& counts, size_t total) {
       return slot_begins(counts).back() == static_cast<int64_t>(total);
     };
-    if (!is_total(recv, num_visiting)) return "rows received";
-    if (num_slots != 0 && num_slots != num_visiting) return "number of slots";
+    if (!is_total(recv, num_moving)) return "rows received";
+    if (num_slots != 0 && num_slots != num_moving) return "number of slots";
     if (!is_total(send, rows_of(movement.*route.index).size())) return "rows sent";
   }
   return "";
 }
 
-// Every visiting row is the one that stands at its slot, and so comes back to where it left.
+// Every slot holds the row of its home that is at its place among the visiting rows.
 inline std::string check_route(const std::vector<transport::Slots>& ranks,
                                const std::vector<ServerRows>& servers, const Homes& homes,
                                const RouteTables& route) {
@@ -184,19 +185,23 @@ inline std::string check_route(const std::vector<transport::Slots>& ranks,
   }
   for (size_t server = 0; server < ranks.size(); ++server) {
     const std::vector<Token>& visiting = servers[server].*route.visiting;
-    const std::vector<int64_t> slots = rows_of(ranks[server].*route.slot);
+    const std::vector<int64_t> rows = rows_of(ranks[server].*route.visiting_row);
     const std::vector<int64_t> begins = slot_begins(ranks[server].*route.recv_rows);
-    std::vector<int64_t> next = begins;
+    std::vector<int64_t> last(ranks.size(), -1);  // visiting row, by home
     bool in_order = true;
-    for (size_t row = 0; row < visiting.size(); ++row) {
-      const int64_t slot = slots.empty() ? static_cast<int64_t>(row) : slots[row];
-      const HomeRow home = homes[visiting[row].document][visiting[row].position];
-      if (slot != next[home.rank]++ || slot >= begins[home.rank + 1]) return "slot of a row";
+    for (int64_t slot = 0; slot < begins.back(); ++slot) {
+      const int64_t row = rows.empty() ? slot : rows[slot];
+      if (row < 0 || row >= static_cast<int64_t>(visiting.size())) return "row of a slot";
+      const auto& [document, position] = visiting[row];
+      if (document < 0) return "a row that does not move";
+      const HomeRow home = homes[document][position];
+      if (slot < begins[home.rank] || slot >= begins[home.rank + 1]) return "slot of a row";
+      if (std::exchange(last[home.rank], row) >= row) return "order of rows";
       const int64_t sent = sent_begins[home.rank][server] + slot - begins[home.rank];
       if (sent_rows[home.rank][sent] != home.*route.home_row) return "home row of a slot";
-      in_order = in_order && slot == static_cast<int64_t>(row);
+      in_order = in_order && row == slot;
     }
-    if (!slots.empty() && in_order) return "slots that are an identity";
+    if (!rows.empty() && in_order) return "rows that are an identity";
   }
   return "";
 }
@@ -237,20 +242,16 @@ inline Keepers keepers_of(const Plan& plan) {
   return keepers;
 }
 
-// Rows that are kept and rows that move again are those that the plan says; removes the former.
-inline std::string take_kept(const Keepers& keepers, int64_t server, const std::vector<Run>& kept,
-                             const std::vector<Run>& moved, std::vector<Token>& rows) {
-  std::vector<int64_t> expected_kept, expected_moved;
-  std::vector<Token> left;
+// Rows that are kept are those that the plan says; marks them as not moving.
+inline std::string mark_kept(const Keepers& keepers, int64_t server, const std::vector<Run>& kept,
+                             std::vector<Token>& rows) {
+  std::vector<int64_t> expected;
   for (size_t row = 0; row < rows.size(); ++row) {
-    const bool is_kept = keepers.contains({server, rows[row].document});
-    (is_kept ? expected_kept : expected_moved).push_back(static_cast<int64_t>(row));
-    if (!is_kept) left.push_back(rows[row]);
+    if (!keepers.contains({server, rows[row].document})) continue;
+    expected.push_back(static_cast<int64_t>(row));
+    rows[row].document = -1;
   }
-  if (rows_of(kept) != expected_kept) return "rows kept";
-  if (rows_of(moved) != expected_moved) return "rows that move again";
-  rows = std::move(left);
-  return "";
+  return rows_of(kept) == expected ? "" : "rows kept";
 }
 
 // What moves for the backward pass is what is not kept.
@@ -261,11 +262,10 @@ inline std::string check_keeping(const std::vector<SlotLayout>& layouts, const P
   for (const SlotLayout& layout : layouts) {
     again.push_back(layout.keeping ? layout.keeping->again : transport::Slots(layout));
     if (!layout.keeping) continue;
-    const auto& [movement, moved, kept] = *layout.keeping;
+    const VisitingRuns& kept = layout.keeping->kept;
     ServerRows& rows = servers[layout.rank];
-    for (const std::string& wrong :
-         {take_kept(keepers, layout.rank, kept.queries, moved.queries, rows.queries),
-          take_kept(keepers, layout.rank, kept.keys, moved.keys, rows.keys)}) {
+    for (const std::string& wrong : {mark_kept(keepers, layout.rank, kept.queries, rows.queries),
+                                     mark_kept(keepers, layout.rank, kept.keys, rows.keys)}) {
       if (!wrong.empty()) return wrong;
     }
   }

@@ -93,12 +93,12 @@ TEST(Keeping, EveryTamperedTableIsFound) {
     for (const auto counts : {&transport::Slots::send_q_rows, &transport::Slots::recv_k_rows}) {
       EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.again.*counts)[0] += 1; }));
     }
-    for (const auto runs : {&transport::Slots::send_q_runs, &transport::Slots::send_k_runs}) {
+    for (const auto runs : {&transport::Slots::send_q_runs, &transport::Slots::send_k_runs,
+                            &transport::Slots::recv_q_runs, &transport::Slots::recv_k_runs}) {
       EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.again.*runs).push_back({0, 1}); }));
     }
-    for (const auto rows : {&Keeping::kept, &Keeping::moved}) {
-      EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.*rows).queries.push_back({0, 1}); }));
-      EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.*rows).keys.push_back({0, 1}); }));
+    for (const auto runs : {&VisitingRuns::queries, &VisitingRuns::keys}) {
+      EXPECT_TRUE(is_found(rank, [&](Keeping& wrong) { (wrong.kept.*runs).push_back({0, 1}); }));
     }
     std::vector<SlotLayout> wrong = layouts;
     wrong[rank].keeping.reset();

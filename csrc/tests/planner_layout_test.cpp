@@ -46,13 +46,13 @@ struct Tables {
   std::vector<int64_t> SlotLayout::*send_rows;
   std::vector<int64_t> SlotLayout::*recv_rows;
   std::vector<Run> SlotLayout::*index;
-  std::vector<Run> SlotLayout::*slot;
+  std::vector<Run> SlotLayout::*visiting_row;
 };
 
 const Tables kQueryTables = {&SlotLayout::send_q_rows, &SlotLayout::recv_q_rows,
-                             &SlotLayout::send_q_runs, &SlotLayout::q_slot_runs};
+                             &SlotLayout::send_q_runs, &SlotLayout::recv_q_runs};
 const Tables kKeyTables = {&SlotLayout::send_k_rows, &SlotLayout::recv_k_rows,
-                           &SlotLayout::send_k_runs, &SlotLayout::k_slot_runs};
+                           &SlotLayout::send_k_runs, &SlotLayout::recv_k_runs};
 
 // Sends rows as the tables say; returns every rank's visiting rows.
 std::vector<Rows> exchange(const std::vector<SlotLayout>& layouts, const std::vector<Rows>& home,
@@ -74,14 +74,14 @@ std::vector<Rows> exchange(const std::vector<SlotLayout>& layouts, const std::ve
   std::vector<Rows> visiting(layouts.size());
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
     EXPECT_EQ(sent[rank], indices[rank].size());
-    const std::vector<int64_t> slot = rows_of(layouts[rank].*tables.slot);
+    const std::vector<int64_t> row = rows_of(layouts[rank].*tables.visiting_row);
     visiting[rank] = slots[rank];
-    if (slot.empty()) continue;
-    EXPECT_EQ(slot.size(), slots[rank].size());
+    if (row.empty()) continue;
+    EXPECT_EQ(row.size(), slots[rank].size());
     bool identity = true;
-    for (size_t i = 0; i < slot.size(); ++i) {
-      visiting[rank][i] = slots[rank].at(slot[i]);
-      identity = identity && slot[i] == static_cast<int64_t>(i);
+    for (size_t i = 0; i < row.size(); ++i) {
+      visiting[rank].at(row[i]) = slots[rank][i];
+      identity = identity && row[i] == static_cast<int64_t>(i);
     }
     EXPECT_FALSE(identity) << "an identity is left empty";
   }
@@ -150,7 +150,7 @@ TEST(Layout, ComputesEveryPairOnce) {
     for (const SlotLayout& layout : layouts) {
       num_home += static_cast<int64_t>(home_tasks(layout).size());
       num_visiting += static_cast<int64_t>(layout.visiting_tasks.size());
-      num_permuted += !layout.q_slot_runs.empty() + !layout.k_slot_runs.empty();
+      num_permuted += !layout.recv_q_runs.empty() + !layout.recv_k_runs.empty();
     }
   }
   EXPECT_GT(num_home, 500);  // the steps drawn reach all branches
@@ -316,7 +316,7 @@ TEST(Layout, WindowedTaskStartsAtItsFirstKey) {
   EXPECT_EQ(layout.visiting_tasks[0].q_offset, 10);
   EXPECT_EQ(layout.recv_k_rows, (std::vector<int64_t>{10, 100}));
   EXPECT_EQ(layout.recv_q_rows, (std::vector<int64_t>{0, 100}));
-  EXPECT_TRUE(layout.k_slot_runs.empty());
+  EXPECT_TRUE(layout.recv_k_runs.empty());
 }
 
 TEST(Layout, RejectsABadRank) {

@@ -155,5 +155,61 @@ TEST(Movement, BringEveryRowAndItsResultsToTheirPlaces) {
   }
 }
 
+// (server, result row) of each result of a key that a rank sends, in order.
+std::vector<std::pair<int64_t, int64_t>> key_results(const Movement& movement) {
+  std::vector<std::pair<int64_t, int64_t>> results;
+  for (const Delivery& delivery : movement.sent) {
+    for (const RowPlace& place : delivery.keys) {
+      for (int64_t i = 0; i < place.num_rows; ++i) {
+        results.push_back({delivery.peer, place.result_row + i});
+      }
+    }
+  }
+  return results;
+}
+
+// Puts a part's results where they are among all, and counts its deliveries.
+size_t take(const Part& part, int64_t first_rank,
+            std::vector<std::pair<int64_t, int64_t>>& results) {
+  for (const KeyGradients& rows : part.key_results) {
+    EXPECT_EQ(rows.sources.size(), 1u);
+    const auto [server, result_row] = rows.sources[0];
+    for (int64_t i = 0; i < rows.num_rows; ++i) {
+      EXPECT_EQ(results.at(rows.home_row + i).first, -1) << "a result is of both parts";
+      results[rows.home_row + i] = {first_rank + server, result_row + i};
+    }
+  }
+  return part.movement.sent.size() + part.movement.received.size();
+}
+
+TEST(Movement, PartsByNodeMakeTheWhole) {
+  Random random(12);
+  size_t num_inside = 0, num_between = 0;
+  for (int i = 0; i < 60; ++i) {
+    const int64_t num_ranks = draw(random, 2, 7), ranks_per_node = draw(random, 1, num_ranks);
+    const Pack pack = make_pack(draw_pieces(random, num_ranks, 400), num_ranks);
+    const Plan plan = make_plan(pack, draw_options(random));
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+      const Movement whole = movement_of(pack, plan, rank);
+      const Range node = node_of(rank, num_ranks, ranks_per_node);
+      ASSERT_TRUE(node.begin <= rank && rank < node.end && node.end <= num_ranks);
+      const Part inside = part_of(whole, node, Reach::kInside),
+                 between = part_of(whole, node, Reach::kBetween);
+      std::vector<std::pair<int64_t, int64_t>> results(key_results(whole).size(), {-1, -1});
+      num_inside += take(inside, node.begin, results);
+      num_between += take(between, 0, results);
+      EXPECT_EQ(results, key_results(whole));
+      for (const Delivery& delivery : inside.movement.received) {
+        EXPECT_TRUE(0 <= delivery.peer && delivery.peer < num_rows(node));
+      }
+      for (const Delivery& delivery : between.movement.received) {
+        EXPECT_TRUE(delivery.peer < node.begin || node.end <= delivery.peer);
+      }
+    }
+  }
+  EXPECT_GT(num_inside, 50u);
+  EXPECT_GT(num_between, 50u);
+}
+
 }  // namespace
 }  // namespace distca::planner

@@ -363,8 +363,8 @@ TEST(PlannerProperties, EveryTamperedLayoutIsFound) {
   };
   const auto counts = {&SlotLayout::send_q_rows, &SlotLayout::recv_q_rows, &SlotLayout::send_k_rows,
                        &SlotLayout::recv_k_rows};
-  const auto tables = {&SlotLayout::send_q_runs, &SlotLayout::send_k_runs, &SlotLayout::q_slot_runs,
-                       &SlotLayout::k_slot_runs};
+  const auto tables = {&SlotLayout::send_q_runs, &SlotLayout::send_k_runs, &SlotLayout::recv_q_runs,
+                       &SlotLayout::recv_k_runs};
   const auto task_fields = {&PlacedTask::q_row, &PlacedTask::num_q_rows, &PlacedTask::k_row,
                             &PlacedTask::num_k_rows, &PlacedTask::q_offset};
   for (size_t rank = 0; rank < layouts.size(); ++rank) {

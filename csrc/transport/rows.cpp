@@ -3,6 +3,8 @@
 #include <ATen/OpMathType.h>
 #include <ATen/ops/repeat_interleave.h>
 
+#include <algorithm>
+
 #include "transport.h"
 
 // On the CPU, PyTorch's operators do this. They take the rows of an index in order.
@@ -19,33 +21,35 @@ void write_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor
 
 }  // namespace
 
-void make_seals([[maybe_unused]] const at::Tensor& records, [[maybe_unused]] const Seal& seal) {
+void copy_rows(const std::vector<RowCopy>& copies) {
 #ifdef DISTCA_WITH_CUDA
-  if (seal.host != nullptr && records.numel() > 0) make_seals_cuda(row_view(records), seal);
+  if (!copies.empty() && copies[0].dst.is_cuda()) return copy_rows_cuda(copies);
 #endif
+  for (const auto& [src, dst, src_row, dst_row] : copies) {
+    const int64_t num_rows = std::min(src.size(0), dst.size(0));
+    const at::Tensor rows = !is_identity(src_row)   ? src.index_select(0, src_row)
+                            : !is_identity(dst_row) ? src
+                                                    : src.narrow(0, 0, num_rows);
+    if (is_identity(dst_row)) {
+      dst.narrow(0, 0, rows.size(0)).copy_(rows);
+    } else {
+      write_rows(rows, dst_row, dst);
+    }
+  }
 }
 
-void check_seals([[maybe_unused]] const at::Tensor& records, [[maybe_unused]] const Seal& seal) {
+void pack_rows(const std::vector<Packing>& packings, [[maybe_unused]] const Seal& seal) {
 #ifdef DISTCA_WITH_CUDA
-  if (seal.host != nullptr && records.numel() > 0) check_seals_cuda(row_view(records), seal);
+  if (packings[0].records.is_cuda()) return pack_rows_cuda(packings, seal);
 #endif
+  for (const Packing& packing : packings) copy_rows(packing.copies);
 }
 
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
-  if (dst.numel() == 0) return;
+void unpack_rows(const std::vector<Packing>& packings, [[maybe_unused]] const Seal& seal) {
 #ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return gather_rows_cuda(src, index, dst);
+  if (packings[0].records.is_cuda()) return unpack_rows_cuda(packings, seal);
 #endif
-  dst.copy_(is_identity(index) ? src : src.index_select(0, index));
-}
-
-void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                  [[maybe_unused]] const uint32_t* spoiled) {
-  if (src.numel() == 0) return;
-#ifdef DISTCA_WITH_CUDA
-  if (dst.is_cuda()) return scatter_rows_cuda(src, index, dst, spoiled);
-#endif
-  is_identity(index) ? void(dst.copy_(src)) : write_rows(src, index, dst);
+  for (const Packing& packing : packings) copy_rows(packing.copies);
 }
 
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
@@ -63,16 +67,17 @@ void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Te
 
 void keep(const Routes& routes, const Inputs& visiting, const Inputs& kept) {
   if (!routes.keeping || !kept.q.defined()) return;
-  gather_rows(visiting.q, routes.keeping->kept_q, kept.q);
-  gather_rows(visiting.k, routes.keeping->kept_k, kept.k);
-  gather_rows(visiting.v, routes.keeping->kept_k, kept.v);
+  const auto& [queries, keys, kept_q, kept_k] = *routes.keeping;
+  copy_rows(
+      {{visiting.q, kept.q, kept_q}, {visiting.k, kept.k, kept_k}, {visiting.v, kept.v, kept_k}});
 }
 
 void restore(const Routes& routes, const Inputs& kept, const Inputs& visiting) {
-  if (!routes.keeping) return;
-  scatter_rows(kept.q, routes.keeping->kept_q, visiting.q);
-  scatter_rows(kept.k, routes.keeping->kept_k, visiting.k);
-  scatter_rows(kept.v, routes.keeping->kept_k, visiting.v);
+  if (!routes.keeping || !routes.keeping->kept_q.defined()) return;
+  const auto& [queries, keys, kept_q, kept_k] = *routes.keeping;
+  copy_rows({{kept.q, visiting.q, {}, kept_q},
+             {kept.k, visiting.k, {}, kept_k},
+             {kept.v, visiting.v, {}, kept_k}});
 }
 
 }  // namespace distca::transport

@@ -18,22 +18,33 @@ struct Seal {
 };
 constexpr int64_t kSealBytes = 16;
 
-// Write or compare the seal at the end of each record. They do nothing if the call has no seals.
-// `records`: uint8 [rows, row_bytes], contiguous.
-void make_seals(const at::Tensor& records, const Seal& seal);
-void check_seals(const at::Tensor& records, const Seal& seal);
+// Copies of whole rows: row dst_row[i] of `dst` becomes row src_row[i] of `src`. Tensors are
+// [rows, ...] whose rows are contiguous in memory (any row stride) and have the same bytes. Indices
+// are int32 on the same device, those of dst_row distinct; if undefined or empty, row i is row i,
+// up to the fewest rows of the two.
+struct RowCopy {
+  at::Tensor src;
+  at::Tensor dst;
+  at::Tensor src_row = {};
+  at::Tensor dst_row = {};
+};
 
-// Whole-row copies by index. Tensors are [rows, ...] whose rows are contiguous in memory (any row
-// stride); index tensors are int32 on the same device. `index` undefined or empty means row i is
-// row i. Rows of src and dst have the same bytes.
+// All in one launch, as those below.
+void copy_rows(const std::vector<RowCopy>& copies);
 
-// dst[i] = src[index[i]] for every row i of dst.
-void gather_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
+// Records and the copies to, or from, parts of their rows.
+struct Packing {
+  at::Tensor records;  // uint8 [rows, row_bytes], contiguous
+  std::vector<RowCopy> copies;
+};
 
-// dst[index[i]] = src[i] for every row i of src; indices are distinct. If `spoiled` (see Seal) is
-// set, rows become NaN: results that were computed from rows of another call must not be used.
-void scatter_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                  const uint32_t* spoiled = nullptr);
+// Copies rows to all records, and ends each with the seal, if the call has seals.
+void pack_rows(const std::vector<Packing>& packings, const Seal& seal);
+
+// Compares the seals of all records, and copies rows from them. Rows of another call become NaN,
+// and so does every row that is packed or unpacked after it: results that were computed from them
+// must not be used.
+void unpack_rows(const std::vector<Packing>& packings, const Seal& seal);
 
 // Which received slots add up to which home row: row[i] gets slots slot[begin[i]..begin[i + 1]).
 struct Reduction {
@@ -43,7 +54,7 @@ struct Reduction {
 };
 
 // dst[row[i]] += sum of src[slot] in slot order, accumulated in float (double for float64) and
-// rounded once: deterministic, no atomics. Sums become NaN if `spoiled` is set, as in scatter_rows.
+// rounded once: deterministic, no atomics. NaN if `spoiled` (see Seal) is set.
 void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
                  const uint32_t* spoiled = nullptr);
 
@@ -77,11 +88,9 @@ inline RowView row_view(const at::Tensor& tensor) {
 }
 
 #ifdef DISTCA_WITH_CUDA
-void make_seals_cuda(const RowView& records, const Seal& seal);
-void check_seals_cuda(const RowView& records, const Seal& seal);
-void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst);
-void scatter_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                       const uint32_t* spoiled);
+void copy_rows_cuda(const std::vector<RowCopy>& copies);
+void pack_rows_cuda(const std::vector<Packing>& packings, const Seal& seal);
+void unpack_rows_cuda(const std::vector<Packing>& packings, const Seal& seal);
 void reduce_rows_cuda(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,
                       const uint32_t* spoiled);
 

@@ -3,6 +3,10 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 
+#include <algorithm>
+#include <bit>
+#include <vector>
+
 #include "host_words.h"
 #include "rows.h"
 
@@ -31,30 +35,28 @@ __device__ __forceinline__ void report(const Seal& own, const uint4& found) {
   words[static_cast<int>(HostWord::kMismatch)] = 1;
 }
 
-__device__ __forceinline__ uint4* seal_of(const RowView& records, int64_t row) {
-  return reinterpret_cast<uint4*>(records.data + row * records.stride_bytes + records.row_bytes -
-                                  kSealBytes);
-}
-
-__global__ void make_seals_kernel(RowView records, Seal seal) {
-  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (row < records.num_rows) *seal_of(records, row) = make_uint4(seal.tag, seal.rank, 0, 0);
-}
-
-__global__ void check_seals_kernel(RowView records, Seal seal) {
-  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (row >= records.num_rows) return;
-  const uint4 found = *seal_of(records, row);
-  if (found.x != seal.tag) report(seal, found);
-}
-
-// A copy of rows, as kernels see it.
-struct RowCopy {
-  RowView src;
-  RowView dst;
-  const int32_t* index;  // null: row i is row i
+// Copies of one tensor's rows, or seals alone if row_bytes is 0. A block takes a unit at a time: as
+// many rows as it has threads for, threads_per_row each.
+struct Item {
+  const char* src;
+  char* dst;
+  int64_t src_stride;  // strides and row_bytes in bytes
+  int64_t dst_stride;
+  int64_t row_bytes;
   int64_t num_rows;
-  const uint32_t* spoiled;
+  const int32_t* src_row;  // null: row i is row i
+  const int32_t* dst_row;
+  uint4* seals;  // of row i at seals + i * seal_stride bytes; null: none
+  int64_t seal_stride;
+  int32_t word_bytes;       // 16, 4 or 1
+  int32_t threads_per_row;  // a power of 2
+  int64_t end;              // of the item's units among those of all items
+};
+
+struct Items {
+  static constexpr int kMax = 8;
+  Item items[kMax];
+  int32_t num_items;
 };
 
 struct RowReduction {
@@ -74,19 +76,50 @@ __device__ __forceinline__ Word nan_word() {
   return word;
 }
 
-// One block copies whole rows; the index is on the source (gather) or the destination (scatter).
-template <typename Word, bool kIndexSource>
-__global__ void copy_rows_kernel(RowCopy copy, int64_t words_per_row) {
-  const bool is_nan = copy.spoiled != nullptr && *copy.spoiled != 0;
-  for (int64_t i = blockIdx.x; i < copy.num_rows; i += gridDim.x) {
-    const int64_t indexed = copy.index ? copy.index[i] : i;
-    const auto* src = reinterpret_cast<const Word*>(copy.src.data + (kIndexSource ? indexed : i) *
-                                                                        copy.src.stride_bytes);
-    auto* dst = reinterpret_cast<Word*>(copy.dst.data +
-                                        (kIndexSource ? i : indexed) * copy.dst.stride_bytes);
-    for (int64_t w = threadIdx.x; w < words_per_row; w += blockDim.x) {
-      dst[w] = is_nan ? nan_word<Word>() : src[w];
+template <typename Word>
+__device__ __forceinline__ void copy_words(const Item& item, const char* from, char* to,
+                                           int32_t thread, bool is_nan) {
+  const auto* src = reinterpret_cast<const Word*>(from);
+  auto* dst = reinterpret_cast<Word*>(to);
+  const int64_t num_words = item.row_bytes / static_cast<int64_t>(sizeof(Word));
+  for (int64_t w = thread; w < num_words; w += item.threads_per_row) {
+    dst[w] = is_nan ? nan_word<Word>() : src[w];
+  }
+}
+
+__device__ __forceinline__ void copy_row(const Item& item, int64_t i, int32_t thread, bool is_nan) {
+  const char* src = item.src + (item.src_row ? item.src_row[i] : i) * item.src_stride;
+  char* dst = item.dst + (item.dst_row ? item.dst_row[i] : i) * item.dst_stride;
+  if (item.word_bytes == 16) return copy_words<uint4>(item, src, dst, thread, is_nan);
+  if (item.word_bytes == 4) return copy_words<uint32_t>(item, src, dst, thread, is_nan);
+  copy_words<uint8_t>(item, src, dst, thread, is_nan);
+}
+
+template <bool kPacks>
+__global__ void copy_rows_kernel(const __grid_constant__ Items all, Seal seal) {
+  const bool is_spoiled = seal.spoiled != nullptr && *seal.spoiled != 0;
+  int k = 0;
+  for (int64_t unit = blockIdx.x; unit < all.items[all.num_items - 1].end; unit += gridDim.x) {
+    while (unit >= all.items[k].end) ++k;
+    const Item& item = all.items[k];
+    const int32_t rows_per_unit = kThreads / item.threads_per_row;
+    const int64_t i = (unit - (k == 0 ? 0 : all.items[k - 1].end)) * rows_per_unit +
+                      threadIdx.x / item.threads_per_row;
+    const auto thread = static_cast<int32_t>(threadIdx.x % item.threads_per_row);
+    if (i >= item.num_rows) continue;
+    bool is_nan = is_spoiled;
+    if (item.seals != nullptr) {
+      auto* of_row =
+          reinterpret_cast<uint4*>(reinterpret_cast<char*>(item.seals) + i * item.seal_stride);
+      if constexpr (kPacks) {
+        if (thread == 0) *of_row = make_uint4(seal.tag, seal.rank, 0, 0);
+      } else {
+        const uint4 found = *of_row;
+        is_nan |= found.x != seal.tag;
+        if (found.x != seal.tag && thread == 0) report(seal, found);
+      }
     }
+    copy_row(item, i, thread, is_nan);
   }
 }
 
@@ -111,63 +144,96 @@ __global__ void reduce_rows_kernel(RowReduction reduction, int64_t num_columns) 
   }
 }
 
-bool is_aligned(const RowCopy& copy, int64_t bytes) {
-  const auto misaligned = reinterpret_cast<uintptr_t>(copy.src.data) |
-                          reinterpret_cast<uintptr_t>(copy.dst.data) | copy.src.stride_bytes |
-                          copy.dst.stride_bytes | copy.src.row_bytes;
-  return misaligned % bytes == 0;
-}
-
 int num_blocks(int64_t num_rows) {
   return static_cast<int>(std::min(num_rows, kMaxBlocks));
 }
 
-template <typename Word, bool kIndexSource>
-void launch_copy(const RowCopy& copy) {
-  const int64_t words = copy.src.row_bytes / static_cast<int64_t>(sizeof(Word));
-  const int threads = words >= kThreads ? kThreads : static_cast<int>((words + 31) / 32 * 32);
-  copy_rows_kernel<Word, kIndexSource>
-      <<<num_blocks(copy.num_rows), threads, 0, at::cuda::getCurrentCUDAStream()>>>(copy, words);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+Item item_of(const RowCopy& copy) {
+  const RowView src = row_view(copy.src), dst = row_view(copy.dst);
+  TORCH_INTERNAL_ASSERT(src.row_bytes == dst.row_bytes, "rows of ", src.row_bytes,
+                        " bytes copied to rows of ", dst.row_bytes);
+  const auto rows_of = [](const at::Tensor& index) {
+    return index.defined() && index.numel() > 0 ? index.const_data_ptr<int32_t>() : nullptr;
+  };
+  Item item{.src = src.data,
+            .dst = dst.data,
+            .src_stride = src.stride_bytes,
+            .dst_stride = dst.stride_bytes,
+            .row_bytes = src.row_bytes,
+            .num_rows = std::min(src.num_rows, dst.num_rows),
+            .src_row = rows_of(copy.src_row),
+            .dst_row = rows_of(copy.dst_row)};
+  if (item.src_row != nullptr) item.num_rows = copy.src_row.numel();
+  if (item.dst_row != nullptr) item.num_rows = copy.dst_row.numel();
+  return item;
 }
 
-template <bool kIndexSource>
-void copy_rows(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-               const uint32_t* spoiled) {
-  const bool has_index = index.defined() && index.numel() > 0;
-  const RowCopy copy{row_view(src), row_view(dst),
-                     has_index ? index.const_data_ptr<int32_t>() : nullptr,
-                     (kIndexSource ? dst : src).size(0), spoiled};
-  TORCH_INTERNAL_ASSERT(copy.src.row_bytes == copy.dst.row_bytes, "rows of ", copy.src.row_bytes,
-                        " bytes copied to rows of ", copy.dst.row_bytes);
-  if (is_aligned(copy, 16)) return launch_copy<uint4, kIndexSource>(copy);
-  if (is_aligned(copy, 4)) return launch_copy<uint32_t, kIndexSource>(copy);
-  launch_copy<uint8_t, kIndexSource>(copy);
+void set_units(Item& item, int64_t first_unit) {
+  const uint64_t together = reinterpret_cast<uintptr_t>(item.src) |
+                            reinterpret_cast<uintptr_t>(item.dst) | item.src_stride |
+                            item.dst_stride | item.row_bytes;
+  item.word_bytes = together % 16 == 0 ? 16 : together % 4 == 0 ? 4 : 1;
+  const int64_t num_words = std::clamp<int64_t>(item.row_bytes / item.word_bytes, 1, kThreads);
+  item.threads_per_row = static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(num_words)));
+  const int64_t rows_per_unit = kThreads / item.threads_per_row;
+  item.end = first_unit + (item.num_rows + rows_per_unit - 1) / rows_per_unit;
 }
 
-void launch_seals(void (*kernel)(RowView, Seal), const RowView& records, const Seal& seal) {
-  const auto blocks = static_cast<unsigned>((records.num_rows + kThreads - 1) / kThreads);
-  kernel<<<blocks, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(records, seal);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+template <bool kPacks>
+void launch(const std::vector<Item>& items, const Seal& seal) {
+  Items all{};
+  const auto flush = [&] {
+    if (all.num_items == 0) return;
+    const int64_t num_units = all.items[all.num_items - 1].end;
+    copy_rows_kernel<kPacks>
+        <<<num_blocks(num_units), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(all, seal);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    all.num_items = 0;
+  };
+  for (Item item : items) {
+    if (item.num_rows == 0) continue;
+    if (all.num_items == Items::kMax) flush();
+    set_units(item, all.num_items == 0 ? 0 : all.items[all.num_items - 1].end);
+    all.items[all.num_items++] = item;
+  }
+  flush();
+}
+
+// Packing writes a record's seal with the first of its copies. Unpacking compares it in each, since
+// blocks do not wait for one another, and without copies too.
+template <bool kPacks>
+void launch(const std::vector<Packing>& packings, const Seal& seal) {
+  std::vector<Item> items;
+  for (const auto& [records, copies] : packings) {
+    const RowView view = row_view(records);
+    const bool has_seals = seal.host != nullptr && view.num_rows > 0;
+    const auto add = [&](Item item, bool with_seal) {
+      if (with_seal && has_seals) {
+        item.seals = reinterpret_cast<uint4*>(view.data + view.row_bytes - kSealBytes);
+        item.seal_stride = view.stride_bytes;
+      }
+      items.push_back(item);
+    };
+    for (const RowCopy& copy : copies) add(item_of(copy), !kPacks || &copy == copies.data());
+    if (copies.empty() && has_seals) add({.num_rows = view.num_rows}, true);
+  }
+  launch<kPacks>(items, seal);
 }
 
 }  // namespace
 
-void make_seals_cuda(const RowView& records, const Seal& seal) {
-  launch_seals(make_seals_kernel, records, seal);
+void copy_rows_cuda(const std::vector<RowCopy>& copies) {
+  std::vector<Item> items;
+  for (const RowCopy& copy : copies) items.push_back(item_of(copy));
+  launch<true>(items, Seal{});
 }
 
-void check_seals_cuda(const RowView& records, const Seal& seal) {
-  launch_seals(check_seals_kernel, records, seal);
+void pack_rows_cuda(const std::vector<Packing>& packings, const Seal& seal) {
+  launch<true>(packings, seal);
 }
 
-void gather_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst) {
-  copy_rows<true>(src, index, dst, nullptr);
-}
-
-void scatter_rows_cuda(const at::Tensor& src, const at::Tensor& index, const at::Tensor& dst,
-                       const uint32_t* spoiled) {
-  copy_rows<false>(src, index, dst, spoiled);
+void unpack_rows_cuda(const std::vector<Packing>& packings, const Seal& seal) {
+  launch<false>(packings, seal);
 }
 
 void reduce_rows_cuda(const at::Tensor& src, const Reduction& reduction, const at::Tensor& dst,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <memory>
@@ -22,21 +23,23 @@ struct RowCounts {
 // The route of queries, or of keys, between home rows and servers' visiting rows by way of slots
 // (process_group/slots.h).
 struct Route {
-  RowCounts counts;     // home to server
-  at::Tensor home_row;  // int32, device: home row of each sent slot
-  at::Tensor slot;      // int32, device: received slot of each visiting row; empty: identity
+  RowCounts counts;         // home to server
+  at::Tensor home_row;      // int32, device: home row of each sent slot
+  at::Tensor visiting_row;  // int32, device: of each received slot; empty: slot i holds row i
   int64_t num_visiting = 0;
 };
 
 // Routes of the backward pass if servers keep some inputs of the forward pass.
 struct Keeping {
-  Route queries, keys;          // of the inputs that are sent again
-  at::Tensor moved_q, moved_k;  // int32, device: visiting rows that arrive again
-  at::Tensor kept_q, kept_k;    // int32, device: visiting rows that this rank keeps
+  Route queries, keys;        // of the inputs that are sent again
+  at::Tensor kept_q, kept_k;  // int32, device: visiting rows that this rank keeps; of a part: null
 };
+
+struct NodeRoutes;
 
 // The routes of one round's rows, as one rank sees them: `movement` and `key_gradients` for
 // transports that write rows to their places, the other fields for transports that use slots.
+// A part of them (see NodeRoutes) has places for all visiting rows, but moves some of them only.
 struct Routes {
   Movement movement;
   std::vector<KeyGradients> key_gradients;
@@ -44,6 +47,16 @@ struct Routes {
   Route keys;
   Reduction key_sums;              // the returned key slots whose sum goes to each home row
   std::optional<Keeping> keeping;  // set if inputs that this rank sends or receives are kept
+  // Whether results of keys are added to rows. In a part they are not: each overwrites a row of its
+  // own, key_sums.row, among the results of all keys sent.
+  bool sums_keys = true;
+  std::shared_ptr<const NodeRoutes> by_node;  // set if inside a node rows travel another way
+};
+
+// Both parts of a round's routes.
+struct NodeRoutes {
+  Routes inside;   // to and from ranks of this node, numbered from its first rank
+  Routes between;  // to and from ranks of other nodes
 };
 
 // q, k and v of home rows, or of visiting rows.
@@ -65,7 +78,7 @@ struct Cargo {
   Inputs inputs;                          // to the servers
   std::vector<at::Tensor> with_queries;   // more tensors, sent with each query row
   std::vector<at::Tensor> query_results;  // from the servers; they overwrite rows
-  std::vector<at::Tensor> key_results;    // from the servers; they are added to rows
+  std::vector<at::Tensor> key_results;    // from the servers; see Routes::sums_keys
   // Visiting inputs that this rank kept. Inputs that a server kept are not sent again. If null, all
   // are sent.
   const Inputs* kept = nullptr;
@@ -94,6 +107,11 @@ class RoundTrip {
   virtual void dispatch() = 0;
   // Waits for visiting rows and returns them.
   virtual Visiting arrive() = 0;
+  // Does the same, but writes the rows to `room`, which has places for all visiting rows, and takes
+  // results from there. For a transport that moves a part of the rows: see NodeRoutes.
+  virtual void arrive_in(const Visiting& /*room*/) {
+    TORCH_INTERNAL_ASSERT(false, "this transport has its own memory for visiting rows");
+  }
   // Sends the results of visiting rows to their homes. They must have been computed.
   virtual void combine() = 0;
   // Waits for results and writes them to the cargo's tensors.

@@ -23,6 +23,7 @@ from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.documents import Documents
 from distca.planning.exchange import NODE_WORD, TIMES_WORDS, exchange, shape_of, words_of
 from distca.ranks.links import Links, ranks_of_a_node
+from distca.ranks.peers import Way
 from distca.ranks.session import Session, configured
 from distca.watching.figures import LINKS, max_over_mean
 
@@ -206,7 +207,7 @@ def next_problem(session: Session, window_size: tuple[int, int], device: torch.d
     session.num_plans += 1
     if session.num_ranks == 1:
         return problem
-    problem = replace(problem, by_peer_memory=session.by_peer_memory, has_halves=has_halves)
+    problem = replace(problem, way=session.way, has_halves=has_halves)
     calls = ops.agreed_calls(session.group_name, problem.step, *window_size)
     return replace(problem, links=session.links, calls=calls)
 
@@ -243,7 +244,7 @@ class Problem:
     step: int
     batch: int | None = None  # step of the first plan for the same documents; None: this one
     ranks_per_node: int | None = None  # as host names say
-    by_peer_memory: bool = False  # how rows travel
+    way: Way = Way()  # how rows travel
     has_halves: bool = False  # ping-pong: each half hides transfers of the other
     links: Links = Links()  # measured when the group opened
     calls: Tensor | None = None  # those that ranks last agreed on for this window
@@ -347,8 +348,9 @@ def lay_out(
         options.deterministic,
         held_row_bytes(shape),
         memory_cap_bytes(options),
-        problem.by_peer_memory,
+        problem.way.is_peer,
         problem.batch,
+        problem.way.ranks_per_node,
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()

@@ -58,7 +58,7 @@ def node() -> int:
     return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
 
 
-def ranks_of_a_node(nodes: Sequence[int]) -> int:
+def ranks_of_a_node(nodes: Sequence[int | str]) -> int:
     """Return the number of ranks that share a node. `nodes` names the node of each rank, in rank
     order. If nodes hold unequal runs of ranks, returns the greatest common divisor of their
     lengths. The planner then takes some links for slower than they are."""
@@ -133,7 +133,13 @@ def _exchange(
     pieces = torch.tensor(pieces)
     plan = ops.plan_of_tasks(pieces, torch.tensor(tasks), session.num_ranks, 0, 0)
     layout, packed_rows = ops.layout(
-        pieces, plan, session.rank, BEFORE_STEPS, device.type, by_peer_memory=session.by_peer_memory
+        pieces,
+        plan,
+        session.rank,
+        BEFORE_STEPS,
+        device.type,
+        by_peer_memory=session.way.is_peer,
+        ranks_per_node=session.way.ranks_per_node,
     )
     rows = ops.unpack_rows(layout, packed_rows.to(device))
     inputs: list[Tensor] = [

@@ -1,15 +1,17 @@
-"""Whether the ranks of a group reach each other's GPU memory."""
+"""How rows travel: whether the ranks of a group, or of a node, reach each other's GPU memory."""
 
 import json
 import logging
 import socket
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distca import ops
-from distca.options import check
+from distca.options import Options, check
+from distca.ranks.links import ranks_of_a_node
 
 _log = logging.getLogger("distca")
 
@@ -17,36 +19,78 @@ HOPPER = (9, 0)
 MAX_TEXT_BYTES = 1024
 
 
+TO_PEERS = ("auto", "peer", "hybrid")  # values of Options.transport that may use peer memory
+
+
+@dataclass(frozen=True)
+class Way:
+    """How rows travel. The same on all ranks, but for the device."""
+
+    device: int | None = None
+    """Index of this rank's device if rows go to other ranks' memory; None: by process group."""
+    ranks_per_node: int = 0
+    """Ranks of a node if rows take another way, by process group, between nodes; 0: they do not."""
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether all rows go to other ranks' memory."""
+        return self.device is not None and self.ranks_per_node == 0
+
+
 def check_transport(transport: str) -> None:
     """Raise ValueError unless Options.transport is a known transport."""
-    names = ["auto", "peer", *ops.transports()]
+    names = [*TO_PEERS, *ops.transports()]
     check("transport", transport, transport in names, f"one of {', '.join(names)}")
 
 
-def choose_device(transport: str, backend: str, control: ProcessGroup) -> int | None:
-    """Index of this rank's device if rows go to other ranks' memory, None if by process group.
+def choose_way(options: Options, backend: str, control: ProcessGroup) -> Way:
+    """How rows of the group travel. Collective over `control`, a group for CPU tensors.
 
-    Collective over `control`, a group for CPU tensors. `transport` is that of Options. Raises
-    ValueError on every rank, with the reason, where it is "peer" and some rank cannot.
+    Raises ValueError on every rank, with the reason, if the transport is "peer" and some rank does
+    not reach all others' memory, or if it is "hybrid", some rank does not reach the memory of its
+    node, and rows are on GPUs.
     """
-    members = _gather(_describe_self(transport, backend), control)
-    problems = _gather(_problem(members, dist.get_rank(control)), control)
-    problem = next((text for text in problems if text), "")
-    if problem and any(member["transport"] == "peer" for member in members):
+    rank = dist.get_rank(control)
+    members = _gather(_describe_self(options, backend), control)
+    # All ranks decide alike; opening the session compares the options.
+    asked = [member["transport"] for member in members]
+    transport = "peer" if "peer" in asked else asked[0]
+    size = members[0]["ranks_per_node"] or ranks_of_a_node([member["host"] for member in members])
+    first = rank // size * size
+    node = range(len(members))[first : first + size]
+    problems = [_problem(members, rank, ranks) for ranks in (range(len(members)), node)]
+    everywhere, inside = (
+        next((text for text in texts if text), "")
+        for texts in zip(*_gather(problems, control), strict=True)
+    )
+    has_nodes = 1 < size < len(members)
+    is_hybrid = has_nodes and transport == "hybrid"
+    problem = inside if is_hybrid else everywhere
+    is_refused = transport == "peer" or (is_hybrid and "nccl" in backend)
+    if problem and is_refused:
         raise ValueError(
-            f'transport is "peer", but {problem}; pass transport="auto" to use the process group'
+            f'transport is "{transport}", but {problem}; '
+            'pass transport="auto" to use the process group'
         )
-    if dist.get_rank(control) == 0:
-        way = f"by process group ({backend}): {problem}" if problem else "through peer memory"
-        _log.info("distca: rows of core attention travel %s", way)
-    return None if problem else torch.cuda.current_device()
+    way = Way(None if problem else torch.cuda.current_device(), size if is_hybrid else 0)
+    if rank == 0:
+        _log.info("distca: rows of core attention travel %s", _describe(way, backend, problem))
+    return way
 
 
-def _describe_self(transport: str, backend: str) -> dict[str, str]:
+def _describe(way: Way, backend: str, problem: str) -> str:
+    by_group = f"by process group ({backend})"
+    inside = "through peer memory" if way.device is not None else f"{by_group}: {problem}"
+    if way.ranks_per_node == 0:
+        return inside
+    return f"{by_group} between nodes of {way.ranks_per_node} ranks, and inside them {inside}"
+
+
+def _describe_self(options: Options, backend: str) -> dict[str, str | int | None]:
     """What the other ranks have to know of this one: `device` is the uuid of its GPU, empty where
     there is none, and `problem` why it cannot take part, empty where it can."""
-    problem, device = "", ""
-    if transport not in ("auto", "peer") or (transport == "auto" and "nccl" not in backend):
+    transport, problem, device = options.transport, "", ""
+    if transport not in TO_PEERS or (transport == "auto" and "nccl" not in backend):
         problem = f"transport is {transport} with {backend}"
     elif not ops.has_peer_transport():
         problem = "distca was built without its Hopper kernels"
@@ -56,13 +100,19 @@ def _describe_self(transport: str, backend: str) -> dict[str, str]:
         device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         if torch.cuda.get_device_capability() != HOPPER:
             problem = "its GPU is not a Hopper one (compute capability 9.0)"
-    host = socket.gethostname()
-    return {"transport": transport, "host": host, "device": device, "problem": problem}
+    return {
+        "transport": transport,
+        "ranks_per_node": options.ranks_per_node,
+        "host": socket.gethostname(),
+        "device": device,
+        "problem": problem,
+    }
 
 
-def _problem(members: list[dict[str, str]], rank: int) -> str:
-    """Why not all ranks reach each other, as this rank sees it; empty if they do."""
-    for other, member in enumerate(members):
+def _problem(members: list[dict], rank: int, others: range) -> str:
+    """Why this rank does not reach the memory of `others`, as it sees it; empty if it does."""
+    for other in others:
+        member = members[other]
         if member["problem"]:
             return f"on rank {other} {member['problem']}"
         if member["host"] != members[rank]["host"]:
@@ -72,12 +122,12 @@ def _problem(members: list[dict[str, str]], rank: int) -> str:
         str(torch.cuda.get_device_properties(index).uuid): index
         for index in range(torch.cuda.device_count())
     }
-    for other, member in enumerate(members):
-        index = visible.get(member["device"])
+    for other in others:
+        index = visible.get(members[other]["device"])
         if index is None:
             return f"rank {rank} does not see the GPU of rank {other} (CUDA_VISIBLE_DEVICES)"
         shares = other != rank and index == own
-        if shares and members[rank]["transport"] != "peer":  # then torch decides
+        if shares and members[rank]["transport"] == "auto":  # else torch decides
             return f"ranks {rank} and {other} share a GPU"
         if index != own and not torch.cuda.can_device_access_peer(own, index):
             return f"the GPUs of ranks {rank} and {other} do not reach each other's memory"

@@ -16,7 +16,7 @@ from distca.options import Options
 from distca.ranks import groups
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, measure
-from distca.ranks.peers import check_transport, choose_device
+from distca.ranks.peers import Way, check_transport, choose_way
 from distca.ranks.planner_thread import PlannerThread
 from distca.watching.monitor import Monitor
 from distca.watching.settings import Watching
@@ -39,7 +39,8 @@ class Session:
     data: ProcessGroup | None = None  # rows travel here; None with one rank
     planning: ProcessGroup | None = None  # gloo, for pieces, by the planner thread alone
     control: ProcessGroup | None = None  # gloo, for agreement on calls that were not announced
-    by_peer_memory: bool = False  # rows go to other ranks' memory, where the attention allows it
+    node: ProcessGroup | None = None  # gloo, of the ranks of this node; None unless hybrid
+    way: Way = Way()  # how rows travel, where the attention allows it
     links: Links = Links()  # as measured when it was opened
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
@@ -195,12 +196,12 @@ def measures_links(session: Session) -> bool:
     they would vary with the machine's load, and so would plans. In deterministic mode, plans must
     not vary at all."""
     options = session.options
-    on_device = session.by_peer_memory or session.device_type == "cuda"
+    on_device = session.way.device is not None or session.device_type == "cuda"
     return on_device and options.enabled and not options.deterministic
 
 
 def _measure_links(session: Session) -> None:
-    device_type = "cuda" if session.by_peer_memory else session.device_type
+    device_type = "cuda" if session.way.device is not None else session.device_type
     session.links = measure(session, torch.device(device_type))
     # Open a new session, without the calls and the peer memory of the measurement.
     ops.close_session(session.group_name)
@@ -225,6 +226,11 @@ def _open_groups(session: Session) -> None:
             ranks, timeout, backend, pg_options=options, use_local_synchronization=is_subgroup
         )
 
+    def new_node_group(size: int) -> ProcessGroup:
+        first = session.rank // size * size
+        node = ranks[first : first + size]
+        return dist.new_group(node, timeout, "gloo", use_local_synchronization=True)
+
     backend = str(dist.get_backend_config(group))
     data_options, data_timeout = None, timeout
     if "nccl" in backend:
@@ -236,7 +242,9 @@ def _open_groups(session: Session) -> None:
     session.data = new_group(backend, data_timeout, data_options)
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
-    session.by_peer_memory = choose_device(options.transport, backend, session.control) is not None
+    session.way = choose_way(options, backend, session.control)
+    if session.way.ranks_per_node > 0:
+        session.node = new_node_group(session.way.ranks_per_node)
     _open_transport(session)
 
 
@@ -247,8 +255,10 @@ def _open_transport(session: Session) -> None:
         f"version {ops.version()} {options}",
         options.timeout_s,
         options.transport if options.transport in ops.transports() else "process_group",
-        torch.cuda.current_device() if session.by_peer_memory else None,
+        session.way.device,
         int(1e9 * options.peer_memory_gb),
+        "" if session.node is None else session.node.group_name,
+        session.way.ranks_per_node,
     )
 
 
@@ -297,7 +307,8 @@ def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     """End the session of `group` (default: as for `init`). A group that is not open is left alone.
-    If the group has only some of the ranks, its process groups stay until torch.distributed ends.
+    If the group has only some of the ranks, its process groups stay until torch.distributed ends,
+    and so does the process group of a node.
 
     Every rank calls it, and waits at most a moment for the others. If an exception is being
     handled, as in a `finally` block, the other ranks are told of it. Ranks that go on after a rank
@@ -318,6 +329,7 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     if any(ops.may_be_busy(each.group_name) for each in session.parts):
         # Of exchanges that were given up: a group of gloo cannot end before they do.
         own = _groups_of(session)
+        own += [session.node] if session.node is not None else []
         gloo = [each for each in own if "nccl" not in str(dist.get_backend_config(each))]
         ops.keep_groups([each.group_name for each in gloo])
     for each in session.parts:

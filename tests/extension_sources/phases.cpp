@@ -1,4 +1,4 @@
-// Lets this process sleep or die when it enters a phase of attention (see csrc/ops/timeline.h).
+// Lets this process sleep or die when it enters phases of attention (see csrc/ops/timeline.h).
 #include <ATen/record_function.h>
 #include <signal.h>
 #include <torch/library.h>
@@ -6,7 +6,9 @@
 
 #include <chrono>
 #include <mutex>
+#include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 
 namespace {
@@ -19,6 +21,8 @@ struct Action {
 
 std::mutex mutex;
 Action action;
+double max_delay_s = 0;
+std::mt19937 delays;
 
 void sleep_for(double seconds) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
@@ -48,8 +52,27 @@ void at_phase(std::string phase, double sleep_s, double kill_after_s) {
   action = {std::move(phase), sleep_s, kill_after_s};
 }
 
+std::unique_ptr<at::ObserverContext> delay(const at::RecordFunction& range) {
+  if (!std::string_view(range.name()).starts_with("distca ")) return nullptr;
+  double seconds = 0;
+  {
+    std::lock_guard lock(mutex);
+    seconds = std::uniform_real_distribution(0.0, max_delay_s)(delays);
+  }
+  sleep_for(seconds);
+  return nullptr;
+}
+
+void delay_phases(double max_s, int64_t seed) {
+  static const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(delay));
+  std::lock_guard lock(mutex);
+  max_delay_s = max_s;
+  delays.seed(seed);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(distca_tests, m) {
   m.def("at_phase(str phase, float sleep_s, float kill_after_s) -> ()", at_phase);
+  m.def("delay_phases(float max_s, int seed) -> ()", delay_phases);
 }

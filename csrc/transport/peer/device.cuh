@@ -109,7 +109,8 @@ __device__ __forceinline__ void report_mismatch(const Board& board, int rank, ui
                                                 uint32_t own_tag) {
   uint32_t* mismatch = host_word(board, HostWord::kMismatch);
   if (load_relaxed(mismatch) != 0) return;
-  store_relaxed(host_word(board, HostWord::kTheirRank), static_cast<uint32_t>(rank));
+  store_relaxed(host_word(board, HostWord::kTheirRank),
+                static_cast<uint32_t>(board.first_rank + rank));
   store_relaxed(host_word(board, HostWord::kTheirTag), their_tag);
   store_relaxed(host_word(board, HostWord::kOwnTag), own_tag);
   store_release(mismatch, 1);

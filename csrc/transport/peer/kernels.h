@@ -20,6 +20,7 @@ struct Board {
   uint32_t* host;              // this rank's HostWords, as its device sees them
   int rank;
   int num_ranks;
+  int first_rank;  // see Members
 };
 
 // Words of a board, by the rank that raises them. kFinished: the rank needs nothing more of the

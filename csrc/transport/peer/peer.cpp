@@ -83,6 +83,7 @@ PeerTransport::PeerTransport(Members members, Meeting meet, int64_t reserved_byt
   board_.host = host_words_.on_device();
   board_.rank = static_cast<int>(members_.rank);
   board_.num_ranks = static_cast<int>(members_.num_ranks);
+  board_.first_rank = static_cast<int>(members_.first_rank);
   for (int64_t rank = 0; rank < members_.num_ranks; ++rank) {
     board_.words[rank] = reinterpret_cast<uint32_t*>(words_.addresses[rank]);
   }

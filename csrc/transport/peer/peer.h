@@ -22,6 +22,7 @@ struct Members {
   int64_t rank;
   int64_t num_ranks;
   c10::Device device;
+  int64_t first_rank;  // of the members, among all ranks that errors name
 };
 
 // What every rank says, [num_ranks], once all have said something. Throws DistBackendError naming

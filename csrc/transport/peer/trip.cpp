@@ -206,9 +206,9 @@ class PeerTrip : public RoundTrip {
   void add_keys(const ResultRegions& results, const RowView& to,
                 std::vector<Gather>& gathers) const {
     for (const KeyGradients& shared : routes_.key_gradients) {
-      Gather& gather =
-          gathers.emplace_back(to.data + shared.home_row * to.row_bytes,
-                               shared.num_rows * to.row_bytes, std::vector<Gather::Source>{}, true);
+      Gather& gather = gathers.emplace_back(to.data + shared.home_row * to.row_bytes,
+                                            shared.num_rows * to.row_bytes,
+                                            std::vector<Gather::Source>{}, routes_.sums_keys);
       for (const auto& [server, result_row] : shared.sources) {
         gather.sources.push_back(source(results, server, result_row));
       }

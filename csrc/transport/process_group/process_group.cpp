@@ -68,24 +68,6 @@ Tensors parts_of(const at::Tensor& records, const Load& load) {
   return parts;
 }
 
-RowBatch pack_home(const Load& load, const Seal& seal) {
-  RowBatch batch = new_batch(load, load.route.counts, seal);
-  const Tensors parts = parts_of(batch.sent, load);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    gather_rows(load.tensors[i], load.route.home_row, parts[i]);
-  }
-  return batch;
-}
-
-RowBatch pack_visiting(const Load& load, const Seal& seal) {
-  RowBatch batch = new_batch(load, {load.route.counts.recv, load.route.counts.send}, seal);
-  const Tensors parts = parts_of(batch.sent, load);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    scatter_rows(load.tensors[i], load.route.slot, parts[i], seal.spoiled);
-  }
-  return batch;
-}
-
 // Starts an exchange of rows. On a device, a stream must wait for it.
 Works exchange(c10d::ProcessGroup& group, const std::vector<RowBatch>& batches) {
   const c10::DeviceType device = batches[0].sent.device().type();
@@ -201,95 +183,137 @@ class SlotTrip : public RoundTrip {
     if (!cargo_.with_queries.empty()) loads_.push_back({cargo_.with_queries, routes_.queries});
     loads_.push_back({{q}, moves_again() ? routes_.keeping->queries : routes_.queries});
     loads_.push_back({{k, v}, moves_again() ? routes_.keeping->keys : routes_.keys});
-    send(kDispatch, pack_home);
+    send(kDispatch, &Route::home_row);
   }
 
   Visiting arrive() override {
-    const std::vector<Tensors> arrivals = in_visiting_order();
-    Visiting visiting;
-    if (!cargo_.with_queries.empty()) visiting.with_queries = arrivals.front();
-    const Tensors& keys = arrivals.back();
-    visiting.inputs = whole({arrivals[arrivals.size() - 2][0], keys[0], keys[1]});
-    visiting.query_results = rows_like(cargo_.query_results, routes_.queries.num_visiting);
-    visiting.key_results = rows_like(cargo_.key_results, routes_.keys.num_visiting);
-    loads_.clear();
-    loads_.push_back({visiting.query_results, routes_.queries});
-    if (!cargo_.key_results.empty()) loads_.push_back({visiting.key_results, routes_.keys});
+    const Visiting visiting = placed();
+    if (cargo_.kept != nullptr) restore(routes_, *cargo_.kept, visiting.inputs);
+    expect_results(visiting);
     return visiting;
   }
 
-  void combine() override { send(kCombine, pack_visiting); }
+  void arrive_in(const Visiting& room) override {
+    place_in(room);
+    expect_results(room);
+  }
+
+  void combine() override { send(kCombine, &Route::visiting_row); }
 
   void collect() override {
-    const std::vector<Tensors> arrivals = receive();
+    std::vector<Arrival> arrivals = receive();
     for (size_t i = 0; i < cargo_.query_results.size(); ++i) {
-      scatter_rows(arrivals[0][i], routes_.queries.home_row, cargo_.query_results[i],
-                   seal_.spoiled);
+      arrivals[0].unpack(i, cargo_.query_results[i], routes_.queries.home_row);
     }
-    for (size_t i = 0; i < cargo_.key_results.size(); ++i) {
-      reduce_rows(arrivals[1][i], routes_.key_sums, cargo_.key_results[i], seal_.spoiled);
+    for (size_t i = 0; i < cargo_.key_results.size() && !routes_.sums_keys; ++i) {
+      arrivals[1].unpack(i, cargo_.key_results[i], routes_.key_sums.row);
+    }
+    unpack(arrivals);
+    for (size_t i = 0; i < cargo_.key_results.size() && routes_.sums_keys; ++i) {
+      reduce_rows(arrivals[1].parts[i], routes_.key_sums, cargo_.key_results[i], seal_.spoiled);
     }
   }
 
   void deliver() override {
     dispatch();
-    in_visiting_order();
+    arrive();
   }
 
  private:
   bool moves_again() const { return cargo_.kept != nullptr && routes_.keeping.has_value(); }
 
-  void send(const char* phase, RowBatch (*pack)(const Load& load, const Seal& seal)) {
-    seal_ = transport_.seal(where_, cargo_.inputs.q.device());
-    for (const Load& load : loads_) {
-      batches_.push_back(pack(load, seal_));
-      make_seals(batches_.back().sent, seal_);
+  // Rows of a load that came, by tensor and slot.
+  struct Arrival {
+    Packing packing;
+    Tensors parts;
+
+    void unpack(size_t part, const at::Tensor& to, const at::Tensor& row) {
+      packing.copies.push_back({.src = parts[part], .dst = to, .dst_row = row});
     }
+  };
+
+  // Sends rows of all loads: to servers from `row` of their home, or back from `row` of the server.
+  void send(const char* phase, const at::Tensor Route::*row) {
+    seal_ = transport_.seal(where_, cargo_.inputs.q.device());
+    std::vector<Packing> packings;
+    for (const Load& load : loads_) {
+      const auto& [to_server, from_home] = load.route.counts;
+      const bool is_home = row == &Route::home_row;
+      batches_.push_back(
+          new_batch(load, is_home ? load.route.counts : RowCounts{from_home, to_server}, seal_));
+      const at::Tensor& records = packings.emplace_back(batches_.back().sent).records;
+      const Tensors parts = parts_of(records, load);
+      for (size_t i = 0; i < parts.size(); ++i) {
+        packings.back().copies.push_back({load.tensors[i], parts[i], load.route.*row});
+      }
+    }
+    pack_rows(packings, seal_);
     started_ = transport_.start(batches_, where_.in(phase));
   }
 
-  // Returns the rows that came for each load, by tensor and slot.
-  std::vector<Tensors> receive() {
+  // Returns what came for each load; it must be unpacked.
+  std::vector<Arrival> receive() {
     transport_.finish(started_, batches_);
-    std::vector<Tensors> arrivals;
+    std::vector<Arrival> arrivals;
     for (size_t i = 0; i < loads_.size(); ++i) {
-      check_seals(batches_[i].received, seal_);
-      arrivals.push_back(parts_of(batches_[i].received, loads_[i]));
+      const at::Tensor& records = batches_[i].received;
+      arrivals.push_back({{records}, parts_of(records, loads_[i])});
     }
     started_ = {};
     batches_.clear();
     return arrivals;
   }
 
-  // Copies only if slots are in another order.
-  std::vector<Tensors> in_visiting_order() {
-    std::vector<Tensors> arrivals = receive();
-    for (size_t i = 0; i < arrivals.size(); ++i) {
-      const at::Tensor& slot = loads_[i].route.slot;
-      if (slot.numel() == 0) continue;
-      for (at::Tensor& part : arrivals[i]) {
-        const at::Tensor ordered = at::empty(part.sizes(), part.options());
-        gather_rows(part, slot, ordered);
-        part = ordered;
-      }
-    }
-    return arrivals;
+  void unpack(const std::vector<Arrival>& arrivals) {
+    std::vector<Packing> packings;
+    for (const Arrival& arrival : arrivals) packings.push_back(arrival.packing);
+    unpack_rows(packings, seal_);
   }
 
-  // Returns all visiting inputs, whether they have just arrived or were kept.
-  Inputs whole(Inputs arrived) const {
-    if (!moves_again() || routes_.keeping->kept_q.size(0) == 0) return arrived;
-    const auto all_rows = [](const at::Tensor& rows, const at::Tensor& row, int64_t num_rows) {
-      const at::Tensor all = at::empty(sizes_with(rows, num_rows), rows.options());
-      scatter_rows(rows, row, all);
-      return all;
-    };
-    const Keeping& keeping = *routes_.keeping;
-    const Inputs all{all_rows(arrived.q, keeping.moved_q, routes_.queries.num_visiting),
-                     all_rows(arrived.k, keeping.moved_k, routes_.keys.num_visiting),
-                     all_rows(arrived.v, keeping.moved_k, routes_.keys.num_visiting)};
-    restore(routes_, *cargo_.kept, all);
-    return all;
+  void expect_results(const Visiting& visiting) {
+    loads_.clear();
+    loads_.push_back({visiting.query_results, routes_.queries});
+    if (!cargo_.key_results.empty()) loads_.push_back({visiting.key_results, routes_.keys});
+  }
+
+  // Returns the tensors of each load among `visiting`.
+  std::vector<Tensors> tensors_of(const Visiting& visiting) const {
+    const auto& [q, k, v] = visiting.inputs;
+    if (cargo_.with_queries.empty()) return {{q}, {k, v}};
+    return {visiting.with_queries, {q}, {k, v}};
+  }
+
+  void place_in(const Visiting& room) {
+    std::vector<Arrival> arrivals = receive();
+    const std::vector<Tensors> places = tensors_of(room);
+    for (size_t i = 0; i < arrivals.size(); ++i) {
+      for (size_t j = 0; j < places[i].size(); ++j) {
+        arrivals[i].unpack(j, places[i][j], loads_[i].route.visiting_row);
+      }
+    }
+    unpack(arrivals);
+  }
+
+  // Copies unless slot i holds visiting row i and no visiting row is missing.
+  Visiting placed() {
+    std::vector<Arrival> arrivals = receive();
+    std::vector<Tensors> rows;
+    for (size_t i = 0; i < arrivals.size(); ++i) {
+      const Route& route = loads_[i].route;
+      const Tensors& parts = arrivals[i].parts;
+      const bool is_in_place =
+          route.visiting_row.numel() == 0 && parts[0].size(0) == route.num_visiting;
+      rows.push_back(is_in_place ? parts : rows_like(parts, route.num_visiting));
+      for (size_t j = 0; j < parts.size() && !is_in_place; ++j) {
+        arrivals[i].unpack(j, rows[i][j], route.visiting_row);
+      }
+    }
+    unpack(arrivals);
+    const Tensors &q = rows[rows.size() - 2], &keys = rows.back();
+    return {.inputs = {q[0], keys[0], keys[1]},
+            .with_queries = cargo_.with_queries.empty() ? Tensors{} : rows.front(),
+            .query_results = rows_like(cargo_.query_results, routes_.queries.num_visiting),
+            .key_results = rows_like(cargo_.key_results, routes_.keys.num_visiting)};
   }
 
   ProcessGroupTransport& transport_;

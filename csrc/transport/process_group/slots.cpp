@@ -1,15 +1,6 @@
 #include "slots.h"
 
-#include <algorithm>
-
 namespace distca::transport {
-namespace {
-
-struct Arrival {
-  int64_t visiting_row, slot, num_rows;
-};
-
-}  // namespace
 
 Slots slots_of(const Movement& movement, int64_t rank, int64_t num_ranks, Moving moving) {
   const auto moves = [moving](const Delivery& delivery) {
@@ -17,7 +8,7 @@ Slots slots_of(const Movement& movement, int64_t rank, int64_t num_ranks, Moving
   };
   const std::vector<const Delivery*> visitors = distca::visitors(movement, rank);
   const auto fill = [&](std::vector<RowPlace> Delivery::*places, auto& send_rows, auto& send_runs,
-                        auto& recv_rows, auto& slot_runs) {
+                        auto& recv_rows, auto& recv_runs) {
     send_rows.assign(num_ranks, 0);
     recv_rows.assign(num_ranks, 0);
     for (const Delivery& delivery : movement.sent) {
@@ -27,24 +18,19 @@ Slots slots_of(const Movement& movement, int64_t rank, int64_t num_ranks, Moving
         append_run(place.home_row, place.num_rows, send_runs);
       }
     }
-    std::vector<Arrival> arrivals;
-    int64_t slot = 0;
     for (const Delivery* delivery : visitors) {
       if (!moves(*delivery)) continue;
       for (const RowPlace& place : delivery->*places) {
-        arrivals.push_back({place.visiting_row, slot, place.num_rows});
         recv_rows[delivery->peer] += place.num_rows;
-        slot += place.num_rows;
+        append_run(place.visiting_row, place.num_rows, recv_runs);
       }
     }
-    if (std::ranges::is_sorted(arrivals, {}, &Arrival::visiting_row)) return;
-    std::ranges::sort(arrivals, {}, &Arrival::visiting_row);
-    for (const Arrival& arrival : arrivals) append_run(arrival.slot, arrival.num_rows, slot_runs);
+    if (recv_runs.size() == 1 && recv_runs[0].first == 0) recv_runs.clear();
   };
   Slots slots;
   fill(&Delivery::queries, slots.send_q_rows, slots.send_q_runs, slots.recv_q_rows,
-       slots.q_slot_runs);
-  fill(&Delivery::keys, slots.send_k_rows, slots.send_k_runs, slots.recv_k_rows, slots.k_slot_runs);
+       slots.recv_q_runs);
+  fill(&Delivery::keys, slots.send_k_rows, slots.send_k_runs, slots.recv_k_rows, slots.recv_k_runs);
   return slots;
 }
 

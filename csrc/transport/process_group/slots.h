@@ -16,8 +16,8 @@ struct Slots {
 
   std::vector<Run> send_q_runs, send_k_runs;  // home rows of the sent slots, in order
 
-  // Received slots of the visiting rows that move, in order; empty if slot i is the i-th of them.
-  std::vector<Run> q_slot_runs, k_slot_runs;
+  // Visiting rows of the received slots, in order; empty if slot i holds visiting row i.
+  std::vector<Run> recv_q_runs, recv_k_runs;
 };
 
 enum class Moving { kAll, kNotKept };

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <memory>
+
+#include "../transport.h"
+
+namespace distca::transport {
+
+// Moves rows between ranks of a node by one transport, and rows between nodes by another, in one
+// call. `inside` has the memory of visiting rows, and serves the ranks of this node only. `between`
+// serves all ranks of the group. Routes need both parts (Routes::by_node).
+class HybridTransport : public Transport {
+ public:
+  HybridTransport(std::shared_ptr<Transport> inside, std::shared_ptr<Transport> between)
+      : inside_(std::move(inside)), between_(std::move(between)) {}
+
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
+
+ private:
+  std::shared_ptr<Transport> inside_, between_;
+};
+
+}  // namespace distca::transport
