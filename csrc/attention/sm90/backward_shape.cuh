@@ -29,6 +29,10 @@ struct BackwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kDeterministic = kDeterministic_;
+  // Whether dV's product runs while dS is computed: dS and P are then held at once as what products
+  // read and as float32, for which 128 rows leave no registers. Its place also keeps ptxas from
+  // moving the wait for dP, and with it that product, before the softmax.
+  static constexpr bool kEarlyDv = kHeadDim_ == 128;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   static constexpr int kThreads = 3 * 128;
   // Of a thread of either kind. The kernel is launched with 168 for each thread of its three

@@ -184,17 +184,6 @@ struct KeyWarpgroup {
     }
   }
 
-  // dS and P from dP and P.
-  __device__ __forceinline__ void pack_factors(float (&grads)[kScores],
-                                               const float (&scores)[kScores],
-                                               uint32_t (&packed_grads)[kScores / 2],
-                                               uint32_t (&probabilities)[kScores / 2]) {
-#pragma unroll
-    for (int e = 0; e < kScores; ++e) grads[e] *= scores[e];
-    pack_all(grads, packed_grads);
-    pack_all(scores, probabilities);
-  }
-
   // Every tile of item n, those from `first` on of all tiles, but for the last one's dQ. Returns
   // the place of that in the sums.
   __device__ __forceinline__ int32_t sum_up(const BackwardItem& item, uint32_t n, uint32_t first) {
@@ -219,18 +208,27 @@ struct KeyWarpgroup {
       pin(scores);
       if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
       exponentiate(scores, log_sums);
-      products_wait<0>();
+      if constexpr (Shape::kEarlyDv) {
+        pack_all(scores, probabilities);
+        begin_sums(dv, probabilities, Memory::grad_out(i));
+        products_wait<1>();
+      } else {
+        products_wait<0>();
+      }
       pin(grads);
-      pack_factors(grads, scores, packed_grads, probabilities);
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) grads[e] *= scores[e];
+      pack_all(grads, packed_grads);
+      if constexpr (!Shape::kEarlyDv) pack_all(scores, probabilities);
       ring(kGradScoreEmpty).wait_before(i);
       store_grad_scores(packed_grads, i);
       ring(kGradScoreFull).arrive_as_warp(i);
       // dQ of the tile before; at first there is none, and this product's result is not used.
       ring(kGradScoreFull).wait(i - 1);
       begin_dq(dq, Memory::key(n), i - 1);
-      begin_sums(dv, probabilities, Memory::grad_out(i));
+      if constexpr (!Shape::kEarlyDv) begin_sums(dv, probabilities, Memory::grad_out(i));
       begin_sums(dk, packed_grads, Memory::query(i));
-      products_wait<2>();
+      products_wait<Shape::kEarlyDv ? 1 : 2>();
       pin(dq);
       if (i > first) {
         ring(kGradScoreEmpty).arrive_as_warp(i - 1);

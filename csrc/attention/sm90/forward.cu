@@ -6,10 +6,11 @@
 #include "ring.cuh"
 #include "tile_io.cuh"
 
-// One block per multiprocessor takes tickets, a (tile, head) each, longest first. A producer thread
-// copies queries, keys and values to shared memory; warpgroups of 64 query rows each compute
-// softmax(Q K^T) V block by block of keys, the softmax of one block under the product of the block
-// before it, and in turns, so that one warpgroup's softmax also lies under another's products.
+// One block per multiprocessor takes tickets, a (tile, head) each, longest first. One thread turns
+// tickets into jobs, another copies queries, keys and values to shared memory. Warpgroups of 64
+// query rows each compute softmax(Q K^T) V block by block of keys, the softmax of one block under
+// the product of the block before it, and in turns, so that one warpgroup's softmax also lies under
+// another's products. The first scores of a job are computed while the job before it is written.
 namespace distca::attention::sm90 {
 namespace {
 
@@ -28,8 +29,8 @@ struct ForwardShape {
 
 enum Barrier : uint32_t {
   kQueryFull,
-  kQueryEmpty,
-  kKeyFull,
+  kQueryEmpty = kQueryFull + 2,
+  kKeyFull = kQueryEmpty + 2,
   kKeyEmpty = kKeyFull + 2,
   kValueFull = kKeyEmpty + 2,
   kValueEmpty = kValueFull + 2,
@@ -38,19 +39,34 @@ enum Barrier : uint32_t {
   kNumBarriers = kJobEmpty + 2
 };
 
-// Offsets in shared memory: two stages of keys and values.
+// Offsets in shared memory: two stages of all but the results.
 template <typename Shape>
 struct ForwardMemory {
   static constexpr uint32_t kQuery = 0;
-  static constexpr uint32_t kOut = kQuery + Shape::Queries::kBytes;
+  static constexpr uint32_t kOut = kQuery + 2 * Shape::Queries::kBytes;
   static constexpr uint32_t kKey = kOut + Shape::Queries::kBytes;
   static constexpr uint32_t kValue = kKey + 2 * Shape::Keys::kBytes;
   static constexpr uint32_t kJobs = kValue + 2 * Shape::Keys::kBytes;
-  static constexpr uint32_t kBarriers = kJobs + 2 * sizeof(Job);
+  static constexpr uint32_t kStarts = kJobs + 2 * sizeof(Job);
+  static constexpr uint32_t kBarriers = kStarts + 2 * sizeof(int32_t);
   static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * kNumBarriers;
   static_assert(kJobs % alignof(Job) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
 };
+
+// Takes tickets, a job ahead of those who work on them.
+template <typename Shape>
+__device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, uint32_t barriers) {
+  for (uint32_t i = 0;; ++i) {
+    ring_at(barriers, kJobEmpty).wait_before(i);
+    const int32_t item = atomicAdd(arguments.ticket, 1);
+    Job job{.head = -1};
+    if (item < arguments.num_items) job = job_of(item, arguments);
+    in_block<Job>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)] = job;
+    ring_at(barriers, kJobFull).arrive(i);
+    if (job.head < 0) return;
+  }
+}
 
 // The part of the producer thread.
 template <typename Shape>
@@ -66,21 +82,23 @@ struct ForwardProducer {
 
   __device__ __forceinline__ void bring(const Job& job) {
     const BlockRange blocks = blocks_of(job.tile, arguments.window);
-    if (blocks.first == blocks.last) return;
-    const uint32_t query_full = ring_at<1>(barriers, kQueryFull).barrier(0);
-    ring_at<1>(barriers, kQueryEmpty).wait_before(num_queries++);
+    const uint32_t stage = Ring<2>::stage(num_queries);
+    const uint32_t query_full = ring_at(barriers, kQueryFull).barrier(num_queries);
+    ring_at(barriers, kQueryEmpty).wait_before(num_queries++);
+    const int32_t start = job.front.start(job.tile, blocks);
+    in_block<int32_t>(Memory::kStarts)[stage] = start;
     barrier_arrive_expecting(query_full, Queries::kBytes);
-    load_tile<Queries>(shared + Memory::kQuery, &arguments.q,
+    load_tile<Queries>(shared + Memory::kQuery + stage * Queries::kBytes, &arguments.q,
                        {job.head, job.tile.q_row, job.tile.num_rows}, query_full);
-    bring_blocks(job, job.start, blocks.first);
-    if (job.start + 1 < blocks.last) bring_blocks(job, blocks.last - 1, job.start + 1);
+    bring_blocks(job, start, blocks.first);
+    if (start + 1 < blocks.last) bring_blocks(job, blocks.last - 1, start + 1);
   }
 
   // From block `from` down to block `to`. What this loop takes per block is not hidden: two stages
   // are few.
   __device__ __forceinline__ void bring_blocks(const Job& job, int32_t from, int32_t to) {
     RowRange rows{job.head / arguments.heads_per_key, job.tile.k_begin + from * kKeyBlockRows, 0};
-    rows.num_rows = min(kKeyBlockRows, job.tile.k_end - rows.row);
+    rows.num_rows = max(0, min(kKeyBlockRows, job.tile.k_end - rows.row));
     const int32_t first_row = job.tile.k_begin + to * kKeyBlockRows;
 #pragma unroll 1
     for (; rows.row >= first_row; ++num_blocks) {
@@ -100,19 +118,11 @@ struct ForwardProducer {
   }
 
   __device__ __forceinline__ void run() {
-    const Ring<2> full = ring_at(barriers, kJobFull), empty = ring_at(barriers, kJobEmpty);
-    int32_t item = atomicAdd(arguments.ticket, 1);
     for (uint32_t i = 0;; ++i) {
-      Job& job = in_block<Job>(Memory::kJobs)[Ring<2>::stage(i)];
-      empty.wait_before(i);
-      if (item >= arguments.num_items) {
-        job.head = -1;
-        full.arrive(i);
-        return;
-      }
-      job = job_of(item, arguments);
-      full.arrive(i);
-      item = atomicAdd(arguments.ticket, 1);  // early, so that the copies hide its latency
+      ring_at(barriers, kJobFull).wait(i);
+      const Job job = in_block<Job>(Memory::kJobs)[Ring<2>::stage(i)];
+      ring_at(barriers, kJobEmpty).arrive(i);
+      if (job.head < 0) return;
       bring(job);
     }
   }
@@ -121,43 +131,52 @@ struct ForwardProducer {
 // Running softmax of the two query rows whose scores a thread holds: rows lane / 4 and lane / 4 + 8
 // of its warp's 16.
 struct RowSoftmax {
-  float maximum[2];
-  float sum[2];  // of this thread's columns
+  float shift[2];  // the score, in powers of 2, whose probability is 1
+  float sum[2];    // of this thread's columns
 
   __device__ __forceinline__ void reset() {
-    maximum[0] = maximum[1] = -INFINITY;
+    shift[0] = shift[1] = -INFINITY;
     sum[0] = sum[1] = 0.f;
   }
 
-  // Turns scores into probabilities relative to the new maximum; returns by correction what earlier
-  // sums must be multiplied with.
-  __device__ __forceinline__ void step(float (&scores)[64], float scale_log2,
+  // Turns scores into probabilities relative to the shift. It follows the largest score, but only
+  // when that is further away than a probability of 2^kSlack: nearly all blocks then leave earlier
+  // sums as they are. Returns by correction what these must be multiplied with, and whether that is
+  // not 1 in some row of the warp.
+  __device__ __forceinline__ bool step(float (&scores)[64], float scale_log2,
                                        float (&correction)[2]) {
+    constexpr float kSlack = 8.f;
+    bool moves = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float new_maximum = maximum[r];
+      float maximum = fmaxf(scores[2 * r], scores[2 * r + 1]);
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        new_maximum = fmaxf(new_maximum, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      for (int j = 1; j < 16; ++j) {
+        maximum = fmaxf(maximum, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
       }
-      new_maximum = fmaxf(new_maximum, __shfl_xor_sync(0xffffffffu, new_maximum, 1));
-      new_maximum = fmaxf(new_maximum, __shfl_xor_sync(0xffffffffu, new_maximum, 2));
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2)) * scale_log2;
+      correction[r] = 1.f;
+      if (maximum > shift[r] + kSlack) {
+        correction[r] = exp2_fast(shift[r] - maximum);
+        shift[r] = maximum;
+        moves = true;
+      }
       // A row that has seen no key yet keeps all its probabilities at 0.
-      const float shift = new_maximum == -INFINITY ? 0.f : new_maximum * scale_log2;
-      correction[r] = exp2_fast(maximum[r] * scale_log2 - shift);
-      maximum[r] = new_maximum;
+      const float subtracted = shift[r] == -INFINITY ? 0.f : shift[r];
       float partial = 0.f;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& score = scores[4 * j + 2 * r + c];
-          score = exp2_fast(fmaf(score, scale_log2, -shift));
+          score = exp2_fast(fmaf(score, scale_log2, -subtracted));
           partial += score;
         }
       }
       sum[r] = sum[r] * correction[r] + partial;
     }
+    return __any_sync(0xffffffffu, moves);
   }
 };
 
@@ -196,7 +215,7 @@ struct ForwardConsumer {
   uint32_t barriers;
   int warpgroup, warp, lane;
   float scale_log2;
-  uint32_t num_keys_seen = 0, num_values_seen = 0, num_queries = 0;
+  uint32_t num_keys_seen = 0, num_values_seen = 0, num_queries = 0, num_jobs = 0;
 
   float out[Shape::kHeadDim / 2];
   float scores[kKeyBlockRows / 2];
@@ -206,8 +225,10 @@ struct ForwardConsumer {
 
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
-    ring_at(barriers, kKeyFull).wait(num_keys_seen);
-    const Operand query = operand_at(shared + Memory::kQuery + warpgroup * 64 * 128, 0);
+    const Operand query =
+        operand_at(shared + Memory::kQuery + Ring<2>::stage(num_queries) * Queries::kBytes +
+                       warpgroup * 64 * 128,
+                   0);
     const Operand key =
         operand_at(shared + Memory::kKey + Ring<2>::stage(num_keys_seen) * Keys::kBytes, 0);
     pin(scores);
@@ -220,14 +241,19 @@ struct ForwardConsumer {
     }
     products_commit();
   }
+  // Gives the keys back, but only once there are probabilities: `known` is 0, which ptxas cannot
+  // see. It moves a wait for products up to the access to shared memory before it, and the softmax
+  // is to run before that wait, under the product with values.
   __device__ __forceinline__ void end_scores() {
-    pin(scores);
-    ring_at(barriers, kKeyEmpty).arrive_as_warp(num_keys_seen);
+    const uint32_t zero = static_cast<uint32_t>(arguments.num_items) >> 31;
+    const uint32_t known =
+        (__float_as_uint(softmax.sum[0]) | __float_as_uint(softmax.sum[1])) & zero;
+    arrive_as_warp(ring_at(barriers, kKeyEmpty).barrier(num_keys_seen) + known);
     ++num_keys_seen;
   }
 
-  // out += P V of the next block of values; asynchronous.
-  __device__ __forceinline__ void begin_out() {
+  // out = P V of the next block of values, added to `out` if `accumulate`; asynchronous.
+  __device__ __forceinline__ void begin_out(bool accumulate) {
     ring_at(barriers, kValueFull).wait(num_values_seen);
     const Operand value =
         operand_at(shared + Memory::kValue + Ring<2>::stage(num_values_seen) * Keys::kBytes,
@@ -237,7 +263,8 @@ struct ForwardConsumer {
     products_begin();
 #pragma unroll
     for (int k = 0; k < kKeyBlockRows / 16; ++k) {
-      product<T, true>(out, probabilities + 4 * k, descriptor(value, k * 16 * 128), 1);
+      product<T, true>(out, probabilities + 4 * k, descriptor(value, k * 16 * 128),
+                       k > 0 || accumulate);
     }
     products_commit();
   }
@@ -247,7 +274,8 @@ struct ForwardConsumer {
     ++num_values_seen;
   }
 
-  __device__ __forceinline__ void soften(const QueryTile& tile, int32_t block) {
+  // Returns whether earlier sums must be corrected.
+  __device__ __forceinline__ bool soften(const QueryTile& tile, int32_t block) {
     const int32_t first_row = tile.position - tile.k_begin + 64 * warpgroup;
     const int32_t num_keys = tile.k_end - tile.k_begin;
     const int32_t first_key = block * kKeyBlockRows;
@@ -260,7 +288,7 @@ struct ForwardConsumer {
       mask_scores(scores, first_row + 16 * warp + lane / 4, first_key + 2 * (lane % 4), num_keys,
                   arguments.window);
     }
-    softmax.step(scores, scale_log2, correction);
+    return softmax.step(scores, scale_log2, correction);
   }
 
   __device__ __forceinline__ void pack_probabilities() {
@@ -275,37 +303,44 @@ struct ForwardConsumer {
     for (int i = 0; i < Shape::kHeadDim / 2; ++i) out[i] *= correction[(i >> 1) & 1];
   }
 
-  __device__ __forceinline__ void attend(const Job& job, const BlockRange& blocks) {
-    softmax.reset();
-#pragma unroll
-    for (float& x : out) x = 0.f;
-    if (blocks.first == blocks.last) return;
-    ring_at<1>(barriers, kQueryFull).wait(num_queries);
-    begin_scores();
+  // Frees the slot of the job before, so that a block holds one ticket at most that others could
+  // work on.
+  __device__ __forceinline__ Job next_job() {
+    ring_at(barriers, kJobFull).wait(num_jobs);
+    if (num_jobs > 0) ring_at(barriers, kJobEmpty).arrive_as_warp(num_jobs - 1);
+    return in_block<Job>(Memory::kJobs)[Ring<2>::stage(num_jobs++)];
+  }
+
+  // From the first scores, which are under way before it, to the last product, which is after it.
+  __device__ __forceinline__ void attend(const Job& job) {
+    const BlockRange blocks = blocks_of(job.tile, arguments.window);
+    int32_t block = in_block<int32_t>(Memory::kStarts)[Ring<2>::stage(num_queries)];
     products_wait<0>();
-    end_scores();
-    int32_t block = job.start;
+    pin(scores);
+    softmax.reset();
     soften(job.tile, block);
+    end_scores();
     pack_probabilities();
     const uint32_t turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % Shape::kWarpgroups;
-    for (int32_t left = blocks.count() - 1; left > 0; --left) {
+    const int32_t count = blocks.count();
+    for (int32_t i = 1; i < count; ++i) {
       block = (block == blocks.first ? blocks.last : block) - 1;
       named_sync(turn, 256);
+      ring_at(barriers, kKeyFull).wait(num_keys_seen);
       begin_scores();
-      begin_out();
+      begin_out(i > 1);
       named_arrive(next_turn, 256);
       products_wait<1>();
+      pin(scores);
+      const bool moves = soften(job.tile, block);
       end_scores();
-      soften(job.tile, block);
       products_wait<0>();
       end_out();
-      rescale_out();
+      if (moves) rescale_out();
       pack_probabilities();
     }
-    ring_at<1>(barriers, kQueryEmpty).arrive_as_warp(num_queries++);
-    begin_out();
-    products_wait<0>();
-    end_out();
+    ring_at(barriers, kQueryEmpty).arrive_as_warp(num_queries++);
+    begin_out(count > 1);
   }
 
   __device__ __forceinline__ void write(const Job& job) {
@@ -319,8 +354,7 @@ struct ForwardConsumer {
       inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
       const int32_t row = row_in_tile + 8 * r;
       if (lane % 4 == 0 && row < job.tile.num_rows) {
-        const float lse =
-            sum == 0.f ? -INFINITY : softmax.maximum[r] * arguments.softmax_scale + __logf(sum);
+        const float lse = sum == 0.f ? -INFINITY : softmax.shift[r] * kLn2 + __logf(sum);
         arguments.lse[static_cast<int64_t>(job.tile.q_row + row) * arguments.heads_q + job.head] =
             lse;
       }
@@ -340,14 +374,24 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ void run() {
     if (warpgroup == Shape::kWarpgroups - 1) named_arrive(1, 256);
-    for (uint32_t i = 0;; ++i) {
-      ring_at(barriers, kJobFull).wait(i);
-      const Job job = in_block<Job>(Memory::kJobs)[Ring<2>::stage(i)];
-      if (job.head < 0) break;
-      attend(job, blocks_of(job.tile, arguments.window));
-      write(job);
-      ring_at(barriers, kJobEmpty).arrive_as_warp(i);
+    Job job{.head = -1};
+    while (true) {
+      const Job next = next_job();
+      if (next.head >= 0) {
+        ring_at(barriers, kQueryFull).wait(num_queries);
+        ring_at(barriers, kKeyFull).wait(num_keys_seen);
+      }
+      begin_scores();  // of no use after the last job
+      products_wait<1>();
+      if (job.head >= 0) {
+        end_out();
+        write(job);
+      }
+      if (next.head < 0) break;
+      job = next;
+      attend(job);
     }
+    products_wait<0>();
     if (warp == 0 && lane == 0) copies_wait_read();
   }
 };
@@ -363,9 +407,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr uint32_t kWarps = 4 * Shape::kWarpgroups;
     for (uint32_t i = 0; i < kNumBarriers; ++i) {
-      const bool is_empty = i == kQueryEmpty || (i >= kKeyEmpty && i < kKeyEmpty + 2) ||
-                            (i >= kValueEmpty && i < kValueEmpty + 2) || i >= kJobEmpty;
-      barrier_init(ring_at(barriers, i).barrier(0), is_empty ? kWarps : 1);
+      const bool is_empty = (i >= kQueryEmpty && i < kKeyFull) ||
+                            (i >= kKeyEmpty && i < kValueFull) ||
+                            (i >= kValueEmpty && i < kJobFull);
+      const uint32_t num_arrivals = i >= kJobEmpty ? kWarps + 1 : is_empty ? kWarps : 1;
+      barrier_init(ring_at(barriers, i).barrier(0), num_arrivals);
     }
     barrier_init_fence();
   }
@@ -375,6 +421,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     give_registers<Shape::kProducerRegisters>();
     ForwardProducer<Shape> producer{arguments, shared, barriers};
     if (threadIdx.x == 0) producer.run();
+    if (threadIdx.x == 32) take_tickets<Shape>(arguments, barriers);
   } else {
     take_registers<Shape::kRegisters>();
     ForwardConsumer<Shape> consumer{arguments,
@@ -415,7 +462,7 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
 
 template <typename T, int kHeadDim>
 using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32>,
-                                   ForwardShape<T, 128, 2, 240, 24>>;
+                                   ForwardShape<T, 128, 2, 232, 40>>;
 
 }  // namespace
 

@@ -26,7 +26,8 @@ struct ForwardArguments {
   float softmax_scale;
 };
 
-// Blocks of keys that a tile sees: [first, last), in rows from the tile's k_begin.
+// Blocks of keys that a tile sees: [first, last), in blocks from the tile's k_begin. Not empty: a
+// tile that sees no key has one block, all of it hidden.
 struct BlockRange {
   int32_t first;
   int32_t last;
@@ -45,7 +46,7 @@ struct Front {
   __device__ __forceinline__ void say(int32_t k_row) const {
     if (word) store_relaxed(word, uint64_t{group} << 32 | static_cast<uint32_t>(k_row));
   }
-  // The block to begin with.
+  // The block of keys that comes first, before those below it and then the rest from the last on.
   __device__ __forceinline__ int32_t start(const QueryTile& tile, const BlockRange& blocks) const {
     if (!word) return blocks.last - 1;
     const uint64_t said = load_relaxed(word);
@@ -59,7 +60,6 @@ struct Front {
 struct Job {
   QueryTile tile;
   int32_t head;
-  int32_t start;  // block of keys that comes first; then those before it, from the last on the rest
   Front front;
 };
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Win
   int32_t end = tile.k_end - tile.k_begin;
   if (window.right >= 0) end = min(end, last_position + window.right + 1);
   const int32_t begin = window.left >= 0 ? max(0, first_position - window.left) : 0;
-  if (end <= begin) return {0, 0};
+  if (end <= begin) return {0, 1};
   return {begin / kKeyBlockRows, (end + kKeyBlockRows - 1) / kKeyBlockRows};
 }
 
@@ -89,7 +89,6 @@ __device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& argu
     job.front = {arguments.fronts + number % kNumFronts,
                  static_cast<uint32_t>(item - group.in_group) + 1};
   }
-  job.start = job.front.start(job.tile, blocks);
   return job;
 }
 

@@ -13,6 +13,7 @@
 namespace distca::attention::sm90 {
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 constexpr int32_t computed_head_dim(int64_t head_dim) {
   return head_dim <= 64 ? 64 : 128;
