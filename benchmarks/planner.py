@@ -224,7 +224,7 @@ class Case:
     def makespan(self, loads: Loads) -> float:
         """Return the seconds of a layer. In each pass, a rank computes visiting tasks, and home
         tasks beside its transfers."""
-        _, inside, between, _ = self.cluster.links().tolist()
+        _, inside, between, *_ = self.cluster.links().tolist()
         most_between = np.maximum(loads.node_bytes_out, loads.node_bytes_in)
         inside_out, inside_in = (
             loads.bytes_out - loads.node_bytes_out,

@@ -88,7 +88,7 @@ class Problem:
 
     @classmethod
     def of(cls, pack: Pack, cluster: Cluster, prices: Prices) -> "Problem":
-        ranks_per_node, inside, between, _ = cluster.links().tolist()
+        ranks_per_node, inside, between, *_ = cluster.links().tolist()
         speeds = np.ones(pack.num_ranks) if cluster.speeds is None else np.array(cluster.speeds)
         full, rest = np.divmod(pack.lengths, prices.tile)
         return cls(

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 STEP, NUM_RANKS, NUM_HOME_ROWS, NUM_ROUNDS = 2, 4, 5, 9
-RANK = 16
-HEADER_WORDS = 19
+RANK, NUM_PARTS = 16, 19
+HEADER_WORDS = 20
 # The movement follows: the largest numbers of rows of any rank, then what is sent, and received.
 MAX_WORDS, PLACE_WORDS = 4, 4
 
@@ -19,6 +19,10 @@ def backend_id(name: str) -> int:
 
 def num_rounds(layout: Tensor) -> int:
     return layout[NUM_ROUNDS].item()
+
+
+def num_parts(layout: Tensor) -> int:
+    return layout[NUM_PARTS].item()
 
 
 def numbers_of_rows(layout: Tensor) -> tuple[int, dict[str, int]]:

@@ -358,6 +358,18 @@ def test_late_home_tasks_hide_results():
     assert times[EXCHANGE] == pytest.approx([0, 0])
 
 
+def test_parts_hide_transfers_behind_visiting_tasks():
+    """Rows travel for 2 s, or in two parts of 1 s, and visiting tasks take 2 s."""
+    scenario = linked(Link(0.0, 8960.0))
+    whole, _ = in_turn(scenario, small_work(), FORWARD)
+    assert whole.sum(axis=0) == pytest.approx([2 + 2 + 0.5] * 2)
+    work = replace(small_work(), home_seconds=np.array([[0.0, 1.0]] * 2), num_parts=2)
+    times, _ = in_turn(scenario, work, FORWARD)
+    # Rank 1 is done at 3 s, and computes its last 0.5 s of its own beside the results.
+    assert times.sum(axis=0) == pytest.approx([1 + 1 + 1 + 0.5] * 2)
+    assert times[EXCHANGE, 1] == pytest.approx(0.5)
+
+
 def test_an_exchange_between_nodes_takes_the_other_link():
     fast = in_turn(linked(INSTANT, Link(50.0, 1e30)), small_work(), FORWARD)[0]
     slow = in_turn(linked(INSTANT, Link(50.0, 1e30), per_node=1), small_work(), FORWARD)[0]
@@ -436,7 +448,7 @@ def test_work_of_a_plan_equals_the_planners_report(least_cp, runs):
         cluster.links(),
         scenario.tolerance,
     )
-    tasks, _ = plan(scenario, pack, cluster, cost)
+    tasks, _, _ = plan(scenario, pack, cluster, cost)
     work = work_of(pack, tasks, cost)
     seconds = work.home_seconds + work.visiting_seconds
     assert seconds.sum(axis=0) == pytest.approx(loads[:, 1].numpy())
@@ -661,7 +673,7 @@ def test_planning_shows_where_it_is_longer_than_a_step(monkeypatch):
     hidden, exposed = 1e-6, 1e6
     expected = seconds_of("limit", REAL, step.documents)
     for planning in (hidden, exposed):
-        monkeypatch.setattr(systems, "plan", lambda *a, s=planning: (plan(*a)[0], s))
+        monkeypatch.setattr(systems, "plan", lambda *a, s=planning: (*plan(*a)[:2], s))
         seconds = seconds_of("distca", REAL, step.documents)
         assert seconds == 2 * planning if planning == exposed else seconds < 2 * expected
 
@@ -730,7 +742,8 @@ def filled(filler: int, *lengths: int) -> list[int]:
 
 @pytest.mark.parametrize("case", range(len(MEASURED)))
 def test_predictions_of_measured_steps(case, monkeypatch):
-    """Measured plans moved as many rows as for links of 200 GB/s, whatever the links were."""
+    """Measured plans moved as many rows as for links of 200 GB/s, whatever the links were, and in
+    one part."""
     (filler, longest), gb_per_s, measured_ms = MEASURED[case]
     scenario = Scenario(
         model=PRESETS["8B"].changed(4, 8192),
@@ -739,7 +752,7 @@ def test_predictions_of_measured_steps(case, monkeypatch):
         keep_inputs_gb=10.0 if "fixed" not in measured_ms else 0.0,
     )
     told = replace(scenario, machine=Machine(inside=Link(0.0, 200e9)))
-    monkeypatch.setattr(systems, "cluster_of", lambda *_: cluster_of(told))
+    monkeypatch.setattr(systems, "cluster_of", lambda *_: replace(cluster_of(told), num_parts=1))
     drawn = [documents(filled(filler, 1024 * each), filled(filler)) for each in longest]
     for name, expected_ms in measured_ms.items():
         seconds = np.mean([seconds_of(name, scenario, each) for each in drawn])

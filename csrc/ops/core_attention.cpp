@@ -6,6 +6,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "checks.h"
 #include "keeping.h"
@@ -19,29 +22,66 @@ using torch::autograd::variable_list;
 using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
+// Heads of q and of k and v that travel together: part `index` of `count`.
+struct Part {
+  int64_t index;
+  int64_t count;
+
+  // Returns this part's heads of rows [rows, heads, ...].
+  at::Tensor of(const at::Tensor& rows) const {
+    if (count == 1 || !rows.defined()) return rows;
+    const int64_t num_heads = rows.size(1) / count;
+    return rows.narrow(1, index * num_heads, num_heads);
+  }
+  transport::Inputs of(const transport::Inputs& rows) const {
+    return {of(rows.q), of(rows.k), of(rows.v)};
+  }
+};
+
+// Returns the parts of a call, equal on all ranks. While visiting tasks of one run, rows of the
+// next one travel.
+std::vector<Part> parts_of(const Call& call) {
+  const int64_t wanted = call.transport->takes_parts() ? call.layout->num_parts : 1;
+  const int64_t count = call.inputs.k.size(1) % wanted == 0 ? wanted : 1;
+  std::vector<Part> parts;
+  for (int64_t i = 0; i < count; ++i) parts.push_back({i, count});
+  return parts;
+}
+
+using Trips = std::vector<std::unique_ptr<transport::RoundTrip>>;
+
 void forward_round(const Call& call, const Round& round, const Results& results,
                    const transport::Inputs& kept, const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   const auto& [out, lse] = results;
-  const auto trip = call.transport->begin(
-      round.routes, {.inputs = call.inputs, .query_results = {out, lse}}, call.where);
-  in_phase(call, kDispatch, [&] { trip->dispatch(); });
+  const std::vector<Part> parts = parts_of(call);
+  Trips trips;
+  for (const Part& part : parts) {
+    transport::Cargo cargo{.inputs = part.of(call.inputs),
+                           .query_results = {part.of(out), part.of(lse)}};
+    trips.push_back(call.transport->begin(round.routes, std::move(cargo), call.where));
+    in_phase(call, kDispatch, [&] { trips.back()->dispatch(); });
+  }
   // One launch for both lists would be slower by a tenth or more: blocks that alternate between the
   // lists do not share keys in L2.
   in_phase(call, kEarlyTasks, [&] {
     attention::forward({q, k, v, round.early, out, lse}, params);
   });
-  const transport::Visiting visiting = in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
-  in_phase(call, kVisitingTasks, [&] {
-    const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
-    attention::forward({visiting_q, visiting_k, visiting_v, round.visiting,
-                        visiting.query_results[0], visiting.query_results[1]},
-                       params);
-  });
-  in_phase(call, kCombine, [&] { trip->combine(); });
-  transport::keep(round.routes, visiting.inputs, kept);
+  for (const Part& part : parts) {
+    transport::RoundTrip& trip = *trips[part.index];
+    const transport::Visiting visiting =
+        in_phase(call, kWaitForRows, [&] { return trip.arrive(); });
+    in_phase(call, kVisitingTasks, [&] {
+      const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
+      attention::forward({visiting_q, visiting_k, visiting_v, round.visiting,
+                          visiting.query_results[0], visiting.query_results[1]},
+                         params);
+    });
+    in_phase(call, kCombine, [&] { trip.combine(); });
+    transport::keep(round.routes, visiting.inputs, part.of(kept));
+  }
   in_phase(call, kLateTasks, [&] { attention::forward({q, k, v, round.late, out, lse}, params); });
-  in_phase(call, kWaitForResults, [&] { trip->collect(); });
+  for (const auto& trip : trips) in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
 Results balanced_forward(const Call& call, const Kept& kept, const attention::Params& params) {
@@ -95,37 +135,45 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   const auto& [grad_out, out, lse, delta] = inputs;
   const auto& [dq, dk, dv] = gradients;
   const attention::Saved saved{lse, {}, out};
-  const auto trip = call.transport->begin(round.routes,
-                                          {.inputs = call.inputs,
-                                           .with_queries = {grad_out, lse, delta},
-                                           .query_results = {dq},
-                                           .key_results = {dk, dv},
-                                           .kept = &kept},
-                                          call.where);
-  in_phase(call, kDispatch, [&] { trip->dispatch(); });
+  const std::vector<Part> parts = parts_of(call);
+  std::vector<transport::Inputs> kept_parts;
+  for (const Part& part : parts) kept_parts.push_back(part.of(kept));
+  Trips trips;
+  for (const Part& part : parts) {
+    transport::Cargo cargo{.inputs = part.of(call.inputs),
+                           .with_queries = {part.of(grad_out), part.of(lse), part.of(delta)},
+                           .query_results = {part.of(dq)},
+                           .key_results = {part.of(dk), part.of(dv)},
+                           .kept = &kept_parts[part.index]};
+    trips.push_back(call.transport->begin(round.routes, std::move(cargo), call.where));
+    in_phase(call, kDispatch, [&] { trips.back()->dispatch(); });
+  }
   in_phase(call, kEarlyTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
   });
-  const transport::Visiting visiting = in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
-  in_phase(call, kVisitingTasks, [&] {
-    const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
-    const auto& sent = visiting.with_queries;
-    attention::backward({sent[0],
-                         visiting_q,
-                         visiting_k,
-                         visiting_v,
-                         {sent[1], sent[2], {}},
-                         round.visiting,
-                         visiting.query_results[0],
-                         visiting.key_results[0],
-                         visiting.key_results[1]},
-                        params);
-  });
-  in_phase(call, kCombine, [&] { trip->combine(); });
+  for (const auto& trip : trips) {
+    const transport::Visiting visiting =
+        in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
+    in_phase(call, kVisitingTasks, [&] {
+      const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
+      const auto& sent = visiting.with_queries;
+      attention::backward({sent[0],
+                           visiting_q,
+                           visiting_k,
+                           visiting_v,
+                           {sent[1], sent[2], {}},
+                           round.visiting,
+                           visiting.query_results[0],
+                           visiting.key_results[0],
+                           visiting.key_results[1]},
+                          params);
+    });
+    in_phase(call, kCombine, [&] { trip->combine(); });
+  }
   in_phase(call, kLateTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.late, dq, dk, dv}, params);
   });
-  in_phase(call, kWaitForResults, [&] { trip->collect(); });
+  for (const auto& trip : trips) in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
 Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,

@@ -218,6 +218,7 @@ void check_header(const LayoutHeader& header) {
   check("num_context_rows", header.num_context_rows, 0, header.num_home_rows);
   check("batch", header.batch, std::min<int64_t>(header.step, 0), header.step);
   check("ranks_per_node", header.ranks_per_node, 0, header.num_ranks);
+  check("num_parts", header.num_parts, 1, kMaxParts);
 }
 
 // Returns a plan's digest, extended by the largest numbers of rows of any server and any home in a
@@ -263,7 +264,8 @@ std::tuple<at::Tensor, at::Tensor> encode_layout(const std::vector<planner::Layo
                       .num_context_rows = any.num_context_rows,
                       .rank = any.rank,
                       .batch = origin.batch,
-                      .ranks_per_node = origin.ranks_per_node};
+                      .ranks_per_node = origin.ranks_per_node,
+                      .num_parts = origin.num_parts};
   Writer writer;
   writer.host.resize(kHeaderWords);
   for (const planner::Layout& round : rounds) {

@@ -15,6 +15,7 @@
 namespace distca::ops {
 
 constexpr int64_t kMaxRanks = 65536;
+constexpr int64_t kMaxParts = 64;
 
 // A part of a plan that a rank computes at a time: rows arrive, tasks run, results travel home.
 struct Round {
@@ -44,6 +45,7 @@ struct LayoutHeader {
   int64_t rank = 0;
   int64_t batch = -1;          // step of the first plan for the same documents
   int64_t ranks_per_node = 0;  // of routes that are split by node; 0: they are not
+  int64_t num_parts = 1;       // in which heads travel, see parts_of in core_attention.cpp
 
   int64_t num_home_queries() const { return num_home_rows - num_context_rows; }
 };
@@ -63,6 +65,7 @@ struct LayoutOrigin {
   bool deterministic;
   std::string device_type;  // "cpu" or "cuda": what the attention implementation needs
   int64_t ranks_per_node;
+  int64_t num_parts;
 };
 
 inline attention::Params attention_params(const Layout& layout, double softmax_scale) {

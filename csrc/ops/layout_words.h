@@ -16,11 +16,11 @@
 // The format of a layout's two tensors. describe() visits what they hold, to write and to read it.
 namespace distca::ops {
 
-constexpr int64_t kMagic = 0x6469737463610010;  // "distca", format 16
+constexpr int64_t kMagic = 0x6469737463610011;  // "distca", format 17
 constexpr int64_t kMinLength = 16;   // torch.compile specialises tensors of length 0 and 1
 constexpr int64_t kVectorWords = 4;  // words of back ends are read by 16-byte loads
 constexpr int64_t kHeaderWords = sizeof(LayoutHeader) / sizeof(int64_t);
-static_assert(std::is_trivially_copyable_v<LayoutHeader> && kHeaderWords == 19);
+static_assert(std::is_trivially_copyable_v<LayoutHeader> && kHeaderWords == 20);
 
 template <typename T, typename Plain>
 concept Is = std::same_as<std::remove_const_t<T>, Plain>;

@@ -121,11 +121,11 @@ std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t n
 
 planner::Links decode_links(const at::Tensor& links) {
   const auto values = words_of<double>(links, "links");
-  TORCH_CHECK_VALUE(values.size() == 4 && 1 <= values[0] && values[0] <= kMaxRanks,
+  TORCH_CHECK_VALUE(values.size() == 5 && 1 <= values[0] && values[0] <= kMaxRanks,
                     "links: expected (ranks of a node, 1 to ", kMaxRanks,
-                    ", bytes per second within it, between nodes, hidden part), got ",
+                    ", bytes per second within it, between nodes, hidden part, parts), got ",
                     links.sizes());
-  return {static_cast<int64_t>(values[0]), values[1], values[2], values[3]};
+  return {static_cast<int64_t>(values[0]), values[1], values[2], values[3], values[4]};
 }
 
 planner::RowBytes decode_row_bytes(at::IntArrayRef bytes, const char* name) {
@@ -316,13 +316,16 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
                                           int64_t rank, int64_t step, c10::string_view device_type,
                                           bool deterministic, at::IntArrayRef held_bytes,
                                           std::optional<double> round_bytes, bool by_peer_memory,
-                                          std::optional<int64_t> batch, int64_t ranks_per_node) {
+                                          std::optional<int64_t> batch, int64_t ranks_per_node,
+                                          int64_t num_parts) {
   const auto words = words_of<int64_t>(plan, "plan");
   TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
   const planner::Plan decoded = decode_plan(plan, pack);
   TORCH_CHECK_VALUE(0 <= ranks_per_node && ranks_per_node <= pack.num_ranks, "ranks_per_node is ",
                     ranks_per_node, "; expected 0 to the plan's ", pack.num_ranks, " ranks");
+  TORCH_CHECK_VALUE(1 <= num_parts && num_parts <= kMaxParts, "num_parts is ", num_parts,
+                    "; expected 1 to ", kMaxParts);
   const auto results = by_peer_memory ? planner::Results::kWritten : planner::Results::kTaken;
   std::vector<planner::Layout> rounds;
   const auto add_round = [&](const planner::Plan& round) {
@@ -340,7 +343,7 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
   }
   return encode_layout(rounds, decoded,
                        {step, batch.value_or(step), moves_rows(pack, decoded), deterministic,
-                        std::string(device_type), ranks_per_node});
+                        std::string(device_type), ranks_per_node, num_parts});
 }
 
 }  // namespace

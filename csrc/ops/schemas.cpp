@@ -71,9 +71,10 @@ TORCH_LIBRARY(distca, m) {
   // without queries, the first positions of a document; bytes of a (query, key) row that
   // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
   // of which a server may keep kept_cap_bytes for the backward pass; servers float64 [num_ranks, 2]
-  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [4] (ranks
+  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [5] (ranks
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
-  // other work hides, over the mean seconds of attention); loads float64 [num_ranks, 8]
+  // other work hides, over the mean seconds of attention; parts, of heads, in which rows travel);
+  // loads float64 [num_ranks, 8]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
   // seconds_visiting).
   m.def(
@@ -88,13 +89,14 @@ TORCH_LIBRARY(distca, m) {
       "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
       "int window_right) -> Tensor plan");
   // by_peer_memory: rows go by peer memory, so that results come home without this rank's stream.
-  // ranks_per_node: as open_session's.
+  // ranks_per_node: as open_session's. num_parts: in which heads travel, where the transport and
+  // their number allow.
   // batch: the step of the first plan for the same documents, under which layers are counted; None:
   // this one's.
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
       "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None, "
-      "bool by_peer_memory=False, int? batch=None, int ranks_per_node=0) "
+      "bool by_peer_memory=False, int? batch=None, int ranks_per_node=0, int num_parts=1) "
       "-> (Tensor layout, Tensor packed_rows)");
   // `rows` from their packed form, on its device.
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows", of_one_step);

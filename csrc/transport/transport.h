@@ -128,6 +128,10 @@ class Transport {
   // Starts one round of a call. `routes` must outlive the round trip.
   virtual std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo,
                                            const Where& where) = 0;
+
+  // Whether several round trips of a call, each with some of the heads, may be under way at once.
+  // Every rank takes the steps of all of them in the same order.
+  virtual bool takes_parts() const { return false; }
 };
 
 }  // namespace distca::transport

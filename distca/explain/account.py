@@ -102,7 +102,7 @@ class Account:
 
     def bandwidth(self, home: np.ndarray, server: np.ndarray) -> np.ndarray:
         """Bytes per second of the links from `home` to `server`."""
-        ranks_per_node, inside, between, _ = self.step.cluster.links().tolist()
+        ranks_per_node, inside, between, *_ = self.step.cluster.links().tolist()
         return np.where(home // ranks_per_node == server // ranks_per_node, inside, between)
 
     def links(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -42,6 +42,9 @@ class Cluster:
     hidden_part: float = 0.0
     """Seconds of a layer's transfers that other work hides, over the mean seconds of a rank's
     attention. It is 1 under ping-pong, where the attention of the other half hides transfers."""
+    num_parts: int = 1
+    """Parts of its heads in which a call's rows travel. Visiting tasks of one part hide transfers
+    of the next."""
 
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
@@ -53,12 +56,13 @@ class Cluster:
         return torch.tensor([[speed, cap_bytes] for speed in speeds], dtype=torch.float64)
 
     def links(self) -> Tensor:
-        """Argument of torch.ops.distca.plan: float64 [4], ranks per node, bytes per second of a
-        rank's link within a node and between nodes, hidden part."""
+        """Argument of torch.ops.distca.plan: float64 [5], ranks per node, bytes per second of a
+        rank's link within a node and between nodes, hidden part, number of parts."""
         inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
         between = inside if between is None else between
         node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
-        return torch.tensor([node, inside, between, self.hidden_part], dtype=torch.float64)
+        parts = self.num_parts
+        return torch.tensor([node, inside, between, self.hidden_part, parts], dtype=torch.float64)
 
 
 def cluster_of(

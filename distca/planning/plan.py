@@ -30,6 +30,9 @@ from distca.watching.figures import LINKS, max_over_mean
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
 
+NUM_PARTS = 2  # of heads, in which a call's rows travel
+LEAST_SECONDS_OF_PARTS = 1e-3  # of a rank's transfers in a layer; parts of less are mostly latency
+
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 TASK_WORDS = 5
 
@@ -304,7 +307,7 @@ def balance(
 
 def gb_per_s_of(cluster: Cluster) -> dict[str, float]:
     """Return the bandwidths of the links that a cluster has, under their names in PlanReport."""
-    ranks_per_node, inside, between, _ = cluster.links().tolist()
+    ranks_per_node, inside, between, *_ = cluster.links().tolist()
     exist = (min(ranks_per_node, cluster.num_ranks) > 1, ranks_per_node < cluster.num_ranks)
     each = zip(LINKS, (inside, between), exist, strict=True)
     return {name: 1e-9 * bandwidth for name, bandwidth, exists in each if exists}
@@ -324,9 +327,12 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     )
     if problem.has_halves:
         cluster = replace(cluster, hidden_part=1.0)
+    elif problem.way.device is None:
+        cluster = replace(cluster, num_parts=parts_of(shape))
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
-    laid_out = lay_out(problem, pieces, encoded, options, shape)
+    num_parts = parts_worth_taking(cluster, loads)
+    laid_out = lay_out(problem, pieces, encoded, options, shape, num_parts)
     before, after, bytes_out, bytes_in, *_ = loads.T.tolist()
     moved = (list(map(int, bytes_out)), list(map(int, bytes_in)))
     plan_ms = 1e3 * (time.perf_counter() - start)
@@ -334,8 +340,26 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     return Solution(*laid_out, pieces, encoded, shape, report)
 
 
+def parts_of(shape: AttentionShape) -> int:
+    """Return the number of parts in which rows of these heads can travel."""
+    return NUM_PARTS if shape.heads_kv % NUM_PARTS == 0 else 1
+
+
+def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
+    """Return the number of parts for a plan with these loads: 1 if its transfers are short."""
+    _, inside, between, *_ = cluster.links().tolist()
+    to_nodes = loads[:, 4:6]
+    seconds = torch.maximum((loads[:, 2:4] - to_nodes) / inside, to_nodes / between).max().item()
+    return cluster.num_parts if seconds >= LEAST_SECONDS_OF_PARTS else 1
+
+
 def lay_out(
-    problem: Problem, pieces: Tensor, encoded: Tensor, options: Options, shape: AttentionShape
+    problem: Problem,
+    pieces: Tensor,
+    encoded: Tensor,
+    options: Options,
+    shape: AttentionShape,
+    num_parts: int = 1,
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """This rank's layout and packed rows, for the upload to its device, and the visiting query and
     key rows for whose inputs core_attention makes room, to keep them for the backward pass."""
@@ -351,6 +375,7 @@ def lay_out(
         problem.way.is_peer,
         problem.batch,
         problem.way.ranks_per_node,
+        num_parts,
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()

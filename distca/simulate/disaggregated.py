@@ -12,7 +12,7 @@ import numpy as np
 
 from distca.planning.cluster import Cluster, held_row_bytes, input_row_bytes
 from distca.planning.packs import Pack, cut_pack
-from distca.planning.plan import CAUSAL, balance, tasks_of
+from distca.planning.plan import CAUSAL, balance, parts_of, parts_worth_taking, tasks_of
 from distca.planning.task_rows import rows_of_tasks
 from distca.simulate.layers import (
     ATTENTION,
@@ -49,6 +49,7 @@ class Work:
     key_rows: np.ndarray  # [pairs] once a document and server
     kept_query_rows: np.ndarray  # [pairs] those whose q the server keeps for the backward pass
     kept_key_rows: np.ndarray  # [pairs] those whose k and v it keeps
+    num_parts: int = 1  # in which rows travel, each with some of the heads
 
     @property
     def seconds(self) -> np.ndarray:
@@ -65,22 +66,24 @@ def cluster_of(scenario: Scenario, is_ping_pong: bool = False) -> Cluster:
         ranks_per_node=min(scenario.groups_per_node, scenario.groups),
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,
-        hidden_part=float(is_ping_pong),  # as distca.plan tells it
+        hidden_part=float(is_ping_pong),  # these two as distca.plan tells them
+        num_parts=1 if is_ping_pong else parts_of(scenario.attention_shape),
     )
 
 
 def plan(
     scenario: Scenario, pack: Pack, cluster: Cluster, cost: TileCost | TableCost
-) -> tuple[np.ndarray, float]:
-    """Return tasks, int64 [num_tasks, 5] (see tasks_of), and the planner's processor time in
-    seconds."""
+) -> tuple[np.ndarray, int, float]:
+    """Return tasks, int64 [num_tasks, 5] (see tasks_of), the number of parts in which their rows
+    travel, and the planner's processor time in seconds."""
     shape, tolerance = scenario.attention_shape, scenario.tolerance
     start = time.thread_time()
-    encoded, _ = balance(pack.as_tensor(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
-    return tasks_of(encoded).numpy(), time.thread_time() - start
+    encoded, loads = balance(pack.as_tensor(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
+    seconds = time.thread_time() - start
+    return tasks_of(encoded).numpy(), parts_worth_taking(cluster, loads), seconds
 
 
-def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost) -> Work:
+def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost, num_parts: int = 1) -> Work:
     """Count the rows of tasks, as `plan` returns them."""
     _, begin, end, server, is_kept = tasks.T
     rows = rows_of_tasks(pack, tasks[:, :4], CAUSAL)
@@ -100,7 +103,7 @@ def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost) -> Work:
         for share in (np.ones(len(tasks)), is_kept)
         for each in (rows.queries, rows.new_keys)
     ]
-    return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts)
+    return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts, num_parts)
 
 
 def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
@@ -162,18 +165,24 @@ def _by_kind(attention, exchange, waiting) -> np.ndarray:
 
 def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     """Return the times of a layer that runs half of its home tasks while inputs travel, then its
-    visiting tasks, and then the other home tasks while results travel."""
-    arrival, sent, received = exchange_seconds(scenario, work, pass_idx)
+    visiting tasks, part by part of their heads as these arrive, and then the other home tasks while
+    the last results travel."""
+    share = 1 / work.num_parts
+    arrival, sent, received = exchange_seconds(scenario, work, pass_idx, share)
     half, visiting = work.home_seconds[pass_idx] / 2, work.visiting_seconds[pass_idx]
-    stall = np.where(visiting > 0, np.maximum(0.0, arrival - half), 0.0)
-    served = half + stall + visiting
-    finished = served + np.maximum(half, sent)
-    arrived = served[work.server] + np.maximum(sent[work.server], received[work.home])
+    served, left, arrived = half, np.zeros_like(half), np.zeros(work.home.size)
+    for part in range(work.num_parts):
+        there = np.where(visiting > 0, (part + 1) * arrival, 0.0)
+        served = np.maximum(served, there) + share * visiting
+        left = np.maximum(left, served) + sent
+        back = np.maximum(sent[work.server], received[work.home])
+        arrived = np.maximum(arrived, served[work.server]) + back
+    finished = np.maximum(served + half, left)
     np.maximum.at(finished, work.home, arrived)
     end = finished.max(initial=0.0)
     results = np.minimum(np.maximum(0.0, np.maximum(sent, received) - half), end - served - half)
-    exposed = stall + results
-    exchange = arrival.max() + max(sent.max(), received.max())
+    exposed = served - half - visiting + results
+    exchange = work.num_parts * (arrival.max() + max(sent.max(), received.max()))
     attention = 2 * half + visiting
     waiting = end - attention - exposed
     return _by_kind(attention, exposed, waiting), max(0.0, exchange - exposed.max())

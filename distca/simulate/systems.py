@@ -58,8 +58,9 @@ class Step:
         scenario = self.scenario
         runs = 2 if is_ping_pong and scenario.least_cp > 1 else 1
         pack = pack_on(lengths, scenario.groups, runs)
-        tasks, seconds = plan(scenario, pack, cluster_of(scenario, is_ping_pong), self.cost)
-        return work_of(pack, tasks, self.cost), seconds
+        cluster = cluster_of(scenario, is_ping_pong)
+        tasks, num_parts, seconds = plan(scenario, pack, cluster, self.cost)
+        return work_of(pack, tasks, self.cost, num_parts), seconds
 
 
 @dataclass(frozen=True)

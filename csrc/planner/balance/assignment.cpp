@@ -28,12 +28,13 @@ double Assignment::capacity(int64_t rank) const {
       {most - seconds_[rank], speed * link_seconds_left(rank, link_seconds), most * (1 - held)});
 }
 
-// Returns the seconds that the rank has left for transfers and visiting tasks, which take turns.
+// Returns the seconds that the rank has left for visiting tasks. They and transfers take turns, but
+// for those of different parts.
 double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double speed = problem_.options.speed(rank);
   const double visiting = speed > 0 ? visiting_[rank] / speed : 0;
-  return limit_ - visiting -
-         std::max(0.0, kTransferWeight * link_seconds - problem_.hidden_seconds);
+  const double exposed = std::max(0.0, kTransferWeight * link_seconds - problem_.hidden_seconds);
+  return problem_.options.links.num_parts * (limit_ - exposed) - visiting;
 }
 
 std::span<const Item> Assignment::own_of(int64_t rank, int64_t document) const {

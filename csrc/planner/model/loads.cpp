@@ -65,11 +65,11 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
 }
 
 // Returns the seconds of a rank in a pass: visiting tasks, and home tasks beside the part of its
-// transfers that other work does not hide.
+// transfers that neither other work nor visiting tasks of other parts hide.
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
-  const double exposed =
-      pass.bytes_part * link_seconds(load, links) - pass.seconds_part * hidden_seconds;
+  const double hidden = hidden_seconds + (1 - 1 / links.num_parts) * load.seconds_visiting;
+  const double exposed = pass.bytes_part * link_seconds(load, links) - pass.seconds_part * hidden;
   const double home = pass.seconds_part * (load.seconds - load.seconds_visiting);
   return pass.seconds_part * load.seconds_visiting + std::max(home, exposed);
 }

@@ -23,6 +23,8 @@ void check(const Links& links) {
           "; expected a positive number");
   require(links.node_bytes_per_second > 0, "options: links.node_bytes_per_second is ",
           links.node_bytes_per_second, "; expected a positive number");
+  require(links.num_parts >= 1, "options: links.num_parts is ", links.num_parts,
+          "; expected at least 1");
   require(links.hidden_part >= 0, "options: links.hidden_part is ", links.hidden_part,
           "; expected 0 or a positive number");
 }

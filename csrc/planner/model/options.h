@@ -27,6 +27,8 @@ struct Links {
   double bytes_per_second = 200e9;                               // to ranks of the same node
   double node_bytes_per_second = 200e9;                          // to ranks of other nodes
   double hidden_part = 0;  // seconds of transfers that other work hides, over the mean compute
+  // Parts in which rows travel: visiting tasks of one part hide transfers of the next.
+  double num_parts = 1;
 
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;

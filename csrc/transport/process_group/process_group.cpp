@@ -107,6 +107,7 @@ class ProcessGroupTransport : public Transport {
       : opening_(opening), calls_(opening.group, opening.patience) {}
 
   std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
+  bool takes_parts() const override { return true; }
 
   // Returns the seal of this call's rows if a stream, not the host, waits for them (see Seal).
   Seal seal([[maybe_unused]] const Where& where, const c10::Device& device) {

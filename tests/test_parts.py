@@ -1,0 +1,83 @@
+"""Rows travel in parts, each with some of the heads, so that visiting tasks hide transfers."""
+
+import oracle
+import pytest
+import torch
+from layout_words import num_parts
+from oracle import Case
+from ranks import Ranks
+from test_core_attention import MASKS, PACKS, WHOLE, place
+
+import distca
+from distca.planning import plan
+from distca.planning.cost import AttentionShape
+
+HEADS = [(4, 2, 32), (6, 6, 8), (8, 4, 33)]
+CASES = {
+    **{name: Case(lengths) for name, lengths in WHOLE.items()},
+    **{name: Case([lengths, [], [], []], sharded=True) for name, lengths in PACKS.items()},
+}
+OPTIONS = {
+    "plain": {},
+    "kept inputs": {"keep_inputs_gb": 1.0},
+    "rounds": {"memory_cap_gb": 2e-4, "rounds": 4},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.fixture(scope="module")
+def four():
+    started = Ranks(4)
+    yield started
+    started.stop()
+
+
+def attend(
+    rank: int, world_size: int, case: Case, options: dict, are_short: bool = False
+) -> tuple[list[torch.Tensor], int]:
+    """Return out, dq, dk, dv, and the number of parts, which are taken if transfers are not too
+    short."""
+    plan.LEAST_SECONDS_OF_PARTS = 1e9 if are_short else 0.0
+    distca.close()
+    distca.init(options=distca.Options(**options))
+    shape = AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
+    documents, leaves, grad_out = place(rank, world_size, case)
+    made = distca.plan(documents, window_size=case.window_size, shape=shape).wait()
+    out = distca.core_attention(*leaves, documents, window_size=case.window_size)
+    out.backward(grad_out)
+    return [out.detach(), *(leaf.grad for leaf in leaves)], num_parts(made.layout)
+
+
+def results_of(four, case: Case, options: dict, expected: int = 2, **more) -> list[torch.Tensor]:
+    per_rank, parts = zip(*four.run(attend, case, options, *more.values()), strict=True)
+    assert set(parts) == {expected}
+    return [torch.cat(each) for each in zip(*per_rank, strict=True)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("documents", CASES)
+def test_equals_the_oracle_in_float64(four, mask, documents):
+    case = Case(**{**vars(CASES[documents]), "window_size": MASKS[mask]})
+    oracle.assert_close(results_of(four, case, {}), oracle.forward_backward(case), [1e-12] * 4)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("heads_q, heads_kv, head_dim", HEADS)
+def test_heads_in_float64(four, heads_q, heads_kv, head_dim, options):
+    case = Case(WHOLE["skewed"], heads_q, heads_kv, head_dim)
+    results = results_of(four, case, OPTIONS[options])
+    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
+
+
+@pytest.mark.parametrize("documents", ["skewed", "one_over_all"])
+def test_the_bits_are_those_of_one_part(four, documents):
+    case = Case(**{**vars(CASES[documents]), "dtype": torch.bfloat16, "head_dim": 64})
+    parts = results_of(four, case, {"deterministic": True})
+    whole = results_of(four, case, {"deterministic": True}, expected=1, are_short=True)
+    assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+
+
+def test_an_odd_number_of_key_heads_travels_at_once(four):
+    case = Case(WHOLE["skewed"], 6, 3, 16)
+    results = results_of(four, case, {}, expected=1)
+    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
