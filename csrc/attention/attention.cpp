@@ -198,6 +198,13 @@ void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) 
   dots.copy_(a.to(dots.scalar_type()).mul(b).sum(-1));
 }
 
+at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta, const Mask& mask,
+                          const Params& params) {
+  const Backend& backend =
+      choose_backend({grad_out, mask, params.softmax_scale, params.deterministic});
+  return backend.grad_for_delta ? backend.grad_for_delta(grad_out, delta) : grad_out;
+}
+
 std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {
   const auto real = at::toOpMathType(q.scalar_type());
   return {at::empty(q.sizes(), q.options()),

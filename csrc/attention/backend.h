@@ -39,6 +39,9 @@ struct Backend {
   // Null: PyTorch's operators.
   void (*row_dots)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) = nullptr;
 
+  // grad_for_delta of attention.h. Null: it takes any delta.
+  at::Tensor (*grad_for_delta)(const at::Tensor& grad_out, const at::Tensor& delta) = nullptr;
+
   // Plans the words that the back end reads for a list. Null: it reads none. A back end that sets
   // plan_words also sets count_words, which checks of layouts use.
   PlannedWords (*plan_words)(const std::vector<PlacedTask>& tasks, const Mask& mask) = nullptr;

@@ -134,6 +134,10 @@ void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Te
            {q.sizes().slice(0, 2).vec(), at::toOpMathType(q.scalar_type()), q.device(), saved});
 }
 
+void check_grad_lse(const at::Tensor& grad_lse, const at::Tensor& lse) {
+  check_is(grad_lse, "grad_lse", {lse.sizes().vec(), lse.scalar_type(), lse.device(), "like lse"});
+}
+
 void check_layout_rows(const at::Tensor& tensor, const char* name, int64_t expected,
                        const at::Tensor& rows) {
   check_shape(tensor, name);

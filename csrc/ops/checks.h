@@ -37,6 +37,9 @@ void check_shape(const at::Tensor& tensor, const char* name);
 void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
                  const at::Tensor& q);
 
+// Checks that lse's gradient is like lse.
+void check_grad_lse(const at::Tensor& grad_lse, const at::Tensor& lse);
+
 // Checks that `tensor` is [expected, heads, head_dim], as the layout says, and on the device of
 // `rows`.
 void check_layout_rows(const at::Tensor& tensor, const char* name, int64_t expected,

@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -82,22 +83,34 @@ at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out
   return delta;
 }
 
-// The backward pass's inputs, for home rows.
+// The gradient of out, and what home tasks know of the forward pass.
 struct BackwardInputs {
-  at::Tensor grad_out, out, lse;
-  at::Tensor delta;  // of the rows that are sent
+  at::Tensor grad_out;
+  attention::Saved saved;
 };
 
+// Kernels form delta from `out`. If lse has a gradient, delta includes it: d lse / d scores are the
+// probabilities, so that d scores = p * (dp - (delta - grad_lse)).
+BackwardInputs backward_inputs(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
+                               const at::Tensor& lse, const std::optional<at::Tensor>& grad_lse,
+                               const attention::Params& params) {
+  if (!grad_lse) return {grad_out, {lse, {}, out}};
+  const at::Tensor delta = at::empty_like(lse);
+  attention::row_dots(out, grad_out, delta);
+  delta.sub_(*grad_lse);
+  const Mask& mask = call.layout->mask;
+  return {attention::grad_for_delta(grad_out, delta, mask, params), {lse, delta, {}}};
+}
+
 void backward_round(const Call& call, const Round& round, const BackwardInputs& inputs,
-                    const transport::Inputs& kept, const Gradients& gradients,
-                    const attention::Params& params) {
+                    const at::Tensor& delta, const transport::Inputs& kept,
+                    const Gradients& gradients, const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
-  const auto& [grad_out, out, lse, delta] = inputs;
+  const auto& [grad_out, saved] = inputs;
   const auto& [dq, dk, dv] = gradients;
-  const attention::Saved saved{lse, {}, out};
   const auto trip = call.transport->begin(round.routes,
                                           {.inputs = call.inputs,
-                                           .with_queries = {grad_out, lse, delta},
+                                           .with_queries = {grad_out, saved.lse, delta},
                                            .query_results = {dq},
                                            .key_results = {dk, dv},
                                            .kept = &kept},
@@ -128,17 +141,18 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
-Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
-                            const at::Tensor& lse, const Kept& kept,
+Gradients balanced_backward(const Call& call, const BackwardInputs& inputs, const Kept& kept,
                             const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   const std::vector<Round>& rounds = call.layout->rounds;
-  const BackwardInputs inputs{grad_out, out, lse, delta_of_sent(rounds, out, grad_out, lse)};
+  const auto& [grad_out, saved] = inputs;
+  const at::Tensor delta =
+      saved.delta.defined() ? saved.delta : delta_of_sent(rounds, saved.out, grad_out, saved.lse);
   const Round& first = rounds[0];  // all home tasks are in the first round
   const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
   const Gradients gradients{at::empty(q.sizes(), q.options()), dk, dv};
   for (size_t i = 0; i < rounds.size(); ++i) {
-    backward_round(call, rounds[i], inputs, kept.rounds[i], gradients, params);
+    backward_round(call, rounds[i], inputs, delta, kept.rounds[i], gradients, params);
   }
   return gradients;
 }
@@ -171,7 +185,8 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
                                   const at::Tensor& lse, const at::Tensor& layout,
                                   const at::Tensor& rows, double softmax_scale,
                                   c10::string_view group_name,
-                                  const std::optional<at::Tensor>& kept, int64_t caller) {
+                                  const std::optional<at::Tensor>& kept, int64_t caller,
+                                  const std::optional<at::Tensor>& grad_lse) {
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
   const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale,
@@ -179,18 +194,22 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
   const attention::Params params = attention_params(*call.layout, softmax_scale);
   const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
+  const auto inputs = [&] {
+    check_saved(grad_out, out, lse, q);
+    if (grad_lse) check_grad_lse(*grad_lse, lse);
+    return backward_inputs(call, grad_out.contiguous(), out.contiguous(), lse.contiguous(),
+                           grad_lse, params);
+  };
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
-    check_saved(grad_out, out, lse, q);
     kept_of(call, elements);
-    return attention::backward(grad_out.contiguous(), home_q, home_k, home_v,
-                               {lse, at::Tensor(), out}, call.layout->rounds[0].early, params);
+    const auto [grad, saved] = inputs();
+    return attention::backward(grad, home_q, home_k, home_v, saved, call.layout->rounds[0].early,
+                               params);
   }
   return announcing(*call.session, [&] {
-    check_saved(grad_out, out, lse, q);
-    const Kept inputs = kept_of(call, elements);
-    const at::Tensor grad = grad_out.contiguous();
-    return balanced_backward(call, grad, out.contiguous(), lse.contiguous(), inputs, params);
+    const BackwardInputs home = inputs();
+    return balanced_backward(call, home, kept_of(call, elements), params);
   });
 }
 
@@ -227,7 +246,8 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
         op.call(q, k, v, layout, rows, softmax_scale, c10::string_view(group_name),
                 num_kept_queries, num_kept_keys, caller);
     ctx->save_for_backward({q, k, v, out, lse, layout, rows, kept});
-    ctx->mark_non_differentiable({lse, kept});
+    ctx->mark_non_differentiable({kept});
+    ctx->set_materialize_grads(false);  // lse seldom has a gradient
     ctx->saved_data["softmax_scale"] = softmax_scale;
     ctx->saved_data["group_name"] = group_name;
     ctx->saved_data["caller"] = caller;
@@ -239,10 +259,13 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
     const std::string group_name = ctx->saved_data["group_name"].toStringRef();
     static const auto op =
         operator_of<decltype(core_attention_backward)>("distca::core_attention_backward");
+    // Without a gradient too, this rank takes part: others may send it rows.
+    const at::Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
+    const auto grad_lse = grads[1].defined() ? std::optional(grads[1]) : std::nullopt;
     auto [dq, dk, dv] =
-        op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+        op.call(grad_out, saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
                 ctx->saved_data["softmax_scale"].toDouble(), c10::string_view(group_name),
-                std::optional<at::Tensor>(saved[7]), ctx->saved_data["caller"].toInt());
+                std::optional<at::Tensor>(saved[7]), ctx->saved_data["caller"].toInt(), grad_lse);
     return {dq,         dk,         dv,         Variable(), Variable(),
             Variable(), Variable(), Variable(), Variable(), Variable()};
   }

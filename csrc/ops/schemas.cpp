@@ -33,7 +33,8 @@ TORCH_LIBRARY(distca, m) {
   m.def(
       "core_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor lse, Tensor layout, Tensor rows, float softmax_scale, str group_name, "
-      "Tensor? kept=None, int caller=-1) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+      "Tensor? kept=None, int caller=-1, Tensor? grad_lse=None) "
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       of_one_step);
 
   // Its dispatch alone, to be timed.
