@@ -40,6 +40,13 @@ CONFIGS = {
         transformers.Gemma3TextConfig,
         {"sliding_window": WINDOW, "layer_types": LAYER_TYPES, "query_pre_attn_scalar": 40},
     ),
+    "gpt_oss": (  # one expert, so that gradients of the router are 0 and not rounding
+        transformers.GptOssConfig,
+        {
+            **{"sliding_window": WINDOW, "layer_types": LAYER_TYPES},
+            **{"num_local_experts": 1, "num_experts_per_tok": 1},
+        },
+    ),
     "phimoe": (  # its mask has a window, which its layers do not pass on
         transformers.PhimoeConfig,
         {"sliding_window": WINDOW, "num_local_experts": 2, "router_jitter_noise": 0.0},
