@@ -68,6 +68,7 @@ def core_attention(
     documents: Documents,
     *,
     softmax_scale: float | None = ...,
+    softcap: float | None = ...,
     window_size: tuple[int, int] = ...,
     sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
@@ -82,6 +83,7 @@ def core_attention(
     documents: Documents,
     *,
     softmax_scale: float | None = ...,
+    softcap: float | None = ...,
     window_size: tuple[int, int] = ...,
     sinks: Tensor | None = ...,
     return_lse: Literal[True],
@@ -95,6 +97,7 @@ def core_attention(
     documents: Documents,
     *,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window_size: tuple[int, int] = CAUSAL,
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -108,7 +111,8 @@ def core_attention(
     head_dim ** -0.5. Returns out, like q. DTensors must be sharded on heads or replicated; each
     rank computes its own heads.
 
-    `sinks` [heads_q] are logits that take part in the softmax of each query like the score of a key
+    `softcap` c caps scaled scores s to c * tanh(s / c), as in Gemma 2; on the CPU only. `sinks`
+    [heads_q] are logits that take part in the softmax of each query like the score of a key
     without a value, as in gpt-oss. With `return_lse` it returns (out, lse), both differentiable.
     lse [tokens, heads_q] is the natural logarithm of the sum of exp(scaled scores) over the keys
     that a query sees, without sinks, in float32 (float64 for float64).
@@ -119,11 +123,11 @@ def core_attention(
     lost, or if another rank refuses its arguments later.
     """
     attend = attend_rows if _route is None else _attend_by_route
-    window_size = check_window(window_size)
+    settings = (softmax_scale, softcap, check_window(window_size))
     if sinks is None:
-        return attend(q, k, v, documents, softmax_scale, window_size, return_lse)
+        return attend(q, k, v, documents, *settings, return_lse)
     _check_sinks(sinks, q)
-    out, lse = attend(q, k, v, documents, softmax_scale, window_size, True)
+    out, lse = attend(q, k, v, documents, *settings, True)
     share = torch.sigmoid(lse - sinks).unsqueeze(-1)  # that the keys have of the softmax
     out = (out * share).to(out.dtype)
     return (out, lse) if return_lse else out
@@ -151,6 +155,7 @@ def attend_rows(
     v: Tensor,
     documents: Documents,
     softmax_scale: float | None,
+    softcap: float | None,
     window_size: tuple[int, int],
     return_lse: bool,
 ) -> Results:
@@ -163,7 +168,8 @@ def attend_rows(
         if any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
             _check_distributed(q, k, v)
             local = [tensor.to_local() for tensor in (q, k, v)]
-            results = attend_rows(*local, documents, softmax_scale, window_size, return_lse)
+            settings = (softmax_scale, softcap, window_size, return_lse)
+            results = attend_rows(*local, documents, *settings)
 
             def distributed(rows: Tensor) -> DTensor:
                 return DTensor.from_local(rows, q.device_mesh, q.placements, run_check=False)
@@ -175,7 +181,7 @@ def attend_rows(
     kept_rows = own.kept_rows if torch.is_grad_enabled() else (0, 0)
     caller = callers.current() if own.group_name else callers.UNKNOWN
     out, lse, _ = ops.core_attention(
-        q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller
+        q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller, softcap or 0.0
     )
     return (out, lse) if return_lse else out
 

@@ -22,6 +22,7 @@ class Case:
     qk_size: float = 1.0
     """Standard deviation of q and k."""
     grad_out_size: float = 1.0
+    softcap: float | None = None
 
     @property
     def all_lengths(self) -> list[int]:
@@ -52,9 +53,13 @@ class Case:
         ]
 
 
-def scores_of(q: Tensor, k: Tensor, window_size: tuple[int, int]) -> Tensor:
+def scores_of(
+    q: Tensor, k: Tensor, window_size: tuple[int, int], softcap: float | None = None
+) -> Tensor:
     """Return [heads, queries, keys] of one document, -inf where a query does not see the key."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(q.shape[0])
     behind = position[:, None] - position[None, :]
     left, right = window_size
@@ -67,7 +72,11 @@ def scores_of(q: Tensor, k: Tensor, window_size: tuple[int, int]) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: tuple[int, int],
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend in one document with its whole score matrix; q, k, v are [tokens, heads, head_dim].
 
@@ -75,7 +84,7 @@ def attention(
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = scores_of(q, k, window_size)
+    scores = scores_of(q, k, window_size, softcap)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1).t()
 
 
@@ -90,7 +99,7 @@ def forward_backward(
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     parts = [tensor.split(case.all_lengths) for tensor in leaves]
     documents = zip(*parts, strict=True)
-    results = [attention(*document, case.window_size) for document in documents]
+    results = [attention(*document, case.window_size, case.softcap) for document in documents]
     out, lse = (torch.cat(each) for each in zip(*results, strict=True))
     if grad_lse is None:
         out.backward(grad_out)

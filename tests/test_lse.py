@@ -38,7 +38,7 @@ def attend(rank: int, world_size: int, case: Case, is_checkpointed: bool = False
     distca.plan(documents, window_size=case.window_size)
 
     def both(*rows: Tensor) -> tuple[Tensor, Tensor]:
-        settings = {"window_size": case.window_size, "return_lse": True}
+        settings = {"window_size": case.window_size, "softcap": case.softcap, "return_lse": True}
         return distca.core_attention(*rows, documents, **settings)
 
     out, lse = checkpoint(both, *leaves, use_reentrant=False) if is_checkpointed else both(*leaves)

@@ -39,19 +39,24 @@ std::vector<PlannedWords> plan_words(const std::vector<PlacedTask>& tasks, const
 // CPU only: on a device, they are trusted to be as the host wrote them.
 void check_words(const TaskList& list);
 
-struct Params {
+// Scores are s = softmax_scale * q k^T, or softcap * tanh(s / softcap) if softcap is not 0.
+struct Scores {
   double softmax_scale;
+  double softcap = 0;
+};
+
+struct Params : Scores {
   // Gradients equal bit by bit in every run, as under torch.use_deterministic_algorithms.
   bool deterministic = false;
 };
 
 // Throws ValueError unless a back end supports such queries with a positive scale. The message
 // names what is supported.
-void check_supported(const at::Tensor& q, const Mask& mask, bool deterministic);
+void check_supported(const at::Tensor& q, const Mask& mask, double softcap, bool deterministic);
 
 // Returns whether the back end of such calls reads rows and writes results in place, without
 // copies. Rows in memory that other ranks write need such a back end.
-bool reads_in_place(const at::Tensor& q, double softmax_scale);
+bool reads_in_place(const at::Tensor& q, const Scores& scores);
 
 // The tensors of a task list's forward pass. q [rows_q, heads_q, head_dim], k, v [rows_k,
 // heads_kv, head_dim]; last dimension contiguous, any row and head strides. out like q and lse

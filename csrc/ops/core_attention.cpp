@@ -160,12 +160,13 @@ Gradients balanced_backward(const Call& call, const BackwardInputs& inputs, cons
 std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
     const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
-    int64_t num_kept_queries, int64_t num_kept_keys, int64_t caller) {
+    int64_t num_kept_queries, int64_t num_kept_keys, int64_t caller, double softcap) {
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
-  const Call call = begin_call(Pass::kForward, q, k, v, layout, rows, softmax_scale,
-                               std::string(group_name), caller);
-  const attention::Params params = attention_params(*call.layout, softmax_scale);
+  const attention::Scores scores{softmax_scale, softcap};
+  const Call call =
+      begin_call(Pass::kForward, q, k, v, layout, rows, scores, std::string(group_name), caller);
+  const attention::Params params = attention_params(*call.layout, scores);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
@@ -186,12 +187,13 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
                                   const at::Tensor& rows, double softmax_scale,
                                   c10::string_view group_name,
                                   const std::optional<at::Tensor>& kept, int64_t caller,
-                                  const std::optional<at::Tensor>& grad_lse) {
+                                  const std::optional<at::Tensor>& grad_lse, double softcap) {
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
-  const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale,
-                               std::string(group_name), caller);
-  const attention::Params params = attention_params(*call.layout, softmax_scale);
+  const attention::Scores scores{softmax_scale, softcap};
+  const Call call =
+      begin_call(Pass::kBackward, q, k, v, layout, rows, scores, std::string(group_name), caller);
+  const attention::Params params = attention_params(*call.layout, scores);
   const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   const auto inputs = [&] {
@@ -217,9 +219,8 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
               const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
-  const double any_scale = 1;
-  const Call call =
-      begin_call(Pass::kForward, q, k, v, layout, rows, any_scale, std::string(group_name));
+  const attention::Scores any{.softmax_scale = 1};
+  const Call call = begin_call(Pass::kForward, q, k, v, layout, rows, any, std::string(group_name));
   if (!call.session) return;
   announcing(*call.session, [&] {
     for (const Round& round : call.layout->rounds) {
@@ -231,7 +232,7 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 // As core_attention, whose lengths may be symbols under torch.compile.
 using SymbolicForward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    double, c10::string_view, c10::SymInt, c10::SymInt, int64_t);
+    double, c10::string_view, c10::SymInt, c10::SymInt, int64_t, double);
 
 class CoreAttention : public torch::autograd::Function<CoreAttention> {
  public:
@@ -239,18 +240,19 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
                                const Variable& v, const Variable& layout, const Variable& rows,
                                double softmax_scale, const std::string& group_name,
                                const c10::SymInt& num_kept_queries,
-                               const c10::SymInt& num_kept_keys, int64_t caller) {
+                               const c10::SymInt& num_kept_keys, int64_t caller, double softcap) {
     at::AutoDispatchBelowADInplaceOrView below;
     static const auto op = operator_of<SymbolicForward>("distca::core_attention");
     auto [out, lse, kept] =
         op.call(q, k, v, layout, rows, softmax_scale, c10::string_view(group_name),
-                num_kept_queries, num_kept_keys, caller);
+                num_kept_queries, num_kept_keys, caller, softcap);
     ctx->save_for_backward({q, k, v, out, lse, layout, rows, kept});
     ctx->mark_non_differentiable({kept});
     ctx->set_materialize_grads(false);  // lse seldom has a gradient
     ctx->saved_data["softmax_scale"] = softmax_scale;
     ctx->saved_data["group_name"] = group_name;
     ctx->saved_data["caller"] = caller;
+    ctx->saved_data["softcap"] = softcap;
     return {out, lse, kept};
   }
 
@@ -265,8 +267,9 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
     auto [dq, dk, dv] =
         op.call(grad_out, saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
                 ctx->saved_data["softmax_scale"].toDouble(), c10::string_view(group_name),
-                std::optional<at::Tensor>(saved[7]), ctx->saved_data["caller"].toInt(), grad_lse);
-    return {dq,         dk,         dv,         Variable(), Variable(),
+                std::optional<at::Tensor>(saved[7]), ctx->saved_data["caller"].toInt(), grad_lse,
+                ctx->saved_data["softcap"].toDouble());
+    return {dq,         dk,         dv,         Variable(), Variable(), Variable(),
             Variable(), Variable(), Variable(), Variable(), Variable()};
   }
 };
@@ -274,9 +277,9 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention_autograd(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
     const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
-    c10::SymInt num_kept_queries, c10::SymInt num_kept_keys, int64_t caller) {
+    c10::SymInt num_kept_queries, c10::SymInt num_kept_keys, int64_t caller, double softcap) {
   auto results = CoreAttention::apply(q, k, v, layout, rows, softmax_scale, std::string(group_name),
-                                      num_kept_queries, num_kept_keys, caller);
+                                      num_kept_queries, num_kept_keys, caller, softcap);
   return {results[0], results[1], results[2]};
 }
 

@@ -63,8 +63,8 @@ struct LayoutOrigin {
   std::string device_type;  // "cpu" or "cuda": what the attention implementation needs
 };
 
-inline attention::Params attention_params(const Layout& layout, double softmax_scale) {
-  return {softmax_scale, layout.deterministic != 0};
+inline attention::Params attention_params(const Layout& layout, const attention::Scores& scores) {
+  return {scores, layout.deterministic != 0};
 }
 
 // Returns (layout, packed rows), both on the host.

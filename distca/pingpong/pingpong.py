@@ -234,7 +234,7 @@ class _Step:
             raise ValueError(
                 f"PingPong: attention is called inside torch.utils.checkpoint; {INSIDE}"
             )
-        _, window_size, return_lse = settings
+        *_, window_size, return_lse = settings
         own = plan_halves(documents, self.cut, window_size, q.device)[idx]
         if idx == 0:
             self.left.append((k, v, self.turns.mark()))
