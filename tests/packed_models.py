@@ -34,7 +34,7 @@ CONFIGS = {
     "gemma": (transformers.GemmaConfig, {}),
     "gemma2": (
         transformers.Gemma2Config,
-        {"sliding_window": WINDOW, "attn_logit_softcapping": None, "query_pre_attn_scalar": 40},
+        {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 40},
     ),
     "gemma3": (
         transformers.Gemma3TextConfig,

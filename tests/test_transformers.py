@@ -189,7 +189,7 @@ def generate(rank: int, world_size: int, name: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, eagers, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"])
 def test_generate_stays_on_its_rank_and_equals_eager(ranks, name):
     assert ranks(2).run(generate, name) == [True, True]
 
