@@ -290,6 +290,6 @@ def dtensor_errors(rank: int, world_size: int) -> list[float]:
     return [oracle.relative_error(got.full_tensor(), truth) for got, truth in pairs]
 
 
-def test_dtensors(ranks):
-    for errors in ranks(2).run(dtensor_errors):
+def test_dtensors(own_ranks):
+    for errors in own_ranks(2).run(dtensor_errors):
         assert max(errors) <= 1e-12
