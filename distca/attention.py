@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,12 +18,14 @@ from distca.ranks import callers
 FULL = (-1, -1)
 
 
+Results = Tensor | tuple[Tensor, Tensor]  # out, or out and lse
+
 # The documents whose calls of core_attention go elsewhere, and where to; None outside `routed`.
-_route: tuple[Documents, Callable[..., Tensor]] | None = None
+_route: tuple[Documents, Callable[..., Results]] | None = None
 
 
 @contextlib.contextmanager
-def routed(packed: Documents, route: Callable[..., Tensor]) -> Iterator[None]:
+def routed(packed: Documents, route: Callable[..., Results]) -> Iterator[None]:
     """A scope in which calls of core_attention, which are to be for `packed`, go to `route`."""
     global _route
     previous, _route = _route, (packed, route)
@@ -57,6 +60,36 @@ def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Pla
     return plan(packed, window_size=window_size, group=group_of(packed), device=q.device)
 
 
+@overload
+def core_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    *,
+    softmax_scale: float | None = ...,
+    softcap: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def core_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    *,
+    softmax_scale: float | None = ...,
+    softcap: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
 def core_attention(
     q: Tensor,
     k: Tensor,
@@ -64,8 +97,11 @@ def core_attention(
     documents: Documents,
     *,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window_size: tuple[int, int] = CAUSAL,
-) -> Tensor:
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Results:
     """Compute softmax(q k^T * softmax_scale) v within each document, balanced over ranks.
 
     q is [tokens, heads_q, head_dim]; k and v are [tokens, heads_kv, head_dim], with heads_q a
@@ -75,17 +111,41 @@ def core_attention(
     head_dim ** -0.5. Returns out, like q. DTensors must be sharded on heads or replicated; each
     rank computes its own heads.
 
+    `softcap` c caps scaled scores s to c * tanh(s / c), as in Gemma 2; on the CPU only. `sinks`
+    [heads_q] are logits that take part in the softmax of each query like the score of a key
+    without a value, as in gpt-oss. With `return_lse` it returns (out, lse), both differentiable.
+    lse [tokens, heads_q] is the natural logarithm of the sum of exp(scaled scores) over the keys
+    that a query sees, without sinks, in float32 (float64 for float64).
+
     Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
     bad arguments before any row is sent; in the first layer of the first step it does so on every
     rank of a planned group. Raises torch.distributed.DistBackendError if a rank of the group is
     lost, or if another rank refuses its arguments later.
     """
     attend = attend_rows if _route is None else _attend_by_route
-    return attend(q, k, v, documents, softmax_scale, check_window(window_size))
+    settings = (softmax_scale, softcap, check_window(window_size))
+    if sinks is None:
+        return attend(q, k, v, documents, *settings, return_lse)
+    _check_sinks(sinks, q)
+    out, lse = attend(q, k, v, documents, *settings, True)
+    share = torch.sigmoid(lse - sinks).unsqueeze(-1)  # that the keys have of the softmax
+    out = (out * share).to(out.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    are_alike = hasattr(sinks, "device_mesh") == hasattr(q, "device_mesh")  # both DTensors, or none
+    is_on_device = sinks.is_floating_point() and sinks.device == q.device
+    if not (are_alike and is_on_device and sinks.shape == q.shape[1:2]):
+        raise ValueError(
+            f"sinks is a {type(sinks).__name__} of {sinks.dtype} and shape {list(sinks.shape)} on "
+            f"{sinks.device}; expected a floating-point tensor of shape {list(q.shape[1:2])}, one "
+            f"logit for each head of q, on {q.device}, and a DTensor if q is one"
+        )
 
 
 @not_compiled
-def _attend_by_route(*args) -> Tensor:
+def _attend_by_route(*args) -> Results:
     return _route[1](*args)
 
 
@@ -95,8 +155,10 @@ def attend_rows(
     v: Tensor,
     documents: Documents,
     softmax_scale: float | None,
+    softcap: float | None,
     window_size: tuple[int, int],
-) -> Tensor:
+    return_lse: bool,
+) -> Results:
     """core_attention of these rows, whatever is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
@@ -106,17 +168,22 @@ def attend_rows(
         if any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
             _check_distributed(q, k, v)
             local = [tensor.to_local() for tensor in (q, k, v)]
-            out = attend_rows(*local, documents, softmax_scale, window_size)
-            return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
+            settings = (softmax_scale, softcap, window_size, return_lse)
+            results = attend_rows(*local, documents, *settings)
+
+            def distributed(rows: Tensor) -> DTensor:
+                return DTensor.from_local(rows, q.device_mesh, q.placements, run_check=False)
+
+            return tuple(map(distributed, results)) if return_lse else distributed(results)
     own = _plan_for(documents, window_size, q)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
     kept_rows = own.kept_rows if torch.is_grad_enabled() else (0, 0)
     caller = callers.current() if own.group_name else callers.UNKNOWN
-    out, *_ = ops.core_attention(
-        q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller
+    out, lse, _ = ops.core_attention(
+        q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller, softcap or 0.0
     )
-    return out
+    return (out, lse) if return_lse else out
 
 
 def _check_distributed(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -29,6 +29,7 @@ def _operator(declaration: Callable[P, R]) -> Callable[P, R]:
 def core_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Tensor, rows: Tensor, softmax_scale: float,
     group_name: str, num_kept_queries: int = 0, num_kept_keys: int = 0, caller: int = -1,
+    softcap: float = 0.0,
 ) -> Three:
     """Compute attention under a layout; returns out, lse and the kept inputs of other ranks."""
 

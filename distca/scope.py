@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.varlen import AuxRequest
 from torch.nn.attention.varlen import varlen_attn as _torch_varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -164,27 +165,30 @@ def varlen_attention(
     max_q: int,
     max_k: int,
     *,
-    return_aux=None,
+    return_aux: AuxRequest | None = None,
     scale: float | None = None,
     window_size: tuple[int, int] = FULL,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Drop-in for torch.nn.attention.varlen.varlen_attn, balanced inside
     `with distca.documents(...)`.
 
-    query is [tokens, heads_q, head_dim]. Inside the scope it raises ValueError for return_aux, and
-    for boundaries other than those of the documents. Outside the scope it is torch's own function.
+    query is [tokens, heads_q, head_dim]. With return_aux.lse it returns (out, lse), lse
+    [heads_q, tokens] as torch's own, and differentiable. Inside the scope it raises ValueError for
+    boundaries other than those of the documents. Outside the scope it is torch's own function.
     """
     packed, _ = _in_force
     if packed is None:
         rows = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
         keywords = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
         return _torch_varlen_attn(*rows, **keywords)
-    if return_aux is not None:
-        raise ValueError("return_aux under distca.documents; expected None")
     _check_boundaries(packed, cu_seq_q, "cu_seq_q")
     if cu_seq_k is not cu_seq_q:
         _check_boundaries(packed, cu_seq_k, "cu_seq_k")
-    return core_attention(query, key, value, packed, softmax_scale=scale, window_size=window_size)
+    how = {"softmax_scale": scale, "window_size": window_size}
+    if return_aux is None or not return_aux.lse:
+        return core_attention(query, key, value, packed, **how)
+    out, lse = core_attention(query, key, value, packed, **how, return_lse=True)
+    return out, lse.t()
 
 
 def _check_boundaries(packed: Documents, cu_seqlens: Tensor, name: str) -> None:

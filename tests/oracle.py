@@ -21,6 +21,8 @@ class Case:
     seed: int = 0
     qk_size: float = 1.0
     """Standard deviation of q and k."""
+    grad_out_size: float = 1.0
+    softcap: float | None = None
 
     @property
     def all_lengths(self) -> list[int]:
@@ -43,7 +45,7 @@ class Case:
         """Draw q, k, v, grad_out of the whole pack, equal on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
         heads = (self.heads_q, self.heads_kv, self.heads_kv, self.heads_q)
-        sizes = (self.qk_size, self.qk_size, 1.0, 1.0)
+        sizes = (self.qk_size, self.qk_size, 1.0, self.grad_out_size)
         shapes = [(self.num_tokens, h, self.head_dim) for h in heads]
         return [
             (size * torch.randn(*shape, dtype=torch.float64, generator=generator)).to(self.dtype)
@@ -51,11 +53,13 @@ class Case:
         ]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int, int]) -> Tensor:
-    """Attend in one document with its whole score matrix; q, k, v are [tokens, heads, head_dim]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+def scores_of(
+    q: Tensor, k: Tensor, window_size: tuple[int, int], softcap: float | None = None
+) -> Tensor:
+    """Return [heads, queries, keys] of one document, -inf where a query does not see the key."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(q.shape[0])
     behind = position[:, None] - position[None, :]
     left, right = window_size
@@ -64,20 +68,45 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int, int]) -> 
         visible &= behind <= left
     if right >= 0:
         visible &= -behind <= right
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    return scores.masked_fill(~visible, float("-inf"))
 
 
-def forward_backward(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Compute out, dq, dk, dv of the whole pack in `dtype`, document by document."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: tuple[int, int],
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend in one document with its whole score matrix; q, k, v are [tokens, heads, head_dim].
+
+    Return out and lse [tokens, heads].
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = scores_of(q, k, window_size, softcap)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1).t()
+
+
+def forward_backward(
+    case: Case, dtype: torch.dtype = torch.float64, grad_lse: Tensor | None = None
+) -> list[Tensor]:
+    """Compute out, dq, dk, dv of the whole pack in `dtype`, document by document.
+
+    `grad_lse` adds to the gradients, and lse to the end of the results.
+    """
     q, k, v, grad_out = (tensor.to(dtype) for tensor in case.inputs())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     parts = [tensor.split(case.all_lengths) for tensor in leaves]
-    out = torch.cat(
-        [attention(*document, case.window_size) for document in zip(*parts, strict=True)]
-    )
-    out.backward(grad_out)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    documents = zip(*parts, strict=True)
+    results = [attention(*document, case.window_size, case.softcap) for document in documents]
+    out, lse = (torch.cat(each) for each in zip(*results, strict=True))
+    if grad_lse is None:
+        out.backward(grad_out)
+    else:
+        torch.autograd.backward([out, lse], [grad_out, grad_lse.to(dtype)])
+    results = [out.detach(), *(leaf.grad for leaf in leaves)]
+    return results if grad_lse is None else [*results, lse.detach()]
 
 
 def relative_error(result: Tensor, truth: Tensor) -> float:
@@ -105,7 +134,7 @@ def max_error(result: Tensor, truth: Tensor) -> float:
 def assert_close(results: list[Tensor], truths: list[Tensor], limits: list[float]) -> None:
     """Assert that every relative error is at most its limit; NaN fails."""
     for name, result, truth, limit in zip(
-        ("out", "dq", "dk", "dv"), results, truths, limits, strict=True
+        ("out", "dq", "dk", "dv", "lse")[: len(truths)], results, truths, limits, strict=True
     ):
         assert result.shape == truth.shape, f"{name} has shape {result.shape}, not {truth.shape}"
         error = relative_error(result, truth)

@@ -34,11 +34,18 @@ CONFIGS = {
     "gemma": (transformers.GemmaConfig, {}),
     "gemma2": (
         transformers.Gemma2Config,
-        {"sliding_window": WINDOW, "attn_logit_softcapping": None, "query_pre_attn_scalar": 40},
+        {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 40},
     ),
     "gemma3": (
         transformers.Gemma3TextConfig,
         {"sliding_window": WINDOW, "layer_types": LAYER_TYPES, "query_pre_attn_scalar": 40},
+    ),
+    "gpt_oss": (  # one expert, so that gradients of the router are 0 and not rounding
+        transformers.GptOssConfig,
+        {
+            **{"sliding_window": WINDOW, "layer_types": LAYER_TYPES},
+            **{"num_local_experts": 1, "num_experts_per_tok": 1},
+        },
     ),
     "phimoe": (  # its mask has a window, which its layers do not pass on
         transformers.PhimoeConfig,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.varlen import AuxRequest
 
 import distca
 from distca import _library
@@ -73,6 +72,22 @@ def test_windows_are_refused(window_size):
         pass
 
 
+@pytest.mark.parametrize(
+    "sinks, described",
+    [
+        (torch.ones(3), "Tensor of torch.float32 and shape [3] on cpu"),
+        (torch.ones(1, 2), "Tensor of torch.float32 and shape [1, 2] on cpu"),
+        (torch.nn.Parameter(torch.ones(())), "Parameter of torch.float32 and shape [] on cpu"),
+        (torch.ones(2, dtype=torch.int64), "Tensor of torch.int64 and shape [2] on cpu"),
+        (torch.ones(2, device="meta"), "Tensor of torch.float32 and shape [2] on meta"),
+    ],
+)
+def test_sinks_are_refused(sinks, described):
+    message = re.escape(f"sinks is a {described}; expected a floating-point tensor of shape [2]")
+    with pytest.raises(ValueError, match=message):
+        distca.core_attention(THD, THD, THD, DOCUMENTS, sinks=sinks)
+
+
 def test_sharded_documents_need_a_plan():
     documents = distca.Documents.sharded([16], 0, 2)
     with pytest.raises(
@@ -120,7 +135,6 @@ OTHER_CU_SEQLENS = torch.tensor([0, 4, 8], dtype=torch.int32)
         (CU_SEQLENS[2], CU_SEQLENS, {}, r"cu_seq_q has 1 boundaries up to \[8\]"),
         (CU_SEQLENS + 0.5 * CU_SEQLENS.clamp(max=1), CU_SEQLENS, {}, "cu_seq_q .*same packing"),
         (CU_SEQLENS.long() + 2**32, CU_SEQLENS, {}, "cu_seq_q .*same packing"),
-        (CU_SEQLENS, CU_SEQLENS, {"return_aux": AuxRequest(lse=True)}, "return_aux.*expected None"),
         (CU_SEQLENS, CU_SEQLENS, {"window_size": (-3, 0)}, "window"),
     ],
 )

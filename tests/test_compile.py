@@ -24,13 +24,18 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Layer(nn.Module):
-    """Projection, core attention, MLP. Documents reach attention by argument or by scope."""
+    """Projection, core attention, MLP. Documents reach attention by argument or by scope.
+
+    In the form "lse", lse and sinks change the result.
+    """
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form = form
         self.heads = [HEADS_Q, HEADS_KV, HEADS_KV]
         self.qkv = nn.Linear(WIDTH, sum(self.heads) * HEAD_DIM)
+        if form == "lse":
+            self.sinks = nn.Parameter(torch.linspace(-1, 1, HEADS_Q))
         self.proj = nn.Linear(HEADS_Q * HEAD_DIM, WIDTH)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
@@ -40,6 +45,10 @@ class Layer(nn.Module):
         q, k, v = self.qkv(x).unflatten(1, (-1, HEAD_DIM)).split(self.heads, dim=1)
         if self.form == "argument":
             out = distca.core_attention(q, k, v, documents)
+        elif self.form == "lse":
+            settings = {"sinks": self.sinks, "return_lse": True}
+            out, lse = distca.core_attention(q, k, v, documents, **settings)
+            out = out + lse.tanh()[..., None]
         else:
             q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
             out = distca.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -108,7 +117,7 @@ def train_step(model: nn.Module, form: str, step: int, rank: int) -> tuple[float
     documents = documents_of(step, rank)
     plan = distca.plan(documents)
     model.zero_grad()
-    if form == "argument":
+    if form != "scope":
         loss = model(tokens_of(step, rank), documents)
         loss.backward()
     else:
@@ -168,6 +177,7 @@ def train_compiled(rank: int, world_size: int, form: str, backend_name: str) -> 
     [
         ("argument", "aot_eager"),
         ("scope", "aot_eager"),
+        ("lse", "aot_eager"),
         pytest.param("argument", "inductor", marks=needs_compiler),
     ],
 )
@@ -199,22 +209,25 @@ def calls_of(profile: torch.profiler.profile) -> tuple[int, int]:
     )
 
 
-def train_checkpointed(rank: int, world_size: int, checkpointing: str | None, compiled: bool):
+def train_checkpointed(
+    rank: int, world_size: int, form: str, checkpointing: str | None, compiled: bool
+):
     """Return the gradients of one step, its calls of core attention, and the bytes it sends."""
     torch._dynamo.reset()
-    model = make_model("argument", checkpointing)
+    model = make_model(form, checkpointing)
     if compiled:
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        _, gradients, bytes_out = train_step(model, "argument", 0, rank)
+        _, gradients, bytes_out = train_step(model, form, 0, rank)
     return gradients, *calls_of(profile), bytes_out
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointing, num_forward", [("full", 4), ("selective", 2)])
-def test_activation_checkpointing(ranks, checkpointing, num_forward, compiled):
-    plain = ranks(2).run(train_checkpointed, None, False)
-    results = ranks(2).run(train_checkpointed, checkpointing, compiled)
+@pytest.mark.parametrize("form", ["argument", "lse"])
+def test_activation_checkpointing(ranks, form, checkpointing, num_forward, compiled):
+    plain = ranks(2).run(train_checkpointed, form, None, False)
+    results = ranks(2).run(train_checkpointed, form, checkpointing, compiled)
     for (wanted, *_), (gradients, forward, backward, _) in zip(plain, results, strict=True):
         for gradient, other in zip(gradients, wanted, strict=True):
             assert (gradient - other).abs().max().item() <= 1e-5

@@ -168,7 +168,7 @@ def varlen_errors(rank: int, world_size: int, window_size: tuple[int, int]) -> l
     q, k, v = (tensor[0].transpose(0, 1) for tensor in qkv(1, 4, 2, NUM_TOKENS, seed=rank))
     truth_leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     parts = zip(*(leaf.split(lengths) for leaf in truth_leaves), strict=True)
-    truth = torch.cat([oracle.attention(*document, window_size) for document in parts])
+    truth = torch.cat([oracle.attention(*document, window_size)[0] for document in parts])
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     cu_seqlens = documents.cu_seqlens
     with distca.documents(documents, window_size=window_size):

@@ -31,7 +31,7 @@ class OracleBlock(Block):
 
     def attend(self, q, k, v, window, documents):
         parts = zip(*(tensor.split(documents) for tensor in (q, k, v)), strict=True)
-        return torch.cat([oracle.attention(*part, window) for part in parts])
+        return torch.cat([oracle.attention(*part, window)[0] for part in parts])
 
 
 def error_of_step(

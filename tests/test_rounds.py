@@ -6,6 +6,7 @@ import torch
 from layout_words import num_rounds
 from oracle import Case
 from test_core_attention import gathered, place
+from test_lse import grad_lse_of
 
 import distca
 from distca.planning.cost import AttentionShape
@@ -19,15 +20,19 @@ CASES = {  # a case, and the key rows that a round may hold
 
 
 def attend_in_rounds(rank, world_size, case: Case, rows: int):
-    """Attend in rounds of `rows` keys. Return out, dq, dk, dv, the number of rounds, an error."""
+    """Attend in rounds of `rows` keys, and use out and lse.
+
+    Return out, dq, dk, dv, lse, the number of rounds, an error.
+    """
     shape = AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
     cap_gb = 1e-9 * rows * 4 * case.heads_kv * case.head_dim * 8
     distca.close()
     distca.init(options=distca.Options(memory_cap_gb=cap_gb, rounds=4))
     documents, leaves, grad_out = place(rank, world_size, case)
     plan = distca.plan(documents, window_size=case.window_size, shape=shape)
-    out = distca.core_attention(*leaves, documents, window_size=case.window_size)
-    out.backward(grad_out)
+    settings = {"window_size": case.window_size, "return_lse": True}
+    out, lse = distca.core_attention(*leaves, documents, **settings)
+    torch.autograd.backward([out, lse], [grad_out, grad_lse_of(case)[case.rows_of(rank)]])
     error = None
     if num_rounds(plan.layout) > 1:
         with pytest.raises(ValueError, match="rounds; attend takes one") as e:
@@ -35,7 +40,8 @@ def attend_in_rounds(rank, world_size, case: Case, rows: int):
             ops.attend(*leaves, plan.layout, plan.rows, 1.0, "home")
         error = str(e.value)
     distca.close()
-    return [out.detach(), *(leaf.grad for leaf in leaves)], num_rounds(plan.layout), error
+    results = [out.detach(), *(leaf.grad for leaf in leaves), lse.detach()]
+    return results, num_rounds(plan.layout), error
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,4 +51,5 @@ def test_rounds_equal_the_oracle(ranks, name):
     numbers = {number for _, number, _ in per_rank}
     assert len(numbers) == 1 and numbers.pop() > 1
     results = gathered([results for results, _, _ in per_rank])
-    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
+    truths = oracle.forward_backward(case, grad_lse=grad_lse_of(case))
+    oracle.assert_close(results, truths, [1e-12] * 5)

@@ -51,6 +51,11 @@ def test_llama_equals_its_own_varlen_attention(own_ranks, world_size, tensor_par
         assert (moved_mb > 0) == (world_size > 1), "the case must move rows"
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_attention_sinks_of_gpt_oss(own_ranks, world_size):
+    assert max(own_ranks(world_size).run(tm.gpt_oss_error)) <= TOLERANCE
+
+
 def test_the_comparison_notices_a_lost_boundary():
     batch = tm.Batch.of(tm.LENGTHS[0], seed=0)
     truth = tm.own_step(batch)
@@ -122,7 +127,6 @@ def test_metadata_has_two_names():
     "arguments, message",
     [
         ({"attention_masks": None}, "attention metadata is a NoneType; expected VarlenMetadata"),
-        ({"out_transform": lambda out, lse: out}, "out_transform is given"),
         ({"sinks": torch.ones(4)}, "sinks is given to BalancedAttention"),
         (
             {"attention_masks": titan.VarlenMetadata(*[torch.tensor([0, 7])] * 2, 7, 7)},

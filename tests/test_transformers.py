@@ -16,8 +16,8 @@ from distca import attention  # noqa: E402
 from distca.integrations import boundaries  # noqa: E402
 
 TOLERANCE = 1e-5
-MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
-ALTERNATING = ("gemma2", "gemma3")  # windows differ from layer to layer
+MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss"]
+ALTERNATING = ("gemma2", "gemma3", "gpt_oss")  # windows differ from layer to layer
 
 
 class Plans:
@@ -145,9 +145,9 @@ def test_every_forward_pass_has_its_own_plan(ranks, way):
         assert worst <= TOLERANCE and num_plans == 3
 
 
-def evaluate_unevenly(rank: int, world_size: int, mode: str) -> tuple[float, int]:
+def evaluate_unevenly(rank: int, world_size: int, name: str, mode: str) -> tuple[float, int]:
     """Evaluate a different number of packed batches on every rank, then train together."""
-    model, worst = pm.model_of("gemma3"), 0.0
+    model, worst = pm.model_of(name), 0.0
     first_plan = distca.init().num_plans
     scope = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode)
     model.train(mode == "no_grad")
@@ -165,8 +165,9 @@ def evaluate_unevenly(rank: int, world_size: int, mode: str) -> tuple[float, int
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "eval"])
-def test_evaluation_stays_on_its_rank(ranks, mode):
-    for worst, num_plans in ranks(2).run(evaluate_unevenly, mode):
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_evaluation_stays_on_its_rank(ranks, name, mode):
+    for worst, num_plans in ranks(2).run(evaluate_unevenly, name, mode):
         assert worst <= TOLERANCE and num_plans == 0
 
 
@@ -188,7 +189,7 @@ def generate(rank: int, world_size: int, name: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, eagers, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"])
 def test_generate_stays_on_its_rank_and_equals_eager(ranks, name):
     assert ranks(2).run(generate, name) == [True, True]
 

@@ -36,7 +36,7 @@ def model_errors(rank: int, world_size: int, name: str) -> dict[str, float]:
     return by_way
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
 def test_loss_and_gradients_equal_eager_by_document(ranks, name):
     for by_way in ranks(2).run(model_errors, name):
         assert max(by_way.values()) <= TOLERANCE, by_way

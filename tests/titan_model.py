@@ -4,6 +4,7 @@ The kernel of its varlen attention has no CPU version, so torch's attention by d
 """
 
 import copy
+import dataclasses
 import types
 import unittest.mock
 from dataclasses import dataclass
@@ -23,7 +24,11 @@ from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
 from torchtitan.distributed import parallel_dims, utils  # noqa: E402
 from torchtitan.models.common import attention as titan  # noqa: E402
+from torchtitan.models.common.attention import (  # noqa: E402
+    create_varlen_metadata_for_document,
+)
 from torchtitan.models.common.decoder import Decoder  # noqa: E402
+from torchtitan.models.gpt_oss import model_registry  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
 
 import distca  # noqa: E402
@@ -45,17 +50,22 @@ class InFloat32(types.ModuleType):
 
 
 def by_document(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, **others):
-    """Stand in for torch's varlen_attn with causal attention by document."""
-    assert window_size == (-1, 0) and torch.equal(cu_seq_q, cu_seq_k)
+    """Stand in for torch's varlen_attn, with lse [heads, tokens], by causal scores by document."""
+    assert window_size[1] == 0 and torch.equal(cu_seq_q, cu_seq_k)
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
     lengths = cu_seq_q.diff().tolist()
-    outs = []
+    outs, lses = [], []
     for rows in zip(*(each.split(lengths) for each in (q, k, v)), strict=True):
-        heads_first = (each.transpose(0, 1) for each in rows)
-        out = F.scaled_dot_product_attention(
-            *heads_first, is_causal=True, scale=scale, enable_gqa=True
-        )
-        outs.append(out.transpose(0, 1))
-    return torch.cat(outs)
+        q_part, k_part, v_part = (each.transpose(0, 1) for each in rows)
+        scores = q_part @ k_part.transpose(1, 2) * (scale or q.shape[2] ** -0.5)
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        if window_size[0] >= 0:
+            hidden |= torch.ones_like(hidden).tril(-window_size[0] - 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        outs.append((scores.softmax(-1) @ v_part).transpose(0, 1))
+        lses.append(scores.logsumexp(-1))
+    out = torch.cat(outs)
+    return (out, torch.cat(lses, 1)) if others.get("return_aux") else out
 
 
 def trainer_config(overrides: list[str]):
@@ -132,6 +142,38 @@ def worst_error(got: tuple[float, dict], truth: tuple[float, dict]) -> float:
     for name, grad in truth[1].items():
         errors.append(((got[1][name] - grad).norm() / grad.norm()).item())
     return max(errors)
+
+
+def gpt_oss_error(rank: int, world_size: int) -> float:
+    """Return the worst error of out and gradients of gpt-oss's attention, with sliding windows.
+
+    The truth is torchtitan's own varlen attention. Experts, which have no CPU version in float32,
+    are left out.
+    """
+    distca.init()
+    config = model_registry("debugmodel").model.layers[0].attention
+    config.inner_attention.window_size = (15, 0)
+    batch = Batch.of(LENGTHS[rank], seed=rank)
+    masks = create_varlen_metadata_for_document(batch.positions)
+    x = torch.randn(*batch.tokens.shape, config.dim, generator=torch.Generator().manual_seed(rank))
+
+    def run(inner_attention) -> tuple[float, dict[str, Tensor]]:
+        module = dataclasses.replace(config, inner_attention=inner_attention).build().train()
+        torch.manual_seed(0)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        loss = module(x, masks, batch.positions).square().sum()
+        loss.backward()
+        return loss.item(), gradients(module)
+
+    ours = run(integration.varlen_attention(config.inner_attention))
+    with (
+        unittest.mock.patch.object(titan, "varlen_attn", by_document),
+        unittest.mock.patch.object(titan, "torch", InFloat32("torch")),
+    ):
+        truth = run(config.inner_attention)
+    assert truth[1]["sinks"].norm() > 0
+    return worst_error(ours, truth)
 
 
 def mesh_of(dp: int, tp: int, backend: str) -> parallel_dims.ParallelDims:

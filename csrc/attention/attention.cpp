@@ -51,8 +51,7 @@ void check_tasks(const std::vector<PlacedTask>& tasks, int64_t rows_q, int64_t r
 
 // Returns the back end of a call whose arguments have passed their checks.
 const Backend& backend_of(const at::Tensor& q, const TaskList& tasks, const Params& params) {
-  const Backend& backend =
-      choose_backend({q, tasks.mask, params.softmax_scale, params.deterministic});
+  const Backend& backend = choose_backend({q, tasks.mask, params, params.deterministic});
   if (backend.plan_words) words_of(tasks, backend.name);
   return backend;
 }
@@ -142,13 +141,13 @@ const TaskWords& words_of(const TaskList& list, std::string_view name) {
   return *found;
 }
 
-void check_supported(const at::Tensor& q, const Mask& mask, bool deterministic) {
+void check_supported(const at::Tensor& q, const Mask& mask, double softcap, bool deterministic) {
   const double any_scale = 1;
-  choose_backend({q, mask, any_scale, deterministic});
+  choose_backend({q, mask, {any_scale, softcap}, deterministic});
 }
 
-bool reads_in_place(const at::Tensor& q, double softmax_scale) {
-  const Backend* backend = find_backend({q, {}, softmax_scale});
+bool reads_in_place(const at::Tensor& q, const Scores& scores) {
+  const Backend* backend = find_backend({q, {}, scores});
   return backend && backend->reads_in_place;
 }
 
@@ -196,6 +195,12 @@ void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) 
       return backend.row_dots(a, b, dots);
   }
   dots.copy_(a.to(dots.scalar_type()).mul(b).sum(-1));
+}
+
+at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta, const Mask& mask,
+                          const Params& params) {
+  const Backend& backend = choose_backend({grad_out, mask, params, params.deterministic});
+  return backend.grad_for_delta ? backend.grad_for_delta(grad_out, delta) : grad_out;
 }
 
 std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {

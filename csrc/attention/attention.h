@@ -39,19 +39,24 @@ std::vector<PlannedWords> plan_words(const std::vector<PlacedTask>& tasks, const
 // CPU only: on a device, they are trusted to be as the host wrote them.
 void check_words(const TaskList& list);
 
-struct Params {
+// Scores are s = softmax_scale * q k^T, or softcap * tanh(s / softcap) if softcap is not 0.
+struct Scores {
   double softmax_scale;
+  double softcap = 0;
+};
+
+struct Params : Scores {
   // Gradients equal bit by bit in every run, as under torch.use_deterministic_algorithms.
   bool deterministic = false;
 };
 
 // Throws ValueError unless a back end supports such queries with a positive scale. The message
 // names what is supported.
-void check_supported(const at::Tensor& q, const Mask& mask, bool deterministic);
+void check_supported(const at::Tensor& q, const Mask& mask, double softcap, bool deterministic);
 
 // Returns whether the back end of such calls reads rows and writes results in place, without
 // copies. Rows in memory that other ranks write need such a back end.
-bool reads_in_place(const at::Tensor& q, double softmax_scale);
+bool reads_in_place(const at::Tensor& q, const Scores& scores);
 
 // The tensors of a task list's forward pass. q [rows_q, heads_q, head_dim], k, v [rows_k,
 // heads_kv, head_dim]; last dimension contiguous, any row and head strides. out like q and lse
@@ -67,7 +72,8 @@ struct ForwardRows {
 void forward(const ForwardRows& rows, const Params& params);
 
 // What the backward pass knows of the forward's result: `out`, or delta = rowsum(out * grad_out)
-// [rows_q, heads_q] of lse's dtype, or both. A server that computes for others has no `out`.
+// [rows_q, heads_q] of lse's dtype, or both. A server that computes for others has no `out`. Less
+// the gradient of lse, delta gives the gradients of both results.
 struct Saved {
   at::Tensor lse;
   at::Tensor delta;
@@ -100,6 +106,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
 // dots = sum over head_dim of a * b: the backward's delta, if a is `out` and b grad_out. a, b
 // [rows, heads, head_dim], dots [rows, heads] of lse's dtype; all contiguous.
 void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
+
+// Returns grad_out as backward needs it with a `delta` that includes a gradient of lse. Back ends
+// that derive delta from a product with grad_out need rows that are not too short for that.
+at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta, const Mask& mask,
+                          const Params& params);
 
 // out and lse for ForwardRows.
 std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q);

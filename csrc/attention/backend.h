@@ -26,8 +26,9 @@ struct Backend {
   std::vector<at::ScalarType> dtypes;
   int64_t head_dim_multiple = 1;
   int64_t max_head_dim = std::numeric_limits<int64_t>::max();
-  bool takes_any_window = true;                  // else only (-1, 0), (W, 0) and (-1, -1)
-  bool takes_any_scale = true;                   // else only positive scales
+  bool takes_any_window = true;  // else only (-1, 0), (W, 0) and (-1, -1)
+  bool takes_any_scale = true;   // else only positive scales
+  bool takes_softcap = false;
   bool is_deterministic = true;                  // if Params asks for it; else only if torch does
   bool reads_in_place = true;                    // see attention.h
   bool (*takes)(const at::Tensor& q) = nullptr;  // further conditions; null: none
@@ -38,6 +39,9 @@ struct Backend {
   // row_dots of attention.h. The first entry of a device type that has it serves all tensors there.
   // Null: PyTorch's operators.
   void (*row_dots)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) = nullptr;
+
+  // grad_for_delta of attention.h. Null: it takes any delta.
+  at::Tensor (*grad_for_delta)(const at::Tensor& grad_out, const at::Tensor& delta) = nullptr;
 
   // Plans the words that the back end reads for a list. Null: it reads none. A back end that sets
   // plan_words also sets count_words, which checks of layouts use.
@@ -58,7 +62,7 @@ const std::vector<Backend>& backends();
 struct Request {
   const at::Tensor& q;  // [rows, heads, head_dim]
   Mask mask;
-  double softmax_scale = 1;
+  Scores scores;
   bool deterministic = false;
 };
 

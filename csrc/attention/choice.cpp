@@ -22,7 +22,7 @@ std::string names_of(const std::vector<at::ScalarType>& dtypes) {
 
 // Returns why a back end for q's device does not take the request, or "" if it does.
 std::string refusal(const Backend& backend, const Request& request) {
-  const auto& [q, mask, softmax_scale, deterministic] = request;
+  const auto& [q, mask, scores, deterministic] = request;
   const int64_t head_dim = q.size(2);
   const std::string device = c10::DeviceTypeName(backend.device);
   if (std::ranges::find(backend.dtypes, q.scalar_type()) == backend.dtypes.end()) {
@@ -45,8 +45,12 @@ std::string refusal(const Backend& backend, const Request& request) {
                     " on this device is PyTorch's, which follows another switch: call "
                     "torch.use_deterministic_algorithms(True) too");
   }
-  if (!backend.takes_any_scale && !(softmax_scale > 0)) {
-    return c10::str("softmax_scale is ", softmax_scale,
+  if (!backend.takes_softcap && scores.softcap != 0) {
+    return c10::str("softcap is ", scores.softcap, "; core attention on ", device,
+                    " takes none: capped scores are computed on the CPU only");
+  }
+  if (!backend.takes_any_scale && !(scores.softmax_scale > 0)) {
+    return c10::str("softmax_scale is ", scores.softmax_scale,
                     "; core attention on this device takes positive ones");
   }
   return backend.takes && !backend.takes(q) ? "q is on another kind of device" : "";

@@ -52,7 +52,7 @@ std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor&
   const std::shared_ptr<const Layout> plan = shared_layout(layout, rows);
   check_task_rows(q, k, v, *plan, rows, is_home(tasks));
   const Round& round = plan->rounds[0];
-  const attention::Params params = attention_params(*plan, softmax_scale);
+  const attention::Params params = attention_params(*plan, {softmax_scale});
   const at::Tensor rows_q = with_contiguous_rows(q), rows_k = with_contiguous_rows(k),
                    rows_v = with_contiguous_rows(v);
   if (!is_home(tasks)) return attention::forward(rows_q, rows_k, rows_v, round.visiting, params);
@@ -73,7 +73,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(
   check_task_rows(q, k, v, *plan, rows, is_home(tasks));
   check_saved(grad_out, out, lse, q);
   const Round& round = plan->rounds[0];
-  const attention::Params params = attention_params(*plan, softmax_scale);
+  const attention::Params params = attention_params(*plan, {softmax_scale});
   const attention::Saved saved{lse, at::Tensor(), out};
   const at::Tensor grad = grad_out.contiguous(), rows_q = with_contiguous_rows(q),
                    rows_k = with_contiguous_rows(k), rows_v = with_contiguous_rows(v);

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <bit>
+#include <cmath>
 #include <string>
 
 #include "version.h"
@@ -23,7 +24,7 @@ void check_same(const at::Tensor& tensor, const char* name, const at::Tensor& q)
 }
 
 Signature signature_of(const PlanIdentity& plan, const at::Tensor& q, const at::Tensor& k,
-                       double softmax_scale) {
+                       const attention::Scores& scores) {
   Signature signature;
   signature.values = {0,
                       kVersion,
@@ -33,7 +34,8 @@ Signature signature_of(const PlanIdentity& plan, const at::Tensor& q, const at::
                       k.size(1),
                       q.size(2),
                       static_cast<int64_t>(q.scalar_type()),
-                      std::bit_cast<int64_t>(softmax_scale)};
+                      std::bit_cast<int64_t>(scores.softmax_scale),
+                      std::bit_cast<int64_t>(scores.softcap)};
   return signature;
 }
 
@@ -103,7 +105,9 @@ void check_shape(const at::Tensor& tensor, const char* name) {
 }
 
 transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const Layout& layout) {
+                               const Layout& layout, double softcap) {
+  TORCH_CHECK_VALUE(softcap >= 0 && std::isfinite(softcap), "softcap is ", softcap,
+                    "; expected a positive number, or 0 for uncapped scores");
   check_shape(q, "q");
   check_shape(k, "k");
   check_shape(v, "v");
@@ -125,7 +129,7 @@ transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const a
                         : "k to have the documents' " + std::to_string(layout.num_context_rows) +
                               " context rows more");
   check_device_of_rows(q, "q", layout.device);
-  attention::check_supported(q, layout.mask, layout.deterministic);
+  attention::check_supported(q, layout.mask, softcap, layout.deterministic);
   return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
 }
 
@@ -136,6 +140,10 @@ void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Te
   check_is(out, "out", {q.sizes().vec(), q.scalar_type(), q.device(), saved});
   check_is(lse, "lse",
            {q.sizes().slice(0, 2).vec(), at::toOpMathType(q.scalar_type()), q.device(), saved});
+}
+
+void check_grad_lse(const at::Tensor& grad_lse, const at::Tensor& lse) {
+  check_is(grad_lse, "grad_lse", {lse.sizes().vec(), lse.scalar_type(), lse.device(), "like lse"});
 }
 
 void check_layout_rows(const at::Tensor& tensor, const char* name, int64_t expected,
@@ -159,7 +167,7 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
 }
 
 Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
+                const at::Tensor& layout, const at::Tensor& rows, const attention::Scores& scores,
                 const std::string& group_name, int64_t caller) {
   Call call{.timeline = timeline_of(group_name)};
   if (!group_name.empty()) {
@@ -169,7 +177,7 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
   try {
     call.layout = shared_layout(layout, rows);
     check_member(*call.layout, call.session.get(), group_name);
-    call.inputs = check_inputs(q, k, v, *call.layout);
+    call.inputs = check_inputs(q, k, v, *call.layout, scores.softcap);
   } catch (const std::exception& error) {
     try {
       if (call.session) {
@@ -187,10 +195,9 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
     return call;
   }
   const PlanIdentity plan = identity_of(*call.layout);
-  call.session->agree(signature_of(plan, q, k, softmax_scale), plan.mask, moves_rows);
+  call.session->agree(signature_of(plan, q, k, scores), plan.mask, moves_rows);
   call.where = call.session->enter(pass, {step, batch}, caller, moves_rows);
-  call.transport =
-      &call.session->transport(attention::reads_in_place(call.inputs.q, softmax_scale));
+  call.transport = &call.session->transport(attention::reads_in_place(call.inputs.q, scores));
   if (moves_rows) return call;
   call.turn = {};
   call.session.reset();

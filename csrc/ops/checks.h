@@ -24,7 +24,7 @@ auto operator_of(const char* name) {
 // Returns core attention's inputs with rows contiguous. Throws a ValueError that names the
 // argument, its value and the allowed values. Local: no rank communicates.
 transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const Layout& layout);
+                               const Layout& layout, double softcap);
 
 // Throws if a CUDA graph is captured, which would repeat the call with this step's documents.
 // `tensor` is on the current device. Local: call it before any rank communicates.
@@ -36,6 +36,9 @@ void check_shape(const at::Tensor& tensor, const char* name);
 // Checks that the backward pass's inputs fit the forward pass of q, [rows, heads, head_dim].
 void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
                  const at::Tensor& q);
+
+// Checks that lse's gradient is like lse.
+void check_grad_lse(const at::Tensor& grad_lse, const at::Tensor& lse);
 
 // Checks that `tensor` is [expected, heads, head_dim], as the layout says, and on the device of
 // `rows`.
@@ -59,7 +62,7 @@ struct Call {
 // Decodes and checks on this rank, then makes sure that all ranks agree. A refusal here reaches the
 // other ranks too, before any row is sent. `caller` is the module that calls: see name_caller.
 Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                const at::Tensor& layout, const at::Tensor& rows, double softmax_scale,
+                const at::Tensor& layout, const at::Tensor& rows, const attention::Scores& scores,
                 const std::string& group_name, int64_t caller = -1);
 
 // Runs a part of a call as a phase of it.

@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -122,26 +123,38 @@ at::Tensor delta_of_sent(const std::vector<Round>& rounds, const at::Tensor& out
   return delta;
 }
 
-// The backward pass's inputs, for home rows.
+// The gradient of out, and what home tasks know of the forward pass.
 struct BackwardInputs {
-  at::Tensor grad_out, out, lse;
-  at::Tensor delta;  // of the rows that are sent
+  at::Tensor grad_out;
+  attention::Saved saved;
 };
 
+// Kernels form delta from `out`. If lse has a gradient, delta includes it: d lse / d scores are the
+// probabilities, so that d scores = p * (dp - (delta - grad_lse)).
+BackwardInputs backward_inputs(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
+                               const at::Tensor& lse, const std::optional<at::Tensor>& grad_lse,
+                               const attention::Params& params) {
+  if (!grad_lse) return {grad_out, {lse, {}, out}};
+  const at::Tensor delta = at::empty_like(lse);
+  attention::row_dots(out, grad_out, delta);
+  delta.sub_(*grad_lse);
+  const Mask& mask = call.layout->mask;
+  return {attention::grad_for_delta(grad_out, delta, mask, params), {lse, delta, {}}};
+}
+
 void backward_round(const Call& call, const Round& round, const BackwardInputs& inputs,
-                    const transport::Inputs& kept, const Gradients& gradients,
-                    const attention::Params& params) {
+                    const at::Tensor& delta, const transport::Inputs& kept,
+                    const Gradients& gradients, const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
-  const auto& [grad_out, out, lse, delta] = inputs;
+  const auto& [grad_out, saved] = inputs;
   const auto& [dq, dk, dv] = gradients;
-  const attention::Saved saved{lse, {}, out};
   const std::vector<Part> parts = parts_of(call);
   std::vector<transport::Inputs> kept_parts;
   for (const Part& part : parts) kept_parts.push_back(part.of(kept));
   Trips trips;
   for (const Part& part : parts) {
     transport::Cargo cargo{.inputs = part.of(call.inputs),
-                           .with_queries = {part.of(grad_out), part.of(lse), part.of(delta)},
+                           .with_queries = {part.of(grad_out), part.of(saved.lse), part.of(delta)},
                            .query_results = {part.of(dq)},
                            .key_results = {part.of(dk), part.of(dv)},
                            .kept = &kept_parts[part.index]};
@@ -176,17 +189,18 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   for (const auto& trip : trips) in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
-Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
-                            const at::Tensor& lse, const Kept& kept,
+Gradients balanced_backward(const Call& call, const BackwardInputs& inputs, const Kept& kept,
                             const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   const std::vector<Round>& rounds = call.layout->rounds;
-  const BackwardInputs inputs{grad_out, out, lse, delta_of_sent(rounds, out, grad_out, lse)};
+  const auto& [grad_out, saved] = inputs;
+  const at::Tensor delta =
+      saved.delta.defined() ? saved.delta : delta_of_sent(rounds, saved.out, grad_out, saved.lse);
   const Round& first = rounds[0];  // all home tasks are in the first round
   const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
   const Gradients gradients{at::empty(q.sizes(), q.options()), dk, dv};
   for (size_t i = 0; i < rounds.size(); ++i) {
-    backward_round(call, rounds[i], inputs, kept.rounds[i], gradients, params);
+    backward_round(call, rounds[i], inputs, delta, kept.rounds[i], gradients, params);
   }
   return gradients;
 }
@@ -194,12 +208,13 @@ Gradients balanced_backward(const Call& call, const at::Tensor& grad_out, const 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
     const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
-    int64_t num_kept_queries, int64_t num_kept_keys, int64_t caller) {
+    int64_t num_kept_queries, int64_t num_kept_keys, int64_t caller, double softcap) {
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
-  const Call call = begin_call(Pass::kForward, q, k, v, layout, rows, softmax_scale,
-                               std::string(group_name), caller);
-  const attention::Params params = attention_params(*call.layout, softmax_scale);
+  const attention::Scores scores{softmax_scale, softcap};
+  const Call call =
+      begin_call(Pass::kForward, q, k, v, layout, rows, scores, std::string(group_name), caller);
+  const attention::Params params = attention_params(*call.layout, scores);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
@@ -219,26 +234,32 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
                                   const at::Tensor& lse, const at::Tensor& layout,
                                   const at::Tensor& rows, double softmax_scale,
                                   c10::string_view group_name,
-                                  const std::optional<at::Tensor>& kept, int64_t caller) {
+                                  const std::optional<at::Tensor>& kept, int64_t caller,
+                                  const std::optional<at::Tensor>& grad_lse, double softcap) {
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
-  const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, softmax_scale,
-                               std::string(group_name), caller);
-  const attention::Params params = attention_params(*call.layout, softmax_scale);
+  const attention::Scores scores{softmax_scale, softcap};
+  const Call call =
+      begin_call(Pass::kBackward, q, k, v, layout, rows, scores, std::string(group_name), caller);
+  const attention::Params params = attention_params(*call.layout, scores);
   const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
+  const auto inputs = [&] {
+    check_saved(grad_out, out, lse, q);
+    if (grad_lse) check_grad_lse(*grad_lse, lse);
+    return backward_inputs(call, grad_out.contiguous(), out.contiguous(), lse.contiguous(),
+                           grad_lse, params);
+  };
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
-    check_saved(grad_out, out, lse, q);
     kept_of(call, elements);
-    return attention::backward(grad_out.contiguous(), home_q, home_k, home_v,
-                               {lse, at::Tensor(), out}, call.layout->rounds[0].early, params);
+    const auto [grad, saved] = inputs();
+    return attention::backward(grad, home_q, home_k, home_v, saved, call.layout->rounds[0].early,
+                               params);
   }
   return announcing(*call.session, [&] {
-    check_saved(grad_out, out, lse, q);
-    const Kept inputs = kept_of(call, elements);
-    const at::Tensor grad = grad_out.contiguous();
-    return balanced_backward(call, grad, out.contiguous(), lse.contiguous(), inputs, params);
+    const BackwardInputs home = inputs();
+    return balanced_backward(call, home, kept_of(call, elements), params);
   });
 }
 
@@ -246,9 +267,8 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
               const at::Tensor& layout, const at::Tensor& rows, c10::string_view group_name) {
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
-  const double any_scale = 1;
-  const Call call =
-      begin_call(Pass::kForward, q, k, v, layout, rows, any_scale, std::string(group_name));
+  const attention::Scores any{.softmax_scale = 1};
+  const Call call = begin_call(Pass::kForward, q, k, v, layout, rows, any, std::string(group_name));
   if (!call.session) return;
   announcing(*call.session, [&] {
     for (const Round& round : call.layout->rounds) {
@@ -260,7 +280,7 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 // As core_attention, whose lengths may be symbols under torch.compile.
 using SymbolicForward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    double, c10::string_view, c10::SymInt, c10::SymInt, int64_t);
+    double, c10::string_view, c10::SymInt, c10::SymInt, int64_t, double);
 
 class CoreAttention : public torch::autograd::Function<CoreAttention> {
  public:
@@ -268,17 +288,19 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
                                const Variable& v, const Variable& layout, const Variable& rows,
                                double softmax_scale, const std::string& group_name,
                                const c10::SymInt& num_kept_queries,
-                               const c10::SymInt& num_kept_keys, int64_t caller) {
+                               const c10::SymInt& num_kept_keys, int64_t caller, double softcap) {
     at::AutoDispatchBelowADInplaceOrView below;
     static const auto op = operator_of<SymbolicForward>("distca::core_attention");
     auto [out, lse, kept] =
         op.call(q, k, v, layout, rows, softmax_scale, c10::string_view(group_name),
-                num_kept_queries, num_kept_keys, caller);
+                num_kept_queries, num_kept_keys, caller, softcap);
     ctx->save_for_backward({q, k, v, out, lse, layout, rows, kept});
-    ctx->mark_non_differentiable({lse, kept});
+    ctx->mark_non_differentiable({kept});
+    ctx->set_materialize_grads(false);  // lse seldom has a gradient
     ctx->saved_data["softmax_scale"] = softmax_scale;
     ctx->saved_data["group_name"] = group_name;
     ctx->saved_data["caller"] = caller;
+    ctx->saved_data["softcap"] = softcap;
     return {out, lse, kept};
   }
 
@@ -287,11 +309,15 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
     const std::string group_name = ctx->saved_data["group_name"].toStringRef();
     static const auto op =
         operator_of<decltype(core_attention_backward)>("distca::core_attention_backward");
+    // Without a gradient too, this rank takes part: others may send it rows.
+    const at::Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
+    const auto grad_lse = grads[1].defined() ? std::optional(grads[1]) : std::nullopt;
     auto [dq, dk, dv] =
-        op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+        op.call(grad_out, saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
                 ctx->saved_data["softmax_scale"].toDouble(), c10::string_view(group_name),
-                std::optional<at::Tensor>(saved[7]), ctx->saved_data["caller"].toInt());
-    return {dq,         dk,         dv,         Variable(), Variable(),
+                std::optional<at::Tensor>(saved[7]), ctx->saved_data["caller"].toInt(), grad_lse,
+                ctx->saved_data["softcap"].toDouble());
+    return {dq,         dk,         dv,         Variable(), Variable(), Variable(),
             Variable(), Variable(), Variable(), Variable(), Variable()};
   }
 };
@@ -299,9 +325,9 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention_autograd(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
     const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
-    c10::SymInt num_kept_queries, c10::SymInt num_kept_keys, int64_t caller) {
+    c10::SymInt num_kept_queries, c10::SymInt num_kept_keys, int64_t caller, double softcap) {
   auto results = CoreAttention::apply(q, k, v, layout, rows, softmax_scale, std::string(group_name),
-                                      num_kept_queries, num_kept_keys, caller);
+                                      num_kept_queries, num_kept_keys, caller, softcap);
   return {results[0], results[1], results[2]};
 }
 

@@ -68,8 +68,8 @@ struct LayoutOrigin {
   int64_t num_parts;
 };
 
-inline attention::Params attention_params(const Layout& layout, double softmax_scale) {
-  return {softmax_scale, layout.deterministic != 0};
+inline attention::Params attention_params(const Layout& layout, const attention::Scores& scores) {
+  return {scores, layout.deterministic != 0};
 }
 
 // Returns (layout, packed rows), both on the host.

@@ -27,13 +27,14 @@ TORCH_LIBRARY(distca, m) {
   m.def(
       "core_attention(Tensor q, Tensor k, Tensor v, Tensor layout, Tensor rows, "
       "float softmax_scale, str group_name, SymInt num_kept_queries=0, SymInt num_kept_keys=0, "
-      "int caller=-1) "
+      "int caller=-1, float softcap=0) "
       "-> (Tensor out, Tensor lse, Tensor kept)",
       of_one_step);
   m.def(
       "core_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor lse, Tensor layout, Tensor rows, float softmax_scale, str group_name, "
-      "Tensor? kept=None, int caller=-1) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+      "Tensor? kept=None, int caller=-1, Tensor? grad_lse=None, float softcap=0) "
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       of_one_step);
 
   // Its dispatch alone, to be timed.
@@ -53,7 +54,7 @@ TORCH_LIBRARY(distca, m) {
 
   // Returns every rank's `words`, int64 [any length], by rank. Collective, on the planning group.
   m.def("gather(Tensor words, str group_name, int step) -> Tensor[]");
-  // Returns the calls that ranks last agreed on under a plan for this window, int64 [num_calls, 5].
+  // Returns the calls that ranks last agreed on under a plan for this window, int64 [num_calls, 6].
   // They are to be announced with plan `step`.
   m.def("agreed_calls(str group_name, int step, int window_left, int window_right) -> Tensor calls",
         [](const std::string& group_name, int64_t step, int64_t left, int64_t right) {

@@ -35,6 +35,7 @@ std::string field_text(Signature::Field field, int64_t value) {
       text << c10::toString(static_cast<c10::ScalarType>(value));
       break;
     case Signature::kSoftmaxScale:
+    case Signature::kSoftcap:
       text << std::bit_cast<double>(value);
       break;
     case Signature::kPlanDigest:
@@ -48,9 +49,9 @@ std::string field_text(Signature::Field field, int64_t value) {
 
 const char* field_name(Signature::Field field) {
   constexpr std::array<const char*, Signature::kNumFields> kNames{
-      "refused arguments", "distca version", "step",  "plan digest",   "heads_q",
-      "heads_kv",          "head_dim",       "dtype", "softmax_scale", "forward calls",
-      "recomputed calls",  "backward calls"};
+      "refused arguments", "distca version",   "step",          "plan digest",   "heads_q",
+      "heads_kv",          "head_dim",         "dtype",         "softmax_scale", "softcap",
+      "forward calls",     "recomputed calls", "backward calls"};
   return kNames[field];
 }
 

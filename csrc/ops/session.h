@@ -35,6 +35,7 @@ struct Signature {
     kHeadDim,
     kDtype,
     kSoftmaxScale,  // bits of the double
+    kSoftcap,       // likewise
     // Number of calls that moved rows, from the first call under one plan to that under the next.
     kForwardCalls,
     kRecomputedCalls,

@@ -10,6 +10,7 @@ was balanced to torchtitan's own metrics.
 
 import collections
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -93,27 +94,32 @@ class BalancedAttention(VarlenAttention):
         attention_metadata=None,
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others,
     ) -> Tensor:
         """Attention as torchtitan calls it: q [batch, tokens, heads, head_dim] and out like it, of
-        the documents that its VarlenMetadata names. Raises ValueError for what it would have to
-        ignore, in a CUDA graph, and where boundaries do not fit the batch.
+        the documents that its VarlenMetadata names. With out_transform it returns
+        out_transform(out, lse), lse [batch, tokens, heads]: gpt-oss applies its attention sinks so.
+        Raises ValueError for what it would have to ignore, in a CUDA graph, and where boundaries do
+        not fit the batch.
         """
         check_no_capture(q_BLNH, "attention", ": --training.disable_cuda_graphs")
         names = sorted(name for name, value in others.items() if value is not None)
         if names:
             raise ValueError(
-                f"{names[0]} is given to {type(self).__name__}; expected None: attention sinks and "
-                "other changes of scores need torchtitan's own attention"
+                f"{names[0]} is given to {type(self).__name__}; expected None: changes of scores "
+                "need torchtitan's own attention"
             )
         packing = attention_metadata if attention_metadata is not None else attention_masks
         with spmd.no_typecheck():
-            out = self._attend(packing, (q_BLNH, k_BLNH, v_BLNH), scale)
+            out, lse = self._attend(packing, (q_BLNH, k_BLNH, v_BLNH), scale)
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
-            spmd.assert_type(out, spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH))
-        return out
+            local, spec = spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH)
+            spmd.assert_type(out, local, spec)
+            spmd.assert_type(lse, local, spec and spmd.PartitionSpec(*spec[:3]))
+        return out if out_transform is None else out_transform(out, lse)
 
-    def _attend(self, packing, inputs: tuple[Tensor, ...], scale: float | None) -> Tensor:
+    def _attend(self, packing, inputs: tuple[Tensor, ...], scale: float | None) -> tuple:
         batch_and_tokens, session = inputs[0].shape[:2], self._session()
         q, k, v = (  # in the dtype that torchtitan casts to
             each.bfloat16() if each.is_cuda and each.dtype != torch.float16 else each
@@ -132,8 +138,10 @@ class BalancedAttention(VarlenAttention):
         documents, new_plan = boundaries.of_pass(self, *how)
         if new_plan is not None:
             _plans.append(new_plan)
-        out = core_attention(q, k, v, documents, softmax_scale=scale, window_size=self.window_size)
-        return out.unflatten(0, batch_and_tokens).to(inputs[0].dtype)
+        settings = {"softmax_scale": scale, "window_size": self.window_size}
+        out, lse = core_attention(q, k, v, documents, **settings, return_lse=True)
+        out = out.unflatten(0, batch_and_tokens).to(inputs[0].dtype)
+        return out, lse.unflatten(0, batch_and_tokens)
 
     def _session(self) -> sessions.Session | None:
         """The group that shares this call, None where it stays on this rank."""

@@ -40,9 +40,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 # Keywords that change what attention computes, by what they are; we compute none of them.
 UNSUPPORTED = {
-    "softcap": "capped scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks of each query",
     "position_bias": "a bias on scores",
     "head_mask": "masked heads",
     "indices": "chosen keys by query",
@@ -88,12 +86,13 @@ def attention_forward(
 
     The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
     `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
-    `sliding_window` is the number of keys that a query sees, itself included. While `module` trains
+    `sliding_window` is the number of keys that a query sees, itself included, `s_aux` [heads_q] are
+    attention sinks, `softcap` caps scores. While `module` trains
     with gradients the call is balanced over ranks, and collective: planned at a forward pass's
     first layer. Otherwise it stays on this rank.
 
-    Raises ValueError for what it would have to ignore: a softcap, sinks, dropout, a bias, and in
-    training masks, padding, bidirectional attention, keys of a cache, and boundaries that are
+    Raises ValueError for what it would have to ignore: dropout, a bias, and in training
+    masks, padding, bidirectional attention, keys of a cache, and boundaries that are
     missing or contradict each other.
     """
     models.outermost().num_calls += 1
@@ -202,6 +201,19 @@ class _Call:
         return self.query.shape[2]
 
     @property
+    def sinks(self) -> Tensor | None:
+        return self.keywords.get("s_aux")
+
+    @property
+    def softcap(self) -> float | None:
+        return self.keywords.get("softcap")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's own attention computes such scores."""
+        return self.sinks is None and self.softcap is None
+
+    @property
     def shape(self) -> AttentionShape:
         heads_q, head_dim = self.query.shape[1], max(self.query.shape[3], self.value.shape[3])
         return AttentionShape(heads_q, self.key.shape[1], head_dim, self.query.element_size())
@@ -225,7 +237,8 @@ class _Call:
             F.pad(each, (0, self.shape.head_dim - each.shape[3])).transpose(1, 2).flatten(0, 1)
             for each in (self.query, self.key, self.value)
         )
-        out = core_attention(*rows, documents, softmax_scale=scale, window_size=window_size)
+        settings = {"softcap": self.softcap, "sinks": self.sinks, "window_size": window_size}
+        out = core_attention(*rows, documents, softmax_scale=scale, **settings)
         return out[..., :value_dim].unflatten(0, (len(self.query), self.num_tokens))
 
 
@@ -274,11 +287,35 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     if mask is None and call.key.shape[2] == call.num_tokens and (is_causal or packed):
         window_size = _window_of(call.module, call.keywords) if is_causal else FULL
         boundaries = call.boundaries()
-        if boundaries.is_packed or window_size != CAUSAL:
+        if boundaries.is_packed or window_size != CAUSAL or not call.is_plain:
             return call.attend(boundaries.here, window_size)
+    if not call.is_plain:
+        _check_layer_type(call.module)  # DeepSeek-V4's compressed layers write biases to the mask
+        return _attend_to_matrix(call, mask, is_causal)
     rows = (call.query, call.key, call.value, mask)
     how = {"scaling": call.scaling, "is_causal": is_causal}
     return sdpa_attention_forward(call.module, *rows, **how)[0]
+
+
+def _attend_to_matrix(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Attention with its whole matrix of scores, capped, and a column of sinks."""
+    num_groups = call.query.shape[1] // call.key.shape[1]
+    key, value = (each.repeat_interleave(num_groups, 1) for each in (call.key, call.value))
+    scale = call.query.shape[3] ** -0.5 if call.scaling is None else call.scaling
+    scores = call.query @ key.transpose(2, 3) * scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if mask is None and is_causal and call.num_tokens > 1:
+        mask = torch.ones_like(scores, dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    if call.sinks is not None:
+        column = call.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column.to(scores.dtype)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
 def _check_own_mask(call: _Call, mask: Tensor) -> None:
@@ -369,11 +406,15 @@ def _check_model(call: _Call, is_causal: bool) -> None:
                 f"{argument} is a DTensor in {name}; expected this rank's own heads: .to_local()"
             )
     check_no_capture(call.query, name)
-    layer_type = _layer_type(call.module)
+    _check_layer_type(call.module)
+
+
+def _check_layer_type(module: nn.Module) -> None:
+    layer_type = _layer_type(module)
     if layer_type not in PLAIN_LAYERS:
         raise ValueError(
-            f"layer_types[{call.module.layer_idx}] is {layer_type!r} in {name}; expected one of "
-            f"{PLAIN_LAYERS[1:]}: {USE_ANOTHER}"
+            f"layer_types[{module.layer_idx}] is {layer_type!r} in {type(module).__name__}; "
+            f"expected one of {PLAIN_LAYERS[1:]}: {USE_ANOTHER}"
         )
 
 

@@ -224,7 +224,7 @@ class _Step:
     def __post_init__(self) -> None:
         self._grad_mode, self._hooks = torch.is_grad_enabled(), _checkpoint_hooks()
 
-    def attend(self, idx: int, q, k, v, documents: Documents, softmax_scale, window_size):
+    def attend(self, idx: int, q, k, v, documents: Documents, *settings):
         """attend_rows as core_attention calls it in half `idx`."""
         if documents is not self.documents:
             raise ValueError(
@@ -234,6 +234,7 @@ class _Step:
             raise ValueError(
                 f"PingPong: attention is called inside torch.utils.checkpoint; {INSIDE}"
             )
+        *_, window_size, return_lse = settings
         own = plan_halves(documents, self.cut, window_size, q.device)[idx]
         if idx == 0:
             self.left.append((k, v, self.turns.mark()))
@@ -245,10 +246,10 @@ class _Step:
                     torch.cuda.current_stream(k.device).wait_event(event)
                 first = left_k.shape[0] - own.num_context_rows
                 k, v = torch.cat([left_k[first:], k]), torch.cat([left_v[first:], v])
-        out = attention.attend_rows(q, k, v, own, softmax_scale, window_size)
+        results = attention.attend_rows(q, k, v, own, *settings)
         if idx == 1:
-            self.turns.mark_backward(out)
-        return out
+            self.turns.mark_backward(results[0] if return_lse else results)
+        return results
 
     def check_calls(self) -> None:
         if self.num_calls != len(self.left):

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <limits>
@@ -88,6 +89,17 @@ at::Tensor surrogate_out(const at::Tensor& grad_out, const at::Tensor& delta) {
   const at::Tensor square = norm.square().clamp_min(std::numeric_limits<float>::min());
   at::Tensor out = at::empty(grad_out.sizes(), grad_out.options());
   return at::mul_out(out, grad_out, delta.unsqueeze(-1).div(square));
+}
+
+// With a gradient of lse, delta may be large where grad_out is short or 0, and no surrogate_out is
+// finite. Such rows are replaced by short ones that add less to gradients than `largest` of delta.
+at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta) {
+  const bool is_half = grad_out.scalar_type() == at::kHalf;
+  const double largest = is_half ? 0x1p15 : 0x1p40, smallest = is_half ? 0x1p-24 : 0x1p-60;
+  const at::Tensor norm = at::linalg_vector_norm(grad_out, 2, {-1}, /*keepdim=*/true, at::kFloat);
+  const at::Tensor size = delta.unsqueeze(-1).abs();
+  const at::Tensor element = size.div(largest * grad_out.size(2)).clamp_min(smallest);
+  return at::where(norm.mul(largest).lt(size), element.to(grad_out.scalar_type()), grad_out);
 }
 
 // Sums dk, or dv, over several waves. A wave's call writes the rows from 0 to its last key, zero if
@@ -184,6 +196,7 @@ Backend backend() {
           .forward = forward,
           .backward = backward,
           .row_dots = row_dots_cuda,
+          .grad_for_delta = grad_for_delta,
           .plan_words = plan_words,
           .count_words = count_words};
 }

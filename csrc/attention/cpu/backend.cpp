@@ -114,9 +114,11 @@ at::Tensor seen(const at::Tensor& keys, const Tile& tile) {
 
 // q k^T [kv heads, heads * rows, keys], -inf where a query does not see the key. The backward pass
 // repeats the forward pass's to the last bit, as neighbouring floats of large scores are more than
-// 1 apart.
-at::Tensor scores_of(const at::Tensor& q, const at::Tensor& k, const Tile& tile, const Mask& mask) {
+// 1 apart. q is scaled.
+at::Tensor scores_of(const at::Tensor& q, const at::Tensor& k, const Tile& tile, const Mask& mask,
+                     double softcap) {
   const at::Tensor scores = at::bmm(q, seen(k, tile).transpose(1, 2));
+  if (softcap != 0) scores.div_(softcap).tanh_().mul_(softcap);
   const int64_t num_queries = num_rows(tile.queries), num_keys = num_rows(tile.keys);
   const at::Tensor by_row = scores.view({scores.size(0), -1, num_queries, num_keys});
   const auto square = [&](int64_t count) { return at::ones({num_queries, count}, at::kBool); };
@@ -149,7 +151,7 @@ void forward(const ForwardRows& rows, const Params& params) {
         return;
       }
       const at::Tensor queries = load(q, tile.queries, unit).mul_(params.softmax_scale);
-      const at::Tensor p = scores_of(queries, keys, tile, tasks.mask);
+      const at::Tensor p = scores_of(queries, keys, tile, tasks.mask, params.softcap);
       const at::Tensor maximum = p.amax(2, /*keepdim=*/true);
       // 0 keeps the differences defined where a query sees no key.
       exp_(p.sub_(maximum.masked_fill(maximum.eq(-kInfinity), 0)));
@@ -172,11 +174,16 @@ void backward(const BackwardRows& rows, const Params& params) {
       const at::Tensor delta = saved.delta.defined()
                                    ? of_tile(saved.delta)
                                    : of_tile(saved.out).mul_(grad).sum(2, /*keepdim=*/true);
-      const at::Tensor p = scores_of(queries, keys, tile, tasks.mask);
+      const at::Tensor p = scores_of(queries, keys, tile, tasks.mask, params.softcap);
+      // d tanh(x) = 1 - tanh(x)^2, and 0 for hidden keys.
+      const at::Tensor slope = params.softcap == 0
+                                   ? at::Tensor()
+                                   : p.div(params.softcap).square_().neg_().add_(1).clamp_min_(0);
       // A query that saw no key has weights of 0. None is above 1, also where lse comes from a
       // processor that rounds otherwise.
       exp_(p.sub_(lse.masked_fill(lse.eq(-kInfinity), kInfinity)).clamp_max_(0));
       const at::Tensor ds = at::bmm(grad, seen(values, tile).transpose(1, 2)).sub_(delta).mul_(p);
+      if (slope.defined()) ds.mul_(slope);
       store(dq, tile.queries, unit, at::bmm(ds, seen(keys, tile)).mul_(params.softmax_scale));
       seen(dk_sum, tile).baddbmm_(ds.transpose(1, 2), queries);
       seen(dv_sum, tile).baddbmm_(p.transpose(1, 2), grad);
@@ -192,6 +199,7 @@ Backend backend() {
   return {.name = "cpu",
           .device = at::kCPU,
           .dtypes = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf},
+          .takes_softcap = true,
           .forward = forward,
           .backward = backward};
 }

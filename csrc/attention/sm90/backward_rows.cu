@@ -174,11 +174,13 @@ __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
     if (lane != 0) continue;
     const int place = stats_index<kRows>(row);
     to[place] = lse == -INFINITY ? INFINITY : lse * kLog2E;
-    to[kPitch + place] = -(arguments.delta ? delta : dot);
+    const float mean = arguments.delta ? delta : dot;
+    to[kPitch + place] = -mean;
     if (!arguments.bounds) continue;
     const int32_t key_head = head / (arguments.heads_q / arguments.heads_kv);
     const float* bound = arguments.bounds + 2 * (tile.run * arguments.heads_kv + key_head);
-    to[2 * kPitch + place] = inverse_quantum(sqrtf(square) * sqrtf(bound[0]) * bound[1]);
+    to[2 * kPitch + place] =
+        inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]);
   }
 }
 

@@ -7,9 +7,9 @@
 // What surrounds the backward kernel, row by row.
 //
 // Deterministic dQ is added up in fixed point, in which order does not matter. Rows of
-// dQ / softmax_scale are sums of dS_j K_j with dS_j = P_j (dP_j - delta), sum P = 1 and delta the
-// mean of dP under P. The mean distance of dP from its mean is at most half its range, and |dP_j|
-// <= |dO| |V_j|, so |sum_j dS_j K_j| <= |dO| max_j |V_j| max |K|. The quantum of a row and head is
+// dQ / softmax_scale are sums of dS_j K_j with dS_j = P_j (dP_j - delta), sum P = 1 and |dP_j| <=
+// |dO| |V_j|, so |sum_j dS_j K_j| <= (|dO| max_j |V_j| + |delta|) max |K|. delta is the mean of dP
+// under P less the gradient of lse, which nothing else bounds. The quantum of a row and head is
 // this bound over 2^30, rounded up to a power of two: sums fit in int32 with a factor of 2 to spare
 // for rounding, and wrapping of partial sums cancels.
 namespace distca::attention::sm90 {
