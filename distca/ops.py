@@ -78,7 +78,7 @@ def plan(
     pieces: Tensor, num_ranks: int, window_left: int, window_right: int, cost: Tensor,
     row_bytes: Sequence[int], servers: Tensor, links: Tensor, tolerance: float, rounds: int = 1,
     kept_cap_bytes: float = 0, held_bytes: Sequence[int] | None = None,
-    kept_bytes: Sequence[int] | None = None,
+    kept_bytes: Sequence[int] | None = None, kept_gain: float = 0,
 ) -> Two:
     """Return the plan for the pieces of all ranks, and loads by rank."""
 

@@ -31,6 +31,8 @@ class Cluster:
     kept_cap_bytes: int = 0
     """What a server may keep of visiting rows' q, k and v for one layer, from the forward to the
     backward pass."""
+    kept_gain: float = 0.0
+    """Servers keep nothing if that saves a smaller part of a layer's predicted seconds."""
     ranks_per_node: int | None = None
     """Consecutive ranks share a node; the last may have fewer. None: one node."""
     link_bytes_per_second: float = 200e9

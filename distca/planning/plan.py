@@ -298,6 +298,7 @@ def balance(
         cluster.kept_cap_bytes,
         held_row_bytes(shape),
         input_row_bytes(shape),
+        cluster.kept_gain,
     )
 
 
