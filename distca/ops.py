@@ -110,6 +110,12 @@ def kept_rows(layout: Tensor) -> list[int]:
 
 
 @_operator
+def take_kept_peak() -> list[int]:
+    """Return the most bytes of kept inputs at one time, and the most calls of core_attention whose
+    backward pass was to come, in this process since the last call of this."""
+
+
+@_operator
 def open_session(
     data_group: str, control_group: str, planning_group: str, configuration: str, timeout_s: float,
     transport: str = "process_group", peer_device: int | None = None, peer_memory_bytes: int = 0,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "keeping.h"
 #include "layout_tensor.h"
 #include "session.h"
 #include "transport/registry.h"
@@ -101,6 +102,12 @@ TORCH_LIBRARY(distca, m) {
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows", of_one_step);
   // Visiting (query rows, key rows) whose inputs this rank keeps for the backward pass.
   m.def("kept_rows(Tensor layout) -> int[]", distca::ops::kept_rows);
+  // Most bytes of kept inputs at one time, and most calls of core_attention whose backward pass was
+  // to come, in this process since the last call of this.
+  m.def("take_kept_peak() -> int[]", [] {
+    const auto [num_bytes, num_calls] = distca::ops::take_kept_peak();
+    return std::vector<int64_t>{num_bytes, num_calls};
+  });
 
   // Sessions: see session.h.
   m.def(

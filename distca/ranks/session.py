@@ -16,6 +16,7 @@ from distca.options import Options
 from distca.ranks import groups
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, measure
+from distca.ranks.memory import KeptMemory
 from distca.ranks.peers import check_transport, choose_device
 from distca.ranks.planner_thread import PlannerThread
 from distca.watching.monitor import Monitor
@@ -41,6 +42,7 @@ class Session:
     control: ProcessGroup | None = None  # gloo, for agreement on calls that were not announced
     by_peer_memory: bool = False  # rows go to other ranks' memory, where the attention allows it
     links: Links = Links()  # as measured when it was opened
+    memory: KeptMemory = field(default_factory=KeptMemory)
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of

@@ -85,7 +85,7 @@ def _tensorboard_writer(folder: Path):
 
 def scalars(record: Mapping) -> dict[str, float]:
     """The record's numbers, lists by rank left out but for the times that were measured."""
-    values = {name: value for name, value in record.items() if not isinstance(value, list)}
+    values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
     for name in MEASURED:
         if measured := record.get(name):
             values[f"{name}_mean"] = statistics.fmean(measured)
@@ -95,7 +95,7 @@ def scalars(record: Mapping) -> dict[str, float]:
 
 def line(step: int, records: Sequence[Mapping]) -> str:
     """The mean of these records on one line."""
-    names = [name for name, value in records[0].items() if not isinstance(value, list)]
+    names = [name for name, value in records[0].items() if isinstance(value, (int, float))]
     mean = {name: statistics.fmean(each[name] for each in records) for name in names}
     times = ""
     if timed := [each for each in records if each["attention_ms"]]:
@@ -103,11 +103,13 @@ def line(step: int, records: Sequence[Mapping]) -> str:
             f"{min(timed[-1][name]):.1f}-{max(timed[-1][name]):.1f} ms" for name in MEASURED
         )
         times = f"attention {attention}, exposed {exposed}  "
+    keeping = records[-1].get("keeping")
+    kept = f", {mean['kept_mb']:.1f} MB kept ({keeping})" if keeping else ""
     wait = mean["waited_ms"]
     hidden = "hidden" if wait < HIDDEN_MS else f"waited {wait:.1f} ms"
     return (
         f"distca  step {step + 1}  imbalance {mean['imbalance_before']:.3f} -> "
-        f"{mean['imbalance_after']:.3f}  {times}{mean['moved_mb']:.1f} MB a layer  "
+        f"{mean['imbalance_after']:.3f}  {times}{mean['moved_mb']:.1f} MB a layer{kept}  "
         f"plan {mean['plan_ms']:.1f} ms, {hidden}"
     )
 

@@ -52,6 +52,8 @@ def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
         "imbalance_after_max": max(after),
         "predicted_speedup": slowest[0] / slowest[1] if slowest[1] > 0 else 1.0,
         "moved_mb": statistics.fmean(step["moved_mb"] for step in steps),
+        "kept_mb": statistics.fmean(step.get("kept_mb", 0.0) for step in steps),
+        "keeping": steps[-1].get("keeping", ""),
         "plan_ms": statistics.median(step["plan_ms"] for step in steps),
         "waited_ms": statistics.fmean(step["waited_ms"] for step in steps),
         **{name: steps[-1][name] for name in LINKS if name in steps[-1]},
@@ -69,6 +71,8 @@ def table(values: dict) -> str:
         rows[name.replace("_", " ")] = f"{values[name]:.3f} (worst {values[name + '_max']:.3f})"
     rows["attention, predicted"] = f"{values['predicted_speedup']:.2f} times faster"
     rows["moved"] = f"{values['moved_mb']:.1f} MB a layer, forward and backward, by all ranks"
+    if values["keeping"]:
+        rows["kept inputs"] = f"{values['kept_mb']:.1f} MB a layer ({values['keeping']})"
     rows["plan"] = (
         f"{values['plan_ms']:.1f} ms, training waited {values['waited_ms']:.1f} ms for it"
     )
