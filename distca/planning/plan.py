@@ -206,7 +206,8 @@ def submit(
     plan = documents._plans[window_size] = Plan(pending, device, session, batch)
     if session.monitor is not None:  # records on the planner thread, which has time
         record = functools.partial(session.planner.submit, session.monitor.record, problem.step)
-        plan.observer = lambda report: record(report.record())
+        can_ping_pong = device.type == "cuda" and session.cut is None
+        plan.observer = lambda report: record({**report.record(), "can_ping_pong": can_ping_pong})
     return plan
 
 

@@ -6,10 +6,11 @@ import logging
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distca.watching.figures import MEASURED, STEPS_FILE
+from distca.watching.figures import MEASURED, STEPS_FILE, ExposedShare
 from distca.watching.report import draw_run
 from distca.watching.settings import Watching
 from distca.watching.trace import forget_spans
@@ -26,6 +27,9 @@ class Monitor:
         self._log_every = watching.log_every
         self._folder = None if watching.run_dir is None else Path(watching.run_dir)
         self._recent: list[Mapping] = []
+        self._exposed = ExposedShare()
+        self._has_advised = False
+        self._recorded_at: float | None = None
         self._lock = threading.Lock()
         self._file = self._writer = None
         if self._folder is not None:
@@ -40,6 +44,11 @@ class Monitor:
     def record(self, step: int, record: Mapping) -> None:
         """One plan's figures, and lists by rank. A full disk ends the records, not the training."""
         with self._lock:
+            now, before = time.perf_counter(), self._recorded_at
+            self._recorded_at = now
+            if before is not None:
+                record = {**record, "step_ms": 1e3 * (now - before)}
+            self._advise(record)
             try:
                 self._write(step, record)
             except OSError as error:
@@ -51,6 +60,13 @@ class Monitor:
                 self._recent = []
             elif len(self._recent) > max(1, self._log_every):
                 self._recent.pop(0)
+
+    def _advise(self, record: Mapping) -> None:
+        self._exposed.add(record)
+        advice = None if self._has_advised else self._exposed.advice
+        if advice is not None:
+            self._has_advised = True
+            logger.info("distca: %s", advice)
 
     def _write(self, step: int, record: Mapping) -> None:
         if self._file is not None:
