@@ -25,7 +25,7 @@ def train(rank, world_size, options, spare_bytes=SPARE_BYTES, updates=True):
     by step, and results of the last step."""
     distca.close()
     memory._has_optimizer_state = False
-    ops.take_kept_peak()
+    memory._peaks.clear()
     distca.init(options=distca.Options(**options))
     weight = torch.nn.Parameter(torch.zeros(()))
     weight.grad, optimizer = torch.zeros(()), torch.optim.Adam([weight])

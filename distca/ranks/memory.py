@@ -21,6 +21,7 @@ NOT_YET = -(2**62)
 UNKNOWN = [0, NOT_YET, 0, 0]
 
 _has_optimizer_state = False
+_peaks: collections.deque[list[int]] = collections.deque(maxlen=NUM_PEAKS)  # of all groups
 
 
 def _note_optimizer_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -60,7 +61,6 @@ class KeptMemory:
     """What this rank tells the others with each plan. Used on the planner thread."""
 
     def __init__(self) -> None:
-        self._peaks: collections.deque[list[int]] = collections.deque(maxlen=NUM_PEAKS)
         self._num_plans = 0  # since there is optimizer state
 
     def words(self, device: torch.device) -> list[int]:
@@ -69,9 +69,9 @@ class KeptMemory:
         if spare is None:
             return UNKNOWN
         _watch_optimizers()
-        self._peaks.append(ops.take_kept_peak())
+        _peaks.append(ops.take_kept_peak())
+        num_bytes, num_calls = map(max, zip(*_peaks, strict=True))
         self._num_plans += _has_optimizer_state
-        num_bytes, num_calls = map(max, zip(*self._peaks, strict=True))
         if self._num_plans <= WARM_UP_PLANS:
             spare = NOT_YET
         return [_device_id(device), spare, num_bytes, num_calls]
