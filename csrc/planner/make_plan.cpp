@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "balance/balancer.h"
 #include "layout/layout.h"
@@ -25,8 +27,23 @@ Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& proble
   return plan;
 }
 
-// Returns the plan with kept inputs, or a faster one that counts on them: kept rows move fewer
-// bytes, so that more work may leave its home. Returns `plan` where keeping gains too little.
+// Returns a plan that counts on kept inputs: rows move fewer bytes, so that more work may leave its
+// home. Nothing if there is none within the memory caps.
+std::optional<Plan> plan_of_kept_rows(const Pack& pack, const PlanOptions& options) {
+  const auto left = [](int64_t bytes, int64_t kept) { return std::max<int64_t>(0, bytes - kept); };
+  PlanOptions fewer = options;
+  fewer.row_bytes = {left(options.row_bytes.query, options.kept_bytes.query),
+                     left(options.row_bytes.key, options.kept_bytes.key)};
+  const Problem problem(pack, fewer);
+  try {
+    return plan_of(pack, options, problem);
+  } catch (const std::invalid_argument&) {
+    return std::nullopt;
+  }
+}
+
+// Returns `plan` with kept inputs, or a faster one that counts on them. Returns `plan` as it is if
+// keeping gains too little.
 Plan keeping_plan(const Pack& pack, const PlanOptions& options, const Problem& problem,
                   const Plan& plan) {
   const double hidden = problem.hidden_seconds;
@@ -34,16 +51,10 @@ Plan keeping_plan(const Pack& pack, const PlanOptions& options, const Problem& p
   Plan kept = plan;
   double kept_seconds = keep_inputs(pack, options, hidden, kept);
   if (seconds > (1 + kExposed) * problem.total_seconds / problem.total_speed) {
-    PlanOptions fewer = options;
-    fewer.row_bytes.query =
-        std::max<int64_t>(0, options.row_bytes.query - options.kept_bytes.query);
-    fewer.row_bytes.key = std::max<int64_t>(0, options.row_bytes.key - options.kept_bytes.key);
-    const Problem fewer_bytes(pack, fewer);
-    Plan other = plan_of(pack, options, fewer_bytes);
-    const double other_seconds = keep_inputs(pack, options, hidden, other);
-    if (other_seconds < kept_seconds) {
-      kept = std::move(other);
-      kept_seconds = other_seconds;
+    if (std::optional<Plan> other = plan_of_kept_rows(pack, options)) {
+      const double other_seconds = keep_inputs(pack, options, hidden, *other);
+      if (other_seconds < kept_seconds) kept = std::move(*other);
+      kept_seconds = std::min(kept_seconds, other_seconds);
     }
   }
   return seconds - kept_seconds < options.kept_gain * seconds ? plan : kept;

@@ -20,7 +20,7 @@ def max_over_mean(seconds: Sequence[float]) -> float:
     return max(seconds) / mean if mean > 0 else 1.0
 
 
-MIN_TIMED = 3  # steps, before their exposed communication is judged
+MIN_TIMED = 2  # steps, before their exposed communication is judged
 PAYS_ABOVE = 0.05  # of the step: exposed communication that ping-pong should hide
 
 
@@ -29,7 +29,8 @@ class ExposedShare:
 
     def __init__(self) -> None:
         self._step_ms: collections.deque[float] = collections.deque(maxlen=64)
-        self._exposed_ms: list[Sequence[float]] = []  # of each timed step, by rank
+        self._exposed_ms: collections.deque[float] = collections.deque(maxlen=64)  # mean of ranks
+        self._latest: Sequence[float] = ()  # of the latest timed step, by rank
         self._can_ping_pong = False
 
     def add(self, record: Mapping) -> None:
@@ -37,18 +38,19 @@ class ExposedShare:
         if "step_ms" in record:
             self._step_ms.append(record["step_ms"])
         exposed_ms = record["exposed_ms"]
-        if exposed_ms and exposed_ms not in self._exposed_ms[-1:]:
-            self._exposed_ms.append(exposed_ms)
+        if exposed_ms and exposed_ms != self._latest:
+            if self._latest:  # the first timed step includes the start of the run
+                self._exposed_ms.append(statistics.fmean(exposed_ms))
+            self._latest = exposed_ms
         self._can_ping_pong = record.get("can_ping_pong", False)
 
     @property
     def value(self) -> float | None:
-        """Mean over ranks, and over timed steps without the first, which includes the start of the
-        run. None until MIN_TIMED steps were timed."""
+        """Mean over ranks, and over the latest timed steps without the first of the run. None until
+        MIN_TIMED more steps were timed."""
         if len(self._exposed_ms) < MIN_TIMED or not self._step_ms:
             return None
-        exposed_ms = statistics.fmean(map(statistics.fmean, self._exposed_ms[1:]))
-        return exposed_ms / statistics.median(self._step_ms)
+        return statistics.fmean(self._exposed_ms) / statistics.median(self._step_ms)
 
     @property
     def advice(self) -> str | None:

@@ -101,7 +101,7 @@ def _tensorboard_writer(folder: Path):
 
 def scalars(record: Mapping) -> dict[str, float]:
     """The record's numbers, lists by rank left out but for the times that were measured."""
-    values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+    values = {name: value for name, value in record.items() if type(value) in (int, float)}
     for name in MEASURED:
         if measured := record.get(name):
             values[f"{name}_mean"] = statistics.fmean(measured)
@@ -111,7 +111,7 @@ def scalars(record: Mapping) -> dict[str, float]:
 
 def line(step: int, records: Sequence[Mapping]) -> str:
     """The mean of these records on one line."""
-    names = [name for name, value in records[0].items() if isinstance(value, (int, float))]
+    names = [name for name, value in records[0].items() if type(value) in (int, float)]
     mean = {name: statistics.fmean(each[name] for each in records) for name in names}
     times = ""
     if timed := [each for each in records if each["attention_ms"]]:
