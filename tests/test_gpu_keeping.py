@@ -74,6 +74,8 @@ def test_nothing_is_kept_where_links_are_fast(two_ranks):
 
 def test_spare_memory_is_what_is_free_beyond_the_margin():
     device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()  # of former tests
     before, total = memory.spare_bytes(device), torch.cuda.mem_get_info(device)[1]
     held = torch.empty(2**30, dtype=torch.uint8, device=device)
     after = memory.spare_bytes(device)
