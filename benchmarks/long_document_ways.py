@@ -34,7 +34,7 @@ def variant_way(
     name: str,
     workload: Workload,
     shape: distca.AttentionShape,
-    keep_inputs_gb: float,
+    keep_inputs_gb: float | None,
     device: torch.device,
 ) -> Iterator[Way]:
     """Open a variant of training_step.py as a way."""

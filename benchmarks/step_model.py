@@ -22,9 +22,7 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--keep-inputs-gb", type=float, default=0.0, help="distca's option of this name"
-    )
+    parser.add_argument("--keep-inputs-gb", type=float, help="distca's option of this name")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

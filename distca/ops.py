@@ -79,7 +79,7 @@ def plan(
     pieces: Tensor, num_ranks: int, window_left: int, window_right: int, cost: Tensor,
     row_bytes: Sequence[int], servers: Tensor, links: Tensor, tolerance: float, rounds: int = 1,
     kept_cap_bytes: float = 0, held_bytes: Sequence[int] | None = None,
-    kept_bytes: Sequence[int] | None = None,
+    kept_bytes: Sequence[int] | None = None, kept_gain: float = 0,
 ) -> Two:
     """Return the plan for the pieces of all ranks, and loads by rank."""
 
@@ -109,6 +109,12 @@ def unpack_rows(layout: Tensor, packed_rows: Tensor) -> Tensor:
 @_operator
 def kept_rows(layout: Tensor) -> list[int]:
     """Return how many visiting query and key rows this rank keeps for the backward pass."""
+
+
+@_operator
+def take_kept_peak() -> list[int]:
+    """Return the most bytes of kept inputs at one time, and the most calls of core_attention whose
+    backward pass was to come, in this process since the last call of this."""
 
 
 @_operator

@@ -64,11 +64,11 @@ class Options:
     ranks' rows. More rounds balance better in little memory, but transfers after the first round
     are exposed."""
 
-    keep_inputs_gb: float = 0.0
-    """Memory for the queries, keys and values of other ranks that a rank keeps in one layer from
-    the forward to the backward pass, in 1e9 bytes. Kept inputs do not travel again. Keys that
-    rounds, or halves of ping-pong, share are kept by each of them but count once. 0 keeps
-    nothing."""
+    keep_inputs_gb: float | None = None
+    """Limit for the queries, keys and values of other ranks that a rank keeps in one layer from the
+    forward to the backward pass, in 1e9 bytes. Kept inputs do not travel again. Keys that rounds,
+    or halves of ping-pong, share are kept by each of them but count once. None: what free memory of
+    CUDA devices allows, if it shortens attention by 1 % or more. 0 keeps nothing."""
 
     attention_tflops: float | None = None
     """Attention speed of one rank, in TFLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
@@ -129,7 +129,8 @@ class Options:
             check(name, value, value is None or is_count, "an integer, at least 1")
         for name in ("keep_inputs_gb", "peer_memory_gb"):
             value = getattr(self, name)
-            check(name, value, 0 <= value < math.inf, "0 or a positive number")
+            is_default = value is None and name == "keep_inputs_gb"
+            check(name, value, is_default or 0 <= value < math.inf, "0 or a positive number")
         above_zero = ("attention_tflops", "memory_cap_gb", "link_gb_per_s", "node_link_gb_per_s")
         for name in (*above_zero, "timeout_s"):
             value = getattr(self, name)

@@ -37,11 +37,20 @@ class Launch:
     transformers: bool = False
     """Register attn_implementation="distca" with transformers for the script."""
 
+    ping_pong: bool = False
+    """Run the decoder layers of models that are built with attn_implementation="distca" on two
+    halves of their tokens. It needs the option transformers."""
+
     def __post_init__(self) -> None:
         if self.document_end_id is not None and self.document_positions is not None:
             raise ValueError(
                 f"document_end_id is {self.document_end_id} and document_positions "
                 f"{self.document_positions!r}; expected one of them"
+            )
+        if self.ping_pong and not self.transformers:
+            raise ValueError(
+                "ping_pong is True, transformers False; expected both: in other scripts, wrap "
+                "blocks in distca.PingPong"
             )
         for name in ("document_end_id", "document_positions"):
             value = getattr(self, name)
@@ -85,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (launch.document_end_id, launch.document_positions) != (None, None):
         plain.derive_documents(launch.document_end_id, launch.document_positions)
     if launch.transformers:
-        importlib.import_module("distca.integrations.transformers")
+        integration = importlib.import_module("distca.integrations.transformers")
+        if launch.ping_pong:
+            integration.ping_pong_built_models()
     sys.argv = [parsed.script, *parsed.arguments]
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(parsed.script, run_name="__main__")

@@ -58,6 +58,8 @@ def test_a_run_writes_its_records_and_its_summary(ranks, tmp_path):
     recorded = ranks(3).run(train, str(tmp_path), 2)
     steps = report.read_steps(tmp_path)
     assert [step.pop("step") for step in steps] == list(range(NUM_STEPS))
+    assert [step.pop("step_ms", 0.0) > 0 for step in steps] == [False] + [True] * (NUM_STEPS - 1)
+    assert not any(step.pop("can_ping_pong") for step in steps), "on the CPU it hides nothing"
     assert steps == json.loads(json.dumps(recorded[0])), "rank 0's plans, in order"
     timed = [step["attention_ms"] for step in steps]
     assert timed[0] == timed[1] == [] and len(timed[2]) == 3 and min(timed[2]) > 0
@@ -66,7 +68,7 @@ def test_a_run_writes_its_records_and_its_summary(ranks, tmp_path):
         pairs = zip(step["exposed_ms"], step["attention_ms"], strict=True)
         assert all(0 < exposed < attention for exposed, attention in pairs)
     values = json.loads((tmp_path / "summary.json").read_text())
-    assert values == json.loads(json.dumps(report.run_summary(steps)))
+    assert values == json.loads(json.dumps(report.run_summary(report.read_steps(tmp_path))))
     assert values["ranks"] == 3 and values["steps"] == NUM_STEPS
     assert values["imbalance_after"] < values["imbalance_before"]
     assert values["link_gb_per_s"] == 2.0 and "node_link_gb_per_s" not in values
@@ -165,6 +167,35 @@ def test_lines_are_means_of_the_steps_between_them(caplog):
     assert hidden.endswith("plan 4.0 ms, hidden")
 
 
+def monitored(monkeypatch, caplog, exposed_ms, num_steps=8, can_ping_pong=True, **settings):
+    """Return the log of steps of 100 ms, every second of which was timed."""
+    clock = iter(range(num_steps))
+    monkeypatch.setattr("time.perf_counter", lambda: 0.1 * next(clock))
+    caplog.clear()
+    monitor = Monitor(distca.Watching(**settings))
+    for step in range(num_steps):
+        start = 1000.0 if step < 2 else 0.0  # the start of the run is slow
+        times = [exposed_ms + start + step // 2, exposed_ms + start + step // 2 + 2]
+        timed = plan_report(num_ranks=2, attention_ms=[5000.0] * 2, exposed_ms=times)
+        monitor.record(step, {**timed.record(), "can_ping_pong": can_ping_pong})
+    monitor.close()
+    return [each.getMessage() for each in caplog.records if "PingPong" in each.getMessage()]
+
+
+def test_exposed_communication_asks_for_ping_pong_once(monkeypatch, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "distca")
+    (advice,) = monitored(monkeypatch, caplog, 5.5)  # means 7.5 and 8.5 of 100 ms by then
+    assert advice.startswith("distca: 8% of the step is exposed communication: wrap blocks in")
+    assert not monitored(monkeypatch, caplog, 1.0)
+    assert not monitored(monkeypatch, caplog, 5.5, can_ping_pong=False)
+    assert not monitored(monkeypatch, caplog, 5.5, num_steps=4), "too few timed steps"
+    monitored(monkeypatch, caplog, 5.5, run_dir=str(tmp_path))
+    values = report.run_summary(report.read_steps(tmp_path))
+    assert values["exposed_share"] == pytest.approx(0.085)  # of the second to fourth timed steps
+    assert report.table(values).splitlines()[-1] == values["advice"]
+    assert "exposed communication  8.5% of a step" in report.table(values)
+
+
 def test_no_records_are_kept_without_lines():
     monitor = Monitor(distca.Watching())
     for step in range(100):
@@ -193,7 +224,7 @@ def test_scalars_reach_tensorboard(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monitor = Monitor(distca.Watching(run_dir=str(tmp_path), tensorboard=True))
     times = {"attention_ms": [2.0, 4.0, 2.0, 4.0], "exposed_ms": [0.5, 1.0, 0.5, 0.0]}
-    record = plan_report(**times).record()
+    record = {**plan_report(**times).record(), "can_ping_pong": True}
     for step in range(3):
         monitor.record(step, record)
     monitor.close()

@@ -139,7 +139,7 @@ def test_blocks_that_cannot_be_wrapped():
     with pytest.raises(ValueError, match="block Block, up is checkpointed"):
         distca.PingPong(block)
     assert type(block) is Block
-    with pytest.raises(ValueError, match="PingPongBlock is a PingPong already"):
+    with pytest.raises(ValueError, match="block Block is a PingPong already"):
         distca.PingPong(distca.PingPong(block_of()))
     block = block_of()
     block.compile()

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 import types
+import unittest.mock
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def test_selective_checkpointing_sends_no_row_twice(own_ranks):
     for (saving, error), (sending_again, error_again) in zip(with_save, without, strict=True):
         assert 0 < saving < sending_again
         assert max(error, error_again) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "backend, checkpoint", [("spmd_types", False), ("partial_dtensor", False), ("spmd_types", True)]
+)
+def test_blocks_in_ping_pong_equal_torchtitans(own_ranks, backend, checkpoint):
+    for error, num_plans in own_ranks(2).run(tm.ping_pong_error, backend, checkpoint):
+        assert error <= TOLERANCE
+        assert num_plans == [2, 2], "blocks ran whole"
 
 
 def test_overrides_keep_the_fields_of_their_targets():
@@ -148,18 +158,20 @@ def test_a_cuda_graph_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "world_size, ranks_per_batch, num_rows, backend",
+    "world_size, ranks_per_batch, num_rows, backend, ping_pong",
     [
-        (2, 2, 1, "spmd_types"),
-        (4, 4, 2, "partial_dtensor"),
-        (4, 2, 1, "spmd_types"),
-        (2, 1, 2, "partial_dtensor"),
+        (2, 2, 1, "spmd_types", False),
+        (2, 2, 1, "spmd_types", True),
+        (4, 4, 2, "partial_dtensor", False),
+        (4, 2, 1, "spmd_types", False),
+        (2, 1, 2, "partial_dtensor", False),
     ],
 )
 def test_batches_cut_over_ranks_train_as_in_one_process(
-    own_ranks, world_size, ranks_per_batch, num_rows, backend
+    own_ranks, world_size, ranks_per_batch, num_rows, backend, ping_pong
 ):
-    results = own_ranks(world_size).run(tm.shared_steps, ranks_per_batch, num_rows, backend)
+    case = (ranks_per_batch, num_rows, backend, ping_pong)
+    results = own_ranks(world_size).run(tm.shared_steps, *case)
     for error, are_ahead, moved_mb in results:
         assert error <= TOLERANCE and moved_mb > 0
         assert len(are_ahead) == 3 and all(are_ahead[1:])
@@ -245,6 +257,20 @@ def test_context_parallel_is_refused():
     remedy = 'context_parallel_degree is 2; expected 1 .*batches={"ranks_per_batch": 2}'
     with pytest.raises(ValueError, match=remedy):
         module.parallelize(types.SimpleNamespace(cp_enabled=True, cp=2))
+
+
+def test_ping_pong_refuses_tensor_parallelism_and_several_rows():
+    module = integration.BalancedAttention(integration.BalancedAttention.Config(ping_pong=True))
+    dims = types.SimpleNamespace(cp_enabled=False, tp_enabled=True, tp=2)
+    with pytest.raises(ValueError, match="ping_pong is True, tensor_parallel_degree 2; expected"):
+        module.parallelize(dims)
+    session = unittest.mock.MagicMock()
+    with (
+        unittest.mock.patch.object(module, "_session", lambda: session),
+        pytest.raises(ValueError, match="called with \\[2, 8, 4\\] and positions of type NoneType"),
+    ):
+        module.documents_of_block((torch.zeros(2, 8, 4), None, None), {})
+    session.announce.assert_called_once()
 
 
 def test_compiled_blocks_are_refused_with_the_flag_to_change():

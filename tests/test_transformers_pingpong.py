@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers, and this environment has none")
 
 import packed_models as pm  # noqa: E402
+import transformers  # noqa: E402
 from packed_models import LENGTHS, Packed  # noqa: E402
 
 import distca  # noqa: E402
@@ -40,6 +41,35 @@ def model_errors(rank: int, world_size: int, name: str) -> dict[str, float]:
 def test_loss_and_gradients_equal_eager_by_document(ranks, name):
     for by_way in ranks(2).run(model_errors, name):
         assert max(by_way.values()) <= TOLERANCE, by_way
+
+
+def trained_error(rank: int, world_size: int, folder: str) -> float:
+    """Save a model, load it as under the launcher's flag, and return the error of a step."""
+    bare, packed = pm.model_of("llama"), Packed.of(LENGTHS[rank], seed=rank)
+    bare.save_pretrained(folder)  # by rank 0 alone
+    torch.distributed.barrier()
+    stock = transformers.PreTrainedModel.post_init
+    integration.ping_pong_built_models()
+    try:
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(folder, attn_implementation="distca").train()
+        plain = load(folder, attn_implementation="eager")
+    finally:
+        transformers.PreTrainedModel.post_init = stock
+    assert not any(isinstance(layer, distca.PingPong) for layer in plain.model.layers)
+    assert all(isinstance(layer, distca.PingPong) for layer in model.model.layers)
+    return pm.worst_error(pm.step(model, packed), pm.true_step(bare, packed))
+
+
+def test_models_are_built_in_ping_pong(ranks, tmp_path):
+    assert max(ranks(2).run(trained_error, str(tmp_path))) <= TOLERANCE
+
+
+def test_accelerate_finds_the_layers_to_shard():
+    utilities = pytest.importorskip("accelerate.utils.dataclasses")
+    model = integration.ping_pong(pm.model_of("llama"))
+    for name in model._no_split_modules:
+        assert utilities.get_module_class_from_name(model, name) is type(model.model.layers[0])
 
 
 def evaluates_here(rank: int, world_size: int) -> float:

@@ -219,6 +219,30 @@ def exchanges_with_checkpointing(rank: int, world_size: int, overrides: list[str
     return count, worst_error(steps[0], own_step(batch))
 
 
+def build_in_halves() -> tuple[nn.Module, object]:
+    entry = (OVERRIDES[0], {"ping_pong": True})
+    with unittest.mock.patch.object(Decoder, "__init__", Decoder.__init__):
+        model, config = build([entry, *OVERRIDES[1:]])
+    assert all(isinstance(block, distca.PingPong) for block in model.layers.values())
+    return model, config
+
+
+def ping_pong_error(rank: int, world_size: int, backend: str, checkpoint: bool):
+    """Return the worst error of two steps in ping-pong, and the number of plans of each half."""
+    distca.close()
+    model, config = build_in_halves()
+    model.parallelize(mesh_of(world_size, 1, backend))
+    if checkpoint:
+        config.activation_checkpoint.build(dump_folder="").apply(model)
+    errors = []
+    for seed in range(2):
+        batch = Batch.of(LENGTHS[rank][:1], seed=10 * seed + rank)
+        errors.append(worst_error(step(model, batch), own_step(batch)))
+    num_plans = [half.num_plans for half in distca.init().halves]
+    distca.close()
+    return max(errors), num_plans
+
+
 class RowLoader(BaseDataLoader):
     """Whole rows of documents, the same on all ranks of one data parallel rank."""
 
@@ -275,12 +299,17 @@ def own_steps(num_batches: int, num_packs: int, num_rows: int) -> list[tuple[flo
 
 
 def shared_steps(
-    rank: int, world_size: int, ranks_per_batch: int, num_rows: int, backend: str
+    rank: int,
+    world_size: int,
+    ranks_per_batch: int,
+    num_rows: int,
+    backend: str,
+    ping_pong: bool = False,
 ) -> tuple[float, list[bool], float]:
     """Train on runs of three batches. Return the worst error of losses and gradients, whether each
     plan was made ahead, and the megabytes that plans moved."""
     distca.close()
-    model, _ = build(OVERRIDES)
+    model, _ = build_in_halves() if ping_pong else build(OVERRIDES)
     model.parallelize(mesh_of(world_size, 1, backend))
     num_packs = world_size // ranks_per_batch
     truth = own_steps(3, num_packs, num_rows)

@@ -3,6 +3,11 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <mutex>
+#include <utility>
+#include <vector>
+
 namespace distca::ops {
 namespace {
 
@@ -24,6 +29,43 @@ int64_t num_kept_elements(const Call& call) {
                         num_rows(round, &transport::Keeping::kept_k));
   }
   return num;
+}
+
+// Kept inputs of all calls, as long as autograd holds them. Calls that keep nothing count too.
+class LiveKept {
+ public:
+  void add(const at::Tensor& elements) {
+    const std::lock_guard lock(mutex_);
+    live_.push_back({elements.storage().getWeakStorageImpl(), elements.nbytes()});
+    update_peak();
+  }
+  KeptPeak take_peak() {
+    const std::lock_guard lock(mutex_);
+    const KeptPeak taken = std::exchange(peak_, {});
+    update_peak();
+    return taken;
+  }
+
+ private:
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    size_t num_bytes;
+  };
+  void update_peak() {
+    std::erase_if(live_, [](const Entry& entry) { return entry.storage.expired(); });
+    int64_t num_bytes = 0;
+    for (const Entry& entry : live_) num_bytes += static_cast<int64_t>(entry.num_bytes);
+    peak_.num_bytes = std::max(peak_.num_bytes, num_bytes);
+    peak_.num_calls = std::max(peak_.num_calls, static_cast<int64_t>(live_.size()));
+  }
+  std::mutex mutex_;
+  std::vector<Entry> live_;
+  KeptPeak peak_;
+};
+
+LiveKept& live_kept() {
+  static auto* live = new LiveKept;  // storages may outlive static objects
+  return *live;
 }
 
 Kept in_parts(const Call& call, const at::Tensor& elements) {
@@ -50,8 +92,9 @@ Kept in_parts(const Call& call, const at::Tensor& elements) {
 Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
   const at::Tensor& q = call.inputs.q;
   if (num_queries == 0 && num_keys == 0) {
-    return {at::empty({0}, q.options()),
-            std::vector<transport::Inputs>(call.layout->rounds.size())};
+    const at::Tensor nothing = at::empty({0}, q.options());
+    live_kept().add(nothing);
+    return {nothing, std::vector<transport::Inputs>(call.layout->rounds.size())};
   }
   const int64_t room = num_elements(call.inputs, num_queries, num_keys);
   const int64_t expected = num_kept_elements(call);
@@ -61,7 +104,12 @@ Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys) {
                     ", for which torch.ops.distca.kept_rows(layout) makes room, or zeros");
   const at::Tensor elements = at::empty({room}, q.options());
   elements.narrow(0, expected, room - expected).zero_();  // equal inputs give equal outputs
+  live_kept().add(elements);
   return in_parts(call, elements);
+}
+
+KeptPeak take_kept_peak() {
+  return live_kept().take_peak();
 }
 
 Kept kept_of(const Call& call, const at::Tensor& elements) {

@@ -19,6 +19,13 @@ struct Kept {
 // 0, nothing is kept, and the backward pass of this call is an error.
 Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys);
 
+// Of all groups in this process, since take_kept_peak was called last.
+struct KeptPeak {
+  int64_t num_bytes = 0;  // of kept inputs, most at one time
+  int64_t num_calls = 0;  // whose backward pass was to come, most at one time
+};
+KeptPeak take_kept_peak();
+
 // Splits the elements that the forward pass returned. Throws ValueError if there are too few.
 Kept kept_of(const Call& call, const at::Tensor& elements);
 

@@ -28,7 +28,7 @@ namespace {
 constexpr int64_t kMaxPosition = int64_t{1} << 48;
 constexpr int64_t kPieceWords = 4;   // rank, document, start, length; then context or nothing
 constexpr int64_t kTaskWords = 5;    // document, q_begin, q_end, server, is_kept
-constexpr int64_t kLoadColumns = 8;  // see schemas.cpp
+constexpr int64_t kLoadColumns = 9;  // see schemas.cpp
 enum PlanHeader : int64_t { kNumRanks, kWindowLeft, kWindowRight, kDigest, kNumTasks, kPlanHeader };
 
 // Returns the elements of a contiguous CPU tensor of dtype T. Throws ValueError for any other.
@@ -192,6 +192,7 @@ at::Tensor encode_loads(const std::vector<planner::Load>& loads) {
       *next++ = static_cast<double>(bytes);
     }
     *next++ = load.seconds_visiting;
+    *next++ = static_cast<double>(load.kept_bytes);
   }
   return encoded;
 }
@@ -274,7 +275,7 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
                                         const at::Tensor& servers, const at::Tensor& links,
                                         double tolerance, int64_t rounds, double kept_cap_bytes,
                                         at::OptionalIntArrayRef held_bytes,
-                                        at::OptionalIntArrayRef kept_bytes) {
+                                        at::OptionalIntArrayRef kept_bytes, double kept_gain) {
   TORCH_CHECK_VALUE(kept_cap_bytes == 0 || kept_bytes, "kept_cap_bytes is ", kept_cap_bytes,
                     ", but kept_bytes does not say what a kept row takes");
   TORCH_CHECK_VALUE(window_left >= -1 && window_right >= -1, "window is (", window_left, ", ",
@@ -287,6 +288,7 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
   options.held_bytes = decode_row_bytes(held_bytes.value_or(row_bytes), "held_bytes");
   if (kept_bytes) options.kept_bytes = decode_row_bytes(*kept_bytes, "kept_bytes");
   options.kept_cap_bytes = kept_cap_bytes;
+  options.kept_gain = kept_gain;
   options.servers = decode_servers(servers, num_ranks);
   options.links = decode_links(links);
   options.tolerance = tolerance;

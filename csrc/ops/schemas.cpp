@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "keeping.h"
 #include "layout_tensor.h"
 #include "session.h"
 #include "transport/registry.h"
@@ -71,17 +72,19 @@ TORCH_LIBRARY(distca, m) {
   // order within each rank, or 5 with the number of their first tokens that are context: keys
   // without queries, the first positions of a document; bytes of a (query, key) row that
   // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
-  // of which a server may keep kept_cap_bytes for the backward pass; servers float64 [num_ranks, 2]
+  // of which a server may keep kept_cap_bytes for the backward pass, where keeping them saves at
+  // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 2]
   // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [5] (ranks
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
   // other work hides, over the mean seconds of attention; parts, of heads, in which rows travel);
-  // loads float64 [num_ranks, 8]
+  // loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
-  // seconds_visiting).
+  // seconds_visiting, kept_bytes).
   m.def(
       "plan(Tensor pieces, int num_ranks, int window_left, int window_right, Tensor cost, "
       "int[] row_bytes, Tensor servers, Tensor links, float tolerance, int rounds=1, "
-      "float kept_cap_bytes=0, int[]? held_bytes=None, int[]? kept_bytes=None) "
+      "float kept_cap_bytes=0, int[]? held_bytes=None, int[]? kept_bytes=None, "
+      "float kept_gain=0) "
       "-> (Tensor plan, Tensor loads)");
   // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server), or 5 with
   // whether the server keeps inputs. This must be equal for all visiting tasks of a document on a
@@ -103,6 +106,12 @@ TORCH_LIBRARY(distca, m) {
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows", of_one_step);
   // Visiting (query rows, key rows) whose inputs this rank keeps for the backward pass.
   m.def("kept_rows(Tensor layout) -> int[]", distca::ops::kept_rows);
+  // Most bytes of kept inputs at one time, and most calls of core_attention whose backward pass was
+  // to come, in this process since the last call of this.
+  m.def("take_kept_peak() -> int[]", [] {
+    const auto [num_bytes, num_calls] = distca::ops::take_kept_peak();
+    return std::vector<int64_t>{num_bytes, num_calls};
+  });
 
   // Sessions: see session.h. ranks_per_node: rows between the ranks of node_group, which are this
   // rank's node, take another way than rows between nodes; 0: all take one way.

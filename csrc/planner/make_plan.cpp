@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "balance/balancer.h"
 #include "layout/layout.h"
@@ -10,16 +12,61 @@
 
 namespace distca::planner {
 
-Plan make_plan(const Pack& pack, const PlanOptions& options) {
-  validate(options, pack);
-  const Problem problem(pack, options);
+namespace {
+
+// Above the mean compute time, as a fraction: what transfers at least cost if a plan is made again.
+constexpr double kExposed = 0.01;
+
+Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& problem) {
   Plan plan{pack.num_ranks, options.mask, balance(problem), {}, 0};
   plan.loads = loads_of(pack, options, plan.tasks);
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
     const double speed = options.speed(rank);
     plan.loads[rank].seconds_home = problem.home_seconds[rank] / (speed > 0 ? speed : 1.0);
   }
-  if (options.kept_cap_bytes > 0) keep_inputs(pack, options, plan);
+  return plan;
+}
+
+// Returns a plan that counts on kept inputs: rows move fewer bytes, so that more work may leave its
+// home. Nothing if there is none within the memory caps.
+std::optional<Plan> plan_of_kept_rows(const Pack& pack, const PlanOptions& options) {
+  const auto left = [](int64_t bytes, int64_t kept) { return std::max<int64_t>(0, bytes - kept); };
+  PlanOptions fewer = options;
+  fewer.row_bytes = {left(options.row_bytes.query, options.kept_bytes.query),
+                     left(options.row_bytes.key, options.kept_bytes.key)};
+  const Problem problem(pack, fewer);
+  try {
+    return plan_of(pack, options, problem);
+  } catch (const std::invalid_argument&) {
+    return std::nullopt;
+  }
+}
+
+// Returns `plan` with kept inputs, or a faster one that counts on them. Returns `plan` as it is if
+// keeping gains too little.
+Plan keeping_plan(const Pack& pack, const PlanOptions& options, const Problem& problem,
+                  const Plan& plan) {
+  const double hidden = problem.hidden_seconds;
+  const double seconds = makespan(plan.loads, options.links, hidden);
+  Plan kept = plan;
+  double kept_seconds = keep_inputs(pack, options, hidden, kept);
+  if (seconds > (1 + kExposed) * problem.total_seconds / problem.total_speed) {
+    if (std::optional<Plan> other = plan_of_kept_rows(pack, options)) {
+      const double other_seconds = keep_inputs(pack, options, hidden, *other);
+      if (other_seconds < kept_seconds) kept = std::move(*other);
+      kept_seconds = std::min(kept_seconds, other_seconds);
+    }
+  }
+  return seconds - kept_seconds < options.kept_gain * seconds ? plan : kept;
+}
+
+}  // namespace
+
+Plan make_plan(const Pack& pack, const PlanOptions& options) {
+  validate(options, pack);
+  const Problem problem(pack, options);
+  Plan plan = plan_of(pack, options, problem);
+  if (options.kept_cap_bytes > 0) plan = keeping_plan(pack, options, problem, plan);
   plan.digest = digest_of(pack, plan.mask, plan.tasks);
   return plan;
 }

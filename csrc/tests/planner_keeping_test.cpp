@@ -49,11 +49,31 @@ TEST(Keeping, LeavesTheAssignmentAloneAndTakesBytesOff) {
     const int64_t num_keys = static_cast<int64_t>(rows_of(layout.send_k_runs).size());
     const int64_t bytes = num_queries * kInputs.query + num_keys * kInputs.key;
     EXPECT_EQ(without.loads[rank].bytes_out - all.loads[rank].bytes_out, bytes);
+    EXPECT_EQ(without.loads[rank].bytes_in - all.loads[rank].bytes_in, all.loads[rank].kept_bytes);
     spared += bytes;
     EXPECT_EQ(layout.keeping.has_value(), bytes > 0 || !layout.visiting_tasks.empty());
   }
   EXPECT_GT(spared, 0);
   EXPECT_NE(without.digest, all.digest);
+}
+
+TEST(Keeping, SlowLinksLetMoreWorkMoveAndFastLinksKeepNothing) {
+  const Pack pack = skewed_pack();
+  for (const double bytes_per_second : {1e8, 1e12}) {
+    PlanOptions options = keeping(0);
+    options.links.bytes_per_second = bytes_per_second;
+    const Plan without = make_plan(pack, options);
+    options.kept_cap_bytes = 1e9;
+    const Plan all = make_plan(pack, options);
+    options.kept_gain = 0.02;
+    const Plan plan = make_plan(pack, options);
+    const bool is_slow = bytes_per_second == 1e8;
+    EXPECT_EQ(plan.digest, is_slow ? all.digest : without.digest);
+    EXPECT_EQ(plan.loads[0].seconds < without.loads[0].seconds, is_slow);
+    EXPECT_EQ(num_kept(plan) > 0, is_slow);
+    options.kept_gain = 1;  // all seconds of the layer
+    EXPECT_EQ(make_plan(pack, options).digest, without.digest);
+  }
 }
 
 TEST(Keeping, FillsTheBudgetWithTheLargestThatFit) {

@@ -130,8 +130,7 @@ def seconds_per_pair(cost: Tensor) -> float:
 
 
 def explain(step: Step) -> Account:
-    """Plans the step and accounts for its tasks. Inputs travel twice, whatever servers keep: who
-    computes what is the same."""
+    """Plans the step and accounts for its tasks. Inputs travel twice: servers keep none."""
     pieces = step.pack.as_tensor()
     cluster = replace(step.cluster, kept_cap_bytes=0)
     encoded, loads = balance(pieces, step.window, step.cost, step.shape, cluster, step.tolerance)

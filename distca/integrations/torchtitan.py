@@ -3,9 +3,10 @@
     --override.imports distca.integrations.torchtitan.varlen_attention,\
 distca.integrations.torchtitan.selective_checkpoint,distca.integrations.torchtitan.metrics
 
-`varlen_attention` balances attention over the ranks of the "batch" mesh, `selective_checkpoint`
-keeps its results, so that nothing is sent again when a block is recomputed, and `metrics` adds what
-was balanced to torchtitan's own metrics.
+`varlen_attention` balances attention over the ranks of the "batch" mesh; with {"ping_pong": true},
+blocks run on two halves of their tokens. `selective_checkpoint` keeps its results, so that nothing
+is sent again when a block is recomputed, and `metrics` adds what was balanced to torchtitan's own
+metrics.
 """
 
 import collections
@@ -18,20 +19,22 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types.runtime import get_partition_spec
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import attention as titan
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from distca import ops
-from distca.attention import check_no_capture, core_attention
-from distca.integrations.boundaries import read_boundaries
+from distca.attention import check_no_capture, core_attention, routed_documents
+from distca.integrations.boundaries import Boundaries, read_boundaries
+from distca.pingpong.pingpong import PingPong
 from distca.planning.cost import AttentionShape
-from distca.planning.documents import check_window
+from distca.planning.documents import Documents, check_window
 from distca.planning.plan import Plan
 from distca.ranks import session as sessions
 
@@ -54,15 +57,17 @@ class BalancedAttention(VarlenAttention):
     is not parallel it stays on this rank."""
 
     is_in_use = False  # whether this process has built an instance
+    runs = 1  # of a batch on each rank, if ranks share it: two where blocks run in halves
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        pass
+        ping_pong: bool = False
 
     def __init__(self, config: Config) -> None:
         super(VarlenAttention, self).__init__()  # its own loads another attention kernel
         BalancedAttention.is_in_use = True
-        self.window_size = check_window(config.window_size)
+        BalancedAttention.runs = 2 if config.ping_pong else 1
+        self.window_size, self.in_halves = check_window(config.window_size), config.ping_pong
         self._is_parallelized = False
         self._group: ProcessGroup | None = None
 
@@ -73,6 +78,11 @@ class BalancedAttention(VarlenAttention):
                 f"context_parallel_degree is {parallel_dims.cp}; expected 1 with distca, which "
                 "cuts sequences itself: --parallelism.context_parallel_degree 1 --override.imports "
                 f'{BATCHES}={{"ranks_per_batch": {parallel_dims.cp}}}'
+            )
+        if self.in_halves and parallel_dims.tp_enabled:
+            raise ValueError(
+                f"ping_pong is True, tensor_parallel_degree {parallel_dims.tp}; expected one of "
+                "them: blocks get a part of their tokens under sequence parallelism"
             )
         mesh = parallel_dims.get_optional_mesh("batch")
         if mesh is not None:
@@ -125,23 +135,42 @@ class BalancedAttention(VarlenAttention):
             each.bfloat16() if each.is_cuda and each.dtype != torch.float16 else each
             for each in (tensor.flatten(0, 1) for tensor in inputs)
         )
-        with sessions.announced(session):
-            if not isinstance(packing, titan.VarlenMetadata):
-                raise ValueError(
-                    f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata: a "
-                    'model with attn_backend="varlen" and packed documents'
-                )
-            keywords = {"cu_seq_lens_q": packing.cu_seq_q, "cu_seq_lens_k": packing.cu_seq_k}
-            boundaries = read_boundaries(keywords, *batch_and_tokens, type(self).__name__)
-        shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.element_size())
-        how = (session, self.window_size, q.device, shape)
-        documents, new_plan = boundaries.of_pass(self, *how)
-        if new_plan is not None:
-            _plans.append(new_plan)
+        documents = routed_documents()  # of a block in ping-pong
+        if documents is None:
+            with sessions.announced(session):
+                boundaries = self._boundaries(packing, batch_and_tokens)
+            shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.element_size())
+            how = (session, self.window_size, q.device, shape)
+            documents = _documents_of_pass(boundaries, self, *how)
         settings = {"softmax_scale": scale, "window_size": self.window_size}
         out, lse = core_attention(q, k, v, documents, **settings, return_lse=True)
         out = out.unflatten(0, batch_and_tokens).to(inputs[0].dtype)
         return out, lse.unflatten(0, batch_and_tokens)
+
+    def _boundaries(self, packing, batch_and_tokens: tuple[int, int]) -> Boundaries:
+        if not isinstance(packing, titan.VarlenMetadata):
+            raise ValueError(
+                f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata: a "
+                'model with attn_backend="varlen" and packed documents'
+            )
+        keywords = {"cu_seq_lens_q": packing.cu_seq_q, "cu_seq_lens_k": packing.cu_seq_k}
+        return read_boundaries(keywords, *batch_and_tokens, type(self).__name__)
+
+    def documents_of_block(self, args: tuple, kwargs: dict) -> Documents | None:
+        """Return the documents of a block's call in training, planned at a forward pass's first."""
+        session = self._session()
+        if session is None:
+            return None
+        values = [*args, *kwargs.values()]  # x, attention_masks, positions
+        with sessions.announced(session):
+            if len(values[0]) != 1 or values[2] is None:
+                raise ValueError(
+                    f"a block in ping-pong is called with {list(values[0].shape)} and positions of "
+                    f"type {type(values[2]).__name__}; expected one row with positions: "
+                    "--training.local_batch_size 1"
+                )
+            boundaries = self._boundaries(values[1], values[0].shape[:2])
+        return _documents_of_pass(boundaries, self, session, self.window_size, values[0].device)
 
     def _session(self) -> sessions.Session | None:
         """The group that shares this call, None where it stays on this rank."""
@@ -158,6 +187,29 @@ class BalancedAttention(VarlenAttention):
                     "distca.init(group) first"
                 )
         return session if session is not None and session.options.enabled else None
+
+
+def _documents_of_pass(boundaries: Boundaries, *how) -> Documents:
+    documents, new_plan = boundaries.of_pass(*how)
+    if new_plan is not None:
+        _plans.append(new_plan)
+    return documents
+
+
+_stock_init = Decoder.__init__
+
+
+def init_in_halves(model: Decoder, config: Decoder.Config) -> None:
+    """Replace Decoder.__init__: blocks whose attention is to run in ping-pong do so."""
+    _stock_init(model, config)
+    for block in model.layers.values():
+        attention = getattr(getattr(block, "attention", None), "inner_attention", None)
+        if isinstance(attention, BalancedAttention) and attention.in_halves:
+            PingPong(block, split={1: None, "attention_masks": None}, find=_documents_of_block)
+
+
+def _documents_of_block(block: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
+    return block.attention.inner_attention.documents_of_block(args, kwargs)
 
 
 class SavingAC(SelectiveAC):
@@ -208,9 +260,13 @@ def recent_figures() -> dict[str, float]:
 
 
 @override(target=VarlenAttention.Config, exact=True, description="distca: balanced attention")
-def varlen_attention(config: VarlenAttention.Config) -> BalancedAttention.Config:
-    """Activates BalancedAttention."""
-    return derive(config, BalancedAttention.Config)
+def varlen_attention(
+    config: VarlenAttention.Config, ping_pong: bool = False
+) -> BalancedAttention.Config:
+    """Activates BalancedAttention; with `ping_pong`, in blocks on two halves of their tokens."""
+    if ping_pong:  # an override of blocks would conflict with this one, of a part of them
+        Decoder.__init__ = init_in_halves
+    return derive(config, BalancedAttention.Config, ping_pong=ping_pong)
 
 
 @override(target=SelectiveAC.Config, exact=True, description="distca: keeps attention's results")

@@ -3,7 +3,8 @@ ranks, so that documents may be longer than one rank can hold.
 
     --override.imports ... 'distca.integrations.torchtitan_batches.batches={"ranks_per_batch": 8}'
 
-Ranks that share a batch read the same rows, and each keeps a run of their tokens. In all other
+Ranks that share a batch read the same rows, and each keeps a run of their tokens, or two runs for
+ping-pong. In all other
 respects they stay data parallel. torchtitan gives attention no positions, only metadata that the
 model derives from them. So this module creates the metadata of a loaded batch.
 """
@@ -45,9 +46,11 @@ class SharedBatches(BaseDataLoader):
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, **others
     ) -> None:
         self.num_ranks = num_ranks = config.ranks_per_batch
-        expected = f"a divisor of {dp_world_size}, the data parallel ranks, and of {seq_len} tokens"
+        self.runs = 1 if num_ranks == 1 else BalancedAttention.runs
+        tokens = seq_len // self.runs
+        expected = f"a divisor of {dp_world_size}, the data parallel ranks, and of {tokens} tokens"
         is_count = isinstance(num_ranks, int) and num_ranks >= 1
-        is_divisor = is_count and dp_world_size % num_ranks == seq_len % num_ranks == 0
+        is_divisor = is_count and dp_world_size % num_ranks == tokens % num_ranks == 0
         check("ranks_per_batch", num_ranks, is_divisor, expected)
         if not BalancedAttention.is_in_use:
             raise ValueError(
@@ -82,12 +85,14 @@ class SharedBatches(BaseDataLoader):
         offsets = boundaries.offsets_of_positions(positions, *positions.shape)
         if self.num_ranks == 1:
             return Documents(offsets)
-        return Documents.sharded(offsets.diff(), self.rank, self.num_ranks, pack=self.pack)
+        place = (self.rank, self.num_ranks)
+        return Documents.sharded(offsets.diff(), *place, pack=self.pack, runs=self.runs)
 
     def _cut(self, name: str, value: Tensor, labels: Tensor) -> Tensor:
         boundaries.check_cut(name, value, list(labels.shape))
-        (run,) = runs_of(labels.numel(), self.rank, self.num_ranks, 1)
-        return value.flatten(0, 1)[run].unflatten(0, (len(labels), -1))
+        runs = runs_of(labels.numel(), self.rank, self.num_ranks, self.runs)
+        flat = value.flatten(0, 1)
+        return torch.cat([flat[run] for run in runs]).unflatten(0, (len(labels), -1))
 
     def state_dict(self) -> dict:
         return self.loader.state_dict()

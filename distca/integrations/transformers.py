@@ -374,6 +374,21 @@ def ping_pong(
     return model
 
 
+def ping_pong_built_models() -> None:
+    """Apply `ping_pong` to every model that is built with attn_implementation="distca" from now on.
+    Building one that `ping_pong` refuses raises its error."""
+    stock = transformers.PreTrainedModel.post_init
+
+    @functools.wraps(stock)
+    def post_init(model: transformers.PreTrainedModel) -> None:
+        stock(model)
+        has_layers = any(isinstance(part, PingPong) for part in model.modules())
+        if model.config._attn_implementation == NAME and not has_layers:
+            ping_pong(model)
+
+    transformers.PreTrainedModel.post_init = post_init
+
+
 def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
     """The documents of a decoder layer's call in training, planned at a forward pass's first."""
     session = open_session()

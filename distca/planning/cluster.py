@@ -12,6 +12,7 @@ from distca.planning.cost import AttentionShape, measured_links
 from distca.ranks.links import Link, Links
 
 MAX_RANKS = 65536
+MIN_KEPT_GAIN = 0.01  # of a layer's predicted seconds, if inputs are kept by default
 DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, between nodes
 
 
@@ -31,6 +32,8 @@ class Cluster:
     kept_cap_bytes: int = 0
     """What a server may keep of visiting rows' q, k and v for one layer, from the forward to the
     backward pass."""
+    kept_gain: float = 0.0
+    """Servers keep nothing if that saves a smaller part of a layer's predicted seconds."""
     ranks_per_node: int | None = None
     """Consecutive ranks share a node; the last may have fewer. None: one node."""
     link_bytes_per_second: float = 200e9
@@ -71,10 +74,11 @@ def cluster_of(
     device_type: str,
     ranks_per_node: int | None = None,
     opened_links: Links | None = None,
+    kept_limit_bytes: int | None = None,
 ) -> Cluster:
-    """Return the cluster of `num_ranks` ranks under these options. `ranks_per_node` and
-    `opened_links`, which were measured when the group opened, count if the options do not name
-    them. A single rank, and ranks that do not balance, compute what they hold."""
+    """Return the cluster of `num_ranks` ranks under these options. `ranks_per_node`, `opened_links`
+    and `kept_limit_bytes` are measured. They count if the options do not name them. A single rank,
+    and ranks that do not balance, compute what they hold."""
     measured, opened_links = measured_links(options), opened_links or Links()
     default_inside, default_between = DEFAULT_LINKS_GB_PER_S[device_type]
 
@@ -99,8 +103,33 @@ def cluster_of(
     if options.server_speeds is not None:
         repeated = itertools.cycle(parse_speeds(options.server_speeds))
         speeds = tuple(itertools.islice(repeated, num_ranks))
-    kept = int(1e9 * options.keep_inputs_gb)
-    return Cluster(num_ranks, speeds, memory_cap_bytes(options), options.rounds, kept, **links)
+    kept = (kept_limit_bytes or 0, MIN_KEPT_GAIN)
+    if options.keep_inputs_gb is not None:
+        kept = (int(1e9 * options.keep_inputs_gb), 0.0)
+    return Cluster(num_ranks, speeds, memory_cap_bytes(options), options.rounds, *kept, **links)
+
+
+def measures_memory(options: Options) -> bool:
+    """Return whether inputs are kept as far as free memory allows. In deterministic mode, equal
+    documents get equal plans, so memory does not count."""
+    return options.keep_inputs_gb is None and options.enabled and not options.deterministic
+
+
+def why_kept(
+    options: Options, device_type: str, limit_bytes: int | None, are_any_kept: bool
+) -> str:
+    """Return PlanReport.keeping of a plan for several ranks."""
+    if options.keep_inputs_gb:
+        return f"limit {options.keep_inputs_gb:g} GB a rank"
+    if not measures_memory(options):
+        return ""
+    if limit_bytes is None:
+        return "memory is not known yet" if device_type == "cuda" else ""
+    if limit_bytes == 0:
+        return "memory is full"
+    if not are_any_kept:
+        return f"saves less than {MIN_KEPT_GAIN:.0%}"
+    return f"limit {1e-9 * limit_bytes:.3g} GB a rank, by free memory"
 
 
 def memory_cap_bytes(options: Options) -> int | None:

@@ -10,6 +10,7 @@ from distca import ops
 from distca.options import Options
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import INT32_MAX
+from distca.ranks import memory
 from distca.ranks.links import node
 from distca.ranks.session import Session
 
@@ -19,7 +20,8 @@ SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, bytes per element
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # the node, by its host name
 # Times of an earlier step: attention, and its wait for other ranks, in us. -1: not measured.
 TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
-NUM_WORDS = TIMES_WORDS.stop
+MEMORY_WORDS = slice(TIMES_WORDS.stop, TIMES_WORDS.stop + memory.NUM_WORDS)  # see KeptMemory
+NUM_WORDS = MEMORY_WORDS.stop
 
 MAX_PIECES = INT32_MAX  # of all ranks
 MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps
@@ -33,8 +35,8 @@ def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list
 def words_of(
     session: Session, step: int, window_size: tuple[int, int], shape: AttentionShape | None
 ) -> list[int]:
-    """Return what this rank tells the others of itself, NUM_WORDS words. Without a shape it is that
-    of the last attention, 0 before any."""
+    """Return what this rank tells the others of itself, up to MEMORY_WORDS. Without a shape it is
+    that of the last attention, 0 before any."""
     words = [0] * SHAPE_WORDS
     if shape is not None:
         words = astuple(shape)

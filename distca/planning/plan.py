@@ -17,11 +17,21 @@ from distca.planning.cluster import (
     cluster_of,
     held_row_bytes,
     input_row_bytes,
+    measures_memory,
     memory_cap_bytes,
+    why_kept,
 )
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.documents import Documents
-from distca.planning.exchange import NODE_WORD, TIMES_WORDS, exchange, shape_of, words_of
+from distca.planning.exchange import (
+    MEMORY_WORDS,
+    NODE_WORD,
+    TIMES_WORDS,
+    exchange,
+    shape_of,
+    words_of,
+)
+from distca.ranks import memory
 from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.peers import Way
 from distca.ranks.session import Session, configured
@@ -66,6 +76,10 @@ class PlanReport:
     each node has one rank."""
     node_link_gb_per_s: float | None = None
     """Like link_gb_per_s, from a rank to the ranks of other nodes. None: all ranks share a node."""
+    kept_bytes: list[int] = field(default_factory=list)
+    """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
+    keeping: str = ""
+    """What limits kept inputs, or why there are none. Empty if none are asked for."""
 
     @property
     def imbalance_before(self) -> float:
@@ -79,11 +93,13 @@ class PlanReport:
 
     def figures(self) -> dict[str, float]:
         """Return the figures that logs show. moved_mb: bytes that all ranks send for one layer,
-        forward and backward, in 1e6 bytes. Bandwidths of links that do not exist are left out."""
+        forward and backward, in 1e6 bytes. kept_mb: bytes of inputs that all ranks keep of it.
+        Bandwidths of links that do not exist are left out."""
         return {
             "imbalance_before": self.imbalance_before,
             "imbalance_after": self.imbalance_after,
             "moved_mb": sum(self.bytes_out) / 1e6,
+            "kept_mb": sum(self.kept_bytes) / 1e6,
             "plan_ms": self.plan_ms,
             "waited_ms": self.waited_ms,
             **{name: vars(self)[name] for name in LINKS if vars(self)[name] is not None},
@@ -92,7 +108,7 @@ class PlanReport:
     def record(self) -> dict:
         """Return figures and lists by rank, as in steps.jsonl."""
         lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
-        return {**self.figures(), **lists}
+        return {**self.figures(), "keeping": self.keeping, **lists}
 
 
 @dataclass(frozen=True)
@@ -189,12 +205,13 @@ def submit(
     batch = newest if batches.get(window_size) != newest else problem.step
     words = words_of(session, problem.step, window_size, shape)
     pending = session.planner.submit(
-        _solve_together, session, documents, replace(problem, batch=batch), words
+        _solve_together, session, documents, replace(problem, batch=batch), words, device
     )
     plan = documents._plans[window_size] = Plan(pending, device, session, batch)
     if session.monitor is not None:  # records on the planner thread, which has time
         record = functools.partial(session.planner.submit, session.monitor.record, problem.step)
-        plan.observer = lambda report: record(report.record())
+        can_ping_pong = device.type == "cuda" and session.cut is None
+        plan.observer = lambda report: record({**report.record(), "can_ping_pong": can_ping_pong})
     return plan
 
 
@@ -251,18 +268,26 @@ class Problem:
     has_halves: bool = False  # ping-pong: each half hides transfers of the other
     links: Links = Links()  # measured when the group opened
     calls: Tensor | None = None  # those that ranks last agreed on for this window
+    kept_limit_bytes: int | None = None  # as ranks measured it, for each and a layer
 
 
 def _solve_together(
-    session: Session, documents: Documents, problem: Problem, words: list[int]
+    session: Session,
+    documents: Documents,
+    problem: Problem,
+    words: list[int],
+    device: torch.device,
 ) -> Solution:
     """Exchange pieces, plan, lay out and agree, on the planner thread."""
     start = time.perf_counter()
     pieces, headers = documents.pieces(session.rank), torch.tensor([words])
     if session.num_ranks > 1:
-        pieces, headers = exchange(session, pieces, words)
+        is_measured = measures_memory(session.options)
+        about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
+        pieces, headers = exchange(session, pieces, [*words, *about_memory])
         nodes = headers[:, NODE_WORD].tolist()
-        problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes))
+        limit = memory.common_limit(headers[:, MEMORY_WORDS])
+        problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes), kept_limit_bytes=limit)
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
     solution = _solve(problem, pieces, session.options, shape_of(headers))
@@ -302,6 +327,7 @@ def balance(
         cluster.kept_cap_bytes,
         held_row_bytes(shape),
         input_row_bytes(shape),
+        cluster.kept_gain,
     )
 
 
@@ -323,7 +349,12 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type)
     cluster = cluster_of(
-        options, problem.num_ranks, problem.device_type, problem.ranks_per_node, problem.links
+        options,
+        problem.num_ranks,
+        problem.device_type,
+        problem.ranks_per_node,
+        problem.links,
+        problem.kept_limit_bytes,
     )
     if problem.has_halves:
         cluster = replace(cluster, hidden_part=1.0)
@@ -333,10 +364,14 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
     num_parts = parts_worth_taking(cluster, loads)
     laid_out = lay_out(problem, pieces, encoded, options, shape, num_parts)
-    before, after, bytes_out, bytes_in, *_ = loads.T.tolist()
+    before, after, bytes_out, bytes_in, *_, kept = loads.T.tolist()
     moved = (list(map(int, bytes_out)), list(map(int, bytes_in)))
     plan_ms = 1e3 * (time.perf_counter() - start)
-    report = PlanReport(before, after, *moved, plan_ms, 0.0, **gb_per_s_of(cluster))
+    keeping = {"kept_bytes": list(map(int, kept))}
+    if problem.num_ranks > 1:
+        limit = problem.kept_limit_bytes
+        keeping["keeping"] = why_kept(options, problem.device_type, limit, any(kept))
+    report = PlanReport(before, after, *moved, plan_ms, 0.0, **keeping, **gb_per_s_of(cluster))
     return Solution(*laid_out, pieces, encoded, shape, report)
 
 
@@ -379,7 +414,8 @@ def lay_out(
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()
-    if options.keep_inputs_gb == 0:
+    may_keep = options.keep_inputs_gb or tasks_of(encoded)[:, 4].any()
+    if not may_keep:
         return layout, packed_rows, (0, 0)
     queries, keys = ops.kept_rows(layout)
     # Two at least where any may be: torch.compile specialises 0 and 1.

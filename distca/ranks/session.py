@@ -16,6 +16,7 @@ from distca.options import Options
 from distca.ranks import groups
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, measure
+from distca.ranks.memory import KeptMemory
 from distca.ranks.peers import Way, check_transport, choose_way
 from distca.ranks.planner_thread import PlannerThread
 from distca.watching.monitor import Monitor
@@ -42,6 +43,7 @@ class Session:
     node: ProcessGroup | None = None  # gloo, of the ranks of this node; None unless hybrid
     way: Way = Way()  # how rows travel, where the attention allows it
     links: Links = Links()  # as measured when it was opened
+    memory: KeptMemory = field(default_factory=KeptMemory)
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of

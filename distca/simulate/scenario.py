@@ -142,7 +142,7 @@ class Scenario:
     """fsdp or zero1. None: fsdp, or zero1 with pipelines."""
     tolerance: float = Options.tolerance
     """Excess of the slowest server over the mean that the planner leaves alone."""
-    keep_inputs_gb: float = Options.keep_inputs_gb
+    keep_inputs_gb: float = 0.0
     """Memory for the q, k and v of visiting rows that a server keeps in one layer for the backward
     pass, in 1e9 bytes."""
 

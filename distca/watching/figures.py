@@ -1,7 +1,8 @@
 """Figures that logs, reports and pictures share."""
 
+import collections
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 STEPS_FILE = "steps.jsonl"  # of a run's records, a JSON object a line
 SPANS_FOLDER = "spans"  # of a run: when a step's phases began and ended, a file a rank
@@ -17,3 +18,46 @@ def max_over_mean(seconds: Sequence[float]) -> float:
     """Imbalance of one step's ranks; 1 is perfect, also when no rank has work."""
     mean = statistics.fmean(seconds)
     return max(seconds) / mean if mean > 0 else 1.0
+
+
+MIN_TIMED = 2  # steps, before their exposed communication is judged
+PAYS_ABOVE = 0.05  # of the step: exposed communication that ping-pong should hide
+
+
+class ExposedShare:
+    """Exposed communication as a part of the step, over the records of a run."""
+
+    def __init__(self) -> None:
+        self._step_ms: collections.deque[float] = collections.deque(maxlen=64)
+        self._exposed_ms: collections.deque[float] = collections.deque(maxlen=64)  # mean of ranks
+        self._latest: Sequence[float] = ()  # of the latest timed step, by rank
+        self._can_ping_pong = False
+
+    def add(self, record: Mapping) -> None:
+        """Add one step's record. Records repeat the times of the latest timed step."""
+        if "step_ms" in record:
+            self._step_ms.append(record["step_ms"])
+        exposed_ms = record["exposed_ms"]
+        if exposed_ms and exposed_ms != self._latest:
+            if self._latest:  # the first timed step includes the start of the run
+                self._exposed_ms.append(statistics.fmean(exposed_ms))
+            self._latest = exposed_ms
+        self._can_ping_pong = record.get("can_ping_pong", False)
+
+    @property
+    def value(self) -> float | None:
+        """Mean over ranks, and over the latest timed steps without the first of the run. None until
+        MIN_TIMED more steps were timed."""
+        if len(self._exposed_ms) < MIN_TIMED or not self._step_ms:
+            return None
+        return statistics.fmean(self._exposed_ms) / statistics.median(self._step_ms)
+
+    @property
+    def advice(self) -> str | None:
+        """What to do about it; None if ping-pong is in use, would not pay, or nothing is known."""
+        if not self._can_ping_pong or self.value is None or self.value < PAYS_ABOVE:
+            return None
+        return (
+            f"{self.value:.0%} of the step is exposed communication: wrap blocks in "
+            "distca.PingPong, so that other work hides it (docs/pingpong.md)"
+        )

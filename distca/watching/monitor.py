@@ -6,10 +6,11 @@ import logging
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distca.watching.figures import MEASURED, STEPS_FILE
+from distca.watching.figures import MEASURED, STEPS_FILE, ExposedShare
 from distca.watching.report import draw_run
 from distca.watching.settings import Watching
 from distca.watching.trace import forget_spans
@@ -26,6 +27,9 @@ class Monitor:
         self._log_every = watching.log_every
         self._folder = None if watching.run_dir is None else Path(watching.run_dir)
         self._recent: list[Mapping] = []
+        self._exposed = ExposedShare()
+        self._has_advised = False
+        self._recorded_at: float | None = None
         self._lock = threading.Lock()
         self._file = self._writer = None
         if self._folder is not None:
@@ -40,6 +44,11 @@ class Monitor:
     def record(self, step: int, record: Mapping) -> None:
         """One plan's figures, and lists by rank. A full disk ends the records, not the training."""
         with self._lock:
+            now, before = time.perf_counter(), self._recorded_at
+            self._recorded_at = now
+            if before is not None:
+                record = {**record, "step_ms": 1e3 * (now - before)}
+            self._advise(record)
             try:
                 self._write(step, record)
             except OSError as error:
@@ -51,6 +60,13 @@ class Monitor:
                 self._recent = []
             elif len(self._recent) > max(1, self._log_every):
                 self._recent.pop(0)
+
+    def _advise(self, record: Mapping) -> None:
+        self._exposed.add(record)
+        advice = None if self._has_advised else self._exposed.advice
+        if advice is not None:
+            self._has_advised = True
+            logger.info("distca: %s", advice)
 
     def _write(self, step: int, record: Mapping) -> None:
         if self._file is not None:
@@ -85,7 +101,7 @@ def _tensorboard_writer(folder: Path):
 
 def scalars(record: Mapping) -> dict[str, float]:
     """The record's numbers, lists by rank left out but for the times that were measured."""
-    values = {name: value for name, value in record.items() if not isinstance(value, list)}
+    values = {name: value for name, value in record.items() if type(value) in (int, float)}
     for name in MEASURED:
         if measured := record.get(name):
             values[f"{name}_mean"] = statistics.fmean(measured)
@@ -95,7 +111,7 @@ def scalars(record: Mapping) -> dict[str, float]:
 
 def line(step: int, records: Sequence[Mapping]) -> str:
     """The mean of these records on one line."""
-    names = [name for name, value in records[0].items() if not isinstance(value, list)]
+    names = [name for name, value in records[0].items() if type(value) in (int, float)]
     mean = {name: statistics.fmean(each[name] for each in records) for name in names}
     times = ""
     if timed := [each for each in records if each["attention_ms"]]:
@@ -103,11 +119,13 @@ def line(step: int, records: Sequence[Mapping]) -> str:
             f"{min(timed[-1][name]):.1f}-{max(timed[-1][name]):.1f} ms" for name in MEASURED
         )
         times = f"attention {attention}, exposed {exposed}  "
+    keeping = records[-1].get("keeping")
+    kept = f", {mean['kept_mb']:.1f} MB kept ({keeping})" if keeping else ""
     wait = mean["waited_ms"]
     hidden = "hidden" if wait < HIDDEN_MS else f"waited {wait:.1f} ms"
     return (
         f"distca  step {step + 1}  imbalance {mean['imbalance_before']:.3f} -> "
-        f"{mean['imbalance_after']:.3f}  {times}{mean['moved_mb']:.1f} MB a layer  "
+        f"{mean['imbalance_after']:.3f}  {times}{mean['moved_mb']:.1f} MB a layer{kept}  "
         f"plan {mean['plan_ms']:.1f} ms, {hidden}"
     )
 

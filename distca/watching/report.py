@@ -9,7 +9,13 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca.watching.figures import LINKS, MEASURED, STEPS_FILE, max_over_mean
+from distca.watching.figures import (
+    LINKS,
+    MEASURED,
+    STEPS_FILE,
+    ExposedShare,
+    max_over_mean,
+)
 from distca.watching.trace import chrome_trace, read_spans
 
 StepsOfRanks = Sequence[Sequence[float]]
@@ -36,11 +42,14 @@ def read_steps(folder: str | Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
+def run_summary(steps: Sequence[dict]) -> dict:
     """Return the means of a run's steps, but the median of plan_ms and the last figures of links.
     attention_ms and exposed_ms are measured: means by rank over the timed steps, [] if there are
     none."""
     timed = [step for step in steps if step["attention_ms"]]
+    exposed = ExposedShare()
+    for step in steps:
+        exposed.add(step)
     before, after = ([step[f"imbalance_{when}"] for step in steps] for when in ("before", "after"))
     slowest = [sum(max(step[f"seconds_{when}"]) for step in steps) for when in ("before", "after")]
     return {
@@ -52,9 +61,13 @@ def run_summary(steps: Sequence[dict]) -> dict[str, float | int | list]:
         "imbalance_after_max": max(after),
         "predicted_speedup": slowest[0] / slowest[1] if slowest[1] > 0 else 1.0,
         "moved_mb": statistics.fmean(step["moved_mb"] for step in steps),
+        "kept_mb": statistics.fmean(step.get("kept_mb", 0.0) for step in steps),
+        "keeping": steps[-1].get("keeping", ""),
         "plan_ms": statistics.median(step["plan_ms"] for step in steps),
         "waited_ms": statistics.fmean(step["waited_ms"] for step in steps),
         **{name: steps[-1][name] for name in LINKS if name in steps[-1]},
+        "exposed_share": exposed.value,
+        "advice": exposed.advice,
         **{
             name: list(map(statistics.fmean, zip(*(each[name] for each in timed), strict=True)))
             for name in MEASURED
@@ -69,17 +82,22 @@ def table(values: dict) -> str:
         rows[name.replace("_", " ")] = f"{values[name]:.3f} (worst {values[name + '_max']:.3f})"
     rows["attention, predicted"] = f"{values['predicted_speedup']:.2f} times faster"
     rows["moved"] = f"{values['moved_mb']:.1f} MB a layer, forward and backward, by all ranks"
+    if values["keeping"]:
+        rows["kept inputs"] = f"{values['kept_mb']:.1f} MB a layer ({values['keeping']})"
     rows["plan"] = (
         f"{values['plan_ms']:.1f} ms, training waited {values['waited_ms']:.1f} ms for it"
     )
     for name, measured in zip(("attention, measured", "of that exposed"), MEASURED, strict=True):
         if by_rank := values[measured]:
             rows[name] = f"{min(by_rank):.1f} to {max(by_rank):.1f} ms a step, by rank"
+    if values["exposed_share"] is not None:
+        rows["exposed communication"] = f"{values['exposed_share']:.1%} of a step, mean of ranks"
     for name, where in zip(LINKS, ("links in a node", "links between nodes"), strict=True):
         if name in values:
             rows[where] = f"{values[name]:.3g} GB/s from each rank, as plans expect"
     width = max(map(len, rows))
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
+    lines = [f"{name:{width}}  {value}" for name, value in rows.items()]
+    return "\n".join(lines + [values["advice"]] * (values["advice"] is not None))
 
 
 def draw_run(folder: str | Path) -> str:

@@ -10,8 +10,8 @@ class Watching:
 
     log_every: int = 0
     """Log a one-line summary on rank 0 every N steps: imbalance before and after, measured
-    attention time and exposed communication of the ranks, bytes moved, planning time. 0 disables
-    it."""
+    attention time and exposed communication of the ranks, bytes moved and kept, planning time. 0
+    disables it."""
 
     run_dir: str | None = None
     """Folder for records: steps.jsonl with a line per step, and at the end summary.json,

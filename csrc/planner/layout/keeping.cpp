@@ -18,37 +18,36 @@ double bytes_kept(const Visit& visit, const RowBytes& bytes) {
 
 }  // namespace
 
-void keep_inputs(const Pack& pack, const PlanOptions& options, Plan& plan) {
+double keep_inputs(const Pack& pack, const PlanOptions& options, double hidden_seconds,
+                   Plan& plan) {
   PlanOptions inputs = options;
-  inputs.row_bytes = options.kept_bytes;
+  inputs.row_bytes = inputs.held_bytes = options.kept_bytes;
   Traffic spared(pack, inputs);
+  std::set<std::pair<int64_t, int64_t>> kept;  // (server, document)
   for (int64_t server = 0; server < plan.num_ranks; ++server) {
-    const std::span<Task> tasks = tasks_of(plan.tasks, server);
     std::vector<std::pair<double, Visit>> visits;
-    for (Visit& visit : visits_of(pack, plan.mask, tasks)) {
+    for (Visit& visit : visits_of(pack, plan.mask, tasks_of(plan.tasks, server))) {
       visits.emplace_back(bytes_kept(visit, options.kept_bytes), std::move(visit));
     }
     std::stable_sort(visits.begin(), visits.end(),
                      [](const auto& a, const auto& b) { return a.first > b.first; });
     double left = options.kept_cap_bytes;
-    std::set<int64_t> documents;  // that are kept
     for (const auto& [bytes, visit] : visits) {
       if (bytes > left) continue;
       left -= bytes;
-      documents.insert(visit.document);
+      kept.emplace(server, visit.document);
       spared.add(visit.document, visit.queries, server, 1);
     }
-    for (Task& task : tasks) {
-      task.is_kept = documents.contains(task.document) && !is_home(pack, plan.mask, task);
-    }
+  }
+  const double seconds = makespan(plan.loads, spared, options.links, hidden_seconds);
+  for (Task& task : plan.tasks) {
+    task.is_kept = kept.contains({task.server, task.document}) && !is_home(pack, plan.mask, task);
   }
   for (int64_t rank = 0; rank < plan.num_ranks; ++rank) {
-    Load& load = plan.loads[rank];
-    load.bytes_out -= spared[rank].bytes_out;
-    load.bytes_in -= spared[rank].bytes_in;
-    load.node_bytes_out -= spared[rank].node_bytes_out;
-    load.node_bytes_in -= spared[rank].node_bytes_in;
+    take_off(plan.loads[rank], spared[rank], 1);
+    plan.loads[rank].kept_bytes = spared[rank].held_bytes;
   }
+  return seconds;
 }
 
 }  // namespace distca::planner

@@ -93,6 +93,27 @@ double makespan(const std::vector<Load>& loads, const Links& links, double hidde
   return sum;
 }
 
+void take_off(Load& load, const Load& spared, double times) {
+  const auto bytes = [times](int64_t num_bytes) {
+    return static_cast<int64_t>(times * static_cast<double>(num_bytes));
+  };
+  load.bytes_out -= bytes(spared.bytes_out);
+  load.bytes_in -= bytes(spared.bytes_in);
+  load.node_bytes_out -= bytes(spared.node_bytes_out);
+  load.node_bytes_in -= bytes(spared.node_bytes_in);
+}
+
+double makespan(std::vector<Load> loads, const Traffic& spared, const Links& links,
+                double hidden_seconds) {
+  const auto& [forward, backward] = kPasses;
+  const double forward_seconds = slowest(loads, links, hidden_seconds, forward);
+  for (size_t rank = 0; rank < loads.size(); ++rank) {
+    // The pass moves a part of the bytes of a load.
+    take_off(loads[rank], spared[static_cast<int64_t>(rank)], 1 / backward.bytes_part);
+  }
+  return forward_seconds + slowest(loads, links, hidden_seconds, backward);
+}
+
 double total_bytes(const std::vector<Load>& loads) {
   double bytes = 0;
   for (const Load& load : loads) bytes += static_cast<double>(load.bytes_in);

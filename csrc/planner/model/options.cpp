@@ -73,6 +73,8 @@ void validate(const PlanOptions& options, const Pack& pack) {
   check(options.kept_bytes, "kept_bytes");
   require(options.kept_cap_bytes >= 0, "options: kept_cap_bytes is ", options.kept_cap_bytes,
           "; expected 0 or more");
+  require(options.kept_gain >= 0, "options: kept_gain is ", options.kept_gain,
+          "; expected 0 or more");
   check(options.links);
   check(options.servers, pack.num_ranks);
   require(options.tolerance >= 0 && std::isfinite(options.tolerance), "options: tolerance is ",

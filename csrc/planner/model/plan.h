@@ -29,6 +29,7 @@ struct Load {
   int64_t node_bytes_out = 0;  // part of bytes_out that goes to other nodes
   int64_t node_bytes_in = 0;   // part of bytes_in that comes from other nodes
   int64_t held_bytes = 0;      // of all visiting rows, its own among them: they arrive as well
+  int64_t kept_bytes = 0;      // of the inputs that it keeps for the backward pass
 };
 
 // Tasks of a step for all ranks: pure data, equal on every rank.

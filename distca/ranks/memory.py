@@ -1,0 +1,96 @@
+"""Device memory for inputs that servers keep until the backward pass: what each rank has to spare,
+and a limit for a layer that is equal on all ranks."""
+
+import collections
+import functools
+import hashlib
+import os
+import socket
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from distca import ops
+
+MARGIN = 0.05  # of a device's memory, left free for peaks to come
+WARM_UP_PLANS = 8  # after the first optimizer step, in which memory reaches its peak
+NUM_PEAKS = 32  # plans over which the peak of kept inputs is taken
+NUM_WORDS = 4  # device, its free bytes or NOT_YET, bytes of kept inputs, calls at one time
+NOT_YET = -(2**62)
+UNKNOWN = [0, NOT_YET, 0, 0]
+
+_has_optimizer_state = False
+_peaks: collections.deque[list[int]] = collections.deque(maxlen=NUM_PEAKS)  # of all groups
+
+
+def _note_optimizer_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    global _has_optimizer_state
+    _has_optimizer_state = True
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_note_optimizer_step)
+
+
+@functools.cache
+def _device_id(device: torch.device) -> int:
+    """Return 63 bits that differ between devices."""
+    uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else os.getpid()
+    text = f"{socket.gethostname()} {uuid}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def spare_bytes(device: torch.device) -> int | None:
+    """Return what is left of a device's memory once the caching allocator has all that it ever had,
+    less a margin. Memory that it has reserved counts as used, so this covers the peaks of former
+    steps. Returns None on the CPU, and if the allocator does not say what it has."""
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    try:
+        reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+    except RuntimeError:
+        return None
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total_bytes - most
+    return int(min(free_bytes - (most - reserved), allowed) - MARGIN * total_bytes)
+
+
+class KeptMemory:
+    """What this rank tells the others with each plan. Used on the planner thread."""
+
+    def __init__(self) -> None:
+        self._num_plans = 0  # since there is optimizer state
+
+    def words(self, device: torch.device) -> list[int]:
+        """Return NUM_WORDS words about a device."""
+        spare = spare_bytes(device)
+        if spare is None:
+            return UNKNOWN
+        _watch_optimizers()
+        _peaks.append(ops.take_kept_peak())
+        num_bytes, num_calls = map(max, zip(*_peaks, strict=True))
+        self._num_plans += _has_optimizer_state
+        if self._num_plans <= WARM_UP_PLANS:
+            spare = NOT_YET
+        return [_device_id(device), spare, num_bytes, num_calls]
+
+
+def common_limit(words: Tensor) -> int | None:
+    """Return the bytes that each rank may keep for a layer, or None if a rank cannot say yet.
+    `words` [num_ranks, NUM_WORDS] are those of all ranks. Ranks on one device share its memory.
+
+    Kept inputs of all calls at one time fit into the spare memory and what they had before. The
+    limit is rounded down to three bits, so that it rarely changes from plan to plan.
+    """
+    device, spare, kept, calls = words.unbind(1)
+    if (spare == NOT_YET).any():
+        return None
+    device = device.unique(return_inverse=True)[1]
+    zeros = torch.zeros_like(spare)
+    kept, calls = (zeros.index_add(0, device, each)[device] for each in (kept, calls))
+    least = zeros.scatter_reduce(0, device, spare, "amin", include_self=False)[device]
+    limit = int(((least + kept) // calls.clamp(min=1)).min().clamp(min=0))
+    bits = max(0, limit.bit_length() - 3)
+    return limit >> bits << bits
