@@ -22,7 +22,6 @@ from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.plan import balance
 from distca.ranks import session
 
-START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
 NODE = 2  # ranks
 OPTIONS = {"transport": "hybrid", "ranks_per_node": NODE}
 HANG_S = 20
@@ -41,7 +40,7 @@ def open_session(rank: int, world_size: int, options: dict) -> None:
 @pytest.fixture(scope="module")
 def nodes():
     """Return nodes(**options), four ranks with a session of these options."""
-    started, current = Ranks(4, start_method=START_METHOD), None
+    started, current = Ranks(4), None
 
     def get(**options) -> Ranks:
         nonlocal current
@@ -57,7 +56,7 @@ def nodes():
 @pytest.fixture
 def fresh_nodes():
     """Nodes of two ranks and of one, which the test breaks."""
-    started = Ranks(3, start_method="forkserver")
+    started = Ranks(3)
     yield started
     started.stop()
 

@@ -37,7 +37,7 @@ def attend(
 ) -> tuple[list[torch.Tensor], int]:
     """Return out, dq, dk, dv, and the number of parts, which are taken if transfers are not too
     short."""
-    plan.LEAST_SECONDS_OF_PARTS = 1e9 if are_short else 0.0
+    plan.DEVICES_OF_PARTS, plan.LEAST_SECONDS_OF_PARTS = ("cpu",), 1e9 if are_short else 0.0
     distca.close()
     distca.init(options=distca.Options(**options))
     shape = AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)

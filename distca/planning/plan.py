@@ -41,6 +41,7 @@ CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
 
 NUM_PARTS = 2  # of heads, in which a call's rows travel
+DEVICES_OF_PARTS = ("cuda",)  # where rows travel beside compute
 LEAST_SECONDS_OF_PARTS = 1e-3  # of a rank's transfers in a layer; parts of less are mostly latency
 
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
@@ -358,7 +359,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     )
     if problem.has_halves:
         cluster = replace(cluster, hidden_part=1.0)
-    elif problem.way.device is None:
+    elif problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
         cluster = replace(cluster, num_parts=parts_of(shape))
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
