@@ -73,13 +73,6 @@ void Cutter::consider(const Request& request, const Item& item) {
     return move;
   };
   const int64_t end = split_point_of(request, item);
-  if (request.is_thrifty && !gives_all_ && end == item.rows.end && item.seconds < request.most()) {
-    const double num_first =
-        (1 - problem_.heuristics.thrifty_part) * static_cast<double>(num_rows(item.rows));
-    const int64_t tile = problem_.options.cost.tile_q;
-    const int64_t first = item.rows.begin + static_cast<int64_t>(num_first) / tile * tile;
-    if (try_part({first, end}, From::kEnd)) return;
-  }
   const std::optional<Move> below = try_part({item.rows.begin, end}, From::kEnd);
   if (below && below->relief >= request.target) {
     try_part({item.rows.begin, last_split_point(problem_, item, end, request.target)}, From::kEnd);
@@ -169,7 +162,6 @@ std::optional<Move> Cutter::cut(const Request& request, const Item& item, Range 
 // target. For a donor that gives all its work, they include the cost of the rest.
 double Cutter::cost(const Request& request, const Move& move) const {
   double bytes = static_cast<double>(move.bytes);
-  if (request.is_thrifty) return bytes / move.relief;
   const double missing = std::max(0.0, request.most() - move.relief);
   bytes += problem_.heuristics.missing_part * problem_.bytes_per_root_second * std::sqrt(missing);
   if (!gives_all_) return bytes / std::sqrt(move.relief);

@@ -18,7 +18,6 @@ struct Request {
   double capacity;  // upper bound of the slice's seconds
   double max_bytes = std::numeric_limits<double>::infinity();  // into the receiver
   double planned_seconds = 0;  // total of this and later requests; 0 means target
-  bool is_thrifty = false;     // if links are scarce: only the last rows of short documents move
 
   double most() const { return std::min(target, capacity); }
 };

@@ -22,17 +22,11 @@ struct Heuristics {
   int64_t many_items = 1 << 17;    // and this / items
   bool plans_for_links = true;     // fit split points to the links between nodes
   // Pairing of nodes, see node_balancer.cpp.
-  double node_slack = 0.004;   // part of a node's limit kept free, since tiles do not divide
-  bool is_thrifty = true;      // between nodes, relief per byte decides
-  double thrifty_part = 0.55;  // the last part of a short document, which then moves alone
+  double node_slack = 0.004;  // part of a node's limit kept free, since tiles do not divide
   // Pairing of ranks, see rank_balancer.cpp.
-  int max_receivers = 8;        // receivers compared for a slice before the donor gives up
-  int num_shorter = 4;          // shorter slices to try, each by a tile row, for smaller capacities
-  bool fits_last_slice = true;  // the last slice goes to the least sufficient capacity
-  int max_pairs = 64;           // pairs of receivers compared for the last two slices
-  double pair_slack = 100;      // extra capacity in least reliefs, since rows are not divided
-  double waste_part = 0.5;      // part of the least bytes of unused capacity, charged as cost
-  int many_documents = 64;      // a larger surplus moves whole documents
+  int max_receivers = 8;          // receivers compared for a slice before the donor gives up
+  bool fits_last_slice = true;    // the last slice goes to the least sufficient capacity
+  int many_documents = 64;        // a larger surplus moves whole documents
   double max_bytes_ratio = 1.49;  // bytes into a receiver, over the least for its capacity
   // Cuts, see cutter.cpp and recut.cpp.
   bool splits_high = true;    // a document's last rows stay at home

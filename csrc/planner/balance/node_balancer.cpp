@@ -96,7 +96,6 @@ class NodeBalancer {
       if (heuristics.plans_for_links) {
         request.planned_seconds = std::min(surplus, link_seconds_left(donor, capacity));
       }
-      request.is_thrifty = heuristics.is_thrifty;
       if (const auto move = cutter.best_slice(request)) {
         cutter.apply(*move);
         update(donor, receiver, move->relief, move->seconds);

@@ -125,10 +125,6 @@ class RankBalancer {
     if (heuristics_.fits_last_slice && surplus <= std::min(largest_capacity, largest_item)) {
       move = just_enough(cutter, surplus);
     }
-    if (!move && surplus > largest_capacity && surplus < 2 * largest_capacity &&
-        largest_item > surplus / 2) {
-      move = first_of_two(cutter, surplus);
-    }
     return move ? move : best_candidate(cutter, surplus);
   }
 
@@ -170,59 +166,23 @@ class RankBalancer {
     return most;
   }
 
-  // Picks the receiver that, together with a second one, holds the surplus with least excess.
-  std::optional<Move> first_of_two(Cutter& cutter, double surplus) {
-    const double target = surplus + heuristics_.pair_slack * problem_.min_relief;
-    int64_t best = -1;
-    double least = kInfinity;
-    int num_tried = 0;
-    for (auto at = receivers_.rbegin();
-         at != receivers_.rend() && num_tried < heuristics_.max_pairs; ++at, ++num_tried) {
-      const auto other = receivers_.lower_bound({target - at->first, -1});
-      if (other == receivers_.end() || other->second == at->second) break;
-      const double excess = other->first + at->first - surplus;
-      if (excess < least) {
-        least = excess;
-        best = at->second;
-      }
-    }
-    return best < 0 ? std::nullopt : cut(cutter, surplus, best);
-  }
-
-  // Among the receivers with most capacity, and those that fit a slightly shorter slice, picks the
-  // one whose slice costs the fewest bytes per sqrt(second).
+  // Among the receivers with most capacity, picks the one whose slice costs the fewest bytes per
+  // sqrt(second).
   std::optional<Move> best_candidate(Cutter& cutter, double surplus) {
     std::optional<Move> best;
     double least = kInfinity;
-    const auto consider = [&](const std::pair<double, int64_t>& capacity_and_rank) {
-      const auto& [capacity, receiver] = capacity_and_rank;
-      const std::optional<Move> move = cut(cutter, surplus, receiver);
-      if (!move) return;
-      const double waste = std::max(0.0, std::min(capacity, surplus) - move->relief);
-      const double bytes = static_cast<double>(move->bytes) + heuristics_.waste_part *
-                                                                  problem_.bytes_per_root_second *
-                                                                  std::sqrt(waste);
-      const double value = bytes / std::sqrt(std::max(move->relief, problem_.min_relief));
-      if (value < least) {
-        least = value;
-        best = move;
-      }
-    };
     int num_tried = 0;
     for (auto at = receivers_.rbegin();
          at != receivers_.rend() && num_tried < heuristics_.max_receivers; ++at, ++num_tried) {
       if (best && num_tried >= pairing_.num_candidates) break;
-      consider(*at);
-    }
-    if (!best || surplus <= receivers_.rbegin()->first) return best;
-    const Item item = best->item;
-    Range slice = best->slice;
-    const int64_t tile = problem_.options.cost.tile_q;
-    const bool downward = slice.begin > item.rows.begin;
-    for (int i = 0; i < heuristics_.num_shorter && num_rows(slice) > 0; ++i) {
-      const auto at = receivers_.lower_bound({problem_.seconds(item.document, slice), -1});
-      if (at != receivers_.end()) consider(*at);
-      (downward ? slice.begin : slice.end) += downward ? tile : -tile;
+      const std::optional<Move> move = cut(cutter, surplus, at->second);
+      if (!move) continue;
+      const double relief = std::max(move->relief, problem_.min_relief);
+      const double value = static_cast<double>(move->bytes) / std::sqrt(relief);
+      if (value < least) {
+        least = value;
+        best = move;
+      }
     }
     return best;
   }
