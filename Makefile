@@ -7,9 +7,10 @@ VENV ?= .venv
 OUT ?= runs/train
 TRAIN_FLAGS ?= --compare --steps 50 --out $(OUT)
 PYTEST_FLAGS ?=
+TEST_JOBS ?= 2
 
 TOOLS := numpy "setuptools>=77,<82" wheel ninja matplotlib cmake==3.31.10 pytest==9.2.0 \
-	ruff==0.17.5 clang-format==14.0.6
+	pytest-xdist==3.8.0 ruff==0.17.5 clang-format==14.0.6
 # What distca integrates with; their tests skip where they are missing. 40 s, 620 MB. torchtitan
 # wants datasets below 4.8.
 FRAMEWORKS := transformers==5.23.0 accelerate==1.15.0 datasets==4.7.0 trl==1.16.0 \
@@ -44,8 +45,8 @@ test: test-cpp test-python
 test-cpp: $(ENVIRONMENT)
 	@$(MAKE) --no-print-directory googletest
 	$(BIN)/cmake -S csrc -B $(PLANNER_BUILD) -DCMAKE_BUILD_TYPE=Release
-	$(BIN)/cmake --build $(PLANNER_BUILD) --parallel 2
-	$(BIN)/ctest --test-dir $(PLANNER_BUILD) --output-on-failure
+	$(BIN)/cmake --build $(PLANNER_BUILD) --parallel $(TEST_JOBS)
+	$(BIN)/ctest --test-dir $(PLANNER_BUILD) --output-on-failure --parallel $(TEST_JOBS)
 
 # Under sanitizers, with libFuzzer where clang++ is installed.
 fuzz: $(ENVIRONMENT)
@@ -60,7 +61,7 @@ tidy:
 	clang-tidy --quiet $$(find csrc/core csrc/planner -name "*.cpp") -- -std=c++20 -Icsrc
 
 test-python: $(LIBRARY)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 # What starts no processes: two thirds of the code's tests in half a minute.
 test-quick: $(LIBRARY)
@@ -87,7 +88,7 @@ check-format: $(ENVIRONMENT)
 clean:
 	rm -rf build runs distca.egg-info $(LIBRARY)
 
-$(ENVIRONMENT):
+$(ENVIRONMENT): Makefile
 	@$(PYTHON) -c 'import sys; sys.exit("distca needs Python >= 3.10; run make PYTHON=python3.x" \
 		if sys.version_info < (3, 10) else 0)'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(call apt_install,python3-venv)

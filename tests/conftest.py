@@ -37,7 +37,6 @@ def ranks():
     They start once, and again after a test has left some of them dead.
     """
     started: dict[int, Ranks] = {}
-    start_method = "spawn" if torch.cuda.is_available() else "forkserver"
 
     def get(world_size: int) -> Ranks:
         group = started.get(world_size)
@@ -45,7 +44,7 @@ def ranks():
             group.stop()
             group = None
         if group is None:
-            group = started[world_size] = Ranks(world_size, start_method=start_method)
+            group = started[world_size] = Ranks(world_size)
         return group
 
     yield get

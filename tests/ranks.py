@@ -85,14 +85,12 @@ def open_store() -> dist.TCPStore:
 
 
 class Ranks:
-    """`world_size` processes that wait for calls. `run` raises if any rank raised.
+    """`world_size` processes that wait for calls. `run` raises if any rank raised."""
 
-    start_method "forkserver" starts them faster, for groups that a test breaks; CPU only.
-    """
-
-    def __init__(self, world_size: int, backend: str = "gloo", start_method: str = "spawn") -> None:
-        context = mp.get_context(start_method)
-        if start_method == "forkserver":
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        # CUDA does not survive a fork; without it, processes need not import PyTorch once more.
+        context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if not torch.cuda.is_available():
             context.set_forkserver_preload(["torch", "distca"])
         self.world_size = world_size
         self._outcomes = context.Queue()

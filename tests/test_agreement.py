@@ -28,7 +28,7 @@ SMALL = Case([[300], [5]], dtype=torch.float32)
 @pytest.fixture
 def fresh_ranks():
     """Return a group of three ranks that the test may break."""
-    started = Ranks(3, start_method="forkserver")
+    started = Ranks(3)
     yield started
     started.stop()
 

@@ -14,7 +14,7 @@ HANG_S = 30.0
 
 @pytest.fixture
 def broken_ranks():
-    started = Ranks(3, start_method="forkserver")
+    started = Ranks(3)
     yield started
     started.stop()
 

@@ -129,7 +129,7 @@ def test_ranks_disagree_on_core_attention(ranks, difference):
 @pytest.fixture
 def fresh_ranks():
     """A group of three that the test may break."""
-    started = Ranks(3, start_method="forkserver")
+    started = Ranks(3)
     yield started
     started.stop()
 

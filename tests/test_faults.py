@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("test_extension")
 @pytest.fixture
 def broken_ranks():
     """A group of three that the test breaks."""
-    started = Ranks(3, start_method="forkserver")
+    started = Ranks(3)
     yield started
     started.stop()
 

@@ -87,7 +87,7 @@ def run_case(rank: int, world_size: int, case: str) -> None:
 
 @pytest.fixture(scope="module")
 def hostile_ranks():
-    started = Ranks(3, start_method="forkserver")
+    started = Ranks(3)
     yield started
     started.stop()
 

@@ -451,7 +451,7 @@ def refusals(rank: int, world_size: int, group: str, last: Path) -> list[str]:
 def test_raw_operators_refuse(tmp_path, group):
     if group == "backend_words" and _word_of_first_backend() is None:
         pytest.skip("a library without CUDA has no back end that reads words")
-    alone = Ranks(1, start_method="forkserver")
+    alone = Ranks(1)
     last = tmp_path / "last"
     try:
         outcome = alone.outcomes(refusals, group, last, timeout_s=60)[0]
@@ -472,7 +472,7 @@ def attend_tampered(rank: int, world_size: int, word: int, value: int):
 
 @pytest.mark.parametrize("value", [-1, 2**31 - 1])
 def test_row_indices_out_of_range_are_refused_on_all_ranks(value):
-    group = Ranks(3, start_method="forkserver")
+    group = Ranks(3)
     try:
         outcomes = group.outcomes(attend_tampered, 0, value, timeout_s=HANG_S)
     finally:

@@ -186,7 +186,7 @@ def test_a_cost_table_replaces_measured_links(tmp_path):
 @pytest.fixture
 def broken_ranks():
     """Return a group of three ranks that the test breaks."""
-    started = Ranks(3, start_method="forkserver")
+    started = Ranks(3)
     yield started
     started.stop()
 

@@ -60,7 +60,7 @@ def ask_for_peer_memory(rank, world_size):
 
 
 def test_there_is_no_peer_memory_by_process_group():
-    ranks = Ranks(2, start_method="forkserver")
+    ranks = Ranks(2)
     try:
         for error, num_bytes in ranks.run(ask_for_peer_memory):
             assert "set transport to peer" in error and num_bytes == 0

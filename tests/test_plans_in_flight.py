@@ -103,7 +103,7 @@ def run_a_stage(rank: int, world_size: int) -> tuple[dict[str, int], float]:
 
 
 def test_ranks_of_a_pipeline_do_not_wait_to_agree():
-    fresh = Ranks(4, start_method="forkserver")  # shared ranks may be in unequal numbers of groups
+    fresh = Ranks(4)  # shared ranks may be in unequal numbers of groups
     try:
         results = fresh.run(run_a_stage)
     finally:
@@ -131,7 +131,7 @@ def die_in_a_layer(rank: int, world_size: int, place: str) -> None:
 @pytest.mark.usefixtures("test_extension")
 @pytest.mark.parametrize("place", ["forward layer 3", "backward layer 2"])
 def test_a_failure_names_the_layer_among_those_of_all_plans(place):
-    broken = Ranks(3, start_method="forkserver")
+    broken = Ranks(3)
     try:
         outcomes = broken.outcomes(die_in_a_layer, place, timeout_s=HANG_S)
     finally:
@@ -164,7 +164,7 @@ def batches_of(rank: int, world_size: int) -> list[int]:
 
 
 def test_plans_for_the_windows_of_one_step_are_one_batch():
-    fresh = Ranks(3, start_method="forkserver")
+    fresh = Ranks(3)
     try:
         assert fresh.run(batches_of) == [[0, 0, 2, 2, 0]] * 3
     finally:

@@ -370,7 +370,7 @@ def test_a_capture_on_a_device():
 @pytest.fixture
 def fresh_ranks():
     """A group of two that the test breaks."""
-    started = Ranks(2, start_method="forkserver")
+    started = Ranks(2)
     yield started
     started.stop()
 
