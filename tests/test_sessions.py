@@ -36,6 +36,18 @@ def test_other_groups_may_have_fewer_ranks(fresh_ranks):
     assert len(fresh_ranks.run(train_beside_a_group_of_one_rank, timeout_s=40)) == 3
 
 
+def names_beside_other_backends(rank: int, world_size: int) -> list[str]:
+    from torch.distributed import fsdp  # noqa: F401  registers a back end
+
+    session = distca.init()
+    return [group.name() for group in (session.data, session.planning, session.control)]
+
+
+def test_groups_have_a_back_end_of_their_own_name(fresh_ranks):
+    """Otherwise PyTorch warns on every rank when they are closed."""
+    assert fresh_ranks.run(names_beside_other_backends) == [["gloo"] * 3] * 3
+
+
 PAIR = Case([[300, 11], [5]], dtype=torch.float32)
 
 

@@ -225,7 +225,10 @@ def _open_groups(session: Session) -> None:
             ranks, timeout, backend, pg_options=options, use_local_synchronization=is_subgroup
         )
 
-    backend = str(dist.get_backend_config(group))
+    backend = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:gloo"
+    # Torch warns when it destroys a group of several devices, unless one of its backends is NCCL.
+    backends = {each.rpartition(":")[2] for each in backend.split(",")}
+    backend = backends.pop() if len(backends) == 1 else backend
     data_options, data_timeout = None, timeout
     if "nccl" in backend:
         # NCCL's own deadline ends the process without a word on rank and layer: ours comes first.
