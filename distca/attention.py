@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distca import ops
@@ -13,6 +14,8 @@ from distca.planning.documents import Documents, check_window
 from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
 from distca.planning.step import plan
 from distca.ranks import callers
+from distca.ranks import session as sessions
+from distca.ranks.hints import hint
 
 FULL = (-1, -1)
 
@@ -52,9 +55,22 @@ def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Pla
         )
     check_no_capture(q, "core attention")  # as the operator does, which comes too late here
     if not packed._plans:
+        _hint_at_plan()
         return local_plan(packed, window_size, q.device)
     # Planned for another window: the layers of this model differ, and every rank gets here.
     return plan(packed, window_size=window_size, group=group_of(packed), device=q.device)
+
+
+def _hint_at_plan() -> None:
+    is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not is_shared or not torch.is_grad_enabled():
+        return
+    session = sessions.find()
+    if (session.options if session is not None else sessions.configured()).enabled:
+        hint(
+            "documents without a plan are computed on their rank, not balanced; in training, call "
+            "distca.plan(documents) once a step on every rank"
+        )
 
 
 def core_attention(

@@ -17,6 +17,7 @@ from distca.planning.documents import Documents, check_window
 from distca.planning.plan import CAUSAL, local_plan
 from distca.planning.step import plan
 from distca.ranks import session as sessions
+from distca.ranks.hints import hint
 
 _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it
 
@@ -25,6 +26,7 @@ _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may re
 # read from, if they were.
 _in_force: tuple[Documents | None, tuple[int, int] | None] = (None, None)
 _missing: str | None = None  # why scaled_dot_product_attention without documents is an error
+_is_patched = False  # by the launcher: torch's function is ours
 
 
 @contextlib.contextmanager
@@ -76,6 +78,13 @@ def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None)
     _in_force = packed, batch
 
 
+def patch_torch() -> None:
+    """Replace torch's scaled_dot_product_attention in this process."""
+    global _is_patched
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    _is_patched = True
+
+
 def require_documents(reason: str | None) -> None:
     """From now on scaled_dot_product_attention outside any documents is an error that says
     `reason`; None: it is torch's again."""
@@ -110,6 +119,12 @@ def scaled_dot_product_attention(
     if packed is None:
         if _missing is not None:
             raise ValueError(f"no documents are in force: {_missing}")
+        if _is_patched and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            hint(
+                "scaled_dot_product_attention was called outside distca.documents, where "
+                "--patch-sdpa leaves it to torch: nothing is balanced there; pass "
+                "--document-end-id or --document-positions, or enter distca.documents"
+            )
         return _torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

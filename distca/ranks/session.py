@@ -109,6 +109,7 @@ def announced(session: Session | None) -> Iterator[None]:
 
 
 _sessions: dict[str, Session] = {}  # by name of the group that init was given
+_has_opened = False
 _options, _watching = Options(), Watching()  # for arguments of `init` that are None
 
 
@@ -179,7 +180,8 @@ def opened(
             raise
     if session.watching.is_on and dist.get_rank() == 0:
         session.monitor = Monitor(session.watching)
-    _sessions[group.group_name] = session
+    global _has_opened
+    _sessions[group.group_name], _has_opened = session, True
     watch_exits(_sessions.values)
     if num_ranks > 1 and measures_links(session):
         try:
@@ -188,6 +190,11 @@ def opened(
             close(group)  # tells the others
             raise
     return session
+
+
+def has_opened() -> bool:
+    """Return whether this process has ever opened a session."""
+    return _has_opened
 
 
 def measures_links(session: Session) -> bool:

@@ -26,6 +26,7 @@ class Monitor:
         self._log_every = watching.log_every
         self._folder = None if watching.run_dir is None else Path(watching.run_dir)
         self._recent: list[Mapping] = []
+        self._is_empty = True
         self._lock = threading.Lock()
         self._file = self._writer = None
         if self._folder is not None:
@@ -46,6 +47,7 @@ class Monitor:
                 logger.warning("records end at step %d: %s", step, error)
                 self._file = self._writer = None
             self._recent.append(record)
+            self._is_empty = False
             if self._log_every and (step + 1) % self._log_every == 0:
                 logger.info(line(step, self._recent))
                 self._recent = []
@@ -62,6 +64,11 @@ class Monitor:
     def close(self) -> None:
         """Ends the records and draws the summary; a second call does nothing."""
         atexit.unregister(self.close)
+        if self._is_empty:
+            logger.warning(
+                "distca: no step was planned, so there is nothing to show; call "
+                "distca.plan(documents) once a step on every rank"
+            )
         with self._lock:
             file, writer = self._file, self._writer
             self._file = self._writer = None
