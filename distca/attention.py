@@ -10,7 +10,7 @@ from torch import Tensor
 from distca import ops
 from distca._torch_private import not_compiled
 from distca.planning.cost import check_device
-from distca.planning.documents import Documents, check_window
+from distca.planning.documents import Documents, check_documents, check_window
 from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
 from distca.planning.step import plan
 from distca.ranks import callers
@@ -96,6 +96,7 @@ def core_attention(
     rank of a planned group. Raises torch.distributed.DistBackendError if a rank of the group is
     lost, or if another rank refuses its arguments later.
     """
+    check_documents(documents)
     attend = attend_rows if _route is None else _attend_by_route
     return attend(q, k, v, documents, softmax_scale, check_window(window_size))
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from distca import scope
 from distca.integrations import plain
-from distca.options import Options, add_flags, from_flags
+from distca.options import Options, add_flags, check, from_flags
 from distca.ranks import session
 from distca.ranks.hints import hint
 from distca.watching.settings import Watching
@@ -38,6 +38,8 @@ class Launch:
     """Register attn_implementation="distca" with transformers for the script."""
 
     def __post_init__(self) -> None:
+        end_id = self.document_end_id
+        check("document_end_id", end_id, end_id is None or end_id >= 0, "a token id, 0 or more")
         if self.document_end_id is not None and self.document_positions is not None:
             raise ValueError(
                 f"document_end_id is {self.document_end_id} and document_positions "

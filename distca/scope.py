@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn as _torch_varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.attention import FULL, core_attention
-from distca.planning.documents import Documents, check_window
+from distca.planning.documents import Documents, check_documents, check_window
 from distca.planning.plan import CAUSAL, local_plan
 from distca.planning.step import plan
 from distca.ranks import session as sessions
@@ -42,6 +42,7 @@ def documents(
     has a plan already (collective). Otherwise attention stays on this rank. With activation
     checkpointing, keep the backward pass inside the scope. Scopes nest, and hold for all threads.
     """
+    check_documents(packed)
     prepare(packed, check_window(window_size), group, is_balanced=torch.is_grad_enabled())
     previous = _in_force
     put_in_force(packed)

@@ -74,6 +74,15 @@ def test_windows_are_refused(window_size):
         pass
 
 
+@pytest.mark.parametrize("documents", [torch.tensor([0, 8]), [0, 8], None])
+def test_what_is_not_documents_is_refused(documents):
+    message = f"documents is a {type(documents).__name__}, .*; expected distca.Documents"
+    with pytest.raises(ValueError, match=message):
+        distca.core_attention(THD, THD, THD, documents)
+    with pytest.raises(ValueError, match=message), distca.documents(documents):
+        pass
+
+
 def test_sharded_documents_need_a_plan():
     documents = distca.Documents.sharded([16], 0, 2)
     with pytest.raises(

@@ -48,6 +48,34 @@ def test_groups_have_a_back_end_of_their_own_name(fresh_ranks):
     assert fresh_ranks.run(names_beside_other_backends) == [["gloo"] * 3] * 3
 
 
+def plan_offsets_on_one_rank(rank: int, world_size: int) -> str:
+    try:
+        distca.plan([0, 8] if rank == 1 else distca.Documents([0, 8]))
+    except (ValueError, dist.DistBackendError) as error:
+        return str(error)
+    return ""
+
+
+def test_offsets_in_place_of_documents_on_one_rank_are_an_error_on_all(fresh_ranks):
+    for message in fresh_ranks.run(plan_offsets_on_one_rank, timeout_s=40):
+        assert "documents is a list, [0, 8]; expected distca.Documents" in message
+
+
+def open_twice(rank: int, world_size: int) -> str:
+    distca.init(options=distca.Options(tolerance=0.1))
+    with pytest.raises(ValueError) as raised:
+        distca.init(options=distca.Options(tolerance=0.2, rounds=2))
+    return str(raised.value)
+
+
+def test_other_options_are_refused_by_their_difference(fresh_ranks):
+    for message in fresh_ranks.run(open_twice):
+        assert message == (
+            "options have tolerance=0.2, rounds=2, but this group was opened with tolerance=0.1, "
+            "rounds=1; call distca.close(group) first"
+        )
+
+
 PAIR = Case([[300, 11], [5]], dtype=torch.float32)
 
 

@@ -173,6 +173,8 @@ def test_flags_override_measured_links(tmp_path):
         (["--link-inside", "-1"], "bytes_per_second is -1"),
         (["--fit-step-ms", "0.001"], "fit_step_ms is 0.001"),
         (["--gpus-per-node", "0"], "gpus_per_node is 0"),
+        (["--layers", "0"], "layers is 0"),
+        (["--steps", "1", "--systems", "fixed", "--out", "/dev/null/x"], "'/dev/null/x'"),
     ],
 )
 def test_bad_flags(flags, message, capsys):

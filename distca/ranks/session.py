@@ -163,10 +163,16 @@ def opened(
     session = find(group)
     if session is not None:
         for name, asked in (("options", options), ("watching", watching)):
-            if asked not in (None, getattr(session, name)):
+            known = getattr(session, name)
+            if asked not in (None, known):
+                names = [each for each, value in vars(asked).items() if value != vars(known)[each]]
+                new, old = (
+                    ", ".join(f"{each}={getattr(values, each)!r}" for each in names)
+                    for values in (asked, known)
+                )
                 raise ValueError(
-                    f"{name} are {asked}, but this group was opened with "
-                    f"{getattr(session, name)}; call distca.close(group) first"
+                    f"{name} have {new}, but this group was opened with {old}; call "
+                    "distca.close(group) first"
                 )
         return session
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -167,7 +167,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     args = flags.parse_args(command_line)
     try:
         simulate(args)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         flags.error(str(error))
 
 
