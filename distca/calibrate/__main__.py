@@ -66,8 +66,9 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     out = Path(args.out)
     if out.is_dir():
         flags.error(f"--out {args.out} is a folder; expected a file")
-    if not out.parent.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        flags.error(f"--out {args.out} cannot be written; expected a file in an existing folder")
+    place = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if (place != out and not place.is_dir()) or not os.access(place, os.W_OK):
+        flags.error(f"--out {args.out} cannot be written; expected a file in a folder of yours")
     if args.heads_q % args.heads_kv != 0:
         flags.error(
             f"--heads-q is {args.heads_q}; expected a multiple of --heads-kv {args.heads_kv}"
