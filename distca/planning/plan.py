@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,14 @@ from distca.planning.cluster import (
 )
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.documents import Documents
-from distca.planning.exchange import NODE_WORD, TIMES_WORDS, exchange, shape_of, words_of
+from distca.planning.exchange import (
+    HEADER_WORDS,
+    NODE_WORD,
+    TIMES_WORDS,
+    exchange,
+    shape_of,
+    words_of,
+)
 from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.session import Session, configured
 from distca.watching.figures import LINKS, max_over_mean
@@ -189,9 +196,16 @@ def submit(
     )
     plan = documents._plans[window_size] = Plan(pending, device, session, batch)
     if session.monitor is not None:  # records on the planner thread, which has time
-        record = functools.partial(session.planner.submit, session.monitor.record, problem.step)
-        plan.observer = lambda report: record(report.record())
+        plan.observer = functools.partial(_record, session, plan, problem.step, words)
     return plan
+
+
+def _record(session: Session, plan: Plan, step: int, words: list[int], report: PlanReport) -> None:
+    """Record a report. A plan without a shape, before any attention ran, assumes one."""
+    shape = plan.solution().shape
+    is_assumed = session.num_ranks > 1 and astuple(shape) != tuple(words[HEADER_WORDS:NODE_WORD])
+    work = (shape.tile_flops(1), sum(shape.row_bytes()))
+    session.planner.submit(session.monitor.record, step, report.record(), work, is_assumed)
 
 
 def group_of(documents: Documents) -> ProcessGroup | None:

@@ -14,6 +14,8 @@ from distca.watching.report import draw_run
 from distca.watching.settings import Watching
 from distca.watching.trace import forget_spans
 
+PREDICTED_SECONDS, PREDICTED_BYTES = ("seconds_before", "seconds_after"), ("bytes_out", "bytes_in")
+MAX_EARLY = 16  # records that wait for the shape of attention
 HIDDEN_MS = 0.1  # a plan that was waited for less than this is called hidden
 
 logger = logging.getLogger("distca")
@@ -27,7 +29,8 @@ class Monitor:
         self._folder = None if watching.run_dir is None else Path(watching.run_dir)
         self._recent: list[Mapping] = []
         self._is_empty = True
-        self._lock = threading.Lock()
+        self._early: list[tuple[int, Mapping, tuple[float, float]]] = []
+        self._lock = threading.RLock()
         self._file = self._writer = None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -38,8 +41,30 @@ class Monitor:
         _show_lines()
         atexit.register(self.close)
 
-    def record(self, step: int, record: Mapping) -> None:
-        """One plan's figures, and lists by rank. A full disk ends the records, not the training."""
+    def record(
+        self,
+        step: int,
+        record: Mapping,
+        work: tuple[float, float] = (1.0, 1.0),
+        is_assumed: bool = False,
+    ) -> None:
+        """One plan's figures, and lists by rank. Predictions are in proportion to `work`, the FLOPs
+        and the bytes of the plan's shape. If that is assumed, they wait for the next known one."""
+        with self._lock:
+            if is_assumed and len(self._early) < MAX_EARLY:
+                self._early.append((step, record, work))
+                return
+            self._take_early(None if is_assumed else work)
+            self._take(step, record)
+
+    def _take_early(self, work: tuple[float, float] | None) -> None:
+        for step, record, assumed in self._early:
+            ratios = (known / each for known, each in zip(work or assumed, assumed, strict=True))
+            self._take(step, scaled(record, *ratios))
+        self._early = []
+
+    def _take(self, step: int, record: Mapping) -> None:
+        """A full disk ends the records, not the training."""
         with self._lock:
             try:
                 self._write(step, record)
@@ -64,6 +89,8 @@ class Monitor:
     def close(self) -> None:
         """Ends the records and draws the summary; a second call does nothing."""
         atexit.unregister(self.close)
+        with self._lock:
+            self._take_early(None)
         if self._is_empty:
             logger.warning(
                 "distca: no step was planned, so there is nothing to show; call "
@@ -88,6 +115,17 @@ def _tensorboard_writer(folder: Path):
             "Watching.tensorboard needs tensorboard; install it: pip install tensorboard"
         ) from error
     return SummaryWriter(str(folder))
+
+
+def scaled(record: Mapping, seconds: float, moved: float) -> dict:
+    """Return a record with its predicted seconds and bytes multiplied by these factors. The bytes
+    are approximate: rows of queries and of keys count alike."""
+    return {
+        **record,
+        "moved_mb": moved * record["moved_mb"],
+        **{name: [seconds * each for each in record[name]] for name in PREDICTED_SECONDS},
+        **{name: [round(moved * each) for each in record[name]] for name in PREDICTED_BYTES},
+    }
 
 
 def scalars(record: Mapping) -> dict[str, float]:
