@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
-from distca.watching.report import draw_balance
+from distca.watching.report import draw_balance, new_figure
 
 SIZES = {
     "cpu": {"tokens_per_rank": 4096, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2},
@@ -64,6 +64,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 examples/train.py ...")
+    if args.out is not None:
+        new_figure(1, 1)  # says that matplotlib is missing before it trains
     args.device_type = "cuda" if torch.cuda.is_available() else "cpu"
     for name, size in SIZES[args.device_type].items():
         if getattr(args, name) is None:

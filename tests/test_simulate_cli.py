@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -181,3 +182,11 @@ def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit):
         cli.main([*DRAWN, *flags])
     assert message in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_named_before_the_simulation(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit):
+        cli.main([*DRAWN, "--out", "anywhere"])
+    shown = capsys.readouterr()
+    assert "pip install matplotlib" in shown.err and shown.out == ""
