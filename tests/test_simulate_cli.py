@@ -93,6 +93,16 @@ def test_the_table_marks_slow_systems_and_those_that_do_not_fit():
     assert "!" in table([heavy, slower]).rsplit("<1 = slower", 1)[0]
 
 
+def test_the_table_says_what_to_change_where_distca_does_not_pay():
+    _, results = small_results()
+    fixed, distca = results[:2]
+    assert "times as fast as distca" not in table(results) and "needs" not in table(results)
+    slower = replace(distca, step_seconds=[2 * x for x in fixed.step_seconds])
+    assert f"{fixed.system.label} is 2.00 times as fast as distca" in table([fixed, slower])
+    heavy = replace(distca, memory_max=1e15)
+    assert "distca needs 1000000 GB a GPU, of 127: pass --recompute" in table([fixed, heavy])
+
+
 def test_speed_ups_at_the_scale_of_the_publication(monkeypatch, capsys):
     monkeypatch.setattr(paper, "RANKS", (64,))
     cli.main([*DRAWN, "--paper"])
