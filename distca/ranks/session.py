@@ -239,9 +239,9 @@ def _open_groups(session: Session) -> None:
         )
 
     backend = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:gloo"
-    # Torch warns when it destroys a group of several devices, unless one of its backends is NCCL.
-    backends = {each.rpartition(":")[2] for each in backend.split(",")}
-    backend = backends.pop() if len(backends) == 1 else backend
+    # Torch warns when it destroys a group that it calls by several devices, unless one is NCCL's.
+    if all(each.endswith(":gloo") for each in backend.split(",")):
+        backend = "gloo"
     data_options, data_timeout = None, timeout
     if "nccl" in backend:
         # NCCL's own deadline ends the process without a word on rank and layer: ours comes first.
