@@ -16,6 +16,7 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, C
 ROOT = Path(__file__).parent
 DEFAULT_CUDA_ARCHITECTURES = "8.0+PTX;9.0a"
 CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-fopenmp", "-Wall", "-g0"]
+JOB_BYTES = 2 * 2**30  # a file with torch's headers takes 1.1 GiB, a kernel less
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr"]
 
 
@@ -89,7 +90,16 @@ def extension(with_cuda: bool):
     )
 
 
-os.environ.setdefault("MAX_JOBS", "2")
+def num_jobs() -> int:
+    """One for each core, but at most as many as the memory holds."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        memory = min(memory, int(text))
+    return max(1, min(len(os.sched_getaffinity(0)), memory // JOB_BYTES))
+
+
+os.environ.setdefault("MAX_JOBS", str(num_jobs()))
 setup(
     ext_modules=[extension(wants_cuda())],
     cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},

@@ -3,6 +3,7 @@ torch.compile and fake tensors, and signal handlers."""
 
 import mmap
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +11,25 @@ from torch import Tensor
 from torch.library import register_fake
 
 LIBRARY = Path(__file__).parent / "_C.so"
-REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+def _rebuild(library: Path) -> str:
+    """The command that builds `library`, also where it lies among its sources."""
+    root = library.parents[1]
+    if (root / "setup.py").exists():
+        return f"pip install --no-deps -e {root}"
+    return "pip install --force-reinstall --no-deps ."
+
+
+def _missing(library: Path) -> str:
+    folders = (Path(entry or ".").resolve() / "distca" for entry in sys.path)
+    hidden = next((each for each in folders if (each / library.name).exists()), None)
+    if hidden is None:
+        return f"{library} is missing; build it with `{_rebuild(library)}`"
+    return (
+        f"{library} is missing, and these sources hide the distca that is installed in {hidden}; "
+        f"run from another folder, or build here too with `{_rebuild(library)}`"
+    )
 
 
 def built_for(library: Path) -> str:
@@ -19,7 +38,7 @@ def built_for(library: Path) -> str:
     Raises ImportError when the file is missing or is not a library of distca.
     """
     if not library.exists():
-        raise ImportError(f"distca: {library} is missing; build it with `{REBUILD}`")
+        raise ImportError(f"distca: {_missing(library)}")
     version = None
     if library.stat().st_size > 0:  # an empty file cannot be mapped
         with (
@@ -29,7 +48,9 @@ def built_for(library: Path) -> str:
             match = re.search(rb"distca-built-for-torch:([^:\0]+):end", content)
             version = match[1].decode() if match else None
     if version is None:
-        raise ImportError(f"distca: {library} is not distca's library; rebuild it with `{REBUILD}`")
+        raise ImportError(
+            f"distca: {library} is not distca's library; rebuild it with `{_rebuild(library)}`"
+        )
     return version
 
 
@@ -39,7 +60,7 @@ def load(library: Path = LIBRARY) -> None:
     if expected.split("+")[0] != running:
         raise ImportError(
             f"distca: the library was built for torch {expected}, but torch {running} is running; "
-            f"rebuild it with `{REBUILD}` in the environment that runs it"
+            f"rebuild it with `{_rebuild(library)}` in the environment that runs it"
         )
     torch.ops.load_library(str(library))
 

@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterator
 from typing import Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distca import ops
 from distca._torch_private import not_compiled
 from distca.planning.cost import check_device
-from distca.planning.documents import Documents, check_window
+from distca.planning.documents import Documents, check_documents, check_window
 from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
 from distca.planning.step import plan
 from distca.ranks import callers
+from distca.ranks import session as sessions
+from distca.ranks.hints import hint
 
 FULL = (-1, -1)
 
@@ -55,9 +58,22 @@ def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Pla
         )
     check_no_capture(q, "core attention")  # as the operator does, which comes too late here
     if not packed._plans:
+        _hint_at_plan()
         return local_plan(packed, window_size, q.device)
     # Planned for another window: the layers of this model differ, and every rank gets here.
     return plan(packed, window_size=window_size, group=group_of(packed), device=q.device)
+
+
+def _hint_at_plan() -> None:
+    is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not is_shared or not torch.is_grad_enabled():
+        return
+    session = sessions.find()
+    if (session.options if session is not None else sessions.configured()).enabled:
+        hint(
+            "documents without a plan are computed on their rank, not balanced; in training, call "
+            "distca.plan(documents) once a step on every rank"
+        )
 
 
 @overload
@@ -122,6 +138,7 @@ def core_attention(
     rank of a planned group. Raises torch.distributed.DistBackendError if a rank of the group is
     lost, or if another rank refuses its arguments later.
     """
+    check_documents(documents)
     attend = attend_rows if _route is None else _attend_by_route
     settings = (softmax_scale, softcap, check_window(window_size))
     if sinks is None:

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", metavar="RUN", help="the folder given as run_dir")
     try:
         print(draw_run(parser.parse_args(arguments).run))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from distca import scope
 from distca.integrations import plain
-from distca.options import Options, add_flags, from_flags
+from distca.options import Options, add_flags, check, from_flags
 from distca.ranks import session
+from distca.ranks.hints import hint
 from distca.watching.settings import Watching
 
 
@@ -42,6 +42,8 @@ class Launch:
     halves of their tokens. It needs the option transformers."""
 
     def __post_init__(self) -> None:
+        end_id = self.document_end_id
+        check("document_end_id", end_id, end_id is None or end_id >= 0, "a token id, 0 or more")
         if self.document_end_id is not None and self.document_positions is not None:
             raise ValueError(
                 f"document_end_id is {self.document_end_id} and document_positions "
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flags.error(str(error))
     session.configure(options, watching)
     if launch.patch_sdpa:
-        torch.nn.functional.scaled_dot_product_attention = scope.scaled_dot_product_attention
+        scope.patch_torch()
     if (launch.document_end_id, launch.document_positions) != (None, None):
         plain.derive_documents(launch.document_end_id, launch.document_positions)
     if launch.transformers:
@@ -100,6 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.argv = [parsed.script, *parsed.arguments]
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(parsed.script, run_name="__main__")
+    if watching.is_on and not session.has_opened():
+        hint(
+            f"{parsed.script} ended without a call of distca, so nothing was balanced or recorded; "
+            "pass --patch-sdpa or --transformers, or call distca.plan in the script"
+        )
 
 
 if __name__ == "__main__":

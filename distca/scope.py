@@ -14,10 +14,11 @@ from torch.nn.attention.varlen import varlen_attn as _torch_varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.attention import FULL, core_attention
-from distca.planning.documents import Documents, check_window
+from distca.planning.documents import Documents, check_documents, check_window
 from distca.planning.plan import CAUSAL, local_plan
 from distca.planning.step import plan
 from distca.ranks import session as sessions
+from distca.ranks.hints import hint
 
 _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it
 
@@ -26,6 +27,7 @@ _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may re
 # read from, if they were.
 _in_force: tuple[Documents | None, tuple[int, int] | None] = (None, None)
 _missing: str | None = None  # why scaled_dot_product_attention without documents is an error
+_is_patched = False  # by the launcher: torch's function is ours
 
 
 @contextlib.contextmanager
@@ -41,6 +43,7 @@ def documents(
     has a plan already (collective). Otherwise attention stays on this rank. With activation
     checkpointing, keep the backward pass inside the scope. Scopes nest, and hold for all threads.
     """
+    check_documents(packed)
     prepare(packed, check_window(window_size), group, is_balanced=torch.is_grad_enabled())
     previous = _in_force
     put_in_force(packed)
@@ -77,6 +80,13 @@ def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None)
     _in_force = packed, batch
 
 
+def patch_torch() -> None:
+    """Replace torch's scaled_dot_product_attention in this process."""
+    global _is_patched
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    _is_patched = True
+
+
 def require_documents(reason: str | None) -> None:
     """From now on scaled_dot_product_attention outside any documents is an error that says
     `reason`; None: it is torch's again."""
@@ -111,6 +121,12 @@ def scaled_dot_product_attention(
     if packed is None:
         if _missing is not None:
             raise ValueError(f"no documents are in force: {_missing}")
+        if _is_patched and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            hint(
+                "scaled_dot_product_attention was called outside distca.documents, where "
+                "--patch-sdpa leaves it to torch: nothing is balanced there; pass "
+                "--document-end-id or --document-positions, or enter distca.documents"
+            )
         return _torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

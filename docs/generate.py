@@ -5,6 +5,7 @@ options.md and api.md come from docstrings; tests/test_docs.py checks that they 
 """
 
 import argparse
+import ast
 import dataclasses
 import inspect
 import re
@@ -67,12 +68,26 @@ TABLE_HEAD = """
 | flag | default | meaning |
 | --- | --- | --- |
 """
+ORDER = [  # of use
+    *("init", "Documents", "plan", "core_attention", "documents", "scaled_dot_product_attention"),
+    *("varlen_attention", "join", "shard_batch", "ShardedBatch", "PingPong", "Plan", "PlanReport"),
+    *("close", "configure", "Options", "Watching", "AttentionShape"),
+]
+INTEGRATIONS = {  # read from their sources: the libraries need not be installed
+    "transformers": ("latest_plan", "ping_pong"),
+    "trainer": ("plan_batches",),
+}
+INTERNALS = {  # members that users have no need of
+    "Documents": ("unplanned", "halves", "pieces"),
+    "Plan": ("solution",),
+    "AttentionShape": ("from_words", "row_bytes", "least_bytes", "tile_flops"),
+}
 API_HEAD = """\
 # API
 
-The names that `import distca` offers, with their docstrings. `python docs/generate.py` writes this
-page. Shapes: `q [tokens, heads_q, head_dim]`, `k, v [tokens, heads_kv, head_dim]`. Rows are packed,
-without padding.
+The names that `import distca` offers in the order of use, then the functions of the integrations,
+with their docstrings. `python docs/generate.py` writes this page. Shapes: `q [tokens, heads_q,
+head_dim]`, `k, v [tokens, heads_kv, head_dim]`. Rows are packed, without padding.
 """
 API_FOOT = """\
 Errors name the argument, its value and what to do; [troubleshooting.md](troubleshooting.md) has
@@ -94,9 +109,27 @@ def options_page() -> str:
 
 def api_page() -> str:
     parts = [API_HEAD]
-    for name in distca.__all__:
+    for name in sorted(distca.__all__, key=ORDER.index):
         parts.append(_entry(f"distca.{name}", getattr(distca, name)))
+    for module, names in INTEGRATIONS.items():
+        parts += _functions(f"distca.integrations.{module}", names)
     return "\n".join([*parts, API_FOOT])
+
+
+def _functions(module: str, names: tuple[str, ...]) -> list[str]:
+    """Return the entries of a module's functions, from its source."""
+    path = (DOCS.parent / module.replace(".", "/")).with_suffix(".py")
+    body = [each for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)]
+    by_name, parts = {each.name: each for each in body}, []
+    for name in names:
+        function = by_name[name]
+        for argument in (*function.args.args, *function.args.kwonlyargs):
+            argument.annotation = None
+        call = f"{module}.{name}({ast.unparse(function.args)})"
+        parts.append(
+            f"## {module}.{name}\n\n```python\n{call}\n```\n\n{ast.get_docstring(function)}\n"
+        )
+    return parts
 
 
 def _entry(name: str, thing) -> str:
@@ -129,7 +162,7 @@ def _is_shown(thing: type, key: str) -> bool:
     """Return whether users call this member of a class. They call explicit constructors."""
     if key == "__init__":
         return not dataclasses.is_dataclass(thing) and "__new__" not in vars(thing)
-    return not key.startswith("_")
+    return not key.startswith("_") and key not in INTERNALS.get(thing.__name__, ())
 
 
 def _member(title: str, documented) -> str:

@@ -28,13 +28,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
-from distca.watching.report import draw_balance
+from distca.watching.report import draw_balance, new_figure
 
 SIZES = {
     "cpu": {"tokens_per_rank": 4096, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2},
     "cuda": {"tokens_per_rank": 32768, "hidden": 2048, "layers": 4, "heads": 16, "kv_heads": 4},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ON_CPU = "ranks share the CPU, so balance saves no time; what counts here are equal losses"
+ON_WHOLE_PACKS = "not comparable, without distca every rank computes the whole pack"
 LARGEST_FLOAT32_DIFFERENCE = 1e-4  # of two losses that differ only in summation order
 
 
@@ -62,6 +64,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 examples/train.py ...")
+    if args.out is not None:
+        new_figure(1, 1)  # says that matplotlib is missing before it trains
     args.device_type = "cuda" if torch.cuda.is_available() else "cpu"
     for name, size in SIZES[args.device_type].items():
         if getattr(args, name) is None:
@@ -225,19 +229,35 @@ class Progress:
             print()
 
 
+def show_header(args: argparse.Namespace) -> None:
+    packing = "one pack for all ranks" if args.sharded else "packed for each rank"
+    print(
+        f"{dist.get_world_size()} ranks on {args.device_type}, {args.steps} steps of "
+        f"{args.tokens_per_rank:,} tokens a rank\n"
+        f"model: Llama, {args.layers} layers, {args.heads} query and {args.kv_heads} key heads of "
+        f"{args.hidden // args.heads}, {str(args.dtype).removeprefix('torch.')}\n"
+        f"documents: sources of Python's standard library, {packing}"
+    )
+
+
+def tokens_per_second(args: argparse.Namespace, history: History) -> float:
+    """Return the speed of all ranks in the median step."""
+    tokens_per_step = args.tokens_per_rank * dist.get_world_size()
+    return tokens_per_step / statistics.median(history.step_seconds)
+
+
 def summarize(args: argparse.Namespace, history: History, reference: History | None) -> dict:
     difference = None
     if reference is not None:
         pairs = zip(history.losses, reference.losses, strict=True)
         difference = max(abs(a - b) for a, b in pairs)
-    tokens_per_step = args.tokens_per_rank * dist.get_world_size()
     reports = history.plan_reports
     return {
         "max_loss_difference": difference,
         "imbalance_before": statistics.fmean(each.imbalance_before for each in reports),
         "imbalance_after": statistics.fmean(each.imbalance_after for each in reports),
         "imbalance_after_max": max(each.imbalance_after for each in reports),
-        "tokens_per_second": tokens_per_step / statistics.median(history.step_seconds),
+        "tokens_per_second": tokens_per_second(args, history),
         "bytes_per_step": statistics.fmean(sum(each.bytes_out) * args.layers for each in reports),
         "plan_ms": statistics.median(each.plan_ms for each in reports),
         "ranks": dist.get_world_size(),
@@ -263,6 +283,10 @@ def finish(args: argparse.Namespace, history: History, reference: History | None
         print(f"wrote {args.out / 'balance.png'} and {args.out / 'summary.json'}")
     if reference is None:
         return None
+    before, after = (tokens_per_second(args, each) for each in (reference, history))
+    meaning = ON_CPU if args.device_type == "cpu" else f"{after / before:.2f} times as fast"
+    meaning = ON_WHOLE_PACKS if args.sharded else meaning
+    print(f"torch {before:,.0f} tokens/s, distca {after:,.0f} tokens/s: {meaning}")
     difference = summary["max_loss_difference"]
     print(f"largest loss difference {difference:.2e}")
     if args.dtype != torch.float32 or difference <= LARGEST_FLOAT32_DIFFERENCE:
@@ -277,6 +301,8 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.get_rank() == 0:
+        show_header(args)
     reference = train(args, device, with_distca=False) if args.compare else None
     distca.init()
     history = train(args, device, with_distca=True)

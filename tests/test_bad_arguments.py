@@ -4,6 +4,7 @@ All tests run in one process without a group.
 """
 
 import re
+import sys
 import warnings
 
 import pytest
@@ -86,6 +87,15 @@ def test_sinks_are_refused(sinks, described):
     message = re.escape(f"sinks is a {described}; expected a floating-point tensor of shape [2]")
     with pytest.raises(ValueError, match=message):
         distca.core_attention(THD, THD, THD, DOCUMENTS, sinks=sinks)
+
+
+@pytest.mark.parametrize("documents", [torch.tensor([0, 8]), [0, 8], None])
+def test_what_is_not_documents_is_refused(documents):
+    message = f"documents is a {type(documents).__name__}, .*; expected distca.Documents"
+    with pytest.raises(ValueError, match=message):
+        distca.core_attention(THD, THD, THD, documents)
+    with pytest.raises(ValueError, match=message), distca.documents(documents):
+        pass
 
 
 def test_sharded_documents_need_a_plan():
@@ -281,7 +291,7 @@ def test_a_library_for_another_torch_is_refused(tmp_path):
     path.write_bytes(content.replace(marker + running.encode(), marker + other.encode()))
     with pytest.raises(ImportError) as raised:
         _library.load(path)
-    for part in (f"torch {other}", f"torch {running}", "pip install --no-build-isolation"):
+    for part in (f"torch {other}", f"torch {running}", "pip install --force-reinstall"):
         assert part in str(raised.value)
 
 
@@ -290,8 +300,21 @@ def test_other_files_than_the_library_are_refused(tmp_path, content):
     path = tmp_path / "_C.so"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ImportError, match=r"_C\.so is .*pip install --no-build-isolation"):
+    with pytest.raises(ImportError, match=r"_C\.so is .*pip install --force-reinstall"):
         _library.load(path)
+
+
+def test_sources_without_a_library_name_the_package_that_they_hide(tmp_path, monkeypatch):
+    sources, installed = tmp_path / "clone" / "distca", tmp_path / "site-packages" / "distca"
+    for folder in (sources, installed):
+        folder.mkdir(parents=True)
+    (tmp_path / "clone" / "setup.py").touch()
+    monkeypatch.setattr(sys, "path", [str(each.parent) for each in (sources, installed)])
+    with pytest.raises(ImportError, match=r"is missing; build it .*--no-deps -e \S+/clone`"):
+        _library.load(sources / "_C.so")
+    (installed / "_C.so").touch()
+    with pytest.raises(ImportError, match=rf"that is installed in {installed}; run"):
+        _library.load(sources / "_C.so")
 
 
 def test_attention_refuses_a_capture(monkeypatch):

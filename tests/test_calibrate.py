@@ -341,6 +341,7 @@ def test_the_planner_reads_the_commands_file(tmp_path, capsys):
         ),
         (["--dtype", "int8"], "--dtype"),
         (["--out", "."], "--out . is a folder; expected a file"),
+        (["--out", "/dev/null/x.json"], "--out /dev/null/x.json cannot be written"),
     ],
 )
 def test_bad_flags_are_named(capsys, monkeypatch, flags, named):

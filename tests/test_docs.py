@@ -276,6 +276,7 @@ def test_the_example_has_equal_losses_with_documents_across_ranks(tmp_path, more
     flags = ["--compare", "--sharded", "--checkpoint", "--steps", "2", "--tokens-per-rank", "128"]
     flags += more
     output = torchrun([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
+    assert output.startswith("2 ranks on ") and re.search(r"torch \S+ tokens/s, distca \S+", output)
     assert float(re.search(r"largest loss difference (\S+)", output)[1]) <= 1e-4
     assert (tmp_path / "balance.png").exists() and (tmp_path / "summary.json").exists()
 

@@ -249,6 +249,7 @@ def test_a_rank_and_a_cost_table(tmp_path, capsys):
         (["--lengths", "0,0"], "--lengths: no document has a token"),
         (["--lengths", "1,99999999999"], "--lengths: length 1 is 99999999999; expected"),
         (["--cost-table", "nowhere.json"], "cost_table nowhere.json: "),
+        (["--json", "/dev/null/x.json"], "'/dev/null'"),
     ],
 )
 def test_bad_flags_are_named(capsys, flags, named):

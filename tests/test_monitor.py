@@ -15,7 +15,13 @@ import distca
 from distca.planning.plan import PlanReport
 from distca.report import main
 from distca.watching import report
-from distca.watching.monitor import Monitor, line, scalars
+from distca.watching.monitor import (
+    PREDICTED_BYTES,
+    PREDICTED_SECONDS,
+    Monitor,
+    line,
+    scalars,
+)
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -60,7 +66,10 @@ def test_a_run_writes_its_records_and_its_summary(ranks, tmp_path):
     assert [step.pop("step") for step in steps] == list(range(NUM_STEPS))
     assert [step.pop("step_ms", 0.0) > 0 for step in steps] == [False] + [True] * (NUM_STEPS - 1)
     assert not any(step.pop("can_ping_pong") for step in steps), "on the CPU it hides nothing"
-    assert steps == json.loads(json.dumps(recorded[0])), "rank 0's plans, in order"
+    plans = json.loads(json.dumps(recorded[0]))
+    assert steps[1:] == plans[1:], "rank 0's plans, in order"
+    scaled = {name for name, value in plans[0].items() if steps[0][name] != value}
+    assert scaled == {"moved_mb", *PREDICTED_SECONDS, *PREDICTED_BYTES}
     timed = [step["attention_ms"] for step in steps]
     assert timed[0] == timed[1] == [] and len(timed[2]) == 3 and min(timed[2]) > 0
     assert timed[2] == timed[3] != timed[4], "every second step is timed, and shown two steps later"
@@ -196,6 +205,32 @@ def test_exposed_communication_asks_for_ping_pong_once(monkeypatch, caplog, tmp_
     assert "exposed communication  8.5% of a step" in report.table(values)
 
 
+def test_predictions_for_an_assumed_shape_are_scaled_to_the_known_one(tmp_path):
+    monitor, record = Monitor(distca.Watching(run_dir=str(tmp_path))), plan_report().record()
+    for step in range(2):
+        monitor.record(step, record, work=(8.0, 6.0), is_assumed=True)
+    assert (tmp_path / "steps.jsonl").read_text() == ""
+    monitor.record(2, record, work=(2.0, 3.0))
+    monitor.record(3, record, work=(2.0, 3.0), is_assumed=True)
+    monitor.close()
+    steps = report.read_steps(tmp_path)
+    assert [each["step"] for each in steps] == [0, 1, 2, 3]
+    for each, seconds, moved in zip(steps, (0.25, 0.25, 1, 1), (0.5, 0.5, 1, 1), strict=True):
+        assert each["seconds_before"] == [seconds * value for value in record["seconds_before"]]
+        assert each["bytes_in"] == [moved * value for value in record["bytes_in"]]
+        assert each["moved_mb"] == moved * record["moved_mb"]
+        assert each["imbalance_before"] == record["imbalance_before"]
+
+
+def test_records_do_not_wait_forever(tmp_path):
+    monitor, record = Monitor(distca.Watching(run_dir=str(tmp_path))), plan_report().record()
+    for step in range(100):
+        monitor.record(step, record, work=(8.0, 6.0), is_assumed=True)
+    assert len(report.read_steps(tmp_path)) > 80
+    monitor.close()
+    assert [each["step"] for each in report.read_steps(tmp_path)] == list(range(100))
+
+
 def test_no_records_are_kept_without_lines():
     monitor = Monitor(distca.Watching())
     for step in range(100):
@@ -295,4 +330,7 @@ def test_a_script_needs_only_the_launchers_flags(tmp_path):
     lines = [each for each in result.stdout.splitlines() if each.startswith("distca  step")]
     assert [each.split("  ")[1] for each in lines] == ["step 2", "step 4"]
     assert "imbalance before" in result.stdout, "the closing table"
-    assert len(report.read_steps(run_dir)) == 4
+    steps = report.read_steps(run_dir)
+    assert len(steps) == 4
+    seconds = [each["seconds_before"] for each in steps]
+    assert seconds[0] == pytest.approx(seconds[1]), "no attention of another shape"

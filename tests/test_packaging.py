@@ -52,6 +52,18 @@ def test_one_version():
     assert newest.rstrip(",") == distca.__version__
 
 
+@pytest.mark.parametrize("gib, num_jobs", [(1, 1), (5, 2), (1000, 16)])
+def test_compilers_fill_the_cores_as_far_as_the_memory_reaches(monkeypatch, gib, num_jobs):
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.setenv("DISTCA_SKIP_CUDA_BUILD", "1")
+    monkeypatch.setenv("MAX_JOBS", "1")
+    build = module_of(ROOT / "setup.py")
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(build.os, "sysconf", lambda name: 2**15 if "SIZE" in name else gib * 2**15)
+    monkeypatch.setattr(build.Path, "is_file", lambda path: False)
+    assert build.num_jobs() == num_jobs
+
+
 def backend():
     return module_of(ROOT / "tools" / "build_backend.py")
 

@@ -239,6 +239,7 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(ranks):
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ({"document_end_id": -4, "patch_sdpa": True}, "document_end_id is -4; expected a token id"),
         ({"document_end_id": 2}, "document_end_id is 2, patch_sdpa False; expected both"),
         ({"ping_pong": True}, "ping_pong is True, transformers False; expected both"),
         (

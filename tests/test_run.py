@@ -88,6 +88,12 @@ def test_help_lists_every_option(tmp_path):
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
+def test_a_script_that_never_calls_distca_is_told_so(script, tmp_path):
+    result = launch(["--log-every", "1", script("")], tmp_path)
+    assert result.returncode == 0
+    assert "train.py ended without a call of distca" in result.stderr
+
+
 @pytest.mark.parametrize("kind", run.SETTINGS)
 def test_every_field_is_documented(kind):
     assert set(options.field_help(kind)) == {field.name for field in fields(kind)}

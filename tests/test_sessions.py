@@ -36,6 +36,46 @@ def test_other_groups_may_have_fewer_ranks(fresh_ranks):
     assert len(fresh_ranks.run(train_beside_a_group_of_one_rank, timeout_s=40)) == 3
 
 
+def names_beside_other_backends(rank: int, world_size: int) -> list[str]:
+    from torch.distributed import fsdp  # noqa: F401  registers a back end
+
+    session = distca.init()
+    return [group.name() for group in (session.data, session.planning, session.control)]
+
+
+def test_groups_have_a_back_end_of_their_own_name(fresh_ranks):
+    """Otherwise PyTorch warns on every rank when they are closed."""
+    assert fresh_ranks.run(names_beside_other_backends) == [["gloo"] * 3] * 3
+
+
+def plan_offsets_on_one_rank(rank: int, world_size: int) -> str:
+    try:
+        distca.plan([0, 8] if rank == 1 else distca.Documents([0, 8]))
+    except (ValueError, dist.DistBackendError) as error:
+        return str(error)
+    return ""
+
+
+def test_offsets_in_place_of_documents_on_one_rank_are_an_error_on_all(fresh_ranks):
+    for message in fresh_ranks.run(plan_offsets_on_one_rank, timeout_s=40):
+        assert "documents is a list, [0, 8]; expected distca.Documents" in message
+
+
+def open_twice(rank: int, world_size: int) -> str:
+    distca.init(options=distca.Options(tolerance=0.1))
+    with pytest.raises(ValueError) as raised:
+        distca.init(options=distca.Options(tolerance=0.2, rounds=2))
+    return str(raised.value)
+
+
+def test_other_options_are_refused_by_their_difference(fresh_ranks):
+    for message in fresh_ranks.run(open_twice):
+        assert message == (
+            "options have tolerance=0.2, rounds=2, but this group was opened with tolerance=0.1, "
+            "rounds=1; call distca.close(group) first"
+        )
+
+
 PAIR = Case([[300, 11], [5]], dtype=torch.float32)
 
 

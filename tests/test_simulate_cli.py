@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +93,16 @@ def test_the_table_marks_slow_systems_and_those_that_do_not_fit():
     assert "!" in table([heavy, slower]).rsplit("<1 = slower", 1)[0]
 
 
+def test_the_table_says_what_to_change_where_distca_does_not_pay():
+    _, results = small_results()
+    fixed, distca = results[:2]
+    assert "times as fast as distca" not in table(results) and "needs" not in table(results)
+    slower = replace(distca, step_seconds=[2 * x for x in fixed.step_seconds])
+    assert f"{fixed.system.label} is 2.00 times as fast as distca" in table([fixed, slower])
+    heavy = replace(distca, memory_max=1e15)
+    assert "distca needs 1000000 GB a GPU, of 127: pass --recompute" in table([fixed, heavy])
+
+
 def test_speed_ups_at_the_scale_of_the_publication(monkeypatch, capsys):
     monkeypatch.setattr(paper, "RANKS", (64,))
     cli.main([*DRAWN, "--paper"])
@@ -173,9 +184,19 @@ def test_flags_override_measured_links(tmp_path):
         (["--link-inside", "-1"], "bytes_per_second is -1"),
         (["--fit-step-ms", "0.001"], "fit_step_ms is 0.001"),
         (["--gpus-per-node", "0"], "gpus_per_node is 0"),
+        (["--layers", "0"], "layers is 0"),
+        (["--steps", "1", "--systems", "fixed", "--out", "/dev/null/x"], "'/dev/null/x'"),
     ],
 )
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit):
         cli.main([*DRAWN, *flags])
     assert message in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_named_before_the_simulation(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit):
+        cli.main([*DRAWN, "--out", "anywhere"])
+    shown = capsys.readouterr()
+    assert "pip install matplotlib" in shown.err and shown.out == ""

@@ -75,7 +75,7 @@ const Backend& choose_backend(const Request& request) {
   }
   TORCH_CHECK_VALUE(!device.is_cuda(), "q is on ", device,
                     ", but distca was built without CUDA; rebuild it where nvcc is installed: "
-                    "FORCE_CUDA=1 pip install --no-build-isolation .");
+                    "FORCE_CUDA=1 pip install --force-reinstall --no-deps .");
   TORCH_CHECK_VALUE(false, "q is on ", device, "; expected cpu or cuda");
 }
 

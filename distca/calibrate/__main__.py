@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -62,8 +63,12 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     ):
         if not 1 <= value <= most:
             flags.error(f"{flag} is {value}; expected 1 to {most}")
-    if Path(args.out).is_dir():
+    out = Path(args.out)
+    if out.is_dir():
         flags.error(f"--out {args.out} is a folder; expected a file")
+    place = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if (place != out and not place.is_dir()) or not os.access(place, os.W_OK):
+        flags.error(f"--out {args.out} cannot be written; expected a file in a folder of yours")
     if args.heads_q % args.heads_kv != 0:
         flags.error(
             f"--heads-q is {args.heads_q}; expected a multiple of --heads-kv {args.heads_kv}"

@@ -71,12 +71,12 @@ def main(command_line: Sequence[str] | None = None) -> None:
             flags.error(f"{flag} is {value}; expected {least} to {most}")
     try:
         account = account_of(_step(args))
-    except ValueError as error:
+        print(report(account, args.rank, args.all))
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(as_data(account)) + "\n")
+    except (OSError, ValueError) as error:
         flags.error(str(error))
-    print(report(account, args.rank, args.all))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(as_data(account)) + "\n")
 
 
 def _step(args: argparse.Namespace) -> Step:

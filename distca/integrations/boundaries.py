@@ -13,6 +13,7 @@ from distca.planning.documents import Documents
 from distca.planning.plan import Plan
 from distca.planning.step import plan
 from distca.ranks import session as sessions
+from distca.ranks.hints import hint
 from distca.ranks.session import Session
 
 PACK = (
@@ -20,9 +21,30 @@ PACK = (
     "packing=True"
 )
 
+MAX_UNMARKED = 5  # batches in a row, before a hint
+
 _known = WeakTensorKeyDictionary()  # Boundaries by cu_seq_lens_q or position_ids
 _taken: weakref.WeakSet[Documents] = weakref.WeakSet()  # that a forward pass was called with
 _latest: dict[tuple[int, int], dict] = {}  # arguments of plan in the latest pass, by window
+
+
+class FirstBatches:
+    """Hints at boundaries that none of a process's first training batches has."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._num_left = text, MAX_UNMARKED
+
+    def see(self, is_marked: bool) -> None:
+        self._num_left = 0 if is_marked else self._num_left - 1
+        if self._num_left == 0 and not is_marked:
+            hint(self._text)
+
+
+_first = FirstBatches(
+    f"the first {MAX_UNMARKED} training batches hold one document a row, so attention crosses "
+    'documents that were joined without boundaries (packing_strategy="wrapped" of TRL does); '
+    f"{PACK}"
+)
 
 
 @dataclass
@@ -72,6 +94,7 @@ class Boundaries:
         _latest.setdefault(window_size, how)
         if not is_first:
             return self.balanced, None
+        _first.see(self.is_packed or self.here.crosses_ranks)
         planned_ahead = self.balanced._plans.get(window_size)
         return self.balanced, planned_ahead or plan(self.balanced, **how)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distca._torch_private import NOT_BACKWARD, backward_pass, call_after_backward, pytree
-from distca.integrations.boundaries import offsets_of_positions
+from distca.integrations.boundaries import MAX_UNMARKED, FirstBatches, offsets_of_positions
 from distca.planning.documents import Documents
 from distca.planning.plan import CAUSAL
 from distca.ranks import session as sessions
@@ -33,6 +33,10 @@ def derive_documents(end_id: int | None, positions: str | None) -> Callable[[], 
     rank's tensor cannot be read, the call raises ValueError on every rank of the group.
     """
     torchs_call, is_running = nn.Module.__call__, False
+    first = FirstBatches(
+        f"token {end_id} (--document-end-id) is not in the first {MAX_UNMARKED} training batches, "
+        "so each of their rows is one document; pass the id that the tokenizer ends documents with"
+    )
 
     def call(module: nn.Module, *args, **kwargs):
         nonlocal is_running
@@ -43,7 +47,7 @@ def derive_documents(end_id: int | None, positions: str | None) -> Callable[[], 
         source = None if is_inside else _source(positions, module, args, kwargs)
         if source is None:
             return torchs_call(module, *args, **kwargs)
-        documents, batch = _enter(module, source, end_id, positions)
+        documents, batch = _enter(module, source, end_id, positions, first)
         is_running = True
         try:
             outputs = torchs_call(module, *args, **kwargs)
@@ -89,7 +93,11 @@ def _source(positions: str | None, module: nn.Module, args: tuple, kwargs: dict)
 
 
 def _enter(
-    module: nn.Module, source: Tensor, end_id: int | None, positions: str | None
+    module: nn.Module,
+    source: Tensor,
+    end_id: int | None,
+    positions: str | None,
+    first: FirstBatches,
 ) -> tuple[Documents, Batch]:
     """Puts in force what `source` says, and returns it."""
     is_trained = module.training and torch.is_grad_enabled()
@@ -106,6 +114,8 @@ def _enter(
             offsets = offsets_of_positions(rows, *batch)
         else:
             ends = rows.to("cpu") == end_id
+            if is_trained:
+                first.see(bool(ends.any()))
             ends[:, -1:] = True  # rows of a batch are documents of their own
             offsets = torch.nn.functional.pad(ends.flatten().nonzero()[:, 0] + 1, (1, 0))
     documents = Documents(offsets)

@@ -206,6 +206,15 @@ class Documents:
         )
 
 
+def check_documents(documents: object) -> None:
+    """Raise ValueError for what is not Documents, such as their offsets."""
+    if not isinstance(documents, Documents):
+        raise ValueError(
+            f"documents is a {type(documents).__name__}, {documents!r:.80}; expected "
+            "distca.Documents(cu_seqlens)"
+        )
+
+
 def runs_of(num_tokens: int, rank: int, world_size: int, runs: int) -> list[slice]:
     """Return the runs of a pack's tokens that `rank` holds: see Documents.sharded."""
     num_runs = runs * world_size

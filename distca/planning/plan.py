@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from distca.planning.cluster import (
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.documents import Documents
 from distca.planning.exchange import (
+    HEADER_WORDS,
     MEMORY_WORDS,
     NODE_WORD,
     TIMES_WORDS,
@@ -210,10 +211,27 @@ def submit(
     )
     plan = documents._plans[window_size] = Plan(pending, device, session, batch)
     if session.monitor is not None:  # records on the planner thread, which has time
-        record = functools.partial(session.planner.submit, session.monitor.record, problem.step)
         can_ping_pong = device.type == "cuda" and session.cut is None
-        plan.observer = lambda report: record({**report.record(), "can_ping_pong": can_ping_pong})
+        plan.observer = functools.partial(
+            _record, session, plan, problem.step, words, can_ping_pong
+        )
     return plan
+
+
+def _record(
+    session: Session,
+    plan: Plan,
+    step: int,
+    words: list[int],
+    can_ping_pong: bool,
+    report: PlanReport,
+) -> None:
+    """Record a report. A plan without a shape, before any attention ran, assumes one."""
+    shape = plan.solution().shape
+    is_assumed = session.num_ranks > 1 and astuple(shape) != tuple(words[HEADER_WORDS:NODE_WORD])
+    work = (shape.tile_flops(1), sum(shape.row_bytes()))
+    record = {**report.record(), "can_ping_pong": can_ping_pong}
+    session.planner.submit(session.monitor.record, step, record, work, is_assumed)
 
 
 def group_of(documents: Documents) -> ProcessGroup | None:

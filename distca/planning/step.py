@@ -15,12 +15,13 @@ from distca.planning.cost import AttentionShape, check_device
 from distca.planning.documents import (
     Documents,
     begin_of_second_half,
+    check_documents,
     check_window,
     pieces_of_half,
 )
 from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, check_headers, header_of
 from distca.planning.plan import CAUSAL, Plan, Problem, Solution
-from distca.ranks.session import Session, halves_of, opened
+from distca.ranks.session import Session, announced, halves_of, opened
 
 NO_ROW = -1  # of a rank that cannot cut its documents
 
@@ -51,6 +52,8 @@ def plan(
     """
     window_size = check_window(window_size)
     session = opened(group)
+    with announced(session):
+        check_documents(documents)
     device = torch.device(device if device is not None else session.device_type)
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:

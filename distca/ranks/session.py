@@ -112,6 +112,7 @@ def announced(session: Session | None) -> Iterator[None]:
 
 
 _sessions: dict[str, Session] = {}  # by name of the group that init was given
+_has_opened = False
 _options, _watching = Options(), Watching()  # for arguments of `init` that are None
 
 
@@ -165,10 +166,16 @@ def opened(
     session = find(group)
     if session is not None:
         for name, asked in (("options", options), ("watching", watching)):
-            if asked not in (None, getattr(session, name)):
+            known = getattr(session, name)
+            if asked not in (None, known):
+                names = [each for each, value in vars(asked).items() if value != vars(known)[each]]
+                new, old = (
+                    ", ".join(f"{each}={getattr(values, each)!r}" for each in names)
+                    for values in (asked, known)
+                )
                 raise ValueError(
-                    f"{name} are {asked}, but this group was opened with "
-                    f"{getattr(session, name)}; call distca.close(group) first"
+                    f"{name} have {new}, but this group was opened with {old}; call "
+                    "distca.close(group) first"
                 )
         return session
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -182,7 +189,8 @@ def opened(
             raise
     if session.watching.is_on and dist.get_rank() == 0:
         session.monitor = Monitor(session.watching)
-    _sessions[group.group_name] = session
+    global _has_opened
+    _sessions[group.group_name], _has_opened = session, True
     watch_exits(_sessions.values)
     if num_ranks > 1 and measures_links(session):
         try:
@@ -191,6 +199,11 @@ def opened(
             close(group)  # tells the others
             raise
     return session
+
+
+def has_opened() -> bool:
+    """Return whether this process has ever opened a session."""
+    return _has_opened
 
 
 def measures_links(session: Session) -> bool:
@@ -233,7 +246,10 @@ def _open_groups(session: Session) -> None:
         node = ranks[first : first + size]
         return dist.new_group(node, timeout, "gloo", use_local_synchronization=True)
 
-    backend = str(dist.get_backend_config(group))
+    backend = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:gloo"
+    # Torch warns when it destroys a group that it calls by several devices, unless one is NCCL's.
+    if all(each.endswith(":gloo") for each in backend.split(",")):
+        backend = "gloo"
     data_options, data_timeout = None, timeout
     if "nccl" in backend:
         # NCCL's own deadline ends the process without a word on rank and layer: ours comes first.

@@ -29,6 +29,7 @@ from distca.simulate.packing import DISTRIBUTIONS, Documents, distribution, draw
 from distca.simulate.results import fitted, run
 from distca.simulate.scenario import PRESETS, ModelShape, Scenario
 from distca.simulate.systems import Step
+from distca.watching.report import new_figure
 
 
 def parser() -> argparse.ArgumentParser:
@@ -145,6 +146,8 @@ def simulate(args: argparse.Namespace) -> None:
     if args.paper:
         print(paper.table(lengths_of(args), machine_of(args), args.steps, args.seed))
         return
+    if args.out is not None:
+        new_figure(1, 1)  # before the simulation, which may take minutes
     scenario = scenario_of(args)
     drawn = drawn_steps(args, scenario)
     if args.fit_step_ms is not None:
@@ -167,7 +170,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     args = flags.parse_args(command_line)
     try:
         simulate(args)
-    except ValueError as error:
+    except (ImportError, OSError, ValueError) as error:
         flags.error(str(error))
 
 

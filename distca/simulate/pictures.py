@@ -54,12 +54,14 @@ def draw_timeline(path: Path, results: list[Result]) -> None:
     ranks = [total * i // count for i in range(count)]  # evenly over stages and groups
     figure = new_figure(13, len(results) * (0.9 + 0.11 * len(ranks)) + 1)
     panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    drawn: set[int] = set()
     for panel, result in zip(panels, results, strict=True):
         schedule = result.outcome.schedule
         for row, rank in enumerate(ranks):
             bars: dict[int, list[tuple[float, float]]] = {}
             for kind, start, seconds in segments(schedule, scenario, rank):
                 bars.setdefault(kind, []).append((1e3 * start, 1e3 * seconds))
+            drawn |= bars.keys()
             for kind, of_kind in bars.items():
                 panel.broken_barh(of_kind, (row - 0.42, 0.84), color=COLORS[kind])
         panel.axvline(1e3 * schedule.seconds, color="black", linewidth=1)
@@ -69,7 +71,9 @@ def draw_timeline(path: Path, results: list[Result]) -> None:
         panel.set_yticks(shown, [str(ranks[row] * scenario.tp) for row in shown])
         panel.set_ylabel("rank")
     panels[-1].set_xlabel("ms since the step began; passes of a micro-batch, by kind")
-    handles = [panels[0].barh(0, 0, color=color) for color in COLORS]
-    names = [name.replace("_", " ") for name in KINDS]
-    figure.legend(handles, names, loc="outside upper center", ncols=len(KINDS))
+    shown = {
+        KINDS[kind].replace("_", " "): panels[0].barh(0, 0, color=COLORS[kind])
+        for kind in sorted(drawn)
+    }
+    figure.legend(shown.values(), shown, loc="outside upper center", ncols=len(shown))
     figure.savefig(path, dpi=110)

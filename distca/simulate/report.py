@@ -3,11 +3,13 @@
 import textwrap
 from dataclasses import replace
 
-from distca.simulate.results import Result
+from distca.simulate.results import Result, best
 from distca.simulate.scenario import Scenario
 
 FORMAT = 2
 NO_GAIN = "<1"
+OURS = ("distca", "distca-ping-pong")
+NOTABLE = 1.005  # times as fast
 WIDTH = 100
 
 
@@ -36,7 +38,30 @@ def table(results: list[Result]) -> str:
         ours = [result for result in results if not result.system.is_baseline]
         lines += [_gains(result, baselines) for result in ours]
     lines.append(f"{NO_GAIN} = slower than that baseline, ! = does not fit in memory")
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(textwrap.TextWrapper(WIDTH).fill, hints(results))])
+
+
+def hints(results: list[Result]) -> list[str]:
+    """Say what to change where distca does not fit in memory, or is slower than a baseline."""
+    ours = [result for result in results if result.system.name in OURS]
+    if not ours:
+        return []
+    texts, distca = [], best(ours)
+    if not distca.fits:
+        texts.append(
+            f"distca needs {distca.memory_max / 1e9:.0f} GB a GPU, of "
+            f"{distca.scenario.machine.usable_bytes / 1e9:.0f}: pass --recompute, fewer --tokens, "
+            "or divide the model with --tp or --pp"
+        )
+    others = [each for each in results if each.system.is_baseline and each.fits >= distca.fits]
+    if others and best(others).mean < distca.mean / NOTABLE:
+        other, exposed_ms = best(others), distca.means["exposed_communication_ms"]
+        texts.append(
+            f"{other.system.label} is {distca.mean / other.mean:.2f} times as fast as distca, of "
+            f"whose step {exposed_ms:.0f} ms are exposed communication: see "
+            "docs/when-it-does-not-pay.md, and try --keep-inputs-gb or faster links"
+        )
+    return texts
 
 
 def _figures(result: Result) -> str:

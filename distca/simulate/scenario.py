@@ -102,7 +102,8 @@ class ModelShape:
             raise ValueError(f"{path}: {error}; expected a JSON object of {names}") from error
 
     def changed(self, layers: int | None, vocab: int | None) -> "ModelShape":
-        return replace(self, layers=layers or self.layers, vocab=vocab or self.vocab)
+        asked = {"layers": layers, "vocab": vocab}
+        return replace(self, **{name: value for name, value in asked.items() if value is not None})
 
 
 PRESETS = {  # Llama 3 8B and 70B, CodeLlama 34B

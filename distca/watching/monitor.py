@@ -15,6 +15,8 @@ from distca.watching.report import draw_run
 from distca.watching.settings import Watching
 from distca.watching.trace import forget_spans
 
+PREDICTED_SECONDS, PREDICTED_BYTES = ("seconds_before", "seconds_after"), ("bytes_out", "bytes_in")
+MAX_EARLY = 16  # records that wait for the shape of attention
 HIDDEN_MS = 0.1  # a plan that was waited for less than this is called hidden
 
 logger = logging.getLogger("distca")
@@ -30,7 +32,9 @@ class Monitor:
         self._exposed = ExposedShare()
         self._has_advised = False
         self._recorded_at: float | None = None
-        self._lock = threading.Lock()
+        self._is_empty = True
+        self._early: list[tuple[int, Mapping, tuple[float, float]]] = []
+        self._lock = threading.RLock()
         self._file = self._writer = None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -41,13 +45,35 @@ class Monitor:
         _show_lines()
         atexit.register(self.close)
 
-    def record(self, step: int, record: Mapping) -> None:
-        """One plan's figures, and lists by rank. A full disk ends the records, not the training."""
+    def record(
+        self,
+        step: int,
+        record: Mapping,
+        work: tuple[float, float] = (1.0, 1.0),
+        is_assumed: bool = False,
+    ) -> None:
+        """One plan's figures, and lists by rank. Predictions are in proportion to `work`, the FLOPs
+        and the bytes of the plan's shape. If that is assumed, they wait for the next known one."""
         with self._lock:
             now, before = time.perf_counter(), self._recorded_at
             self._recorded_at = now
             if before is not None:
                 record = {**record, "step_ms": 1e3 * (now - before)}
+            if is_assumed and len(self._early) < MAX_EARLY:
+                self._early.append((step, record, work))
+                return
+            self._take_early(None if is_assumed else work)
+            self._take(step, record)
+
+    def _take_early(self, work: tuple[float, float] | None) -> None:
+        for step, record, assumed in self._early:
+            ratios = (known / each for known, each in zip(work or assumed, assumed, strict=True))
+            self._take(step, scaled(record, *ratios))
+        self._early = []
+
+    def _take(self, step: int, record: Mapping) -> None:
+        """A full disk ends the records, not the training."""
+        with self._lock:
             self._advise(record)
             try:
                 self._write(step, record)
@@ -55,6 +81,7 @@ class Monitor:
                 logger.warning("records end at step %d: %s", step, error)
                 self._file = self._writer = None
             self._recent.append(record)
+            self._is_empty = False
             if self._log_every and (step + 1) % self._log_every == 0:
                 logger.info(line(step, self._recent))
                 self._recent = []
@@ -79,6 +106,13 @@ class Monitor:
         """Ends the records and draws the summary; a second call does nothing."""
         atexit.unregister(self.close)
         with self._lock:
+            self._take_early(None)
+        if self._is_empty:
+            logger.warning(
+                "distca: no step was planned, so there is nothing to show; call "
+                "distca.plan(documents) once a step on every rank"
+            )
+        with self._lock:
             file, writer = self._file, self._writer
             self._file = self._writer = None
         if writer is not None:
@@ -97,6 +131,17 @@ def _tensorboard_writer(folder: Path):
             "Watching.tensorboard needs tensorboard; install it: pip install tensorboard"
         ) from error
     return SummaryWriter(str(folder))
+
+
+def scaled(record: Mapping, seconds: float, moved: float) -> dict:
+    """Return a record with its predicted seconds and bytes multiplied by these factors. The bytes
+    are approximate: rows of queries and of keys count alike."""
+    return {
+        **record,
+        "moved_mb": moved * record["moved_mb"],
+        **{name: [seconds * each for each in record[name]] for name in PREDICTED_SECONDS},
+        **{name: [round(moved * each) for each in record[name]] for name in PREDICTED_BYTES},
+    }
 
 
 def scalars(record: Mapping) -> dict[str, float]:
