@@ -30,13 +30,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """End shared ranks between files where tests have left many process groups open."""
+    if nextitem is None or nextitem.path != item.path:
+        for size in [size for size, group in shared_ranks.items() if group.is_crowded()]:
+            shared_ranks.pop(size).stop()
+
+
+shared_ranks: dict[int, Ranks] = {}  # by world size
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Return ranks(world_size), processes that all tests of the session share.
 
     They start once, and again after a test has left some of them dead.
     """
-    started: dict[int, Ranks] = {}
+    started = shared_ranks
 
     def get(world_size: int) -> Ranks:
         group = started.get(world_size)

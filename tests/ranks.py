@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 import distca
 
 TIMEOUT_S = 120
+MAX_THREADS = 60  # of a rank
 # Options of links so fast that plans move rows in steps too small for it to pay.
 FAST_LINKS = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5}
 
@@ -156,6 +157,12 @@ class Ranks:
             text = "\n".join(f"rank {o.rank}: {o.traceback}" for o in failed)
             raise RankError(f"ranks {dead} died; errors:\n{text}")
         return [outcome.result for outcome in outcomes]
+
+    def is_crowded(self) -> bool:
+        """Return whether open process groups slow down the machine: each of gloo's has a thread
+        that polls a hundred times a second."""
+        alive = [each.pid for each in self.processes if each.is_alive()]
+        return max((len(os.listdir(f"/proc/{pid}/task")) for pid in alive), default=0) > MAX_THREADS
 
     def _print_stacks(self, waiting: set[int]) -> None:
         """Make processes that hang write their Python stacks to stderr."""

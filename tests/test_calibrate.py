@@ -319,7 +319,7 @@ def test_the_planner_reads_the_commands_file(tmp_path, capsys):
     assert calibration.shape == AttentionShape(4, 2, 16, 4)
     assert calibration.links == Links()
     seconds = np.array(calibration.seconds)
-    assert (seconds[-1] > seconds[0]).all(), "four tiles of rows take longer than one"
+    assert seconds[-1].sum() > seconds[0].sum(), "four tiles of rows take longer than one"
     printed = capsys.readouterr().out
     assert f"wrote {out}" in printed and "links inside nodes: not measured" in printed
     cost = cost_of(str(out), calibration.shape, "cpu")
