@@ -171,7 +171,7 @@ def test_a_report_that_differs_from_the_tasks_is_noticed():
     home = loads_of(pack, pack.home_tasks(), PRICES)
     moved = loads_of(pack, BASELINES["longest first"](pack, PRICES, 0.0), PRICES)
     columns = [home.seconds, moved.seconds, moved.bytes_out, moved.bytes_in]
-    columns += [moved.node_bytes_out, moved.node_bytes_in]
+    columns += [moved.node_bytes_out, moved.node_bytes_in, moved.bytes_in, moved.seconds_visiting]
     reported = torch.from_numpy(np.stack(columns, axis=1).astype(np.float64))
     planner.check_report(reported, home, moved, np.ones(2))
     for column, name in enumerate(
