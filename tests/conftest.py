@@ -30,6 +30,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+shared_ranks: dict[int, Ranks] = {}  # by world size
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
     """End shared ranks between files where tests have left many process groups open."""
@@ -38,28 +41,24 @@ def pytest_runtest_teardown(item, nextitem):
             shared_ranks.pop(size).stop()
 
 
-shared_ranks: dict[int, Ranks] = {}  # by world size
-
-
 @pytest.fixture(scope="session")
 def ranks():
     """Return ranks(world_size), processes that all tests of the session share.
 
     They start once, and again after a test has left some of them dead.
     """
-    started = shared_ranks
 
     def get(world_size: int) -> Ranks:
-        group = started.get(world_size)
+        group = shared_ranks.get(world_size)
         if group is not None and not all(process.is_alive() for process in group.processes):
             group.stop()
             group = None
         if group is None:
-            group = started[world_size] = Ranks(world_size)
+            group = shared_ranks[world_size] = Ranks(world_size)
         return group
 
     yield get
-    for processes in started.values():
+    for processes in shared_ranks.values():
         processes.stop()
 
 

@@ -166,12 +166,13 @@ def opened(
     session = find(group)
     if session is not None:
         for name, asked in (("options", options), ("watching", watching)):
-            known = getattr(session, name)
-            if asked not in (None, known):
-                names = [each for each, value in vars(asked).items() if value != vars(known)[each]]
+            current = getattr(session, name)
+            if asked not in (None, current):
+                now = vars(current)
+                names = [each for each, value in vars(asked).items() if value != now[each]]
                 new, old = (
                     ", ".join(f"{each}={getattr(values, each)!r}" for each in names)
-                    for values in (asked, known)
+                    for values in (asked, current)
                 )
                 raise ValueError(
                     f"{name} have {new}, but this group was opened with {old}; call "

@@ -67,7 +67,7 @@ class Monitor:
 
     def _take_early(self, work: tuple[float, float] | None) -> None:
         for step, record, assumed in self._early:
-            ratios = (known / each for known, each in zip(work or assumed, assumed, strict=True))
+            ratios = (new / old for new, old in zip(work or assumed, assumed, strict=True))
             self._take(step, scaled(record, *ratios))
         self._early = []
 
