@@ -1,8 +1,10 @@
 """Processes of one torch.distributed group on this machine, for tests."""
 
+import contextlib
 import faulthandler
 import os
 import queue
+import random
 import signal
 import socket
 import time
@@ -87,9 +89,15 @@ def _serve(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port below those that systems hand out (from 32768 on Linux).
+
+    No connection or store of tests at the same time takes it before ranks meet there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def open_store() -> dist.TCPStore:
