@@ -116,9 +116,10 @@ def run_step(way: str, model: Model, documents: distca.Documents, outs: list) ->
 
 
 def warm_up(rank: int, world_size: int) -> None:
-    """Open the device and the group, so that start-up does not count towards the time limit."""
-    if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")
+    """Do what takes time on first use, so that it does not count towards the time limit."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    one = torch.ones(1, device=device, requires_grad=True)
+    checkpoint(torch.neg, one, use_reentrant=False)  # imports torch._dynamo
     torch.distributed.barrier()
 
 

@@ -164,6 +164,8 @@ def main() -> None:
     take_device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "gloo" if transport == "peer" else "nccl"
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    torch.zeros(1, device="cuda")
+    dist.barrier()  # start-up does not count towards the timeout
     distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S, **FAST_LINKS))
     MOMENTS[moment]({failing_pass: FAULTS[fault]} if dist.get_rank() == VICTIM else {})
     print("nothing was noticed", file=sys.stderr)

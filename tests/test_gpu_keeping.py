@@ -29,9 +29,12 @@ def train(rank, world_size, link_gb_per_s, keep_inputs_gb=None):
     distca.init(options=distca.Options(keep_inputs_gb=keep_inputs_gb, **links))
     weight = torch.nn.Parameter(torch.zeros((), device="cuda"))
     weight.grad, optimizer = torch.zeros_like(weight), torch.optim.Adam([weight])
+    _, leaves, grad_out = place(CASE, rank, world_size)
     figures = []
     for step in range(NUM_STEPS):
-        documents, leaves, grad_out = place(CASE, rank, world_size)
+        documents = distca.Documents.sharded(CASE.all_lengths, rank, world_size)
+        for leaf in leaves:
+            leaf.grad = None
         plan = distca.plan(documents, device="cuda", shape=distca.AttentionShape(8, 2, 128, 2))
         outs = [distca.core_attention(*leaves, documents) for _ in range(NUM_LAYERS)]
         torch.autograd.backward(outs, [grad_out / NUM_LAYERS] * NUM_LAYERS)

@@ -38,7 +38,7 @@ struct Packing {
   std::vector<RowCopy> copies;
 };
 
-// Copies rows to all records, and ends each with the seal, if the call has seals.
+// Copies rows to all records, and begins each with the seal, if the call has seals.
 void pack_rows(const std::vector<Packing>& packings, const Seal& seal);
 
 // Compares the seals of all records, and copies rows from them. Rows of another call become NaN,

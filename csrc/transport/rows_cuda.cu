@@ -22,10 +22,17 @@ __global__ void hold_kernel() {
   __nanosleep(kHoldNs);
 }
 
+// A seal in memory. It ends with the complements of its words, so that bytes of a row, which
+// records of another size put in its place, do not pass for one.
+__device__ __forceinline__ uint4 words_of(const Seal& seal) {
+  return make_uint4(seal.tag, seal.rank, ~seal.tag, ~seal.rank);
+}
+
 // Reports a seal to the host, the first ones only: any of them will do. Without atomics, which not
 // every host's memory takes from a device.
 __device__ __forceinline__ void report(const Seal& own, const uint4& found) {
   *own.spoiled = 1;
+  if (found.z != ~found.x || found.w != ~found.y) return;  // the first record of its peer has one
   volatile uint32_t* words = own.host;
   if (words[static_cast<int>(HostWord::kMismatch)] != 0) return;
   words[static_cast<int>(HostWord::kTheirTag)] = found.x;
@@ -112,11 +119,12 @@ __global__ void copy_rows_kernel(const __grid_constant__ Items all, Seal seal) {
       auto* of_row =
           reinterpret_cast<uint4*>(reinterpret_cast<char*>(item.seals) + i * item.seal_stride);
       if constexpr (kPacks) {
-        if (thread == 0) *of_row = make_uint4(seal.tag, seal.rank, 0, 0);
+        if (thread == 0) *of_row = words_of(seal);
       } else {
         const uint4 found = *of_row;
-        is_nan |= found.x != seal.tag;
-        if (found.x != seal.tag && thread == 0) report(seal, found);
+        const bool differs = found.x != seal.tag || found.z != ~seal.tag;
+        is_nan |= differs;
+        if (differs && thread == 0) report(seal, found);
       }
     }
     copy_row(item, i, thread, is_nan);
@@ -209,7 +217,7 @@ void launch(const std::vector<Packing>& packings, const Seal& seal) {
     const bool has_seals = seal.host != nullptr && view.num_rows > 0;
     const auto add = [&](Item item, bool with_seal) {
       if (with_seal && has_seals) {
-        item.seals = reinterpret_cast<uint4*>(view.data + view.row_bytes - kSealBytes);
+        item.seals = reinterpret_cast<uint4*>(view.data);
         item.seal_stride = view.stride_bytes;
       }
       items.push_back(item);

@@ -27,7 +27,8 @@ Tensors rows_like(const Tensors& tensors, int64_t num_rows) {
 
 // Tensors whose rows travel one route together. A record holds the bytes of one row of each, side
 // by side, at multiples of 16 bytes so that every part is a valid strided tensor at the other end
-// and rows copy as 16-byte words. A seal may end it.
+// and rows copy as 16-byte words. A seal may begin it: what comes from a peer then begins with one,
+// even if the peer sends records of another size.
 struct Load {
   Tensors tensors;
   const Route& route;
@@ -44,8 +45,12 @@ int64_t row_bytes(const at::Tensor& tensor) {
   return c10::multiply_integers(tensor.sizes().slice(1)) * tensor.element_size();
 }
 
+int64_t seal_bytes(const Seal& seal) {
+  return seal.host != nullptr ? kSealBytes : 0;
+}
+
 RowBatch new_batch(const Load& load, const RowCounts& counts, const Seal& seal) {
-  int64_t record_bytes = seal.host != nullptr ? kSealBytes : 0;
+  int64_t record_bytes = seal_bytes(seal);
   for (const at::Tensor& tensor : load.tensors) {
     record_bytes += round_up(row_bytes(tensor), kPartAlignment);
   }
@@ -57,9 +62,9 @@ RowBatch new_batch(const Load& load, const RowCounts& counts, const Seal& seal) 
 }
 
 // Returns the rows of each of the load's tensors in `records`, whose memory they share.
-Tensors parts_of(const at::Tensor& records, const Load& load) {
+Tensors parts_of(const at::Tensor& records, const Load& load, const Seal& seal) {
   Tensors parts;
-  int64_t offset = 0;
+  int64_t offset = seal_bytes(seal);
   for (const at::Tensor& tensor : load.tensors) {
     const at::Tensor bytes = records.narrow(1, offset, row_bytes(tensor));
     parts.push_back(bytes.view(tensor.scalar_type()).view(sizes_with(tensor, records.size(0))));
@@ -243,7 +248,7 @@ class SlotTrip : public RoundTrip {
       batches_.push_back(
           new_batch(load, is_home ? load.route.counts : RowCounts{from_home, to_server}, seal_));
       const at::Tensor& records = packings.emplace_back(batches_.back().sent).records;
-      const Tensors parts = parts_of(records, load);
+      const Tensors parts = parts_of(records, load, seal_);
       for (size_t i = 0; i < parts.size(); ++i) {
         packings.back().copies.push_back({load.tensors[i], parts[i], load.route.*row});
       }
@@ -258,7 +263,7 @@ class SlotTrip : public RoundTrip {
     std::vector<Arrival> arrivals;
     for (size_t i = 0; i < loads_.size(); ++i) {
       const at::Tensor& records = batches_[i].received;
-      arrivals.push_back({{records}, parts_of(records, loads_[i])});
+      arrivals.push_back({{records}, parts_of(records, loads_[i], seal_)});
     }
     started_ = {};
     batches_.clear();
