@@ -198,7 +198,7 @@ LayoutHeader read_header(const at::Tensor& layout) {
                     layout.toString(), " with ", layout.dim(), " dimensions");
   LayoutHeader header;
   if (layout.size(0) >= kHeaderWords) {
-    std::memcpy(&header, layout.const_data_ptr<int64_t>(), sizeof(header));
+    std::memcpy(static_cast<void*>(&header), layout.const_data_ptr<int64_t>(), sizeof(header));
   }
   TORCH_CHECK_VALUE(
       header.magic == kMagic && kHeaderWords <= header.length && header.length <= layout.size(0),

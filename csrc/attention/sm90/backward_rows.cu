@@ -220,7 +220,7 @@ __global__ void finish_kernel(const FinishArguments<T> arguments) {
   const QueryTile tile = arguments.tiles[blockIdx.x / arguments.heads_q];
   const int32_t head = blockIdx.x % arguments.heads_q;
   using Sum = std::conditional_t<kDeterministic, int32_t, float>;
-  constexpr int kAtOnce = kDeterministic ? 1 : 4;
+  constexpr int kAtOnce = kDeterministic ? 2 : 4;
   constexpr int kChunks = kRows * kHeadDim / 4;
   const uint4* chunks =
       static_cast<const uint4*>(arguments.dq_sums) + blockIdx.x * int64_t{kChunks};
@@ -228,6 +228,10 @@ __global__ void finish_kernel(const FinishArguments<T> arguments) {
 #pragma unroll
   for (int i = 0; i < kChunks / kThreads; ++i) {
     *reinterpret_cast<uint4*>(sums[i]) = chunks[i * kThreads + threadIdx.x];
+    if constexpr (kDeterministic) {
+      sums[i][1] = high_of(sums[i][0], sums[i][1]);
+      sums[i][3] = high_of(sums[i][2], sums[i][3]);
+    }
   }
   if (threadIdx.x < kRows) {
     float scale = arguments.softmax_scale;

@@ -11,7 +11,8 @@
 // |dO| |V_j|, so |sum_j dS_j K_j| <= (|dO| max_j |V_j| + |delta|) max |K|. delta is the mean of dP
 // under P less the gradient of lse, which nothing else bounds. The quantum of a row and head is
 // this bound over 2^30, rounded up to a power of two: sums fit in int32 with a factor of 2 to spare
-// for rounding, and wrapping of partial sums cancels.
+// for rounding, and wrapping of partial sums cancels. Two of them are added at a time, as one
+// number of 64 bits.
 namespace distca::attention::sm90 {
 
 // Clears call.dq_sums. Fills call.row_stats: by (tile, head) three vectors of stats_pitch floats,
@@ -32,6 +33,15 @@ template <int kRows>
 __host__ __device__ constexpr int stats_index(int row) {
   constexpr int kGroup = stats_group(kRows);
   return row / 2 % 4 * kGroup + row / 8 * 2 + row % 2;
+}
+
+// The sum of 2^32 * high and low. Such numbers add up to the pair of the sums.
+__host__ __device__ constexpr uint64_t pair_of(int32_t low, int32_t high) {
+  return (static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32) + static_cast<int64_t>(low);
+}
+// Returns `high` from the upper half of a pair: a negative low has taken 1 from it.
+__host__ __device__ constexpr int32_t high_of(int32_t low, int32_t upper) {
+  return upper + (low < 0 ? 1 : 0);
 }
 
 // dq = softmax_scale * call.dq_sums, tile by tile.

@@ -29,10 +29,9 @@ struct BackwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kDeterministic = kDeterministic_;
-  // Whether dV's product runs while dS is computed: dS and P are then held at once as what products
-  // read and as float32, for which 128 rows leave no registers. Its place also keeps ptxas from
-  // moving the wait for dP, and with it that product, before the softmax.
-  static constexpr bool kEarlyDv = kHeadDim_ == 128;
+  // Whether the softmax runs under the product of dP, rather than after it: see wait_for_room. At
+  // 64 that is worth 1 to 3 %; at 128 it costs as much in deterministic mode on short documents.
+  static constexpr bool kSoftmaxFirst = kHeadDim_ == 64;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   static constexpr int kThreads = 3 * 128;
   // Of a thread of either kind. The kernel is launched with 168 for each thread of its three

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "backward_shape.cuh"
+#include "columns.cuh"
 
 namespace distca::attention::sm90 {
 
@@ -93,14 +94,9 @@ struct KeyWarpgroup {
       const int32_t end = outside            ? 0
                           : window.left >= 0 ? key + window.left + 1 - tile.position
                                              : Shape::kRows;
-#pragma unroll
-      for (int j = 0; j < kScores / 4; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int32_t query = 8 * j + 2 * (lane % 4) + c;
-          if (query < begin || query >= end) scores[4 * j + 2 * r + c] = -INFINITY;
-        }
-      }
+      const int32_t first = 2 * (lane % 4);
+      hide(scores, r,
+           columns_below<Shape::kRows>(end - first) & ~columns_below<Shape::kRows>(begin - first));
     }
   }
 
@@ -147,6 +143,7 @@ struct KeyWarpgroup {
     const int64_t base = static_cast<int64_t>(index) * kWords + warpgroup * 4096;
     const int thread = 32 * warp + lane;
     if constexpr (Shape::kDeterministic) {
+      uint64_t* sums = static_cast<uint64_t*>(arguments.dq_sums) + base / 2 + thread;
       const uint32_t quanta = Memory::quanta(i);
       const int first_column = Keys::kPanels == 2 ? 0 : 4 * warpgroup;
 #pragma unroll
@@ -154,10 +151,10 @@ struct KeyWarpgroup {
         float inverse[8];
         spread(stats(quanta, first_column + j), inverse);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          add_to_global(
-              static_cast<int32_t*>(arguments.dq_sums) + base + 128 * (8 * j + e) + thread,
-              __float2int_rn(dq[8 * j + e] * inverse[e]));
+        for (int e = 0; e < 8; e += 2) {
+          const int32_t low = __float2int_rn(dq[8 * j + e] * inverse[e]);
+          const int32_t high = __float2int_rn(dq[8 * j + e + 1] * inverse[e + 1]);
+          add_to_global(sums + 64 * (8 * j + e), pair_of(low, high));
         }
       }
     } else {
@@ -184,6 +181,17 @@ struct KeyWarpgroup {
     }
   }
 
+  // Waits for room for dS of tile i, but only once there are probabilities: `known` is 0, which
+  // ptxas cannot see. It moves a wait for products up to the access to shared memory before it.
+  __device__ __forceinline__ void wait_for_room(uint32_t i, const float (&probabilities)[kScores]) {
+    const uint32_t zero = static_cast<uint32_t>(arguments.num_items) >> 31;
+    uint32_t known = 0;
+#pragma unroll
+    for (int e = 7; e < kScores; e += 8) known |= __float_as_uint(probabilities[e]);
+    const Ring<2> room = ring(kGradScoreEmpty);
+    barrier_wait(room.barrier(i) + (known & zero), room.phase(i) ^ 1);
+  }
+
   // Every tile of item n, those from `first` on of all tiles, but for the last one's dQ. Returns
   // the place of that in the sums.
   __device__ __forceinline__ int32_t sum_up(const BackwardItem& item, uint32_t n, uint32_t first) {
@@ -208,27 +216,22 @@ struct KeyWarpgroup {
       pin(scores);
       if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
       exponentiate(scores, log_sums);
-      if constexpr (Shape::kEarlyDv) {
-        pack_all(scores, probabilities);
-        begin_sums(dv, probabilities, Memory::grad_out(i));
-        products_wait<1>();
-      } else {
-        products_wait<0>();
-      }
+      if constexpr (Shape::kSoftmaxFirst) wait_for_room(i, scores);
+      products_wait<0>();
       pin(grads);
 #pragma unroll
       for (int e = 0; e < kScores; ++e) grads[e] *= scores[e];
       pack_all(grads, packed_grads);
-      if constexpr (!Shape::kEarlyDv) pack_all(scores, probabilities);
-      ring(kGradScoreEmpty).wait_before(i);
+      pack_all(scores, probabilities);
+      if constexpr (!Shape::kSoftmaxFirst) ring(kGradScoreEmpty).wait_before(i);
       store_grad_scores(packed_grads, i);
       ring(kGradScoreFull).arrive_as_warp(i);
       // dQ of the tile before; at first there is none, and this product's result is not used.
       ring(kGradScoreFull).wait(i - 1);
       begin_dq(dq, Memory::key(n), i - 1);
-      if constexpr (!Shape::kEarlyDv) begin_sums(dv, probabilities, Memory::grad_out(i));
+      begin_sums(dv, probabilities, Memory::grad_out(i));
       begin_sums(dk, packed_grads, Memory::query(i));
-      products_wait<Shape::kEarlyDv ? 1 : 2>();
+      products_wait<2>();
       pin(dq);
       if (i > first) {
         ring(kGradScoreEmpty).arrive_as_warp(i - 1);

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "columns.cuh"
 #include "forward_items.cuh"
 #include "kernels.h"
 #include "launch.cuh"
@@ -14,15 +15,20 @@
 namespace distca::attention::sm90 {
 namespace {
 
-template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_>
+template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_,
+          bool kHasPolynomials_>
 struct ForwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kRegisters = kRegisters_;
   static constexpr int kProducerRegisters = kProducerRegisters_;
+  static constexpr bool kHasPolynomials = kHasPolynomials_;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  // With more rows than a block has keys, most causal tiles have blocks that only some warpgroups
+  // see. Otherwise they are rare, and the code to skip them costs 3 %.
+  static constexpr bool kSkipsBlocks = kRows > kKeyBlockRows;
   using Queries = SharedTile<kRows, kHeadDim>;
   using Keys = SharedTile<kKeyBlockRows, kHeadDim>;
 };
@@ -59,9 +65,11 @@ template <typename Shape>
 __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, uint32_t barriers) {
   for (uint32_t i = 0;; ++i) {
     ring_at(barriers, kJobEmpty).wait_before(i);
-    const int32_t item = atomicAdd(arguments.ticket, 1);
-    Job job{.head = -1};
-    if (item < arguments.num_items) job = job_of(item, arguments);
+    Job job;
+    do {
+      const int32_t item = atomicAdd(arguments.ticket, 1);
+      job = item < arguments.num_items ? job_of(item, arguments) : Job{.head = -1};
+    } while (job.pairs_heads && job.head % 2 != 0);
     in_block<Job>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)] = job;
     ring_at(barriers, kJobFull).arrive(i);
     if (job.head < 0) return;
@@ -87,9 +95,16 @@ struct ForwardProducer {
     ring_at(barriers, kQueryEmpty).wait_before(num_queries++);
     const int32_t start = job.front.start(job.tile, blocks);
     in_block<int32_t>(Memory::kStarts)[stage] = start;
-    barrier_arrive_expecting(query_full, Queries::kBytes);
-    load_tile<Queries>(shared + Memory::kQuery + stage * Queries::kBytes, &arguments.q,
-                       {job.head, job.tile.q_row, job.tile.num_rows}, query_full);
+    constexpr uint32_t kPartBytes = Queries::kBytes / Shape::kWarpgroups;
+    uint32_t num_parts = 0;
+    for (int32_t i = 0; i < Shape::kWarpgroups; ++i) num_parts += part_of(job, i).tile.num_rows > 0;
+    barrier_arrive_expecting(query_full, num_parts * kPartBytes);
+    for (int32_t i = 0; i < static_cast<int32_t>(num_parts); ++i) {
+      const JobPart part = part_of(job, i);
+      load_tile<Queries>(shared + Memory::kQuery + stage * Queries::kBytes + i * 64 * 128,
+                         &arguments.q, {part.head, part.tile.q_row, part.tile.num_rows},
+                         query_full);
+    }
     bring_blocks(job, start, blocks.first);
     if (start + 1 < blocks.last) bring_blocks(job, blocks.last - 1, start + 1);
   }
@@ -128,79 +143,117 @@ struct ForwardProducer {
   }
 };
 
+// 2^x for x <= 127, without the special function unit. The polynomial is 2^f for f in [-1/2, 1/2]
+// within 1.02e-4 of it, the least for degree 3 if 2^0 is to be 1.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+  constexpr float kRounds = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  x = fmaxf(x, -127.f);
+  const float rounded = x + kRounds;
+  const float f = x - (rounded - kRounds);
+  float p = fmaf(f, 0.055008866f, 0.24221097f);
+  p = fmaf(p, f, 0.69328296f);
+  p = fmaf(p, f, 1.f);
+  return __int_as_float(__float_as_int(p) + (__float_as_int(rounded) << 23));
+}
+
 // Running softmax of the two query rows whose scores a thread holds: rows lane / 4 and lane / 4 + 8
-// of its warp's 16.
+// of its warp's 16. Element 4 * j + 2 * r + c of the scores is of row r and column 8 * j + c. With
+// kHasPolynomials, polynomials take every eighth power of 2 off the special function unit.
+template <bool kHasPolynomials>
 struct RowSoftmax {
-  float shift[2];  // the score, in powers of 2, whose probability is 1
-  float sum[2];    // of this thread's columns
+  float shift[2];       // the score, in powers of 2, whose probability is 1; -inf before any key
+  float sum[2];         // of this thread's columns
+  float correction[2];  // what earlier sums are to be multiplied with, if the last step said so
 
-  __device__ __forceinline__ void reset() {
-    shift[0] = shift[1] = -INFINITY;
-    sum[0] = sum[1] = 0.f;
-  }
-
-  // Turns scores into probabilities relative to the shift. It follows the largest score, but only
-  // when that is further away than a probability of 2^kSlack: nearly all blocks then leave earlier
-  // sums as they are. Returns by correction what these must be multiplied with, and whether that is
-  // not 1 in some row of the warp.
-  __device__ __forceinline__ bool step(float (&scores)[64], float scale_log2,
-                                       float (&correction)[2]) {
-    constexpr float kSlack = 8.f;
-    bool moves = false;
+  // Turns the first scores into probabilities.
+  __device__ __forceinline__ void start(float (&scores)[64], float scale_log2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float maximum = fmaxf(scores[2 * r], scores[2 * r + 1]);
+      sum[r] = 0.f;
+      shift[r] = largest(scores, r) * scale_log2;
+    }
+    scale(scores, scale_log2);
+    exponentiate<false>(scores);
+  }
+
+  // Turns scores into probabilities relative to the shift, and returns whether that moved in some
+  // row of the warp. It only does once a probability passes 2^kSlack, so that nearly all blocks
+  // leave earlier sums as they are, and no thread needs another's maximum.
+  __device__ __forceinline__ bool step(float (&scores)[64], float scale_log2) {
+    scale(scores, scale_log2);
+    int32_t passes = __float_as_int(kSlack);  // floats above it are as integers, too
 #pragma unroll
-      for (int j = 1; j < 16; ++j) {
-        maximum = fmaxf(maximum, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+    for (int i = 0; i < 64; i += 2) {
+      passes = __vimax3_s32(passes, __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
+    }
+    bool moves = passes > __float_as_int(kSlack);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) moves |= shift[r] == -INFINITY;
+    moves = __any_sync(0xffffffffu, moves);
+    if (moves) move_shift(scores);
+    exponentiate<true>(scores);
+    return moves;
+  }
+
+ private:
+  static constexpr float kSlack = 8.f;
+
+  // Returns the largest value of row r in the four threads that hold it.
+  static __device__ __forceinline__ float largest(const float (&values)[64], int r) {
+    float maximum = fmaxf(values[2 * r], values[2 * r + 1]);
+#pragma unroll
+    for (int j = 1; j < 16; ++j) {
+      maximum = fmaxf(maximum, fmaxf(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]));
+    }
+    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
+    return fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2));
+  }
+
+  // Turns scores into powers of 2 relative to the shift, and to 0 in a row that has seen no key.
+  __device__ __forceinline__ void scale(float (&scores)[64], float scale_log2) const {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const float from = shift[(i >> 1) & 1];
+      scores[i] = fmaf(scores[i], scale_log2, from == -INFINITY ? 0.f : -from);
+    }
+  }
+
+  __device__ __forceinline__ void move_shift(float (&powers)[64]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float maximum = largest(powers, r);
+      const bool is_first = shift[r] == -INFINITY;
+      const float by = maximum > (is_first ? -INFINITY : kSlack) ? maximum : 0.f;
+      correction[r] = is_first ? 0.f : exp2_fast(-by);
+      sum[r] *= correction[r];
+      if (maximum > -INFINITY) shift[r] = (is_first ? 0.f : shift[r]) + by;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        powers[4 * j + 2 * r] -= by;
+        powers[4 * j + 2 * r + 1] -= by;
       }
-      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
-      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2)) * scale_log2;
-      correction[r] = 1.f;
-      if (maximum > shift[r] + kSlack) {
-        correction[r] = exp2_fast(shift[r] - maximum);
-        shift[r] = maximum;
-        moves = true;
-      }
-      // A row that has seen no key yet keeps all its probabilities at 0.
-      const float subtracted = shift[r] == -INFINITY ? 0.f : shift[r];
+    }
+  }
+
+  template <bool kIsStep>
+  __device__ __forceinline__ void exponentiate(float (&powers)[64]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       float partial = 0.f;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          float& score = scores[4 * j + 2 * r + c];
-          score = exp2_fast(fmaf(score, scale_log2, -subtracted));
-          partial += score;
+          const bool is_polynomial = kHasPolynomials && kIsStep && c == 1 && j % 4 == 3;
+          float& power = powers[4 * j + 2 * r + c];
+          power = is_polynomial ? exp2_polynomial(power) : exp2_fast(power);
+          partial += power;
         }
       }
-      sum[r] = sum[r] * correction[r] + partial;
+      sum[r] += partial;
     }
-    return __any_sync(0xffffffffu, moves);
   }
 };
-
-// Hides keys that the thread's rows may not see. `first_row` is the position of its first row from
-// the tile's k_begin, `first_key` of its first column.
-__device__ __forceinline__ void mask_scores(float (&scores)[64], int32_t first_row,
-                                            int32_t first_key, int32_t num_keys,
-                                            const Window& window) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int32_t position = first_row + 8 * r;
-    const int32_t end =
-        (window.right >= 0 ? min(num_keys, position + window.right + 1) : num_keys) - first_key;
-    const int32_t begin = (window.left >= 0 ? position - window.left : 0) - first_key;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int32_t column = 8 * j + c;
-        if (column >= end || column < begin) scores[4 * j + 2 * r + c] = -INFINITY;
-      }
-    }
-  }
-}
 
 // The part of a consumer warpgroup.
 template <typename Shape>
@@ -220,8 +273,7 @@ struct ForwardConsumer {
   float out[Shape::kHeadDim / 2];
   float scores[kKeyBlockRows / 2];
   uint32_t probabilities[kKeyBlockRows / 4];
-  float correction[2];
-  RowSoftmax softmax;
+  RowSoftmax<Shape::kHasPolynomials> softmax;
 
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
@@ -268,27 +320,30 @@ struct ForwardConsumer {
     }
     products_commit();
   }
-  __device__ __forceinline__ void end_out() {
-    pin(out);
+  __device__ __forceinline__ void give_values_back() {
     ring_at(barriers, kValueEmpty).arrive_as_warp(num_values_seen);
     ++num_values_seen;
   }
 
-  // Returns whether earlier sums must be corrected.
-  __device__ __forceinline__ bool soften(const QueryTile& tile, int32_t block) {
-    const int32_t first_row = tile.position - tile.k_begin + 64 * warpgroup;
+  // Hides keys that the thread's rows may not see.
+  __device__ __forceinline__ void mask(const QueryTile& tile, int32_t block) {
+    const auto& [left, right] = arguments.window;
+    const int32_t first_row = tile.position - tile.k_begin;
     const int32_t num_keys = tile.k_end - tile.k_begin;
     const int32_t first_key = block * kKeyBlockRows;
-    const int32_t end = arguments.window.right >= 0
-                            ? min(num_keys, first_row + arguments.window.right + 1)
-                            : num_keys;
-    const bool cut_left =
-        arguments.window.left >= 0 && first_key < first_row + 63 - arguments.window.left;
-    if (first_key + kKeyBlockRows > end || cut_left) {
-      mask_scores(scores, first_row + 16 * warp + lane / 4, first_key + 2 * (lane % 4), num_keys,
-                  arguments.window);
+    const int32_t end = right >= 0 ? min(num_keys, first_row + right + 1) : num_keys;
+    const bool hides_left = left >= 0 && first_key < first_row + 63 - left;
+    if (first_key + kKeyBlockRows <= end && !hides_left) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t row = first_row + 16 * warp + lane / 4 + 8 * r;
+      const int32_t column = first_key + 2 * (lane % 4);
+      const int32_t row_end = right >= 0 ? min(num_keys, row + right + 1) : num_keys;
+      const int32_t row_begin = left >= 0 ? row - left : 0;
+      hide(scores, r,
+           columns_below<kKeyBlockRows>(row_end - column) &
+               ~columns_below<kKeyBlockRows>(row_begin - column));
     }
-    return softmax.step(scores, scale_log2, correction);
   }
 
   __device__ __forceinline__ void pack_probabilities() {
@@ -300,7 +355,7 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ void rescale_out() {
 #pragma unroll
-    for (int i = 0; i < Shape::kHeadDim / 2; ++i) out[i] *= correction[(i >> 1) & 1];
+    for (int i = 0; i < Shape::kHeadDim / 2; ++i) out[i] *= softmax.correction[(i >> 1) & 1];
   }
 
   // Frees the slot of the job before, so that a block holds one ticket at most that others could
@@ -311,31 +366,57 @@ struct ForwardConsumer {
     return in_block<Job>(Memory::kJobs)[Ring<2>::stage(num_jobs++)];
   }
 
+  // Warpgroups take turns in issuing products, so that one's softmax lies under another's products;
+  // otherwise they may fall into step, with all in their softmax at once.
+  __device__ __forceinline__ void await_turn() {
+    named_sync(1 + warpgroup, 256);
+  }
+  __device__ __forceinline__ void end_turn() {
+    named_arrive(1 + (warpgroup + 1) % Shape::kWarpgroups, 256);
+  }
+
+  // Gives a block of keys and values back as it came. All warpgroups have as many turns in a job.
+  __device__ __forceinline__ void skip_block() {
+    await_turn();
+    end_turn();
+    ring_at(barriers, kKeyFull).wait(num_keys_seen);
+    ring_at(barriers, kKeyEmpty).arrive_as_warp(num_keys_seen++);
+    ring_at(barriers, kValueFull).wait(num_values_seen);
+    ring_at(barriers, kValueEmpty).arrive_as_warp(num_values_seen++);
+  }
+
+  // Returns how many blocks come before the first that the rows of `part` see. It takes one block
+  // at least, even without rows.
+  __device__ __forceinline__ int32_t num_skipped(const JobPart& part, const BlockRange& blocks,
+                                                 int32_t start) const {
+    if (part.tile.num_rows <= 0) return blocks.count() - 1;
+    return max(0, start - max(blocks_of(part.tile, arguments.window).last - 1, blocks.first));
+  }
+
   // From the first scores, which are under way before it, to the last product, which is after it.
-  __device__ __forceinline__ void attend(const Job& job) {
-    const BlockRange blocks = blocks_of(job.tile, arguments.window);
-    int32_t block = in_block<int32_t>(Memory::kStarts)[Ring<2>::stage(num_queries)];
+  __device__ __forceinline__ void attend(const QueryTile& tile, const BlockRange& blocks,
+                                         int32_t block, int32_t count) {
     products_wait<0>();
     pin(scores);
-    softmax.reset();
-    soften(job.tile, block);
+    mask(tile, block);
+    softmax.start(scores, scale_log2);
     end_scores();
     pack_probabilities();
-    const uint32_t turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % Shape::kWarpgroups;
-    const int32_t count = blocks.count();
     for (int32_t i = 1; i < count; ++i) {
       block = (block == blocks.first ? blocks.last : block) - 1;
-      named_sync(turn, 256);
       ring_at(barriers, kKeyFull).wait(num_keys_seen);
+      await_turn();
       begin_scores();
       begin_out(i > 1);
-      named_arrive(next_turn, 256);
+      end_turn();
       products_wait<1>();
       pin(scores);
-      const bool moves = soften(job.tile, block);
+      mask(tile, block);
+      const bool moves = softmax.step(scores, scale_log2);
       end_scores();
       products_wait<0>();
-      end_out();
+      pin(out);
+      give_values_back();
       if (moves) rescale_out();
       pack_probabilities();
     }
@@ -343,8 +424,8 @@ struct ForwardConsumer {
     begin_out(count > 1);
   }
 
-  __device__ __forceinline__ void write(const Job& job) {
-    const int32_t row_in_tile = 64 * warpgroup + 16 * warp + lane / 4;
+  __device__ __forceinline__ void write(const JobPart& part) {
+    const auto& [tile, head] = part;
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -352,44 +433,56 @@ struct ForwardConsumer {
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
-      const int32_t row = row_in_tile + 8 * r;
-      if (lane % 4 == 0 && row < job.tile.num_rows) {
+      const int32_t row = 16 * warp + lane / 4 + 8 * r;
+      if (lane % 4 == 0 && row < tile.num_rows) {
         const float lse = sum == 0.f ? -INFINITY : softmax.shift[r] * kLn2 + __logf(sum);
-        arguments.lse[static_cast<int64_t>(job.tile.q_row + row) * arguments.heads_q + job.head] =
-            lse;
+        arguments.lse[static_cast<int64_t>(tile.q_row + row) * arguments.heads_q + head] = lse;
       }
     }
     const bool leads = warp == 0 && lane == 0;
     if (leads) copies_wait_read();
     named_sync(4 + warpgroup, 128);
-    const uint32_t tile = shared + Memory::kOut, first_row = 64 * warpgroup;
-    stage_rows<T, Queries>(tile, first_row, out, inverse);
+    const uint32_t staged = shared + Memory::kOut, first_row = 64 * warpgroup;
+    stage_rows<T, Queries>(staged, first_row, out, inverse);
     named_sync(4 + warpgroup, 128);
-    const int32_t num_rows = min(64, job.tile.num_rows - 64 * warpgroup);
-    if (!leads || num_rows <= 0) return;
-    store_tile<Queries>(&arguments.out, {job.head, job.tile.q_row + 64 * warpgroup, num_rows},
-                        tile + first_row * 128);
+    if (!leads || tile.num_rows <= 0) return;
+    store_tile<Queries>(&arguments.out, {head, tile.q_row, tile.num_rows},
+                        staged + first_row * 128);
     copies_commit();
   }
 
   __device__ __forceinline__ void run() {
-    if (warpgroup == Shape::kWarpgroups - 1) named_arrive(1, 256);
-    Job job{.head = -1};
+    if (warpgroup == Shape::kWarpgroups - 1) end_turn();
+    JobPart part{.head = -1};  // whose last product is under way
     while (true) {
-      const Job next = next_job();
-      if (next.head >= 0) {
+      const Job job = next_job();
+      const BlockRange blocks = blocks_of(job.tile, arguments.window);
+      const JobPart next = part_of(job, warpgroup);
+      int32_t block = 0, num_unseen = 0;
+      if (job.head >= 0) {
         ring_at(barriers, kQueryFull).wait(num_queries);
+        block = in_block<int32_t>(Memory::kStarts)[Ring<2>::stage(num_queries)];
+        if constexpr (Shape::kSkipsBlocks) {
+          num_unseen = num_skipped(next, blocks, block);
+          block -= num_unseen;
+          if (num_unseen > 0) {
+            products_wait<0>();
+            if (part.head >= 0) give_values_back();
+            for (int32_t i = 0; i < num_unseen; ++i) skip_block();
+          }
+        }
         ring_at(barriers, kKeyFull).wait(num_keys_seen);
       }
       begin_scores();  // of no use after the last job
       products_wait<1>();
-      if (job.head >= 0) {
-        end_out();
-        write(job);
+      if (part.head >= 0) {
+        pin(out);
+        if (num_unseen == 0) give_values_back();
+        write(part);
       }
-      if (next.head < 0) break;
-      job = next;
-      attend(job);
+      if (job.head < 0) break;
+      part = next;
+      attend(part.tile, blocks, block, blocks.count() - num_unseen);
     }
     products_wait<0>();
     if (warp == 0 && lane == 0) copies_wait_read();
@@ -442,7 +535,7 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes;
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const ForwardArguments arguments{
-      .q = make_ragged_map(call.q, Shape::kRows),
+      .q = make_ragged_map(call.q, 64),
       .k = make_ragged_map(call.k, kKeyBlockRows),
       .v = make_ragged_map(call.v, kKeyBlockRows),
       .out = make_ragged_map(call.out, 64),
@@ -461,8 +554,8 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
 }
 
 template <typename T, int kHeadDim>
-using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32>,
-                                   ForwardShape<T, 128, 2, 232, 40>>;
+using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32, true>,
+                                   ForwardShape<T, 128, 2, 232, 40, false>>;
 
 }  // namespace
 

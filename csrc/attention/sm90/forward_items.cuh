@@ -56,12 +56,30 @@ struct Front {
   }
 };
 
-// A tile and head to compute; head is -1 when there is no more.
+// A tile and head to compute; head is -1 when there is no more. A tile of 64 rows at most leaves
+// warpgroups without work: where two heads share keys, it is computed for this one and the next.
 struct Job {
   QueryTile tile;
   int32_t head;
+  bool pairs_heads;
   Front front;
 };
+
+// What one warpgroup computes of a job: up to 64 rows of a head, perhaps none.
+struct JobPart {
+  QueryTile tile;
+  int32_t head;
+};
+
+__device__ __forceinline__ JobPart part_of(const Job& job, int32_t warpgroup) {
+  JobPart part{job.tile, job.pairs_heads ? job.head + warpgroup : job.head};
+  const int32_t first_row = job.pairs_heads ? 0 : 64 * warpgroup;
+  part.tile.q_row += first_row;
+  part.tile.position += first_row;
+  part.tile.num_rows = min(64, job.tile.num_rows - first_row);
+  if (job.pairs_heads && warpgroup > 1) part.tile.num_rows = 0;
+  return part;
+}
 
 __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Window& window) {
   const int32_t first_position = tile.position - tile.k_begin;
@@ -83,6 +101,7 @@ __device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& argu
   const int32_t tile = first + count - 1 - group.in_group / group.num_heads;
   Job job{.tile = arguments.tiles[tile],
           .head = group.first_head + group.in_group % group.num_heads};
+  job.pairs_heads = job.tile.num_rows <= 64 && arguments.heads_per_key % 2 == 0;
   const BlockRange blocks = blocks_of(job.tile, arguments.window);
   if (arguments.fronts && blocks.count() >= Front::kMinBlocks) {
     const int32_t number = group.first_head / group.num_heads + job.tile.run;

@@ -173,8 +173,8 @@ __device__ __forceinline__ void add_to_global(float* to, float a, float b, float
                "f"(b), "f"(c), "f"(d)
                : "memory");
 }
-__device__ __forceinline__ void add_to_global(int32_t* to, int32_t a) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(a) : "memory");
+__device__ __forceinline__ void add_to_global(uint64_t* to, uint64_t a) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(a) : "memory");
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
