@@ -60,7 +60,7 @@ def scores_of(
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(q.shape[0])
+    position = torch.arange(q.shape[0], device=q.device)
     behind = position[:, None] - position[None, :]
     left, right = window_size
     visible = torch.ones_like(behind, dtype=torch.bool)
@@ -93,9 +93,11 @@ def forward_backward(
 ) -> list[Tensor]:
     """Compute out, dq, dk, dv of the whole pack in `dtype`, document by document.
 
-    `grad_lse` adds to the gradients, and lse to the end of the results.
+    `grad_lse` adds to the gradients, and lse to the end of the results. A GPU, if there is one,
+    computes them in seconds instead of a minute.
     """
-    q, k, v, grad_out = (tensor.to(dtype) for tensor in case.inputs())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v, grad_out = (tensor.to(device, dtype) for tensor in case.inputs())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     parts = [tensor.split(case.all_lengths) for tensor in leaves]
     documents = zip(*parts, strict=True)
@@ -104,9 +106,9 @@ def forward_backward(
     if grad_lse is None:
         out.backward(grad_out)
     else:
-        torch.autograd.backward([out, lse], [grad_out, grad_lse.to(dtype)])
-    results = [out.detach(), *(leaf.grad for leaf in leaves)]
-    return results if grad_lse is None else [*results, lse.detach()]
+        torch.autograd.backward([out, lse], [grad_out, grad_lse.to(grad_out)])
+    results = [out.detach(), *(leaf.grad for leaf in leaves), lse.detach()]
+    return [result.cpu() for result in (results if grad_lse is not None else results[:-1])]
 
 
 def relative_error(result: Tensor, truth: Tensor) -> float:
