@@ -44,7 +44,7 @@ def routed_documents() -> Documents | None:
 
 
 def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Plan:
-    shared = packed._plans.get(window_size)
+    shared = packed._plans.get(packed.plan_key(window_size))
     if shared is not None:
         return shared if shared.layout is not None else shared.wait()
     local = packed._local_plans.get((window_size, q.device)) if not packed._plans else None
@@ -60,7 +60,7 @@ def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Pla
     if not packed._plans:
         _hint_at_plan()
         return local_plan(packed, window_size, q.device)
-    # Planned for another window: the layers of this model differ, and every rank gets here.
+    # Planned for another window or chunks: layers of this model differ, and every rank gets here.
     return plan(packed, window_size=window_size, group=group_of(packed), device=q.device)
 
 

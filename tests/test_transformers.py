@@ -16,8 +16,8 @@ from distca import attention  # noqa: E402
 from distca.integrations import boundaries  # noqa: E402
 
 TOLERANCE = 1e-5
-MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss"]
-ALTERNATING = ("gemma2", "gemma3", "gpt_oss")  # windows differ from layer to layer
+MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss", "llama4"]
+ALTERNATING = ("gemma2", "gemma3", "gpt_oss", "llama4")  # masks differ from layer to layer
 
 
 class Plans:

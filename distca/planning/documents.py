@@ -96,6 +96,7 @@ class Documents:
         documents = cls.__new__(cls)
         documents._set_pieces(*pieces.unbind(1), torch.zeros(len(pieces), dtype=torch.int64))
         documents.crosses_ranks = True
+        documents._pack = (lengths, rank, world_size, runs, pack)
         if runs == 2:
             documents.run_border = slices[0].stop - slices[0].start
             middle, begins = total // 2, ends - lengths
@@ -103,14 +104,57 @@ class Documents:
                 documents._cut_document = first_id + index, middle - int(begins[index])
         return documents
 
+    def chunked(self, size: int) -> "Documents":
+        """Return these documents cut into chunks of `size` tokens, counted from the start of each
+        document, for layers whose queries see keys of their own chunk only (Llama 4).
+
+        Rows and `position_ids` stay the same. Documents and their chunks are planned separately, as
+        windows are: each by distca.plan, or by the first layer that attends to it. The same size
+        returns the same object.
+
+        Raises ValueError for a size below 1, for chunks, halves and documents with context rows.
+        """
+        is_size = isinstance(size, numbers.Integral) and 1 <= size <= INT32_MAX
+        check("size", size, is_size, f"1 to {INT32_MAX} tokens")
+        if self.chunk_size is not None or self._is_half or self.num_context_rows > 0:
+            raise ValueError(
+                f"{self} cannot be cut into chunks; expected whole or sharded documents without "
+                "context rows, which are neither chunks nor halves"
+            )
+        if size not in self._chunked:
+            self._chunked[size] = self._cut_into_chunks(size)
+        return self._chunked[size]
+
+    def _cut_into_chunks(self, size: int) -> "Documents":
+        if self._pack is None:
+            chunks = Documents(_offsets_of(_lengths_of_chunks(self._pieces[:, 2], size)))
+        else:
+            lengths, *place = self._pack
+            chunks = Documents.sharded(_lengths_of_chunks(lengths, size), *place)
+        chunks.chunk_size, chunks._plans, chunks._uncut = size, self._plans, self._pieces
+        return chunks
+
     def unplanned(self) -> "Documents":
         """Return the same documents without their plans, for another forward pass."""
         documents = copy.copy(self)
-        documents._plans, documents._local_plans, documents._halves = {}, {}, {}
+        documents._forget_plans()
         return documents
+
+    def _forget_plans(self) -> None:
+        # Only distca.planning writes these. Compiled code must reach a plan through its arguments:
+        # torch.compile would recompile a look-up by identity for the documents of each step.
+        self._plans: dict = {}  # by plan_key; those of chunks, too
+        self._local_plans: dict = {}  # by (window_size, device)
+        self._halves: dict = {}  # by (cut, window_size)
+        self._chunked: dict[int, Documents] = {}  # by size
+
+    def plan_key(self, window_size: tuple[int, int]) -> tuple:
+        """Return the key of the plan for these documents, among those of the same rows."""
+        return (*window_size, self.chunk_size)
 
     def _set_pieces(self, index: Tensor, start: Tensor, length: Tensor, context: Tensor):
         self._pieces = torch.stack([index, start, length, context], dim=1)
+        self._uncut = self._pieces  # of the documents that were cut into chunks
         self.crosses_ranks = False
         self.run_border: int | None = None  # row at which the second of two runs begins
         # Id of the document on both sides of the pack's middle (-1: none), and the number of its
@@ -118,11 +162,10 @@ class Documents:
         self._cut_document = (-1, 0)
         self.num_context_rows = int(context.sum())
         self.num_tokens = int(length.sum()) - self.num_context_rows
-        # Only distca.planning writes these. Compiled code must reach a plan through its arguments:
-        # torch.compile would recompile a look-up by identity for the documents of each step.
-        self._plans: dict = {}  # by window_size
-        self._local_plans: dict = {}  # by (window_size, device)
-        self._halves: dict = {}  # by (cut, window_size)
+        self.chunk_size: int | None = None  # of documents that are chunks
+        self._pack: tuple | None = None  # arguments of `sharded`
+        self._is_half = False
+        self._forget_plans()
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -130,13 +173,13 @@ class Documents:
         return self._offsets().to(torch.int32)
 
     def _offsets(self) -> Tensor:
-        return torch.nn.functional.pad(self._pieces[:, 2].cumsum(0), (1, 0))
+        return _offsets_of(self._pieces[:, 2])
 
     @property
     def position_ids(self) -> Tensor:
         """int64 [num_tokens], CPU: position of each row in its document, for RoPE."""
-        _, start, length, _ = self._pieces.unbind(1)
-        shift = (start - self._offsets()[:-1]).repeat_interleave(length)
+        _, start, length, _ = self._uncut.unbind(1)
+        shift = (start - _offsets_of(length)[:-1]).repeat_interleave(length)
         return (torch.arange(len(shift)) + shift)[self.num_context_rows :]
 
     def halves(
@@ -148,15 +191,16 @@ class Documents:
         second half then begins with context rows: the last `second.num_context_rows` keys and
         values of the first half. Documents that cross ranks are halved between their two runs.
 
-        Raises ValueError for a row outside [0, num_tokens], for documents with context rows, and
-        for a window to the right (or full) if a document is cut. For documents that cross ranks,
-        also raises ValueError if they are in one run, if `row` is not their `run_border`, or if the
-        window sees to the right.
+        Raises ValueError for a row outside [0, num_tokens], for documents with context rows, for
+        chunks, and for a window to the right (or full) if a document is cut. For documents that
+        cross ranks, also raises ValueError if they are in one run, if `row` is not their
+        `run_border`, or if the window sees to the right.
         """
-        if self.num_context_rows > 0 or (self.crosses_ranks and self.run_border is None):
+        is_in_one_run = self.crosses_ranks and self.run_border is None
+        if self.num_context_rows > 0 or self.chunk_size is not None or is_in_one_run:
             raise ValueError(
                 f"{self} cannot be halved; expected documents without context rows: whole ones, or "
-                "two runs of a pack, as distca.shard_batch(..., runs=2) returns them"
+                "two runs of a pack, as distca.shard_batch(..., runs=2) returns them; no chunks"
             )
         expected = f"0 to {self.num_tokens}, the number of tokens"
         check("row", row, 0 <= row <= self.num_tokens, expected)
@@ -187,7 +231,7 @@ class Documents:
     def _part(self, index: Tensor, start: Tensor, length: Tensor, context: Tensor, held: Tensor):
         part = Documents.__new__(Documents)
         part._set_pieces(index[held], start[held], length[held], context[held])
-        part.crosses_ranks = self.crosses_ranks
+        part.crosses_ranks, part._is_half = self.crosses_ranks, True
         return part
 
     def pieces(self, rank: int) -> Tensor:
@@ -201,8 +245,10 @@ class Documents:
     def __repr__(self) -> str:
         kind = "sharded" if self.crosses_ranks else "whole"
         context = f", {self.num_context_rows} context rows" if self.num_context_rows else ""
+        chunks = f", in chunks of {self.chunk_size}" if self.chunk_size is not None else ""
         return (
-            f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens{context})"
+            f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens{context}"
+            f"{chunks})"
         )
 
 
@@ -222,6 +268,18 @@ def runs_of(num_tokens: int, rank: int, world_size: int, runs: int) -> list[slic
         slice(num_tokens * run // num_runs, num_tokens * (run + 1) // num_runs)
         for run in range(rank, num_runs, world_size)
     ]
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _lengths_of_chunks(lengths: Tensor, size: int) -> Tensor:
+    """Return the lengths of documents cut every `size` tokens; the last chunk may be shorter."""
+    counts = ((lengths + size - 1) // size).clamp(min=1)  # an empty document stays one
+    chunks = torch.full((int(counts.sum()),), size)
+    chunks[counts.cumsum(0) - 1] = lengths - (counts - 1) * size
+    return chunks
 
 
 def _pieces_of_run(begins: Tensor, ends: Tensor, run: slice) -> Tensor:
