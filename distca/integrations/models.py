@@ -306,6 +306,11 @@ def outermost() -> _Pass:
     return _under_way.passes[0] if _under_way.passes else _Pass(None, {}, has_tokens=False)
 
 
+def innermost_boundaries() -> dict[str, object]:
+    """Returns what the innermost model that runs was told of documents, {} without one."""
+    return _under_way.passes[-1].boundaries if _under_way.passes else {}
+
+
 def needs_mask(config: object) -> bool:
     """Returns whether layers of `config` cannot do without their mask in the current pass."""
     return any(id(config) in _traits[each.model].masked for each in _under_way.passes)

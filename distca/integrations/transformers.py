@@ -20,7 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distca.attention import FULL, check_no_capture, core_attention, routed_documents
 from distca.integrations import models
 from distca.integrations.boundaries import PACK, Boundaries, chunks_of, read_boundaries
-from distca.integrations.models import NAME, PLAIN_LAYERS, USE_ANOTHER, open_session
+from distca.integrations.models import (
+    BOUNDARIES,
+    NAME,
+    PLAIN_LAYERS,
+    USE_ANOTHER,
+    open_session,
+)
 from distca.options import check
 from distca.pingpong.pingpong import PingPong, middle
 from distca.planning.cost import AttentionShape
@@ -88,12 +94,13 @@ def attention_forward(
     The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
     `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
     `sliding_window` is the number of keys that a query sees, itself included, `s_aux` [heads_q] are
-    attention sinks, `softcap` caps scores. While `module` trains
-    with gradients the call is balanced over ranks, and collective: planned at a forward pass's
-    first layer. Otherwise it stays on this rank.
+    attention sinks, `softcap` caps scores. While `module` trains with gradients the call is
+    balanced over ranks, and collective: planned at a forward pass's first layer. Otherwise it stays
+    on this rank. So does bidirectional attention in a model that is told of no documents, such as a
+    vision tower, of which ranks may run different numbers.
 
-    Raises ValueError for what it would have to ignore: dropout, a bias, and in training
-    masks, padding, bidirectional attention, keys of a cache, and boundaries that are
+    Raises ValueError for what it would have to ignore: dropout, a bias, and in training masks,
+    padding, bidirectional attention of packed documents, keys of a cache, and boundaries that are
     missing or contradict each other.
     """
     models.outermost().num_calls += 1
@@ -103,6 +110,8 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     is_trained = module.training and torch.is_grad_enabled()
     is_shared = is_trained or models.outermost().crosses_ranks
+    if not is_causal and not _has_boundaries(call):
+        is_shared = False
     attend = _attend_balanced if is_shared else _attend_here
     return attend(call, attention_mask, is_causal), None
 
@@ -298,6 +307,13 @@ def _chunk_size_of(module: nn.Module) -> int | None:
     return module.config.attention_chunk_size if is_chunked else None
 
 
+def _has_boundaries(call: _Call) -> bool:
+    """Whether rows of the batch may hold several documents, or a half of them."""
+    boundaries = {**call.keywords, **models.innermost_boundaries()}
+    is_told = any(boundaries.get(name) is not None for name in BOUNDARIES)
+    return is_told or routed_documents() is not None
+
+
 def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     """On this rank alone, under any mask that transformers makes."""
     if mask is not None:
@@ -439,8 +455,8 @@ def _check_model(call: _Call, is_causal: bool) -> None:
     name = type(call.module).__name__
     if not is_causal:
         raise ValueError(
-            f"is_causal is False in {name}: bidirectional attention; expected causal attention in "
-            f'training: {USE_ANOTHER}; by part of the model: attn_implementation={{"text_config": '
+            f"is_causal is False in {name}, which is told of documents; expected causal attention "
+            f'in training, or no boundaries: {USE_ANOTHER}; by part of the model: {{"text_config": '
             f'"{NAME}", "vision_config": "sdpa"}}'
         )
     for argument in ("query", "key", "value"):
