@@ -102,6 +102,33 @@ def test_rows_of_a_batch_are_separate_documents(name, batch, positions):
     assert pm.relative_error(logits, truth) <= TOLERANCE
 
 
+def sample_errors(rank: int, world_size: int) -> tuple[float, int]:
+    """Train on samples of one prompt, which is in the row once. Return the worst error against
+    eager on each sample behind a copy of the prompt, and the bytes that the plan sends."""
+    model, lengths = pm.model_of("llama"), [[120, 30, 7, 50], [40, 9, 9]][rank]
+    parents = [-1, *[0] * (len(lengths) - 1)]
+    packed = Packed.of(lengths, seed=rank)
+    documents = distca.Documents(packed.cu_seqlens, parents=parents)
+    packed.labels[:, : lengths[0]] = -100  # of the prompt
+    keywords = {"position_ids": documents.position_ids[None], "documents": documents}
+    model.zero_grad()
+    loss = packed.loss(model(input_ids=packed.ids, **keywords).logits)
+    loss.backward()
+    got = (loss.detach(), pm.gradients(model))
+    ids, labels = (each.split(lengths, dim=1) for each in (packed.ids, packed.labels))
+    behind = [torch.cat([ids[0], each], dim=1) for each in ids[1:]]
+    of_prompt = [torch.cat([labels[0], each], dim=1) for each in labels[1:]]
+    whole_lengths = [each.shape[1] for each in behind]
+    whole = Packed(whole_lengths, torch.cat(behind, 1), torch.cat(of_prompt, 1), None)
+    bytes_out = documents._plans[(-1, 0, None)].report().bytes_out
+    return pm.worst_error(got, pm.true_step(model, whole)), sum(bytes_out)
+
+
+def test_samples_of_one_prompt(ranks):
+    for error, bytes_out in ranks(2).run(sample_errors):
+        assert error <= TOLERANCE and bytes_out > 0
+
+
 def train_with_many_passes(rank: int, world_size: int, use_checkpoint: bool) -> float:
     """Run two forward passes, then their backward passes. Return the worst error."""
     model = pm.model_of("gemma3")
