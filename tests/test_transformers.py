@@ -124,6 +124,17 @@ def sample_errors(rank: int, world_size: int) -> tuple[float, int]:
     return pm.worst_error(got, pm.true_step(model, whole)), sum(bytes_out)
 
 
+def train_chunks_of_samples(rank: int, world_size: int) -> None:
+    model, packed = pm.model_of("llama4"), Packed.of([9, 4])
+    documents = distca.Documents(packed.cu_seqlens, parents=[-1, 0]) if rank else None
+    model(**packed.keywords(), documents=documents)
+
+
+def test_chunks_of_samples_are_refused_on_all_ranks(own_ranks):
+    for outcome in own_ranks(2).outcomes(train_chunks_of_samples, timeout_s=60):
+        assert "cannot be cut into chunks; expected whole" in outcome.error
+
+
 def test_samples_of_one_prompt(ranks):
     for error, bytes_out in ranks(2).run(sample_errors):
         assert error <= TOLERANCE and bytes_out > 0

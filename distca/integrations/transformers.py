@@ -374,13 +374,15 @@ def _check_own_mask(call: _Call, mask: Tensor) -> None:
 def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     _check_model(call, is_causal)
     window_size, session = _window_of(call.module, call.keywords), open_session()
+    chunk_size = _chunk_size_of(call.module)
     in_halves = routed_documents()  # of a layer in ping-pong
     with sessions.announced(session):
         _check_batch(call, mask)
         boundaries = call.boundaries() if in_halves is None else None
+        if boundaries is not None:
+            chunks_of(boundaries.here, chunk_size)  # not all documents have chunks
     if boundaries is None:
         return call.attend(in_halves, window_size)
-    chunk_size = _chunk_size_of(call.module)
     how = (session, window_size, call.query.device, call.shape, chunk_size)
     return call.attend(_documents_of_pass(boundaries, call.module, *how), window_size)
 
