@@ -120,7 +120,7 @@ def sample_errors(rank: int, world_size: int) -> tuple[float, int]:
     of_prompt = [torch.cat([labels[0], each], dim=1) for each in labels[1:]]
     whole_lengths = [each.shape[1] for each in behind]
     whole = Packed(whole_lengths, torch.cat(behind, 1), torch.cat(of_prompt, 1), None)
-    bytes_out = documents._plans[(-1, 0, None)].report().bytes_out
+    bytes_out = documents._plans[documents.plan_key((-1, 0))].report().bytes_out
     return pm.worst_error(got, pm.true_step(model, whole)), sum(bytes_out)
 
 
