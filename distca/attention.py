@@ -44,7 +44,7 @@ def routed_documents() -> Documents | None:
 
 
 def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Plan:
-    shared = packed._plans.get(window_size)
+    shared = packed._plans.get(packed.plan_key(window_size))
     if shared is not None:
         return shared if shared.layout is not None else shared.wait()
     local = packed._local_plans.get((window_size, q.device)) if not packed._plans else None
@@ -60,7 +60,7 @@ def _plan_for(packed: Documents, window_size: tuple[int, int], q: Tensor) -> Pla
     if not packed._plans:
         _hint_at_plan()
         return local_plan(packed, window_size, q.device)
-    # Planned for another window: the layers of this model differ, and every rank gets here.
+    # Planned for another window or chunks: layers of this model differ, and every rank gets here.
     return plan(packed, window_size=window_size, group=group_of(packed), device=q.device)
 
 
@@ -192,6 +192,8 @@ def attend_rows(
                 return DTensor.from_local(rows, q.device_mesh, q.placements, run_check=False)
 
             return tuple(map(distributed, results)) if return_lse else distributed(results)
+    if documents.key_rows is not None:
+        k, v = _with_prefixes(k, v, documents)
     own = _plan_for(documents, window_size, q)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
@@ -201,6 +203,35 @@ def attend_rows(
         q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller, softcap or 0.0
     )
     return (out, lse) if return_lse else out
+
+
+def _with_prefixes(k: Tensor, v: Tensor, documents: Documents) -> list[Tensor]:
+    """k and v with the keys of its ancestors before those of each document."""
+    if not len(k) == len(v) == documents.num_tokens:
+        with sessions.announced(sessions.find(group_of(documents)) if documents._plans else None):
+            raise ValueError(
+                f"k has {len(k)} tokens, v {len(v)}; expected {documents.num_tokens}, as the "
+                f"{documents} have: keys of their ancestors are added here"
+            )
+    documents.key_rows = documents.key_rows.to(k.device)
+    return [_TakenRows.apply(each, documents.key_rows) for each in (k, v)]
+
+
+class _TakenRows(torch.autograd.Function):
+    """x[rows], with gradients of rows that are taken several times summed in float32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        sums = grad.new_zeros((ctx.num_rows, *grad.shape[1:]), dtype=dtype)
+        return sums.index_add_(0, rows, grad.to(dtype)).to(grad.dtype), None
 
 
 def _check_distributed(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -61,7 +61,7 @@ def prepare(
     is_balanced: bool,
 ) -> None:
     """Makes plans that are missing, of all ranks (collective) or of this one; waits for them."""
-    if is_balanced and window_size not in packed._plans:
+    if is_balanced and packed.plan_key(window_size) not in packed._plans:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and sessions.opened(group).options.enabled:
             plan(packed, window_size=window_size, group=group)

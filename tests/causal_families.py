@@ -78,6 +78,7 @@ _QWEN4 = {
     **{"indexer_compress_ratio": 2, "hc_lowrank": 4, "ngram_vocab_size_base": 32},
     **{"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "heads_per_ngram": 2},
 }
+_CHUNKS = {"attention_chunk_size": 5, "floor_scale": 4, "no_rope_layers": [1, 0]}
 _DOTS3 = {**_LATENT, "layer_types": ["indexed_attention", "indexed_attention"]}
 _BLT_GLOBAL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 _BLT_GLOBAL["intermediate_size"] = 48
@@ -135,6 +136,8 @@ OWN_SIZES = {
     "laguna": _WINDOWS,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4": {"text_config": _CHUNKS},
+    "llama4_text": _CHUNKS,
     "longcat_flash": {"ffn_hidden_size": 48, "zero_expert_num": 2, "expert_ffn_hidden_size": 16},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
     "mellum": _WINDOWS,

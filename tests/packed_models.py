@@ -40,6 +40,13 @@ CONFIGS = {
         transformers.Gemma3TextConfig,
         {"sliding_window": WINDOW, "layer_types": LAYER_TYPES, "query_pre_attn_scalar": 40},
     ),
+    "llama4": (  # two dense layers of chunks and a full one, whose queries depend on positions
+        transformers.Llama4TextConfig,
+        {
+            **{"attention_chunk_size": 6, "floor_scale": 4, "no_rope_layers": [1, 0, 1]},
+            **{"intermediate_size_mlp": 48, "moe_layers": []},
+        },
+    ),
     "gpt_oss": (  # one expert, so that gradients of the router are 0 and not rounding
         transformers.GptOssConfig,
         {

@@ -60,6 +60,9 @@ ELSEWHERE = {
     ),
     "python docs/generate.py": "test_docs.py::test_generated_pages_follow_the_code",
     "python benchmarks/attention.py": "test_docs.py::test_gpu_command",
+    "python benchmarks/prefix_trees.py": (
+        "test_prefixes.py::test_a_group_of_samples_takes_half_the_work_of_whole_documents"
+    ),
     "torchrun --nproc-per-node 2 benchmarks/transport.py": "test_docs.py::test_gpu_command",
     "torchrun --nproc-per-node 2 examples/torchtitan_train.py": "test_docs.py::test_gpu_command",
 }

@@ -182,7 +182,7 @@ def varlen_errors(rank: int, world_size: int, window_size: tuple[int, int]) -> l
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (9, 0)])
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (9, 0), (9, 4), (-1, 4)])
 def test_varlen_attention_under_documents(ranks, world_size, window_size):
     for errors in ranks(world_size).run(varlen_errors, window_size):
         assert max(errors) <= 1e-12

@@ -254,7 +254,7 @@ def ping_pong_keeping(rank, world_size):
     truth = step.run(bare, step.documents)
     errors = map(oracle.relative_error, step.run(block, step.documents), truth)
     (halves,) = step.documents._halves.values()
-    kept = [sum(ops.kept_rows(half._plans[-1, 0].layout)) for half in halves]
+    kept = [sum(ops.kept_rows(half._plans[half.plan_key((-1, 0))].layout)) for half in halves]
     distca.close()
     return max(errors), kept
 

@@ -174,7 +174,7 @@ def default_follows_init(rank: int, world_size: int) -> list[bool]:
     whole = distca.plan(distca.Documents([0, 5]), group=dist.group.WORLD)
     checks += [whole.group_name != session.group_name, distca.init() is session]
     with distca.documents(distca.Documents([0, 5]), group=mesh["dp"]) as packed:
-        checks.append(packed._plans[(-1, 0)].group_name == session.group_name)
+        checks.append(packed._plans[packed.plan_key((-1, 0))].group_name == session.group_name)
     distca.close()
     checks.append(groups.resolve() is dist.group.WORLD)
     distca.close(mesh["dp"])

@@ -114,10 +114,11 @@ def plan_while_the_other_cuts(rank: int, world_size: int) -> str:
     on = {"window_size": causal, "device": torch.device("cpu")}
     distca.plan(documents)
     for half in plan_halves(documents, cut=middle, **on):
-        half._plans[causal].wait()
+        half._plans[half.plan_key(causal)].wait()
     with pytest.raises(ValueError) as refused:
         if rank == 0:
-            plan_halves(documents, cut=lambda documents: 1, **on)[0]._plans[causal].wait()
+            half = plan_halves(documents, cut=lambda documents: 1, **on)[0]
+            half._plans[half.plan_key(causal)].wait()
         else:
             distca.plan(documents_of(LENGTHS[rank]))
     return str(refused.value)

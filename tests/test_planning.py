@@ -342,7 +342,7 @@ def bytes_without_and_with_halves(rank: int, world_size: int) -> list[int]:
         moved.append(sum(distca.plan(documents).report().bytes_out))
         halves = plan_halves(documents, nearest_border, causal, torch.device("cpu"))
         for half in halves:
-            half._plans[causal].wait()
+            half._plans[half.plan_key(causal)].wait()
     distca.close()
     return moved
 

@@ -16,8 +16,8 @@ from distca import attention  # noqa: E402
 from distca.integrations import boundaries  # noqa: E402
 
 TOLERANCE = 1e-5
-MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss"]
-ALTERNATING = ("gemma2", "gemma3", "gpt_oss")  # windows differ from layer to layer
+MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss", "llama4"]
+ALTERNATING = ("gemma2", "gemma3", "gpt_oss", "llama4")  # masks differ from layer to layer
 
 
 class Plans:
@@ -100,6 +100,44 @@ def test_rows_of_a_batch_are_separate_documents(name, batch, positions):
     logits = model(packed.ids.view(batch, 11), **keywords).logits
     truth = pm.true_logits(model, packed).view_as(logits)
     assert pm.relative_error(logits, truth) <= TOLERANCE
+
+
+def sample_errors(rank: int, world_size: int) -> tuple[float, int]:
+    """Train on samples of one prompt, which is in the row once. Return the worst error against
+    eager on each sample behind a copy of the prompt, and the bytes that the plan sends."""
+    model, lengths = pm.model_of("llama"), [[120, 30, 7, 50], [40, 9, 9]][rank]
+    parents = [-1, *[0] * (len(lengths) - 1)]
+    packed = Packed.of(lengths, seed=rank)
+    documents = distca.Documents(packed.cu_seqlens, parents=parents)
+    packed.labels[:, : lengths[0]] = -100  # of the prompt
+    keywords = {"position_ids": documents.position_ids[None], "documents": documents}
+    model.zero_grad()
+    loss = packed.loss(model(input_ids=packed.ids, **keywords).logits)
+    loss.backward()
+    got = (loss.detach(), pm.gradients(model))
+    ids, labels = (each.split(lengths, dim=1) for each in (packed.ids, packed.labels))
+    behind = [torch.cat([ids[0], each], dim=1) for each in ids[1:]]
+    of_prompt = [torch.cat([labels[0], each], dim=1) for each in labels[1:]]
+    whole_lengths = [each.shape[1] for each in behind]
+    whole = Packed(whole_lengths, torch.cat(behind, 1), torch.cat(of_prompt, 1), None)
+    bytes_out = documents._plans[documents.plan_key((-1, 0))].report().bytes_out
+    return pm.worst_error(got, pm.true_step(model, whole)), sum(bytes_out)
+
+
+def train_chunks_of_samples(rank: int, world_size: int) -> None:
+    model, packed = pm.model_of("llama4"), Packed.of([9, 4])
+    documents = distca.Documents(packed.cu_seqlens, parents=[-1, 0]) if rank else None
+    model(**packed.keywords(), documents=documents)
+
+
+def test_chunks_of_samples_are_refused_on_all_ranks(own_ranks):
+    for outcome in own_ranks(2).outcomes(train_chunks_of_samples, timeout_s=60):
+        assert "cannot be cut into chunks; expected whole" in outcome.error
+
+
+def test_samples_of_one_prompt(ranks):
+    for error, bytes_out in ranks(2).run(sample_errors):
+        assert error <= TOLERANCE and bytes_out > 0
 
 
 def train_with_many_passes(rank: int, world_size: int, use_checkpoint: bool) -> float:

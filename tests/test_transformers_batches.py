@@ -36,6 +36,7 @@ CASES = {  # ranks, trainer, model, ranks per batch, arguments of the trainer
         2,
         {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
     ),
+    "chunks": (2, "trainer", "llama4", 2, {}),
     "SFTTrainer on 2": (2, "sft", "llama", 2, {}),
     "SFTTrainer on 4": (4, "sft", "llama", 4, {}),
     "whole batches": (2, "trainer", "llama", 1, {}),

@@ -24,8 +24,9 @@ def checkpoint(model, use_reentrant: bool) -> None:
 def model_errors(rank: int, world_size: int, name: str) -> dict[str, float]:
     """Return, for each way to train, the worst error against eager by document."""
     packed = Packed.of(LENGTHS[rank], seed=rank)
-    model = integration.ping_pong(pm.model_of(name))
-    truth = pm.true_step(pm.model_of(name), packed)
+    changes = {"attn_temperature_tuning": False} if name == "llama4" else {}
+    model = integration.ping_pong(pm.model_of(name, **changes))
+    truth = pm.true_step(pm.model_of(name, **changes), packed)
     by_way = {}
     for way in ("position_ids", "cu_seq_lens", "both", "checkpoint", "reentrant"):
         if way in ("checkpoint", "reentrant"):
@@ -37,7 +38,7 @@ def model_errors(rank: int, world_size: int, name: str) -> dict[str, float]:
     return by_way
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss", "llama4"])
 def test_loss_and_gradients_equal_eager_by_document(ranks, name):
     for by_way in ranks(2).run(model_errors, name):
         assert max(by_way.values()) <= TOLERANCE, by_way
@@ -105,6 +106,17 @@ def refused_batch(rank: int, world_size: int) -> str:
 def test_a_batch_of_rows_is_refused(ranks):
     for message in ranks(2).run(refused_batch, timeout_s=60):
         assert "hidden_states has shape [2, 5, 32] in ping-pong; expected one row" in message
+    ranks(2).run(start_again)
+
+
+def tuned_by_position(rank: int, world_size: int) -> None:
+    model, packed = integration.ping_pong(pm.model_of("llama4")), Packed.of(LENGTHS[rank])
+    model(**packed.keywords())
+
+
+def test_queries_that_depend_on_positions_are_refused(ranks):
+    for outcome in ranks(2).outcomes(tuned_by_position, timeout_s=60):
+        assert "attn_temperature_tuning is True in Llama4TextAttention in ping" in outcome.error
     ranks(2).run(start_again)
 
 

@@ -150,18 +150,14 @@ def test_configurations_of_unsupported_attention(packed, case):
         pm.model_of(name, **changes)(**packed.keywords())
 
 
-def test_chunked_attention(packed):
-    config = transformers.Llama4TextConfig(
-        **{
-            **pm.SIZES,
-            "num_local_experts": 2,
-            "attention_chunk_size": 4,
-            "intermediate_size_mlp": 8,
-        }
+def test_chunks_of_layers_without_types():
+    """No layer would know that the mask, which distca leaves out, has chunks."""
+    config = transformers.LlamaConfig(attention_chunk_size=4, attn_implementation="distca")
+    mask = transformers.masking_utils.create_chunked_causal_mask(
+        config, torch.ones(1, NUM_TOKENS, 8), None, None
     )
-    model = transformers.Llama4ForCausalLM(config).train()
-    with refused(r"attention_mask has shape.*chunked_overlay|'chunked_attention'"):
-        model(**packed.keywords())
+    with refused("attention_mask has shape.*chunked_overlay"):
+        Layer()(mask=mask)
 
 
 class Layer(nn.Module):
@@ -219,8 +215,8 @@ def test_calls_refused_outside_training_too(name):
 
 
 def test_a_layer_of_another_type():
-    with refused(r"layer_types\[0\] is 'chunked_attention' in Layer"):
-        Layer(layer_types=["chunked_attention"], num_hidden_layers=1)()
+    with refused(r"layer_types\[0\] is 'linear_attention' in Layer"):
+        Layer(layer_types=["linear_attention"], num_hidden_layers=1)()
 
 
 def test_other_masks_are_exact_outside_training():

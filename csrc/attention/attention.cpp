@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <span>
 #include <stdexcept>
 
 #include "backend.h"
@@ -82,11 +83,16 @@ void check_gradient(const at::Tensor& grad_out, const Saved& saved, const at::Te
 }
 
 void check_words(const Backend& backend, const TaskList& list, const TaskWords& words) {
-  const WordCounts counts = backend.count_words(list.tasks);
+  const bool is_counted = backend.count_words && !words.device.is_cpu();
+  const PlannedWords planned =
+      is_counted ? PlannedWords{} : backend.plan_words(list.tasks, list.mask);
+  const WordCounts counts =
+      is_counted ? backend.count_words(list.tasks)
+                 : WordCounts{planned.host, static_cast<int64_t>(planned.device.size())};
   bool are_equal = words.host == counts.host && words.device.numel() == counts.num_device;
   if (are_equal && words.device.is_cpu()) {
-    const std::vector<int32_t> planned = backend.plan_words(list.tasks, list.mask).device;
-    are_equal = std::equal(planned.begin(), planned.end(), words.device.const_data_ptr<int32_t>());
+    are_equal = std::ranges::equal(
+        planned.device, std::span(words.device.const_data_ptr<int32_t>(), planned.device.size()));
   }
   TORCH_CHECK_VALUE(are_equal, "layout: the words of back end ", backend.name,
                     " do not match the layout's tasks; create both with distca.plan");

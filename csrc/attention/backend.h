@@ -43,8 +43,8 @@ struct Backend {
   // grad_for_delta of attention.h. Null: it takes any delta.
   at::Tensor (*grad_for_delta)(const at::Tensor& grad_out, const at::Tensor& delta) = nullptr;
 
-  // Plans the words that the back end reads for a list. Null: it reads none. A back end that sets
-  // plan_words also sets count_words, which checks of layouts use.
+  // Plans the words that the back end reads for a list. Null: it reads none. Checks of layouts use
+  // count_words where it is faster.
   PlannedWords (*plan_words)(const std::vector<PlacedTask>& tasks, const Mask& mask) = nullptr;
   WordCounts (*count_words)(const std::vector<PlacedTask>& tasks) = nullptr;
 };

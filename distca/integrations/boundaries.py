@@ -25,7 +25,7 @@ MAX_UNMARKED = 5  # batches in a row, before a hint
 
 _known = WeakTensorKeyDictionary()  # Boundaries by cu_seq_lens_q or position_ids
 _taken: weakref.WeakSet[Documents] = weakref.WeakSet()  # that a forward pass was called with
-_latest: dict[tuple[int, int], dict] = {}  # arguments of plan in the latest pass, by window
+_latest: dict[tuple, dict] = {}  # arguments of plan in the latest pass, by window and chunk size
 
 
 class FirstBatches:
@@ -66,9 +66,10 @@ class Boundaries:
         window_size: tuple[int, int],
         device: torch.device,
         shape: AttentionShape | None = None,
+        chunk_size: int | None = None,
     ) -> tuple[Documents, Plan | None]:
-        """The documents of this forward pass, and their plan if `module` is its first layer, which
-        plans them. Without a session they stay on this rank.
+        """The documents of this forward pass, or their chunks, and their plan if `module` is its
+        first layer, which plans them. Without a session they stay on this rank.
 
         Each forward pass has its own, also where one rank passes the same tensor again and another
         a new one, or ranks would count plans differently. What is computed again in the backward
@@ -76,7 +77,7 @@ class Boundaries:
         session.
         """
         if session is None and not self.here.crosses_ranks:
-            return self.here, None
+            return chunks_of(self.here, chunk_size), None
         session = session or sessions.opened()
         task = backward_pass()
         if task == NOT_BACKWARD:
@@ -91,12 +92,18 @@ class Boundaries:
         if is_first:
             _latest.clear()
         how = {"window_size": window_size, "group": session.group, "device": device, "shape": shape}
-        _latest.setdefault(window_size, how)
+        documents = chunks_of(self.balanced, chunk_size)
+        key = documents.plan_key(window_size)
+        _latest.setdefault(key, how)
         if not is_first:
-            return self.balanced, None
+            return documents, None
         _first.see(self.is_packed or self.here.crosses_ranks)
-        planned_ahead = self.balanced._plans.get(window_size)
-        return self.balanced, planned_ahead or plan(self.balanced, **how)
+        return documents, self.balanced._plans.get(key) or plan(documents, **how)
+
+
+def chunks_of(documents: Documents, size: int | None) -> Documents:
+    """Documents cut into chunks of `size` tokens; None: the documents."""
+    return documents if size is None else documents.chunked(size)
 
 
 def remember(keywords: dict, documents: Documents, batch: int, num_tokens: int) -> None:
@@ -140,12 +147,13 @@ def check_cut(name: str, value: object, shape: list[int]) -> None:
 
 
 def plan_ahead(documents: Documents) -> None:
-    """Plan documents in the background, for the windows and heads of the latest forward pass. Does
-    nothing if there was no such pass or its group is closed. Collective, like `distca.plan`."""
-    for how in list(_latest.values()):
+    """Plan documents in the background, for the windows, chunks and heads of the latest forward
+    pass. Does nothing if there was no such pass or its group is closed. Collective, like
+    `distca.plan`."""
+    for (*_, chunk_size), how in list(_latest.items()):
         session = sessions.find(how["group"])
         if session is not None and (session.options.enabled or documents.crosses_ranks):
-            plan(documents, **how, ahead=True)
+            plan(chunks_of(documents, chunk_size), **how, ahead=True)
 
 
 def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) -> Boundaries:

@@ -24,7 +24,8 @@ NAME = "distca"
 USE_ANOTHER = 'use another attn_implementation for this model, such as "sdpa" or "eager"'
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "seq_idx")
 
-PLAIN_LAYERS = (None, "full_attention", "sliding_attention", "hybrid")  # of config.layer_types
+# Of config.layer_types.
+PLAIN_LAYERS = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
 KNOWN_LAYERS = {*PLAIN_LAYERS, "linear_attention", "conv", "hybrid_sliding", "moe", "mlp"}
 
 # Layers that carry a state from token to token: they cache a state, or have such a name.
@@ -303,6 +304,11 @@ def open_session() -> sessions.Session | None:
 def outermost() -> _Pass:
     """Returns the outermost forward pass that runs, else one that nothing else sees."""
     return _under_way.passes[0] if _under_way.passes else _Pass(None, {}, has_tokens=False)
+
+
+def innermost_boundaries() -> dict[str, object]:
+    """Returns what the innermost model that runs was told of documents, {} without one."""
+    return _under_way.passes[-1].boundaries if _under_way.passes else {}
 
 
 def needs_mask(config: object) -> bool:

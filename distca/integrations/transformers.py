@@ -19,8 +19,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.attention import FULL, check_no_capture, core_attention, routed_documents
 from distca.integrations import models
-from distca.integrations.boundaries import PACK, Boundaries, read_boundaries
-from distca.integrations.models import NAME, PLAIN_LAYERS, USE_ANOTHER, open_session
+from distca.integrations.boundaries import PACK, Boundaries, chunks_of, read_boundaries
+from distca.integrations.models import (
+    BOUNDARIES,
+    NAME,
+    PLAIN_LAYERS,
+    USE_ANOTHER,
+    open_session,
+)
 from distca.options import check
 from distca.pingpong.pingpong import PingPong, middle
 from distca.planning.cost import AttentionShape
@@ -50,10 +56,11 @@ UNSUPPORTED = {
     "output_attentions": "attention weights, which are never formed",
 }
 
-# What transformers.masking_utils makes causal masks of windows and packed documents from.
+# What transformers.masking_utils makes causal masks of windows, chunks and packed documents from.
 PLAIN_MASKS = {
     "causal_mask_function",
     "sliding_window_overlay",
+    "chunked_overlay",
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
     "and_masks",
@@ -87,12 +94,13 @@ def attention_forward(
     The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
     `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
     `sliding_window` is the number of keys that a query sees, itself included, `s_aux` [heads_q] are
-    attention sinks, `softcap` caps scores. While `module` trains
-    with gradients the call is balanced over ranks, and collective: planned at a forward pass's
-    first layer. Otherwise it stays on this rank.
+    attention sinks, `softcap` caps scores. While `module` trains with gradients the call is
+    balanced over ranks, and collective: planned at a forward pass's first layer. Otherwise it stays
+    on this rank. So does bidirectional attention in a model that is told of no documents, such as a
+    vision tower, of which ranks may run different numbers.
 
-    Raises ValueError for what it would have to ignore: dropout, a bias, and in training
-    masks, padding, bidirectional attention, keys of a cache, and boundaries that are
+    Raises ValueError for what it would have to ignore: dropout, a bias, and in training masks,
+    padding, bidirectional attention of packed documents, keys of a cache, and boundaries that are
     missing or contradict each other.
     """
     models.outermost().num_calls += 1
@@ -102,6 +110,8 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     is_trained = module.training and torch.is_grad_enabled()
     is_shared = is_trained or models.outermost().crosses_ranks
+    if not is_causal and not _has_boundaries(call):
+        is_shared = False
     attend = _attend_balanced if is_shared else _attend_here
     return attend(call, attention_mask, is_causal), None
 
@@ -121,12 +131,14 @@ def forward_mask(
     say it all, else the boolean mask [batch, 1, q_length, kv_length] that sdpa uses.
     """
     parts = set(_parts(mask_function)) if mask_function is not None else set()
-    unknown = sorted(parts - PLAIN_MASKS)
+    unknown = parts - PLAIN_MASKS
+    if "chunked_attention" not in (getattr(kwargs.get("config"), "layer_types", None) or ()):
+        unknown |= parts & {"chunked_overlay"}  # layers do not say which of them have chunks
     # For packed documents transformers asks for a mask as where it needs one; they do not.
     may_skip = "packed_sequence_mask_function" in parts or kwargs.get("allow_is_causal_skip", True)
     num_padding = 0 if attention_mask is None else int((~attention_mask.bool()).sum())
     if unknown:
-        reason = f"transformers asks for {', '.join(unknown)}"
+        reason = f"transformers asks for {', '.join(sorted(unknown))}"
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     elif num_padding:
         reason = f"{num_padding} of {attention_mask.numel()} tokens are padding"
@@ -233,13 +245,26 @@ class _Call:
         """
         query_dim, value_dim = self.query.shape[3], self.value.shape[3]
         scale = query_dim**-0.5 if self.scaling is None else self.scaling
-        rows = (
+        q, k, v = (
             F.pad(each, (0, self.shape.head_dim - each.shape[3])).transpose(1, 2).flatten(0, 1)
             for each in (self.query, self.key, self.value)
         )
+        if _is_tuned_by_position(self.module):
+            q = (q * self._temperature(documents)).to(q.dtype)
         settings = {"softcap": self.softcap, "sinks": self.sinks, "window_size": window_size}
-        out = core_attention(*rows, documents, softmax_scale=scale, **settings)
+        out = core_attention(q, k, v, documents, softmax_scale=scale, **settings)
         return out[..., :value_dim].unflatten(0, (len(self.query), self.num_tokens))
+
+    def _temperature(self, documents: Documents) -> Tensor:
+        """Returns [rows, 1, 1]: Llama 4's factor of queries by their position in the document, over
+        the factor by their position in the row, which the layer has applied."""
+        module = self.module
+        in_row = torch.arange(self.num_tokens).repeat(len(self.query))
+        factors = (
+            module.attn_scale * torch.log1p((each.float() + 1).div(module.floor_scale).floor()) + 1
+            for each in (documents.position_ids, in_row)
+        )
+        return torch.div(*factors).to(self.query.device, non_blocking=True)[:, None, None]
 
 
 def _layer_type(module: nn.Module) -> str | None:
@@ -273,6 +298,22 @@ def _window_of(module: nn.Module, keywords: dict | None) -> tuple[int, int]:
     return (int(width) - 1, 0)
 
 
+def _is_tuned_by_position(module: nn.Module) -> bool:
+    return getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+
+
+def _chunk_size_of(module: nn.Module) -> int | None:
+    is_chunked = _layer_type(module) == "chunked_attention"
+    return module.config.attention_chunk_size if is_chunked else None
+
+
+def _has_boundaries(call: _Call) -> bool:
+    """Whether rows of the batch may hold several documents, or a half of them."""
+    boundaries = {**call.keywords, **models.innermost_boundaries()}
+    is_told = any(boundaries.get(name) is not None for name in BOUNDARIES)
+    return is_told or routed_documents() is not None
+
+
 def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     """On this rank alone, under any mask that transformers makes."""
     if mask is not None:
@@ -286,9 +327,10 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     packed = call.keywords.get("cu_seq_lens_q") is not None
     if mask is None and call.key.shape[2] == call.num_tokens and (is_causal or packed):
         window_size = _window_of(call.module, call.keywords) if is_causal else FULL
-        boundaries = call.boundaries()
-        if boundaries.is_packed or window_size != CAUSAL or not call.is_plain:
-            return call.attend(boundaries.here, window_size)
+        boundaries, chunk_size = call.boundaries(), _chunk_size_of(call.module)
+        is_torchs = window_size == CAUSAL and chunk_size is None and call.is_plain
+        if boundaries.is_packed or not is_torchs:
+            return call.attend(chunks_of(boundaries.here, chunk_size), window_size)
     if not call.is_plain:
         _check_layer_type(call.module)  # DeepSeek-V4's compressed layers write biases to the mask
         return _attend_to_matrix(call, mask, is_causal)
@@ -332,13 +374,16 @@ def _check_own_mask(call: _Call, mask: Tensor) -> None:
 def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     _check_model(call, is_causal)
     window_size, session = _window_of(call.module, call.keywords), open_session()
+    chunk_size = _chunk_size_of(call.module)
     in_halves = routed_documents()  # of a layer in ping-pong
     with sessions.announced(session):
         _check_batch(call, mask)
         boundaries = call.boundaries() if in_halves is None else None
+        if boundaries is not None:
+            chunks_of(boundaries.here, chunk_size)  # not all documents have chunks
     if boundaries is None:
         return call.attend(in_halves, window_size)
-    how = (session, window_size, call.query.device, call.shape)
+    how = (session, window_size, call.query.device, call.shape, chunk_size)
     return call.attend(_documents_of_pass(boundaries, call.module, *how), window_size)
 
 
@@ -402,8 +447,9 @@ def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Document
                 f"{PACK}"
             )
         boundaries = read_boundaries(kwargs, 1, hidden.shape[1], type(layer).__name__)
-    window_size = _window_of(layer.self_attn, None)
-    return _documents_of_pass(boundaries, layer, session, window_size, hidden.device)
+    window_size, chunk_size = _window_of(layer.self_attn, None), _chunk_size_of(layer.self_attn)
+    how = (session, window_size, hidden.device, None, chunk_size)
+    return _documents_of_pass(boundaries, layer, *how)
 
 
 def _check_model(call: _Call, is_causal: bool) -> None:
@@ -411,8 +457,8 @@ def _check_model(call: _Call, is_causal: bool) -> None:
     name = type(call.module).__name__
     if not is_causal:
         raise ValueError(
-            f"is_causal is False in {name}: bidirectional attention; expected causal attention in "
-            f'training: {USE_ANOTHER}; by part of the model: attn_implementation={{"text_config": '
+            f"is_causal is False in {name}, which is told of documents; expected causal attention "
+            f'in training, or no boundaries: {USE_ANOTHER}; by part of the model: {{"text_config": '
             f'"{NAME}", "vision_config": "sdpa"}}'
         )
     for argument in ("query", "key", "value"):
@@ -420,6 +466,11 @@ def _check_model(call: _Call, is_causal: bool) -> None:
             raise ValueError(
                 f"{argument} is a DTensor in {name}; expected this rank's own heads: .to_local()"
             )
+    if routed_documents() is not None and _is_tuned_by_position(call.module):
+        raise ValueError(
+            f"attn_temperature_tuning is True in {name} in ping-pong, whose halves count positions "
+            "from 0; expected False, or the model without ping_pong"
+        )
     check_no_capture(call.query, name)
     _check_layer_type(call.module)
 

@@ -78,7 +78,8 @@ class PingPong(nn.Module):
     None; it replaces the search among the arguments.
 
     The block runs whole if nothing travels: without documents, without a plan, if the plan moves no
-    row, in a group of one rank, or with options.enabled False.
+    row, in a group of one rank, or with options.enabled False. It also runs whole for chunks of
+    documents, which are short.
 
     Shard, checkpoint and compile the block after PingPong. Raises ValueError for a block that is
     already sharded, checkpointed or compiled, for documents that cross ranks with one run per rank,
@@ -193,7 +194,7 @@ def _pays(documents: Documents | None) -> bool:
     session = sessions.find(group_of(documents))
     if not documents._plans or session is None:
         return False
-    if session.num_ranks == 1 or not session.options.enabled:
+    if session.num_ranks == 1 or not session.options.enabled or documents.chunk_size is not None:
         return False
     if documents.crosses_ranks and documents.run_border is None:
         raise ValueError(

@@ -21,15 +21,24 @@ class Documents:
     [cu_seqlens[i], cu_seqlens[i + 1]). `Documents.sharded` describes one rank's part of a pack that
     all ranks share, where documents may cross ranks.
 
+    With `parents`, documents share prefixes, as samples share their prompt: see `sharded`.
+
     The first rows may be context: keys and values of tokens whose queries another call computes.
     Then q has `num_context_rows` rows fewer than k and v, and `num_tokens` counts the rows of q.
     """
 
-    def __init__(self, cu_seqlens: Tensor | Sequence[int], num_context_rows: int = 0) -> None:
+    def __init__(
+        self,
+        cu_seqlens: Tensor | Sequence[int],
+        num_context_rows: int = 0,
+        *,
+        parents: Sequence[int] | None = None,
+    ) -> None:
         """`cu_seqlens` holds [num_documents + 1] integers from 0 to the number of tokens, context
         rows included, and never decreases. `num_context_rows` is the number of first rows without
-        queries; it must be less than the length of the first document that is not empty. Raises
-        ValueError for anything else.
+        queries; it must be less than the length of the first document that is not empty.
+        `parents[i]` is the document that document i continues, with a smaller index, or -1: see
+        `sharded`. Raises ValueError for anything else.
         """
         offsets = _integers(cu_seqlens, "cu_seqlens")
         wrong = None
@@ -49,7 +58,13 @@ class Documents:
             expected = f"0 to {most}: a part of the first document"
             check("num_context_rows", num_context_rows, 0 <= num_context_rows <= most, expected)
             context[first] = num_context_rows
-        self._set_pieces(torch.arange(lengths.numel()), starts, lengths, context)
+        index = torch.arange(lengths.numel())
+        if parents is None:
+            self._set_pieces(index, starts, lengths, context)
+            return
+        if num_context_rows != 0:
+            raise ValueError(f"num_context_rows is {num_context_rows} with parents; expected 0")
+        self._set_tree(torch.stack([index, starts, lengths], dim=1), lengths, parents)
 
     @classmethod
     def sharded(
@@ -59,6 +74,7 @@ class Documents:
         world_size: int,
         runs: int = 1,
         pack: int = 0,
+        parents: Sequence[int] | None = None,
     ) -> "Documents":
         """Return the documents of `rank` in a global pack that all ranks share.
 
@@ -68,6 +84,10 @@ class Documents:
         `rank` of the second. Runs have equal numbers of tokens; if the pack does not divide, some
         are one token longer. If one group holds several packs, `pack` is the number of this pack,
         and `rank` and `world_size` count the ranks that share it.
+
+        With `parents`, documents share prefixes, as samples share their prompt: `parents[i]` is the
+        document that document i continues, with a smaller index, or -1. Its queries see all keys of
+        its ancestors before its own, and its positions continue theirs. Needs runs=1.
 
         Raises ValueError for lengths that are not integers >= 0, for more tokens than the ranks
         can hold, for a rank outside [0, world_size), for runs other than 1 and 2, or for a pack
@@ -92,10 +112,15 @@ class Documents:
         slices = runs_of(total, rank, world_size, runs)
         pieces = torch.cat([_pieces_of_run(ends - lengths, ends, run) for run in slices])
         first_id = pack * 2 * MAX_DOCUMENTS_PER_RANK
-        pieces[:, 0] += first_id
         documents = cls.__new__(cls)
-        documents._set_pieces(*pieces.unbind(1), torch.zeros(len(pieces), dtype=torch.int64))
+        if parents is None:
+            documents._set_pieces(*pieces.unbind(1), torch.zeros(len(pieces), dtype=torch.int64))
+        else:
+            check("runs", runs, runs == 1, "1 with parents")
+            documents._set_tree(pieces, lengths, parents)
+        documents._pieces[:, 0] += first_id
         documents.crosses_ranks = True
+        documents._pack = (lengths, rank, world_size, runs, pack)
         if runs == 2:
             documents.run_border = slices[0].stop - slices[0].start
             middle, begins = total // 2, ends - lengths
@@ -103,14 +128,58 @@ class Documents:
                 documents._cut_document = first_id + index, middle - int(begins[index])
         return documents
 
+    def chunked(self, size: int) -> "Documents":
+        """Return these documents cut into chunks of `size` tokens, counted from the start of each
+        document, for layers whose queries see keys of their own chunk only (Llama 4).
+
+        Rows and `position_ids` stay the same. Documents and their chunks are planned separately, as
+        windows are: each by distca.plan, or by the first layer that attends to it. The same size
+        returns the same object.
+
+        Raises ValueError for a size below 1, for chunks, halves and documents with context rows.
+        """
+        is_size = isinstance(size, numbers.Integral) and 1 <= size <= INT32_MAX
+        check("size", size, is_size, f"1 to {INT32_MAX} tokens")
+        has_context = self.num_context_rows > 0 or self.key_rows is not None
+        if self.chunk_size is not None or self._is_half or has_context:
+            raise ValueError(
+                f"{self} cannot be cut into chunks; expected whole or sharded documents without "
+                "context rows or parents, which are neither chunks nor halves"
+            )
+        if size not in self._chunked:
+            self._chunked[size] = self._cut_into_chunks(size)
+        return self._chunked[size]
+
+    def _cut_into_chunks(self, size: int) -> "Documents":
+        if self._pack is None:
+            chunks = Documents(_offsets_of(_lengths_of_chunks(self._pieces[:, 2], size)))
+        else:
+            lengths, *place = self._pack
+            chunks = Documents.sharded(_lengths_of_chunks(lengths, size), *place)
+        chunks.chunk_size, chunks._plans, chunks._uncut = size, self._plans, self._pieces
+        return chunks
+
     def unplanned(self) -> "Documents":
         """Return the same documents without their plans, for another forward pass."""
         documents = copy.copy(self)
-        documents._plans, documents._local_plans, documents._halves = {}, {}, {}
+        documents._forget_plans()
         return documents
+
+    def _forget_plans(self) -> None:
+        # Only distca.planning writes these. Compiled code must reach a plan through its arguments:
+        # torch.compile would recompile a look-up by identity for the documents of each step.
+        self._plans: dict = {}  # by plan_key; those of chunks, too
+        self._local_plans: dict = {}  # by (window_size, device)
+        self._halves: dict = {}  # by (cut, window_size)
+        self._chunked: dict[int, Documents] = {}  # by size
+
+    def plan_key(self, window_size: tuple[int, int]) -> tuple:
+        """Return the key of the plan for these documents, among those of the same rows."""
+        return (*window_size, self.chunk_size)
 
     def _set_pieces(self, index: Tensor, start: Tensor, length: Tensor, context: Tensor):
         self._pieces = torch.stack([index, start, length, context], dim=1)
+        self._uncut = self._pieces  # of the documents that were cut into chunks
         self.crosses_ranks = False
         self.run_border: int | None = None  # row at which the second of two runs begins
         # Id of the document on both sides of the pack's middle (-1: none), and the number of its
@@ -118,26 +187,54 @@ class Documents:
         self._cut_document = (-1, 0)
         self.num_context_rows = int(context.sum())
         self.num_tokens = int(length.sum()) - self.num_context_rows
-        # Only distca.planning writes these. Compiled code must reach a plan through its arguments:
-        # torch.compile would recompile a look-up by identity for the documents of each step.
-        self._plans: dict = {}  # by window_size
-        self._local_plans: dict = {}  # by (window_size, device)
-        self._halves: dict = {}  # by (cut, window_size)
+        self.key_rows: Tensor | None = None  # see _set_tree
+        self.chunk_size: int | None = None  # of documents that are chunks
+        self._pack: tuple | None = None  # arguments of `sharded`
+        self._is_half = False
+        self._forget_plans()
+
+    def _set_tree(self, held: Tensor, lengths: Tensor, parents: Sequence[int]) -> None:
+        """Set pieces of documents with prefixes. `held`, int64 [num_pieces, 3] (document, start,
+        length), are this rank's tokens in row order, `lengths` those of all documents.
+
+        To the planner, a document's first keys are its ancestors': context rows, copied from the
+        rows in `key_rows` on each rank that holds some.
+        """
+        prefixes = prefixes_of(lengths.tolist(), parents)
+        rows = dict(zip(held[:, 0].tolist(), _offsets_of(held[:, 2]).tolist(), strict=False))
+        own = {document: (start, length) for document, start, length in held.tolist()}
+        pieces, parts = [], []
+        for document, prefix in enumerate(prefixes):
+            context = [(each, begin) for each, begin in prefix if own.get(each, (0, 0))[1] > 0]
+            if lengths[document] == 0:
+                context = []  # no queries see it
+            for source, begin in [*context, (document, _end_of(prefix, lengths))]:
+                if source in own:
+                    start, length = own[source]
+                    num_context = length if source != document else 0
+                    pieces.append((document, begin + start, length, num_context))
+                    parts.append(torch.arange(rows[source], rows[source] + length))
+        self._set_pieces(*torch.tensor(pieces, dtype=torch.int64).reshape(-1, 4).unbind(1))
+        is_own = self._pieces[:, 3] == 0
+        self._uncut = self._pieces[is_own]
+        self.key_rows = torch.cat([torch.arange(0), *parts])
 
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 [num_pieces + 1], CPU: row at which each piece of a document begins."""
-        return self._offsets().to(torch.int32)
+        pieces = self._pieces if self.key_rows is None else self._uncut
+        return _offsets_of(pieces[:, 2]).to(torch.int32)
 
     def _offsets(self) -> Tensor:
-        return torch.nn.functional.pad(self._pieces[:, 2].cumsum(0), (1, 0))
+        return _offsets_of(self._pieces[:, 2])
 
     @property
     def position_ids(self) -> Tensor:
         """int64 [num_tokens], CPU: position of each row in its document, for RoPE."""
-        _, start, length, _ = self._pieces.unbind(1)
-        shift = (start - self._offsets()[:-1]).repeat_interleave(length)
-        return (torch.arange(len(shift)) + shift)[self.num_context_rows :]
+        _, start, length, _ = self._uncut.unbind(1)
+        shift = (start - _offsets_of(length)[:-1]).repeat_interleave(length)
+        num_before = self.num_context_rows if self.key_rows is None else 0
+        return (torch.arange(len(shift)) + shift)[num_before:]
 
     def halves(
         self, row: int, window_size: tuple[int, int] = (-1, 0)
@@ -148,15 +245,18 @@ class Documents:
         second half then begins with context rows: the last `second.num_context_rows` keys and
         values of the first half. Documents that cross ranks are halved between their two runs.
 
-        Raises ValueError for a row outside [0, num_tokens], for documents with context rows, and
-        for a window to the right (or full) if a document is cut. For documents that cross ranks,
-        also raises ValueError if they are in one run, if `row` is not their `run_border`, or if the
-        window sees to the right.
+        Raises ValueError for a row outside [0, num_tokens], for documents with context rows, for
+        chunks, and for a window to the right (or full) if a document is cut. For documents that
+        cross ranks, also raises ValueError if they are in one run, if `row` is not their
+        `run_border`, or if the window sees to the right.
         """
-        if self.num_context_rows > 0 or (self.crosses_ranks and self.run_border is None):
+        is_in_one_run = self.crosses_ranks and self.run_border is None
+        has_context = self.num_context_rows > 0 or self.key_rows is not None
+        if has_context or self.chunk_size is not None or is_in_one_run:
             raise ValueError(
                 f"{self} cannot be halved; expected documents without context rows: whole ones, or "
-                "two runs of a pack, as distca.shard_batch(..., runs=2) returns them"
+                "two runs of a pack, as distca.shard_batch(..., runs=2) returns them; no chunks or "
+                "parents"
             )
         expected = f"0 to {self.num_tokens}, the number of tokens"
         check("row", row, 0 <= row <= self.num_tokens, expected)
@@ -187,7 +287,7 @@ class Documents:
     def _part(self, index: Tensor, start: Tensor, length: Tensor, context: Tensor, held: Tensor):
         part = Documents.__new__(Documents)
         part._set_pieces(index[held], start[held], length[held], context[held])
-        part.crosses_ranks = self.crosses_ranks
+        part.crosses_ranks, part._is_half = self.crosses_ranks, True
         return part
 
     def pieces(self, rank: int) -> Tensor:
@@ -200,9 +300,12 @@ class Documents:
 
     def __repr__(self) -> str:
         kind = "sharded" if self.crosses_ranks else "whole"
+        kind = kind if self.key_rows is None else f"{kind} (with parents)"
         context = f", {self.num_context_rows} context rows" if self.num_context_rows else ""
+        chunks = f", in chunks of {self.chunk_size}" if self.chunk_size is not None else ""
         return (
-            f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens{context})"
+            f"Documents({self._pieces.shape[0]} {kind} pieces, {self.num_tokens} tokens{context}"
+            f"{chunks})"
         )
 
 
@@ -222,6 +325,41 @@ def runs_of(num_tokens: int, rank: int, world_size: int, runs: int) -> list[slic
         slice(num_tokens * run // num_runs, num_tokens * (run + 1) // num_runs)
         for run in range(rank, num_runs, world_size)
     ]
+
+
+def prefixes_of(lengths: list[int], parents: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return (ancestor, position at which it begins) of each document's ancestors, root first.
+    Raises ValueError for parents that are not earlier documents."""
+    indices = _integers(parents, "parents")
+    before = torch.arange(indices.numel())
+    if indices.numel() != len(lengths) or not ((indices >= -1) & (indices < before)).all():
+        raise ValueError(
+            f"parents is {_abridged(indices)} for {len(lengths)} documents; expected for each the "
+            "index of an earlier one, or -1"
+        )
+    prefixes: list[list[tuple[int, int]]] = []
+    for parent in indices.tolist():
+        above = prefixes[parent] if parent >= 0 else []
+        begin = _end_of(above, lengths)
+        prefixes.append([*above, (parent, begin)] if parent >= 0 else [])
+    return prefixes
+
+
+def _end_of(prefix: list[tuple[int, int]], lengths: Sequence[int] | Tensor) -> int:
+    """Return the length of a document's prefix."""
+    return prefix[-1][1] + int(lengths[prefix[-1][0]]) if prefix else 0
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _lengths_of_chunks(lengths: Tensor, size: int) -> Tensor:
+    """Return the lengths of documents cut every `size` tokens; the last chunk may be shorter."""
+    counts = ((lengths + size - 1) // size).clamp(min=1)  # an empty document stays one
+    chunks = torch.full((int(counts.sum()),), size)
+    chunks[counts.cumsum(0) - 1] = lengths - (counts - 1) * size
+    return chunks
 
 
 def _pieces_of_run(begins: Tensor, ends: Tensor, run: slice) -> Tensor:

@@ -14,7 +14,10 @@ from distca.ranks import memory
 from distca.ranks.links import node
 from distca.ranks.session import Session
 
-HEADER_NAMES = ("distca version", "step", "options", "window_left", "window_right")
+HEADER_NAMES = (
+    *("distca version", "step", "options"),
+    *("window_left", "window_right", "chunk_size (0: none)"),
+)
 HEADER_WORDS = len(HEADER_NAMES)
 SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, bytes per element
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # the node, by its host name
@@ -28,22 +31,24 @@ MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in 
 LEAST_PIECES = 65536  # of all ranks, that fit in any exchange: 2.6 MB
 
 
-def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list[int]:
-    return [ops.version(), step, options.digest(), *window_size]
-
-
-def words_of(
-    session: Session, step: int, window_size: tuple[int, int], shape: AttentionShape | None
+def header_of(
+    step: int, options: Options, window_size: tuple[int, int], chunk_size: int | None = None
 ) -> list[int]:
-    """Return what this rank tells the others of itself, up to MEMORY_WORDS. Without a shape it is
-    that of the last attention, 0 before any."""
+    return [ops.version(), step, options.digest(), *window_size, chunk_size or 0]
+
+
+def words_of(session: Session, step: int, key: tuple, shape: AttentionShape | None) -> list[int]:
+    """Return what this rank tells the others of itself, up to MEMORY_WORDS, with the plan's key.
+    Without a shape it is that of the last attention, 0 before any."""
     words = [0] * SHAPE_WORDS
     if shape is not None:
         words = astuple(shape)
     elif session.num_ranks > 1:
         shapes = (ops.attention_shape(each.group_name) for each in (session, *session.halves))
         words = next((each for each in shapes if any(each)), words)
-    return [*header_of(step, session.options, window_size), *words, node(), *session.times_us]
+    left, right, chunk_size = key
+    header = header_of(step, session.options, (left, right), chunk_size)
+    return [*header, *words, node(), *session.times_us]
 
 
 def shape_of(headers: Tensor) -> AttentionShape:
@@ -89,7 +94,8 @@ def check_headers(headers: Tensor) -> None:
     if differences:
         raise ValueError(
             "distca: ranks disagree on the plan, nothing was sent: " + "; ".join(differences) + ". "
-            "All ranks of a group must run the same version with the same options and windows."
+            "All ranks of a group must run the same version with the same options, windows and "
+            "chunks."
         )
 
 

@@ -196,20 +196,21 @@ def submit(
 ) -> Plan:
     """Let the planner thread plan `documents`, and attach the plan to them."""
     session.time_step(session.num_plans)
-    problem = next_problem(session, window_size, device)
-    batches = {  # by window, of the plans for these documents over this group
-        window: plan.batch
-        for window, plan in documents._plans.items()
+    problem = next_problem(session, window_size, device, documents.chunk_size)
+    key = documents.plan_key(window_size)
+    batches = {  # by key, of the plans for these documents over this group
+        other: plan.batch
+        for other, plan in documents._plans.items()
         if plan.group_name == session.group_name
     }
-    # The newest batch that has no plan for this window yet, else a new one.
+    # The newest batch that has no plan of this key yet, else a new one.
     newest = max(batches.values(), default=problem.step)
-    batch = newest if batches.get(window_size) != newest else problem.step
-    words = words_of(session, problem.step, window_size, shape)
+    batch = newest if batches.get(key) != newest else problem.step
+    words = words_of(session, problem.step, key, shape)
     pending = session.planner.submit(
         _solve_together, session, documents, replace(problem, batch=batch), words, device
     )
-    plan = documents._plans[window_size] = Plan(pending, device, session, batch)
+    plan = documents._plans[key] = Plan(pending, device, session, batch)
     if session.monitor is not None:  # records on the planner thread, which has time
         can_ping_pong = device.type == "cuda" and session.cut is None
         plan.observer = functools.partial(
@@ -239,10 +240,15 @@ def group_of(documents: Documents) -> ProcessGroup | None:
     return next((plan.group for plan in documents._plans.values()), None)
 
 
-def next_problem(session: Session, window_size: tuple[int, int], device: torch.device) -> "Problem":
+def next_problem(
+    session: Session,
+    window_size: tuple[int, int],
+    device: torch.device,
+    chunk_size: int | None = None,
+) -> "Problem":
     """Return the problem of a session's next plan, and count that plan."""
     problem = Problem(session.rank, session.num_ranks, window_size, device.type, session.num_plans)
-    has_halves = session.cut is not None and window_size[1] == 0
+    has_halves = session.cut is not None and window_size[1] == 0 and chunk_size is None
     session.num_plans += 1
     if session.num_ranks == 1:
         return problem

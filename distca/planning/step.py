@@ -60,7 +60,7 @@ def plan(
         device = torch.device("cuda", torch.cuda.current_device())
     step_plan = plans.submit(session, documents, window_size, device, shape)
     # All ranks must do this for the same windows, wherever documents are cut on this rank.
-    if session.cut is not None and window_size[1] == 0:
+    if session.cut is not None and window_size[1] == 0 and documents.chunk_size is None:
         try:
             row = session.cut(documents)
             halves = documents.halves(row, window_size)
@@ -103,7 +103,7 @@ def _submit_halves(
     device: torch.device,
 ) -> None:
     """The part of every rank in planning halves; attaches plans to this rank's."""
-    whole = documents._plans.get(window_size)
+    whole = documents._plans.get(documents.plan_key(window_size))
     if whole is None:
         whole = plans.submit(session, documents, window_size, device, None)
     its_sessions = halves_of(session)
@@ -111,7 +111,7 @@ def _submit_halves(
     rows = session.planner.submit(_exchange_rows, session, problems[0], row)
     for idx, half in enumerate(halves):
         pending = session.planner.submit(_solve_half, session, problems[idx], idx, whole, rows)
-        half._plans[window_size] = Plan(pending, device, its_sessions[idx])
+        half._plans[half.plan_key(window_size)] = Plan(pending, device, its_sessions[idx])
     if halves:
         documents._halves[session.cut, window_size] = halves
 

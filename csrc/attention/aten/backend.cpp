@@ -19,18 +19,21 @@ namespace {
 
 constexpr const char* kName = "aten";
 
-// Its mask is aligned to a task's last query and last key, and every query must see a key.
+// Every query must see a key, and no key may lie past the window of the last query: PyTorch takes a
+// negative window to have no limit.
 void check_tasks(const std::vector<PlacedTask>& tasks, const Mask& mask) {
   for (const PlacedTask& task : tasks) {
     if (task.num_q_rows == 0) continue;
     TORCH_CHECK_VALUE(task.num_k_rows > 0, "task at query row ", task.q_row,
                       " has no keys; attention on CUDA needs one for every query");
     if (is_full(mask)) continue;
-    TORCH_CHECK_VALUE(task.q_offset >= 0 && task.q_offset + task.num_q_rows == task.num_k_rows,
-                      "task at query row ", task.q_row, " has q_offset ", task.q_offset, ", ",
-                      task.num_q_rows, " queries and ", task.num_k_rows,
-                      " keys; on CUDA the last query must stand at the last key. Give a task the "
-                      "keys up to its last query and no more");
+    const int64_t later = num_later_keys(task), right = mask.window_right;
+    TORCH_CHECK_VALUE(
+        task.q_offset >= 0 && later >= 0 && (right < 0 || later <= right), "task at query row ",
+        task.q_row, " has q_offset ", task.q_offset, ", ", task.num_q_rows, " queries and ",
+        task.num_k_rows,
+        " keys; on CUDA a task must have the keys of its queries' positions, and none "
+        "past the window of its last query");
   }
 }
 
@@ -57,17 +60,18 @@ std::vector<Call> calls_of(const TaskList& list) {
     return taken;
   };
   std::vector<Call> calls;
-  for (const Wave& wave : make_waves(list.tasks)) {
+  for (const Wave& wave : make_waves(list.tasks, list.mask)) {
+    const auto [left, right] = wave.window;
     Call call{.cu_seqlens_q = take(wave.cu_seqlens_q),
               .cu_seqlens_k = take(wave.cu_seqlens_k),
               // At 1 ATen takes every sequence, fillers included, to have exactly one query.
               .max_q = std::max<int64_t>(wave.max_q, 2),
               .max_k = wave.max_k,
-              .is_causal = list.mask.window_right == 0,
+              .is_causal = right == 0,
               .keys = {key_rows(wave.tasks.front()).begin, key_rows(wave.tasks.back()).end}};
-    if (list.mask.window_left >= 0) {
-      call.window_left = list.mask.window_left;
-      call.window_right = list.mask.window_right;
+    if (!is_causal(wave.window)) {
+      call.window_left = left;
+      call.window_right = right;
     }
     for (const PlacedTask& task : wave.tasks) call.queries.push_back(query_rows(task));
     call.queries = joined(std::move(call.queries));
@@ -168,18 +172,14 @@ void backward(const BackwardRows& rows, const Params& params) {
 }
 
 // Plans no words for the host, because waves follow from the tasks.
-PlannedWords plan_words(const std::vector<PlacedTask>& tasks, const Mask&) {
+PlannedWords plan_words(const std::vector<PlacedTask>& tasks, const Mask& mask) {
   PlannedWords words;
-  for (const Wave& wave : make_waves(tasks)) {
+  for (const Wave& wave : make_waves(tasks, mask)) {
     for (const auto& cu_seqlens : {wave.cu_seqlens_q, wave.cu_seqlens_k}) {
       words.device.insert(words.device.end(), cu_seqlens.begin(), cu_seqlens.end());
     }
   }
   return words;
-}
-
-WordCounts count_words(const std::vector<PlacedTask>& tasks) {
-  return {.num_device = static_cast<int64_t>(plan_words(tasks, {}).device.size())};
 }
 
 }  // namespace
@@ -190,15 +190,13 @@ Backend backend() {
           .dtypes = {at::kBFloat16, at::kHalf},
           .head_dim_multiple = 8,
           .max_head_dim = 256,
-          .takes_any_window = false,
           .is_deterministic = false,
           .reads_in_place = false,
           .forward = forward,
           .backward = backward,
           .row_dots = row_dots_cuda,
           .grad_for_delta = grad_for_delta,
-          .plan_words = plan_words,
-          .count_words = count_words};
+          .plan_words = plan_words};
 }
 
 }  // namespace distca::attention::aten

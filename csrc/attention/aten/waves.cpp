@@ -42,17 +42,33 @@ void tile_rows(Wave& wave) {
   }
 }
 
+// Returns the window that hides the same keys if queries stand `shift` positions later.
+Mask shifted(const Mask& mask, int64_t shift) {
+  Mask window = mask;
+  if (mask.window_left >= 0) window.window_left += shift;
+  if (mask.window_right >= 0) window.window_right -= shift;
+  return window;
+}
+
 }  // namespace
 
-std::vector<Wave> make_waves(std::vector<PlacedTask> tasks) {
+std::vector<Wave> make_waves(std::vector<PlacedTask> tasks, const Mask& mask) {
   check_rows(tasks);
   std::erase_if(tasks, [](const PlacedTask& task) { return task.num_q_rows == 0; });
   std::ranges::stable_sort(tasks, {}, &PlacedTask::q_row);
   std::vector<Wave> waves;
   for (const PlacedTask& task : tasks) {
-    const auto wave = std::ranges::find_if(
-        waves, [&](const Wave& wave) { return key_rows(wave.tasks.back()).end <= task.k_row; });
-    (wave == waves.end() ? waves.emplace_back() : *wave).tasks.push_back(task);
+    const Mask window = shifted(mask, num_later_keys(task));
+    auto wave = std::ranges::find_if(waves, [&](const Wave& wave) {
+      return key_rows(wave.tasks.back()).end <= task.k_row &&
+             wave.window.window_left == window.window_left &&
+             wave.window.window_right == window.window_right;
+    });
+    if (wave == waves.end()) {
+      wave = waves.insert(waves.end(), Wave{});
+      wave->window = window;
+    }
+    wave->tasks.push_back(task);
   }
   for (Wave& wave : waves) tile_rows(wave);
   return waves;
