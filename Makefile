@@ -32,7 +32,7 @@ PYTHON_FILES := setup.py distca tests benchmarks examples tools docs/generate.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: train test test-cpp test-python test-quick docs fuzz tidy install format check-format clean googletest
+.PHONY: train test test-cpp test-python test-quick test-transformers test-stacks docs fuzz tidy install format check-format clean googletest
 .DELETE_ON_ERROR:
 
 train: $(LIBRARY)
@@ -66,6 +66,11 @@ test-python: $(LIBRARY)
 # What starts no processes: two thirds of the code's tests in half a minute.
 test-quick: $(LIBRARY)
 	$(BIN)/python -m pytest -m "not processes" $(PYTEST_FLAGS)
+
+# With older releases of transformers, and with stacks that train its models, each in an environment
+# of its own: 10 minutes, and 5 with 2 GB of packages.
+test-transformers test-stacks: $(LIBRARY)
+	$(BIN)/python tools/stacks.py $(@:test-%=%) $(PYTEST_FLAGS)
 
 # Pages and pictures that follow from the code.
 docs: $(LIBRARY)

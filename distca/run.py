@@ -1,5 +1,6 @@
 """Launcher: `torchrun ... -m distca.run [flags] script.py [arguments]` runs the script with distca
-configured by flags; the script sees its own arguments only."""
+configured by flags; the script sees its own arguments only. `[flags] -m module [arguments]` runs a
+module, as Python's own -m does."""
 
 import argparse
 import importlib
@@ -37,6 +38,10 @@ class Launch:
     transformers: bool = False
     """Register attn_implementation="distca" with transformers for the script."""
 
+    replace_attention: str | None = None
+    """Name of an attention implementation of transformers, such as flash_attention_2, whose place
+    distca takes, for scripts that allow certain names only. It needs the option transformers."""
+
     ping_pong: bool = False
     """Run the decoder layers of models that are built with attn_implementation="distca" on two
     halves of their tokens. It needs the option transformers."""
@@ -53,6 +58,11 @@ class Launch:
             raise ValueError(
                 "ping_pong is True, transformers False; expected both: in other scripts, wrap "
                 "blocks in distca.PingPong"
+            )
+        if self.replace_attention is not None and not self.transformers:
+            raise ValueError(
+                f"replace_attention is {self.replace_attention!r}, transformers False; expected "
+                "both: models of transformers have attention implementations"
             )
         for name in ("document_end_id", "document_positions"):
             value = getattr(self, name)
@@ -74,7 +84,8 @@ def parser() -> argparse.ArgumentParser:
     )
     for kind in SETTINGS:
         add_flags(flags, kind)
-    flags.add_argument("script", help="path of the Python script to run")
+    flags.add_argument("-m", dest="is_module", action="store_true", help="run script as a module")
+    flags.add_argument("script", help="path of the Python script to run; with -m a module's name")
     flags.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     return flags
 
@@ -84,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser()
     parsed = flags.parse_args(arguments)
     script = Path(parsed.script)
-    if not script.is_file():
+    if not parsed.is_module and not script.is_file():
         flags.error(f"script {parsed.script} does not exist")
     try:
         options, watching, launch = (from_flags(parsed, kind) for kind in SETTINGS)
@@ -97,11 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plain.derive_documents(launch.document_end_id, launch.document_positions)
     if launch.transformers:
         integration = importlib.import_module("distca.integrations.transformers")
+        if launch.replace_attention is not None:
+            integration.replace(launch.replace_attention)
         if launch.ping_pong:
             integration.ping_pong_built_models()
     sys.argv = [parsed.script, *parsed.arguments]
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(parsed.script, run_name="__main__")
+    if parsed.is_module:
+        runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(script.resolve().parent)
+        runpy.run_path(parsed.script, run_name="__main__")
     if watching.is_on and not session.has_opened():
         hint(
             f"{parsed.script} ended without a call of distca, so nothing was balanced or recorded; "

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 2 examples/trl_packing.py": (
         "test_transformers_training.py::test_the_example_trains"
     ),
+    "torchrun --nproc-per-node 8 -m verl.trainer.sft_trainer": "test_stacks.py::test_recipe",
     "torchrun --nproc-per-node 8 -m torchtitan.train": (
         "test_torchtitan.py::test_the_documented_command_configures_torchtitan"
     ),
@@ -181,7 +182,7 @@ def check_launcher(arguments: list[str], folder: Path) -> None:
         run.parser().format_help()
         return
     parsed = run.parser().parse_args(arguments)
-    assert parsed.script == "train.py"
+    assert parsed.is_module or parsed.script == "train.py"
     for kind in run.SETTINGS:
         run.from_flags(parsed, kind)
 

@@ -122,6 +122,21 @@ def test_the_script_runs_as_without_the_launcher(script, tmp_path):
     assert not report["patched"]
 
 
+def test_a_module_runs_as_by_python(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("VALUE = 42\n")
+    (package / "train.py").write_text(
+        "import json, os, sys\nfrom . import VALUE\n"
+        "report = {'argv': sys.argv, 'name': __name__, 'value': VALUE}\n" + WRITE
+    )
+    result = launch(["--log-every", "1", "-m", "package.train", "-m", "data"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "report").read_text())
+    argv = [str(package / "train.py"), "-m", "data"]
+    assert report == {"argv": argv, "name": "__main__", "value": 42}
+
+
 def test_under_torchrun_options_reach_the_group(script, tmp_path):
     path = script(REPORT + IN_A_GROUP + WRITE)
     flags = ["--patch-sdpa", "--no-enabled", "--link-gb-per-s", "12.5", "--timeout-s", "60"]

@@ -3,6 +3,8 @@
 Each raises an error on every rank that names argument, value and remedy.
 """
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -229,7 +231,10 @@ def test_other_masks_are_exact_outside_training():
         "past_key_values": None,
         "block_sequence_ids": blocks,
     }
-    mask = transformers.masking_utils.create_causal_mask(layer.config, **arguments)
+    create_mask = transformers.masking_utils.create_causal_mask
+    if "block_sequence_ids" not in inspect.signature(create_mask).parameters:
+        pytest.skip("needs masks with bidirectional blocks, and this transformers has none")
+    mask = create_mask(layer.config, **arguments)
     wanted = torch.ones(NUM_TOKENS, NUM_TOKENS).tril().bool()
     wanted |= (blocks == blocks.T) & (blocks >= 0)
     assert torch.equal(mask[0, 0], wanted)

@@ -126,12 +126,28 @@ def test_the_launcher_registers_the_attention(tmp_path, monkeypatch):
     assert AttentionMaskInterface()["distca"] is registered.forward_mask
 
 
-@pytest.mark.parametrize("name", ["transformers_finetune.py", "trl_packing.py"])
-def test_the_example_trains(tmp_path, name):
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    # Without --multi_gpu it starts one process on a machine without GPUs.
+    "accelerate": [
+        *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        *("-m", "distca.run", "--transformers"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "launcher, name",
+    [
+        ("torchrun", "transformers_finetune.py"),
+        ("torchrun", "trl_packing.py"),
+        ("accelerate", "transformers_finetune.py"),
+    ],
+)
+def test_the_example_trains(tmp_path, launcher, name):
     script = ROOT / "examples" / name
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     result = run_command(
-        [*torchrun, "--nproc-per-node", "2", script, "--steps", "5", "--out", tmp_path],
+        [sys.executable, "-m", *LAUNCHERS[launcher], script, "--steps", "5", "--out", tmp_path],
         env=ENVIRONMENT,
     )
     assert result.returncode == 0, result.stderr

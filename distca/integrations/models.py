@@ -21,12 +21,20 @@ from distca.planning.documents import Documents
 from distca.ranks import session as sessions
 
 NAME = "distca"
+NAMES = {NAME}  # with the names that `transformers.replace` took over
 USE_ANOTHER = 'use another attn_implementation for this model, such as "sdpa" or "eager"'
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "seq_idx")
 
-# Of config.layer_types.
-PLAIN_LAYERS = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
-KNOWN_LAYERS = {*PLAIN_LAYERS, "linear_attention", "conv", "hybrid_sliding", "moe", "mlp"}
+# Of config.layer_types. transformers called them "attention" and "mamba", too, before 5.15.
+PLAIN_LAYERS = (
+    None,
+    "attention",
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "hybrid",
+)
+KNOWN_LAYERS = {*PLAIN_LAYERS, "linear_attention", "conv", "hybrid_sliding", "moe", "mlp", "mamba"}
 
 # Layers that carry a state from token to token: they cache a state, or have such a name.
 CACHES_A_STATE = {"update_conv_state", "update_recurrent_state"}
@@ -52,9 +60,9 @@ TOLD_OF_DOCUMENTS = {
 }
 
 
-def check_class(model: nn.Module) -> None:
-    """Raises ValueError if `model`, which is being built, has its own code for text attention. It
-    would get no mask and attend to all tokens."""
+def check_class(model: nn.Module, name: str) -> None:
+    """Raises ValueError if `model`, which is being built with attn_implementation=`name`, has its
+    own code for text attention. It would get no mask and attend to all tokens."""
     kind, config = type(model), model.config
     part = getattr(config, "base_config_key", "")
     if getattr(config, "text_config", None) is not None or "vision" in part or "audio" in part:
@@ -68,7 +76,7 @@ def check_class(model: nn.Module) -> None:
     registered = re.search(r"\bALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)", source)
     if chosen or (own and not registered):
         raise ValueError(
-            f"attn_implementation is {NAME!r}, but {kind.__name__} has attention of its own "
+            f"attn_implementation is {name!r}, but {kind.__name__} has attention of its own "
             f"({(chosen or own)[0]}), which calls none of transformers' registered "
             f"implementations; {USE_ANOTHER}"
         )
@@ -103,9 +111,11 @@ class _Traits:
 
 
 def _is_mixer(kind: type) -> bool:
-    forward = inspect.unwrap(kind.forward)
-    names = set(forward.__code__.co_names) if inspect.isfunction(forward) else set()
-    return bool(names & CACHES_A_STATE) or MIXERS.search(_name(kind)) is not None
+    methods = [inspect.unwrap(each) for _, each in inspect.getmembers(kind, inspect.isfunction)]
+    for each in list(methods):  # of decorators that leave no __wrapped__
+        methods += filter(inspect.isfunction, inspect.getclosurevars(each).nonlocals.values())
+    caches_a_state = any(CACHES_A_STATE & set(each.__code__.co_names) for each in methods)
+    return caches_a_state or MIXERS.search(_name(kind)) is not None
 
 
 def _name(kind: type) -> str:
@@ -115,7 +125,7 @@ def _name(kind: type) -> str:
 
 @dataclass(eq=False)
 class _Pass:
-    """A forward pass of a model under attn_implementation="distca"."""
+    """A forward pass of a model whose attention is distca's."""
 
     model: nn.Module | None
     boundaries: dict[str, object]  # its arguments that may say where documents begin
@@ -144,7 +154,7 @@ _traits: WeakKeyDictionary[nn.Module, _Traits] = WeakKeyDictionary()
 def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Checks a forward pass before it begins. If it is called with `documents`, remembers them and
     returns its arguments without them."""
-    if model.config._attn_implementation != NAME:
+    if model.config._attn_implementation not in NAMES:
         return None
     if model not in _traits:
         _traits[model] = _Traits(model)
@@ -181,9 +191,9 @@ def _leave(model: nn.Module, args: tuple, output: object) -> None:
     ended = passes.pop()
     if not passes and ended.has_tokens and not ended.num_calls and output is not None:
         raise ValueError(
-            f"attn_implementation is {NAME!r}, but no layer of {type(model).__name__} called it in "
-            f"this forward pass: its layers have no attention, or attention of their own; "
-            f"{USE_ANOTHER}"
+            f"attn_implementation is {model.config._attn_implementation!r}, but no layer of "
+            f"{type(model).__name__} called it in this forward pass: its layers have no attention, "
+            f"or attention of their own; {USE_ANOTHER}"
         )
 
 

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 
 from distca.integrations.boundaries import PACK, check_cut, plan_ahead, read_boundaries
-from distca.integrations.models import BOUNDARIES, NAME
+from distca.integrations.models import BOUNDARIES, NAME, NAMES
 from distca.options import check
 from distca.pingpong.pingpong import PingPong
 from distca.planning.batches import cut
@@ -38,7 +38,7 @@ def plan_batches(trainer: Any, ranks_per_batch: int = 1) -> Any:
     which the loss of a run would not be its share of the batch's loss.
     """
     attention = getattr(trainer.model.config, "_attn_implementation", None)
-    if attention != NAME:
+    if attention not in NAMES:
         raise ValueError(
             f"attn_implementation is {attention!r} in plan_batches; expected {NAME!r}, because no "
             "other attention uses the plans"

@@ -34,12 +34,14 @@ from distca.planning.documents import Documents
 from distca.planning.plan import CAUSAL, Plan
 from distca.ranks import session as sessions
 
-OLDEST_TRANSFORMERS = "5.17"
+OLDEST_TRANSFORMERS = "5.5.3"
 if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
     raise ImportError(
         f"distca: transformers is {transformers.__version__}; expected {OLDEST_TRANSFORMERS} or "
         "newer: pip install --upgrade transformers"
     )
+if Version(transformers.__version__) < Version("5.17"):  # layers of older releases ignore seq_idx
+    models.TOLD_OF_DOCUMENTS.clear()
 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
@@ -420,7 +422,8 @@ def ping_pong(
 
 
 def ping_pong_built_models() -> None:
-    """Apply `ping_pong` to every model that is built with attn_implementation="distca" from now on.
+    """Apply `ping_pong` to every model that is built with attn_implementation="distca", or with a
+    name that `replace` took over, from now on.
     Building one that `ping_pong` refuses raises its error."""
     stock = transformers.PreTrainedModel.post_init
 
@@ -428,7 +431,7 @@ def ping_pong_built_models() -> None:
     def post_init(model: transformers.PreTrainedModel) -> None:
         stock(model)
         has_layers = any(isinstance(part, PingPong) for part in model.modules())
-        if model.config._attn_implementation == NAME and not has_layers:
+        if model.config._attn_implementation in models.NAMES and not has_layers:
             ping_pong(model)
 
     transformers.PreTrainedModel.post_init = post_init
@@ -500,19 +503,61 @@ def _check_batch(call: _Call, mask: Tensor | None) -> None:
         )
 
 
-_stock = transformers.PreTrainedModel.get_correct_attn_implementation
+def replace(name: str) -> Callable[[], None]:
+    """Serve models that ask for transformers' attention implementation `name` as if they asked for
+    "distca", and return a function that undoes this. It is for frameworks that insist on a name,
+    mostly "flash_attention_2". Models keep the name in their configuration, and nothing asks for
+    flash-attn any more. Call it before models are built.
+
+    Raises ValueError for a name that transformers does not know, or that was replaced before.
+    """
+    ours = {
+        transformers.AttentionInterface: attention_forward,
+        transformers.AttentionMaskInterface: forward_mask,
+    }
+    theirs = {kind: kind().get(name) for kind in ours}
+    others = sorted(set.intersection(*(set(kind()) for kind in ours)) - models.NAMES)
+    check("name", name, name in others, f"one of {others}")
+
+    def register(functions: dict) -> None:
+        for kind, function in functions.items():
+            kind.register(name, function)
+
+    def undo() -> None:
+        models.NAMES.discard(name)
+        register(theirs)
+
+    register(ours)
+    models.NAMES.add(name)
+    return undo
 
 
-@functools.wraps(_stock)
-def _checked(model: nn.Module, requested_attention: str | None, *args, **kwargs) -> str:
-    """Checks a model for "distca" when it is built and when its implementation is set."""
-    if requested_attention == NAME:
-        models.check_class(model)
+_stock_adjust = transformers.PreTrainedModel._check_and_adjust_attn_implementation
+_stock_correct = transformers.PreTrainedModel.get_correct_attn_implementation
+
+
+@functools.wraps(_stock_adjust)
+def _adjust(model: nn.Module, requested: str | None, *args, **kwargs) -> str:
+    """Keeps transformers from loading flash-attn, or a kernel in its place, for our names."""
+    if requested in models.NAMES:
+        return model.get_correct_attn_implementation(requested)
+    return _stock_adjust(model, requested, *args, **kwargs)
+
+
+@functools.wraps(_stock_correct)
+def _correct(model: nn.Module, requested: str | None, *args, **kwargs) -> str:
+    """Checks a model for our names when it is built and when its implementation is set."""
+    name = requested
+    if requested not in models.NAMES:
+        name = _stock_correct(model, requested, *args, **kwargs)
+    if name in models.NAMES:
+        models.check_class(model, name)
         models.watch(model)
-    return _stock(model, requested_attention, *args, **kwargs)
+    return name
 
 
 # It has no registry for such checks, and a model that ignores the function below never calls it.
-transformers.PreTrainedModel.get_correct_attn_implementation = _checked
+transformers.PreTrainedModel._check_and_adjust_attn_implementation = _adjust
+transformers.PreTrainedModel.get_correct_attn_implementation = _correct
 transformers.AttentionInterface.register(NAME, attention_forward)
 transformers.AttentionMaskInterface.register(NAME, forward_mask)
