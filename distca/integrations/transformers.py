@@ -38,7 +38,7 @@ if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
-# Keywords that change what attention computes, by what they are; we compute none of them.
+# Keywords that change what attention computes, with their meaning. None of them is supported.
 UNSUPPORTED = {
     "sinks": "attention sinks of each query",
     "position_bias": "a bias on scores",
@@ -86,14 +86,14 @@ def attention_forward(
 
     The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
     `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
-    `sliding_window` is the number of keys that a query sees, itself included, `s_aux` [heads_q] are
-    attention sinks, `softcap` caps scores. While `module` trains
-    with gradients the call is balanced over ranks, and collective: planned at a forward pass's
-    first layer. Otherwise it stays on this rank.
+    `sliding_window` is the number of keys that a query sees, itself included. `s_aux` [heads_q] are
+    attention sinks, and `softcap` caps scores. While `module` trains with gradients, the call is
+    balanced over ranks and collective, and the first layer of a forward pass plans it. Otherwise it
+    stays on this rank.
 
-    Raises ValueError for what it would have to ignore: dropout, a bias, and in training
-    masks, padding, bidirectional attention, keys of a cache, and boundaries that are
-    missing or contradict each other.
+    Raises ValueError for arguments that it would have to ignore: dropout, a bias, and in training
+    masks, padding, bidirectional attention, keys of a cache, and boundaries that are missing or
+    contradict each other.
     """
     models.outermost().num_calls += 1
     _check_keywords(module, dropout, kwargs)
@@ -210,7 +210,7 @@ class _Call:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own attention computes such scores."""
+        """Whether torch's own attention supports these scores."""
         return self.sinks is None and self.softcap is None
 
     @property
@@ -298,7 +298,7 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def _attend_to_matrix(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Attention with its whole matrix of scores, capped, and a column of sinks."""
+    """Compute attention from the whole matrix of scores, with softcap and sinks."""
     num_groups = call.query.shape[1] // call.key.shape[1]
     key, value = (each.repeat_interleave(num_groups, 1) for each in (call.key, call.value))
     scale = call.query.shape[3] ** -0.5 if call.scaling is None else call.scaling
@@ -376,7 +376,7 @@ def ping_pong(
 
 def ping_pong_built_models() -> None:
     """Apply `ping_pong` to every model that is built with attn_implementation="distca" from now on.
-    Building one that `ping_pong` refuses raises its error."""
+    If `ping_pong` refuses a model, building it raises the error."""
     stock = transformers.PreTrainedModel.post_init
 
     @functools.wraps(stock)

@@ -35,8 +35,8 @@ def header_of(step: int, options: Options, window_size: tuple[int, int]) -> list
 def words_of(
     session: Session, step: int, window_size: tuple[int, int], shape: AttentionShape | None
 ) -> list[int]:
-    """Return what this rank tells the others of itself, up to MEMORY_WORDS. Without a shape it is
-    that of the last attention, 0 before any."""
+    """Return what this rank tells the others about itself, up to MEMORY_WORDS. `shape` defaults to
+    that of the last attention, or to 0 before any attention."""
     words = [0] * SHAPE_WORDS
     if shape is not None:
         words = astuple(shape)
