@@ -23,13 +23,14 @@ FULL = (-1, -1)
 
 Results = Tensor | tuple[Tensor, Tensor]  # out, or out and lse
 
-# The documents whose calls of core_attention go elsewhere, and where to; None outside `routed`.
+# The documents whose calls of core_attention are redirected, and their target; None outside
+# `routed`.
 _route: tuple[Documents, Callable[..., Results]] | None = None
 
 
 @contextlib.contextmanager
 def routed(packed: Documents, route: Callable[..., Results]) -> Iterator[None]:
-    """A scope in which calls of core_attention, which are to be for `packed`, go to `route`."""
+    """A scope in which calls of core_attention go to `route`. They must be for `packed`."""
     global _route
     previous, _route = _route, (packed, route)
     try:
@@ -127,11 +128,11 @@ def core_attention(
     head_dim ** -0.5. Returns out, like q. DTensors must be sharded on heads or replicated; each
     rank computes its own heads.
 
-    `softcap` c caps scaled scores s to c * tanh(s / c), as in Gemma 2; on the CPU only. `sinks`
-    [heads_q] are logits that take part in the softmax of each query like the score of a key
-    without a value, as in gpt-oss. With `return_lse` it returns (out, lse), both differentiable.
-    lse [tokens, heads_q] is the natural logarithm of the sum of exp(scaled scores) over the keys
-    that a query sees, without sinks, in float32 (float64 for float64).
+    `softcap` c replaces scaled scores s by c * tanh(s / c), as in Gemma 2, on the CPU only. `sinks`
+    [heads_q] adds one logit per head to the softmax of every query, like the score of a key whose
+    value is 0, as in gpt-oss. With `return_lse` it returns (out, lse), both differentiable. lse
+    [tokens, heads_q] is the natural logarithm of the sum of exp(score) over the keys that a query
+    sees, after scale and softcap and without sinks, in float32 (float64 for float64 inputs).
 
     Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
     bad arguments before any row is sent; in the first layer of the first step it does so on every
@@ -145,7 +146,7 @@ def core_attention(
         return attend(q, k, v, documents, *settings, return_lse)
     _check_sinks(sinks, q)
     out, lse = attend(q, k, v, documents, *settings, True)
-    share = torch.sigmoid(lse - sinks).unsqueeze(-1)  # that the keys have of the softmax
+    share = torch.sigmoid(lse - sinks).unsqueeze(-1)  # of the softmax that falls to keys
     out = (out * share).to(out.dtype)
     return (out, lse) if return_lse else out
 
@@ -176,7 +177,7 @@ def attend_rows(
     window_size: tuple[int, int],
     return_lse: bool,
 ) -> Results:
-    """core_attention of these rows, whatever is in force."""
+    """Compute core_attention of these rows, whatever route is in force."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
     if any(type(tensor) is not Tensor for tensor in (q, k, v)):

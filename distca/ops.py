@@ -113,8 +113,8 @@ def kept_rows(layout: Tensor) -> list[int]:
 
 @_operator
 def take_kept_peak() -> list[int]:
-    """Return the most bytes of kept inputs at one time, and the most calls of core_attention whose
-    backward pass was to come, in this process since the last call of this."""
+    """Return the peak bytes of kept inputs, and the peak number of core_attention calls whose
+    backward pass is still to come, in this process since the previous take_kept_peak()."""
 
 
 @_operator

@@ -67,8 +67,8 @@ class Options:
     keep_inputs_gb: float | None = None
     """Limit for the queries, keys and values of other ranks that a rank keeps in one layer from the
     forward to the backward pass, in 1e9 bytes. Kept inputs do not travel again. Keys that rounds,
-    or halves of ping-pong, share are kept by each of them but count once. None: what free memory of
-    CUDA devices allows, if it shortens attention by 1 % or more. 0 keeps nothing."""
+    or halves of ping-pong, share are kept by each of them but count once. None: as much as free
+    memory of CUDA devices allows, if that shortens attention by 1 % or more. 0 keeps nothing."""
 
     attention_tflops: float | None = None
     """Attention speed of one rank, in TFLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
@@ -98,7 +98,7 @@ class Options:
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside
     attention; this needs Hopper GPUs of one node. "process_group": NCCL or gloo; halves of
-    ping-pong always use it. "hybrid": peer (on the CPU, process_group) between ranks of a node, and
+    ping-pong always use it. "hybrid": peer (on the CPU, process_group) inside nodes, and
     process_group between nodes. "auto": peer where it works, else process_group."""
 
     peer_memory_gb: float = 0.0

@@ -44,7 +44,7 @@ class Launch:
 
     ping_pong: bool = False
     """Run the decoder layers of models that are built with attn_implementation="distca" on two
-    halves of their tokens. It needs the option transformers."""
+    halves of their tokens. Needs the option transformers."""
 
     def __post_init__(self) -> None:
         end_id = self.document_end_id
@@ -56,8 +56,8 @@ class Launch:
             )
         if self.ping_pong and not self.transformers:
             raise ValueError(
-                "ping_pong is True, transformers False; expected both: in other scripts, wrap "
-                "blocks in distca.PingPong"
+                "ping_pong is True, but transformers is False; expected both: in other scripts, "
+                "wrap blocks in distca.PingPong"
             )
         if self.replace_attention is not None and not self.transformers:
             raise ValueError(

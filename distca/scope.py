@@ -188,9 +188,9 @@ def varlen_attention(
     """Drop-in for torch.nn.attention.varlen.varlen_attn, balanced inside
     `with distca.documents(...)`.
 
-    query is [tokens, heads_q, head_dim]. With return_aux.lse it returns (out, lse), lse
-    [heads_q, tokens] as torch's own, and differentiable. Inside the scope it raises ValueError for
-    boundaries other than those of the documents. Outside the scope it is torch's own function.
+    query is [tokens, heads_q, head_dim]. With return_aux.lse it returns (out, lse), where lse is
+    [heads_q, tokens] as in torch, and differentiable. Inside the scope it raises ValueError if
+    boundaries differ from those of the documents. Outside the scope it is torch's own function.
     """
     packed, _ = _in_force
     if packed is None:

@@ -24,7 +24,7 @@ def train(rank, world_size, link_gb_per_s, keep_inputs_gb=None):
     distca.close()
     memory._has_optimizer_state = False
     memory._peaks.clear()
-    ops.take_kept_peak()  # of former tests
+    ops.take_kept_peak()  # of earlier tests
     links = {"link_gb_per_s": link_gb_per_s, "transport": "process_group"}
     distca.init(options=distca.Options(keep_inputs_gb=keep_inputs_gb, **links))
     weight = torch.nn.Parameter(torch.zeros((), device="cuda"))
@@ -79,7 +79,7 @@ def test_nothing_is_kept_where_links_are_fast(two_ranks):
 def test_spare_memory_is_what_is_free_beyond_the_margin():
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()  # of former tests
+    torch.cuda.reset_peak_memory_stats()  # of earlier tests
     before, total = memory.spare_bytes(device), torch.cuda.mem_get_info(device)[1]
     held = torch.empty(2**30, dtype=torch.uint8, device=device)
     after = memory.spare_bytes(device)

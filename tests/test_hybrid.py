@@ -55,7 +55,7 @@ def nodes():
 
 @pytest.fixture
 def fresh_nodes():
-    """Nodes of two ranks and of one, which the test breaks."""
+    """Start three ranks, a node of two and one of one. The test may break their group."""
     started = Ranks(3)
     yield started
     started.stop()
@@ -170,7 +170,7 @@ def exchanged_bytes(profile: torch.profiler.profile, num_ranks: int) -> int:
 
 
 def count_bytes(rank: int, world_size: int, case: Case) -> tuple[int, int]:
-    """Return the bytes of a layer between this rank and other nodes: counted, and planned."""
+    """Return the counted and the planned bytes of a layer between this rank and other nodes."""
     attend(rank, world_size, case)
     opened = session.find()
     documents, leaves, grad_out = place(rank, world_size, case)

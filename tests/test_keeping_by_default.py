@@ -26,7 +26,7 @@ def train(rank, world_size, options, spare_bytes=SPARE_BYTES, updates=True):
     distca.close()
     memory._has_optimizer_state = False
     memory._peaks.clear()
-    ops.take_kept_peak()  # of former tests
+    ops.take_kept_peak()  # of earlier tests
     distca.init(options=distca.Options(**options))
     weight = torch.nn.Parameter(torch.zeros(()))
     weight.grad, optimizer = torch.zeros(()), torch.optim.Adam([weight])
@@ -101,7 +101,7 @@ def test_a_number_is_a_limit(ranks):
 
 def test_ranks_share_the_memory_of_a_device():
     words = [[5, 100, 10, 2], [5, 90, 30, 3], [7, 500, 0, 1]]
-    assert memory.common_limit(torch.tensor(words)) == 24  # (90 + 10 + 30) / 5, to three bits
+    assert memory.common_limit(torch.tensor(words)) == 24  # 130 / 5, rounded down to three bits
     assert memory.common_limit(torch.tensor(words[2:])) == 448
     words[2][1] = memory.NOT_YET
     assert memory.common_limit(torch.tensor(words)) is None
@@ -109,7 +109,7 @@ def test_ranks_share_the_memory_of_a_device():
 
 
 def live_calls() -> tuple[list[int], ...]:
-    """Return the peak of kept inputs in and after forward passes of two layers, and after that."""
+    """Return the peaks of kept inputs during two forward passes, and after their backward pass."""
     documents = distca.Documents([0, 20])
     q = torch.randn(20, 2, 8, requires_grad=True)
     ops.take_kept_peak()

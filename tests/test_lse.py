@@ -173,7 +173,7 @@ class VarlenLseBlock(Block):
 
 
 def block_errors(rank: int, world_size: int) -> list[float]:
-    """Compare blocks in ping-pong, and through the drop-in, with the bare block."""
+    """Compare a block in ping-pong, and one through the drop-in, with the bare block."""
     windows = [(-1, 0), (9, 0)]
     step = step_of(rank, LENGTHS[rank])
     for window in windows:
@@ -224,7 +224,7 @@ def attend_with_sinks(rank: int, world_size: int, case: Case) -> list[Tensor]:
 
 
 def plain_sinks(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Compute the same by a softmax over the scores and one more column, document by document."""
+    """Compute the same from a softmax over the scores and one more column, by document."""
     q, k, v, grad_out = (tensor.to(dtype) for tensor in case.inputs())
     leaves = [*(tensor.requires_grad_() for tensor in (q, k, v)), sinks_of(case).to(dtype)]
     sinks = leaves[3].requires_grad_()

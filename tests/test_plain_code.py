@@ -241,7 +241,7 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(ranks):
     [
         ({"document_end_id": -4, "patch_sdpa": True}, "document_end_id is -4; expected a token id"),
         ({"document_end_id": 2}, "document_end_id is 2, patch_sdpa False; expected both"),
-        ({"ping_pong": True}, "ping_pong is True, transformers False; expected both"),
+        ({"ping_pong": True}, "ping_pong is True, but transformers is False; expected both"),
         (
             {"document_end_id": 2, "document_positions": "x", "patch_sdpa": True},
             "document_end_id is 2 and document_positions 'x'; expected one of them",

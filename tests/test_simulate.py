@@ -742,7 +742,7 @@ def filled(filler: int, *lengths: int) -> list[int]:
 
 @pytest.mark.parametrize("case", range(len(MEASURED)))
 def test_predictions_of_measured_steps(case, monkeypatch):
-    """Measured plans moved as many rows as for links of 200 GB/s, whatever the links were, and in
+    """The measured plans assumed links of 200 GB/s, whatever the links were, and rows traveled in
     one part."""
     (filler, longest), gb_per_s, measured_ms = MEASURED[case]
     scenario = Scenario(

@@ -45,7 +45,7 @@ def test_loss_and_gradients_equal_eager_by_document(ranks, name):
 
 
 def trained_error(rank: int, world_size: int, folder: str) -> float:
-    """Save a model, load it as under the launcher's flag, and return the error of a step."""
+    """Save a model, load it as with the launcher's flag, and return the error of a step."""
     bare, packed = pm.model_of("llama"), Packed.of(LENGTHS[rank], seed=rank)
     bare.save_pretrained(folder)  # by rank 0 alone
     torch.distributed.barrier()

@@ -72,8 +72,8 @@ struct ForwardRows {
 void forward(const ForwardRows& rows, const Params& params);
 
 // What the backward pass knows of the forward's result: `out`, or delta = rowsum(out * grad_out)
-// [rows_q, heads_q] of lse's dtype, or both. A server that computes for others has no `out`. Less
-// the gradient of lse, delta gives the gradients of both results.
+// [rows_q, heads_q] of lse's dtype, or both. A server that computes for others has no `out`. If the
+// gradient of lse is subtracted from delta, gradients include it.
 struct Saved {
   at::Tensor lse;
   at::Tensor delta;
@@ -108,7 +108,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
 void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
 
 // Returns grad_out as backward needs it with a `delta` that includes a gradient of lse. Back ends
-// that derive delta from a product with grad_out need rows that are not too short for that.
+// that derive delta from a product with grad_out need rows whose norm is not too small for that.
 at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta, const Mask& mask,
                           const Params& params);
 

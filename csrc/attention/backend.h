@@ -40,7 +40,7 @@ struct Backend {
   // Null: PyTorch's operators.
   void (*row_dots)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) = nullptr;
 
-  // grad_for_delta of attention.h. Null: it takes any delta.
+  // grad_for_delta of attention.h. Null: grad_out serves for any delta.
   at::Tensor (*grad_for_delta)(const at::Tensor& grad_out, const at::Tensor& delta) = nullptr;
 
   // Plans the words that the back end reads for a list. Null: it reads none. Checks of layouts use

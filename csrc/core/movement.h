@@ -82,12 +82,12 @@ Range node_of(int64_t rank, int64_t num_ranks, int64_t ranks_per_node);
 
 enum class Reach { kInside, kBetween };
 
-// The part of a movement whose peers are of one node (kInside; they are numbered from its first
-// rank), or of all other nodes (kBetween).
+// The part of a movement whose peers are on one node (kInside; they are numbered from its first
+// rank), or on all other nodes (kBetween).
 struct Part {
   Movement movement;
-  // Of each result of a key by itself: home_row is its place among the results of all keys sent, in
-  // the order of the deliveries.
+  // One entry for each result of a key. home_row is its place among the results of all sent keys,
+  // in the order of the deliveries.
   std::vector<KeyGradients> key_results;
 };
 Part part_of(const Movement& movement, Range node, Reach reach);

@@ -39,8 +39,8 @@ struct Part {
   }
 };
 
-// Returns the parts of a call, equal on all ranks. While visiting tasks of one run, rows of the
-// next one travel.
+// Returns the parts of a call, equal on all ranks. Rows of the next part travel while visiting
+// tasks of this one run.
 std::vector<Part> parts_of(const Call& call) {
   const int64_t wanted = call.transport->takes_parts() ? call.layout->num_parts : 1;
   const int64_t count = call.inputs.k.size(1) % wanted == 0 ? wanted : 1;
@@ -130,7 +130,7 @@ struct BackwardInputs {
 };
 
 // Kernels form delta from `out`. If lse has a gradient, delta includes it: d lse / d scores are the
-// probabilities, so that d scores = p * (dp - (delta - grad_lse)).
+// probabilities, so d scores = p * (dp - (delta - grad_lse)).
 BackwardInputs backward_inputs(const Call& call, const at::Tensor& grad_out, const at::Tensor& out,
                                const at::Tensor& lse, const std::optional<at::Tensor>& grad_lse,
                                const attention::Params& params) {
@@ -309,7 +309,7 @@ class CoreAttention : public torch::autograd::Function<CoreAttention> {
     const std::string group_name = ctx->saved_data["group_name"].toStringRef();
     static const auto op =
         operator_of<decltype(core_attention_backward)>("distca::core_attention_backward");
-    // Without a gradient too, this rank takes part: others may send it rows.
+    // This rank takes part even without a gradient: others may send it rows.
     const at::Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
     const auto grad_lse = grads[1].defined() ? std::optional(grads[1]) : std::nullopt;
     auto [dq, dk, dv] =

@@ -31,7 +31,7 @@ int64_t num_kept_elements(const Call& call) {
   return num;
 }
 
-// Kept inputs of all calls, as long as autograd holds them. Calls that keep nothing count too.
+// Tracks kept inputs while autograd holds them. Calls that keep nothing count as calls, too.
 class LiveKept {
  public:
   void add(const at::Tensor& elements) {

@@ -19,10 +19,10 @@ struct Kept {
 // 0, nothing is kept, and the backward pass of this call is an error.
 Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys);
 
-// Of all groups in this process, since take_kept_peak was called last.
+// Peaks over all groups of this process since the previous take_kept_peak().
 struct KeptPeak {
-  int64_t num_bytes = 0;  // of kept inputs, most at one time
-  int64_t num_calls = 0;  // whose backward pass was to come, most at one time
+  int64_t num_bytes = 0;  // of kept inputs
+  int64_t num_calls = 0;  // of core_attention whose backward pass is still to come
 };
 KeptPeak take_kept_peak();
 

@@ -13,7 +13,7 @@
 namespace distca::ops {
 namespace {
 
-// A part of a movement, and this rank among those that it numbers.
+// A part of a movement, and this rank's number among the ranks of the part.
 struct PartOfNode {
   Part part;
   int64_t rank, num_ranks;
@@ -96,7 +96,7 @@ class Indices {
   size_t num_read_ = 0;
 };
 
-// `all` has the numbers of visiting rows.
+// `all` holds the counts of all visiting rows.
 void read_slots(const transport::Slots& slots, const transport::Routes& all, Indices& indices,
                 transport::Route& queries, transport::Route& keys) {
   queries.counts = {slots.send_q_rows, slots.recv_q_rows};

@@ -41,7 +41,7 @@ SlotsOfRound slots_of_round(const Movement& movement, int64_t rank, int64_t num_
 std::vector<IndexList> index_lists(const Movement& movement, int64_t rank,
                                    const SlotsOfRound& slots);
 
-// Likewise of a part: those of Route, the rows of key results, and Route of what is sent again.
+// The same of a part: those of Route, the rows of key results, and Route of what is sent again.
 std::vector<IndexList> index_lists(const Part& part, const SlotsOfRound& slots);
 
 // Returns the words of `packed` (int32), on its device and without a host synchronisation: runs

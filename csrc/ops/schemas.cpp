@@ -72,12 +72,12 @@ TORCH_LIBRARY(distca, m) {
   // order within each rank, or 5 with the number of their first tokens that are context: keys
   // without queries, the first positions of a document; bytes of a (query, key) row that
   // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
-  // of which a server may keep kept_cap_bytes for the backward pass, where keeping them saves at
+  // of which a server may keep kept_cap_bytes for the backward pass, if keeping them saves at
   // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 2]
   // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [5] (ranks
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
-  // other work hides, over the mean seconds of attention; parts, of heads, in which rows travel);
-  // loads float64 [num_ranks, 9]
+  // other work hides, over the mean seconds of attention; number of parts in which rows travel,
+  // each with some of the heads); loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
   // seconds_visiting, kept_bytes).
   m.def(
@@ -93,8 +93,8 @@ TORCH_LIBRARY(distca, m) {
       "plan_of_tasks(Tensor pieces, Tensor tasks, int num_ranks, int window_left, "
       "int window_right) -> Tensor plan");
   // by_peer_memory: rows go by peer memory, so that results come home without this rank's stream.
-  // ranks_per_node: as open_session's. num_parts: in which heads travel, where the transport and
-  // their number allow.
+  // ranks_per_node: as in open_session. num_parts: the number of parts of heads in which rows
+  // travel, if the transport and the number of heads allow it.
   // batch: the step of the first plan for the same documents, under which layers are counted; None:
   // this one's.
   m.def(
@@ -106,15 +106,15 @@ TORCH_LIBRARY(distca, m) {
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows", of_one_step);
   // Visiting (query rows, key rows) whose inputs this rank keeps for the backward pass.
   m.def("kept_rows(Tensor layout) -> int[]", distca::ops::kept_rows);
-  // Most bytes of kept inputs at one time, and most calls of core_attention whose backward pass was
-  // to come, in this process since the last call of this.
+  // Peak bytes of kept inputs, and peak number of core_attention calls whose backward pass is still
+  // to come, in this process since the previous take_kept_peak().
   m.def("take_kept_peak() -> int[]", [] {
     const auto [num_bytes, num_calls] = distca::ops::take_kept_peak();
     return std::vector<int64_t>{num_bytes, num_calls};
   });
 
-  // Sessions: see session.h. ranks_per_node: rows between the ranks of node_group, which are this
-  // rank's node, take another way than rows between nodes; 0: all take one way.
+  // Sessions: see session.h. ranks_per_node: rows between the ranks of node_group, which is this
+  // rank's node, travel by another transport than rows between nodes; 0: all use one transport.
   m.def(
       "open_session(str data_group, str control_group, str planning_group, str configuration, "
       "float timeout_s, str transport=\"process_group\", int? peer_device=None, "

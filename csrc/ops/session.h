@@ -60,7 +60,7 @@ const char* name_of(Pass pass);
 
 // Names of a session's process groups: rows, agreement on calls, planning. Each is used by nothing
 // else and by one thread at a time, so that its calls stay in order. `node` has the ranks of this
-// rank's node, and is empty if rows take the same way inside a node and between nodes.
+// rank's node. It is empty if one transport serves all links.
 struct GroupNames {
   std::string data;
   std::string control;
@@ -90,7 +90,7 @@ struct PlanOfBatch {
 class Session {
  public:
   // `transport` is a name in registry.h. `peer` has a device if every rank can access every other
-  // rank's memory, or that of its node. Calls then go through peer memory where they can. With a
+  // rank's memory, or that of its own node. Calls then use peer memory where they can. With a
   // node group, `transport` moves rows between nodes only.
   Session(const GroupNames& names, const std::string& configuration, double timeout_s,
           const std::string& transport, const PeerChoice& peer);
@@ -188,7 +188,7 @@ class Session {
   std::unique_ptr<transport::ControlPlane> planning_;
   std::shared_ptr<transport::Transport> transport_;
   std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
-  std::shared_ptr<transport::Transport> hybrid_;  // of transport_ and another inside nodes
+  std::shared_ptr<transport::Transport> hybrid_;  // transport_, and another inside nodes
   int64_t ranks_per_node_;
   int64_t rank_;
   int64_t num_ranks_;

@@ -14,7 +14,7 @@ namespace distca::planner {
 
 namespace {
 
-// Above the mean compute time, as a fraction: what transfers at least cost if a plan is made again.
+// Excess of the makespan over the mean compute time, as a fraction, above which we plan again.
 constexpr double kExposed = 0.01;
 
 Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& problem) {
@@ -27,8 +27,8 @@ Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& proble
   return plan;
 }
 
-// Returns a plan that counts on kept inputs: rows move fewer bytes, so that more work may leave its
-// home. Nothing if there is none within the memory caps.
+// Returns a plan that assumes kept inputs: each row moves fewer bytes, so more work may leave its
+// home. Returns nullopt if none fits the memory caps.
 std::optional<Plan> plan_of_kept_rows(const Pack& pack, const PlanOptions& options) {
   const auto left = [](int64_t bytes, int64_t kept) { return std::max<int64_t>(0, bytes - kept); };
   PlanOptions fewer = options;
@@ -42,7 +42,7 @@ std::optional<Plan> plan_of_kept_rows(const Pack& pack, const PlanOptions& optio
   }
 }
 
-// Returns `plan` with kept inputs, or a faster one that counts on them. Returns `plan` as it is if
+// Returns `plan` with kept inputs, or a faster one that assumes them. Returns `plan` unchanged if
 // keeping gains too little.
 Plan keeping_plan(const Pack& pack, const PlanOptions& options, const Problem& problem,
                   const Plan& plan) {

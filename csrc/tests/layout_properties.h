@@ -173,7 +173,7 @@ inline std::string check_counts(const std::vector<transport::Slots>& ranks,
   return "";
 }
 
-// Every slot holds the row of its home that is at its place among the visiting rows.
+// Every slot holds the home row that belongs at its place among the visiting rows.
 inline std::string check_route(const std::vector<transport::Slots>& ranks,
                                const std::vector<ServerRows>& servers, const Homes& homes,
                                const RouteTables& route) {
@@ -242,7 +242,7 @@ inline Keepers keepers_of(const Plan& plan) {
   return keepers;
 }
 
-// Rows that are kept are those that the plan says; marks them as not moving.
+// The kept rows are those that the plan names. Marks them as not moving.
 inline std::string mark_kept(const Keepers& keepers, int64_t server, const std::vector<Run>& kept,
                              std::vector<Token>& rows) {
   std::vector<int64_t> expected;

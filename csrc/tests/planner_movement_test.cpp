@@ -168,7 +168,7 @@ std::vector<std::pair<int64_t, int64_t>> key_results(const Movement& movement) {
   return results;
 }
 
-// Puts a part's results where they are among all, and counts its deliveries.
+// Puts a part's results in their places among all results. Returns its number of deliveries.
 size_t take(const Part& part, int64_t first_rank,
             std::vector<std::pair<int64_t, int64_t>>& results) {
   for (const KeyGradients& rows : part.key_results) {

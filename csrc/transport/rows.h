@@ -29,10 +29,10 @@ struct RowCopy {
   at::Tensor dst_row = {};
 };
 
-// All in one launch, as those below.
+// Makes all copies in one launch, like the functions below.
 void copy_rows(const std::vector<RowCopy>& copies);
 
-// Records and the copies to, or from, parts of their rows.
+// Records, and the copies into or out of parts of their rows.
 struct Packing {
   at::Tensor records;  // uint8 [rows, row_bytes], contiguous
   std::vector<RowCopy> copies;

@@ -22,8 +22,8 @@ __global__ void hold_kernel() {
   __nanosleep(kHoldNs);
 }
 
-// A seal in memory. It ends with the complements of its words, so that bytes of a row, which
-// records of another size put in its place, do not pass for one.
+// A seal in memory. It ends with the complements of its words, so that the bytes of a row, which
+// lie in its place if records have another size, do not pass for a seal.
 __device__ __forceinline__ uint4 words_of(const Seal& seal) {
   return make_uint4(seal.tag, seal.rank, ~seal.tag, ~seal.rank);
 }

@@ -39,7 +39,7 @@ struct NodeRoutes;
 
 // The routes of one round's rows, as one rank sees them: `movement` and `key_gradients` for
 // transports that write rows to their places, the other fields for transports that use slots.
-// A part of them (see NodeRoutes) has places for all visiting rows, but moves some of them only.
+// A part of them (see NodeRoutes) has places for all visiting rows, but moves only some of them.
 struct Routes {
   Movement movement;
   std::vector<KeyGradients> key_gradients;
@@ -48,9 +48,9 @@ struct Routes {
   Reduction key_sums;              // the returned key slots whose sum goes to each home row
   std::optional<Keeping> keeping;  // set if inputs that this rank sends or receives are kept
   // Whether results of keys are added to rows. In a part they are not: each overwrites a row of its
-  // own, key_sums.row, among the results of all keys sent.
+  // own, key_sums.row, among the results of all sent keys.
   bool sums_keys = true;
-  std::shared_ptr<const NodeRoutes> by_node;  // set if inside a node rows travel another way
+  std::shared_ptr<const NodeRoutes> by_node;  // set if another transport serves this node
 };
 
 // Both parts of a round's routes.
@@ -107,8 +107,8 @@ class RoundTrip {
   virtual void dispatch() = 0;
   // Waits for visiting rows and returns them.
   virtual Visiting arrive() = 0;
-  // Does the same, but writes the rows to `room`, which has places for all visiting rows, and takes
-  // results from there. For a transport that moves a part of the rows: see NodeRoutes.
+  // Does the same, but writes the rows to `room`, which has places for all visiting rows, and reads
+  // results from there. For a transport that moves only some of the rows: see NodeRoutes.
   virtual void arrive_in(const Visiting& /*room*/) {
     TORCH_INTERNAL_ASSERT(false, "this transport has its own memory for visiting rows");
   }

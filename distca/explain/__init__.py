@@ -5,8 +5,8 @@
 
 Documents are drawn as benchmarks draw them and planned by torch.ops.distca.plan for ranks that need
 not exist; then the plan's tasks are accounted for one by one: seconds of one layer, forward and
-backward, and bytes. Every option of distca is a flag, but keep_inputs_gb is left out: over slow
-links, a plan that counts on kept inputs may move more work.
+backward, and bytes. Every option of distca is a flag, except keep_inputs_gb: inputs are never kept
+here. Over slow links, a plan that keeps inputs may move more work.
 
 A task moves its query rows from their home ranks to its server and their results back; keys that no
 earlier task has brought there come too, and their gradients go back. "x least" are its bytes over

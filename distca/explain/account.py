@@ -130,7 +130,7 @@ def seconds_per_pair(cost: Tensor) -> float:
 
 
 def explain(step: Step) -> Account:
-    """Plans the step and accounts for its tasks. Inputs travel twice: servers keep none."""
+    """Plan the step and account for its tasks. Servers keep no inputs, so inputs travel twice."""
     pieces = step.pack.as_tensor()
     cluster = replace(step.cluster, kept_cap_bytes=0)
     encoded, loads = balance(pieces, step.window, step.cost, step.shape, cluster, step.tolerance)

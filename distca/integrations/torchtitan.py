@@ -3,9 +3,9 @@
     --override.imports distca.integrations.torchtitan.varlen_attention,\
 distca.integrations.torchtitan.selective_checkpoint,distca.integrations.torchtitan.metrics
 
-`varlen_attention` balances attention over the ranks of the "batch" mesh; with {"ping_pong": true},
-blocks run on two halves of their tokens. `selective_checkpoint` keeps its results, so that nothing
-is sent again when a block is recomputed, and `metrics` adds what was balanced to torchtitan's own
+`varlen_attention` balances attention over the ranks of the "batch" mesh. With {"ping_pong": true},
+blocks run on two halves of their tokens. `selective_checkpoint` keeps attention's results, so that
+nothing is sent again when a block is recomputed. `metrics` adds distca's figures to torchtitan's
 metrics.
 """
 
@@ -53,11 +53,11 @@ _plans: collections.deque[Plan] = collections.deque(maxlen=MAX_KEPT_PLANS)  # si
 
 
 class BalancedAttention(VarlenAttention):
-    """torchtitan's varlen attention, balanced over ranks in training; in evaluation and where data
-    is not parallel it stays on this rank."""
+    """torchtitan's varlen attention, balanced over ranks in training. In evaluation and without
+    data parallelism it stays on this rank."""
 
     is_in_use = False  # whether this process has built an instance
-    runs = 1  # of a batch on each rank, if ranks share it: two where blocks run in halves
+    runs = 1  # of a shared batch on each rank; two if blocks run in halves
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -81,8 +81,8 @@ class BalancedAttention(VarlenAttention):
             )
         if self.in_halves and parallel_dims.tp_enabled:
             raise ValueError(
-                f"ping_pong is True, tensor_parallel_degree {parallel_dims.tp}; expected one of "
-                "them: blocks get a part of their tokens under sequence parallelism"
+                f"ping_pong is True and tensor_parallel_degree is {parallel_dims.tp}; expected "
+                "only one of them: with sequence parallelism, a block gets only part of its tokens"
             )
         mesh = parallel_dims.get_optional_mesh("batch")
         if mesh is not None:
@@ -108,17 +108,17 @@ class BalancedAttention(VarlenAttention):
         **others,
     ) -> Tensor:
         """Attention as torchtitan calls it: q [batch, tokens, heads, head_dim] and out like it, of
-        the documents that its VarlenMetadata names. With out_transform it returns
-        out_transform(out, lse), lse [batch, tokens, heads]: gpt-oss applies its attention sinks so.
-        Raises ValueError for what it would have to ignore, in a CUDA graph, and where boundaries do
-        not fit the batch.
+        the documents that its VarlenMetadata names. With out_transform, return
+        out_transform(out, lse), with lse [batch, tokens, heads]; gpt-oss applies its attention
+        sinks this way. Raises ValueError for arguments that it would have to ignore, in a CUDA
+        graph, and if boundaries do not fit the batch.
         """
         check_no_capture(q_BLNH, "attention", ": --training.disable_cuda_graphs")
         names = sorted(name for name, value in others.items() if value is not None)
         if names:
             raise ValueError(
-                f"{names[0]} is given to {type(self).__name__}; expected None: changes of scores "
-                "need torchtitan's own attention"
+                f"{names[0]} is given to {type(self).__name__}; expected None: for other changes "
+                "to scores, use torchtitan's own attention"
             )
         packing = attention_metadata if attention_metadata is not None else attention_masks
         with spmd.no_typecheck():
@@ -157,7 +157,8 @@ class BalancedAttention(VarlenAttention):
         return read_boundaries(keywords, *batch_and_tokens, type(self).__name__)
 
     def documents_of_block(self, args: tuple, kwargs: dict) -> Documents | None:
-        """Return the documents of a block's call in training, planned at a forward pass's first."""
+        """Return the documents of a block's call in training. The first call of a forward pass
+        plans them."""
         session = self._session()
         if session is None:
             return None
@@ -165,9 +166,9 @@ class BalancedAttention(VarlenAttention):
         with sessions.announced(session):
             if len(values[0]) != 1 or values[2] is None:
                 raise ValueError(
-                    f"a block in ping-pong is called with {list(values[0].shape)} and positions of "
-                    f"type {type(values[2]).__name__}; expected one row with positions: "
-                    "--training.local_batch_size 1"
+                    f"a block in ping-pong is called with shape {list(values[0].shape)} and "
+                    f"positions of type {type(values[2]).__name__}; expected one row with "
+                    "positions: --training.local_batch_size 1"
                 )
             boundaries = self._boundaries(values[1], values[0].shape[:2])
         return _documents_of_pass(boundaries, self, session, self.window_size, values[0].device)
@@ -200,7 +201,7 @@ _stock_init = Decoder.__init__
 
 
 def init_in_halves(model: Decoder, config: Decoder.Config) -> None:
-    """Replace Decoder.__init__: blocks whose attention is to run in ping-pong do so."""
+    """Replace Decoder.__init__. Put blocks whose attention has `ping_pong` into ping-pong."""
     _stock_init(model, config)
     for block in model.layers.values():
         attention = getattr(getattr(block, "attention", None), "inner_attention", None)
@@ -263,8 +264,8 @@ def recent_figures() -> dict[str, float]:
 def varlen_attention(
     config: VarlenAttention.Config, ping_pong: bool = False
 ) -> BalancedAttention.Config:
-    """Activates BalancedAttention; with `ping_pong`, in blocks on two halves of their tokens."""
-    if ping_pong:  # an override of blocks would conflict with this one, of a part of them
+    """Use BalancedAttention. With `ping_pong`, run blocks on two halves of their tokens."""
+    if ping_pong:  # an override of blocks would conflict with this one, which is inside them
         Decoder.__init__ = init_in_halves
     return derive(config, BalancedAttention.Config, ping_pong=ping_pong)
 

@@ -4,9 +4,9 @@ ranks, so that documents may be longer than one rank can hold.
     --override.imports ... 'distca.integrations.torchtitan_batches.batches={"ranks_per_batch": 8}'
 
 Ranks that share a batch read the same rows, and each keeps a run of their tokens, or two runs for
-ping-pong. In all other
-respects they stay data parallel. torchtitan gives attention no positions, only metadata that the
-model derives from them. So this module creates the metadata of a loaded batch.
+ping-pong. In all other respects they stay data parallel. torchtitan gives attention no positions,
+only metadata that the model derives from them. So this module creates the metadata of a loaded
+batch.
 """
 
 import collections
@@ -34,8 +34,8 @@ _stock = Decoder.get_attention_masks
 
 
 class SharedBatches(BaseDataLoader):
-    """Loads the batches of another loader. This rank keeps a run of each batch's tokens, in as many
-    rows as the batch has."""
+    """Loads the batches of another loader. This rank keeps a run of each batch's tokens, or two for
+    ping-pong, in as many rows as the batch has."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

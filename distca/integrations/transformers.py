@@ -46,7 +46,7 @@ if Version(transformers.__version__) < Version("5.17"):  # layers of older relea
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
-# Keywords that change what attention computes, by what they are; we compute none of them.
+# Keywords that change what attention computes, with their meaning. None of them is supported.
 UNSUPPORTED = {
     "sinks": "attention sinks of each query",
     "position_bias": "a bias on scores",
@@ -95,15 +95,15 @@ def attention_forward(
 
     The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
     `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
-    `sliding_window` is the number of keys that a query sees, itself included, `s_aux` [heads_q] are
-    attention sinks, `softcap` caps scores. While `module` trains with gradients the call is
-    balanced over ranks, and collective: planned at a forward pass's first layer. Otherwise it stays
-    on this rank. So does bidirectional attention in a model that is told of no documents, such as a
-    vision tower, of which ranks may run different numbers.
+    `sliding_window` is the number of keys that a query sees, itself included. `s_aux` [heads_q] are
+    attention sinks, and `softcap` caps scores. While `module` trains with gradients, the call is
+    balanced over ranks and collective, and the first layer of a forward pass plans it. Otherwise it
+    stays on this rank. So does bidirectional attention in a model that is told of no documents,
+    such as a vision tower: ranks may run it different numbers of times.
 
-    Raises ValueError for what it would have to ignore: dropout, a bias, and in training masks,
-    padding, bidirectional attention of packed documents, keys of a cache, and boundaries that are
-    missing or contradict each other.
+    Raises ValueError for arguments that it would have to ignore: dropout, a bias, and in training
+    masks, padding, bidirectional attention of packed documents, keys of a cache, and boundaries
+    that are missing or contradict each other.
     """
     models.outermost().num_calls += 1
     _check_keywords(module, dropout, kwargs)
@@ -224,7 +224,7 @@ class _Call:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own attention computes such scores."""
+        """Whether torch's own attention supports these scores."""
         return self.sinks is None and self.softcap is None
 
     @property
@@ -342,7 +342,7 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def _attend_to_matrix(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Attention with its whole matrix of scores, capped, and a column of sinks."""
+    """Compute attention from the whole matrix of scores, with softcap and sinks."""
     num_groups = call.query.shape[1] // call.key.shape[1]
     key, value = (each.repeat_interleave(num_groups, 1) for each in (call.key, call.value))
     scale = call.query.shape[3] ** -0.5 if call.scaling is None else call.scaling
@@ -422,9 +422,9 @@ def ping_pong(
 
 
 def ping_pong_built_models() -> None:
-    """Apply `ping_pong` to every model that is built with attn_implementation="distca", or with a
-    name that `replace` took over, from now on.
-    Building one that `ping_pong` refuses raises its error."""
+    """Apply `ping_pong` to every model that is built from now on with attn_implementation="distca",
+    or with a name that `replace` took over. If `ping_pong` refuses a model, building it raises the
+    error."""
     stock = transformers.PreTrainedModel.post_init
 
     @functools.wraps(stock)

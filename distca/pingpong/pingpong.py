@@ -151,7 +151,7 @@ class PingPong(nn.Module):
 
 @functools.cache
 def _ping_pong_class(kind: type[nn.Module]) -> type[nn.Module]:
-    # By the same name, frameworks find the blocks that they are told to shard.
+    # Frameworks find the blocks to shard by their class name.
     return type(kind.__name__, (PingPong, kind), {"__module__": kind.__module__})
 
 

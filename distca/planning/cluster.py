@@ -33,7 +33,7 @@ class Cluster:
     """What a server may keep of visiting rows' q, k and v for one layer, from the forward to the
     backward pass."""
     kept_gain: float = 0.0
-    """Servers keep nothing if that saves a smaller part of a layer's predicted seconds."""
+    """The smallest fraction of a layer's predicted seconds for which servers keep inputs."""
     ranks_per_node: int | None = None
     """Consecutive ranks share a node; the last may have fewer. None: one node."""
     link_bytes_per_second: float = 200e9
@@ -46,8 +46,8 @@ class Cluster:
     """Seconds of a layer's transfers that other work hides, over the mean seconds of a rank's
     attention. It is 1 under ping-pong, where the attention of the other half hides transfers."""
     num_parts: int = 1
-    """Parts of its heads in which a call's rows travel. Visiting tasks of one part hide transfers
-    of the next."""
+    """Number of parts in which a call's rows travel, each with some of the heads. Visiting tasks of
+    one part hide transfers of the next."""
 
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
@@ -77,8 +77,8 @@ def cluster_of(
     kept_limit_bytes: int | None = None,
 ) -> Cluster:
     """Return the cluster of `num_ranks` ranks under these options. `ranks_per_node`, `opened_links`
-    and `kept_limit_bytes` are measured. They count if the options do not name them. A single rank,
-    and ranks that do not balance, compute what they hold."""
+    and `kept_limit_bytes` are measured, and used where the options do not set a value. A single
+    rank, and ranks that do not balance, compute what they hold."""
     measured, opened_links = measured_links(options), opened_links or Links()
     default_inside, default_between = DEFAULT_LINKS_GB_PER_S[device_type]
 
@@ -110,8 +110,8 @@ def cluster_of(
 
 
 def measures_memory(options: Options) -> bool:
-    """Return whether inputs are kept as far as free memory allows. In deterministic mode, equal
-    documents get equal plans, so memory does not count."""
+    """Return whether free memory limits kept inputs. It does not in deterministic mode, in which
+    equal documents get equal plans."""
     return options.keep_inputs_gb is None and options.enabled and not options.deterministic
 
 

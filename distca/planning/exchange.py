@@ -38,8 +38,8 @@ def header_of(
 
 
 def words_of(session: Session, step: int, key: tuple, shape: AttentionShape | None) -> list[int]:
-    """Return what this rank tells the others of itself, up to MEMORY_WORDS, with the plan's key.
-    Without a shape it is that of the last attention, 0 before any."""
+    """Return what this rank tells the others about itself, up to MEMORY_WORDS, with the plan's key.
+    `shape` defaults to that of the last attention, or to 0 before any attention."""
     words = [0] * SHAPE_WORDS
     if shape is not None:
         words = astuple(shape)

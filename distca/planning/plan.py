@@ -41,9 +41,9 @@ from distca.watching.figures import LINKS, max_over_mean
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
 
-NUM_PARTS = 2  # of heads, in which a call's rows travel
+NUM_PARTS = 2  # in which a call's rows travel, each with some of the heads
 DEVICES_OF_PARTS = ("cuda",)  # where rows travel beside compute
-LEAST_SECONDS_OF_PARTS = 1e-3  # of a rank's transfers in a layer; parts of less are mostly latency
+LEAST_SECONDS_OF_PARTS = 1e-3  # of a rank's transfers in a layer; below it, latency dominates
 
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 TASK_WORDS = 5
@@ -81,7 +81,7 @@ class PlanReport:
     kept_bytes: list[int] = field(default_factory=list)
     """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
     keeping: str = ""
-    """What limits kept inputs, or why there are none. Empty if none are asked for."""
+    """What limits kept inputs, or why there are none. Empty if nothing may be kept."""
 
     @property
     def imbalance_before(self) -> float:
@@ -94,8 +94,8 @@ class PlanReport:
         return max_over_mean(self.seconds_after)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that logs show. moved_mb: bytes that all ranks send for one layer,
-        forward and backward, in 1e6 bytes. kept_mb: bytes of inputs that all ranks keep of it.
+        """Return the figures that logs show. moved_mb: what all ranks send for one layer, forward
+        and backward, in 1e6 bytes. kept_mb: the inputs that all ranks keep of it, in 1e6 bytes.
         Bandwidths of links that do not exist are left out."""
         return {
             "imbalance_before": self.imbalance_before,
@@ -293,7 +293,7 @@ class Problem:
     has_halves: bool = False  # ping-pong: each half hides transfers of the other
     links: Links = Links()  # measured when the group opened
     calls: Tensor | None = None  # those that ranks last agreed on for this window
-    kept_limit_bytes: int | None = None  # as ranks measured it, for each and a layer
+    kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
 
 
 def _solve_together(
@@ -337,8 +337,8 @@ def balance(
     cluster: Cluster,
     tolerance: float,
 ) -> tuple[Tensor, Tensor]:
-    """(plan, loads) of torch.ops.distca.plan, for the ranks of a cluster. `pieces` are those of all
-    ranks, `cost` is as cost_tensor makes it. Raises ValueError as the operator does."""
+    """Return (plan, loads) of torch.ops.distca.plan for the ranks of a cluster. `pieces` are those
+    of all ranks, and `cost` comes from cost_tensor. Raises ValueError as the operator does."""
     return ops.plan(
         pieces,
         cluster.num_ranks,
@@ -401,7 +401,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
 
 
 def parts_of(shape: AttentionShape) -> int:
-    """Return the number of parts in which rows of these heads can travel."""
+    """Return the number of parts into which these heads can be divided."""
     return NUM_PARTS if shape.heads_kv % NUM_PARTS == 0 else 1
 
 
@@ -421,8 +421,8 @@ def lay_out(
     shape: AttentionShape,
     num_parts: int = 1,
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """This rank's layout and packed rows, for the upload to its device, and the visiting query and
-    key rows for whose inputs core_attention makes room, to keep them for the backward pass."""
+    """Return this rank's layout, its packed rows for the upload to its device, and the numbers of
+    visiting query and key rows whose inputs core_attention may keep for the backward pass."""
     layout, packed_rows = ops.layout(
         pieces,
         encoded,

@@ -1,5 +1,5 @@
-"""Device memory for inputs that servers keep until the backward pass: what each rank has to spare,
-and a limit for a layer that is equal on all ranks."""
+"""Device memory for inputs that servers keep until the backward pass: the spare memory of each
+rank, and a limit per layer that is equal on all ranks."""
 
 import collections
 import functools
@@ -13,10 +13,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from distca import ops
 
-MARGIN = 0.05  # of a device's memory, left free for peaks to come
+MARGIN = 0.05  # of a device's memory, left free for later peaks
 WARM_UP_PLANS = 8  # after the first optimizer step, in which memory reaches its peak
-NUM_PEAKS = 32  # plans over which the peak of kept inputs is taken
-NUM_WORDS = 4  # device, its free bytes or NOT_YET, bytes of kept inputs, calls at one time
+NUM_PEAKS = 32  # latest plans whose peaks of kept inputs count
+NUM_WORDS = 4  # device, its spare bytes or NOT_YET, peak bytes of kept inputs, peak of calls
 NOT_YET = -(2**62)
 UNKNOWN = [0, NOT_YET, 0, 0]
 
@@ -43,9 +43,9 @@ def _device_id(device: torch.device) -> int:
 
 
 def spare_bytes(device: torch.device) -> int | None:
-    """Return what is left of a device's memory once the caching allocator has all that it ever had,
-    less a margin. Memory that it has reserved counts as used, so this covers the peaks of former
-    steps. Returns None on the CPU, and if the allocator does not say what it has."""
+    """Return the bytes of a device that stay free, less a margin, when the caching allocator's
+    reserved memory is at its peak. All of that peak counts as used, so this covers the peaks of
+    earlier steps. Returns None on the CPU, and if the allocator does not report its memory."""
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -58,13 +58,13 @@ def spare_bytes(device: torch.device) -> int | None:
 
 
 class KeptMemory:
-    """What this rank tells the others with each plan. Used on the planner thread."""
+    """What this rank tells the others about its memory with each plan, on the planner thread."""
 
     def __init__(self) -> None:
-        self._num_plans = 0  # since there is optimizer state
+        self._num_plans = 0  # since optimizer state exists
 
     def words(self, device: torch.device) -> list[int]:
-        """Return NUM_WORDS words about a device."""
+        """Return the NUM_WORDS words of a device."""
         spare = spare_bytes(device)
         if spare is None:
             return UNKNOWN
@@ -81,8 +81,8 @@ def common_limit(words: Tensor) -> int | None:
     """Return the bytes that each rank may keep for a layer, or None if a rank cannot say yet.
     `words` [num_ranks, NUM_WORDS] are those of all ranks. Ranks on one device share its memory.
 
-    Kept inputs of all calls at one time fit into the spare memory and what they had before. The
-    limit is rounded down to three bits, so that it rarely changes from plan to plan.
+    The kept inputs of all calls at one time must fit into the spare memory plus the earlier peak of
+    kept inputs. The limit is rounded down to three significant bits, so that it rarely changes.
     """
     device, spare, kept, calls = words.unbind(1)
     if (spare == NOT_YET).any():

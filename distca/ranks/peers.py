@@ -1,4 +1,4 @@
-"""How rows travel: whether the ranks of a group, or of a node, reach each other's GPU memory."""
+"""How rows travel: whether ranks of a group, or of a node, can access each other's GPU memory."""
 
 import json
 import logging
@@ -24,16 +24,16 @@ TO_PEERS = ("auto", "peer", "hybrid")  # values of Options.transport that may us
 
 @dataclass(frozen=True)
 class Way:
-    """How rows travel. The same on all ranks, but for the device."""
+    """How rows travel. Equal on all ranks, except for `device`."""
 
     device: int | None = None
-    """Index of this rank's device if rows go to other ranks' memory; None: by process group."""
+    """Index of this rank's device if rows travel through peer memory. None: by process group."""
     ranks_per_node: int = 0
-    """Ranks of a node if rows take another way, by process group, between nodes; 0: they do not."""
+    """Ranks of a node if rows between nodes travel separately, by process group. 0: they do not."""
 
     @property
     def is_peer(self) -> bool:
-        """Whether all rows go to other ranks' memory."""
+        """Whether all rows travel through peer memory."""
         return self.device is not None and self.ranks_per_node == 0
 
 
@@ -44,11 +44,11 @@ def check_transport(transport: str) -> None:
 
 
 def choose_way(options: Options, backend: str, control: ProcessGroup) -> Way:
-    """How rows of the group travel. Collective over `control`, a group for CPU tensors.
+    """Return how rows of the group travel. Collective over `control`, a group for CPU tensors.
 
-    Raises ValueError on every rank, with the reason, if the transport is "peer" and some rank does
-    not reach all others' memory, or if it is "hybrid", some rank does not reach the memory of its
-    node, and rows are on GPUs.
+    Raises ValueError on every rank, with the reason, if the transport is "peer" and a rank cannot
+    access the memory of all others, or if it is "hybrid", rows are on GPUs, and a rank cannot
+    access the memory of its node.
     """
     rank = dist.get_rank(control)
     members = _gather(_describe_self(options, backend), control)
@@ -87,8 +87,8 @@ def _describe(way: Way, backend: str, problem: str) -> str:
 
 
 def _describe_self(options: Options, backend: str) -> dict[str, str | int | None]:
-    """What the other ranks have to know of this one: `device` is the uuid of its GPU, empty where
-    there is none, and `problem` why it cannot take part, empty where it can."""
+    """Return what other ranks have to know about this one: `device` is the uuid of its GPU, empty
+    if there is none, and `problem` is why it cannot use peer memory, empty if it can."""
     transport, problem, device = options.transport, "", ""
     if transport not in TO_PEERS or (transport == "auto" and "nccl" not in backend):
         problem = f"transport is {transport} with {backend}"
@@ -110,7 +110,7 @@ def _describe_self(options: Options, backend: str) -> dict[str, str | int | None
 
 
 def _problem(members: list[dict], rank: int, others: range) -> str:
-    """Why this rank does not reach the memory of `others`, as it sees it; empty if it does."""
+    """Return why this rank cannot access the memory of `others`; empty if it can."""
     for other in others:
         member = members[other]
         if member["problem"]:

@@ -41,7 +41,7 @@ class Session:
     planning: ProcessGroup | None = None  # gloo, for pieces, by the planner thread alone
     control: ProcessGroup | None = None  # gloo, for agreement on calls that were not announced
     node: ProcessGroup | None = None  # gloo, of the ranks of this node; None unless hybrid
-    way: Way = Way()  # how rows travel, where the attention allows it
+    way: Way = Way()  # how rows travel, if the attention allows it
     links: Links = Links()  # as measured when it was opened
     memory: KeptMemory = field(default_factory=KeptMemory)
     num_plans: int = 0

@@ -43,11 +43,11 @@ sends k and v to the server. Backward, a query row sends q, grad_out, lse and de
 and dq home; a key row sends k and v to the server, and dk and dv home. Inputs that the server kept
 do not travel again. Half of the home tasks run while inputs travel. Visiting tasks wait for the
 rank's own transfers and for those of its senders. Results travel when the server is done, beside
-the other home tasks. If transfers take a millisecond or more, and the number of key heads allows,
+the other home tasks. If transfers take a millisecond or more and the number of key heads is even,
 rows travel in two parts, each with half of the heads: visiting tasks of one part run while the next
-part travels. A layer ends when all ranks have their results. Plans are computed during the
-step before, so a step takes at least as long as planning does on the processor that simulates.
-Ranks agree on calls in the first step only.
+part travels. A layer ends when all ranks have their results. Plans are computed during the previous
+step, so a step takes at least as long as planning does on the processor that simulates. Ranks agree
+on calls in the first step only.
 
 **Ping-pong.** Each half moves half of the plan's bytes, while the other half computes. A block ends
 when both halves do. So the exchange of one half runs beside the other's attention and the work

@@ -66,7 +66,7 @@ def cluster_of(scenario: Scenario, is_ping_pong: bool = False) -> Cluster:
         ranks_per_node=min(scenario.groups_per_node, scenario.groups),
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,
-        hidden_part=float(is_ping_pong),  # these two as distca.plan tells them
+        hidden_part=float(is_ping_pong),  # these two as in distca.plan
         num_parts=1 if is_ping_pong else parts_of(scenario.attention_shape),
     )
 
@@ -164,9 +164,9 @@ def _by_kind(attention, exchange, waiting) -> np.ndarray:
 
 
 def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
-    """Return the times of a layer that runs half of its home tasks while inputs travel, then its
-    visiting tasks, part by part of their heads as these arrive, and then the other home tasks while
-    the last results travel."""
+    """Return the times of a layer. A rank runs half of its home tasks while inputs travel, then
+    visiting tasks part by part as they arrive, then the other home tasks while the last results
+    travel."""
     share = 1 / work.num_parts
     arrival, sent, received = exchange_seconds(scenario, work, pass_idx, share)
     half, visiting = work.home_seconds[pass_idx] / 2, work.visiting_seconds[pass_idx]

@@ -20,12 +20,12 @@ def max_over_mean(seconds: Sequence[float]) -> float:
     return max(seconds) / mean if mean > 0 else 1.0
 
 
-MIN_TIMED = 2  # steps, before their exposed communication is judged
-PAYS_ABOVE = 0.05  # of the step: exposed communication that ping-pong should hide
+MIN_TIMED = 2  # timed steps before advice
+PAYS_ABOVE = 0.05  # of the step: exposed communication from which ping-pong is advised
 
 
 class ExposedShare:
-    """Exposed communication as a part of the step, over the records of a run."""
+    """Exposed communication as a fraction of the step, over the records of a run."""
 
     def __init__(self) -> None:
         self._step_ms: collections.deque[float] = collections.deque(maxlen=64)
@@ -46,15 +46,15 @@ class ExposedShare:
 
     @property
     def value(self) -> float | None:
-        """Mean over ranks, and over the latest timed steps without the first of the run. None until
-        MIN_TIMED more steps were timed."""
+        """Mean over ranks and over the latest timed steps, without the first of the run. None until
+        MIN_TIMED more steps have been timed."""
         if len(self._exposed_ms) < MIN_TIMED or not self._step_ms:
             return None
         return statistics.fmean(self._exposed_ms) / statistics.median(self._step_ms)
 
     @property
     def advice(self) -> str | None:
-        """What to do about it; None if ping-pong is in use, would not pay, or nothing is known."""
+        """Advice to use ping-pong. None if it is in use, would not pay, or `value` is None."""
         if not self._can_ping_pong or self.value is None or self.value < PAYS_ABOVE:
             return None
         return (

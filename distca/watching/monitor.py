@@ -145,7 +145,7 @@ def scaled(record: Mapping, seconds: float, moved: float) -> dict:
 
 
 def scalars(record: Mapping) -> dict[str, float]:
-    """The record's numbers, lists by rank left out but for the times that were measured."""
+    """Return the record's numbers. Of the lists by rank, only measured times are included."""
     values = {name: value for name, value in record.items() if type(value) in (int, float)}
     for name in MEASURED:
         if measured := record.get(name):
@@ -155,7 +155,7 @@ def scalars(record: Mapping) -> dict[str, float]:
 
 
 def line(step: int, records: Sequence[Mapping]) -> str:
-    """The mean of these records on one line."""
+    """Return the mean of these records as one line."""
     names = [name for name, value in records[0].items() if type(value) in (int, float)]
     mean = {name: statistics.fmean(each[name] for each in records) for name in names}
     times = ""

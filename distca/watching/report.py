@@ -43,9 +43,9 @@ def read_steps(folder: str | Path) -> list[dict]:
 
 
 def run_summary(steps: Sequence[dict]) -> dict:
-    """Return the means of a run's steps, but the median of plan_ms and the last figures of links.
-    attention_ms and exposed_ms are measured: means by rank over the timed steps, [] if there are
-    none."""
+    """Return the means of a run's steps, except for the median of plan_ms and the latest `keeping`
+    and figures of links. attention_ms and exposed_ms are measured: means by rank over the timed
+    steps, or [] without any."""
     timed = [step for step in steps if step["attention_ms"]]
     exposed = ExposedShare()
     for step in steps:

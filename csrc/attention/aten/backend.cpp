@@ -95,8 +95,8 @@ at::Tensor surrogate_out(const at::Tensor& grad_out, const at::Tensor& delta) {
   return at::mul_out(out, grad_out, delta.unsqueeze(-1).div(square));
 }
 
-// With a gradient of lse, delta may be large where grad_out is short or 0, and no surrogate_out is
-// finite. Such rows are replaced by short ones that add less to gradients than `largest` of delta.
+// With a gradient of lse, delta may be large where grad_out is tiny or 0: no surrogate_out is then
+// finite. Such rows get tiny elements, |delta| / `largest` in sum, which hardly change gradients.
 at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta) {
   const bool is_half = grad_out.scalar_type() == at::kHalf;
   const double largest = is_half ? 0x1p15 : 0x1p40, smallest = is_half ? 0x1p-24 : 0x1p-60;

@@ -35,11 +35,11 @@ __host__ __device__ constexpr int stats_index(int row) {
   return row / 2 % 4 * kGroup + row / 8 * 2 + row % 2;
 }
 
-// The sum of 2^32 * high and low. Such numbers add up to the pair of the sums.
+// Returns 2^32 * high + low. The sum of such numbers is the pair of the sums of low and high.
 __host__ __device__ constexpr uint64_t pair_of(int32_t low, int32_t high) {
   return (static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32) + static_cast<int64_t>(low);
 }
-// Returns `high` from the upper half of a pair: a negative low has taken 1 from it.
+// Returns `high` from the upper half of a pair, from which a negative `low` has borrowed 1.
 __host__ __device__ constexpr int32_t high_of(int32_t low, int32_t upper) {
   return upper + (low < 0 ? 1 : 0);
 }

@@ -29,8 +29,8 @@ struct BackwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kDeterministic = kDeterministic_;
-  // Whether the softmax runs under the product of dP, rather than after it: see wait_for_room. At
-  // 64 that is worth up to 3 %; at 128 it costs as much in deterministic mode on short documents.
+  // Whether the softmax overlaps the product of dP instead of following it: see wait_for_room. At
+  // 64 this gains up to 3 %; at 128 it costs as much in deterministic mode on short documents.
   static constexpr bool kSoftmaxFirst = kHeadDim_ == 64;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   static constexpr int kThreads = 3 * 128;

@@ -181,8 +181,8 @@ struct KeyWarpgroup {
     }
   }
 
-  // Waits for room for dS of tile i, but only once there are probabilities: `known` is 0, which
-  // ptxas cannot see. It moves a wait for products up to the access to shared memory before it.
+  // Waits for room for dS of tile i, but only once probabilities exist: `known & zero` is 0, which
+  // ptxas cannot know. It moves waits for products up to the preceding access to shared memory.
   __device__ __forceinline__ void wait_for_room(uint32_t i, const float (&probabilities)[kScores]) {
     const uint32_t zero = static_cast<uint32_t>(arguments.num_items) >> 31;
     uint32_t known = 0;

@@ -4,8 +4,8 @@
 
 namespace distca::attention::sm90 {
 
-// A thread holds columns 8 * (i / 2) + i % 2 of an accumulator's row, i from 0, counted from its
-// first one. Returns a bit for each i: whether that column is below `column`.
+// Counted from its first column, a thread holds columns 8 * (i / 2) + i % 2 of an accumulator's
+// row, for i from 0. Returns a bit for each i: whether that column is below `column`.
 template <int kColumns>
 __device__ __forceinline__ uint32_t columns_below(int32_t column) {
   static_assert(kColumns <= 128);

@@ -9,9 +9,9 @@
 
 // One block per multiprocessor takes tickets, a (tile, head) each, longest first. One thread turns
 // tickets into jobs, another copies queries, keys and values to shared memory. Warpgroups of 64
-// query rows each compute softmax(Q K^T) V block by block of keys, the softmax of one block under
-// the product of the block before it, and in turns, so that one warpgroup's softmax also lies under
-// another's products. The first scores of a job are computed while the job before it is written.
+// query rows each compute softmax(Q K^T) V, one block of keys after another. The softmax of a block
+// overlaps the product of the block before it. Warpgroups take turns, so it also overlaps another's
+// products. The first scores of a job are computed while the previous job's results are written.
 namespace distca::attention::sm90 {
 namespace {
 
@@ -26,8 +26,8 @@ struct ForwardShape {
   static constexpr bool kHasPolynomials = kHasPolynomials_;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  // With more rows than a block has keys, most causal tiles have blocks that only some warpgroups
-  // see. Otherwise they are rare, and the code to skip them costs 3 %.
+  // In tiles with more rows than a block has keys, most causal tiles have blocks that only some
+  // warpgroups see. In others such blocks are rare, and the code to skip them costs 3 %.
   static constexpr bool kSkipsBlocks = kRows > kKeyBlockRows;
   using Queries = SharedTile<kRows, kHeadDim>;
   using Keys = SharedTile<kKeyBlockRows, kHeadDim>;
@@ -60,7 +60,7 @@ struct ForwardMemory {
   static_assert(kBytes <= kMaxSharedBytes);
 };
 
-// Takes tickets, a job ahead of those who work on them.
+// Takes tickets, one job ahead of the threads that work on them.
 template <typename Shape>
 __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, uint32_t barriers) {
   for (uint32_t i = 0;; ++i) {
@@ -143,8 +143,8 @@ struct ForwardProducer {
   }
 };
 
-// 2^x for x <= 127, without the special function unit. The polynomial is 2^f for f in [-1/2, 1/2]
-// within 1.02e-4 of it, the least for degree 3 if 2^0 is to be 1.
+// 2^x for x <= 127, without the special function unit. The polynomial approximates 2^f for f in
+// [-1/2, 1/2] within 1.02e-4, the smallest error of degree 3 with a value of 1 at 0.
 __device__ __forceinline__ float exp2_polynomial(float x) {
   constexpr float kRounds = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
   x = fmaxf(x, -127.f);
@@ -163,7 +163,7 @@ template <bool kHasPolynomials>
 struct RowSoftmax {
   float shift[2];       // the score, in powers of 2, whose probability is 1; -inf before any key
   float sum[2];         // of this thread's columns
-  float correction[2];  // what earlier sums are to be multiplied with, if the last step said so
+  float correction[2];  // factor of earlier sums, if the last step returned true
 
   // Turns the first scores into probabilities.
   __device__ __forceinline__ void start(float (&scores)[64], float scale_log2) {
@@ -176,12 +176,12 @@ struct RowSoftmax {
     exponentiate<false>(scores);
   }
 
-  // Turns scores into probabilities relative to the shift, and returns whether that moved in some
-  // row of the warp. It only does once a probability passes 2^kSlack, so that nearly all blocks
-  // leave earlier sums as they are, and no thread needs another's maximum.
+  // Turns scores into probabilities relative to the shift. Returns whether the shift moved in any
+  // row of the warp. It moves only if a probability exceeds 2^kSlack, so nearly all blocks leave
+  // earlier sums unchanged, and no thread needs another's maximum.
   __device__ __forceinline__ bool step(float (&scores)[64], float scale_log2) {
     scale(scores, scale_log2);
-    int32_t passes = __float_as_int(kSlack);  // floats above it are as integers, too
+    int32_t passes = __float_as_int(kSlack);  // larger floats are larger as integers, too
 #pragma unroll
     for (int i = 0; i < 64; i += 2) {
       passes = __vimax3_s32(passes, __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
@@ -293,9 +293,9 @@ struct ForwardConsumer {
     }
     products_commit();
   }
-  // Gives the keys back, but only once there are probabilities: `known` is 0, which ptxas cannot
-  // see. It moves a wait for products up to the access to shared memory before it, and the softmax
-  // is to run before that wait, under the product with values.
+  // Gives the keys back, but only once probabilities exist: `known` is 0, which ptxas cannot know.
+  // It moves a wait for products up to the preceding access to shared memory, but the softmax
+  // should run before that wait, so that it overlaps the product with values.
   __device__ __forceinline__ void end_scores() {
     const uint32_t zero = static_cast<uint32_t>(arguments.num_items) >> 31;
     const uint32_t known =
@@ -358,16 +358,16 @@ struct ForwardConsumer {
     for (int i = 0; i < Shape::kHeadDim / 2; ++i) out[i] *= softmax.correction[(i >> 1) & 1];
   }
 
-  // Frees the slot of the job before, so that a block holds one ticket at most that others could
-  // work on.
+  // Frees the slot of the previous job, so that a block holds at most one ticket that other blocks
+  // could work on.
   __device__ __forceinline__ Job next_job() {
     ring_at(barriers, kJobFull).wait(num_jobs);
     if (num_jobs > 0) ring_at(barriers, kJobEmpty).arrive_as_warp(num_jobs - 1);
     return in_block<Job>(Memory::kJobs)[Ring<2>::stage(num_jobs++)];
   }
 
-  // Warpgroups take turns in issuing products, so that one's softmax lies under another's products;
-  // otherwise they may fall into step, with all in their softmax at once.
+  // Warpgroups take turns to issue products, so that one's softmax overlaps another's products.
+  // Otherwise all of them may run their softmax at the same time.
   __device__ __forceinline__ void await_turn() {
     named_sync(1 + warpgroup, 256);
   }
@@ -375,7 +375,7 @@ struct ForwardConsumer {
     named_arrive(1 + (warpgroup + 1) % Shape::kWarpgroups, 256);
   }
 
-  // Gives a block of keys and values back as it came. All warpgroups have as many turns in a job.
+  // Gives a block of keys and values back unused. All warpgroups take equally many turns in a job.
   __device__ __forceinline__ void skip_block() {
     await_turn();
     end_turn();
@@ -385,15 +385,15 @@ struct ForwardConsumer {
     ring_at(barriers, kValueEmpty).arrive_as_warp(num_values_seen++);
   }
 
-  // Returns how many blocks come before the first that the rows of `part` see. It takes one block
-  // at least, even without rows.
+  // Returns how many blocks come before the first that the rows of `part` see. At least one block
+  // is left, even without rows.
   __device__ __forceinline__ int32_t num_skipped(const JobPart& part, const BlockRange& blocks,
                                                  int32_t start) const {
     if (part.tile.num_rows <= 0) return blocks.count() - 1;
     return max(0, start - max(blocks_of(part.tile, arguments.window).last - 1, blocks.first));
   }
 
-  // From the first scores, which are under way before it, to the last product, which is after it.
+  // From the first scores, which are under way already, to the last product, which comes after.
   __device__ __forceinline__ void attend(const QueryTile& tile, const BlockRange& blocks,
                                          int32_t block, int32_t count) {
     products_wait<0>();

@@ -56,8 +56,8 @@ struct Front {
   }
 };
 
-// A tile and head to compute; head is -1 when there is no more. A tile of 64 rows at most leaves
-// warpgroups without work: where two heads share keys, it is computed for this one and the next.
+// A tile and head to compute; head is -1 after the last. A tile of at most 64 rows would leave
+// warpgroups idle. If two heads share keys, it is computed for this head and the next.
 struct Job {
   QueryTile tile;
   int32_t head;

@@ -55,8 +55,8 @@ std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& 
 
 // Marks the tasks whose inputs their servers keep from the forward to the backward pass, so that
 // they travel once: documents of which a server has most bytes first, as long as they fit in its
-// kept_cap_bytes. Takes the bytes that do not travel again off the loads. Returns the makespan with
-// kept inputs.
+// kept_cap_bytes. Subtracts the bytes that do not travel again from the loads. Returns the makespan
+// with kept inputs.
 double keep_inputs(const Pack& pack, const PlanOptions& options, double hidden_seconds, Plan& plan);
 
 }  // namespace distca::planner

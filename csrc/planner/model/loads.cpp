@@ -108,7 +108,7 @@ double makespan(std::vector<Load> loads, const Traffic& spared, const Links& lin
   const auto& [forward, backward] = kPasses;
   const double forward_seconds = slowest(loads, links, hidden_seconds, forward);
   for (size_t rank = 0; rank < loads.size(); ++rank) {
-    // The pass moves a part of the bytes of a load.
+    // The pass moves only a part of a load's bytes.
     take_off(loads[rank], spared[static_cast<int64_t>(rank)], 1 / backward.bytes_part);
   }
   return forward_seconds + slowest(loads, links, hidden_seconds, backward);

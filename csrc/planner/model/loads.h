@@ -69,12 +69,12 @@ double makespan(const std::vector<Load>& loads, const Links& links, double hidde
 // Returns the seconds of the slowest rank, with both passes taken together.
 double slowest(const std::vector<Load>& loads, const Links& links, double hidden_seconds);
 
-// As makespan, if `spared` rows do not travel in the backward pass. Their bytes are part of
-// `loads`.
+// Like makespan, but the rows of `spared` do not travel in the backward pass. `loads` includes
+// their bytes.
 double makespan(std::vector<Load> loads, const Traffic& spared, const Links& links,
                 double hidden_seconds);
 
-// Takes `times` the bytes of transfers that are spared off a load.
+// Subtracts `times` the bytes of `spared` from the load.
 void take_off(Load& load, const Load& spared, double times);
 
 // Bytes that all ranks move.

@@ -43,7 +43,7 @@ struct PlanOptions {
   std::vector<Server> servers;  // [num_ranks], or empty: all of speed 1 without a cap
   RowBytes kept_bytes;          // of a row's inputs: what a server holds that keeps them
   double kept_cap_bytes = 0;    // of them, most that any server may keep for one layer
-  double kept_gain = 0;         // keep nothing if that saves a smaller part of a layer's seconds
+  double kept_gain = 0;         // least fraction of a layer's seconds for which inputs are kept
   Links links;
   // Excess of the slowest server's seconds, or link's, over the mean compute to be left alone.
   double tolerance = 0.005;

@@ -8,8 +8,8 @@
 namespace distca::transport {
 namespace {
 
-// Every rank takes the same steps of both trips in the same order, so waits form no circle: see
-// docs/hybrid.md. The links between nodes are slower: they start first.
+// Every rank takes the same steps of both trips in the same order, so waits form no cycle; see
+// docs/hybrid.md. Rows between nodes start first, because their links are slower.
 class HybridTrip : public RoundTrip {
  public:
   HybridTrip(Transport& inside, Transport& between, const Routes& routes, Cargo cargo,
@@ -63,7 +63,7 @@ class HybridTrip : public RoundTrip {
  private:
   const Routes& routes_;
   Cargo cargo_;
-  std::vector<at::Tensor> key_results_;  // [keys sent, ...], from both ways
+  std::vector<at::Tensor> key_results_;  // [keys sent, ...], of both transports
   std::unique_ptr<RoundTrip> inside_, between_;
 };
 

@@ -7,8 +7,8 @@
 namespace distca::transport {
 
 // Moves rows between ranks of a node by one transport, and rows between nodes by another, in one
-// call. `inside` has the memory of visiting rows, and serves the ranks of this node only. `between`
-// serves all ranks of the group. Routes need both parts (Routes::by_node).
+// call. `inside` owns the memory of visiting rows and serves only the ranks of this node. `between`
+// serves all ranks of the group. Routes must have both parts (Routes::by_node).
 class HybridTransport : public Transport {
  public:
   HybridTransport(std::shared_ptr<Transport> inside, std::shared_ptr<Transport> between)

@@ -27,7 +27,7 @@ Tensors rows_like(const Tensors& tensors, int64_t num_rows) {
 
 // Tensors whose rows travel one route together. A record holds the bytes of one row of each, side
 // by side, at multiples of 16 bytes so that every part is a valid strided tensor at the other end
-// and rows copy as 16-byte words. A seal may begin it: what comes from a peer then begins with one,
+// and rows copy as 16-byte words. It may begin with a seal. Data from a peer then begins with one,
 // even if the peer sends records of another size.
 struct Load {
   Tensors tensors;
@@ -228,7 +228,7 @@ class SlotTrip : public RoundTrip {
  private:
   bool moves_again() const { return cargo_.kept != nullptr && routes_.keeping.has_value(); }
 
-  // Rows of a load that came, by tensor and slot.
+  // Received rows of a load, by tensor and slot.
   struct Arrival {
     Packing packing;
     Tensors parts;
@@ -257,7 +257,7 @@ class SlotTrip : public RoundTrip {
     started_ = transport_.start(batches_, where_.in(phase));
   }
 
-  // Returns what came for each load; it must be unpacked.
+  // Returns what was received for each load, still packed.
   std::vector<Arrival> receive() {
     transport_.finish(started_, batches_);
     std::vector<Arrival> arrivals;
