@@ -23,7 +23,8 @@ constexpr std::array kPhases{"an exchange",
                              "opening of peer memory",
                              "join",
                              "attention",
-                             "agreement on a plan"};
+                             "agreement on a plan",
+                             kNotice};
 
 int64_t index_of(Names names, std::string_view name) {
   const auto match = std::find(names.begin(), names.end(), name);

@@ -27,6 +27,7 @@ from distca.planning.exchange import (
     HEADER_WORDS,
     MEMORY_WORDS,
     NODE_WORD,
+    SHAPE_WORDS,
     TIMES_WORDS,
     exchange,
     shape_of,
@@ -34,6 +35,7 @@ from distca.planning.exchange import (
 )
 from distca.ranks import memory
 from distca.ranks.links import Links, ranks_of_a_node
+from distca.ranks.notices import Kind, tell
 from distca.ranks.peers import Way
 from distca.ranks.session import Session, configured
 from distca.watching.figures import LINKS, max_over_mean
@@ -205,6 +207,9 @@ def submit(
     # The newest batch that has no plan for this window yet, else a new one.
     newest = max(batches.values(), default=problem.step)
     batch = newest if batches.get(window_size) != newest else problem.step
+    words = astuple(shape) if shape is not None else (0,) * SHAPE_WORDS
+    details = [batch, *window_size, device.type == "cuda", *words]
+    tell(session, Kind.PLAN, problem.step, details)
     words = words_of(session, problem.step, window_size, shape)
     pending = session.planner.submit(
         _solve_together, session, documents, replace(problem, batch=batch), words, device
