@@ -54,11 +54,14 @@ class World:
         """Wait, on a server, for the next session. None: the ranks that train have ended."""
         key = f"session {self.num_sessions}"
         self.num_sessions += 1
-        while not self.store.check([key]):
-            if self.store.check([ENDED]):
-                return None
-            time.sleep(LOOK_S)
-        return json.loads(self.store.get(key))
+        try:
+            while not self.store.check([key]):
+                if self.store.check([ENDED]):
+                    return None
+                time.sleep(LOOK_S)
+            return json.loads(self.store.get(key))
+        except dist.DistError:  # the store has ended with the process that held it
+            return None
 
     def end(self) -> None:
         """Tell servers that no session follows."""
