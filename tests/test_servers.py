@@ -41,7 +41,7 @@ def train(rank: int, world_size: int, run: Run) -> tuple | None:
     if rank in run.servers:
         distca.serve()
         return None
-    place = session.place
+    place = session.place()
     packed = [documents_of(case, place) for case in run.cases]
     plans = [
         distca.plan(documents, window_size=window, ahead=run.ahead)

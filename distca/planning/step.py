@@ -54,6 +54,7 @@ def plan(
     session = opened(group)
     with announced(session):
         check_documents(documents)
+        session.place()  # servers do not plan
     device = torch.device(device if device is not None else session.device_type)
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:

@@ -95,11 +95,12 @@ class Session:
         """Name of the group that init was given; empty on the launcher's servers."""
         return self.group.group_name if self.group is not None else ""
 
-    @property
     def place(self) -> tuple[int, int]:
-        """This rank's number among the ranks that train, and their number."""
+        """Return this rank's number among the ranks that train, and their number. Raises ValueError
+        on a server."""
         ranks = [rank for rank in range(self.num_ranks) if rank not in self.servers]
-        check("rank", self.rank, self.rank in ranks, f"a rank that trains, one of {ranks}")
+        expected = f"a rank that trains, one of {ranks}; servers call distca.serve"
+        check("rank", self.rank, self.rank in ranks, expected)
         return ranks.index(self.rank), len(ranks)
 
     @property
