@@ -76,6 +76,8 @@ def new_group(
         place = (dist.PrefixStore(f"{each}/", store), rank, num_ranks)
         if each == "nccl":
             set_timeout(nccl_options, timeout)
+            nccl_options.group_name = name
+            nccl_options.global_ranks_in_group = list(range(num_ranks))
             opened[each] = dist.ProcessGroupNCCL(*place, nccl_options)
         elif each not in opened:
             opened[each] = dist.ProcessGroupGloo(*place, timeout)

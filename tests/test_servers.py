@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import distca
+from distca.planning import serving
+from distca.ranks.session import find, halves_of
 
 LIMIT = 1e-12
 CAUSAL, SLIDING = (-1, 0), (40, 0)
@@ -131,3 +133,185 @@ def test_results_equal_those_of_one_process(ranks, name):
     assert all(bytes_in[server] > 0 for server in run.servers)
     results[0][0][-1][1][:1] += 2 * LIMIT  # a planted error
     assert worst_error(results, run) >= LIMIT
+
+
+def call_with_refusals(rank: int, world_size: int, refusing: int) -> list:
+    """Return what each of three steps came to: a refusal, a number of heads that ranks do not
+    share, and results."""
+    session = distca.init(None, KEEPING, servers=(3,))
+    if rank == 3:
+        distca.serve()
+        return []
+    place, outcomes = session.place(), []
+    rows = ACROSS_3.rows_of(place[0])
+    q, k, v = (tensor[rows] for tensor in ACROSS_3.inputs()[:3])
+    other_k = {"refused": k[:, :, :3], "different": k[:, :1], "right": k}
+    for name, theirs in other_k.items():
+        documents = documents_of(ACROSS_3, place)
+        distca.plan(documents)
+        try:
+            own_k = theirs if rank == refusing else k
+            outcomes.append(distca.core_attention(q, own_k, v[:, : own_k.shape[1]], documents))
+        except ValueError as error:
+            outcomes.append(f"{name}: {error}")
+    distca.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_server_goes_on_after_a_call_that_all_ranks_refuse(ranks, refusing):
+    outcomes = ranks(4).run(call_with_refusals, refusing)[:3]
+    for rank, (refused, different, _) in enumerate(outcomes):
+        expected = "expected equal shapes" if rank == refusing else f"refused on rank(s) {refusing}"
+        assert expected in refused, refused
+        assert "heads_kv: 1 on rank" in different and "2 on ranks" in different, different
+    truth = oracle.forward_backward(ACROSS_3)[0]
+    assert oracle.max_error(torch.cat([out for *_, out in outcomes]), truth) < LIMIT
+
+
+NUM_STEPS = 4
+
+
+def keep_inputs(rank: int, world_size: int) -> list[int] | None:
+    """Return how many calls' inputs the server holds, after each notice."""
+    session = distca.init(None, KEEPING, servers=(3,))
+    if rank == 3:
+        held = []
+
+        class Server(serving._Server):
+            def follow(self, notice):
+                goes_on = super().follow(notice)
+                held.append(len(self._kept))
+                return goes_on
+
+        serving._Server = Server
+        distca.serve()
+        return held
+    for _ in range(NUM_STEPS):
+        documents = documents_of(ACROSS_3, session.place())
+        distca.plan(documents)
+        q, k, v, grad = (tensor[ACROSS_3.rows_of(rank)] for tensor in ACROSS_3.inputs())
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        outs = [distca.core_attention(*leaves, documents) for _ in range(3)]
+        distca.core_attention(*leaves, documents)  # without a backward pass
+        with torch.no_grad():
+            distca.core_attention(*leaves, documents)
+        for out in outs:  # the first call first
+            out.backward(grad, retain_graph=True)
+        outs[0].backward(grad)
+        del out, outs
+    distca.close()
+    return None
+
+
+def test_a_server_forgets_inputs_that_nobody_needs(own_ranks):
+    held = own_ranks(4).run(keep_inputs)[3]
+    assert max(held) in (3, 4), held
+    assert held[-1] == 0, held
+
+
+def train_uneven(rank: int, world_size: int) -> int | None:
+    session = distca.init(None, KEEPING, servers=(3,))
+    if rank == 3:
+        distca.serve()
+        return None
+    batches = [torch.randn(50 + rank, 2, 8, requires_grad=True) for _ in range(2 * rank)]
+    num_steps = 0
+    for batch in distca.join(batches, lambda: torch.randn(0, 2, 8, requires_grad=True)):
+        documents = distca.Documents([0, len(batch)])
+        distca.plan(documents, ahead=True)
+        distca.core_attention(batch, batch, batch, documents).sum().backward()
+        num_steps += 1
+    session.planner.join(0)
+    distca.close()
+    return num_steps
+
+
+def test_servers_take_part_in_join(ranks):
+    assert ranks(4).run(train_uneven) == [4, 4, 4, None]
+
+
+def shard(rank: int, world_size: int) -> tuple | None:
+    distca.init(None, servers=(1,))
+    if rank == 1:
+        distca.serve()
+        return None
+    batch = distca.shard_batch(torch.arange(12), [7, 5])
+    distca.close()
+    return batch.tokens.tolist(), batch.loss_scale
+
+
+def test_packs_are_cut_over_the_ranks_that_train(ranks):
+    runs = ranks(4).run(shard)
+    tokens = [list(range(first, first + 4)) for first in (0, 4, 8)]
+    assert [run and run[0] for run in runs] == [tokens[0], None, *tokens[1:]]
+    assert runs[0][1] == 3 / 10
+
+
+def misuse(rank: int, world_size: int) -> list[str]:
+    """Return the errors of this rank, which all come before ranks communicate."""
+    errors = []
+
+    def refused(function, *args, **keywords) -> None:
+        try:
+            function(*args, **keywords)
+        except ValueError as error:
+            errors.append(str(error))
+        else:
+            errors.append("no error")
+
+    refused(distca.serve)
+    for servers in ((0,), (4,), (3, 3), (1.0,)):
+        refused(distca.init, None, servers=servers)
+    refused(distca.init, None, distca.Options(enabled=False), servers=(3,))
+    refused(distca.init, None, distca.Options(server_speeds="1*3,0"), servers=(2, 3))
+    distca.init(None, servers=(3,))
+    refused(distca.init, None, servers=(2,))
+    if rank == 3:
+        distca.serve()
+        return errors
+    refused(distca.serve)
+    refused(halves_of, find())
+    distca.close()
+    return errors
+
+
+WRONG = [
+    "distca.serve: the group is not open",
+    "servers is (0,); expected ranks from 1 to 3, each once",
+    "servers is (4,); expected ranks from 1 to 3",
+    "servers is (3, 3); expected ranks from 1 to 3",
+    "servers is (1.0,); expected ranks from 1 to 3",
+    "under enabled False rank(s) [3] compute nothing: the ranks that hold tokens would compute all",
+    "under server_speeds '1*3,0' rank(s) [3] compute nothing",
+    "servers is (2,), but this group was opened with (3,)",
+]
+
+
+def test_misuse_is_refused(ranks):
+    errors = ranks(4).run(misuse)
+    for rank in range(4):
+        serves = f"distca.serve: this is rank {rank}, and its servers are (3,)"
+        with_pingpong = "servers is (3,); expected none with distca.PingPong"
+        expected = WRONG if rank == 3 else [*WRONG, serves, with_pingpong]
+        pairs = zip(errors[rank], expected, strict=True)
+        assert [(error, part) for error, part in pairs if part not in error] == []
+
+
+def plan_on_a_server(rank: int, world_size: int) -> None:
+    distca.init(None, servers=(3,))
+    distca.plan(distca.Documents([0, 5]))
+
+
+def test_a_server_that_plans_is_named_on_all_ranks(own_ranks):
+    outcomes = own_ranks(4).outcomes(plan_on_a_server)
+    remedy = "rank is 3; expected a rank that trains, one of [0, 1, 2]; servers call distca.serve"
+    assert all(remedy in outcome.error for outcome in outcomes), outcomes
+
+
+def test_reports_count_servers_apart():
+    report = distca.PlanReport(
+        [2.0, 4.0, 0.0], [0.0, 1.0, 3.0], [0] * 3, [0] * 3, 1.0, 0.0, servers=[2], idle=[0]
+    )
+    assert (report.imbalance_before, report.imbalance_after) == (4 / 3, 1.5)
+    assert replace(report, servers=[], idle=[]).imbalance_after == 9 / 4

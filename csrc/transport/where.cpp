@@ -82,6 +82,7 @@ std::string describe(const Where& where) {
     const auto caller = callers().names.find(where.caller);
     const bool has_name = caller != callers().names.end() && !caller->second.empty();
     if (has_name) text << " (" << caller->second << ")";
+    if (!has_name && where.caller >= 0) text << " (module " << where.caller << ")";
     text << ", " << where.pass << " pass";
   }
   if (where.step >= 0) text << ", step " << where.step;
