@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import Case
 from ranks import FAST_LINKS
 from torch import Tensor
@@ -28,6 +29,7 @@ class Run:
     windows: tuple[tuple[int, int], ...] = (CAUSAL, SLIDING, CAUSAL)
     options: distca.Options = distca.Options(**FAST_LINKS)
     is_checkpointed: bool = False
+    is_compiled: bool = False
     ahead: bool = False
 
 
@@ -50,6 +52,11 @@ def train(rank: int, world_size: int, run: Run) -> tuple | None:
         for documents in packed
         for window in dict.fromkeys(run.windows)
     ]
+    attend = distca.core_attention
+    if run.is_compiled:
+        for plan in plans:
+            plan.wait()
+        attend = torch.compile(attend, backend="aot_eager", dynamic=True)
     leaves, outs = [], []
     for case, documents in zip(run.cases, packed, strict=True):
         rows = case.rows_of(place[0])
@@ -59,14 +66,14 @@ def train(rank: int, world_size: int, run: Run) -> tuple | None:
             arguments = {"window_size": window}
             if run.is_checkpointed:
                 out = checkpoint(
-                    distca.core_attention,
+                    attend,
                     *leaves[-1],
                     documents,
                     **arguments,
                     use_reentrant=False,
                 )
             else:
-                out = distca.core_attention(*leaves[-1], documents, **arguments)
+                out = attend(*leaves[-1], documents, **arguments)
             outs[-1] = outs[-1] + out
     for case, out in zip(run.cases, outs, strict=True):
         out.backward(case.inputs()[3][case.rows_of(place[0])])
@@ -116,6 +123,7 @@ RUNS = {
     "without tokens, 2 + 2": Run((2, 3), (EMPTY_2, ACROSS_2)),
     "kept": Run((3,), (WHOLE_3, ACROSS_3), options=KEEPING),
     "kept, checkpointed": Run((3,), (ACROSS_3, WHOLE_3), options=KEEPING, is_checkpointed=True),
+    "kept, compiled": Run((3,), (ACROSS_3, WHOLE_3), options=KEEPING, is_compiled=True),
     "dedicated": Run((3,), (ACROSS_3,), options=replace(KEEPING, server_speeds="0*3,1")),
     "rounds": Run((3,), (WHOLE_3,), options=replace(KEEPING, memory_cap_gb=6e-3, rounds=3)),
     "hybrid": Run(
@@ -210,6 +218,55 @@ def test_a_server_forgets_inputs_that_nobody_needs(own_ranks):
     assert held[-1] == 0, held
 
 
+def copy_saved_tensors(rank: int, world_size: int, options: distca.Options) -> None:
+    session = distca.init(None, options, servers=(3,))
+    if rank == 3:
+        distca.serve()
+        return
+    documents = documents_of(ACROSS_3, session.place())
+    distca.plan(documents)
+    q, k, v, grad = (tensor[ACROSS_3.rows_of(rank)] for tensor in ACROSS_3.inputs())
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            out = distca.core_attention(q.requires_grad_(), k, v, documents)
+        out.backward(grad)
+    finally:
+        distca.close()
+
+
+def test_copies_of_kept_inputs_are_refused(own_ranks):
+    own_ranks(4).run(copy_saved_tensors, replace(KEEPING, keep_inputs_gb=0.0))
+    outcomes = own_ranks(4).outcomes(copy_saved_tensors, KEEPING)
+    remedy = "servers need that very tensor: set keep_inputs_gb to 0"
+    assert all(remedy in outcome.error for outcome in outcomes), outcomes
+
+
+def train_in_pairs(rank: int, world_size: int) -> list:
+    """Return results of a rank that trains beside a server, in one of two groups."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    session = distca.init(pairs[rank // 2], KEEPING, servers=(1,))
+    if session.rank == 1:
+        distca.serve()
+        return []
+    case = replace(ACROSS_2, lengths=[ACROSS_2.all_lengths], seed=rank)
+    documents = documents_of(case, session.place())
+    plan = distca.plan(documents)
+    assert plan.report().bytes_in[1] > 0
+    *leaves, grad = case.inputs()
+    out = distca.core_attention(*(leaf.requires_grad_() for leaf in leaves), documents)
+    out.backward(grad)
+    distca.close()
+    truths = oracle.forward_backward(case)
+    results = [out, *(leaf.grad for leaf in leaves)]
+    return [oracle.max_error(*each) for each in zip(results, truths, strict=True)]
+
+
+def test_each_group_has_servers_of_its_own(own_ranks):
+    errors = own_ranks(4).run(train_in_pairs)
+    assert [len(each) for each in errors] == [4, 0, 4, 0]
+    assert max(max(each, default=0) for each in errors) < LIMIT
+
+
 def train_uneven(rank: int, world_size: int) -> int | None:
     session = distca.init(None, KEEPING, servers=(3,))
     if rank == 3:
@@ -300,7 +357,10 @@ def test_misuse_is_refused(ranks):
 
 def plan_on_a_server(rank: int, world_size: int) -> None:
     distca.init(None, servers=(3,))
-    distca.plan(distca.Documents([0, 5]))
+    try:
+        distca.plan(distca.Documents([0, 5]))
+    finally:
+        distca.close()
 
 
 def test_a_server_that_plans_is_named_on_all_ranks(own_ranks):
