@@ -120,7 +120,7 @@ def join_world(servers: str, options: Options) -> World:
 def serve_all_sessions() -> None:
     """Serve attention until the ranks that run the script have ended."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_node_local_rank())
+        torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
     while (opened := session.serve_in_world()) is not None:
         serve_session(opened)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case
-from ranks import FAST_LINKS
+from ranks import FAST_LINKS, Ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +31,7 @@ class Run:
     is_checkpointed: bool = False
     is_compiled: bool = False
     ahead: bool = False
+    device: str = "cpu"
 
 
 def documents_of(case: Case, place: tuple[int, int]) -> distca.Documents:
@@ -60,7 +61,8 @@ def train(rank: int, world_size: int, run: Run) -> tuple | None:
     leaves, outs = [], []
     for case, documents in zip(run.cases, packed, strict=True):
         rows = case.rows_of(place[0])
-        leaves.append([tensor[rows].clone().requires_grad_() for tensor in case.inputs()[:3]])
+        inputs = [tensor[rows].to(run.device, copy=True) for tensor in case.inputs()[:3]]
+        leaves.append([tensor.requires_grad_() for tensor in inputs])
         outs.append(0.0)
         for window in run.windows:
             arguments = {"window_size": window}
@@ -76,9 +78,9 @@ def train(rank: int, world_size: int, run: Run) -> tuple | None:
                 out = attend(*leaves[-1], documents, **arguments)
             outs[-1] = outs[-1] + out
     for case, out in zip(run.cases, outs, strict=True):
-        out.backward(case.inputs()[3][case.rows_of(place[0])])
+        out.backward(case.inputs()[3][case.rows_of(place[0])].to(run.device))
     results = [
-        [out.detach(), *(leaf.grad for leaf in each)]
+        [tensor.detach().cpu() for tensor in (out, *(leaf.grad for leaf in each))]
         for out, each in zip(outs, leaves, strict=True)
     ]
     report = plans[0].report()
@@ -367,6 +369,30 @@ def test_a_server_that_plans_is_named_on_all_ranks(own_ranks):
     outcomes = own_ranks(4).outcomes(plan_on_a_server)
     remedy = "rank is 3; expected a rank that trains, one of [0, 1, 2]; servers call distca.serve"
     assert all(remedy in outcome.error for outcome in outcomes), outcomes
+
+
+def serve_wrongly(rank: int, world_size: int) -> None:
+    session = distca.init(None, servers=(3,))
+    if rank == 3:
+        serving._Server.follow = lambda self, notice: {}["layers.417.weight"]
+        distca.serve()
+    try:
+        for _ in range(2):
+            documents = documents_of(ACROSS_3, session.place())
+            distca.plan(documents)
+    finally:
+        distca.close()
+
+
+def test_an_error_of_a_server_is_raised_on_all_ranks():
+    processes = Ranks(4)
+    try:
+        outcomes = processes.outcomes(serve_wrongly)
+    finally:
+        processes.stop()
+    assert outcomes[3].error_type == "KeyError"
+    message = "rank 3 failed: KeyError: 'layers.417.weight'"
+    assert all(message in outcome.error for outcome in outcomes[:3]), outcomes
 
 
 def test_reports_count_servers_apart():

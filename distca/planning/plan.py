@@ -220,7 +220,7 @@ def submit(
     )
     plan = documents._plans[window_size] = Plan(pending, device, session, batch)
     if session.monitor is not None:  # records on the planner thread, which has time
-        can_ping_pong = device.type == "cuda" and session.cut is None
+        can_ping_pong = device.type == "cuda" and session.cut is None and not session.servers
         plan.observer = functools.partial(
             _record, session, plan, problem.step, words, can_ping_pong
         )

@@ -422,9 +422,8 @@ def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = groups.resolve(group)
-    session = _sessions.get(group.group_name)
     # After torch.distributed was ended and initialised again, a new group has the old one's name.
-    return session if session is not None and session.group is group else None
+    return next((each for each in _sessions.values() if each.group is group), None)
 
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
