@@ -11,6 +11,7 @@ from test_run import ENVIRONMENT
 
 from distca import run
 
+pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # under pytest
 TRAIN = """
 import json, os, sys
 import torch

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.planning import serving
-from distca.ranks.session import find, halves_of
+from distca.planning.step import plan_halves
 
 LIMIT = 1e-12
 CAUSAL, SLIDING = (-1, 0), (40, 0)
@@ -330,7 +330,8 @@ def misuse(rank: int, world_size: int) -> list[str]:
         distca.serve()
         return errors
     refused(distca.serve)
-    refused(halves_of, find())
+    documents = distca.Documents([0, 4])
+    refused(plan_halves, documents, lambda documents: 2, CAUSAL, torch.device("cpu"))
     distca.close()
     return errors
 

@@ -219,7 +219,8 @@ def opened(
     session = Session(
         options or _options,
         group,
-        *(dist.get_rank(group), dist.get_world_size(group)),
+        dist.get_rank(group),
+        dist.get_world_size(group),
         servers=tuple(servers),
         backend=str(dist.get_backend_config(group)),
         watching=watching or _watching,
@@ -227,8 +228,9 @@ def opened(
     if _world is not None:
         _check_trains_with(_world, session)
         session = replace(session, **_world.members())
-        _world.announce(session.backend, session.options, session.watching)
     check_servers(session.servers, session.num_ranks, session.options)
+    if _world is not None:
+        _world.announce(session.backend, session.options, session.watching)
     _start(session)
     return session
 
@@ -389,10 +391,7 @@ def halves_of(session: Session) -> list[Session]:
     Rows of halves travel by process group. Through peer memory an attention kernel holds the device
     while it waits for rows, and two ranks might each wait in another half for what the other's
     device has no room to send.
-
-    Raises ValueError for a group with servers.
     """
-    check("servers", session.servers, not session.servers, "none with distca.PingPong")
     options = replace(session.options, transport="process_group")
     while len(session.halves) < 2:
         half = Session(options, session.group, session.rank, session.num_ranks)
