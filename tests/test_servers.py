@@ -1,5 +1,6 @@
 """Ranks that serve attention without a model: results, order of calls, kept inputs, errors."""
 
+import time
 from dataclasses import dataclass, replace
 
 import oracle
@@ -288,6 +289,28 @@ def train_uneven(rank: int, world_size: int) -> int | None:
 
 def test_servers_take_part_in_join(ranks):
     assert ranks(4).run(train_uneven) == [4, 4, 4, None]
+
+
+TIMEOUT_S = 2.0
+
+
+def pause(rank: int, world_size: int) -> None:
+    session = distca.init(None, replace(KEEPING, timeout_s=TIMEOUT_S), servers=(3,))
+    if rank == 3:
+        distca.serve()
+        return
+    for seconds in (2 * TIMEOUT_S, 0):
+        documents = documents_of(ACROSS_3, session.place())
+        distca.plan(documents)
+        distca.core_attention(
+            *(tensor[ACROSS_3.rows_of(rank)] for tensor in ACROSS_3.inputs()[:3]), documents
+        )
+        time.sleep(seconds)
+    distca.close()
+
+
+def test_a_server_waits_longer_than_the_timeout(ranks):
+    ranks(4).run(pause)
 
 
 def shard(rank: int, world_size: int) -> tuple | None:
