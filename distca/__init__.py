@@ -8,6 +8,7 @@ from distca.planning.batches import ShardedBatch, shard_batch
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
 from distca.planning.plan import Plan, PlanReport
+from distca.planning.serving import serve
 from distca.planning.step import plan
 from distca.ranks.join import join
 from distca.ranks.session import close, configure, init
@@ -31,6 +32,7 @@ __all__ = [
     "join",
     "plan",
     "scaled_dot_product_attention",
+    "serve",
     "shard_batch",
     "varlen_attention",
 ]

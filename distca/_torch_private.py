@@ -56,6 +56,48 @@ def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     return mesh._flatten().get_group()
 
 
+def new_group(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    num_ranks: int,
+    backend: str,
+    timeout: timedelta,
+    nccl_options: "dist.ProcessGroupNCCL.Options | None" = None,
+) -> ProcessGroup:
+    """Open a process group beside the default group, of ranks that meet in `store`. Only C++ knows
+    it by its name. `backend` is as for torch.distributed.init_process_group."""
+    store = dist.PrefixStore(f"{name}/", store)
+    group = dist.ProcessGroup(store, rank, num_ranks)
+    by_device = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    kinds, opened = dist.ProcessGroup.BackendType, {}
+    group._set_default_backend(kinds.NCCL if "nccl" in by_device.values() else kinds.GLOO)
+    for device, each in by_device.items():
+        place = (dist.PrefixStore(f"{each}/", store), rank, num_ranks)
+        if each == "nccl":
+            set_timeout(nccl_options, timeout)
+            nccl_options.group_name = name
+            nccl_options.global_ranks_in_group = list(range(num_ranks))
+            opened[each] = dist.ProcessGroupNCCL(*place, nccl_options)
+        elif each not in opened:
+            opened[each] = dist.ProcessGroupGloo(*place, timeout)
+        group._register_backend(torch.device(device), getattr(kinds, each.upper()), opened[each])
+    group._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+    return group
+
+
+def wait_without_limit(group: ProcessGroup) -> None:
+    """Take the timeout from a gloo group for CPU tensors, once it is open."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(days=1000))
+
+
+def end_group(group: ProcessGroup) -> None:
+    """End a group of `new_group`."""
+    torch._C._distributed_c10d._unregister_process_group(group.group_name)
+    group.shutdown()
+
+
 def set_timeout(options: "dist.ProcessGroupNCCL.Options", timeout: timedelta) -> None:
     """Set the timeout of a group that is opened with these options."""
     options._timeout = timeout

@@ -121,7 +121,7 @@ def take_kept_peak() -> list[int]:
 def open_session(
     data_group: str, control_group: str, planning_group: str, configuration: str, timeout_s: float,
     transport: str = "process_group", peer_device: int | None = None, peer_memory_bytes: int = 0,
-    node_group: str = "", ranks_per_node: int = 0,
+    node_group: str = "", ranks_per_node: int = 0, servers_group: str | None = None,
 ) -> None:
     """Open a session under the name of its data group. Collective."""
 
@@ -144,6 +144,30 @@ def close_session(group_name: str) -> None:
 @_operator
 def leave_session(group_name: str, how: str) -> None:
     """End this rank's part in a session, and tell the others `how`: "has ended its process"."""
+
+
+@_operator
+def tell_servers(group_name: str, kind: int, step: int, details: Sequence[int]) -> None:
+    """Tell servers what all ranks do next on the planning group. They do not take part yet."""
+
+
+@_operator
+def next_notice(group_name: str) -> list[int]:
+    """Wait, on a server, for what all ranks do next: kind, step, caller, number of the forward call
+    with kept inputs, nine details, and eight numbers of calls whose inputs can be forgotten."""
+
+
+@_operator
+def serve_call(
+    notice: Sequence[int], layout: Tensor, rows: Tensor, kept: Tensor | None, group_name: str,
+) -> Tensor:
+    """Compute this server's tasks of a call. `kept` are the inputs that it kept in the forward
+    pass; returns those that it keeps now."""
+
+
+@_operator
+def agree_on_refusal(group_name: str, step: int) -> None:
+    """Take part, on a server, in the agreement on a call whose arguments rank 0 refuses."""
 
 
 @_operator

@@ -4,6 +4,7 @@ import argparse
 import ast
 import hashlib
 import inspect
+import itertools
 import math
 import sys
 import typing
@@ -135,6 +136,13 @@ class Options:
         for name in (*above_zero, "timeout_s"):
             value = getattr(self, name)
             check(name, value, value is None or 0 < value < math.inf, "a positive number")
+
+    def speeds(self, num_ranks: int) -> tuple[float, ...] | None:
+        """Return the relative attention speed of each rank. None: all are equally fast."""
+        if self.server_speeds is None:
+            return None
+        repeated = itertools.cycle(parse_speeds(self.server_speeds))
+        return tuple(itertools.islice(repeated, num_ranks))
 
     def digest(self) -> int:
         """63 bits that differ when any option differs."""

@@ -4,19 +4,24 @@ module, as Python's own -m does."""
 
 import argparse
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from distca import scope
 from distca.integrations import plain
 from distca.options import Options, add_flags, check, from_flags
+from distca.planning.serving import serve_session
 from distca.ranks import session
 from distca.ranks.hints import hint
+from distca.ranks.world import World, check_servers
 from distca.watching.settings import Watching
 
 
@@ -40,13 +45,20 @@ class Launch:
 
     replace_attention: str | None = None
     """Name of an attention implementation of transformers, such as flash_attention_2, whose place
-    distca takes, for scripts that allow certain names only. It needs the option transformers."""
+    distca takes, for scripts that allow certain names only. Needs the option transformers."""
 
     ping_pong: bool = False
     """Run the decoder layers of models that are built with attn_implementation="distca" on two
     halves of their tokens. Needs the option transformers."""
 
+    attention_servers: str | None = None
+    """Ranks that serve attention and run no script: their number on each node, of which they are
+    the last ranks, or a list of ranks, "3,7" (of one rank: "7,"). The script runs on the other
+    ranks, which have a process group of their own. None: all ranks run it."""
+
     def __post_init__(self) -> None:
+        if self.attention_servers is not None:
+            ranks_of(self.attention_servers, 1, 1)
         end_id = self.document_end_id
         check("document_end_id", end_id, end_id is None or end_id >= 0, "a token id, 0 or more")
         if self.document_end_id is not None and self.document_positions is not None:
@@ -71,6 +83,56 @@ class Launch:
                     f"{name} is {value!r}, patch_sdpa False; expected both: it says where "
                     "documents of scaled_dot_product_attention begin"
                 )
+
+
+def ranks_of(servers: str, num_ranks: int, ranks_per_node: int) -> tuple[int, ...]:
+    """Return the ranks that Launch.attention_servers names."""
+    entries = servers.removesuffix(",").split(",")
+    is_valid = all(entry.isdecimal() and int(entry) > 0 for entry in entries)
+    expected = 'a positive number of ranks, or a list of ranks without 0, such as "3,7"'
+    check("attention_servers", servers, is_valid, expected)
+    if "," in servers:
+        return tuple(map(int, entries))
+    first = ranks_per_node - int(servers)
+    return tuple(rank for rank in range(num_ranks) if rank % ranks_per_node >= first)
+
+
+def join_world(servers: str, options: Options) -> World:
+    """Let this rank meet all others, and change torchrun's variables so that the script's process
+    group has only the ranks that run it. LOCAL_RANK stays: it says which GPU is this rank's."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"attention_servers is {servers!r}, but {', '.join(missing)} are not set; expected "
+            "torchrun, or another launcher that sets them"
+        )
+    rank, num_ranks, local_rank, ranks_per_node = (int(os.environ[name]) for name in names)
+    if "," not in servers and num_ranks % ranks_per_node:
+        raise ValueError(
+            f"attention_servers is {servers!r}, a number for each node, but {num_ranks} ranks are "
+            f"not nodes of {ranks_per_node}; expected a list of ranks"
+        )
+    chosen = ranks_of(servers, num_ranks, ranks_per_node)
+    check_servers(chosen, num_ranks, options)
+    store, *_ = next(dist.rendezvous("env://"))
+    if rank not in chosen:
+        trainers = [each for each in range(num_ranks) if each not in chosen]
+        first = rank - local_rank
+        on_node = sum(first <= each < first + ranks_per_node for each in trainers)
+        values = {"RANK": trainers.index(rank), "WORLD_SIZE": len(trainers)}
+        values |= {f"ROLE_{name}": value for name, value in values.items()}
+        for name, value in {**values, "LOCAL_WORLD_SIZE": on_node}.items():
+            os.environ[name] = str(value)
+    return World(dist.PrefixStore("distca", store), rank, num_ranks, chosen)
+
+
+def serve_all_sessions() -> None:
+    """Serve attention until the ranks that run the script have ended."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
+    while (opened := session.serve_in_world()) is not None:
+        serve_session(opened)
 
 
 SETTINGS = (Options, Watching, Launch)  # a flag for each field
@@ -102,6 +164,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         flags.error(str(error))
     session.configure(options, watching)
+    world = None
+    if launch.attention_servers is not None:
+        try:
+            world = join_world(launch.attention_servers, options)
+        except ValueError as error:
+            flags.error(str(error))
+        session.join_world(world)
+        if world.rank in world.servers:
+            return serve_all_sessions()
     if launch.patch_sdpa:
         scope.patch_torch()
     if (launch.document_end_id, launch.document_positions) != (None, None):
@@ -113,11 +184,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if launch.ping_pong:
             integration.ping_pong_built_models()
     sys.argv = [parsed.script, *parsed.arguments]
-    if parsed.is_module:
-        runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(script.resolve().parent)
-        runpy.run_path(parsed.script, run_name="__main__")
+    try:
+        if parsed.is_module:
+            runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(script.resolve().parent)
+            runpy.run_path(parsed.script, run_name="__main__")
+    finally:
+        if world is not None:
+            world.end()
     if watching.is_on and not session.has_opened():
         hint(
             f"{parsed.script} ended without a call of distca, so nothing was balanced or recorded; "

@@ -2,6 +2,7 @@
 
 #include <ATen/OpMathType.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <bit>
 #include <cmath>
@@ -59,6 +60,25 @@ void check_member(const Layout& layout, const Session* session, const std::strin
                     "the layout has routes for ", layout.ranks_per_node,
                     " ranks per node, but group '", group_name, "' was opened with ",
                     session->ranks_per_node(), "; pass that as ranks_per_node");
+}
+
+// Tells servers of a call, so that they make it too.
+void tell_servers(Call& call, Pass pass, const attention::Scores& scores, const KeptOfCall& kept) {
+  Servers* servers = call.session ? call.session->servers() : nullptr;
+  if (servers == nullptr || call.layout->step < 0) return;  // links are measured before the steps
+  if (call.layout->moves_rows) {
+    if (kept.will_be) call.kept_number = servers->new_number();
+    if (kept.was.defined() && kept.was.numel() > 0) call.kept_number = servers->number_of(kept.was);
+  }
+  constexpr std::array kKinds{Notice::kForward, Notice::kRecomputed, Notice::kBackward};
+  const auto& [q, k, v] = call.inputs;
+  servers->tell({.kind = kKinds[static_cast<size_t>(pass)],
+                 .step = call.layout->step,
+                 .caller = call.where.caller,
+                 .kept = call.kept_number,
+                 .details = {q.size(1), k.size(1), q.size(2), static_cast<int64_t>(q.scalar_type()),
+                             std::bit_cast<int64_t>(scores.softmax_scale),
+                             std::bit_cast<int64_t>(scores.softcap)}});
 }
 
 // If only head_dim differs, as in multi-head latent attention, zeros can fill up the values.
@@ -168,8 +188,11 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
 
 Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, const attention::Scores& scores,
-                const std::string& group_name, int64_t caller) {
-  Call call{.timeline = timeline_of(group_name)};
+                const std::string& group_name, int64_t caller, const KeptOfCall& kept) {
+  Call call{.timeline = timeline_of(group_name), .where = {"", name_of(pass), -1, -1, caller}};
+  if (pass == Pass::kForward && torch::autograd::get_current_graph_task_id() != -1) {
+    pass = Pass::kRecomputed;  // by activation checkpointing, inside the backward pass
+  }
   if (!group_name.empty()) {
     call.session = find_session(group_name);
     call.turn = std::unique_lock(call.session->calls());
@@ -178,6 +201,7 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
     call.layout = shared_layout(layout, rows);
     check_member(*call.layout, call.session.get(), group_name);
     call.inputs = check_inputs(q, k, v, *call.layout, scores.softcap);
+    tell_servers(call, pass, scores, kept);
   } catch (const std::exception& error) {
     try {
       if (call.session) {

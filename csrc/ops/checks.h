@@ -57,13 +57,20 @@ struct Call {
   std::unique_lock<std::mutex> turn;   // holds Session::calls()
   std::shared_ptr<Timeline> timeline;  // of the group
   transport::Where where;              // in the step
+  int64_t kept_number = 0;             // see Servers; 0 where no inputs are kept
+};
+
+// What a call keeps of its inputs for the backward pass, or kept in the forward pass.
+struct KeptOfCall {
+  bool will_be = false;  // by this forward call
+  at::Tensor was{};      // by the forward call of this backward pass
 };
 
 // Decodes and checks on this rank, then makes sure that all ranks agree. A refusal here reaches the
 // other ranks too, before any row is sent. `caller` is the module that calls: see name_caller.
 Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const at::Tensor& layout, const at::Tensor& rows, const attention::Scores& scores,
-                const std::string& group_name, int64_t caller = -1);
+                const std::string& group_name, int64_t caller = -1, const KeptOfCall& kept = {});
 
 // Runs a part of a call as a phase of it.
 template <typename F>

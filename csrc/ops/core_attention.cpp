@@ -1,3 +1,4 @@
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
@@ -7,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -205,15 +207,16 @@ Gradients balanced_backward(const Call& call, const BackwardInputs& inputs, cons
   return gradients;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
-    const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
-    int64_t num_kept_queries, int64_t num_kept_keys, int64_t caller, double softcap) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_call(
+    Pass pass, const transport::Inputs& inputs, const at::Tensor& layout, const at::Tensor& rows,
+    const attention::Scores& scores, c10::string_view group_name, int64_t num_kept_queries,
+    int64_t num_kept_keys, int64_t caller) {
+  const auto& [q, k, v] = inputs;
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
-  const attention::Scores scores{softmax_scale, softcap};
+  const KeptOfCall keeps{.will_be = num_kept_queries + num_kept_keys > 0};
   const Call call =
-      begin_call(Pass::kForward, q, k, v, layout, rows, scores, std::string(group_name), caller);
+      begin_call(pass, q, k, v, layout, rows, scores, std::string(group_name), caller, keeps);
   const attention::Params params = attention_params(*call.layout, scores);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
@@ -225,8 +228,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
   }
   return announcing(*call.session, [&] {
     const Kept kept = new_kept(call, num_kept_queries, num_kept_keys);
+    if (call.kept_number > 0) call.session->servers()->watch(kept.elements, call.kept_number);
     return std::tuple_cat(balanced_forward(call, kept, params), std::tuple(kept.elements));
   });
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& layout,
+    const at::Tensor& rows, double softmax_scale, c10::string_view group_name,
+    int64_t num_kept_queries, int64_t num_kept_keys, int64_t caller, double softcap) {
+  return forward_call(Pass::kForward, {q, k, v}, layout, rows, {softmax_scale, softcap}, group_name,
+                      num_kept_queries, num_kept_keys, caller);
 }
 
 Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& q,
@@ -239,10 +251,10 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
   const c10::DeviceGuard guard(q.device());
   check_no_capture(q);
   const attention::Scores scores{softmax_scale, softcap};
-  const Call call =
-      begin_call(Pass::kBackward, q, k, v, layout, rows, scores, std::string(group_name), caller);
-  const attention::Params params = attention_params(*call.layout, scores);
   const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));
+  const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, scores,
+                               std::string(group_name), caller, {.was = elements});
+  const attention::Params params = attention_params(*call.layout, scores);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   const auto inputs = [&] {
     check_saved(grad_out, out, lse, q);
@@ -275,6 +287,32 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
       call.transport->begin(round.routes, {.inputs = call.inputs}, call.where)->deliver();
     }
   });
+}
+
+// Computes this rank's tasks of a call that rank 0 announced, as a server without rows of its own.
+// Returns the inputs that it keeps. `kept` are those of the forward call.
+at::Tensor serve_call(at::IntArrayRef words, const at::Tensor& layout, const at::Tensor& rows,
+                      const std::optional<at::Tensor>& kept, c10::string_view group_name) {
+  const Notice notice = Notice::of(words.vec());
+  const auto& details = notice.details;
+  const auto options = rows.options().dtype(static_cast<at::ScalarType>(details[Notice::kDtype]));
+  const auto no_rows = [&](Notice::Detail heads) {
+    return at::empty({0, details[heads], details[Notice::kHeadDim]}, options);
+  };
+  const at::Tensor q = no_rows(Notice::kHeadsQ), k = no_rows(Notice::kHeadsKv);
+  const attention::Scores scores{std::bit_cast<double>(details[Notice::kSoftmaxScale]),
+                                 std::bit_cast<double>(details[Notice::kSoftcap])};
+  if (notice.kind == Notice::kBackward) {
+    const auto dtype = at::toOpMathType(q.scalar_type());
+    const at::Tensor lse = at::empty({0, q.size(1)}, options.dtype(dtype));
+    core_attention_backward(q, q, k, k, q, lse, layout, rows, scores.softmax_scale, group_name,
+                            kept, notice.caller, std::nullopt, scores.softcap);
+    return kept.value_or(at::empty({0}, options));
+  }
+  const Pass pass = notice.kind == Notice::kRecomputed ? Pass::kRecomputed : Pass::kForward;
+  const auto keeps = notice.kept > 0 ? kept_rows(layout) : std::vector<int64_t>{0, 0};
+  return std::get<2>(forward_call(pass, {q, k, k}, layout, rows, scores, group_name, keeps[0],
+                                  keeps[1], notice.caller));
 }
 
 // As core_attention, whose lengths may be symbols under torch.compile.
@@ -335,6 +373,7 @@ void bind(torch::Library& m) {
   m.impl("core_attention", core_attention);
   m.impl("core_attention_backward", core_attention_backward);
   m.impl("exchange", exchange);
+  m.impl("serve_call", serve_call);
 }
 
 }  // namespace

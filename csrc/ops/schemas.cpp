@@ -115,16 +115,20 @@ TORCH_LIBRARY(distca, m) {
 
   // Sessions: see session.h. ranks_per_node: rows between the ranks of node_group, which is this
   // rank's node, travel by another transport than rows between nodes; 0: all use one transport.
+  // servers_group: rank 0 and the servers, empty on all other ranks; None: no rank is a server.
   m.def(
       "open_session(str data_group, str control_group, str planning_group, str configuration, "
       "float timeout_s, str transport=\"process_group\", int? peer_device=None, "
-      "int peer_memory_bytes=0, str node_group=\"\", int ranks_per_node=0) -> ()",
+      "int peer_memory_bytes=0, str node_group=\"\", int ranks_per_node=0, "
+      "str? servers_group=None) -> ()",
       [](const std::string& data, const std::string& control, const std::string& planning,
          const std::string& configuration, double timeout_s, const std::string& transport,
          std::optional<int64_t> peer_device, int64_t peer_memory_bytes,
-         const std::string& node_group, int64_t ranks_per_node) {
-        distca::ops::open_session({data, control, planning, node_group}, configuration, timeout_s,
-                                  transport, {peer_device, peer_memory_bytes, ranks_per_node});
+         const std::string& node_group, int64_t ranks_per_node,
+         const std::optional<std::string>& servers_group) {
+        distca::ops::open_session({data, control, planning, node_group, servers_group},
+                                  configuration, timeout_s, transport,
+                                  {peer_device, peer_memory_bytes, ranks_per_node});
       });
   // Returns the names that open_session accepts as `transport`.
   m.def("transports() -> str[]", [] { return distca::transport::transports(); });
@@ -146,7 +150,30 @@ TORCH_LIBRARY(distca, m) {
         [](const std::string& group_name, const std::string& how) {
           const auto session = distca::ops::find_session(group_name);
           session->planning().stop();
+          if (session->servers() != nullptr) session->servers()->end();
           session->failures().leave(how);
+        });
+  // Servers, which run no model: see servers.h. Notices are [20] words. tell_servers: before a
+  // collective on the planning group. serve_call: computes the tasks of a call for which a notice
+  // came, under its plan; returns the kept inputs. agree_on_refusal: for a call that was refused.
+  m.def("tell_servers(str group_name, int kind, int step, int[] details) -> ()",
+        [](const std::string& group_name, int64_t kind, int64_t step, at::IntArrayRef details) {
+          distca::ops::Notice notice{.kind = kind, .step = step};
+          TORCH_CHECK_VALUE(details.size() <= notice.details.size(), "details has ", details.size(),
+                            " words; expected at most ", notice.details.size());
+          std::ranges::copy(details, notice.details.begin());
+          distca::ops::find_session(group_name)->notices().tell(notice);
+        });
+  m.def("next_notice(str group_name) -> int[]", [](const std::string& group_name) {
+    return distca::ops::find_session(group_name)->notices().next().words();
+  });
+  m.def(
+      "serve_call(int[] notice, Tensor layout, Tensor rows, Tensor? kept, str group_name) "
+      "-> Tensor kept",
+      of_one_step);
+  m.def("agree_on_refusal(str group_name, int step) -> ()",
+        [](const std::string& group_name, int64_t step) {
+          distca::ops::find_session(group_name)->agree_on_refusal(step);
         });
   // Returns whether abandoned exchanges may still be under way. Destroying their process groups
   // would wait for them.

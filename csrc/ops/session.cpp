@@ -5,7 +5,6 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/ScalarType.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <bit>
@@ -124,6 +123,7 @@ Registry& registry() {
 }  // namespace
 
 const char* name_of(Pass pass) {
+  if (pass == Pass::kRecomputed) return "recomputed forward";
   return pass == Pass::kForward ? "forward" : "backward";
 }
 
@@ -149,6 +149,11 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
                                         "the opening of the group"));
   planning_ = std::make_unique<transport::ControlPlane>(planning, plans);
   planning_->set_awaited(false);  // a thread in the background waits there
+  if (names.servers) {
+    const auto group = names.servers->empty() ? c10::intrusive_ptr<c10d::ProcessGroup>{}
+                                              : c10d::resolve_process_group(*names.servers);
+    servers_ = std::make_unique<Servers>(group, failures_, timeout_s);
+  }
   transport_ = transport::open_transport(transport, {data, layers, failures_, timeout_s});
   const std::string& node_name = names.node.empty() ? names.data : names.node;
   const auto node = c10d::resolve_process_group(node_name);
@@ -184,6 +189,12 @@ transport::Transport& Session::transport(bool in_place) {
   if (peer_transport_ && in_place) return *peer_transport_;
 #endif
   return *transport_;
+}
+
+Servers& Session::notices() {
+  TORCH_CHECK_VALUE(servers_,
+                    "distca: no rank of this group is a server; pass `servers` to distca.init");
+  return *servers_;
 }
 
 int64_t Session::peer_memory_bytes() const {
@@ -385,6 +396,11 @@ void Session::refuse(int64_t step, const std::string& error) {
     // Without a readable layout (step -1) the others are taken to be further on already.
     if (agreement_on(step) || (step < 0 && !agreements_.empty())) return failures_->announce(error);
   }
+  if (servers_) servers_->tell({.kind = Notice::kRefused, .step = step});
+  agree_on_refusal(step);
+}
+
+void Session::agree_on_refusal(int64_t step) {
   Signature refused;
   refused.values[Signature::kRefused] = 1;
   refused.values[Signature::kStep] = step;
@@ -409,9 +425,7 @@ transport::Where Session::enter(Pass pass, const PlanOfBatch& plan, int64_t call
   if (pass == Pass::kBackward) {
     where.layer = batch.num_forward - ++batch.num_backward;
     field = Signature::kBackwardCalls;
-  } else if (torch::autograd::get_current_graph_task_id() != -1) {
-    // A forward call inside the backward pass is activation checkpointing computing a layer again.
-    where.pass = "recomputed forward";
+  } else if (pass == Pass::kRecomputed) {
     where.layer = batch.num_forward - batch.num_backward - 1;
     field = Signature::kRecomputedCalls;
   } else {

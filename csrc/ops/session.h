@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/mask.h"
+#include "servers.h"
 #include "timeline.h"
 #include "transport/failures.h"
 #include "transport/process_group/control.h"
@@ -55,7 +56,7 @@ constexpr bool kHasPeerTransport = true;
 constexpr bool kHasPeerTransport = false;
 #endif
 
-enum class Pass { kForward, kBackward };
+enum class Pass { kForward, kRecomputed, kBackward };
 const char* name_of(Pass pass);
 
 // Names of a session's process groups: rows, agreement on calls, planning. Each is used by nothing
@@ -66,6 +67,7 @@ struct GroupNames {
   std::string control;
   std::string planning;
   std::string node;
+  std::optional<std::string> servers{};  // see Servers; empty on ranks outside, nullopt: no servers
 };
 
 // Where rows go straight to the other ranks' memory.
@@ -107,6 +109,10 @@ class Session {
   at::Tensor peer_memory() const;
   transport::FailureBoard& failures() { return *failures_; }
   transport::ControlPlane& planning() { return *planning_; }
+  // Null in a group without servers.
+  Servers* servers() { return servers_.get(); }
+  // Throws ValueError in such a group.
+  Servers& notices();
   std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
@@ -131,6 +137,8 @@ class Session {
   // calls were announced, the other ranks learn of it in agree(), and the group lives on. Otherwise
   // they wait for rows, and the group is lost.
   void refuse(int64_t step, const std::string& error);
+  // Takes part in agree() on a call that another rank refuses, as a server.
+  void agree_on_refusal(int64_t step);
 
   // heads_q, heads_kv, head_dim and bytes per element of the last new call under a plan; zeros
   // before any.
@@ -186,6 +194,7 @@ class Session {
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;
   std::unique_ptr<transport::ControlPlane> planning_;
+  std::unique_ptr<Servers> servers_;
   std::shared_ptr<transport::Transport> transport_;
   std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
   std::shared_ptr<transport::Transport> hybrid_;  // transport_, and another inside nodes

@@ -67,9 +67,9 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   // Publishes a sentence about several ranks, which all ranks then quote; only the first is kept.
   void announce_mismatch(const std::string& sentence) noexcept;
 
-  // Count the exchanges that this rank begins and completes in a channel: kLayers, kAgreements or
-  // kPlans. `begin` returns the wait for an exchange; `activity` says in words what all ranks do at
-  // this point.
+  // Count the exchanges that this rank begins and completes in a channel: kLayers, kAgreements,
+  // kPlans or kNotices. `begin` returns the wait for an exchange; `activity` says in words what all
+  // ranks do at this point.
   Wait begin(const std::string& channel, const Where& where, const std::string& activity);
   void complete(const std::string& channel);
 
@@ -125,7 +125,7 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   std::atomic<bool> store_is_lost_ = false;
   std::atomic<bool> has_abandoned_ = false;
   mutable std::mutex mutex_;
-  std::vector<Channel> channels_{{kLayers}, {kAgreements}, {kPlans}};
+  std::vector<Channel> channels_{{kLayers}, {kAgreements}, {kPlans}, {kNotices}};
 };
 
 }  // namespace distca::transport

@@ -23,7 +23,8 @@ constexpr std::array kPhases{"an exchange",
                              "opening of peer memory",
                              "join",
                              "attention",
-                             "agreement on a plan"};
+                             "agreement on a plan",
+                             kNotice};
 
 int64_t index_of(Names names, std::string_view name) {
   const auto match = std::find(names.begin(), names.end(), name);
@@ -81,6 +82,7 @@ std::string describe(const Where& where) {
     const auto caller = callers().names.find(where.caller);
     const bool has_name = caller != callers().names.end() && !caller->second.empty();
     if (has_name) text << " (" << caller->second << ")";
+    if (!has_name && where.caller >= 0) text << " (module " << where.caller << ")";
     text << ", " << where.pass << " pass";
   }
   if (where.step >= 0) text << ", step " << where.step;

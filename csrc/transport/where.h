@@ -12,6 +12,8 @@ namespace distca::transport {
 // Phases of a call that moves rows.
 inline constexpr const char* kDispatch = "dispatch";
 inline constexpr const char* kCombine = "combine";
+// Phase of a server that waits for a call.
+inline constexpr const char* kNotice = "the wait for the next call";
 
 // The place in a step where a rank communicates. Ranks compare it, so that rows of one call never
 // serve another, and errors name it.
@@ -44,10 +46,11 @@ Where where_of(uint32_t tag, const Where& near);
 // Sets a caller's name for errors. Callers have the same numbers on all ranks.
 void name_caller(int64_t caller, const std::string& name);
 
-// Channels of a group: calls of attention, agreements on them, and plans.
+// Channels of a group: calls of attention, agreements on them, plans, and notices to servers.
 inline constexpr const char* kLayers = "layers";
 inline constexpr const char* kAgreements = "agreements";
 inline constexpr const char* kPlans = "plans";
+inline constexpr const char* kNotices = "notices";
 
 // Counts the exchanges that a rank has begun in one channel of a group. Ranks that run the same
 // program begin the same exchanges in the same order.

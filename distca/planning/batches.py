@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distca.planning.documents import Documents, runs_of
 from distca.ranks import groups
+from distca.ranks import session as sessions
 
 IGNORE_INDEX = -100  # cross_entropy's default
 
@@ -54,8 +55,8 @@ def shard_batch(
     token. The labels are shifted inside each document before the pack is cut. A rank holds one run
     of tokens. With runs=2, which distca.PingPong needs, it holds one of the pack's first half and
     one of its second (see Documents.sharded). Runs have equal numbers of tokens, or differ by one
-    token if the pack does not divide. `group` defaults as for distca.init. Without
-    torch.distributed this rank holds the whole pack.
+    token if the pack does not divide. `group` defaults as for distca.init, and its servers hold
+    nothing. Without torch.distributed this rank holds the whole pack.
 
     Raises ValueError for other shapes, and as Documents.sharded does.
     """
@@ -63,6 +64,9 @@ def shard_batch(
     if dist.is_available() and dist.is_initialized():
         process_group = groups.resolve(group)
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        session = sessions.find(process_group)
+        if session is not None and session.servers:
+            rank, world_size = session.place()
     labels = tokens if labels is None else labels
     return cut(tokens, lengths, labels, rank, world_size, runs, ignore_index=ignore_index)
 

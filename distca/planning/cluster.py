@@ -1,13 +1,12 @@
 """Who serves attention, how fast, within how much memory, and over which links."""
 
-import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from distca.options import Options, parse_speeds
+from distca.options import Options
 from distca.planning.cost import AttentionShape, measured_links
 from distca.ranks.links import Link, Links
 
@@ -99,14 +98,17 @@ def cluster_of(
     }
     if num_ranks == 1 or not options.enabled:
         return Cluster(num_ranks, **links)
-    speeds = None
-    if options.server_speeds is not None:
-        repeated = itertools.cycle(parse_speeds(options.server_speeds))
-        speeds = tuple(itertools.islice(repeated, num_ranks))
     kept = (kept_limit_bytes or 0, MIN_KEPT_GAIN)
     if options.keep_inputs_gb is not None:
         kept = (int(1e9 * options.keep_inputs_gb), 0.0)
-    return Cluster(num_ranks, speeds, memory_cap_bytes(options), options.rounds, *kept, **links)
+    return Cluster(
+        num_ranks,
+        options.speeds(num_ranks),
+        memory_cap_bytes(options),
+        options.rounds,
+        *kept,
+        **links,
+    )
 
 
 def measures_memory(options: Options) -> bool:

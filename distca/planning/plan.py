@@ -27,6 +27,7 @@ from distca.planning.exchange import (
     HEADER_WORDS,
     MEMORY_WORDS,
     NODE_WORD,
+    SHAPE_WORDS,
     TIMES_WORDS,
     exchange,
     shape_of,
@@ -34,9 +35,10 @@ from distca.planning.exchange import (
 )
 from distca.ranks import memory
 from distca.ranks.links import Links, ranks_of_a_node
+from distca.ranks.notices import Kind, tell
 from distca.ranks.peers import Way
 from distca.ranks.session import Session, configured
-from distca.watching.figures import LINKS, max_over_mean
+from distca.watching.figures import LINKS, max_over_mean, without
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -82,16 +84,20 @@ class PlanReport:
     """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
     keeping: str = ""
     """What limits kept inputs, or why there are none. Empty if nothing may be kept."""
+    servers: list[int] = field(default_factory=list)
+    """Ranks that run no model, and so hold no tokens. imbalance_before leaves them out."""
+    idle: list[int] = field(default_factory=list)
+    """Ranks of speed 0, which compute no attention. imbalance_after leaves them out."""
 
     @property
     def imbalance_before(self) -> float:
-        """max / mean of seconds_before. 1 is perfect balance."""
-        return max_over_mean(self.seconds_before)
+        """max / mean of seconds_before, of the ranks that train. 1 is perfect balance."""
+        return max_over_mean(without(self.servers, self.seconds_before))
 
     @property
     def imbalance_after(self) -> float:
-        """max / mean of seconds_after."""
-        return max_over_mean(self.seconds_after)
+        """max / mean of seconds_after, of the ranks that compute attention."""
+        return max_over_mean(without(self.idle, self.seconds_after))
 
     def figures(self) -> dict[str, float]:
         """Return the figures that logs show. moved_mb: what all ranks send for one layer, forward
@@ -206,13 +212,16 @@ def submit(
     # The newest batch that has no plan of this key yet, else a new one.
     newest = max(batches.values(), default=problem.step)
     batch = newest if batches.get(key) != newest else problem.step
+    shape_words = astuple(shape) if shape is not None else (0,) * SHAPE_WORDS
+    details = [batch, *window_size, documents.chunk_size or 0, device.type == "cuda", *shape_words]
+    tell(session, Kind.PLAN, problem.step, details)
     words = words_of(session, problem.step, key, shape)
     pending = session.planner.submit(
         _solve_together, session, documents, replace(problem, batch=batch), words, device
     )
     plan = documents._plans[key] = Plan(pending, device, session, batch)
     if session.monitor is not None:  # records on the planner thread, which has time
-        can_ping_pong = device.type == "cuda" and session.cut is None
+        can_ping_pong = device.type == "cuda" and session.cut is None and not session.servers
         plan.observer = functools.partial(
             _record, session, plan, problem.step, words, can_ping_pong
         )
@@ -252,7 +261,8 @@ def next_problem(
     session.num_plans += 1
     if session.num_ranks == 1:
         return problem
-    problem = replace(problem, way=session.way, has_halves=has_halves)
+    members = {"way": session.way, "servers": session.servers}
+    problem = replace(problem, **members, has_halves=has_halves)
     calls = ops.agreed_calls(session.group_name, problem.step, *window_size)
     return replace(problem, links=session.links, calls=calls)
 
@@ -294,6 +304,7 @@ class Problem:
     links: Links = Links()  # measured when the group opened
     calls: Tensor | None = None  # those that ranks last agreed on for this window
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
+    servers: tuple[int, ...] = ()  # ranks that run no model
 
 
 def _solve_together(
@@ -396,7 +407,11 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     if problem.num_ranks > 1:
         limit = problem.kept_limit_bytes
         keeping["keeping"] = why_kept(options, problem.device_type, limit, any(kept))
-    report = PlanReport(before, after, *moved, plan_ms, 0.0, **keeping, **gb_per_s_of(cluster))
+    speeds = cluster.speeds or ()
+    idle = [rank for rank, speed in enumerate(speeds) if speed == 0]
+    roles = {"servers": list(problem.servers), "idle": idle}
+    figures = {**keeping, **gb_per_s_of(cluster), **roles}
+    report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
     return Solution(*laid_out, pieces, encoded, shape, report)
 
 

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import ops
+from distca.options import check
 from distca.planning import plan as plans
 from distca.planning.cost import AttentionShape, check_device
 from distca.planning.documents import (
@@ -54,6 +55,7 @@ def plan(
     session = opened(group)
     with announced(session):
         check_documents(documents)
+        session.place()  # servers do not plan
     device = torch.device(device if device is not None else session.device_type)
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:
@@ -77,12 +79,14 @@ def plan_halves(
     its part of the documents' plan. Collective on the first call with this function and window.
     From then on `plan` plans halves too.
 
-    Raises ValueError as `Documents.halves` does; the other ranks of the group are told.
+    Raises ValueError for a group with servers, and as `Documents.halves` does; the other ranks of
+    the group are told.
     """
     halves = documents._halves.get((cut, window_size))
     if halves is not None:
         return halves
     session = opened(plans.group_of(documents))
+    check("servers", session.servers, not session.servers, "none with distca.PingPong")
     try:
         row = cut(documents)
         halves = documents.halves(row, window_size)

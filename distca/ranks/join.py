@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import ops
+from distca.ranks.notices import Kind, tell
 from distca.ranks.session import opened
 
 Batch = TypeVar("Batch")
@@ -37,6 +38,7 @@ def join(
         has_batch = batch is not NONE_LEFT
         if session.num_ranks == 1:
             return session.planner.submit(bool, has_batch)
+        tell(session, Kind.JOIN)
         return session.planner.submit(ops.any_has_batch, session.group_name, has_batch)
 
     coming = next(source, NONE_LEFT)

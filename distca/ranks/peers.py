@@ -50,7 +50,7 @@ def choose_way(options: Options, backend: str, control: ProcessGroup) -> Way:
     access the memory of all others, or if it is "hybrid", rows are on GPUs, and a rank cannot
     access the memory of its node.
     """
-    rank = dist.get_rank(control)
+    rank = control.rank()
     members = _gather(_describe_self(options, backend), control)
     # All ranks decide alike; opening the session compares the options.
     asked = [member["transport"] for member in members]
@@ -139,6 +139,6 @@ def _gather(value: object, control: ProcessGroup) -> list:
     text = json.dumps(value).encode()
     own = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    gathered = own.new_empty(dist.get_world_size(control), MAX_TEXT_BYTES)
+    gathered = own.new_empty(control.size(), MAX_TEXT_BYTES)
     dist.all_gather_into_tensor(gathered, own[None], group=control)
     return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in gathered]

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -12,13 +12,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import _torch_private, ops
-from distca.options import Options
+from distca.options import Options, check
 from distca.ranks import groups
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, measure
 from distca.ranks.memory import KeptMemory
 from distca.ranks.peers import Way, check_transport, choose_way
 from distca.ranks.planner_thread import PlannerThread
+from distca.ranks.world import World, check_servers
 from distca.watching.monitor import Monitor
 from distca.watching.settings import Watching
 from distca.watching.trace import save_spans
@@ -34,13 +35,17 @@ class Session:
     """This rank's part in a group. Groups of its own keep its traffic apart from the model's."""
 
     options: Options
-    group: ProcessGroup  # that init was given
+    group: ProcessGroup | None  # that init was given; None on the launcher's servers
     rank: int
     num_ranks: int
     data: ProcessGroup | None = None  # rows travel here; None with one rank
     planning: ProcessGroup | None = None  # gloo, for pieces, by the planner thread alone
     control: ProcessGroup | None = None  # gloo, for agreement on calls that were not announced
     node: ProcessGroup | None = None  # gloo, of the ranks of this node; None unless hybrid
+    servers: tuple[int, ...] = ()  # ranks that run no model
+    notices: ProcessGroup | None = None  # gloo, of rank 0 and the servers; None on other ranks
+    world: World | None = None  # the launcher's: the session's ranks, beside those of `group`
+    backend: str = ""  # of rows, "cpu:gloo,cuda:nccl"
     way: Way = Way()  # how rows travel, if the attention allows it
     links: Links = Links()  # as measured when it was opened
     memory: KeptMemory = field(default_factory=KeptMemory)
@@ -64,7 +69,8 @@ class Session:
         if times:
             self.times_us, timed, self.timed_step = tuple(times), self.timed_step, None
             # The first of all ranks keeps records.
-            if self.watching.run_dir is not None and 0 in dist.get_process_group_ranks(self.group):
+            keeps = self.world is not None or 0 in dist.get_process_group_ranks(self.group)
+            if self.watching.run_dir is not None and keeps:
                 self.planner.submit(self._save_spans, timed)
         every = self.watching.log_every or TIMED_EVERY
         if self.watching.is_on and self.timed_step is None and step % every == 0:
@@ -85,11 +91,24 @@ class Session:
         return self.data.group_name if self.data is not None else ""
 
     @property
+    def name(self) -> str:
+        """Name of the group that init was given; empty on the launcher's servers."""
+        return self.group.group_name if self.group is not None else ""
+
+    def place(self) -> tuple[int, int]:
+        """Return this rank's number among the ranks that train, and their number. Raises ValueError
+        on a server."""
+        ranks = [rank for rank in range(self.num_ranks) if rank not in self.servers]
+        expected = f"a rank that trains, one of {ranks}; servers call distca.serve"
+        check("rank", self.rank, self.rank in ranks, expected)
+        return ranks.index(self.rank), len(ranks)
+
+    @property
     def device_type(self) -> str:
         """Where this group's attention runs by default."""
         if not torch.cuda.is_available():
             return "cpu"
-        return "cuda" if "nccl" in str(dist.get_backend_config(self.group)) else "cpu"
+        return "cuda" if "nccl" in self.backend else "cpu"
 
     def announce(self, error: BaseException) -> None:
         """Tells the other ranks what went wrong on this one, whatever they are waiting in."""
@@ -114,12 +133,19 @@ def announced(session: Session | None) -> Iterator[None]:
 _sessions: dict[str, Session] = {}  # by name of the group that init was given
 _has_opened = False
 _options, _watching = Options(), Watching()  # for arguments of `init` that are None
+_world: World | None = None  # of sessions over all ranks of the default group
 
 
 def configure(options: Options, watching: Watching | None = None) -> None:
     """Set the defaults of `init`. `watching` defaults to no records. The launcher calls this."""
     global _options, _watching
     _options, _watching = options, watching or Watching()
+
+
+def join_world(world: World) -> None:
+    """Let sessions include servers that are not in the default group. The launcher calls this."""
+    global _world
+    _world = world
 
 
 def configured() -> Options:
@@ -131,6 +157,7 @@ def init(
     group: ProcessGroup | DeviceMesh | None = None,
     options: Options | None = None,
     watching: Watching | None = None,
+    servers: Sequence[int] = (),
 ) -> Session:
     """Open `group` for balanced attention, and make it the default of all calls without a group.
     Collective over the group. For a group that is open already, return its session.
@@ -139,13 +166,17 @@ def init(
     tensor and pipeline parallel coordinate. Pass a ProcessGroup or a DeviceMesh with such axes only
     (`mesh["dp"]`, or the replicas and shards of HSDP). None means all ranks, or the group that init
     was given before. `watching` configures logs and records. `options` and `watching` default to
-    the values passed to `configure`. On CUDA, set the current device first: init measures the links
-    between the current devices of the ranks, unless `options` name their bandwidths.
+    the values passed to `configure`. `servers` are ranks of `group` that run no model: they call
+    `distca.serve` next, and compute attention for the others. Rank 0 is not one of them. Servers
+    hold no tokens and take no part in `distca.plan`. On CUDA, set the current device first: init
+    measures the links between the current devices of the ranks, unless `options` name their
+    bandwidths.
 
     Raises RuntimeError if torch.distributed is not initialised. Raises ValueError if the group is
-    open with other options, or if the mesh has an axis whose ranks share tokens.
+    open with other options or servers, if the mesh has an axis whose ranks share tokens, or if
+    `servers` cannot serve under these options.
     """
-    session = opened(group, options, watching)
+    session = opened(group, options, watching, servers)
     if group is not None:
         groups.set_default(session.group)
     return session
@@ -155,6 +186,7 @@ def opened(
     group: ProcessGroup | DeviceMesh | None = None,
     options: Options | None = None,
     watching: Watching | None = None,
+    servers: Sequence[int] = (),
 ) -> Session:
     """The session of `group` as `init` opens it; the default stays what it is."""
     if not dist.is_available() or not dist.is_initialized():
@@ -165,6 +197,11 @@ def opened(
     group = groups.resolve(group)
     session = find(group)
     if session is not None:
+        if servers and tuple(servers) != session.servers:
+            raise ValueError(
+                f"servers is {tuple(servers)}, but this group was opened with {session.servers}; "
+                "call distca.close(group) first"
+            )
         for name, asked in (("options", options), ("watching", watching)):
             current = getattr(session, name)
             if asked not in (None, current):
@@ -179,27 +216,70 @@ def opened(
                     "distca.close(group) first"
                 )
         return session
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    session = Session(options or _options, group, rank, num_ranks, watching=watching or _watching)
-    if num_ranks > 1:
+    session = Session(
+        options or _options,
+        group,
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        servers=tuple(servers),
+        backend=str(dist.get_backend_config(group)),
+        watching=watching or _watching,
+    )
+    if _world is not None:
+        _check_trains_with(_world, session)
+        session = replace(session, **_world.members())
+    check_servers(session.servers, session.num_ranks, session.options)
+    if _world is not None:
+        _world.announce(session.backend, session.options, session.watching)
+    _start(session)
+    return session
+
+
+def serve_in_world() -> Session | None:
+    """Open the next session of the launcher's servers. None: the ranks that train have ended."""
+    described = _world.next_session()
+    if described is None:
+        return None
+    options, watching = Options(**described["options"]), Watching(**described["watching"])
+    session = Session(
+        options,
+        None,
+        **_world.members(),
+        backend=described["backend"],
+        watching=watching,
+    )
+    _start(session)
+    return session
+
+
+def _check_trains_with(world: World, session: Session) -> None:
+    num_ranks = world.num_ranks - len(world.servers)
+    if session.servers or session.num_ranks != num_ranks:
+        raise ValueError(
+            f"group has {session.num_ranks} ranks and servers {session.servers}; expected all "
+            f"{num_ranks} ranks that train and no servers: those of attention_servers serve them"
+        )
+
+
+def _start(session: Session) -> None:
+    if session.num_ranks > 1:
         try:
             _open_groups(session)
         except ValueError:  # on every rank
             if session.control is not None:
                 _destroy_groups(session)
             raise
-    if session.watching.is_on and dist.get_rank() == 0:
+    if session.watching.is_on and session.group is not None and dist.get_rank() == 0:
         session.monitor = Monitor(session.watching)
     global _has_opened
-    _sessions[group.group_name], _has_opened = session, True
+    _sessions[session.name], _has_opened = session, True
     watch_exits(_sessions.values)
-    if num_ranks > 1 and measures_links(session):
+    if session.num_ranks > 1 and measures_links(session):
         try:
             _measure_links(session)
         except BaseException:
-            close(group)  # tells the others
+            close_session(session)  # tells the others
             raise
-    return session
 
 
 def has_opened() -> bool:
@@ -228,16 +308,21 @@ def _measure_links(session: Session) -> None:
 
 
 def _open_groups(session: Session) -> None:
-    group, options = session.group, session.options
+    group, options, world = session.group, session.options, session.world
     check_transport(options.transport)
-    ranks = dist.get_process_group_ranks(group)
     timeout = timedelta(seconds=options.timeout_s)
-    # Ranks outside a subgroup do not take part; then names are made of what each rank has counted.
-    is_subgroup = len(ranks) < dist.get_world_size()
-    if is_subgroup:
-        _check_equal_group_counts(group)
+    if world is None:
+        ranks = dist.get_process_group_ranks(group)
+        # Ranks outside a subgroup do not take part; then names are made of what each has counted.
+        is_subgroup = len(ranks) < dist.get_world_size()
+        if is_subgroup:
+            _check_equal_group_counts(group)
+    else:
+        ranks = list(range(session.num_ranks))
 
     def new_group(backend: str, timeout: timedelta = timeout, options=None) -> ProcessGroup:
+        if world is not None:
+            return world.new_group(ranks, backend, timeout, options)
         return dist.new_group(
             ranks, timeout, backend, pg_options=options, use_local_synchronization=is_subgroup
         )
@@ -245,9 +330,11 @@ def _open_groups(session: Session) -> None:
     def new_node_group(size: int) -> ProcessGroup:
         first = session.rank // size * size
         node = ranks[first : first + size]
+        if world is not None:
+            return world.new_group(node, "gloo", timeout)
         return dist.new_group(node, timeout, "gloo", use_local_synchronization=True)
 
-    backend = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:gloo"
+    backend = session.backend  # "cpu:gloo,cuda:gloo"
     # Torch warns when it destroys a group that it calls by several devices, unless one is NCCL's.
     if all(each.endswith(":gloo") for each in backend.split(",")):
         backend = "gloo"
@@ -264,20 +351,34 @@ def _open_groups(session: Session) -> None:
     session.way = choose_way(options, backend, session.control)
     if session.way.ranks_per_node > 0:
         session.node = new_node_group(session.way.ranks_per_node)
+    if session.rank in (0, *session.servers) and session.servers:
+        session.notices = _new_notices(session, timeout)
     _open_transport(session)
+
+
+def _new_notices(session: Session, timeout: timedelta) -> ProcessGroup:
+    store, name = session.control.get_group_store(), f"{session.group_name}/notices"
+    ranks = (0, *sorted(session.servers))
+    group = _torch_private.new_group(
+        store, name, ranks.index(session.rank), len(ranks), "gloo", timeout
+    )
+    _torch_private.wait_without_limit(group)  # nobody may need servers for long
+    return group
 
 
 def _open_transport(session: Session) -> None:
     options = session.options
     ops.open_session(
         *(own.group_name for own in (session.data, session.control, session.planning)),
-        f"version {ops.version()} {options}",
+        f"version {ops.version()} {options}"
+        + f" servers {session.servers}" * bool(session.servers),
         options.timeout_s,
         options.transport if options.transport in ops.transports() else "process_group",
         session.way.device,
         int(1e9 * options.peer_memory_gb),
         "" if session.node is None else session.node.group_name,
         session.way.ranks_per_node,
+        None if not session.servers else getattr(session.notices, "group_name", ""),
     )
 
 
@@ -294,6 +395,7 @@ def halves_of(session: Session) -> list[Session]:
     options = replace(session.options, transport="process_group")
     while len(session.halves) < 2:
         half = Session(options, session.group, session.rank, session.num_ranks)
+        half.backend = session.backend
         half.planning, half.planner = session.planning, session.planner
         _open_groups(half)
         session.halves.append(half)
@@ -319,9 +421,8 @@ def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = groups.resolve(group)
-    session = _sessions.get(group.group_name)
     # After torch.distributed was ended and initialised again, a new group has the old one's name.
-    return session if session is not None and session.group is group else None
+    return next((each for each in _sessions.values() if each.group is group), None)
 
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
@@ -334,12 +435,16 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     has closed get an error that names it.
     """
     session = find(group)
-    if session is None:
-        return
+    if session is not None:
+        close_session(session)
+
+
+def close_session(session: Session) -> None:
+    """What `close` does."""
     error = failure_under_way()
     if error is not None:
         session.announce(error)
-    del _sessions[session.group.group_name]
+    del _sessions[session.name]
     if session.group is groups.resolve():
         groups.set_default(None)
     leave(session, "has closed its session")
@@ -347,10 +452,10 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
         return
     if any(ops.may_be_busy(each.group_name) for each in session.parts):
         # Of exchanges that were given up: a group of gloo cannot end before they do.
-        own = _groups_of(session)
-        own += [session.node] if session.node is not None else []
-        gloo = [each for each in own if "nccl" not in str(dist.get_backend_config(each))]
-        ops.keep_groups([each.group_name for each in gloo])
+        own = [*_groups_of(session), session.node, session.notices]
+        if "nccl" in session.backend:
+            own = [each for each in own if each not in [part.data for part in session.parts]]
+        ops.keep_groups([each.group_name for each in own if each is not None])
     for each in session.parts:
         ops.close_session(each.group_name)
     _destroy_groups(session)
@@ -363,6 +468,11 @@ def _groups_of(session: Session) -> list[ProcessGroup]:
 def _destroy_groups(session: Session) -> None:
     # Torch names a group of some ranks by how many groups there are: a destroyed one's name would
     # come back, and with it what its ranks left in the store.
-    if session.num_ranks == dist.get_world_size():
+    if session.notices is not None:
+        _torch_private.end_group(session.notices)
+    if session.world is not None:
+        for own in (*_groups_of(session), *filter(None, [session.node])):
+            _torch_private.end_group(own)
+    elif session.num_ranks == dist.get_world_size():
         for own in _groups_of(session):
             dist.destroy_process_group(own)

@@ -2,7 +2,7 @@
 
 import collections
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 STEPS_FILE = "steps.jsonl"  # of a run's records, a JSON object a line
 SPANS_FOLDER = "spans"  # of a run: when a step's phases began and ended, a file a rank
@@ -18,6 +18,11 @@ def max_over_mean(seconds: Sequence[float]) -> float:
     """Imbalance of one step's ranks; 1 is perfect, also when no rank has work."""
     mean = statistics.fmean(seconds)
     return max(seconds) / mean if mean > 0 else 1.0
+
+
+def without(ranks: Collection[int], values: Sequence[float]) -> list[float]:
+    """Return the values, by rank, of all ranks but these."""
+    return [value for rank, value in enumerate(values) if rank not in ranks]
 
 
 MIN_TIMED = 2  # timed steps before advice

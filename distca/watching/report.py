@@ -6,7 +6,7 @@ as in PlanReport. matplotlib is imported only when something is drawn.
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from distca.watching.figures import (
@@ -15,6 +15,7 @@ from distca.watching.figures import (
     STEPS_FILE,
     ExposedShare,
     max_over_mean,
+    without,
 )
 from distca.watching.trace import chrome_trace, read_spans
 
@@ -55,6 +56,7 @@ def run_summary(steps: Sequence[dict]) -> dict:
     return {
         "steps": len(steps),
         "ranks": len(steps[0]["seconds_before"]),
+        "servers": len(steps[0].get("servers", ())),
         "imbalance_before": statistics.fmean(before),
         "imbalance_before_max": max(before),
         "imbalance_after": statistics.fmean(after),
@@ -77,7 +79,8 @@ def run_summary(steps: Sequence[dict]) -> dict:
 
 def table(values: dict) -> str:
     """A run's summary as lines of text."""
-    rows = {"steps": f"{values['steps']} on {values['ranks']} ranks"}
+    servers = f", {values['servers']} of them servers" if values["servers"] else ""
+    rows = {"steps": f"{values['steps']} on {values['ranks']} ranks{servers}"}
     for name in ("imbalance_before", "imbalance_after"):
         rows[name.replace("_", " ")] = f"{values[name]:.3f} (worst {values[name + '_max']:.3f})"
     rows["attention, predicted"] = f"{values['predicted_speedup']:.2f} times faster"
@@ -116,6 +119,7 @@ def draw_run(folder: str | Path) -> str:
         draw_balance(
             folder / PICTURE_FILE,
             *([step[f"seconds_{when}"] for step in shown] for when in ("before", "after")),
+            **{name: shown[0][name] for name in ("servers", "idle") if shown[0].get(name)},
         )
     except ImportError as error:
         return f"{text}\n{error}"
@@ -143,9 +147,14 @@ def new_figure(width: float, height: float):
 
 
 def draw_balance(
-    path: str | Path, seconds_before: StepsOfRanks, seconds_after: StepsOfRanks
+    path: str | Path,
+    seconds_before: StepsOfRanks,
+    seconds_after: StepsOfRanks,
+    servers: Collection[int] = (),
+    idle: Collection[int] = (),
 ) -> None:
-    """Above: each step's attention time stacked by rank, before and after. Below: max/mean."""
+    """Above: each step's attention time stacked by rank, before and after. Below: max/mean, of
+    ranks that are not `servers` before, and not `idle` after."""
     num_steps, num_ranks = len(seconds_before), len(seconds_before[0])
     figure = new_figure(13, 8)
     figure.suptitle(f"Core attention of {num_steps} steps on {num_ranks} ranks", fontsize=18)
@@ -153,13 +162,17 @@ def draw_balance(
     before = figure.add_subplot(grid[0, 0])
     after = figure.add_subplot(grid[0, 1], sharey=before)
     ratios = figure.add_subplot(grid[1, :])
-    _draw_stack(before, seconds_before, "before planning")
-    _draw_stack(after, seconds_after, "after planning")
+    counted_before, counted_after = (
+        [without(ranks, step) for step in seconds]
+        for ranks, seconds in ((servers, seconds_before), (idle, seconds_after))
+    )
+    _draw_stack(before, seconds_before, counted_before, "before planning")
+    _draw_stack(after, seconds_after, counted_after, "after planning")
     before.set_ylabel("predicted attention time of one layer,\nsum over ranks (ms)", fontsize=12)
     handles, labels = after.get_legend_handles_labels()
     shown = [-1, -2, 0] if num_ranks > MAX_RANKS_IN_LEGEND else range(num_ranks, -1, -1)
     after.legend(*([entries[i] for i in shown] for entries in (handles, labels)), **LEGEND)
-    _draw_ratios(ratios, seconds_before, seconds_after)
+    _draw_ratios(ratios, counted_before, counted_after)
     for axes in (before, after, ratios):
         axes.set_xlabel("step", fontsize=12)
         axes.set_xlim(0.4, num_steps + 0.6)
@@ -170,12 +183,12 @@ def draw_balance(
     figure.savefig(path, dpi=150)
 
 
-def _draw_stack(axes, seconds: StepsOfRanks, name: str) -> None:
-    """On top of the ranks' own time, the time they wait for the slowest."""
+def _draw_stack(axes, seconds: StepsOfRanks, counted: StepsOfRanks, name: str) -> None:
+    """On top of the ranks' own time, the time that the `counted` ones wait for the slowest."""
     from matplotlib import colormaps
 
     steps, num_ranks = range(1, len(seconds) + 1), len(seconds[0])
-    waiting = [len(step) * max(step) - sum(step) for step in seconds]
+    waiting = [len(step) * max(step) - sum(step) for step in counted]
     bottom = [0.0] * len(seconds)
     for rank, layer in enumerate([*zip(*seconds, strict=True), waiting]):
         color = colormaps["viridis"](0.1 + 0.8 * rank / max(1, num_ranks - 1))

@@ -1,0 +1,25 @@
+"""What ranks that train tell the servers of their group, which run no model."""
+
+import enum
+from collections.abc import Sequence
+
+from distca import ops
+
+
+class Kind(enum.IntEnum):
+    """What comes next. Notice::Kind in csrc/ops/servers.h has the same numbers."""
+
+    END = 0
+    PLAN = 1
+    JOIN = 2
+    REFUSED = 3
+    FORWARD = 4
+    RECOMPUTED = 5
+    BACKWARD = 6
+
+
+def tell(session, kind: Kind, step: int = -1, details: Sequence[int] = ()) -> None:
+    """Tell the servers of a session, if it has any. Every rank that trains calls it, in the order
+    in which they take part."""
+    if session.servers:
+        ops.tell_servers(session.group_name, kind, step, details)
