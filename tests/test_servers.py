@@ -146,6 +146,29 @@ def test_results_equal_those_of_one_process(ranks, name):
     assert worst_error(results, run) >= LIMIT
 
 
+def attend_to_chunks(rank: int, world_size: int) -> list[Tensor] | None:
+    """Return results of a layer of whole documents, and one of chunks."""
+    distca.init(options=distca.Options(**FAST_LINKS), servers=(3,) if world_size > 1 else ())
+    if rank == 3:
+        distca.serve()
+        return None
+    torch.manual_seed(rank)
+    documents = distca.Documents([0, 300 if rank == 0 else 7])
+    leaves = [
+        torch.randn(documents.num_tokens, 2, 8, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    ]
+    out = sum(distca.core_attention(*leaves, each) for each in (documents, documents.chunked(100)))
+    out.square().sum().backward()
+    distca.close()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def test_servers_take_part_in_plans_of_chunks(ranks):
+    served, alone = ranks(4).run(attend_to_chunks)[0], ranks(1).run(attend_to_chunks)[0]
+    assert max(map(oracle.max_error, served, alone)) < LIMIT
+
+
 def call_with_refusals(rank: int, world_size: int, refusing: int) -> list:
     """Return what each of three steps came to: a refusal, a number of heads that ranks do not
     share, and results."""
