@@ -16,7 +16,6 @@ from distca.planning.plan import PlanReport
 from distca.report import main
 from distca.watching import report
 from distca.watching.monitor import (
-    PREDICTED_BYTES,
     PREDICTED_SECONDS,
     Monitor,
     line,
@@ -69,7 +68,7 @@ def test_a_run_writes_its_records_and_its_summary(ranks, tmp_path):
     plans = json.loads(json.dumps(recorded[0]))
     assert steps[1:] == plans[1:], "rank 0's plans, in order"
     scaled = {name for name, value in plans[0].items() if steps[0][name] != value}
-    assert scaled == {"moved_mb", *PREDICTED_SECONDS, *PREDICTED_BYTES}
+    assert scaled == {"moved_mb", "bytes_out", "bytes_in", *PREDICTED_SECONDS}  # none are kept
     timed = [step["attention_ms"] for step in steps]
     assert timed[0] == timed[1] == [] and len(timed[2]) == 3 and min(timed[2]) > 0
     assert timed[2] == timed[3] != timed[4], "every second step is timed, and shown two steps later"
@@ -206,7 +205,8 @@ def test_exposed_communication_asks_for_ping_pong_once(monkeypatch, caplog, tmp_
 
 
 def test_predictions_for_an_assumed_shape_are_scaled_to_the_known_one(tmp_path):
-    monitor, record = Monitor(distca.Watching(run_dir=str(tmp_path))), plan_report().record()
+    monitor = Monitor(distca.Watching(run_dir=str(tmp_path)))
+    record = {**plan_report().record(), "kept_mb": 12e-6, "kept_bytes": [4, 8]}
     for step in range(2):
         monitor.record(step, record, work=(8.0, 6.0), is_assumed=True)
     assert (tmp_path / "steps.jsonl").read_text() == ""
@@ -218,7 +218,9 @@ def test_predictions_for_an_assumed_shape_are_scaled_to_the_known_one(tmp_path):
     for each, seconds, moved in zip(steps, (0.25, 0.25, 1, 1), (0.5, 0.5, 1, 1), strict=True):
         assert each["seconds_before"] == [seconds * value for value in record["seconds_before"]]
         assert each["bytes_in"] == [moved * value for value in record["bytes_in"]]
+        assert each["kept_bytes"] == [moved * value for value in record["kept_bytes"]]
         assert each["moved_mb"] == moved * record["moved_mb"]
+        assert each["kept_mb"] == moved * record["kept_mb"]
         assert each["imbalance_before"] == record["imbalance_before"]
 
 

@@ -15,7 +15,9 @@ from distca.watching.report import draw_run
 from distca.watching.settings import Watching
 from distca.watching.trace import forget_spans
 
-PREDICTED_SECONDS, PREDICTED_BYTES = ("seconds_before", "seconds_after"), ("bytes_out", "bytes_in")
+PREDICTED_SECONDS = ("seconds_before", "seconds_after")
+PREDICTED_BYTES = ("bytes_out", "bytes_in", "kept_bytes")
+PREDICTED_MB = ("moved_mb", "kept_mb")
 MAX_EARLY = 16  # records that wait for the shape of attention
 HIDDEN_MS = 0.1  # a plan that was waited for less than this is called hidden
 
@@ -138,7 +140,7 @@ def scaled(record: Mapping, seconds: float, moved: float) -> dict:
     are approximate: rows of queries and of keys count alike."""
     return {
         **record,
-        "moved_mb": moved * record["moved_mb"],
+        **{name: moved * record[name] for name in PREDICTED_MB},
         **{name: [seconds * each for each in record[name]] for name in PREDICTED_SECONDS},
         **{name: [round(moved * each) for each in record[name]] for name in PREDICTED_BYTES},
     }
