@@ -35,6 +35,16 @@ class Run:
     device: str = "cpu"
 
 
+def close(rank: int, world_size: int) -> None:
+    distca.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed_sessions(ranks):
+    """Close the session that tests of another file left open, which has no servers."""
+    ranks(4).run(close)
+
+
 def documents_of(case: Case, place: tuple[int, int]) -> distca.Documents:
     if case.sharded:
         return distca.Documents.sharded(case.all_lengths, *place)
