@@ -153,7 +153,7 @@ TORCH_LIBRARY(distca, m) {
           if (session->servers() != nullptr) session->servers()->end();
           session->failures().leave(how);
         });
-  // Servers, which run no model: see servers.h. Notices are [20] words. tell_servers: before a
+  // Servers, which run no model: see servers.h, also for notices. tell_servers: before a
   // collective on the planning group. serve_call: computes the tasks of a call for which a notice
   // came, under its plan; returns the kept inputs. agree_on_refusal: for a call that was refused.
   m.def("tell_servers(str group_name, int kind, int step, int[] details) -> ()",
