@@ -87,6 +87,10 @@ DeviceTiles tiles_of(const TaskList& list, int32_t tile_rows) {
           .num_runs = static_cast<int32_t>(words.host[1])};
 }
 
+Widths widths_of(const at::Tensor& q, const at::Tensor& v) {
+  return computed_widths(q.size(2), v.size(2));
+}
+
 Window window_of(const Mask& mask) {
   const auto side = [](int64_t width) {
     return static_cast<int32_t>(std::min<int64_t>(width, int64_t{1} << 30));
@@ -110,7 +114,8 @@ bool is_deterministic(const Params& params) {
 }
 
 void forward(const ForwardRows& rows, const Params& params) {
-  const DeviceTiles tiles = tiles_of(rows.tasks, forward_tile_rows(rows.q.size(2)));
+  const DeviceTiles tiles =
+      tiles_of(rows.tasks, forward_tile_rows(widths_of(rows.q, rows.v).queries));
   if (tiles.num_tiles == 0) return;
   const at::Tensor q = aligned(rows.q), k = aligned(rows.k), v = aligned(rows.v);
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
@@ -132,7 +137,8 @@ void forward(const ForwardRows& rows, const Params& params) {
 // dq is summed in float32 in no fixed order. In deterministic mode it is summed in fixed point, so
 // that equal inputs give equal bits, whatever the order of tasks.
 void backward(const BackwardRows& rows, const Params& params) {
-  const DeviceTiles tiles = tiles_of(rows.tasks, backward_tile_rows(rows.q.size(2)));
+  const DeviceTiles tiles =
+      tiles_of(rows.tasks, backward_tile_rows(widths_of(rows.q, rows.v).queries));
   if (tiles.num_tiles + tiles.num_blocks == 0) return;
   const bool takes_delta = rows.saved.delta.defined();
   const at::Tensor q = aligned(rows.q), k = aligned(rows.k), v = aligned(rows.v),
@@ -179,7 +185,7 @@ Backend backend() {
           .device = at::kCUDA,
           .dtypes = {at::kBFloat16, at::kHalf},
           .head_dim_multiple = 8,
-          .max_head_dim = 128,
+          .max_head_dim = 256,
           .takes_any_scale = false,
           .takes = is_sm90,
           .forward = forward,

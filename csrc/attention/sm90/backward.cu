@@ -2,6 +2,7 @@
 
 #include "backward_feed.cuh"
 #include "backward_sums.cuh"
+#include "backward_wide.cuh"
 #include "launch.cuh"
 
 // Persistent blocks take tickets, a (key block, kv head) each. An item's keys, values, dK and dV
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   using Memory = BackwardMemory<Shape>;
   const uint32_t shared = shared_address(in_block(0));
   if ((shared & 1023) != 0) __trap();
-  if (threadIdx.x == 0) init_barriers(shared + Memory::kBarriers);
+  if (threadIdx.x == 0) init_barriers<Shape>(shared + Memory::kBarriers);
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
@@ -32,12 +33,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (threadIdx.x == 64) feed.take_grads();
   } else {
     take_registers<Shape::kKeyRegisters>();
-    KeyWarpgroup<Shape> keys{arguments,
-                             shared,
-                             warpgroup - 1,
-                             static_cast<int>(threadIdx.x % 128) / 32,
-                             in_register(threadIdx.x % 32),
-                             arguments.softmax_scale * kLog2E};
+    using Warpgroup = std::conditional_t<Shape::kIsWide, WideWarpgroup<Shape>, KeyWarpgroup<Shape>>;
+    Warpgroup keys{{arguments, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128) / 32,
+                    in_register(threadIdx.x % 32), arguments.softmax_scale * kLog2E}};
     keys.run();
   }
 #endif
@@ -48,23 +46,24 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = BackwardMemory<Shape>::kBytes;
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const auto heads_kv = static_cast<int32_t>(call.k.heads);
-  const BackwardArguments arguments{.q = make_ragged_map(call.q, Shape::kRows),
-                                    .k = make_ragged_map(call.k, kKeyBlockRows),
-                                    .v = make_ragged_map(call.v, kKeyBlockRows),
-                                    .grad_out = make_ragged_map(call.grad_out, Shape::kRows),
-                                    .dk = make_ragged_map(call.dk, kKeyBlockRows),
-                                    .dv = make_ragged_map(call.dv, kKeyBlockRows),
-                                    .tiles = call.tiles.tiles,
-                                    .blocks = call.tiles.blocks,
-                                    .ticket = call.ticket,
-                                    .num_items = call.tiles.num_blocks * heads_kv,
-                                    .heads_q = heads_q,
-                                    .heads_kv = heads_kv,
-                                    .heads_per_key = heads_q / heads_kv,
-                                    .row_stats = call.row_stats,
-                                    .dq_sums = call.dq_sums,
-                                    .window = call.window,
-                                    .softmax_scale = call.softmax_scale};
+  const BackwardArguments arguments{
+      .q = make_ragged_map(call.q, Shape::kRows),
+      .k = make_ragged_map(call.k, Shape::kKeyRows),
+      .v = make_ragged_map(call.v, Shape::kKeyRows),
+      .grad_out = make_ragged_map(call.grad_out, Shape::kRows),
+      .dk = make_ragged_map(call.dk, Shape::kKeyRows),
+      .dv = make_ragged_map(call.dv, Shape::kKeyRows),
+      .tiles = call.tiles.tiles,
+      .blocks = call.tiles.blocks,
+      .ticket = call.ticket,
+      .num_items = call.tiles.num_blocks * (kKeyBlockRows / Shape::kKeyRows) * heads_kv,
+      .heads_q = heads_q,
+      .heads_kv = heads_kv,
+      .heads_per_key = heads_q / heads_kv,
+      .row_stats = call.row_stats,
+      .dq_sums = call.dq_sums,
+      .window = call.window,
+      .softmax_scale = call.softmax_scale};
   const int num_blocks = std::min(arguments.num_items, num_multiprocessors());
   launch_kernel(backward_kernel<Shape>, {num_blocks, Shape::kThreads, kSharedBytes}, stream,
                 arguments);
@@ -74,8 +73,9 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
 
 BackwardSizes backward_sizes(const BackwardCall& call) {
   const int64_t num_tiles = call.tiles.num_tiles * call.q.heads;
-  const int32_t rows = backward_tile_rows(call.q.head_dim);
-  return {.dq_sums = num_tiles * rows * computed_head_dim(call.q.head_dim) * 4,
+  const int32_t width = computed_widths(call.q.head_dim, call.v.head_dim).queries;
+  const int32_t rows = backward_tile_rows(width);
+  return {.dq_sums = num_tiles * rows * width * 4,
           .row_stats = num_tiles * 3 * 4 * stats_pitch(rows),
           .bounds = call.tiles.num_runs * call.k.heads * 2 * 4};
 }
@@ -83,11 +83,11 @@ BackwardSizes backward_sizes(const BackwardCall& call) {
 void backward(const BackwardCall& call, cudaStream_t stream) {
   prepare_rows(call, stream);
   if (call.tiles.num_blocks > 0) {
-    by_element_and_head_dim(call.q, [&]<typename T, int kHeadDim>() {
+    by_element_and_widths(call.q, call.v, [&]<typename T, int kHeadDim, int kValueDim>() {
       if (call.deterministic) {
-        launch<BackwardShape<T, kHeadDim, true>>(call, stream);
+        launch<BackwardShape<T, kHeadDim, kValueDim, true>>(call, stream);
       } else {
-        launch<BackwardShape<T, kHeadDim, false>>(call, stream);
+        launch<BackwardShape<T, kHeadDim, kValueDim, false>>(call, stream);
       }
     });
   }

@@ -9,15 +9,19 @@ namespace distca::attention::sm90 {
 
 // Run by run, so that the queries in use stay in cache; in a run as many heads at once as give
 // every multiprocessor several items, the longest first.
+template <int kKeyRows>
 __device__ __forceinline__ BackwardItem item_of(int32_t number,
                                                 const BackwardArguments& arguments) {
-  const KeyBlock* any = arguments.blocks + number / arguments.heads_kv;
+  constexpr int32_t kParts = kKeyBlockRows / kKeyRows;  // of a block
+  const KeyBlock* any = arguments.blocks + number / (arguments.heads_kv * kParts);
   const int32_t first = any->first_of_run, count = any->num_of_run;
-  const HeadGroup group =
-      head_group(number - first * arguments.heads_kv, count, arguments.heads_kv, 1);
-  const KeyBlock& block = arguments.blocks[first + group.in_group / group.num_heads];
-  return {block.k_row,
-          block.num_rows,
+  const HeadGroup group = head_group(number - first * kParts * arguments.heads_kv, count * kParts,
+                                     arguments.heads_kv, 1);
+  const int32_t part = group.in_group / group.num_heads;
+  const KeyBlock& block = arguments.blocks[first + part / kParts];
+  const int32_t first_row = part % kParts * kKeyRows;
+  return {block.k_row + first_row,
+          kParts == 1 ? block.num_rows : max(0, min(kKeyRows, block.num_rows - first_row)),
           group.first_head + group.in_group % group.num_heads,
           (block.last_tile - block.first_tile) * arguments.heads_per_key,
           block.first_tile,
@@ -32,7 +36,9 @@ template <typename Shape>
 struct BackwardFeed {
   using Memory = BackwardMemory<Shape>;
   using Keys = typename Shape::Keys;
+  using Values = typename Shape::Values;
   using Queries = typename Shape::Queries;
+  using GradOuts = typename Shape::GradOuts;
 
   const BackwardArguments& arguments;
   uint32_t shared;
@@ -40,14 +46,17 @@ struct BackwardFeed {
   __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
     return ring_at(shared + Memory::kBarriers, which);
   }
+  __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
+    return ring_at<Shape::kSlots>(shared + Memory::kBarriers, which);
+  }
 
   __device__ __forceinline__ BackwardItem& item_slot(uint32_t n) const {
-    return in_block<BackwardItem>(Memory::kItems)[Ring<2>::stage(n)];
+    return in_block<BackwardItem>(Memory::kItems)[Ring<Shape::kSlots>::stage(n)];
   }
 
   // The n-th item, once it is known; num_rows is -1 after the last.
   __device__ __forceinline__ const BackwardItem& item(uint32_t n) const {
-    ring(kItemFull).wait(n);
+    slot_ring(kItemFull).wait(n);
     return item_slot(n);
   }
 
@@ -63,16 +72,17 @@ struct BackwardFeed {
   // before the other thread has read that item.
   __device__ __forceinline__ void bring_keys() {
     for (uint32_t n = 0;; ++n) {
-      if (n > 0) ring(kItemAsked).wait_idle(n - 1);
+      if (n > 0) slot_ring(kItemAsked).wait_idle(n - 1);
       const int32_t number = atomicAdd(arguments.ticket, 1);
-      ring(kSlotEmpty).wait_before(n);
+      slot_ring(kSlotEmpty).wait_before(n);
       BackwardItem& item = item_slot(n);
       item.num_rows = -1;
-      if (number < arguments.num_items) item = item_of(number, arguments);
-      ring(kItemFull).arrive(n);
+      if (number < arguments.num_items) item = item_of<Shape::kKeyRows>(number, arguments);
+      slot_ring(kItemFull).arrive(n);
       if (item.num_rows < 0) return;
-      bring<Keys>(&arguments.k, ring(kKeyFull).barrier(n), Memory::key(n), rows_of(item));
-      bring<Keys>(&arguments.v, ring(kValueFull).barrier(n), Memory::value(n), rows_of(item));
+      bring<Keys>(&arguments.k, slot_ring(kKeyFull).barrier(n), Memory::key(n), rows_of(item));
+      bring<Values>(&arguments.v, slot_ring(kValueFull).barrier(n), Memory::value(n),
+                    rows_of(item));
     }
   }
 
@@ -99,7 +109,7 @@ struct BackwardFeed {
     bring<Queries>(&arguments.q, ring(kQueryFull).barrier(i), Memory::query(i), rows);
     load_stats(i, index);
     ring(kGradOutEmpty).wait_before(i);
-    bring<Queries>(&arguments.grad_out, ring(kGradOutFull).barrier(i), Memory::grad_out(i), rows);
+    bring<GradOuts>(&arguments.grad_out, ring(kGradOutFull).barrier(i), Memory::grad_out(i), rows);
   }
 
   // Item by item, the i-th tile of all. What the item says is read again as needed: registers are
@@ -118,7 +128,7 @@ struct BackwardFeed {
           ++head;
         }
       }
-      ring(kItemAsked).arrive(n);
+      slot_ring(kItemAsked).arrive(n);
     }
   }
 
@@ -128,12 +138,12 @@ struct BackwardFeed {
       const BackwardItem from = item(n);
       if (from.num_rows < 0) return;
       const RowRange rows = rows_of(from);
-      ring(kSlotStaged).wait_idle(n);
-      store_tile<Keys>(&arguments.dv, rows, shared + Memory::value(n));
+      slot_ring(kSlotStaged).wait_idle(n);
+      store_tile<Values>(&arguments.dv, rows, shared + Memory::value(n));
       store_tile<Keys>(&arguments.dk, rows, shared + Memory::key(n));
       copies_commit();
       copies_wait_read();
-      ring(kSlotEmpty).arrive(n);
+      slot_ring(kSlotEmpty).arrive(n);
     }
   }
 };

@@ -86,14 +86,16 @@ __global__ void bound_kernel(const BoundArguments<T> arguments) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / (8 * kLanes); ++i) {
         const int column = 8 * (lane + kLanes * i);
-        if (column >= arguments.k.head_dim) break;
-        float k[8], v[8];
-        load(arguments.k.at(block.k_row + row, head) + column, k);
-        load(arguments.v.at(block.k_row + row, head) + column, v);
+        float values[8];
+        if (column < arguments.k.head_dim) {
+          load(arguments.k.at(block.k_row + row, head) + column, values);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          square += v[j] * v[j];
-          largest_key = max(largest_key, __float_as_int(fabsf(k[j])));
+          for (float value : values) largest_key = max(largest_key, __float_as_int(fabsf(value)));
+        }
+        if (column < arguments.v.head_dim) {
+          load(arguments.v.at(block.k_row + row, head) + column, values);
+#pragma unroll
+          for (float value : values) square += value * value;
         }
       }
     }
@@ -194,7 +196,7 @@ struct FinishArguments {
   float softmax_scale;
 };
 
-// Where KeyWarpgroup::add_dq left word `word` of a tile's sums: in the order of the products'
+// Where TileSteps::add_dq left word `word` of a tile's sums: in the order of the products'
 // registers, kAtOnce of a thread's side by side.
 struct SumPlace {
   int row;
@@ -202,13 +204,13 @@ struct SumPlace {
 };
 template <int kHeadDim, int kAtOnce>
 __device__ SumPlace sum_place(int word) {
-  const int warpgroup = word / 4096, thread = word / kAtOnce % 128;
+  const int piece = word / 4096, thread = word / kAtOnce % 128;
   const int e = word % 4096 / (128 * kAtOnce) * kAtOnce + word % kAtOnce;
   const int warp = thread / 32, lane = thread % 32;
   const int row = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
   const int column = 16 * warp + lane / 4 + 8 * (e >> 1 & 1);
-  if constexpr (kHeadDim == 128) return {row, column + 64 * warpgroup};
-  return {row + 64 * warpgroup, column};
+  if constexpr (kHeadDim == 64) return {row + 64 * piece, column};
+  return {row, column + 64 * piece};
 }
 
 // One block per (tile, head) takes sums to rows, by way of shared memory.
@@ -296,14 +298,16 @@ void finish(const BackwardCall& call, cudaStream_t stream) {
 
 void prepare_rows(const BackwardCall& call, cudaStream_t stream) {
   if (call.tiles.num_tiles == 0) return;
-  by_element_and_head_dim(call.q,
-                          [&]<typename T, int kHeadDim>() { prepare<T, kHeadDim>(call, stream); });
+  by_element_and_widths(call.q, call.v, [&]<typename T, int kHeadDim, int kValueDim>() {
+    prepare<T, kHeadDim>(call, stream);
+  });
 }
 
 void finish_dq(const BackwardCall& call, cudaStream_t stream) {
   if (call.tiles.num_tiles == 0) return;
-  by_element_and_head_dim(call.q,
-                          [&]<typename T, int kHeadDim>() { finish<T, kHeadDim>(call, stream); });
+  by_element_and_widths(call.q, call.v, [&]<typename T, int kHeadDim, int kValueDim>() {
+    finish<T, kHeadDim>(call, stream);
+  });
 }
 
 }  // namespace distca::attention::sm90

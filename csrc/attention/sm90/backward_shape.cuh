@@ -24,26 +24,33 @@ struct BackwardArguments {
   float softmax_scale;
 };
 
-template <typename T, int kHeadDim_, bool kDeterministic_>
+template <typename T, int kHeadDim_, int kValueDim_, bool kDeterministic_>
 struct BackwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
+  // Above 128, dK and dV of 64 keys are too wide for one warpgroup's registers: see backward_wide.
+  static constexpr bool kIsWide = kHeadDim > 128;
   static constexpr bool kDeterministic = kDeterministic_;
   // Whether the softmax overlaps the product of dP instead of following it: see wait_for_room. At
   // 64 this gains up to 3 %; at 128 it costs as much in deterministic mode on short documents.
   static constexpr bool kSoftmaxFirst = kHeadDim_ == 64;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
+  static constexpr int kKeyRows = kIsWide ? 64 : kKeyBlockRows;  // of an item
+  static constexpr int kSlots = kIsWide ? 1 : 2;                 // of items
   static constexpr int kThreads = 3 * 128;
   // Of a thread of either kind. The kernel is launched with 168 for each thread of its three
   // warpgroups, so that more than 504 for one thread of each would never be granted.
   static constexpr int kFeedRegisters = 24;
   static constexpr int kKeyRegisters = 240;
   using Queries = SharedTile<kRows, kHeadDim>;
-  using Keys = SharedTile<kKeyBlockRows, kHeadDim>;
-  using GradScores = SharedTile<kKeyBlockRows, kRows>;
+  using GradOuts = SharedTile<kRows, kValueDim>;
+  using Keys = SharedTile<kKeyRows, kHeadDim>;
+  using Values = SharedTile<kKeyRows, kValueDim>;
+  using GradScores = SharedTile<kKeyRows, kRows>;
 };
 
-// A key block and head; num_rows is -1 when there is no more.
+// Keys of a block, kKeyRows at most, and a head; num_rows is -1 when there is no more.
 struct alignas(16) BackwardItem {
   int32_t k_row;
   int32_t num_rows;
@@ -75,37 +82,42 @@ enum BackwardBarrier : uint32_t {
   kGradOutEmpty = 18,
   kGradScoreFull = 20,
   kGradScoreEmpty = 22,
-  kNumBarriers = 24
+  kProbabilityFull = 24,
+  kProbabilityEmpty = 26,
+  kNumBarriers = 28
 };
 constexpr uint32_t kFirstByWarps = kSlotStaged;  // from there on all key warps arrive
 
-// Offsets in shared memory. Two slots of keys and values, so that the next item's come while this
-// one's are in use; two stages of queries and dO, two buffers of dS.
+// Offsets in shared memory. Two slots of keys and values, if there is room, so that the next item's
+// come while this one's are in use; two stages of queries and dO, two buffers of dS. Wide shapes
+// also pass P from one warpgroup to the other.
 template <typename Shape>
 struct BackwardMemory {
-  static constexpr uint32_t kSlotBytes = 2 * Shape::Keys::kBytes;
-  static constexpr uint32_t kQuery = 2 * kSlotBytes;
+  static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
+  static constexpr uint32_t kQuery = Shape::kSlots * kSlotBytes;
   static constexpr uint32_t kGradOut = kQuery + 2 * Shape::Queries::kBytes;
-  static constexpr uint32_t kGradScore = kGradOut + 2 * Shape::Queries::kBytes;
-  static constexpr uint32_t kStats = kGradScore + 2 * Shape::GradScores::kBytes;
+  static constexpr uint32_t kGradScore = kGradOut + 2 * Shape::GradOuts::kBytes;
+  static constexpr uint32_t kProbability = kGradScore + 2 * Shape::GradScores::kBytes;
+  static constexpr uint32_t kStats =
+      kProbability + (Shape::kIsWide ? Shape::kKeyRows * Shape::kRows * sizeof(float) : 0);
   static constexpr uint32_t kVectorBytes = 4 * stats_pitch(Shape::kRows);
   static constexpr uint32_t kQuanta = kStats + 4 * kVectorBytes;
   static constexpr uint32_t kTiles = kQuanta + (Shape::kDeterministic ? 4 * kVectorBytes : 0);
   static constexpr uint32_t kItems = kTiles + 2 * sizeof(StagedTile);
-  static constexpr uint32_t kBarriers = kItems + 2 * sizeof(BackwardItem);
+  static constexpr uint32_t kBarriers = kItems + Shape::kSlots * sizeof(BackwardItem);
   static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * kNumBarriers;
   static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
 
   // Of item n, and of tile i, both counted over all items of the block.
-  static __device__ uint32_t key(uint32_t n) { return Ring<2>::stage(n) * kSlotBytes; }
+  static __device__ uint32_t key(uint32_t n) { return Ring<Shape::kSlots>::stage(n) * kSlotBytes; }
   static __device__ uint32_t value(uint32_t n) { return key(n) + Shape::Keys::kBytes; }
   static __device__ uint32_t query(uint32_t i) {
     return kQuery + Ring<2>::stage(i) * Shape::Queries::kBytes;
   }
   static __device__ uint32_t grad_out(uint32_t i) {
-    return kGradOut + Ring<2>::stage(i) * Shape::Queries::kBytes;
+    return kGradOut + Ring<2>::stage(i) * Shape::GradOuts::kBytes;
   }
   static __device__ uint32_t grad_score(uint32_t i) {
     return kGradScore + Ring<2>::stage(i) * Shape::GradScores::kBytes;
@@ -118,10 +130,17 @@ struct BackwardMemory {
 };
 
 // Statistics of a stage are announced apart from its queries.
+template <typename Shape>
 __device__ __forceinline__ void init_barriers(uint32_t barriers) {
   for (uint32_t i = 0; i < kNumBarriers; ++i) {
-    const bool by_two = i / 2 == kQueryFull / 2;
-    barrier_init(ring_at(barriers, i).barrier(0), by_two ? 2 : i < kFirstByWarps ? 1 : 8);
+    const uint32_t which = i & ~1u;
+    const bool by_one_warpgroup =
+        Shape::kIsWide && (which == kGradScoreFull || which >= kProbabilityFull);
+    const uint32_t num_arrivals = which == kQueryFull     ? 2
+                                  : which < kFirstByWarps ? 1
+                                  : by_one_warpgroup      ? 4
+                                                          : 8;
+    barrier_init(ring_at(barriers, i).barrier(0), num_arrivals);
   }
   barrier_init_fence();
 }

@@ -5,6 +5,7 @@
 #include "kernels.h"
 #include "launch.cuh"
 #include "ring.cuh"
+#include "softmax.cuh"
 #include "tile_io.cuh"
 
 // One block per multiprocessor takes tickets, a (tile, head) each, longest first. One thread turns
@@ -15,22 +16,28 @@
 namespace distca::attention::sm90 {
 namespace {
 
-template <typename T, int kHeadDim_, int kWarpgroups_, int kRegisters_, int kProducerRegisters_,
-          bool kHasPolynomials_>
+template <typename T, int kHeadDim_, int kValueDim_, int kKeyRows_, int kWarpgroups_,
+          int kRegisters_, int kProducerRegisters_, bool kHasPolynomials_>
 struct ForwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
+  static constexpr int kKeyRows = kKeyRows_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kRegisters = kRegisters_;
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr bool kHasPolynomials = kHasPolynomials_;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  // Wide heads leave room for one tile of queries. Results take its place.
+  static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
   // In tiles with more rows than a block has keys, most causal tiles have blocks that only some
   // warpgroups see. In others such blocks are rare, and the code to skip them costs 3 %.
   static constexpr bool kSkipsBlocks = kRows > kKeyBlockRows;
   using Queries = SharedTile<kRows, kHeadDim>;
-  using Keys = SharedTile<kKeyBlockRows, kHeadDim>;
+  using Results = SharedTile<kRows, kValueDim>;
+  using Keys = SharedTile<kKeyRows, kHeadDim>;
+  using Values = SharedTile<kKeyRows, kValueDim>;
 };
 
 enum Barrier : uint32_t {
@@ -45,17 +52,20 @@ enum Barrier : uint32_t {
   kNumBarriers = kJobEmpty + 2
 };
 
-// Offsets in shared memory: two stages of all but the results.
+// Offsets in shared memory: two stages of keys, values and jobs.
 template <typename Shape>
 struct ForwardMemory {
+  static constexpr bool kOutIsQuery = Shape::kQueryStages == 1;
   static constexpr uint32_t kQuery = 0;
-  static constexpr uint32_t kOut = kQuery + 2 * Shape::Queries::kBytes;
-  static constexpr uint32_t kKey = kOut + Shape::Queries::kBytes;
+  static constexpr uint32_t kQueryEnd = kQuery + Shape::kQueryStages * Shape::Queries::kBytes;
+  static constexpr uint32_t kOut = kOutIsQuery ? kQuery : kQueryEnd;
+  static constexpr uint32_t kKey = kOutIsQuery ? kQueryEnd : kOut + Shape::Results::kBytes;
   static constexpr uint32_t kValue = kKey + 2 * Shape::Keys::kBytes;
-  static constexpr uint32_t kJobs = kValue + 2 * Shape::Keys::kBytes;
+  static constexpr uint32_t kJobs = kValue + 2 * Shape::Values::kBytes;
   static constexpr uint32_t kStarts = kJobs + 2 * sizeof(Job);
   static constexpr uint32_t kBarriers = kStarts + 2 * sizeof(int32_t);
   static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * kNumBarriers;
+  static_assert(!kOutIsQuery || Shape::Results::kBytes <= Shape::Queries::kBytes);
   static_assert(kJobs % alignof(Job) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
 };
@@ -68,7 +78,7 @@ __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, 
     Job job;
     do {
       const int32_t item = atomicAdd(arguments.ticket, 1);
-      job = item < arguments.num_items ? job_of(item, arguments) : Job{.head = -1};
+      job = item < arguments.num_items ? job_of<Shape::kKeyRows>(item, arguments) : Job{.head = -1};
     } while (job.pairs_heads && job.head % 2 != 0);
     in_block<Job>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)] = job;
     ring_at(barriers, kJobFull).arrive(i);
@@ -81,7 +91,9 @@ template <typename Shape>
 struct ForwardProducer {
   using Memory = ForwardMemory<Shape>;
   using Keys = typename Shape::Keys;
+  using Values = typename Shape::Values;
   using Queries = typename Shape::Queries;
+  using QueryRing = Ring<Shape::kQueryStages>;
 
   const ForwardArguments& arguments;
   uint32_t shared;
@@ -89,11 +101,17 @@ struct ForwardProducer {
   uint32_t num_blocks = 0, num_queries = 0;
 
   __device__ __forceinline__ void bring(const Job& job) {
-    const BlockRange blocks = blocks_of(job.tile, arguments.window);
-    const uint32_t stage = Ring<2>::stage(num_queries);
-    const uint32_t query_full = ring_at(barriers, kQueryFull).barrier(num_queries);
-    ring_at(barriers, kQueryEmpty).wait_before(num_queries++);
-    const int32_t start = job.front.start(job.tile, blocks);
+    const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
+    const uint32_t stage = QueryRing::stage(num_queries);
+    const QueryRing empty = ring_at<Shape::kQueryStages>(barriers, kQueryEmpty);
+    const uint32_t query_full =
+        ring_at<Shape::kQueryStages>(barriers, kQueryFull).barrier(num_queries);
+    if constexpr (!Memory::kOutIsQuery) empty.wait_before(num_queries++);
+    const int32_t start = job.front.start<Shape::kKeyRows>(job.tile, blocks);
+    if constexpr (Memory::kOutIsQuery) {
+      bring_keys(rows_of(job, start), num_blocks);
+      empty.wait_before(num_queries++);
+    }
     in_block<int32_t>(Memory::kStarts)[stage] = start;
     constexpr uint32_t kPartBytes = Queries::kBytes / Shape::kWarpgroups;
     uint32_t num_parts = 0;
@@ -105,30 +123,65 @@ struct ForwardProducer {
                          &arguments.q, {part.head, part.tile.q_row, part.tile.num_rows},
                          query_full);
     }
-    bring_blocks(job, start, blocks.first);
-    if (start + 1 < blocks.last) bring_blocks(job, blocks.last - 1, start + 1);
+    if constexpr (Memory::kOutIsQuery) {
+      bring_rest(job, blocks, start);
+    } else {
+      bring_blocks(job, start, blocks.first);
+      if (start + 1 < blocks.last) bring_blocks(job, blocks.last - 1, start + 1);
+    }
+  }
+
+  // Rows of a block of keys.
+  __device__ __forceinline__ RowRange rows_of(const Job& job, int32_t block) const {
+    RowRange rows{job.head / arguments.heads_per_key, job.tile.k_begin + block * Shape::kKeyRows,
+                  0};
+    rows.num_rows = max(0, min(Shape::kKeyRows, job.tile.k_end - rows.row));
+    return rows;
+  }
+
+  __device__ __forceinline__ void bring_keys(const RowRange& rows, uint32_t i) {
+    bring_block<Keys>(&arguments.k, kKeyFull, kKeyEmpty, Memory::kKey, rows, i);
+  }
+  __device__ __forceinline__ void bring_values(const RowRange& rows, uint32_t i) {
+    bring_block<Values>(&arguments.v, kValueFull, kValueEmpty, Memory::kValue, rows, i);
+  }
+  template <typename Tile>
+  __device__ __forceinline__ void bring_block(const CUtensorMap* map, Barrier full, Barrier empty,
+                                              uint32_t at, const RowRange& rows, uint32_t i) {
+    ring_at(barriers, empty).wait_before(i);
+    const uint32_t is_full = ring_at(barriers, full).barrier(i);
+    barrier_arrive_expecting(is_full, Tile::kBytes);
+    load_tile<Tile>(shared + at + Ring<2>::stage(i) * Tile::kBytes, map, rows, is_full);
   }
 
   // From block `from` down to block `to`. What this loop takes per block is not hidden: two stages
   // are few.
   __device__ __forceinline__ void bring_blocks(const Job& job, int32_t from, int32_t to) {
-    RowRange rows{job.head / arguments.heads_per_key, job.tile.k_begin + from * kKeyBlockRows, 0};
-    rows.num_rows = max(0, min(kKeyBlockRows, job.tile.k_end - rows.row));
-    const int32_t first_row = job.tile.k_begin + to * kKeyBlockRows;
+    RowRange rows = rows_of(job, from);
+    const int32_t first_row = job.tile.k_begin + to * Shape::kKeyRows;
 #pragma unroll 1
     for (; rows.row >= first_row; ++num_blocks) {
-      const auto copy = [&](const CUtensorMap* map, Barrier full, Barrier empty, uint32_t at) {
-        ring_at(barriers, empty).wait_before(num_blocks);
-        const uint32_t is_full = ring_at(barriers, full).barrier(num_blocks);
-        barrier_arrive_expecting(is_full, Keys::kBytes);
-        load_tile<Keys>(shared + at + Ring<2>::stage(num_blocks) * Keys::kBytes, map, rows,
-                        is_full);
-      };
-      copy(&arguments.k, kKeyFull, kKeyEmpty, Memory::kKey);
-      copy(&arguments.v, kValueFull, kValueEmpty, Memory::kValue);
+      bring_keys(rows, num_blocks);
+      bring_values(rows, num_blocks);
       if (num_blocks % Front::kBlocksBetween == 0) job.front.say(rows.row);
-      rows.row -= kKeyBlockRows;
-      rows.num_rows = kKeyBlockRows;
+      rows.row -= Shape::kKeyRows;
+      rows.num_rows = Shape::kKeyRows;
+    }
+  }
+
+  // All but the first keys, which came before the queries. Keys come before the values of the block
+  // before, in the order of use.
+  __device__ __forceinline__ void bring_rest(const Job& job, const BlockRange& blocks,
+                                             int32_t block) {
+#pragma unroll 1
+    for (int32_t left = blocks.count(); left > 0; --left, ++num_blocks) {
+      const int32_t next = (block == blocks.first ? blocks.last : block) - 1;
+      if (left > 1) bring_keys(rows_of(job, next), num_blocks + 1);
+      bring_values(rows_of(job, block), num_blocks);
+      if (num_blocks % Front::kBlocksBetween == 0) {
+        job.front.say(job.tile.k_begin + block * Shape::kKeyRows);
+      }
+      block = next;
     }
   }
 
@@ -143,125 +196,16 @@ struct ForwardProducer {
   }
 };
 
-// 2^x for x <= 127, without the special function unit. The polynomial approximates 2^f for f in
-// [-1/2, 1/2] within 1.02e-4, the smallest error of degree 3 with a value of 1 at 0.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kRounds = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
-  x = fmaxf(x, -127.f);
-  const float rounded = x + kRounds;
-  const float f = x - (rounded - kRounds);
-  float p = fmaf(f, 0.055008866f, 0.24221097f);
-  p = fmaf(p, f, 0.69328296f);
-  p = fmaf(p, f, 1.f);
-  return __int_as_float(__float_as_int(p) + (__float_as_int(rounded) << 23));
-}
-
-// Running softmax of the two query rows whose scores a thread holds: rows lane / 4 and lane / 4 + 8
-// of its warp's 16. Element 4 * j + 2 * r + c of the scores is of row r and column 8 * j + c. With
-// kHasPolynomials, polynomials take every eighth power of 2 off the special function unit.
-template <bool kHasPolynomials>
-struct RowSoftmax {
-  float shift[2];       // the score, in powers of 2, whose probability is 1; -inf before any key
-  float sum[2];         // of this thread's columns
-  float correction[2];  // factor of earlier sums, if the last step returned true
-
-  // Turns the first scores into probabilities.
-  __device__ __forceinline__ void start(float (&scores)[64], float scale_log2) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] = 0.f;
-      shift[r] = largest(scores, r) * scale_log2;
-    }
-    scale(scores, scale_log2);
-    exponentiate<false>(scores);
-  }
-
-  // Turns scores into probabilities relative to the shift. Returns whether the shift moved in any
-  // row of the warp. It moves only if a probability exceeds 2^kSlack, so nearly all blocks leave
-  // earlier sums unchanged, and no thread needs another's maximum.
-  __device__ __forceinline__ bool step(float (&scores)[64], float scale_log2) {
-    scale(scores, scale_log2);
-    int32_t passes = __float_as_int(kSlack);  // larger floats are larger as integers, too
-#pragma unroll
-    for (int i = 0; i < 64; i += 2) {
-      passes = __vimax3_s32(passes, __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
-    }
-    bool moves = passes > __float_as_int(kSlack);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) moves |= shift[r] == -INFINITY;
-    moves = __any_sync(0xffffffffu, moves);
-    if (moves) move_shift(scores);
-    exponentiate<true>(scores);
-    return moves;
-  }
-
- private:
-  static constexpr float kSlack = 8.f;
-
-  // Returns the largest value of row r in the four threads that hold it.
-  static __device__ __forceinline__ float largest(const float (&values)[64], int r) {
-    float maximum = fmaxf(values[2 * r], values[2 * r + 1]);
-#pragma unroll
-    for (int j = 1; j < 16; ++j) {
-      maximum = fmaxf(maximum, fmaxf(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]));
-    }
-    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
-    return fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2));
-  }
-
-  // Turns scores into powers of 2 relative to the shift, and to 0 in a row that has seen no key.
-  __device__ __forceinline__ void scale(float (&scores)[64], float scale_log2) const {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      const float from = shift[(i >> 1) & 1];
-      scores[i] = fmaf(scores[i], scale_log2, from == -INFINITY ? 0.f : -from);
-    }
-  }
-
-  __device__ __forceinline__ void move_shift(float (&powers)[64]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float maximum = largest(powers, r);
-      const bool is_first = shift[r] == -INFINITY;
-      const float by = maximum > (is_first ? -INFINITY : kSlack) ? maximum : 0.f;
-      correction[r] = is_first ? 0.f : exp2_fast(-by);
-      sum[r] *= correction[r];
-      if (maximum > -INFINITY) shift[r] = (is_first ? 0.f : shift[r]) + by;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        powers[4 * j + 2 * r] -= by;
-        powers[4 * j + 2 * r + 1] -= by;
-      }
-    }
-  }
-
-  template <bool kIsStep>
-  __device__ __forceinline__ void exponentiate(float (&powers)[64]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float partial = 0.f;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const bool is_polynomial = kHasPolynomials && kIsStep && c == 1 && j % 4 == 3;
-          float& power = powers[4 * j + 2 * r + c];
-          power = is_polynomial ? exp2_polynomial(power) : exp2_fast(power);
-          partial += power;
-        }
-      }
-      sum[r] += partial;
-    }
-  }
-};
-
 // The part of a consumer warpgroup.
 template <typename Shape>
 struct ForwardConsumer {
   using T = typename Shape::Element;
   using Memory = ForwardMemory<Shape>;
   using Keys = typename Shape::Keys;
+  using Values = typename Shape::Values;
   using Queries = typename Shape::Queries;
+  using Results = typename Shape::Results;
+  using QueryRing = Ring<Shape::kQueryStages>;
 
   const ForwardArguments& arguments;
   uint32_t shared;
@@ -270,15 +214,15 @@ struct ForwardConsumer {
   float scale_log2;
   uint32_t num_keys_seen = 0, num_values_seen = 0, num_queries = 0, num_jobs = 0;
 
-  float out[Shape::kHeadDim / 2];
-  float scores[kKeyBlockRows / 2];
-  uint32_t probabilities[kKeyBlockRows / 4];
-  RowSoftmax<Shape::kHasPolynomials> softmax;
+  float out[Shape::kValueDim / 2];
+  float scores[Shape::kKeyRows / 2];
+  uint32_t probabilities[Shape::kKeyRows / 4];
+  RowSoftmax<Shape::kKeyRows, Shape::kHasPolynomials> softmax;
 
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
     const Operand query =
-        operand_at(shared + Memory::kQuery + Ring<2>::stage(num_queries) * Queries::kBytes +
+        operand_at(shared + Memory::kQuery + QueryRing::stage(num_queries) * Queries::kBytes +
                        warpgroup * 64 * 128,
                    0);
     const Operand key =
@@ -308,13 +252,13 @@ struct ForwardConsumer {
   __device__ __forceinline__ void begin_out(bool accumulate) {
     ring_at(barriers, kValueFull).wait(num_values_seen);
     const Operand value =
-        operand_at(shared + Memory::kValue + Ring<2>::stage(num_values_seen) * Keys::kBytes,
-                   Keys::kPanelBytes);
+        operand_at(shared + Memory::kValue + Ring<2>::stage(num_values_seen) * Values::kBytes,
+                   Values::kPanelBytes);
     pin(out);
     pin(probabilities);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < kKeyBlockRows / 16; ++k) {
+    for (int k = 0; k < Shape::kKeyRows / 16; ++k) {
       product<T, true>(out, probabilities + 4 * k, descriptor(value, k * 16 * 128),
                        k > 0 || accumulate);
     }
@@ -325,15 +269,24 @@ struct ForwardConsumer {
     ++num_values_seen;
   }
 
+  __device__ __forceinline__ void give_queries_back() {
+    ring_at<Shape::kQueryStages>(barriers, kQueryEmpty).arrive_as_warp(num_queries++);
+  }
+  // Waits for the queries of a job. Returns its first block of keys.
+  __device__ __forceinline__ int32_t await_queries() const {
+    ring_at<Shape::kQueryStages>(barriers, kQueryFull).wait(num_queries);
+    return in_block<int32_t>(Memory::kStarts)[QueryRing::stage(num_queries)];
+  }
+
   // Hides keys that the thread's rows may not see.
   __device__ __forceinline__ void mask(const QueryTile& tile, int32_t block) {
     const auto& [left, right] = arguments.window;
     const int32_t first_row = tile.position - tile.k_begin;
     const int32_t num_keys = tile.k_end - tile.k_begin;
-    const int32_t first_key = block * kKeyBlockRows;
+    const int32_t first_key = block * Shape::kKeyRows;
     const int32_t end = right >= 0 ? min(num_keys, first_row + right + 1) : num_keys;
     const bool hides_left = left >= 0 && first_key < first_row + 63 - left;
-    if (first_key + kKeyBlockRows <= end && !hides_left) return;
+    if (first_key + Shape::kKeyRows <= end && !hides_left) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t row = first_row + 16 * warp + lane / 4 + 8 * r;
@@ -341,21 +294,21 @@ struct ForwardConsumer {
       const int32_t row_end = right >= 0 ? min(num_keys, row + right + 1) : num_keys;
       const int32_t row_begin = left >= 0 ? row - left : 0;
       hide(scores, r,
-           columns_below<kKeyBlockRows>(row_end - column) &
-               ~columns_below<kKeyBlockRows>(row_begin - column));
+           columns_below<Shape::kKeyRows>(row_end - column) &
+               ~columns_below<Shape::kKeyRows>(row_begin - column));
     }
   }
 
   __device__ __forceinline__ void pack_probabilities() {
 #pragma unroll
-    for (int i = 0; i < kKeyBlockRows / 4; ++i) {
+    for (int i = 0; i < Shape::kKeyRows / 4; ++i) {
       probabilities[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
     }
   }
 
   __device__ __forceinline__ void rescale_out() {
 #pragma unroll
-    for (int i = 0; i < Shape::kHeadDim / 2; ++i) out[i] *= softmax.correction[(i >> 1) & 1];
+    for (int i = 0; i < Shape::kValueDim / 2; ++i) out[i] *= softmax.correction[(i >> 1) & 1];
   }
 
   // Frees the slot of the previous job, so that a block holds at most one ticket that other blocks
@@ -390,7 +343,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ int32_t num_skipped(const JobPart& part, const BlockRange& blocks,
                                                  int32_t start) const {
     if (part.tile.num_rows <= 0) return blocks.count() - 1;
-    return max(0, start - max(blocks_of(part.tile, arguments.window).last - 1, blocks.first));
+    return max(0, start - max(blocks_of<Shape::kKeyRows>(part.tile, arguments.window).last - 1,
+                              blocks.first));
   }
 
   // From the first scores, which are under way already, to the last product, which comes after.
@@ -420,7 +374,7 @@ struct ForwardConsumer {
       if (moves) rescale_out();
       pack_probabilities();
     }
-    ring_at(barriers, kQueryEmpty).arrive_as_warp(num_queries++);
+    if constexpr (!Memory::kOutIsQuery) give_queries_back();
     begin_out(count > 1);
   }
 
@@ -443,10 +397,10 @@ struct ForwardConsumer {
     if (leads) copies_wait_read();
     named_sync(4 + warpgroup, 128);
     const uint32_t staged = shared + Memory::kOut, first_row = 64 * warpgroup;
-    stage_rows<T, Queries>(staged, first_row, out, inverse);
+    stage_rows<T, Results>(staged, first_row, out, inverse);
     named_sync(4 + warpgroup, 128);
     if (!leads || tile.num_rows <= 0) return;
-    store_tile<Queries>(&arguments.out, {head, tile.q_row, tile.num_rows},
+    store_tile<Results>(&arguments.out, {head, tile.q_row, tile.num_rows},
                         staged + first_row * 128);
     copies_commit();
   }
@@ -456,12 +410,11 @@ struct ForwardConsumer {
     JobPart part{.head = -1};  // whose last product is under way
     while (true) {
       const Job job = next_job();
-      const BlockRange blocks = blocks_of(job.tile, arguments.window);
+      const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
       const JobPart next = part_of(job, warpgroup);
       int32_t block = 0, num_unseen = 0;
       if (job.head >= 0) {
-        ring_at(barriers, kQueryFull).wait(num_queries);
-        block = in_block<int32_t>(Memory::kStarts)[Ring<2>::stage(num_queries)];
+        block = await_queries();
         if constexpr (Shape::kSkipsBlocks) {
           num_unseen = num_skipped(next, blocks, block);
           block -= num_unseen;
@@ -486,6 +439,25 @@ struct ForwardConsumer {
     }
     products_wait<0>();
     if (warp == 0 && lane == 0) copies_wait_read();
+  }
+
+  // The same where results take the place of queries, and so end a job before the next can begin.
+  __device__ __forceinline__ void run_in_place() {
+    if (warpgroup == Shape::kWarpgroups - 1) end_turn();
+    for (Job job = next_job(); job.head >= 0; job = next_job()) {
+      const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
+      const JobPart part = part_of(job, warpgroup);
+      const int32_t block = await_queries();
+      ring_at(barriers, kKeyFull).wait(num_keys_seen);
+      begin_scores();
+      attend(part.tile, blocks, block, blocks.count());
+      products_wait<0>();
+      pin(out);
+      give_values_back();
+      write(part);
+      if (warp == 0 && lane == 0) copies_wait_read();
+      give_queries_back();
+    }
   }
 };
 
@@ -524,7 +496,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                                     static_cast<int>(threadIdx.x % 128) / 32,
                                     static_cast<int>(threadIdx.x % 32),
                                     arguments.softmax_scale * kLog2E};
-    consumer.run();
+    if constexpr (Memory::kOutIsQuery) {
+      consumer.run_in_place();
+    } else {
+      consumer.run();
+    }
   }
 #endif
 }
@@ -536,8 +512,8 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const ForwardArguments arguments{
       .q = make_ragged_map(call.q, 64),
-      .k = make_ragged_map(call.k, kKeyBlockRows),
-      .v = make_ragged_map(call.v, kKeyBlockRows),
+      .k = make_ragged_map(call.k, Shape::kKeyRows),
+      .v = make_ragged_map(call.v, Shape::kKeyRows),
       .out = make_ragged_map(call.out, 64),
       .tiles = call.tiles.tiles,
       .ticket = call.ticket,
@@ -553,16 +529,26 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
                 arguments);
 }
 
-template <typename T, int kHeadDim>
-using ShapeOf = std::conditional_t<kHeadDim == 64, ForwardShape<T, 64, 3, 160, 32, true>,
-                                   ForwardShape<T, 128, 2, 232, 40, false>>;
+template <typename T, int kHeadDim, int kValueDim>
+struct ShapeOf;
+template <typename T>
+struct ShapeOf<T, 64, 64> : ForwardShape<T, 64, 64, 128, 3, 160, 32, true> {};
+template <typename T>
+struct ShapeOf<T, 128, 128> : ForwardShape<T, 128, 128, 128, 2, 232, 40, false> {};
+template <typename T>
+struct ShapeOf<T, 192, 128> : ForwardShape<T, 192, 128, 128, 2, 232, 40, false> {};
+template <typename T>
+struct ShapeOf<T, 192, 192> : ForwardShape<T, 192, 192, 112, 2, 232, 40, false> {};
+template <typename T>
+struct ShapeOf<T, 256, 256> : ForwardShape<T, 256, 256, 80, 2, 232, 40, false> {};
 
 }  // namespace
 
 void forward(const ForwardCall& call, cudaStream_t stream) {
   if (call.tiles.num_tiles == 0) return;
-  by_element_and_head_dim(
-      call.q, [&]<typename T, int kHeadDim>() { launch<ShapeOf<T, kHeadDim>>(call, stream); });
+  by_element_and_widths(call.q, call.v, [&]<typename T, int kHeadDim, int kValueDim>() {
+    launch<ShapeOf<T, kHeadDim, kValueDim>>(call, stream);
+  });
 }
 
 }  // namespace distca::attention::sm90

@@ -37,7 +37,7 @@ struct BlockRange {
 
 // Where items of a group of heads are in their keys, as one of them said last.
 struct Front {
-  static constexpr int32_t kMinBlocks = 512;  // of items that follow; 64K keys of a head fit in L2
+  static constexpr int32_t kMinKeys = 1 << 16;  // of items that follow; as many of a head fit in L2
   static constexpr uint32_t kBlocksBetween = 16;
 
   uint64_t* word;  // the group, and a key row; null for an item that does not follow
@@ -47,10 +47,11 @@ struct Front {
     if (word) store_relaxed(word, uint64_t{group} << 32 | static_cast<uint32_t>(k_row));
   }
   // The block of keys that comes first, before those below it and then the rest from the last on.
+  template <int kKeyRows>
   __device__ __forceinline__ int32_t start(const QueryTile& tile, const BlockRange& blocks) const {
     if (!word) return blocks.last - 1;
     const uint64_t said = load_relaxed(word);
-    const int32_t block = (static_cast<int32_t>(said) - tile.k_begin) / kKeyBlockRows;
+    const int32_t block = (static_cast<int32_t>(said) - tile.k_begin) / kKeyRows;
     const bool is_inside = block >= blocks.first && block < blocks.last;
     return said >> 32 == group && is_inside ? block : blocks.last - 1;
   }
@@ -81,6 +82,7 @@ __device__ __forceinline__ JobPart part_of(const Job& job, int32_t warpgroup) {
   return part;
 }
 
+template <int kKeyRows>
 __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Window& window) {
   const int32_t first_position = tile.position - tile.k_begin;
   const int32_t last_position = first_position + tile.num_rows - 1;
@@ -88,11 +90,12 @@ __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Win
   if (window.right >= 0) end = min(end, last_position + window.right + 1);
   const int32_t begin = window.left >= 0 ? max(0, first_position - window.left) : 0;
   if (end <= begin) return {0, 1};
-  return {begin / kKeyBlockRows, (end + kKeyBlockRows - 1) / kKeyBlockRows};
+  return {begin / kKeyRows, (end + kKeyRows - 1) / kKeyRows};
 }
 
 // Items run by run and in a run kv heads by groups, so that the keys in use stay in cache; in a
 // group from the last position to the first, which is longest first, query heads fastest.
+template <int kKeyRows>
 __device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& arguments) {
   const QueryTile* any = arguments.tiles + item / arguments.heads_q;
   const int32_t first = any->first_of_run, count = any->num_of_run;
@@ -102,8 +105,8 @@ __device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& argu
   Job job{.tile = arguments.tiles[tile],
           .head = group.first_head + group.in_group % group.num_heads};
   job.pairs_heads = job.tile.num_rows <= 64 && arguments.heads_per_key % 2 == 0;
-  const BlockRange blocks = blocks_of(job.tile, arguments.window);
-  if (arguments.fronts && blocks.count() >= Front::kMinBlocks) {
+  const BlockRange blocks = blocks_of<kKeyRows>(job.tile, arguments.window);
+  if (arguments.fronts && blocks.count() >= Front::kMinKeys / kKeyRows) {
     const int32_t number = group.first_head / group.num_heads + job.tile.run;
     job.front = {arguments.fronts + number % kNumFronts,
                  static_cast<uint32_t>(item - group.in_group) + 1};

@@ -7,24 +7,33 @@
 #include "tensor_map.h"
 #include "tiles.h"
 
-// What the host launches. Plain structs, no torch. Rows, heads and tiles are counted in int32;
-// head_dim is a multiple of 8 up to 128, and computed as 64 or 128: the copy engine fills in zeros.
-// Every function only enqueues work on `stream` and throws std::runtime_error for a CUDA error.
+// What the host launches. Plain structs, no torch. Rows, heads and tiles are counted in int32. The
+// widths of queries and values are multiples of 8 up to 256, and computed as those of Widths: the
+// copy engine fills in zeros. Every function only enqueues work on `stream` and throws
+// std::runtime_error for a CUDA error.
 namespace distca::attention::sm90 {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-constexpr int32_t computed_head_dim(int64_t head_dim) {
-  return head_dim <= 64 ? 64 : 128;
+// head_dim of queries and keys, and that of values, as kernels compute them: 64, 128, 192 or 256
+// for both, or (192, 128).
+struct Widths {
+  int32_t queries;
+  int32_t values;
+};
+constexpr Widths computed_widths(int64_t head_dim, int64_t value_dim) {
+  const int64_t widest = head_dim > value_dim ? head_dim : value_dim;
+  const int32_t both = widest <= 64 ? 64 : static_cast<int32_t>((widest + 63) / 64 * 64);
+  return {both, both == 192 && value_dim <= 128 ? 128 : both};
 }
 
-// Query rows that one forward or backward tile holds.
-constexpr int32_t forward_tile_rows(int64_t head_dim) {
-  return computed_head_dim(head_dim) == 64 ? 192 : 128;
+// Query rows that one forward or backward tile holds, for the width of queries.
+constexpr int32_t forward_tile_rows(int32_t width) {
+  return width == 64 ? 192 : 128;
 }
-constexpr int32_t backward_tile_rows(int64_t head_dim) {
-  return computed_head_dim(head_dim) == 64 ? 128 : 64;
+constexpr int32_t backward_tile_rows(int32_t width) {
+  return width == 64 ? 128 : 64;
 }
 
 // Device copies of TileLists for the kernel's tile height.

@@ -44,16 +44,33 @@ void launch_kernel(void (*kernel)(Arguments), const LaunchShape& shape, cudaStre
   check(cudaGetLastError(), "kernel launch");
 }
 
-// Calls launch.operator()<T, kHeadDim>() for the element and computed head_dim of q.
+// Calls launch.operator()<kHeadDim, kValueDim>() for the computed widths of q and v.
 template <typename Launch>
-void by_element_and_head_dim(const RowTensor& q, const Launch& launch) {
-  const bool is_64 = computed_head_dim(q.head_dim) == 64;
-  if (q.element == Element::kBfloat16) {
-    is_64 ? launch.template operator()<__nv_bfloat16, 64>()
-          : launch.template operator()<__nv_bfloat16, 128>();
+void by_widths(const RowTensor& q, const RowTensor& v, const Launch& launch) {
+  const Widths widths = computed_widths(q.head_dim, v.head_dim);
+  if (widths.queries == 64) {
+    launch.template operator()<64, 64>();
+  } else if (widths.queries == 128) {
+    launch.template operator()<128, 128>();
+  } else if (widths.values == 128) {
+    launch.template operator()<192, 128>();
+  } else if (widths.queries == 192) {
+    launch.template operator()<192, 192>();
   } else {
-    is_64 ? launch.template operator()<__half, 64>() : launch.template operator()<__half, 128>();
+    launch.template operator()<256, 256>();
   }
+}
+
+// Calls launch.operator()<T, kHeadDim, kValueDim>() for the element of q, too.
+template <typename Launch>
+void by_element_and_widths(const RowTensor& q, const RowTensor& v, const Launch& launch) {
+  by_widths(q, v, [&]<int kHeadDim, int kValueDim>() {
+    if (q.element == Element::kBfloat16) {
+      launch.template operator()<__nv_bfloat16, kHeadDim, kValueDim>();
+    } else {
+      launch.template operator()<__half, kHeadDim, kValueDim>();
+    }
+  });
 }
 
 }  // namespace distca::attention::sm90

@@ -249,21 +249,35 @@ __device__ __forceinline__ int in_register(int value) {
   return value;
 }
 
+// The accumulators of a thread: operands %0 to %(N / 2 - 1) of a product with N columns.
 #define DISTCA_ACCUMULATORS_64                             \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define DISTCA_ACCUMULATORS_128                                      \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"           \
-  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define DISTCA_OPERANDS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define DISTCA_OPERANDS_16(d, i)                                                     \
-  DISTCA_OPERANDS_4(d, i), DISTCA_OPERANDS_4(d, i + 4), DISTCA_OPERANDS_4(d, i + 8), \
-      DISTCA_OPERANDS_4(d, i + 12)
-#define DISTCA_OPERANDS_64(d) DISTCA_OPERANDS_16(d, 0), DISTCA_OPERANDS_16(d, 16)
-#define DISTCA_OPERANDS_128(d) \
-  DISTCA_OPERANDS_64(d), DISTCA_OPERANDS_16(d, 32), DISTCA_OPERANDS_16(d, 48)
+#define DISTCA_ACCUMULATORS_80 DISTCA_ACCUMULATORS_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define DISTCA_ACCUMULATORS_112 \
+  DISTCA_ACCUMULATORS_80 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
+#define DISTCA_ACCUMULATORS_128 DISTCA_ACCUMULATORS_112 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define DISTCA_ACCUMULATORS_192                                                      \
+  DISTCA_ACCUMULATORS_128                                                            \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83" \
+  ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define DISTCA_ACCUMULATORS_256                                                  \
+  DISTCA_ACCUMULATORS_192                                                        \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define DISTCA_OPERANDS_8(d, i)                                                               \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DISTCA_OPERANDS_32(d, i)                                                      \
+  DISTCA_OPERANDS_8(d, i), DISTCA_OPERANDS_8(d, i + 8), DISTCA_OPERANDS_8(d, i + 16), \
+      DISTCA_OPERANDS_8(d, i + 24)
+#define DISTCA_OPERANDS_64(d) DISTCA_OPERANDS_32(d, 0)
+#define DISTCA_OPERANDS_80(d) DISTCA_OPERANDS_64(d), DISTCA_OPERANDS_8(d, 32)
+#define DISTCA_OPERANDS_112(d) \
+  DISTCA_OPERANDS_80(d), DISTCA_OPERANDS_8(d, 40), DISTCA_OPERANDS_8(d, 48)
+#define DISTCA_OPERANDS_128(d) DISTCA_OPERANDS_112(d), DISTCA_OPERANDS_8(d, 56)
+#define DISTCA_OPERANDS_192(d) DISTCA_OPERANDS_128(d), DISTCA_OPERANDS_32(d, 64)
+#define DISTCA_OPERANDS_256(d) DISTCA_OPERANDS_192(d), DISTCA_OPERANDS_32(d, 96)
 
 // The operands after the accumulators are numbered from N / 2.
 #define DISTCA_PRODUCT_SHARED(N, type, a, b, scale, ta, tb)                                        \
@@ -293,25 +307,25 @@ __device__ __forceinline__ int in_register(int value) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_matrix), "r"(accumulate),                \
         "n"(kTransposedB))
 
+#define DISTCA_PRODUCT_OF(kind, N, ...)               \
+  if constexpr (kSize == N / 2) {                     \
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
+      DISTCA_PRODUCT_##kind(N, "bf16", __VA_ARGS__);  \
+    } else {                                          \
+      DISTCA_PRODUCT_##kind(N, "f16", __VA_ARGS__);   \
+    }                                                 \
+  }
+
 // d[64 x N] (+)= A[64 x 16] B[16 x N], asynchronous. A and B are given by descriptors; an operand
 // is transposed when its rows in shared memory run along the inner dimension.
 template <typename T, bool kTransposedA, bool kTransposedB, int kSize>
 __device__ __forceinline__ void product(float (&d)[kSize], uint64_t a_matrix, uint64_t b_matrix,
                                         int accumulate) {
-  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  if constexpr (kSize == 32 && kBf16) {
-    DISTCA_PRODUCT_SHARED(64, "bf16", "32", "33", "34", "35", "36");
-  }
-  if constexpr (kSize == 32 && !kBf16) {
-    DISTCA_PRODUCT_SHARED(64, "f16", "32", "33", "34", "35", "36");
-  }
-  if constexpr (kSize == 64 && kBf16) {
-    DISTCA_PRODUCT_SHARED(128, "bf16", "64", "65", "66", "67", "68");
-  }
-  if constexpr (kSize == 64 && !kBf16) {
-    DISTCA_PRODUCT_SHARED(128, "f16", "64", "65", "66", "67", "68");
-  }
-  static_assert(kSize == 32 || kSize == 64);
+  static_assert(kSize == 32 || kSize == 40 || kSize == 56 || kSize == 64);
+  DISTCA_PRODUCT_OF(SHARED, 64, "32", "33", "34", "35", "36")
+  DISTCA_PRODUCT_OF(SHARED, 80, "40", "41", "42", "43", "44")
+  DISTCA_PRODUCT_OF(SHARED, 112, "56", "57", "58", "59", "60")
+  DISTCA_PRODUCT_OF(SHARED, 128, "64", "65", "66", "67", "68")
 }
 
 // The same with A in registers: a[0..1] hold columns 2 (lane % 4) + {0, 1} of rows lane / 4 and
@@ -319,22 +333,14 @@ __device__ __forceinline__ void product(float (&d)[kSize], uint64_t a_matrix, ui
 template <typename T, bool kTransposedB, int kSize>
 __device__ __forceinline__ void product(float (&d)[kSize], const uint32_t* a, uint64_t b_matrix,
                                         int accumulate) {
-  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  if constexpr (kSize == 32 && kBf16) {
-    DISTCA_PRODUCT_REGISTERS(64, "bf16", "32", "33", "34", "35", "36", "37", "38");
-  }
-  if constexpr (kSize == 32 && !kBf16) {
-    DISTCA_PRODUCT_REGISTERS(64, "f16", "32", "33", "34", "35", "36", "37", "38");
-  }
-  if constexpr (kSize == 64 && kBf16) {
-    DISTCA_PRODUCT_REGISTERS(128, "bf16", "64", "65", "66", "67", "68", "69", "70");
-  }
-  if constexpr (kSize == 64 && !kBf16) {
-    DISTCA_PRODUCT_REGISTERS(128, "f16", "64", "65", "66", "67", "68", "69", "70");
-  }
-  static_assert(kSize == 32 || kSize == 64);
+  static_assert(kSize == 32 || kSize == 64 || kSize == 96 || kSize == 128);
+  DISTCA_PRODUCT_OF(REGISTERS, 64, "32", "33", "34", "35", "36", "37", "38")
+  DISTCA_PRODUCT_OF(REGISTERS, 128, "64", "65", "66", "67", "68", "69", "70")
+  DISTCA_PRODUCT_OF(REGISTERS, 192, "96", "97", "98", "99", "100", "101", "102")
+  DISTCA_PRODUCT_OF(REGISTERS, 256, "128", "129", "130", "131", "132", "133", "134")
 }
 
+#undef DISTCA_PRODUCT_OF
 #undef DISTCA_PRODUCT_SHARED
 #undef DISTCA_PRODUCT_REGISTERS
 
