@@ -36,7 +36,12 @@ class Heads:
         return self.dim**-0.5
 
 
-HEADS = {128: Heads(32, 8, 128), 64: Heads(32, 32, 64)}  # by head_dim
+HEADS = {  # by head_dim
+    128: Heads(32, 8, 128),
+    64: Heads(32, 32, 64),
+    192: Heads(32, 8, 192),
+    256: Heads(32, 8, 256),
+}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import distca  # noqa: F401  registers the operators
 
 MASKS = [(-1, 0), (-1, -1), (70, 0)]
 TWO_SIDED = (64, 32)
-HEADS = [Heads(4, 2, 64), Heads(4, 1, 128), Heads(2, 2, 96)]
+HEADS = [Heads(4, 2, 64), Heads(4, 1, 128), Heads(2, 2, 96), Heads(4, 2, 192), Heads(2, 1, 256)]
 
 
 def documents() -> list[Document]:
@@ -50,7 +50,7 @@ def main() -> None:
     variants = itertools.product(HEADS, dtypes, (*MASKS, TWO_SIDED), ("home", "visiting"))
     num_lists = 0
     for heads, dtype, window_size, name in variants:
-        if window_size == TWO_SIDED and not (is_hopper and heads.head_dim in (64, 128)):
+        if window_size == TWO_SIDED and not is_hopper:
             continue
         run(task_list(documents(), window_size, name, device), heads, dtype)
         num_lists += 1

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
 MODES = [False, True]  # deterministic
+SIGNS = [1, -1]  # of softmax_scale: only PyTorch's kernels take negative ones
 MASKS = {"causal": (-1, 0), "full": (-1, -1), "window": (200, 0), "self": (0, 0), "five": (5, 0)}
 TWO_SIDED = [(64, 32), (0, 130), (-1, 5), (130, -1)]
 
@@ -35,7 +36,7 @@ def has_hopper_kernels(head_dim: int) -> bool:
     if DEVICE.type != "cuda":
         return True
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return is_hopper and head_dim % 8 == 0 and head_dim <= 128
+    return is_hopper and head_dim % 8 == 0 and head_dim <= 256
 
 
 def make(documents, window_size=MASKS["causal"], name="home") -> TaskList:
@@ -49,7 +50,7 @@ def check_all_modes(tasks: TaskList, inputs: Inputs, scale: float, truth=None) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("mask", MASKS)
 def test_lengths(mask, head_dim, dtype):
     heads = GQA._replace(head_dim=head_dim)
@@ -57,7 +58,7 @@ def test_lengths(mask, head_dim, dtype):
     check_all_modes(tasks, random_inputs(tasks, heads, dtype), heads.scale)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
 def test_many_more_key_blocks_than_multiprocessors(mask, head_dim):
     """Each persistent block takes many items, of many and of few tiles, and reuses its memory."""
@@ -67,27 +68,29 @@ def test_many_more_key_blocks_than_multiprocessors(mask, head_dim):
     check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), heads.scale)
 
 
+@pytest.mark.parametrize("sign", SIGNS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads_q, heads_kv", [(1, 1), (4, 4), (8, 2), (8, 1), (6, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128, 96, 256, 40])
-def test_heads(heads_q, heads_kv, head_dim, dtype):
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 256, 40, 192, 136])
+def test_heads(heads_q, heads_kv, head_dim, dtype, sign):
     heads = Heads(heads_q, heads_kv, head_dim)
     for mask in ("causal", "full"):
         tasks = make([whole(length) for length in LENGTHS], MASKS[mask])
-        check_all_modes(tasks, random_inputs(tasks, heads, dtype), heads.scale)
+        check_all_modes(tasks, random_inputs(tasks, heads, dtype), sign * heads.scale)
 
 
+@pytest.mark.parametrize("sign", SIGNS, ids=str)
 @pytest.mark.parametrize("window_size", TWO_SIDED)
 @pytest.mark.parametrize("name", ["home", "visiting"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192])  # 192: PyTorch's kernels
-def test_two_sided_windows(head_dim, name, window_size):
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_two_sided_windows(head_dim, name, window_size, sign):
     heads = GQA._replace(head_dim=head_dim)
     documents = [*map(whole, LENGTHS), cut(1700, SHARDS), Document(999, ((70, 71), (500, 700)))]
     tasks = make(documents, window_size, name)
-    check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), heads.scale)
+    check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), sign * heads.scale)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 96])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 192, 256])
 @pytest.mark.parametrize("mask", MASKS)
 def test_any_sharding_equals_the_whole(mask, head_dim):
     heads = GQA._replace(head_dim=head_dim)
@@ -123,7 +126,11 @@ def test_rows_of_other_servers_are_left_alone(mask, name, dtype):
     check_all_modes(tasks, random_inputs(tasks, GQA, dtype), GQA.scale)
 
 
-@pytest.mark.parametrize("heads", [Heads(8, 1, 128), Heads(8, 2, 64), Heads(2, 2, 128)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(8, 1, 128), Heads(8, 2, 64), Heads(2, 2, 128), Heads(4, 1, 192), Heads(2, 2, 256)],
+    ids=str,
+)
 def test_few_rows_over_a_long_prefix(heads):
     documents = [whole(3), Document(65537, ((65536, 65537),)), Document(65536, ((65400, 65500),))]
     for name in ("home", "visiting"):
@@ -148,7 +155,7 @@ def test_softmax_scales():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_extreme_logits(head_dim, dtype):
     """With scores up to thousands, softmax is nearly an argmax."""
     heads = GQA._replace(head_dim=head_dim)
@@ -161,7 +168,7 @@ def test_extreme_logits(head_dim, dtype):
 
 
 @pytest.mark.parametrize("deterministic", MODES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_scores_that_lse_cannot_tell_apart(head_dim, deterministic):
     """Recomputed probabilities are at most 1.
 
@@ -180,7 +187,7 @@ def test_scores_that_lse_cannot_tell_apart(head_dim, deterministic):
     assert results.dv.abs().max().item() <= limit
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_rows_of_large_values(head_dim):
     heads = GQA._replace(head_dim=head_dim)
     tasks = make([whole(129), cut(1000, SHARDS), whole(1000)], name="visiting")
@@ -200,7 +207,7 @@ def views(inputs: Inputs) -> dict[str, Inputs]:
     return {"fused": fused, "heads first": heads_first}
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 96])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 192, 256])
 def test_strided_views(head_dim):
     heads = GQA._replace(head_dim=head_dim)
     tasks = make([whole(3), cut(700, SHARDS), whole(65)])
@@ -226,7 +233,7 @@ def same_bits(results: Results, expected: Results) -> list[bool]:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("head_dim", [64, 128, 96])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 192, 256])
 @pytest.mark.parametrize("name", ["home", "visiting"])
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
 def test_values_of_neighbours_have_no_influence(mask, name, head_dim, value):
@@ -269,7 +276,7 @@ def untouched_rows(tasks: TaskList) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[0], rows[1]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("sizes", [[10**6], SHARDS, SHARDS[::-1], [128]], ids=str)
 def test_200_repeats_give_the_same_bits(sizes, head_dim):
     heads = GQA._replace(head_dim=head_dim)
@@ -319,7 +326,7 @@ def test_forward_gives_the_same_bits_in_both_modes():
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="only Hopper kernels start at any key")
 @pytest.mark.parametrize("window_size", [(-1, 0), (-1, -1), (66_000, 0), (66_001, 700)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_items_of_many_keys_start_where_others_are(head_dim, window_size):
     """Later items wrap around their keys, except in deterministic mode.
 
@@ -343,7 +350,7 @@ def test_items_of_many_keys_start_where_others_are(head_dim, window_size):
     assert ((out - exact_out).norm(dim=-1) / exact_out.norm(dim=-1)).max() < 0.01
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
 def test_order_of_documents_changes_no_bits(mask, head_dim):
     if not has_hopper_kernels(head_dim):
@@ -362,7 +369,7 @@ def test_order_of_documents_changes_no_bits(mask, head_dim):
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="streams are CUDA's")
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_two_streams_at_once(head_dim):
     heads = GQA._replace(head_dim=head_dim)
     lists = [make([cut(1500, SHARDS), whole(65)], name="visiting"), make([whole(900), whole(701)])]

@@ -46,6 +46,9 @@ struct BackwardFeed {
   __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
     return ring_at(shared + Memory::kBarriers, which);
   }
+  __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
+    return ring_at<Shape::kStages>(shared + Memory::kBarriers, which);
+  }
   __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
     return ring_at<Shape::kSlots>(shared + Memory::kBarriers, which);
   }
@@ -89,7 +92,7 @@ struct BackwardFeed {
   // Statistics as prepare_rows left them.
   __device__ __forceinline__ void load_stats(uint32_t i, int32_t index) {
     constexpr uint32_t kVector = Memory::kVectorBytes;
-    const uint32_t full = ring(kQueryFull).barrier(i);
+    const uint32_t full = stage_ring(kQueryFull).barrier(i);
     const float* stats = arguments.row_stats + int64_t{index} * 3 * stats_pitch(Shape::kRows);
     barrier_arrive_expecting(full, (Shape::kDeterministic ? 3 : 2) * kVector);
     copy_bytes_to_shared(shared + Memory::stats(i), stats, 2 * kVector, full);
@@ -103,13 +106,14 @@ struct BackwardFeed {
     const QueryTile tile = arguments.tiles[t];
     const RowRange rows{head, tile.q_row, tile.num_rows};
     const int32_t index = t * arguments.heads_q + head;
-    ring(kQueryEmpty).wait_before(i);
-    in_block<StagedTile>(Memory::kTiles)[Ring<2>::stage(i)] = {tile.position, tile.k_begin,
-                                                               tile.k_end, index};
-    bring<Queries>(&arguments.q, ring(kQueryFull).barrier(i), Memory::query(i), rows);
+    stage_ring(kQueryEmpty).wait_before(i);
+    in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)] = {
+        tile.position, tile.k_begin, tile.k_end, index};
+    bring<Queries>(&arguments.q, stage_ring(kQueryFull).barrier(i), Memory::query(i), rows);
     load_stats(i, index);
-    ring(kGradOutEmpty).wait_before(i);
-    bring<GradOuts>(&arguments.grad_out, ring(kGradOutFull).barrier(i), Memory::grad_out(i), rows);
+    stage_ring(kGradOutEmpty).wait_before(i);
+    bring<GradOuts>(&arguments.grad_out, stage_ring(kGradOutFull).barrier(i), Memory::grad_out(i),
+                    rows);
   }
 
   // Item by item, the i-th tile of all. What the item says is read again as needed: registers are

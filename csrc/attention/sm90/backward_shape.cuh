@@ -38,6 +38,8 @@ struct BackwardShape {
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   static constexpr int kKeyRows = kIsWide ? 64 : kKeyBlockRows;  // of an item
   static constexpr int kSlots = kIsWide ? 1 : 2;                 // of items
+  static constexpr int kStages = kHeadDim == 192 && (kValueDim == 128 || !kDeterministic) ? 3 : 2;
+  static constexpr int kQuanta = kStages == 2 ? 4 : 8;  // of quanta, which live longer
   static constexpr int kThreads = 3 * 128;
   // Of a thread of either kind. The kernel is launched with 168 for each thread of its three
   // warpgroups, so that more than 504 for one thread of each would never be granted.
@@ -68,23 +70,24 @@ struct alignas(16) StagedTile {
   int32_t index;  // of its dQ among the sums
 };
 
-// Each with one barrier for either slot, stage or buffer.
+// Each with a barrier for every slot, stage or buffer, kMaxStages at most.
+constexpr uint32_t kMaxStages = 3;
 enum BackwardBarrier : uint32_t {
   kItemFull = 0,
-  kKeyFull = 2,
-  kValueFull = 4,
-  kQueryFull = 6,
-  kGradOutFull = 8,
-  kItemAsked = 10,
-  kSlotEmpty = 12,
-  kSlotStaged = 14,
-  kQueryEmpty = 16,
-  kGradOutEmpty = 18,
-  kGradScoreFull = 20,
-  kGradScoreEmpty = 22,
-  kProbabilityFull = 24,
-  kProbabilityEmpty = 26,
-  kNumBarriers = 28
+  kKeyFull = kItemFull + kMaxStages,
+  kValueFull = kKeyFull + kMaxStages,
+  kQueryFull = kValueFull + kMaxStages,
+  kGradOutFull = kQueryFull + kMaxStages,
+  kItemAsked = kGradOutFull + kMaxStages,
+  kSlotEmpty = kItemAsked + kMaxStages,
+  kSlotStaged = kSlotEmpty + kMaxStages,
+  kQueryEmpty = kSlotStaged + kMaxStages,
+  kGradOutEmpty = kQueryEmpty + kMaxStages,
+  kGradScoreFull = kGradOutEmpty + kMaxStages,
+  kGradScoreEmpty = kGradScoreFull + kMaxStages,
+  kProbabilityFull = kGradScoreEmpty + kMaxStages,
+  kProbabilityEmpty = kProbabilityFull + kMaxStages,
+  kNumBarriers = kProbabilityEmpty + kMaxStages
 };
 constexpr uint32_t kFirstByWarps = kSlotStaged;  // from there on all key warps arrive
 
@@ -95,15 +98,16 @@ template <typename Shape>
 struct BackwardMemory {
   static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
   static constexpr uint32_t kQuery = Shape::kSlots * kSlotBytes;
-  static constexpr uint32_t kGradOut = kQuery + 2 * Shape::Queries::kBytes;
-  static constexpr uint32_t kGradScore = kGradOut + 2 * Shape::GradOuts::kBytes;
+  static constexpr uint32_t kGradOut = kQuery + Shape::kStages * Shape::Queries::kBytes;
+  static constexpr uint32_t kGradScore = kGradOut + Shape::kStages * Shape::GradOuts::kBytes;
   static constexpr uint32_t kProbability = kGradScore + 2 * Shape::GradScores::kBytes;
   static constexpr uint32_t kStats =
       kProbability + (Shape::kIsWide ? Shape::kKeyRows * Shape::kRows * sizeof(float) : 0);
   static constexpr uint32_t kVectorBytes = 4 * stats_pitch(Shape::kRows);
-  static constexpr uint32_t kQuanta = kStats + 4 * kVectorBytes;
-  static constexpr uint32_t kTiles = kQuanta + (Shape::kDeterministic ? 4 * kVectorBytes : 0);
-  static constexpr uint32_t kItems = kTiles + 2 * sizeof(StagedTile);
+  static constexpr uint32_t kQuanta = kStats + 2 * Shape::kStages * kVectorBytes;
+  static constexpr uint32_t kTiles =
+      kQuanta + (Shape::kDeterministic ? Shape::kQuanta * kVectorBytes : 0);
+  static constexpr uint32_t kItems = kTiles + Shape::kStages * sizeof(StagedTile);
   static constexpr uint32_t kBarriers = kItems + Shape::kSlots * sizeof(BackwardItem);
   static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * kNumBarriers;
   static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
@@ -114,26 +118,28 @@ struct BackwardMemory {
   static __device__ uint32_t key(uint32_t n) { return Ring<Shape::kSlots>::stage(n) * kSlotBytes; }
   static __device__ uint32_t value(uint32_t n) { return key(n) + Shape::Keys::kBytes; }
   static __device__ uint32_t query(uint32_t i) {
-    return kQuery + Ring<2>::stage(i) * Shape::Queries::kBytes;
+    return kQuery + Ring<Shape::kStages>::stage(i) * Shape::Queries::kBytes;
   }
   static __device__ uint32_t grad_out(uint32_t i) {
-    return kGradOut + Ring<2>::stage(i) * Shape::GradOuts::kBytes;
+    return kGradOut + Ring<Shape::kStages>::stage(i) * Shape::GradOuts::kBytes;
   }
   static __device__ uint32_t grad_score(uint32_t i) {
     return kGradScore + Ring<2>::stage(i) * Shape::GradScores::kBytes;
   }
   static __device__ uint32_t stats(uint32_t i) {
-    return kStats + Ring<2>::stage(i) * 2 * kVectorBytes;
+    return kStats + Ring<Shape::kStages>::stage(i) * 2 * kVectorBytes;
   }
   // One over the quanta of dQ live until dQ is added, one tile later than the rest of a stage.
-  static __device__ uint32_t quanta(uint32_t i) { return kQuanta + (i & 3) * kVectorBytes; }
+  static __device__ uint32_t quanta(uint32_t i) {
+    return kQuanta + i % Shape::kQuanta * kVectorBytes;
+  }
 };
 
 // Statistics of a stage are announced apart from its queries.
 template <typename Shape>
 __device__ __forceinline__ void init_barriers(uint32_t barriers) {
   for (uint32_t i = 0; i < kNumBarriers; ++i) {
-    const uint32_t which = i & ~1u;
+    const uint32_t which = i / kMaxStages * kMaxStages;
     const bool by_one_warpgroup =
         Shape::kIsWide && (which == kGradScoreFull || which >= kProbabilityFull);
     const uint32_t num_arrivals = which == kQueryFull     ? 2

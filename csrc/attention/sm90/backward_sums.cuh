@@ -13,8 +13,8 @@ struct KeyWarpgroup : TileSteps<Shape> {
   using Queries = typename Shape::Queries;
   using Steps::add_dq, Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane,
       Steps::mask, Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::ring,
-      Steps::shared, Steps::slot_ring, Steps::spread, Steps::stats, Steps::store_grad_scores,
-      Steps::warp, Steps::warpgroup;
+      Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
+      Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
 
   float dk[Shape::kHeadDim / 2];
@@ -34,7 +34,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
     uint32_t known = 0;
 #pragma unroll
     for (int e = 7; e < kScores; e += 8) known |= __float_as_uint(probabilities[e]);
-    const Ring<2> room = ring(kGradScoreEmpty);
+    const auto room = ring(kGradScoreEmpty);
     barrier_wait(room.barrier(i) + (known & zero), room.phase(i) ^ 1);
   }
 
@@ -47,8 +47,8 @@ struct KeyWarpgroup : TileSteps<Shape> {
       float scores[kScores], grads[kScores];
       uint32_t probabilities[kScores / 2], packed_grads[kScores / 2];
       float dq[32];
-      ring(kQueryFull).wait(i);
-      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<2>::stage(i)];
+      stage_ring(kQueryFull).wait(i);
+      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
       const uint32_t log_sums = Memory::stats(i), minus_delta = log_sums + Memory::kVectorBytes;
       // dP - delta, by starting from -delta.
 #pragma unroll
@@ -56,7 +56,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
       pin(scores);
       pin(grads);
       Steps::template begin_scores<Keys, Queries>(scores, Memory::key(n), Memory::query(i), false);
-      ring(kGradOutFull).wait(i);
+      stage_ring(kGradOutFull).wait(i);
       Steps::template begin_scores<Keys, Queries>(grads, Memory::value(n), Memory::grad_out(i),
                                                   true);
       products_wait<1>();
@@ -88,8 +88,8 @@ struct KeyWarpgroup : TileSteps<Shape> {
       pin(dk);
       pin(dv);
       index = tile.index;
-      ring(kQueryEmpty).arrive_as_warp(i);
-      ring(kGradOutEmpty).arrive_as_warp(i);
+      stage_ring(kQueryEmpty).arrive_as_warp(i);
+      stage_ring(kGradOutEmpty).arrive_as_warp(i);
     }
     return index;
   }

@@ -24,6 +24,9 @@ struct TileSteps {
   __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
     return ring_at(shared + Memory::kBarriers, which);
   }
+  __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
+    return ring_at<Shape::kStages>(shared + Memory::kBarriers, which);
+  }
   __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
     return ring_at<Shape::kSlots>(shared + Memory::kBarriers, which);
   }

@@ -17,8 +17,8 @@ struct WideWarpgroup : TileSteps<Shape> {
   using GradOuts = typename Shape::GradOuts;
   using Steps::add_dq, Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane,
       Steps::mask, Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::ring,
-      Steps::shared, Steps::slot_ring, Steps::spread, Steps::stats, Steps::store_grad_scores,
-      Steps::warp, Steps::warpgroup;
+      Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
+      Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;              // of a hardware barrier
   static constexpr int kValuePieces = Keys::kPanels / 2;  // of dQ, by the first warpgroup
 
@@ -53,67 +53,75 @@ struct WideWarpgroup : TileSteps<Shape> {
     probability_ring(kProbabilityEmpty).arrive_as_warp(i);
   }
 
-  // P of tile i, also for the other warpgroup. Returns the place of the tile's dQ in the sums.
-  __device__ __forceinline__ int32_t probabilities(uint32_t (&packed)[kScores / 2],
-                                                   const BackwardItem& item, uint32_t n,
-                                                   uint32_t i) {
-    float scores[kScores];
-    ring(kQueryFull).wait(i);
-    const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<2>::stage(i)];
-    pin(scores);
-    Steps::template begin_scores<Keys, Queries>(scores, Memory::key(n), Memory::query(i), false);
-    products_wait<0>();
-    pin(scores);
-    if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
-    exponentiate(scores, Memory::stats(i));
-    ring(kQueryEmpty).arrive_as_warp(i);
-    pass_on(scores, i);
-    pack_all(scores, packed);
-    ring(kGradOutFull).wait(i);
-    return tile.index;
+  // Scores of tile i, or dP - delta; asynchronous. Past the item's last tile they are of no use.
+  template <bool kIsValues>
+  __device__ __forceinline__ void begin_tile(float (&scores)[kScores], uint32_t n, uint32_t i,
+                                             bool is_there) {
+    if (is_there) {
+      stage_ring(kQueryFull).wait(i);
+      if constexpr (!kIsValues) stage_ring(kGradOutFull).wait(i);
+    }
+    if constexpr (kIsValues) {
+      pin(scores);
+      Steps::template begin_scores<Keys, Queries>(scores, Memory::key(n), Memory::query(i), false);
+    } else {
+      const uint32_t minus_delta = Memory::stats(i) + Memory::kVectorBytes;
+#pragma unroll
+      for (int j = 0; j < kScores / 8; ++j) spread(stats(minus_delta, j), scores + 8 * j);
+      pin(scores);
+      Steps::template begin_scores<Values, GradOuts>(scores, Memory::value(n), Memory::grad_out(i),
+                                                     true);
+    }
   }
 
-  // dS of tile i, also for dQ. Returns the same.
-  __device__ __forceinline__ int32_t grad_scores(uint32_t (&packed)[kScores / 2], uint32_t n,
-                                                 uint32_t i) {
-    float grads[kScores];
-    ring(kQueryFull).wait(i);
-    const int32_t index = in_block<StagedTile>(Memory::kTiles)[Ring<2>::stage(i)].index;
-    const uint32_t minus_delta = Memory::stats(i) + Memory::kVectorBytes;
-#pragma unroll
-    for (int j = 0; j < kScores / 8; ++j) spread(stats(minus_delta, j), grads + 8 * j);
-    ring(kGradOutFull).wait(i);
-    pin(grads);
-    Steps::template begin_scores<Values, GradOuts>(grads, Memory::value(n), Memory::grad_out(i),
-                                                   true);
-    products_wait<0>();
-    pin(grads);
-    ring(kGradOutEmpty).arrive_as_warp(i);
+  // From scores to P of tile i, also for the other warpgroup.
+  __device__ __forceinline__ void finish_probabilities(float (&scores)[kScores],
+                                                       uint32_t (&packed)[kScores / 2],
+                                                       const StagedTile& tile,
+                                                       const BackwardItem& item, uint32_t i) {
+    if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
+    exponentiate(scores, Memory::stats(i));
+    stage_ring(kQueryEmpty).arrive_as_warp(i);
+    pass_on(scores, i);
+    pack_all(scores, packed);
+    stage_ring(kGradOutFull).wait(i);
+  }
+
+  // From dP - delta to dS of tile i, also for dQ.
+  __device__ __forceinline__ void finish_grads(float (&grads)[kScores],
+                                               uint32_t (&packed)[kScores / 2], uint32_t i) {
+    stage_ring(kGradOutEmpty).arrive_as_warp(i);
     multiply_by_passed(grads, i);
     pack_all(grads, packed);
     ring(kGradScoreEmpty).wait_before(i);
     store_grad_scores(packed, i);
     ring(kGradScoreFull).arrive_as_warp(i);
-    return index;
   }
 
-  // Every tile of item n, those from `first` on of all tiles: sums up dV or dK, and a tile later
-  // this warpgroup's part of dQ.
+  // Sums up dV or dK over item n's tiles, of which `first` is the first, and adds this warpgroup's
+  // part of dQ a tile later. The first product of a tile is issued under the last ones of the tile
+  // before. Pieces of dQ take turns in the same registers.
   template <bool kIsValues, int kSize>
   __device__ __forceinline__ void sum_up(float (&sums)[kSize], const BackwardItem& item, uint32_t n,
                                          uint32_t first) {
     constexpr int kFirst = kIsValues ? 0 : kValuePieces;
     constexpr int kEnd = kIsValues ? kValuePieces : Keys::kPanels;
+    if (item.num_tiles == 0) return;
+    const uint32_t end = first + item.num_tiles;
     int32_t index = 0;
+    float scores[kScores];
+    begin_tile<kIsValues>(scores, n, first, true);
+    products_wait<0>();
+    pin(scores);
 #pragma unroll 1
-    for (uint32_t i = first; i < first + item.num_tiles; ++i) {
+    for (uint32_t i = first; i < end; ++i) {
       uint32_t packed[kScores / 2];
       float dq[32];
-      int32_t next_index;
+      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
       if constexpr (kIsValues) {
-        next_index = probabilities(packed, item, n, i);
+        finish_probabilities(scores, packed, tile, item, i);
       } else {
-        next_index = grad_scores(packed, n, i);
+        finish_grads(scores, packed, i);
       }
       ring(kGradScoreFull).wait(i - 1);
       begin_dq(dq, n, i - 1, kFirst);  // of no use for the first tile
@@ -124,18 +132,26 @@ struct WideWarpgroup : TileSteps<Shape> {
       }
       products_wait<1>();
       pin(dq);
+      if constexpr (kFirst + 1 < kEnd) {
+        if (i > first) add_dq(dq, i - 1, index, kFirst);
+        begin_dq(dq, n, i - 1, kFirst + 1);
+        products_wait<0>();
+        pin(dq);
+        pin(sums);
+      }
+      begin_tile<kIsValues>(scores, n, i + 1, i + 1 < end);
       if (i > first) {
-        add_dq(dq, i - 1, index, kFirst);
-        add_rest_of_dq<kFirst + 1, kEnd>(n, i - 1, index);
+        ring(kGradScoreEmpty).arrive_as_warp(i - 1);
+        add_dq(dq, i - 1, index, kEnd - 1);
       }
       products_wait<0>();
       pin(sums);
-      ring(kIsValues ? kGradOutEmpty : kQueryEmpty).arrive_as_warp(i);
-      index = next_index;
+      pin(scores);
+      stage_ring(kIsValues ? kGradOutEmpty : kQueryEmpty).arrive_as_warp(i);
+      index = tile.index;
     }
-    if (item.num_tiles == 0) return;
-    ring(kGradScoreFull).wait(first + item.num_tiles - 1);
-    add_rest_of_dq<kFirst, kEnd>(n, first + item.num_tiles - 1, index);
+    ring(kGradScoreFull).wait(end - 1);
+    add_last_dq<kFirst, kEnd>(n, end - 1, index);
   }
 
   // A piece of dQ of tile i; asynchronous.
@@ -146,9 +162,8 @@ struct WideWarpgroup : TileSteps<Shape> {
     products_commit();
   }
 
-  // One piece after the other: they take the registers of one.
   template <int kFirst, int kEnd>
-  __device__ __forceinline__ void add_rest_of_dq(uint32_t n, uint32_t i, int32_t index) {
+  __device__ __forceinline__ void add_last_dq(uint32_t n, uint32_t i, int32_t index) {
 #pragma unroll
     for (int piece = kFirst; piece < kEnd; ++piece) {
       float dq[32];
@@ -158,7 +173,6 @@ struct WideWarpgroup : TileSteps<Shape> {
       if (piece == kEnd - 1) ring(kGradScoreEmpty).arrive_as_warp(i);
       add_dq(dq, i, index, piece);
     }
-    if (kFirst == kEnd) ring(kGradScoreEmpty).arrive_as_warp(i);
   }
 
   template <bool kIsValues>
