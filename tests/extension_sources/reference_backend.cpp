@@ -32,8 +32,8 @@ WordCounts count_words(const std::vector<PlacedTask>& tasks) {
   return counts;
 }
 
-bool takes(const at::Tensor& q) {
-  return q.size(2) == kHeadDim;
+bool takes(const Request& request) {
+  return request.q.size(2) == kHeadDim;
 }
 
 // Returns [heads, rows, head_dim]. Repeats each kv head for all of its query heads.

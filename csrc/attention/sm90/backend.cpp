@@ -165,9 +165,9 @@ void backward(const BackwardRows& rows, const Params& params) {
   backward(call, stream);
 }
 
-bool is_sm90(const at::Tensor& q) {
-  const cudaDeviceProp* device = at::cuda::getDeviceProperties(q.get_device());
-  return device->major == 9 && device->minor == 0;
+bool takes(const Request& request) {
+  const cudaDeviceProp* device = at::cuda::getDeviceProperties(request.q.get_device());
+  return device->major == 9 && device->minor == 0 && request.head_dim_v == request.q.size(2);
 }
 
 }  // namespace
@@ -181,7 +181,7 @@ Backend backend() {
           .head_dim_multiple = 8,
           .max_head_dim = 128,
           .takes_any_scale = false,
-          .takes = is_sm90,
+          .takes = takes,
           .forward = forward,
           .backward = backward,
           .row_dots = row_dots_cuda,
