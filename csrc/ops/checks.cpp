@@ -129,9 +129,7 @@ transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const a
   check_same(k, "k", q);
   check_same(v, "v", q);
   TORCH_CHECK_VALUE(k.sizes().slice(0, 2) == v.sizes().slice(0, 2), "k has shape ", k.sizes(),
-                    ", v ", v.sizes(),
-                    "; expected equal numbers of tokens and of heads, and any "
-                    "head_dim of v");
+                    ", v ", v.sizes(), "; expected equal shapes except for head_dim");
   TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has head_dim ", q.size(2), ", k ", k.size(2),
                     "; expected one head_dim for both: only v may have another");
   TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0, "q has ", q.size(1), " heads, k ", k.size(1),
