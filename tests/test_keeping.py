@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import distca
-from distca.planning.cluster import input_row_bytes
 from distca.planning.plan import tasks_of
 
 ops = torch.ops.distca
@@ -78,8 +77,8 @@ def test_all_kept_equals_the_oracle(ranks, name):
 
 def bytes_kept(case, rows) -> int:
     queries, keys = rows
-    query_bytes, key_bytes = input_row_bytes(case.shape)
-    return queries * query_bytes + keys * key_bytes
+    widths_of_keys = case.head_dim + (case.head_dim_v or case.head_dim)
+    return (case.heads_q * queries * case.head_dim + case.heads_kv * keys * widths_of_keys) * 8
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -158,6 +158,24 @@ def test_results_equal_those_of_one_process(ranks, name):
     assert worst_error(results, run) >= LIMIT
 
 
+def shape_of_plan(rank: int, world_size: int) -> bool | None:
+    """Return whether a plan is for the shape that the ranks with a model name."""
+    session = distca.init(None, KEEPING, servers=(3,))
+    if rank == 3:
+        distca.serve()
+        return None
+    shape = distca.AttentionShape(4, 2, 24, 8, 16)
+    plan = distca.plan(documents_of(WHOLE_3, session.place()), shape=shape)
+    is_named = plan.solution().shape == shape
+    distca.close()
+    return is_named
+
+
+def test_servers_are_told_of_the_shape(ranks):
+    """Ranks that name different shapes plan for the default."""
+    assert ranks(4).run(shape_of_plan) == [True] * 3 + [None]
+
+
 def attend_to_chunks(rank: int, world_size: int) -> list[Tensor] | None:
     """Return results of a layer of whole documents, and one of chunks."""
     if world_size > 1:
