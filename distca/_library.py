@@ -68,30 +68,27 @@ def load(library: Path = LIBRARY) -> None:
 load()
 
 
-def _lse_of(out: Tensor) -> Tensor:
-    dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-    return out.new_empty(out.shape[:2], dtype=dtype)
-
-
-def _rows_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors)
+def _results_of(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=dtype)
 
 
 @register_fake("distca::core_attention")
 def _(q, k, v, layout, rows, softmax_scale, group_name, num_kept_queries=0, num_kept_keys=0, **_):
-    queries, keys = num_kept_queries * q.shape[1], 2 * num_kept_keys * k.shape[1]
-    return *_rows_like(q), _lse_of(q), q.new_empty((queries + keys) * q.shape[2])
+    queries = num_kept_queries * q.shape[1] * q.shape[2]
+    keys = num_kept_keys * k.shape[1] * (k.shape[2] + v.shape[2])
+    return *_results_of(q, v), q.new_empty(queries + keys)
 
 
 @register_fake("distca::attend")
-def _(q, *others):
-    return *_rows_like(q), _lse_of(q)
+def _(q, k, v, *others):
+    return _results_of(q, v)
 
 
 @register_fake("distca::core_attention_backward")
 @register_fake("distca::attend_backward")
 def _(grad_out, q, k, v, *others, **_):
-    return _rows_like(q, k, v)
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
 
 
 def _handle_signals() -> None:

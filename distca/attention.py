@@ -121,12 +121,13 @@ def core_attention(
 ) -> Results:
     """Compute softmax(q k^T * softmax_scale) v within each document, balanced over ranks.
 
-    q is [tokens, heads_q, head_dim]; k and v are [tokens, heads_kv, head_dim], with heads_q a
-    multiple of heads_kv, and begin with the documents' context rows. Dtypes are bfloat16 and
-    float16, on CPU also float32 and float64. `window_size` is (left, right): position p of a
-    document sees [p - left, p + right], and -1 means no limit. softmax_scale defaults to
-    head_dim ** -0.5. Returns out, like q. DTensors must be sharded on heads or replicated; each
-    rank computes its own heads.
+    q is [tokens, heads_q, head_dim], k [tokens, heads_kv, head_dim] and v [tokens, heads_kv,
+    head_dim_v], with heads_q a multiple of heads_kv; k and v begin with the documents' context
+    rows. v may be narrower or wider than q and k. Dtypes are bfloat16 and float16, on CPU also
+    float32 and float64. `window_size` is (left, right): position p of a document sees [p - left,
+    p + right], and -1 means no limit. softmax_scale defaults to head_dim ** -0.5. Returns out
+    [tokens, heads_q, head_dim_v]. DTensors must be sharded on heads or replicated; each rank
+    computes its own heads.
 
     `softcap` c replaces scaled scores s by c * tanh(s / c), as in Gemma 2, on the CPU only. `sinks`
     [heads_q] adds one logit per head to the softmax of every query, like the score of a key whose

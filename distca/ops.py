@@ -154,7 +154,7 @@ def tell_servers(group_name: str, kind: int, step: int, details: Sequence[int]) 
 @_operator
 def next_notice(group_name: str) -> list[int]:
     """Wait, on a server, for what all ranks do next: kind, step, caller, number of the forward call
-    with kept inputs, nine details, and eight numbers of calls whose inputs can be forgotten."""
+    with kept inputs, ten details, and eight numbers of calls whose inputs can be forgotten."""
 
 
 @_operator
@@ -187,7 +187,7 @@ def any_has_batch(group_name: str, has_batch: bool) -> bool:
 
 @_operator
 def attention_shape(group_name: str) -> list[int]:
-    """Return heads_q, heads_kv, head_dim and element bytes of the last attention; 0 before any."""
+    """Return the fields of an AttentionShape, that of the last attention; 0 before any."""
 
 
 @_operator

@@ -113,8 +113,9 @@ def scaled_dot_product_attention(
     `with distca.documents(...)` it works within each document and is balanced.
 
     query is [batch, heads_q, tokens, head_dim], and its batch * tokens rows are the documents' rows
-    in order. is_causal=False is full attention within each document. Inside the scope it raises
-    ValueError for attn_mask, dropout_p, or another number of rows: boundaries are never dropped.
+    in order. value may have another head_dim, as in torch. is_causal=False is full attention within
+    each document. Inside the scope it raises ValueError for attn_mask, dropout_p, or another number
+    of rows: boundaries are never dropped.
     Outside the scope it is torch's own function.
     """
     packed, batch = _in_force

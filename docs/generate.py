@@ -80,14 +80,17 @@ INTEGRATIONS = {  # read from their sources: the libraries need not be installed
 INTERNALS = {  # members that users have no need of
     "Documents": ("unplanned", "halves", "pieces"),
     "Plan": ("solution",),
-    "AttentionShape": ("from_words", "row_bytes", "least_bytes", "tile_flops"),
+    "AttentionShape": (
+        *("from_words", "tensor_row_bytes", "row_bytes", "least_bytes", "pair_flops", "tile_flops"),
+    ),
 }
 API_HEAD = """\
 # API
 
 The names that `import distca` offers in the order of use, then the functions of the integrations,
 with their docstrings. `python docs/generate.py` writes this page. Shapes: `q [tokens, heads_q,
-head_dim]`, `k, v [tokens, heads_kv, head_dim]`. Rows are packed, without padding.
+head_dim]`, `k [tokens, heads_kv, head_dim]`, `v [tokens, heads_kv, head_dim_v]`. Rows are packed,
+without padding.
 """
 API_FOOT = """\
 Errors name the argument, its value and what to do; [troubleshooting.md](troubleshooting.md) has

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import distca
+
 
 @dataclass
 class Case:
@@ -23,6 +25,13 @@ class Case:
     """Standard deviation of q and k."""
     grad_out_size: float = 1.0
     softcap: float | None = None
+    head_dim_v: int | None = None
+    """head_dim of v, out and grad_out. None: as head_dim."""
+
+    @property
+    def shape(self) -> distca.AttentionShape:
+        dims = (self.head_dim, self.dtype.itemsize, self.head_dim_v)
+        return distca.AttentionShape(self.heads_q, self.heads_kv, *dims)
 
     @property
     def all_lengths(self) -> list[int]:
@@ -46,7 +55,9 @@ class Case:
         generator = torch.Generator().manual_seed(self.seed)
         heads = (self.heads_q, self.heads_kv, self.heads_kv, self.heads_q)
         sizes = (self.qk_size, self.qk_size, 1.0, self.grad_out_size)
-        shapes = [(self.num_tokens, h, self.head_dim) for h in heads]
+        width_v = self.shape.head_dim_v
+        widths = (self.head_dim, self.head_dim, width_v, width_v)
+        shapes = [(self.num_tokens, *each) for each in zip(heads, widths, strict=True)]
         return [
             (size * torch.randn(*shape, dtype=torch.float64, generator=generator)).to(self.dtype)
             for size, shape in zip(sizes, shapes, strict=True)

@@ -27,6 +27,11 @@ SIZES = {
     "attn_implementation": "distca",
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_LATENT = {  # q and k are 24 wide, of which rotary embeddings take head_dim
+    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    **{"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 16, "head_dim": 8},
+}
 CONFIGS = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen3": (transformers.Qwen3Config, {}),
@@ -53,6 +58,14 @@ CONFIGS = {
             **{"sliding_window": WINDOW, "layer_types": LAYER_TYPES},
             **{"num_local_experts": 1, "num_experts_per_tok": 1},
         },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {**_LATENT, "v_head_dim": 16, "q_lora_rank": 12, "n_group": 2, "topk_group": 1},
+    ),
+    "kimi": (  # with v wider than q and k
+        transformers.DeepseekV3Config,
+        {**_LATENT, "v_head_dim": 40, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     ),
     "phimoe": (  # its mask has a window, which its layers do not pass on
         transformers.PhimoeConfig,

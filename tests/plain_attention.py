@@ -35,6 +35,7 @@ class Heads(NamedTuple):
     heads_q: int
     heads_kv: int
     head_dim: int
+    head_dim_v: int | None = None  # None: as head_dim
 
     @property
     def scale(self) -> float:
@@ -45,15 +46,15 @@ class Heads(NamedTuple):
 def random_inputs(tasks: TaskList, heads: Heads, dtype: torch.dtype, seed: int = 0) -> Inputs:
     generator = torch.Generator(tasks.device).manual_seed(seed)
 
-    def normal(num_rows: int, num_heads: int) -> Tensor:
-        shape = (num_rows, num_heads, heads.head_dim)
+    def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=tasks.device).to(dtype)
 
+    head_dim_v = heads.head_dim_v or heads.head_dim
     return Inputs(
-        normal(tasks.num_q_rows, heads.heads_q),
-        normal(tasks.num_k_rows, heads.heads_kv),
-        normal(tasks.num_k_rows, heads.heads_kv),
-        normal(tasks.num_q_rows, heads.heads_q),
+        normal(tasks.num_q_rows, heads.heads_q, heads.head_dim),
+        normal(tasks.num_k_rows, heads.heads_kv, heads.head_dim),
+        normal(tasks.num_k_rows, heads.heads_kv, head_dim_v),
+        normal(tasks.num_q_rows, heads.heads_q, head_dim_v),
     )
 
 
@@ -114,7 +115,7 @@ def plain(
     softmax_dtype = softmax_dtype or dtype
     q, k, v, grad_out = (tensor.to(dtype) for tensor in inputs)
     lse = torch.zeros(q.shape[:2], dtype=softmax_dtype, device=q.device)
-    zeros = [torch.zeros_like(tensor) for tensor in (q, q, k, v)]
+    zeros = [torch.zeros_like(tensor) for tensor in (grad_out, q, k, v)]
     results = Results(zeros[0], lse, *zeros[1:])
     for part in tasks.served:
         rows = (part.q_rows, part.k_rows, part.k_rows)

@@ -107,11 +107,17 @@ def _other_head_dim(step: Step) -> dict:
     return {}
 
 
+def _other_width_of_v(step: Step) -> dict:
+    step.v = step.v.detach()[..., :8]
+    return {}
+
+
 CHANGES = {
     "softmax_scale 0.5 instead of 0.204": _other_scale,
     "dtype Double instead of Float": _other_dtype,
     "heads_q 2 instead of 4": _fewer_heads,
     "head_dim 8 instead of 24": _other_head_dim,
+    "v's head_dim 8 instead of 24": _other_width_of_v,
 }
 
 

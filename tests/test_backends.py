@@ -27,7 +27,12 @@ def attend_with(rank: int, world_size: int, case: Case):
 def test_a_back_end_of_other_files_computes_what_it_takes():
     two = Ranks(2)
     try:
-        for case, is_taken in [(CASE, True), (replace(CASE, head_dim=16), False)]:
+        for case, is_taken in [
+            (CASE, True),
+            (replace(CASE, head_dim_v=16), True),
+            (replace(CASE, head_dim_v=40), False),
+            (replace(CASE, head_dim=16), False),
+        ]:
             results, num_calls = zip(*two.run(attend_with, case), strict=True)
             oracle.assert_close(gathered(results), oracle.forward_backward(case), [1e-12] * 4)
             assert [num > 0 for num in num_calls] == [is_taken] * 2

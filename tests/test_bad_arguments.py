@@ -33,15 +33,18 @@ CORE_ATTENTION = {  # q, k, v and a part of the message
     ),
     "k of another dtype": (THD, THD.double(), THD, "k is Double, q is Float; expected one dtype"),
     "v of another dtype": (THD, THD, THD.double(), "v is Double, q is Float; expected one dtype"),
-    "v has fewer heads": (THD, THD, THD[:, :1], "k has shape [8, 2, 4], v [8, 1, 4]; expected"),
-    "v is narrower, as in MLA": (
-        *[rows(8, 2, 6)] * 2,
-        THD,
-        "expected equal shapes: pad v with zeros and slice the result, core_attention(q, k, "
-        "F.pad(v, (0, 2)), ...)[..., :4]",
+    "v has fewer heads": (
+        *(THD, THD, THD[:, :1]),
+        "k has shape [8, 2, 4], v [8, 1, 4]; expected equal shapes except for head_dim",
     ),
+    "v has fewer tokens": (THD, THD, THD[1:], "k has shape [8, 2, 4], v [7, 2, 4]; expected equal"),
+    "v has no head_dim": (THD, THD, rows(8, 2, 0), "v has shape [8, 2, 0]; expected at least one"),
     "heads": (rows(8, 3, 4), THD, THD, "q has 3 heads, k 2; expected a multiple"),
-    "head_dim": (THD, *[rows(8, 2, 6)] * 2, "q has head_dim 4, k 6; expected one head_dim"),
+    "head_dim": (
+        THD,
+        *[rows(8, 2, 6)] * 2,
+        "q has head_dim 4, k 6; expected one head_dim for both",
+    ),
     "no heads": (*[rows(8, 0, 4)] * 3, "q has shape [8, 0, 4]; expected at least one head"),
     "no head_dim": (*[rows(8, 2, 0)] * 3, "q has shape [8, 2, 0]; expected at least one head"),
     "tokens": (*[THD[1:]] * 3, "q has 7 tokens, but the documents of this rank have 8; pass"),

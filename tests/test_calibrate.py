@@ -267,7 +267,7 @@ def test_calls_fill_a_device_within_its_memory(monkeypatch):
     memory, processors = 39e9, 132
     monkeypatch.setattr(attention, "_num_processors", lambda device: processors)
     monkeypatch.setattr(attention, "_memory_bytes", lambda device: memory)
-    heads, device = attention.Heads(32, 8, 128, torch.bfloat16), torch.device("cuda")
+    heads, device = attention.Heads(32, 8, 128, 128, torch.bfloat16), torch.device("cuda")
     effort = attention.EFFORTS["cuda", False]
     rows, keys = attention.grid("cuda", effort)
     for i, j in attention.entries(rows, keys):
@@ -308,7 +308,8 @@ def test_progress_is_one_line_on_a_terminal(monkeypatch):
         assert written.count("\n") == visible
 
 
-SMALL = ["--heads-q", "4", "--heads-kv", "2", "--head-dim", "16", "--dtype", "float32"]
+SMALL = ["--heads-q", "4", "--heads-kv", "2", "--head-dim", "16", "--head-dim-v", "8"]
+SMALL += ["--dtype", "float32"]
 
 
 def test_the_planner_reads_the_commands_file(tmp_path, capsys):
@@ -316,11 +317,12 @@ def test_the_planner_reads_the_commands_file(tmp_path, capsys):
     main([*SMALL, "--device", "cpu", "--quick", "--max-keys", "128", "--out", str(out)])
     calibration = Calibration.load(out)
     assert (calibration.rows, calibration.keys) == ([32, 64, 96, 128], [32, 64, 96, 128])
-    assert calibration.shape == AttentionShape(4, 2, 16, 4)
+    assert calibration.shape == AttentionShape(4, 2, 16, 4, 8)
     assert calibration.links == Links()
     seconds = np.array(calibration.seconds)
     assert seconds[-1].sum() > seconds[0].sum(), "four tiles of rows take longer than one"
     printed = capsys.readouterr().out
+    assert "4:2 heads of 16 and 8, float32" in printed
     assert f"wrote {out}" in printed and "links inside nodes: not measured" in printed
     cost = cost_of(str(out), calibration.shape, "cpu")
     assert planned_seconds(64, 96, cost) == pytest.approx(calibration.seconds[1][2])
@@ -333,6 +335,7 @@ def test_the_planner_reads_the_commands_file(tmp_path, capsys):
         (["--heads-kv", "33"], "--heads-kv is 33; expected 1 to 32"),
         (["--heads-kv", "3"], "--heads-q is 32; expected a multiple of --heads-kv 3"),
         (["--head-dim", "512"], "--head-dim is 512; expected 1 to 256"),
+        (["--head-dim-v", "0"], "--head-dim-v is 0; expected 1 to 256"),
         (["--max-keys", "-1"], "--max-keys is -1; expected 1 to"),
         (["--max-keys", "0"], "--max-keys is 0; expected 1 to"),
         (

@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
 class Layer(nn.Module):
     """Projection, core attention, MLP. Documents reach attention by argument or by scope.
 
-    In the form "lse", lse and sinks change the result.
+    In the form "lse", lse and sinks change the result. In "narrow v", v is half as wide as q.
     """
 
     def __init__(self, form: str) -> None:
@@ -45,6 +45,9 @@ class Layer(nn.Module):
         q, k, v = self.qkv(x).unflatten(1, (-1, HEAD_DIM)).split(self.heads, dim=1)
         if self.form == "argument":
             out = distca.core_attention(q, k, v, documents)
+        elif self.form == "narrow v":
+            out = distca.core_attention(q, k, v[..., : HEAD_DIM // 2], documents)
+            out = torch.cat([out, out], dim=-1)
         elif self.form == "lse":
             settings = {"sinks": self.sinks, "return_lse": True}
             out, lse = distca.core_attention(q, k, v, documents, **settings)
@@ -178,7 +181,9 @@ def train_compiled(rank: int, world_size: int, form: str, backend_name: str) -> 
         ("argument", "aot_eager"),
         ("scope", "aot_eager"),
         ("lse", "aot_eager"),
+        ("narrow v", "aot_eager"),
         pytest.param("argument", "inductor", marks=needs_compiler),
+        pytest.param("narrow v", "inductor", marks=needs_compiler),
     ],
 )
 def test_compiles_once_for_all_documents(ranks, form, backend):

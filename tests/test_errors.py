@@ -57,6 +57,10 @@ def _other_head_dim(step):
     step.q, step.k, step.v = (tensor[..., :8] for tensor in (step.q, step.k, step.v))
 
 
+def _other_width_of_v(step):
+    step.v = step.v[..., :8]
+
+
 def _other_dtype(step):
     step.q, step.k, step.v = (tensor.double() for tensor in (step.q, step.k, step.v))
 
@@ -64,6 +68,7 @@ def _other_dtype(step):
 ATTENTION_DIFFERENCES = {
     "heads_q: 2 on rank 1, 4 on ranks 0 2": _fewer_heads,
     "head_dim: 8 on rank 1, 24 on ranks 0 2": _other_head_dim,
+    "v's head_dim: 8 on rank 1, 24 on ranks 0 2": _other_width_of_v,
     "dtype: Float on ranks 0 2, Double on rank 1": _other_dtype,
     "softmax_scale: ": None,
 }

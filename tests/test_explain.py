@@ -219,6 +219,20 @@ def test_the_reason_why_nothing_moves_is_printed(capsys, flags, why):
     assert f"nothing moves: {why}" in printed and "Links, most bytes first: none" in printed
 
 
+def test_heads_with_another_head_dim_of_v(tmp_path, capsys):
+    """A task moves q and out of its rows, k and v of its keys."""
+    out = tmp_path / "plan.json"
+    step = ["--ranks", "2", "--lengths", "4096,100", "--sharded", "--tolerance", "0"]
+    rows = {}
+    for heads in ("8:2:64", "8:2:64:32"):
+        main([*step, "--heads", heads, "--json", str(out)])
+        rows[heads] = [task["bytes"] for task in json.loads(out.read_text())["tasks"]]
+    query, key = AttentionShape(8, 2, 64, 2, 32).row_bytes()
+    assert all(num % np.gcd(query, key) == 0 for num in rows["8:2:64:32"])
+    assert 0 < sum(rows["8:2:64:32"]) < sum(rows["8:2:64"])
+    capsys.readouterr()
+
+
 def test_a_rank_and_a_cost_table(tmp_path, capsys):
     path = calibrations.write(
         tmp_path / "table.json", lambda rows, keys: 1e-9 * rows * keys, heads_q=16

@@ -80,6 +80,28 @@ def test_heads(heads_q, heads_kv, head_dim, dtype, sign):
 
 
 @pytest.mark.parametrize("sign", SIGNS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["home", "visiting"])
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(192, 128), (128, 192), (128, 64), (64, 128), (256, 40), (8, 256)]
+)
+def test_another_head_dim_of_v(head_dim, head_dim_v, name, dtype, sign):
+    heads = GQA._replace(head_dim=head_dim, head_dim_v=head_dim_v)
+    for mask in ("causal", "full", "window"):
+        documents = [*map(whole, LENGTHS), cut(1700, SHARDS), Document(999, ((70, 71), (500, 700)))]
+        tasks = make(documents, MASKS[mask], name)
+        check_all_modes(tasks, random_inputs(tasks, heads, dtype), sign * heads.scale)
+
+
+def test_widths_that_are_refused():
+    documents = distca.Documents([0, 8])
+    for dims, message in (((64, 36), "v's head_dim is 36;"), ((64, 264), "v's head_dim is 264;")):
+        q, v = (torch.ones(8, 2, dim, device=DEVICE, dtype=torch.bfloat16) for dim in dims)
+        with pytest.raises(ValueError, match=f"{message} .* takes multiples of 8 up to 256"):
+            distca.core_attention(q, q, v, documents)
+
+
+@pytest.mark.parametrize("sign", SIGNS, ids=str)
 @pytest.mark.parametrize("window_size", TWO_SIDED)
 @pytest.mark.parametrize("name", ["home", "visiting"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

@@ -62,6 +62,15 @@ def test_heads(peer_ranks, heads_q, heads_kv, head_dim, dtype):
     assert_as_good_as_the_reference(peer_ranks(4).run(attend, case), case)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(192, 128), (128, 64), (64, 128)])
+def test_another_head_dim_of_v(peer_ranks, head_dim, head_dim_v, sharded):
+    lengths = [sum(LENGTHS, []), [], [], []] if sharded else LENGTHS
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+    case = Case(lengths, 8, 2, **dims, sharded=sharded, dtype=torch.bfloat16)
+    assert_as_good_as_the_reference(peer_ranks(4).run(attend, case), case)
+
+
 def attend_deterministically(rank, world_size, case):
     attend(rank, world_size, case)  # plans use the shape of the latest call
     torch.use_deterministic_algorithms(True)

@@ -18,7 +18,7 @@ from test_core_attention import MASKS, PACKS, WHOLE, attend, gathered, place
 
 import distca
 from distca.planning.cluster import cluster_of
-from distca.planning.cost import AttentionShape, cost_tensor
+from distca.planning.cost import cost_tensor
 from distca.planning.plan import balance
 from distca.ranks import session
 
@@ -69,9 +69,12 @@ def test_equals_the_oracle_in_float64(nodes, mask, documents):
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
 
 
-@pytest.mark.parametrize("heads_q, heads_kv, head_dim", [(6, 6, 8), (6, 2, 33), (1, 1, 1)])
-def test_heads_in_float64(nodes, heads_q, heads_kv, head_dim):
-    case = Case(WHOLE["skewed"], heads_q, heads_kv, head_dim)
+@pytest.mark.parametrize(
+    "heads_q, heads_kv, head_dim, head_dim_v",
+    [(6, 6, 8, 8), (6, 2, 33, 16), (1, 1, 1, 3), (2, 2, 192, 128)],
+)
+def test_heads_in_float64(nodes, heads_q, heads_kv, head_dim, head_dim_v):
+    case = Case(WHOLE["skewed"], heads_q, heads_kv, head_dim, head_dim_v=head_dim_v)
     results = gathered(nodes().run(attend, case))
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
 
@@ -92,9 +95,8 @@ MEMORY = {  # options, for a document whose keys and values, with gradients, tak
 
 def attend_to_shape(rank: int, world_size: int, case: Case) -> tuple[list[torch.Tensor], bool]:
     """Return results, and whether this rank keeps inputs or has several rounds."""
-    shape = AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
     documents, leaves, grad_out = place(rank, world_size, case)
-    plan = distca.plan(documents, shape=shape).wait()
+    plan = distca.plan(documents, shape=case.shape).wait()
     out = distca.core_attention(*leaves, documents)
     out.backward(grad_out)
     uses_memory = sum(torch.ops.distca.kept_rows(plan.layout)) > 0 or num_rounds(plan.layout) > 1

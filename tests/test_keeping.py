@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import distca
-from distca.planning.cost import AttentionShape
 from distca.planning.plan import tasks_of
 
 ops = torch.ops.distca
@@ -24,6 +23,8 @@ CASES = {
     "crossing": Case([PACKS["mixed"], [], [], []], sharded=True),
     "over all": Case([PACKS["one_over_all"], [], [], []], sharded=True),
     "full": Case(WHOLE["skewed"], window_size=(-1, -1)),
+    "narrow v": Case(WHOLE["skewed"], head_dim_v=8),
+    "wide v": Case([PACKS["mixed"], [], [], []], head_dim_v=40, sharded=True),
 }
 
 
@@ -41,10 +42,6 @@ class KeptElements(TorchDispatchMode):
         return results
 
 
-def shape_of(case: Case) -> AttentionShape:
-    return AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
-
-
 def open_with(**options) -> None:
     distca.close()
     distca.init(options=distca.Options(**FAST_LINKS, **options))
@@ -54,7 +51,7 @@ def attend_keeping(rank, world_size, case, options):
     """Return this rank's results, its kept rows, its visiting rows, and the report."""
     open_with(**options)
     documents, leaves, grad_out = place(rank, world_size, case)
-    plan = distca.plan(documents, window_size=case.window_size, shape=shape_of(case))
+    plan = distca.plan(documents, window_size=case.window_size, shape=case.shape)
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     out.backward(grad_out)
     visiting = [0, 0]
@@ -80,7 +77,8 @@ def test_all_kept_equals_the_oracle(ranks, name):
 
 def bytes_kept(case, rows) -> int:
     queries, keys = rows
-    return (case.heads_q * queries + 2 * case.heads_kv * keys) * case.head_dim * 8
+    widths_of_keys = case.head_dim + (case.head_dim_v or case.head_dim)
+    return (case.heads_q * queries * case.head_dim + case.heads_kv * keys * widths_of_keys) * 8
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +121,7 @@ def queries_unharmed(rank, world_size, case, budget):
     """Lose the inputs before the backward pass. Return which queries have finite gradients."""
     open_with(keep_inputs_gb=budget)
     documents, leaves, grad_out = place(rank, world_size, case)
-    distca.plan(documents, window_size=case.window_size, shape=shape_of(case))
+    distca.plan(documents, window_size=case.window_size, shape=case.shape)
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     for leaf in leaves:
         leaf.data.fill_(float("nan"))  # autograd does not notice, so rows sent again are NaN
@@ -147,7 +145,7 @@ def attend_otherwise(rank, world_size, case):
     """Return results without gradients, plain, and under both kinds of checkpointing."""
     open_with(keep_inputs_gb=1.0)
     documents, leaves, grad_out = place(rank, world_size, case)
-    distca.plan(documents, shape=shape_of(case))
+    distca.plan(documents, shape=case.shape)
 
     def attend(*qkv):
         return distca.core_attention(*qkv, documents)
@@ -180,7 +178,7 @@ def test_checkpointing_and_inference(ranks):
 def wrong_calls(rank, world_size, case):
     open_with(keep_inputs_gb=1.0)
     documents, leaves, _ = place(rank, world_size, case)
-    plan = distca.plan(documents, shape=shape_of(case))
+    plan = distca.plan(documents, shape=case.shape)
     tensors = [leaf.detach() for leaf in leaves]
     share = plan.layout, plan.rows, 0.2, plan.group_name
     out, lse, _ = ops.core_attention(*tensors, *share)
@@ -270,7 +268,7 @@ def check_operators(rank, world_size, case):
     """Run opcheck on both passes. Return the number of elements that this rank keeps."""
     open_with(keep_inputs_gb=1.0)
     documents, leaves, grad_out = place(rank, world_size, case)
-    plan = distca.plan(documents, shape=shape_of(case))
+    plan = distca.plan(documents, shape=case.shape)
     share = plan.layout, plan.rows, case.head_dim**-0.5, plan.group_name
     detached = [leaf.detach() for leaf in leaves]
     out, lse, kept = ops.core_attention(*detached, *share, *plan.kept_rows)
@@ -280,6 +278,7 @@ def check_operators(rank, world_size, case):
     return kept.numel()
 
 
-def test_opcheck(ranks):
-    case = Case([[300, 20], [37]], heads_q=2, heads_kv=1, head_dim=8)
+@pytest.mark.parametrize("head_dim_v", [8, 4])
+def test_opcheck(ranks, head_dim_v):
+    case = Case([[300, 20], [37]], 2, 1, head_dim=8, head_dim_v=head_dim_v)
     assert max(ranks(2).run(check_operators, case, timeout_s=60)) > 100

@@ -7,7 +7,6 @@ import pytest
 import torch
 from oracle import Case
 from test_core_attention import gathered, place
-from test_keeping import shape_of
 
 import distca
 from distca import ops
@@ -35,7 +34,7 @@ def train(rank, world_size, options, spare_bytes=SPARE_BYTES, updates=True):
     with unittest.mock.patch.multiple(memory, **injected):
         for step in range(NUM_STEPS):
             documents, leaves, grad_out = place(rank, world_size, CASE)
-            plan = distca.plan(documents, shape=shape_of(CASE))
+            plan = distca.plan(documents, shape=CASE.shape)
             outs = [distca.core_attention(*leaves, documents) for _ in range(NUM_LAYERS)]
             torch.autograd.backward(outs, [grad_out / NUM_LAYERS] * NUM_LAYERS)
             if updates and step >= FIRST_UPDATE:

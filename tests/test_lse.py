@@ -97,7 +97,7 @@ def test_deterministic_mode(ranks):
 
 def gradcheck(rank: int, world_size: int, window_size: tuple[int, int]) -> bool:
     """Check both results, on ranks that call attention equally often."""
-    case = Case([[5, 0, 3]] * world_size, 4, 2, 3, window_size)
+    case = Case([[5, 0, 3]] * world_size, 4, 2, 3, window_size, head_dim_v=2)
     documents, leaves, _ = place(rank, world_size, case)
     distca.plan(documents, window_size=window_size)
 

@@ -18,10 +18,11 @@ ops = torch.ops.distca
 SKEWED = [[150, 1, 0, 55], [37]]  # rank 1 serves rows of rank 0
 MASKS = [(-1, 0), (-1, -1), (20, 11)]
 SCALE = 0.3
+WIDTHS = [(8, 8), (16, 8), (8, 16), (192, 128)]  # head_dim of q and k, and of v
 
 
 def case_for(world_size: int, **kwargs) -> Case:
-    return Case(SKEWED[:world_size], heads_q=4, heads_kv=2, head_dim=8, **kwargs)
+    return Case(SKEWED[:world_size], **{"heads_q": 4, "heads_kv": 2, "head_dim": 8, **kwargs})
 
 
 def plan_of(case: Case, rank: int, world_size: int) -> distca.Plan:
@@ -72,9 +73,9 @@ def test_layouts_of_all_devices_hold_the_same_tasks(rank):
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-def check_operators(rank: int, world_size: int) -> int:
+def check_operators(rank: int, world_size: int, widths: tuple[int, int]) -> int:
     """opcheck of every operator that computes; the number of rows that this rank serves."""
-    case = case_for(world_size)
+    case = case_for(world_size, head_dim=widths[0], head_dim_v=widths[1])
     plan = plan_of(case, rank, world_size)
     share = plan.layout, plan.rows
     q, k, v, grad = (tensor[case.rows_of(rank)] for tensor in case.inputs())
@@ -84,7 +85,7 @@ def check_operators(rank: int, world_size: int) -> int:
     num_q, num_k = served["visiting queries"], served["visiting keys"]
     visiting = [
         torch.randn(num_q, *q.shape[1:], dtype=q.dtype),
-        *(torch.randn(num_k, *k.shape[1:], dtype=k.dtype) for _ in range(2)),
+        *(torch.randn(num_k, *each.shape[1:], dtype=k.dtype) for each in (k, v)),
     ]
     home_out, home_lse = ops.attend(q, k, v, *share, SCALE, "home")
     served_out, served_lse = ops.attend(*visiting, *share, SCALE, "visiting")
@@ -103,15 +104,17 @@ def check_operators(rank: int, world_size: int) -> int:
     return num_q
 
 
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_opcheck(ranks, world_size):
-    served_rows = ranks(world_size).run(check_operators, timeout_s=60)
+def test_opcheck(ranks, world_size, widths):
+    served_rows = ranks(world_size).run(check_operators, widths, timeout_s=60)
     assert any(served_rows) == (world_size > 1), "with two ranks, some rows must be visiting"
 
 
+@pytest.mark.parametrize("widths", [(3, 3), (3, 2), (2, 5)])
 @pytest.mark.parametrize("window_size", MASKS)
-def test_gradcheck(window_size):
-    case = Case([[5, 0, 1, 3]], heads_q=4, heads_kv=2, head_dim=3, window_size=window_size)
+def test_gradcheck(window_size, widths):
+    case = Case([[5, 0, 1, 3]], 4, 2, widths[0], window_size, head_dim_v=widths[1])
     plan = plan_of(case, 0, 1)
     leaves = [tensor.requires_grad_() for tensor in case.inputs()[:3]]
 

@@ -10,9 +10,8 @@ from test_core_attention import MASKS, PACKS, WHOLE, place
 
 import distca
 from distca.planning import plan
-from distca.planning.cost import AttentionShape
 
-HEADS = [(4, 2, 32), (6, 6, 8), (8, 4, 33)]
+HEADS = [(4, 2, 32, 32), (6, 6, 8, 16), (8, 4, 33, 17)]
 CASES = {
     **{name: Case(lengths) for name, lengths in WHOLE.items()},
     **{name: Case([lengths, [], [], []], sharded=True) for name, lengths in PACKS.items()},
@@ -40,9 +39,8 @@ def attend(
     plan.DEVICES_OF_PARTS, plan.LEAST_SECONDS_OF_PARTS = ("cpu",), 1e9 if are_short else 0.0
     distca.close()
     distca.init(options=distca.Options(**options))
-    shape = AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
     documents, leaves, grad_out = place(rank, world_size, case)
-    made = distca.plan(documents, window_size=case.window_size, shape=shape).wait()
+    made = distca.plan(documents, window_size=case.window_size, shape=case.shape).wait()
     out = distca.core_attention(*leaves, documents, window_size=case.window_size)
     out.backward(grad_out)
     return [out.detach(), *(leaf.grad for leaf in leaves)], num_parts(made.layout)
@@ -62,9 +60,9 @@ def test_equals_the_oracle_in_float64(four, mask, documents):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("heads_q, heads_kv, head_dim", HEADS)
-def test_heads_in_float64(four, heads_q, heads_kv, head_dim, options):
-    case = Case(WHOLE["skewed"], heads_q, heads_kv, head_dim)
+@pytest.mark.parametrize("heads_q, heads_kv, head_dim, head_dim_v", HEADS)
+def test_heads_in_float64(four, heads_q, heads_kv, head_dim, head_dim_v, options):
+    case = Case(WHOLE["skewed"], heads_q, heads_kv, head_dim, head_dim_v=head_dim_v)
     results = results_of(four, case, OPTIONS[options])
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
 

@@ -9,13 +9,15 @@ from test_core_attention import gathered, place
 from test_lse import grad_lse_of
 
 import distca
-from distca.planning.cost import AttentionShape
+from distca.planning.cluster import held_row_bytes
 
 CASES = {  # a case, and the key rows that a round may hold
     "whole": (Case([[900, 1, 0, 55], [37, 64, 64], [12, 80, 80]]), 1100),
     "window": (Case([[900, 1, 0, 55], [37, 64, 64], [12]], window_size=(90, 0)), 260),
     "crossing": (Case([[700, 33, 129], [], []], sharded=True), 800),
     "full": (Case([[600, 7], [64], [1]], window_size=(-1, -1)), 800),
+    "narrow v": (Case([[700, 33, 129], [], []], head_dim_v=8, sharded=True), 800),
+    "wide v": (Case([[900, 1, 0, 55], [37, 64, 64], [12, 80, 80]], head_dim_v=40), 1000),
 }
 
 
@@ -24,12 +26,11 @@ def attend_in_rounds(rank, world_size, case: Case, rows: int):
 
     Return out, dq, dk, dv, lse, the number of rounds, an error.
     """
-    shape = AttentionShape(case.heads_q, case.heads_kv, case.head_dim, 8)
-    cap_gb = 1e-9 * rows * 4 * case.heads_kv * case.head_dim * 8
+    cap_gb = 1e-9 * rows * held_row_bytes(case.shape)[1]
     distca.close()
     distca.init(options=distca.Options(memory_cap_gb=cap_gb, rounds=4))
     documents, leaves, grad_out = place(rank, world_size, case)
-    plan = distca.plan(documents, window_size=case.window_size, shape=shape)
+    plan = distca.plan(documents, window_size=case.window_size, shape=case.shape)
     settings = {"window_size": case.window_size, "return_lse": True}
     out, lse = distca.core_attention(*leaves, documents, **settings)
     torch.autograd.backward([out, lse], [grad_out, grad_lse_of(case)[case.rows_of(rank)]])

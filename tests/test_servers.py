@@ -139,6 +139,8 @@ RUNS = {
     "kept, compiled": Run((3,), (ACROSS_3, WHOLE_3), options=KEEPING, is_compiled=True),
     "dedicated": Run((3,), (ACROSS_3,), options=replace(KEEPING, server_speeds="0*3,1")),
     "rounds": Run((3,), (WHOLE_3,), options=replace(KEEPING, memory_cap_gb=6e-3, rounds=3)),
+    "narrow v": Run((3,), (replace(WHOLE_3, head_dim_v=8), replace(ACROSS_3, head_dim_v=8))),
+    "wide v, kept": Run((1, 3), (replace(ACROSS_2, head_dim_v=40),), options=KEEPING),
     "hybrid": Run(
         (1, 3), (WHOLE_2,), options=replace(KEEPING, transport="hybrid", ranks_per_node=2)
     ),
@@ -154,6 +156,24 @@ def test_results_equal_those_of_one_process(ranks, name):
     assert all(bytes_in[server] > 0 for server in run.servers)
     results[0][0][-1][1][:1] += 2 * LIMIT  # a planted error
     assert worst_error(results, run) >= LIMIT
+
+
+def shape_of_plan(rank: int, world_size: int) -> bool | None:
+    """Return whether a plan is for the shape that the ranks with a model name."""
+    session = distca.init(None, KEEPING, servers=(3,))
+    if rank == 3:
+        distca.serve()
+        return None
+    shape = distca.AttentionShape(4, 2, 24, 8, 16)
+    plan = distca.plan(documents_of(WHOLE_3, session.place()), shape=shape)
+    is_named = plan.solution().shape == shape
+    distca.close()
+    return is_named
+
+
+def test_servers_are_told_of_the_shape(ranks):
+    """Ranks that name different shapes plan for the default."""
+    assert ranks(4).run(shape_of_plan) == [True] * 3 + [None]
 
 
 def attend_to_chunks(rank: int, world_size: int) -> list[Tensor] | None:
@@ -208,7 +228,7 @@ def call_with_refusals(rank: int, world_size: int, refusing: int) -> list:
 def test_a_server_goes_on_after_a_call_that_all_ranks_refuse(ranks, refusing):
     outcomes = ranks(4).run(call_with_refusals, refusing)[:3]
     for rank, (refused, different, _) in enumerate(outcomes):
-        expected = "expected equal shapes" if rank == refusing else f"refused on rank(s) {refusing}"
+        expected = "expected one head_dim" if rank == refusing else f"refused on rank(s) {refusing}"
         assert expected in refused, refused
         assert "heads_kv: 1 on rank" in different and "2 on ranks" in different, different
     truth = oracle.forward_backward(ACROSS_3)[0]

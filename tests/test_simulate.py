@@ -318,11 +318,24 @@ def linked(inside: Link, between: Link = INSTANT, per_node: int = 8) -> Scenario
     return replace(UNIT, machine=machine)
 
 
-def test_bytes_of_both_passes_sum_to_the_planners_row_bytes():
-    work = small_work()
-    total = sum(sum(moved_bytes(UNIT, work, pass_idx)) for pass_idx in (FORWARD, BACKWARD))
-    query, key = UNIT.attention_shape.row_bytes()
+@pytest.mark.parametrize("v_head_dim", [128, 64, 200])
+def test_bytes_of_both_passes_sum_to_the_planners_row_bytes(v_head_dim):
+    work, scenario = small_work(), replace(UNIT, model=replace(TINY, v_head_dim=v_head_dim))
+    total = sum(sum(moved_bytes(scenario, work, pass_idx)) for pass_idx in (FORWARD, BACKWARD))
+    query, key = scenario.attention_shape.row_bytes()
     assert total.tolist() == [10 * query + 30 * key]
+
+
+def test_values_of_another_width():
+    """wv and wo are of v's width, and so are half of the forward pass's FLOPs."""
+    model = replace(PRESETS["8B"], v_head_dim=64)
+    assert PRESETS["8B"].layer_params - model.layer_params == model.hidden * (32 + 8) * 64
+    wide, narrow = (replace(UNIT, model=replace(TINY, v_head_dim=dim)) for dim in (128, 64))
+    ratio = narrow.attention_cost().seconds_per_tile / wide.attention_cost().seconds_per_tile
+    assert ratio.tolist() == pytest.approx([(128 + 64) / 256, (3 * 128 + 2 * 64) / (5 * 128)])
+    assert model.attention(8) == AttentionShape(4, 1, 128, 2, 64)
+    with pytest.raises(ValueError, match="model v_head_dim is 0"):
+        replace(TINY, v_head_dim=0)
 
 
 def test_kept_inputs_do_not_travel_again():

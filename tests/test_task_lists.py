@@ -28,9 +28,10 @@ def some_documents() -> list[Document]:
 @pytest.mark.parametrize("window_size", MASKS)
 @pytest.mark.parametrize("name", ["home", "visiting"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_kernels_of_the_cpu_are_accepted(dtype, name, window_size):
+@pytest.mark.parametrize("head_dim_v", [16, 8, 40])
+def test_kernels_of_the_cpu_are_accepted(dtype, name, window_size, head_dim_v):
     tasks = task_list(some_documents(), window_size, name)
-    inputs = random_inputs(tasks, HEADS, dtype)
+    inputs = random_inputs(tasks, HEADS._replace(head_dim_v=head_dim_v), dtype)
     truth = reference(tasks, inputs, HEADS.scale)
     for deterministic in (False, True):
         truth.check(attend(tasks, inputs, HEADS.scale, deterministic))

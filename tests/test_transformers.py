@@ -3,6 +3,8 @@
 Their results equal those of single documents with eager attention.
 """
 
+from dataclasses import astuple
+
 import pytest
 import torch
 
@@ -12,11 +14,12 @@ import packed_models as pm  # noqa: E402
 from packed_models import LENGTHS, Packed  # noqa: E402
 
 import distca  # noqa: E402
-from distca import attention  # noqa: E402
+from distca import attention, ops  # noqa: E402
 from distca.integrations import boundaries  # noqa: E402
 
 TOLERANCE = 1e-5
-MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss", "llama4"]
+LATENT = {"deepseek_v3": 16, "kimi": 40}  # v's head_dim, where that of q and k is 24
+MODELS = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss", "llama4", *LATENT]
 ALTERNATING = ("gemma2", "gemma3", "gpt_oss", "llama4")  # masks differ from layer to layer
 
 
@@ -66,6 +69,20 @@ def test_loss_and_gradients_equal_eager_by_document(ranks, world_size, name):
             assert error <= TOLERANCE, (way, error)
             assert len(bytes_by_plan) == (2 if name in ALTERNATING else 1), way
             assert (sum(bytes_by_plan) > 0) == (world_size > 1), "the case must move rows"
+
+
+def shapes_of_calls(rank: int, world_size: int, name: str) -> tuple:
+    """Return the shape that a plan is for, and that of the call."""
+    model, packed = pm.model_of(name), Packed.of(LENGTHS[rank], seed=rank)
+    with Plans() as plans:
+        pm.step(model, packed)
+    return plans[0].solution().shape, ops.attention_shape(plans[0].group_name)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention_is_not_padded(ranks, name):
+    shape = distca.AttentionShape(4, 4, 24, 4, LATENT[name])
+    assert ranks(2).run(shapes_of_calls, name) == [(shape, list(astuple(shape)))] * 2
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,25 +14,25 @@
 namespace distca::attention {
 namespace {
 
-void check_rows(const char* name, const at::Tensor& x, const at::Tensor& like) {
+void check_rows(const char* name, const at::Tensor& x, const at::Tensor& q) {
   TORCH_CHECK_VALUE(x.dim() == 3, name, " has shape ", x.sizes(),
                     "; expected [rows, heads, head_dim]");
-  TORCH_CHECK_VALUE(x.size(2) == like.size(2), name, " has head_dim ", x.size(2), ", q has ",
-                    like.size(2), "; they must be equal");
   TORCH_CHECK_VALUE(x.stride(2) == 1 || x.size(2) == 1 || x.numel() == 0, name, " has strides ",
                     x.strides(), "; its last dimension must be contiguous, call ", name,
                     ".contiguous()");
-  TORCH_CHECK_VALUE(x.scalar_type() == like.scalar_type() && x.device() == like.device(), name,
-                    " is ", x.scalar_type(), " on ", x.device(), ", q is ", like.scalar_type(),
-                    " on ", like.device(), "; they must be equal");
+  TORCH_CHECK_VALUE(x.scalar_type() == q.scalar_type() && x.device() == q.device(), name, " is ",
+                    x.scalar_type(), " on ", x.device(), ", q is ", q.scalar_type(), " on ",
+                    q.device(), "; they must be equal");
 }
 
 void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   check_rows("q", q, q);
   check_rows("k", k, q);
   check_rows("v", v, q);
-  TORCH_CHECK_VALUE(k.sizes() == v.sizes(), "k has shape ", k.sizes(), ", v has ", v.sizes(),
+  TORCH_CHECK_VALUE(k.size(2) == q.size(2), "k has head_dim ", k.size(2), ", q has ", q.size(2),
                     "; they must be equal");
+  TORCH_CHECK_VALUE(k.sizes().slice(0, 2) == v.sizes().slice(0, 2), "k has shape ", k.sizes(),
+                    ", v has ", v.sizes(), "; they must be equal except for head_dim");
   TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0, "q has ", q.size(1),
                     " heads, k has ", k.size(1), "; k's must divide q's");
 }
@@ -51,14 +51,24 @@ void check_tasks(const std::vector<PlacedTask>& tasks, int64_t rows_q, int64_t r
 }
 
 // Returns the back end of a call whose arguments have passed their checks.
-const Backend& backend_of(const at::Tensor& q, const TaskList& tasks, const Params& params) {
-  const Backend& backend = choose_backend({q, tasks.mask, params, params.deterministic});
+template <typename Rows>
+const Backend& backend_of(const Rows& rows, const Params& params) {
+  const auto& [q, v, tasks] = std::tie(rows.q, rows.v, rows.tasks);
+  const Backend& backend = choose_backend({q, v.size(2), tasks.mask, params, params.deterministic});
   if (backend.plan_words) words_of(tasks, backend.name);
   return backend;
 }
 
+void check_like_out(const char* name, const at::Tensor& x, const at::Tensor& q,
+                    const at::Tensor& v) {
+  check_rows(name, x, q);
+  const std::vector<int64_t> expected = out_sizes(q, v);
+  TORCH_CHECK_VALUE(x.sizes() == expected, name, " has shape ", x.sizes(), "; expected ",
+                    at::IntArrayRef(expected), ", rows and heads of q and head_dim of v");
+}
+
 // Results of the forward pass that the backward pass is given: `out` or `delta`, and `lse`.
-void check_saved(const Saved& saved, const at::Tensor& q) {
+void check_saved(const Saved& saved, const at::Tensor& q, const at::Tensor& v) {
   const auto dtype = at::toOpMathType(q.scalar_type());
   const auto check_by_head = [&](const char* name, const at::Tensor& x) {
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == q.size(0) && x.size(1) == q.size(1), name,
@@ -69,17 +79,7 @@ void check_saved(const Saved& saved, const at::Tensor& q) {
   };
   check_by_head("lse", saved.lse);
   if (saved.delta.defined()) check_by_head("delta", saved.delta);
-  if (!saved.out.defined()) return;
-  check_rows("out", saved.out, q);
-  TORCH_CHECK_VALUE(saved.out.sizes() == q.sizes(), "out has shape ", saved.out.sizes(), ", q has ",
-                    q.sizes(), "; they must be equal");
-}
-
-void check_gradient(const at::Tensor& grad_out, const Saved& saved, const at::Tensor& q) {
-  TORCH_CHECK_VALUE(grad_out.sizes() == q.sizes(), "grad_out has shape ", grad_out.sizes(),
-                    ", q has ", q.sizes(), "; they must be equal");
-  check_rows("grad_out", grad_out, q);
-  check_saved(saved, q);
+  if (saved.out.defined()) check_like_out("out", saved.out, q, v);
 }
 
 void check_words(const Backend& backend, const TaskList& list, const TaskWords& words) {
@@ -147,34 +147,36 @@ const TaskWords& words_of(const TaskList& list, std::string_view name) {
   return *found;
 }
 
-void check_supported(const at::Tensor& q, const Mask& mask, double softcap, bool deterministic) {
+void check_supported(const at::Tensor& q, const at::Tensor& v, const Mask& mask, double softcap,
+                     bool deterministic) {
   const double any_scale = 1;
-  choose_backend({q, mask, {any_scale, softcap}, deterministic});
+  choose_backend({q, v.size(2), mask, {any_scale, softcap}, deterministic});
 }
 
-bool reads_in_place(const at::Tensor& q, const Scores& scores) {
-  const Backend* backend = find_backend({q, {}, scores});
+bool reads_in_place(const at::Tensor& q, const at::Tensor& v, const Scores& scores) {
+  const Backend* backend = find_backend({q, v.size(2), {}, scores});
   return backend && backend->reads_in_place;
 }
 
 void forward(const ForwardRows& rows, const Params& params) {
   check_qkv(rows.q, rows.k, rows.v);
   check_tasks(rows.tasks.tasks, rows.q.size(0), rows.k.size(0));
-  backend_of(rows.q, rows.tasks, params).forward(rows, params);
+  backend_of(rows, params).forward(rows, params);
 }
 
 void backward(const BackwardRows& rows, const Params& params) {
   check_qkv(rows.q, rows.k, rows.v);
   check_tasks(rows.tasks.tasks, rows.q.size(0), rows.k.size(0));
-  check_gradient(rows.grad_out, rows.saved, rows.q);
-  backend_of(rows.q, rows.tasks, params).backward(rows, params);
+  check_like_out("grad_out", rows.grad_out, rows.q, rows.v);
+  check_saved(rows.saved, rows.q, rows.v);
+  backend_of(rows, params).backward(rows, params);
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k,
                                            const at::Tensor& v, const TaskList& tasks,
                                            const Params& params) {
   check_qkv(q, k, v);
-  const auto [out, lse] = new_results(q);
+  const auto [out, lse] = new_results(q, v);
   forward({q, k, v, tasks, out, lse}, params);
   return {out, lse};
 }
@@ -189,7 +191,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
       grad_out.dim() != 3 || grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous();
   check_qkv(q, k, v);
   const at::Tensor dq = at::empty(q.sizes(), q.options());
-  const auto [dk, dv] = new_key_gradients(k, {&tasks});
+  const auto [dk, dv] = new_key_gradients(k, v, {&tasks});
   backward({grad, q, k, v, saved, tasks, dq, dk, dv}, params);
   return {dq, dk, dv};
 }
@@ -203,24 +205,29 @@ void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots) 
   dots.copy_(a.to(dots.scalar_type()).mul(b).sum(-1));
 }
 
-at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta, const Mask& mask,
-                          const Params& params) {
-  const Backend& backend = choose_backend({grad_out, mask, params, params.deterministic});
+at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta, const at::Tensor& q,
+                          const Mask& mask, const Params& params) {
+  const Backend& backend =
+      choose_backend({q, grad_out.size(2), mask, params, params.deterministic});
   return backend.grad_for_delta ? backend.grad_for_delta(grad_out, delta) : grad_out;
 }
 
-std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q) {
+std::vector<int64_t> out_sizes(const at::Tensor& q, const at::Tensor& v) {
+  return {q.size(0), q.size(1), v.size(2)};
+}
+
+std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q, const at::Tensor& v) {
   const auto real = at::toOpMathType(q.scalar_type());
-  return {at::empty(q.sizes(), q.options()),
+  return {at::empty(out_sizes(q, v), q.options()),
           at::empty(q.sizes().slice(0, 2), q.options().dtype(real))};
 }
 
-std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k,
+std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k, const at::Tensor& v,
                                                     std::initializer_list<const TaskList*> lists) {
-  const auto allocate = [&, are_all_written = read_all_keys(k.size(0), lists)] {
-    return are_all_written ? at::empty(k.sizes(), k.options()) : at::zeros(k.sizes(), k.options());
+  const auto like = [are_all_written = read_all_keys(k.size(0), lists)](const at::Tensor& x) {
+    return are_all_written ? at::empty(x.sizes(), x.options()) : at::zeros(x.sizes(), x.options());
   };
-  return {allocate(), allocate()};
+  return {like(k), like(v)};
 }
 
 }  // namespace distca::attention

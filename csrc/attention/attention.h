@@ -50,17 +50,19 @@ struct Params : Scores {
   bool deterministic = false;
 };
 
-// Throws ValueError unless a back end supports such queries with a positive scale. The message
-// names what is supported.
-void check_supported(const at::Tensor& q, const Mask& mask, double softcap, bool deterministic);
+// Throws ValueError unless a back end supports such queries and values with a positive scale. The
+// message names what is supported.
+void check_supported(const at::Tensor& q, const at::Tensor& v, const Mask& mask, double softcap,
+                     bool deterministic);
 
 // Returns whether the back end of such calls reads rows and writes results in place, without
 // copies. Rows in memory that other ranks write need such a back end.
-bool reads_in_place(const at::Tensor& q, const Scores& scores);
+bool reads_in_place(const at::Tensor& q, const at::Tensor& v, const Scores& scores);
 
-// The tensors of a task list's forward pass. q [rows_q, heads_q, head_dim], k, v [rows_k,
-// heads_kv, head_dim]; last dimension contiguous, any row and head strides. out like q and lse
-// [rows_q, heads_q] fp32 (fp64 for float64 inputs), natural logarithm, both contiguous.
+// The tensors of a task list's forward pass. q [rows_q, heads_q, head_dim], k [rows_k, heads_kv,
+// head_dim], v [rows_k, heads_kv, head_dim_v]; last dimension contiguous, any row and head strides.
+// out [rows_q, heads_q, head_dim_v] and lse [rows_q, heads_q] fp32 (fp64 for float64 inputs),
+// natural logarithm, both contiguous.
 struct ForwardRows {
   at::Tensor q, k, v;
   const TaskList& tasks;
@@ -80,7 +82,7 @@ struct Saved {
   at::Tensor out;
 };
 
-// dq like q, dk and dv like k and v, all contiguous.
+// grad_out like out; dq, dk and dv like q, k and v, all contiguous.
 struct BackwardRows {
   at::Tensor grad_out, q, k, v;
   Saved saved;
@@ -103,20 +105,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const TaskList& tasks,
                                                         const Params& params);
 
-// dots = sum over head_dim of a * b: the backward's delta, if a is `out` and b grad_out. a, b
-// [rows, heads, head_dim], dots [rows, heads] of lse's dtype; all contiguous.
+// dots = sum over head_dim_v of a * b: the backward's delta, if a is `out` and b grad_out. a, b
+// [rows, heads, head_dim_v], dots [rows, heads] of lse's dtype; all contiguous.
 void row_dots(const at::Tensor& a, const at::Tensor& b, const at::Tensor& dots);
 
 // Returns grad_out as backward needs it with a `delta` that includes a gradient of lse. Back ends
 // that derive delta from a product with grad_out need rows whose norm is not too small for that.
-at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta, const Mask& mask,
-                          const Params& params);
+at::Tensor grad_for_delta(const at::Tensor& grad_out, const at::Tensor& delta, const at::Tensor& q,
+                          const Mask& mask, const Params& params);
+
+// Returns the sizes of out, [rows_q, heads_q, head_dim_v].
+std::vector<int64_t> out_sizes(const at::Tensor& q, const at::Tensor& v);
 
 // out and lse for ForwardRows.
-std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q);
+std::tuple<at::Tensor, at::Tensor> new_results(const at::Tensor& q, const at::Tensor& v);
 
-// dk and dv like k, zero unless the tasks of these lists read every row.
-std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k,
+// dk and dv like k and v, zero unless the tasks of these lists read every row.
+std::pair<at::Tensor, at::Tensor> new_key_gradients(const at::Tensor& k, const at::Tensor& v,
                                                     std::initializer_list<const TaskList*> lists);
 
 }  // namespace distca::attention

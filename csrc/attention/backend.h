@@ -15,6 +15,15 @@ struct WordCounts {
   int64_t num_device = 0;
 };
 
+// The properties of a call that decide which back end computes it.
+struct Request {
+  const at::Tensor& q;  // [rows, heads, head_dim]
+  int64_t head_dim_v;   // of v and out
+  Mask mask;
+  Scores scores;
+  bool deterministic = false;
+};
+
 // One implementation of core attention. It has a folder of its own and one entry in the table in
 // backends.cpp. attention.cpp checks rows and tasks before it calls these functions. All tensors
 // are on q's device.
@@ -24,14 +33,14 @@ struct Backend {
   // The calls that it supports. The first entry of the table that supports a call computes it.
   c10::DeviceType device;
   std::vector<at::ScalarType> dtypes;
-  int64_t head_dim_multiple = 1;
+  int64_t head_dim_multiple = 1;  // of q and k, and of v
   int64_t max_head_dim = std::numeric_limits<int64_t>::max();
   bool takes_any_window = true;  // else only (-1, 0), (W, 0) and (-1, -1)
   bool takes_any_scale = true;   // else only positive scales
   bool takes_softcap = false;
-  bool is_deterministic = true;                  // if Params asks for it; else only if torch does
-  bool reads_in_place = true;                    // see attention.h
-  bool (*takes)(const at::Tensor& q) = nullptr;  // further conditions; null: none
+  bool is_deterministic = true;  // if Params asks for it; else only if torch does
+  bool reads_in_place = true;    // see attention.h
+  bool (*takes)(const Request& request) = nullptr;  // further conditions; null: none
 
   void (*forward)(const ForwardRows& rows, const Params& params) = nullptr;
   void (*backward)(const BackwardRows& rows, const Params& params) = nullptr;
@@ -57,14 +66,6 @@ const std::vector<Backend>& backends();
 
 // Puts a back end first in the table. Call it before the first plan. Not thread-safe.
 [[gnu::visibility("default")]] void register_backend(const Backend& backend);
-
-// The properties of a call that decide which back end computes it.
-struct Request {
-  const at::Tensor& q;  // [rows, heads, head_dim]
-  Mask mask;
-  Scores scores;
-  bool deterministic = false;
-};
 
 // Returns the first back end of the table that supports the request, or null.
 const Backend* find_backend(const Request& request);

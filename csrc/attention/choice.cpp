@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "backend.h"
 
@@ -22,17 +23,18 @@ std::string names_of(const std::vector<at::ScalarType>& dtypes) {
 
 // Returns why a back end for q's device does not take the request, or "" if it does.
 std::string refusal(const Backend& backend, const Request& request) {
-  const auto& [q, mask, scores, deterministic] = request;
+  const auto& [q, head_dim_v, mask, scores, deterministic] = request;
   const int64_t head_dim = q.size(2);
   const std::string device = c10::DeviceTypeName(backend.device);
   if (std::ranges::find(backend.dtypes, q.scalar_type()) == backend.dtypes.end()) {
     return c10::str("q is ", q.scalar_type(), "; core attention on ", device, " takes ",
                     names_of(backend.dtypes), " (cast, or use autocast)");
   }
-  if (head_dim % backend.head_dim_multiple != 0 || head_dim > backend.max_head_dim) {
-    return c10::str("head_dim is ", head_dim, "; core attention on ", device,
-                    " takes multiples of ", backend.head_dim_multiple, " up to ",
-                    backend.max_head_dim);
+  for (const auto& [name, width] :
+       {std::pair("head_dim", head_dim), {"v's head_dim", head_dim_v}}) {
+    if (width % backend.head_dim_multiple == 0 && width <= backend.max_head_dim) continue;
+    return c10::str(name, " is ", width, "; core attention on ", device, " takes multiples of ",
+                    backend.head_dim_multiple, " up to ", backend.max_head_dim);
   }
   if (!backend.takes_any_window && !is_full(mask) && mask.window_right != 0) {
     return c10::str("window_size is (", mask.window_left, ", ", mask.window_right,
@@ -53,7 +55,7 @@ std::string refusal(const Backend& backend, const Request& request) {
     return c10::str("softmax_scale is ", scores.softmax_scale,
                     "; core attention on this device takes positive ones");
   }
-  return backend.takes && !backend.takes(q) ? "q is on another kind of device" : "";
+  return backend.takes && !backend.takes(request) ? "q is on another kind of device" : "";
 }
 
 }  // namespace

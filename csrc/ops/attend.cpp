@@ -71,7 +71,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_backward(
   check_no_capture(grad_out);
   const std::shared_ptr<const Layout> plan = shared_layout(layout, rows);
   check_task_rows(q, k, v, *plan, rows, is_home(tasks));
-  check_saved(grad_out, out, lse, q);
+  check_saved(grad_out, out, lse, q, v);
   const Round& round = plan->rounds[0];
   const attention::Params params = attention_params(*plan, {softmax_scale});
   const attention::Saved saved{lse, at::Tensor(), out};

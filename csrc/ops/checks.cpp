@@ -24,8 +24,9 @@ void check_same(const at::Tensor& tensor, const char* name, const at::Tensor& q)
                     q.device(), "; expected one device");
 }
 
-Signature signature_of(const PlanIdentity& plan, const at::Tensor& q, const at::Tensor& k,
+Signature signature_of(const PlanIdentity& plan, const transport::Inputs& inputs,
                        const attention::Scores& scores) {
+  const auto& [q, k, v] = inputs;
   Signature signature;
   signature.values = {0,
                       kVersion,
@@ -34,6 +35,7 @@ Signature signature_of(const PlanIdentity& plan, const at::Tensor& q, const at::
                       q.size(1),
                       k.size(1),
                       q.size(2),
+                      v.size(2),
                       static_cast<int64_t>(q.scalar_type()),
                       std::bit_cast<int64_t>(scores.softmax_scale),
                       std::bit_cast<int64_t>(scores.softcap)};
@@ -76,17 +78,10 @@ void tell_servers(Call& call, Pass pass, const attention::Scores& scores, const 
                  .step = call.layout->step,
                  .caller = call.where.caller,
                  .kept = call.kept_number,
-                 .details = {q.size(1), k.size(1), q.size(2), static_cast<int64_t>(q.scalar_type()),
+                 .details = {q.size(1), k.size(1), q.size(2), v.size(2),
+                             static_cast<int64_t>(q.scalar_type()),
                              std::bit_cast<int64_t>(scores.softmax_scale),
                              std::bit_cast<int64_t>(scores.softcap)}});
-}
-
-// If only head_dim differs, as in multi-head latent attention, zeros can fill up the values.
-std::string remedy_for_values(const at::Tensor& k, const at::Tensor& v) {
-  if (v.sizes().slice(0, 2) != k.sizes().slice(0, 2) || v.size(2) >= k.size(2)) return "";
-  const std::string width = std::to_string(v.size(2));
-  return ": pad v with zeros and slice the result, core_attention(q, k, F.pad(v, (0, " +
-         std::to_string(k.size(2) - v.size(2)) + ")), ...)[..., :" + width + "]";
 }
 
 // Sizes and dtype that a tensor must have.
@@ -133,10 +128,10 @@ transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const a
   check_shape(v, "v");
   check_same(k, "k", q);
   check_same(v, "v", q);
-  TORCH_CHECK_VALUE(k.sizes() == v.sizes(), "k has shape ", k.sizes(), ", v ", v.sizes(),
-                    "; expected equal shapes", remedy_for_values(k, v));
+  TORCH_CHECK_VALUE(k.sizes().slice(0, 2) == v.sizes().slice(0, 2), "k has shape ", k.sizes(),
+                    ", v ", v.sizes(), "; expected equal shapes except for head_dim");
   TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has head_dim ", q.size(2), ", k ", k.size(2),
-                    "; expected one head_dim");
+                    "; expected one head_dim for both: only v may have another");
   TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0, "q has ", q.size(1), " heads, k ", k.size(1),
                     "; expected a multiple");
   TORCH_CHECK_VALUE(q.size(0) == layout.num_home_queries(), "q has ", q.size(0),
@@ -149,15 +144,16 @@ transport::Inputs check_inputs(const at::Tensor& q, const at::Tensor& k, const a
                         : "k to have the documents' " + std::to_string(layout.num_context_rows) +
                               " context rows more");
   check_device_of_rows(q, "q", layout.device);
-  attention::check_supported(q, layout.mask, softcap, layout.deterministic);
+  attention::check_supported(q, v, layout.mask, softcap, layout.deterministic);
   return {with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)};
 }
 
 void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
-                 const at::Tensor& q) {
-  check_is(grad_out, "grad_out", {q.sizes().vec(), q.scalar_type(), q.device(), "like q"});
-  const char* saved = "what the forward pass gave for this q";
-  check_is(out, "out", {q.sizes().vec(), q.scalar_type(), q.device(), saved});
+                 const at::Tensor& q, const at::Tensor& v) {
+  const std::vector<int64_t> sizes = attention::out_sizes(q, v);
+  check_is(grad_out, "grad_out", {sizes, q.scalar_type(), q.device(), "like out"});
+  const char* saved = "what the forward pass gave for this q and v";
+  check_is(out, "out", {sizes, q.scalar_type(), q.device(), saved});
   check_is(lse, "lse",
            {q.sizes().slice(0, 2).vec(), at::toOpMathType(q.scalar_type()), q.device(), saved});
 }
@@ -219,9 +215,9 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
     return call;
   }
   const PlanIdentity plan = identity_of(*call.layout);
-  call.session->agree(signature_of(plan, q, k, scores), plan.mask, moves_rows);
+  call.session->agree(signature_of(plan, call.inputs, scores), plan.mask, moves_rows);
   call.where = call.session->enter(pass, {step, batch}, caller, moves_rows);
-  call.transport = &call.session->transport(attention::reads_in_place(call.inputs.q, scores));
+  call.transport = &call.session->transport(attention::reads_in_place(q, v, scores));
   if (moves_rows) return call;
   call.turn = {};
   call.session.reset();

@@ -33,9 +33,9 @@ void check_no_capture(const at::Tensor& tensor);
 // `tensor` is [rows, heads, head_dim].
 void check_shape(const at::Tensor& tensor, const char* name);
 
-// Checks that the backward pass's inputs fit the forward pass of q, [rows, heads, head_dim].
+// Checks that the backward pass's inputs fit the forward pass of q, [rows, heads, head_dim], and v.
 void check_saved(const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse,
-                 const at::Tensor& q);
+                 const at::Tensor& q, const at::Tensor& v);
 
 // Checks that lse's gradient is like lse.
 void check_grad_lse(const at::Tensor& grad_lse, const at::Tensor& lse);

@@ -88,7 +88,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
 }
 
 Results balanced_forward(const Call& call, const Kept& kept, const attention::Params& params) {
-  const Results results = attention::new_results(call.inputs.q);
+  const Results results = attention::new_results(call.inputs.q, call.inputs.v);
   const std::vector<Round>& rounds = call.layout->rounds;
   for (size_t i = 0; i < rounds.size(); ++i) {
     forward_round(call, rounds[i], results, kept.rounds[i], params);
@@ -141,7 +141,8 @@ BackwardInputs backward_inputs(const Call& call, const at::Tensor& grad_out, con
   attention::row_dots(out, grad_out, delta);
   delta.sub_(*grad_lse);
   const Mask& mask = call.layout->mask;
-  return {attention::grad_for_delta(grad_out, delta, mask, params), {lse, delta, {}}};
+  return {attention::grad_for_delta(grad_out, delta, call.inputs.q, mask, params),
+          {lse, delta, {}}};
 }
 
 void backward_round(const Call& call, const Round& round, const BackwardInputs& inputs,
@@ -199,7 +200,7 @@ Gradients balanced_backward(const Call& call, const BackwardInputs& inputs, cons
   const at::Tensor delta =
       saved.delta.defined() ? saved.delta : delta_of_sent(rounds, saved.out, grad_out, saved.lse);
   const Round& first = rounds[0];  // all home tasks are in the first round
-  const auto [dk, dv] = attention::new_key_gradients(k, {&first.early, &first.late});
+  const auto [dk, dv] = attention::new_key_gradients(k, v, {&first.early, &first.late});
   const Gradients gradients{at::empty(q.sizes(), q.options()), dk, dv};
   for (size_t i = 0; i < rounds.size(); ++i) {
     backward_round(call, rounds[i], inputs, delta, kept.rounds[i], gradients, params);
@@ -257,7 +258,7 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
   const attention::Params params = attention_params(*call.layout, scores);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   const auto inputs = [&] {
-    check_saved(grad_out, out, lse, q);
+    check_saved(grad_out, out, lse, q, v);
     if (grad_lse) check_grad_lse(*grad_lse, lse);
     return backward_inputs(call, grad_out.contiguous(), out.contiguous(), lse.contiguous(),
                            grad_lse, params);
@@ -296,22 +297,25 @@ at::Tensor serve_call(at::IntArrayRef words, const at::Tensor& layout, const at:
   const Notice notice = Notice::of(words.vec());
   const auto& details = notice.details;
   const auto options = rows.options().dtype(static_cast<at::ScalarType>(details[Notice::kDtype]));
-  const auto no_rows = [&](Notice::Detail heads) {
-    return at::empty({0, details[heads], details[Notice::kHeadDim]}, options);
+  const auto no_rows = [&](Notice::Detail heads, Notice::Detail head_dim) {
+    return at::empty({0, details[heads], details[head_dim]}, options);
   };
-  const at::Tensor q = no_rows(Notice::kHeadsQ), k = no_rows(Notice::kHeadsKv);
+  const at::Tensor q = no_rows(Notice::kHeadsQ, Notice::kHeadDim),
+                   k = no_rows(Notice::kHeadsKv, Notice::kHeadDim),
+                   v = no_rows(Notice::kHeadsKv, Notice::kHeadDimV),
+                   out = no_rows(Notice::kHeadsQ, Notice::kHeadDimV);
   const attention::Scores scores{std::bit_cast<double>(details[Notice::kSoftmaxScale]),
                                  std::bit_cast<double>(details[Notice::kSoftcap])};
   if (notice.kind == Notice::kBackward) {
     const auto dtype = at::toOpMathType(q.scalar_type());
     const at::Tensor lse = at::empty({0, q.size(1)}, options.dtype(dtype));
-    core_attention_backward(q, q, k, k, q, lse, layout, rows, scores.softmax_scale, group_name,
+    core_attention_backward(out, q, k, v, out, lse, layout, rows, scores.softmax_scale, group_name,
                             kept, notice.caller, std::nullopt, scores.softcap);
     return kept.value_or(at::empty({0}, options));
   }
   const Pass pass = notice.kind == Notice::kRecomputed ? Pass::kRecomputed : Pass::kForward;
   const auto keeps = notice.kept > 0 ? kept_rows(layout) : std::vector<int64_t>{0, 0};
-  return std::get<2>(forward_call(pass, {q, k, k}, layout, rows, scores, group_name, keeps[0],
+  return std::get<2>(forward_call(pass, {q, k, v}, layout, rows, scores, group_name, keeps[0],
                                   keeps[1], notice.caller));
 }
 

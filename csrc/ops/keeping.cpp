@@ -19,7 +19,7 @@ int64_t num_rows(const Round& round, at::Tensor transport::Keeping::*rows) {
 // Of q of so many rows, and of k and v.
 int64_t num_elements(const transport::Inputs& inputs, int64_t num_queries, int64_t num_keys) {
   const auto& [q, k, v] = inputs;
-  return (num_queries * q.size(1) + 2 * num_keys * k.size(1)) * q.size(2);
+  return num_queries * q.size(1) * q.size(2) + num_keys * k.size(1) * (k.size(2) + v.size(2));
 }
 
 int64_t num_kept_elements(const Call& call) {

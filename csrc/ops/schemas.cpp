@@ -14,8 +14,8 @@
 // one rank's share of a plan, made by distca::layout and distca::unpack_rows; `group_name` names a
 // c10d process group opened by distca::open_session, or is empty for a layout of one rank.
 //
-// q [tokens, heads_q, head_dim], k, v [context rows + tokens, heads_kv, head_dim], out like q, lse
-// [tokens, heads_q].
+// q [tokens, heads_q, head_dim], k [context rows + tokens, heads_kv, head_dim], v [context rows +
+// tokens, heads_kv, head_dim_v], out [tokens, heads_q, head_dim_v], lse [tokens, heads_q].
 TORCH_LIBRARY(distca, m) {
   // A CUDA graph would repeat an operator with the plan of one step. Inductor excludes operators
   // with this tag from its graphs.
@@ -55,7 +55,7 @@ TORCH_LIBRARY(distca, m) {
 
   // Returns every rank's `words`, int64 [any length], by rank. Collective, on the planning group.
   m.def("gather(Tensor words, str group_name, int step) -> Tensor[]");
-  // Returns the calls that ranks last agreed on under a plan for this window, int64 [num_calls, 6].
+  // Returns the calls that ranks last agreed on under a plan for this window, int64 [num_calls, 7].
   // They are to be announced with plan `step`.
   m.def("agreed_calls(str group_name, int step, int window_left, int window_right) -> Tensor calls",
         [](const std::string& group_name, int64_t step, int64_t left, int64_t right) {

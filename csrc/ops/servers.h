@@ -23,9 +23,9 @@ namespace distca::ops {
 // they get the notice. Ranks of a model know it from their program.
 struct Notice {
   enum Kind : int64_t { kEnd, kPlan, kJoin, kRefused, kForward, kRecomputed, kBackward };
-  static constexpr size_t kNumDetails = 9, kNumReleased = 8;
+  static constexpr size_t kNumDetails = 10, kNumReleased = 8;
   // Details of a call of attention. Those of a plan are in distca/planning/serving.py.
-  enum Detail { kHeadsQ, kHeadsKv, kHeadDim, kDtype, kSoftmaxScale, kSoftcap };
+  enum Detail { kHeadsQ, kHeadsKv, kHeadDim, kHeadDimV, kDtype, kSoftmaxScale, kSoftcap };
 
   int64_t kind = kEnd;
   int64_t step = -1;

@@ -48,9 +48,9 @@ std::string field_text(Signature::Field field, int64_t value) {
 
 const char* field_name(Signature::Field field) {
   constexpr std::array<const char*, Signature::kNumFields> kNames{
-      "refused arguments", "distca version",   "step",          "plan digest",   "heads_q",
-      "heads_kv",          "head_dim",         "dtype",         "softmax_scale", "softcap",
-      "forward calls",     "recomputed calls", "backward calls"};
+      "refused arguments", "distca version", "step",  "plan digest",   "heads_q", "heads_kv",
+      "head_dim",          "v's head_dim",   "dtype", "softmax_scale", "softcap", "forward calls",
+      "recomputed calls",  "backward calls"};
   return kNames[field];
 }
 
@@ -407,13 +407,13 @@ void Session::agree_on_refusal(int64_t step) {
   agree(refused, {}, false);
 }
 
-std::array<int64_t, 4> Session::attention_shape() const {
+std::array<int64_t, 5> Session::attention_shape() const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto& values = latest_.values;
   if (values[Signature::kHeadsQ] == 0) return {};
   const auto dtype = static_cast<c10::ScalarType>(values[Signature::kDtype]);
   return {values[Signature::kHeadsQ], values[Signature::kHeadsKv], values[Signature::kHeadDim],
-          static_cast<int64_t>(c10::elementSize(dtype))};
+          static_cast<int64_t>(c10::elementSize(dtype)), values[Signature::kHeadDimV]};
 }
 
 transport::Where Session::enter(Pass pass, const PlanOfBatch& plan, int64_t caller,

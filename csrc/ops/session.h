@@ -34,6 +34,7 @@ struct Signature {
     kHeadsQ,
     kHeadsKv,
     kHeadDim,
+    kHeadDimV,
     kDtype,
     kSoftmaxScale,  // bits of the double
     kSoftcap,       // likewise
@@ -140,9 +141,9 @@ class Session {
   // Takes part in agree() on a call that another rank refuses, as a server.
   void agree_on_refusal(int64_t step);
 
-  // heads_q, heads_kv, head_dim and bytes per element of the last new call under a plan; zeros
-  // before any.
-  std::array<int64_t, 4> attention_shape() const;
+  // heads_q, heads_kv, head_dim, bytes per element and v's head_dim of the last new call under a
+  // plan; zeros before any.
+  std::array<int64_t, 5> attention_shape() const;
 
   // Counts an attention call that a module (see name_caller) makes in a pass, and returns its place
   // in the step. Calls under all plans of a batch count together. Ranks compare how many calls

@@ -63,7 +63,7 @@ struct NodeRoutes {
 struct Inputs {
   at::Tensor q;  // [rows, heads_q, head_dim]
   at::Tensor k;  // [rows, heads_kv, head_dim]
-  at::Tensor v;
+  at::Tensor v;  // [rows, heads_kv, head_dim_v]
 };
 
 // Copies visiting rows that this rank keeps from `visiting` to `kept`.

@@ -9,8 +9,8 @@ file is `Options.cost_table` (flag --cost-table), read with distca.planning.cost
   format             1
   device_type        cuda or cpu; device_name, torch, date (ISO 8601, UTC) say where, with what and
                      when
-  heads_q, heads_kv, head_dim, dtype
-                     what was measured
+  heads_q, heads_kv, head_dim, head_dim_v, dtype
+                     what was measured; head_dim_v is v's, and may be missing where it is head_dim
   rows, keys         query rows and keys of tasks, increasing; multiples of the kernels' tile
   forward_seconds, backward_seconds
                      [rows][keys]: seconds that one more task of so many query rows, each of which

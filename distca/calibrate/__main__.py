@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--heads-q", type=int, default=32, help="on one rank (default: %(default)s)")
     flags.add_argument("--heads-kv", type=int, default=8, help="on one rank (default: %(default)s)")
     flags.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
+    flags.add_argument("--head-dim-v", type=int, help="v's (default: as --head-dim)")
     flags.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
     flags.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available")
     flags.add_argument(
@@ -52,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
 def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     flags = parser()
     args = flags.parse_args(command_line)
+    args.head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         flags.error("--device is cuda, but torch finds no CUDA device; expected cpu")
@@ -59,6 +61,7 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
         ("--heads-q", args.heads_q, 1024),
         ("--heads-kv", args.heads_kv, args.heads_q),
         ("--head-dim", args.head_dim, MAX_HEAD_DIM),
+        ("--head-dim-v", args.head_dim_v, MAX_HEAD_DIM),
         ("--max-keys", 1 if args.max_keys is None else args.max_keys, MAX_KEYS),
     ):
         if not 1 <= value <= most:
@@ -92,7 +95,8 @@ def main(command_line: Sequence[str] | None = None) -> None:
     links = _links(device) if in_group else Links()
     if not is_first:  # it would only be in the way
         return
-    heads = attention.Heads(args.heads_q, args.heads_kv, args.head_dim, getattr(torch, args.dtype))
+    dims = (args.head_dim, args.head_dim_v)
+    heads = attention.Heads(args.heads_q, args.heads_kv, *dims, getattr(torch, args.dtype))
     seconds = attention.measure(heads, device, effort, bar)
     bar.finish()
     calibration = _calibration(args, device, seconds, links)
@@ -120,6 +124,7 @@ def _calibration(
         heads_q=args.heads_q,
         heads_kv=args.heads_kv,
         head_dim=args.head_dim,
+        head_dim_v=args.head_dim_v,
         dtype=args.dtype,
         links=links,
         **seconds,
@@ -142,21 +147,23 @@ def _device_name(device: torch.device) -> str:
 
 def _summary(table: Calibration) -> str:
     """Speeds along the table's diagonal and of its least rows, then links."""
+    dims = dict.fromkeys((table.head_dim, table.head_dim_v))
     lines = [
-        f"{table.device_name}, {table.heads_q}:{table.heads_kv} heads of {table.head_dim}, "
-        f"{table.dtype}, torch {table.torch}",
+        f"{table.device_name}, {table.heads_q}:{table.heads_kv} heads of "
+        f"{' and '.join(map(str, dims))}, {table.dtype}, torch {table.torch}",
         f"{'rows':>8} {'keys':>8} {'forward ms':>12} {'TFLOP/s':>8} {'backward ms':>12} "
         f"{'TFLOP/s':>8}",
     ]
     square = [(i, table.keys.index(rows)) for i, rows in enumerate(table.rows)]
     wide = [(0, j) for j in range(1, len(table.keys))]
+    forward_flops, backward_flops = table.shape.pair_flops()
     for i, j in square + wide:
-        flops = 4 * table.rows[i] * table.keys[j] * table.heads_q * table.head_dim
+        num_pairs = table.rows[i] * table.keys[j]
         forward, backward = table.forward_seconds[i][j], table.backward_seconds[i][j]
         lines.append(
             f"{table.rows[i]:8} {table.keys[j]:8} {1e3 * forward:12.4f} "
-            f"{1e-12 * flops / forward:8.3g} {1e3 * backward:12.4f} "
-            f"{2.5e-12 * flops / backward:8.3g}"
+            f"{1e-12 * num_pairs * forward_flops / forward:8.3g} {1e3 * backward:12.4f} "
+            f"{1e-12 * num_pairs * backward_flops / backward:8.3g}"
         )
     lines.append(f"each task costs {1e6 * table.seconds_per_task:.2f} us whatever its size")
     for level, link in vars(table.links).items():

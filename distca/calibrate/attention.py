@@ -42,6 +42,7 @@ class Heads:
     q: int
     kv: int
     dim: int
+    dim_v: int
     dtype: torch.dtype
 
 
@@ -139,9 +140,9 @@ def num_tasks(rows: int, keys: int, heads: Heads, device: torch.device, effort: 
     processors = _num_processors(device)
     tickets = heads.q * -(-rows // TILE[device.type])
     fills = TICKETS_PER_PROCESSOR * processors / tickets
-    lasts = effort.flops / (4 * rows * keys * heads.dim * heads.q)
+    lasts = effort.flops / (2 * rows * keys * (heads.dim + heads.dim_v) * heads.q)
     # q, out, their gradients and a float32 sum; k, v, their gradients and two such sums.
-    row_bytes = heads.dim * (4 * heads.dtype.itemsize + 4)
+    row_bytes = (heads.dim + heads.dim_v) * (2 * heads.dtype.itemsize + 2)
     task_bytes = row_bytes * (rows * heads.q + keys * 2 * heads.kv)
     most = max(1, int(min(max(fills, lasts, 1), _memory_bytes(device) / task_bytes)))
 
@@ -170,8 +171,9 @@ def _memory_bytes(device: torch.device) -> int:
 def _inputs(num_q: int, num_k: int, heads: Heads, device: torch.device) -> tuple[Tensor, ...]:
     """q, k, v, grad_out from N(0, 1)."""
     generator = torch.Generator(device).manual_seed(0)
-    shapes = ((num_q, heads.q), (num_k, heads.kv), (num_k, heads.kv), (num_q, heads.q))
+    q, k = (num_q, heads.q, heads.dim), (num_k, heads.kv, heads.dim)
+    shapes = (q, k, (*k[:2], heads.dim_v), (*q[:2], heads.dim_v))
     return tuple(
-        torch.randn(*shape, heads.dim, generator=generator, device=device, dtype=heads.dtype)
+        torch.randn(*shape, generator=generator, device=device, dtype=heads.dtype)
         for shape in shapes
     )

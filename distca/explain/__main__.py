@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument(
         "--heads",
-        help="query heads, key heads and head_dim on a rank, Q:KV:DIM (default: the cost table's, "
-        "else 32:8:128)",
+        help="query heads, key heads and head_dim on a rank, and v's head_dim if it differs: "
+        "Q:KV:DIM or Q:KV:DIM:DIM_V (default: the cost table's, else 32:8:128)",
     )
     flags.add_argument(
         "--device", choices=sorted(TILE), help="default: the cost table's, else cuda"
@@ -110,12 +110,14 @@ def _pack(args: argparse.Namespace) -> Pack:
 
 def _shape(text: str, element_bytes: int) -> AttentionShape:
     parts = text.split(":")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--heads is {text!r:.80}; expected Q:KV:DIM, such as 32:8:128")
-    heads_q, heads_kv, head_dim = map(int, parts)
+    if len(parts) not in (3, 4) or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(
+            f"--heads is {text!r:.80}; expected Q:KV:DIM, such as 32:8:128, or Q:KV:DIM:DIM_V"
+        )
+    heads_q, heads_kv, head_dim, *head_dim_v = map(int, parts)
     if heads_q % heads_kv != 0:
         raise ValueError(f"--heads is {text!r:.80}; expected Q a multiple of KV")
-    return AttentionShape(heads_q, heads_kv, head_dim, element_bytes)
+    return AttentionShape(heads_q, heads_kv, head_dim, element_bytes, *head_dim_v)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,8 @@ class BalancedAttention(VarlenAttention):
         if documents is None:
             with sessions.announced(session):
                 boundaries = self._boundaries(packing, batch_and_tokens)
-            shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.element_size())
+            dims = (q.shape[2], q.element_size(), v.shape[2])
+            shape = AttentionShape(q.shape[1], k.shape[1], *dims)
             how = (session, self.window_size, q.device, shape)
             documents = _documents_of_pass(boundaries, self, *how)
         settings = {"softmax_scale": scale, "window_size": self.window_size}

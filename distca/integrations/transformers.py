@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
@@ -229,8 +228,9 @@ class _Call:
 
     @property
     def shape(self) -> AttentionShape:
-        heads_q, head_dim = self.query.shape[1], max(self.query.shape[3], self.value.shape[3])
-        return AttentionShape(heads_q, self.key.shape[1], head_dim, self.query.element_size())
+        heads = (self.query.shape[1], self.key.shape[1])
+        dims = (self.query.shape[3], self.query.element_size(), self.value.shape[3])
+        return AttentionShape(*heads, *dims)
 
     def boundaries(self) -> Boundaries:
         keywords = self.keywords
@@ -240,22 +240,15 @@ class _Call:
         return read_boundaries(keywords, *rows, type(self.module).__name__)
 
     def attend(self, documents: Documents, window_size: tuple[int, int]) -> Tensor:
-        """Returns [batch, tokens, heads_q, head_dim of value].
-
-        If query and key have another head_dim than value (MLA), the smaller one is padded with
-        zeros. They add nothing to scores, and are cut off the result.
-        """
-        query_dim, value_dim = self.query.shape[3], self.value.shape[3]
-        scale = query_dim**-0.5 if self.scaling is None else self.scaling
+        """Returns [batch, tokens, heads_q, head_dim of value]."""
         q, k, v = (
-            F.pad(each, (0, self.shape.head_dim - each.shape[3])).transpose(1, 2).flatten(0, 1)
-            for each in (self.query, self.key, self.value)
+            each.transpose(1, 2).flatten(0, 1) for each in (self.query, self.key, self.value)
         )
         if _is_tuned_by_position(self.module):
             q = (q * self._temperature(documents)).to(q.dtype)
         settings = {"softcap": self.softcap, "sinks": self.sinks, "window_size": window_size}
-        out = core_attention(q, k, v, documents, softmax_scale=scale, **settings)
-        return out[..., :value_dim].unflatten(0, (len(self.query), self.num_tokens))
+        out = core_attention(q, k, v, documents, softmax_scale=self.scaling, **settings)
+        return out.unflatten(0, (len(self.query), self.num_tokens))
 
     def _temperature(self, documents: Documents) -> Tensor:
         """Returns [rows, 1, 1]: Llama 4's factor of queries by their position in the document, over

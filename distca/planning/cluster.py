@@ -143,11 +143,11 @@ def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:
 
     Query: q, grad_out, dq, lse, delta. Key: k, v, dk, dv. The forward pass holds less.
     """
-    row = shape.head_dim * shape.element_bytes
-    return 3 * shape.heads_q * row + 8 * shape.heads_q, 4 * shape.heads_kv * row
+    q, out, kv = shape.tensor_row_bytes()
+    return 2 * q + out + 8 * shape.heads_q, 2 * kv
 
 
 def input_row_bytes(shape: AttentionShape) -> tuple[int, int]:
     """Bytes of q of a query row, and of k and v of a key row: what a server keeps of them."""
-    row = shape.head_dim * shape.element_bytes
-    return shape.heads_q * row, 2 * shape.heads_kv * row
+    q, _, kv = shape.tensor_row_bytes()
+    return q, kv

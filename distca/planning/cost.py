@@ -13,7 +13,6 @@ from torch import Tensor
 
 from distca.options import Options, check, check_number
 from distca.ranks.links import Link, Links
-from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
 DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}
@@ -34,12 +33,27 @@ class AttentionShape:
     heads_kv: int = 8
     head_dim: int = 128
     element_bytes: int = 2
+    head_dim_v: int | None = None
+    """head_dim of v and out. None: as head_dim."""
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v is None:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
 
     @classmethod
     def from_words(cls, words: list[int]) -> "AttentionShape":
-        """Return a shape of the four fields in order. If any is 0, the shape is not known yet, and
+        """Return a shape of the five fields in order. If any is 0, the shape is not known yet, and
         the defaults are returned."""
         return cls(*words) if all(words) else cls()
+
+    def tensor_row_bytes(self) -> tuple[int, int, int]:
+        """Return the bytes of a row of q, of out, and of k and v together."""
+        widths = (
+            self.heads_q * self.head_dim,
+            self.heads_q * self.head_dim_v,
+            self.heads_kv * (self.head_dim + self.head_dim_v),
+        )
+        return tuple(self.element_bytes * width for width in widths)
 
     def row_bytes(self) -> tuple[int, int]:
         """Return the bytes that a query row and a key row move in one layer, forward and backward.
@@ -47,10 +61,9 @@ class AttentionShape:
         Query: q out, (out, lse) back; (q, grad_out, lse, delta) out, dq back. Key: (k, v) out
         twice, (dk, dv) back.
         """
-        q = self.heads_q * self.head_dim * self.element_bytes
-        kv = 2 * self.heads_kv * self.head_dim * self.element_bytes
+        q, out, kv = self.tensor_row_bytes()
         lse = 4 * self.heads_q
-        return 5 * q + 3 * lse, 3 * kv
+        return 3 * q + 2 * out + 3 * lse, 3 * kv
 
     def least_bytes(self, num_pairs: float) -> float:
         """Return the least bytes that move any task of `num_pairs` (query, key) pairs.
@@ -61,13 +74,18 @@ class AttentionShape:
         query_bytes, key_bytes = self.row_bytes()
         return 2 * (query_bytes * key_bytes * num_pairs) ** 0.5
 
-    def tile_flops(self, tile: int) -> float:
-        """Return the FLOPs of a full tile, forward and backward, for all query heads.
+    def pair_flops(self) -> tuple[int, int]:
+        """Return the FLOPs of a (query, key) pair for all query heads, forward and backward.
 
-        Forward: 4 * rows * keys * head_dim per head. Backward: 2.5 times as many.
+        Forward: q k^T and p v. Backward: q k^T, dq and dk, each of head_dim; dv and grad_out v^T,
+        each of head_dim_v.
         """
-        forward = 4 * tile * tile * self.heads_q * self.head_dim
-        return (1 + BACKWARD_OVER_FORWARD) * forward
+        qk, pv = 2 * self.heads_q * self.head_dim, 2 * self.heads_q * self.head_dim_v
+        return qk + pv, 3 * qk + 2 * pv
+
+    def tile_flops(self, tile: int) -> float:
+        """Return the FLOPs of a full tile, forward and backward, for all query heads."""
+        return float(tile * tile * sum(self.pair_flops()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +101,8 @@ class Calibration:
     heads_q: int
     heads_kv: int
     head_dim: int
+    head_dim_v: int | None = None
+    """None: as head_dim."""
     dtype: str
     rows: list[int]
     keys: list[int]
@@ -94,13 +114,15 @@ class Calibration:
     links: Links = Links()
 
     def __post_init__(self) -> None:
+        if self.head_dim_v is None:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
         for name, known in (("device_type", TILE), ("dtype", DTYPE_BYTES)):
             value = getattr(self, name)
             check(name, value, value in list(known), "one of " + ", ".join(known))
         for name in ("device_name", "torch", "date"):
             value = getattr(self, name)
             check(name, value, type(value) is str, "text")
-        for name in ("heads_q", "heads_kv", "head_dim"):
+        for name in ("heads_q", "heads_kv", "head_dim", "head_dim_v"):
             _check_point(name, getattr(self, name))
         for name in ("rows", "keys"):
             axis, expected = getattr(self, name), f"a list of 1 to {MAX_TABLE_POINTS} integers"
@@ -123,7 +145,8 @@ class Calibration:
     @property
     def shape(self) -> AttentionShape:
         """What was measured."""
-        return AttentionShape(self.heads_q, self.heads_kv, self.head_dim, DTYPE_BYTES[self.dtype])
+        heads = (self.heads_q, self.heads_kv, self.head_dim)
+        return AttentionShape(*heads, DTYPE_BYTES[self.dtype], self.head_dim_v)
 
     @property
     def seconds(self) -> list[list[float]]:
@@ -143,6 +166,8 @@ class Calibration:
     @classmethod
     def _of_content(cls, content: object) -> "Calibration":
         names = {"format"} | {field.name for field in fields(cls)}
+        if type(content) is dict:  # older files have one head_dim
+            content = {"head_dim_v": content.get("head_dim"), **content}
         _check_names("the file", content, names)
         is_known = content["format"] == CALIBRATION_FORMAT and type(content["format"]) is int
         check("format", content["format"], is_known, str(CALIBRATION_FORMAT))
@@ -230,7 +255,7 @@ def _measured_cost(path: str, shape: AttentionShape, device_type: str) -> Tensor
         warnings.warn(
             f"cost_table {path} is of {measured.shape}, this plan of {shape}: its seconds are "
             f"multiplied by {scale:.3g}, the ratio of FLOPs; for this shape's own run python -m "
-            "distca.calibrate with its --heads-q --heads-kv --head-dim --dtype",
+            "distca.calibrate with its --heads-q --heads-kv --head-dim --head-dim-v --dtype",
             stacklevel=3,
         )
     rows, keys, seconds = whole_tiles(measured, tile)

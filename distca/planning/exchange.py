@@ -1,7 +1,7 @@
 """Exchange headers and pieces between ranks, and compare the headers, before ranks plan."""
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, fields
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ HEADER_NAMES = (
     *("window_left", "window_right", "chunk_size (0: none)"),
 )
 HEADER_WORDS = len(HEADER_NAMES)
-SHAPE_WORDS = 4  # heads_q, heads_kv, head_dim, bytes per element
+SHAPE_WORDS = len(fields(AttentionShape))
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # the node, by its host name
 # Times of an earlier step: attention, and its wait for other ranks, in us. -1: not measured.
 TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)

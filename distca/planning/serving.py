@@ -62,7 +62,7 @@ class _Server:
     def follow(self, notice: list[int]) -> bool:
         """Take part in what a notice announces. Return False for the last notice."""
         kind, step, _, number = notice[:4]
-        details, released = notice[4:13], notice[13:]
+        details, released = notice[4:14], notice[14:]
         for each in released:
             self._kept.pop(each, None)
         if kind == Kind.PLAN:

@@ -17,8 +17,9 @@ Head and embedding are spread evenly over the layers. Or one measured constant f
 `--fit-step-ms`.
 
 **Attention**: kernel tiles of 128 x 128 that hold a visible pair (as the planner counts them)
-times the tile's FLOPs (4 * rows * keys * head_dim * heads forward, 2.5 times that backward) over
-the speed of the pass, or the tables of a calibration file.
+times the tile's FLOPs (2 * rows * keys * (head_dim + v_head_dim) * heads forward, and backward
+2 * rows * keys * (3 * head_dim + 2 * v_head_dim) * heads) over the speed of the pass, or the tables
+of a calibration file.
 
 **Collectives.** A gather or reduce-scatter of B bytes over m ranks, g of them in a node: latency +
 max(B * (m - 1) / m / inside, B * (1 - g / m) / (g * between)): a ring through every network card

@@ -118,13 +118,13 @@ def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
 
 def moved_bytes(scenario: Scenario, work: Work, pass_idx: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes that travel to servers, and those that travel home, each [pairs]."""
-    q, kv = input_row_bytes(scenario.attention_shape)
+    q, out, kv = scenario.attention_shape.tensor_row_bytes()
     lse = 4 * scenario.attention_shape.heads_q
     queries, keys = work.query_rows, work.key_rows
     if pass_idx == FORWARD:
-        return queries * q + keys * kv, queries * (q + lse)
+        return queries * q + keys * kv, queries * (out + lse)
     kept = work.kept_query_rows * q + work.kept_key_rows * kv
-    return queries * (2 * q + 2 * lse) + keys * kv - kept, queries * q + keys * kv
+    return queries * (q + out + 2 * lse) + keys * kv - kept, queries * q + keys * kv
 
 
 def exchange_seconds(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from distca.planning.cost import TILE, AttentionShape, Calibration, Link, whole_tiles
-from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 FORWARD, BACKWARD = 0, 1
 TILE_ROWS = TILE["cuda"]
@@ -82,9 +81,9 @@ class TileCost:
     """Seconds of causal core attention of one layer on one rank, by kernel tiles."""
 
     def __init__(self, machine: Machine, shape: AttentionShape) -> None:
-        flops = shape.tile_flops(TILE_ROWS) / (1 + BACKWARD_OVER_FORWARD)
+        flops = TILE_ROWS**2 * np.array(shape.pair_flops())
         speeds = np.array(machine.attention_tflops) * 1e12
-        self.seconds_per_tile = flops * np.array([1.0, BACKWARD_OVER_FORWARD]) / speeds
+        self.seconds_per_tile = flops / speeds
 
     def seconds(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         """[2, tasks], forward and backward, of queries [begin, end) with all keys before them."""

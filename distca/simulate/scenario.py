@@ -29,8 +29,11 @@ class ModelShape:
     head_dim: int
     ffn: int
     vocab: int
+    v_head_dim: int | None = None  # of v and out; None: as head_dim
 
     def __post_init__(self) -> None:
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
         for name, value in vars(self).items():
             if name != "name" and (type(value) is not int or value < 1):
                 raise ValueError(f"model {name} is {value!r}; expected an integer above 0")
@@ -42,7 +45,7 @@ class ModelShape:
     @property
     def _row_elements(self) -> int:
         """q, k, v and out of one token."""
-        return 2 * (self.heads + self.kv_heads) * self.head_dim
+        return (self.heads + self.kv_heads) * (self.head_dim + self.v_head_dim)
 
     @property
     def layer_params(self) -> int:
@@ -61,7 +64,7 @@ class ModelShape:
     @property
     def share_before_attention(self) -> float:
         """Share of wq, wk and wv in a layer's linear work."""
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        qkv = self._row_elements - self.heads * self.v_head_dim
         return self.hidden * qkv / self.layer_params
 
     @property
@@ -87,9 +90,8 @@ class ModelShape:
         """Heads of one rank; key heads are repeated where there are fewer than ranks."""
         if self.heads % tp:
             raise ValueError(f"tp is {tp}; expected a divisor of heads = {self.heads}")
-        return AttentionShape(
-            self.heads // tp, max(1, self.kv_heads // tp), self.head_dim, ELEMENT_BYTES
-        )
+        heads = (self.heads // tp, max(1, self.kv_heads // tp))
+        return AttentionShape(*heads, self.head_dim, ELEMENT_BYTES, self.v_head_dim)
 
     @classmethod
     def load(cls, path: Path) -> "ModelShape":

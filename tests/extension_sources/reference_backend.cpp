@@ -1,5 +1,6 @@
 // A back end from outside the library, for test_backends.py. It computes the formula in float64 on
-// the CPU, for head_dim 24 only. Its words give the keys that each query row of a list sees.
+// the CPU, for head_dim 24 and v no wider than that. Its words give the keys that each query row of
+// a list sees.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -32,8 +33,8 @@ WordCounts count_words(const std::vector<PlacedTask>& tasks) {
   return counts;
 }
 
-bool takes(const at::Tensor& q) {
-  return q.size(2) == kHeadDim;
+bool takes(const Request& request) {
+  return request.q.size(2) == kHeadDim && request.head_dim_v <= kHeadDim;
 }
 
 // Returns [heads, rows, head_dim]. Repeats each kv head for all of its query heads.

@@ -2,18 +2,21 @@
 
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/where.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 
 #include "waves.h"
 
-// PyTorch's varlen flash attention (compute capability 8.0 and up). Keys are read where they lie,
-// never copied; PyTorch allocates its results, and rows of tasks are copied from there.
+// PyTorch's varlen flash attention (compute capability 8.0 and up). Keys are read where they lie;
+// PyTorch allocates its results, and rows of tasks are copied from there. It takes one head_dim for
+// all tensors, so the narrower ones are copied and padded with zeros.
 namespace distca::attention::aten {
 namespace {
 
@@ -80,10 +83,23 @@ std::vector<Call> calls_of(const TaskList& list) {
   return calls;
 }
 
+// Leaves out columns of `from` that `to` does not have.
 void copy_rows(const at::Tensor& from, const at::Tensor& to, const std::vector<Range>& ranges) {
+  const at::Tensor columns = from.narrow(-1, 0, to.size(-1));
   for (const Range range : ranges) {
-    to.slice(0, range.begin, range.end).copy_(from.slice(0, range.begin, range.end));
+    to.slice(0, range.begin, range.end).copy_(columns.slice(0, range.begin, range.end));
   }
+}
+
+at::Tensor widened(const at::Tensor& x, int64_t width) {
+  return x.size(2) == width ? x : at::constant_pad_nd(x, {0, width - x.size(2)});
+}
+
+// Returns the inputs as wide as the widest of them.
+std::array<at::Tensor, 3> of_one_width(const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v) {
+  const int64_t width = std::max(q.size(2), v.size(2));
+  return {widened(q, width), widened(k, width), widened(v, width)};
 }
 
 // Returns an `out` with rowsum(out * grad_out) = delta, since the backward kernel uses `out` for
@@ -128,9 +144,12 @@ class KeyGradSum {
 };
 
 void forward(const ForwardRows& rows, const Params& params) {
-  for (const Call& call : calls_of(rows.tasks)) {
+  const std::vector<Call> calls = calls_of(rows.tasks);
+  if (calls.empty()) return;
+  const auto [q, k, v] = of_one_width(rows.q, rows.k, rows.v);
+  for (const Call& call : calls) {
     const auto [out, lse, rng_state, unused, debug_mask] = at::_flash_attention_forward(
-        rows.q, rows.k, rows.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k,
+        q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k,
         /*dropout_p=*/0.0, call.is_causal, /*return_debug_mask=*/false, params.softmax_scale,
         call.window_left, call.window_right);
     copy_rows(out, rows.out, call.queries);
@@ -151,8 +170,10 @@ void backward(const BackwardRows& rows, const Params& params) {
     return;
   }
   const Saved& saved = rows.saved;
+  const auto [q, k, v] = of_one_width(rows.q, rows.k, rows.v);
+  const at::Tensor grad_out = widened(rows.grad_out, v.size(2));
   const at::Tensor out =
-      saved.out.defined() ? saved.out : surrogate_out(rows.grad_out, saved.delta);
+      saved.out.defined() ? widened(saved.out, v.size(2)) : surrogate_out(grad_out, saved.delta);
   const at::Tensor lse = saved.lse.t().contiguous();
   // The state of dropout. Dropout is off, so no kernel reads it.
   const at::Tensor rng_state = at::empty({2}, rows.q.options().dtype(at::kUInt64));
@@ -160,9 +181,9 @@ void backward(const BackwardRows& rows, const Params& params) {
   KeyGradSum dk_sum(calls.size() == 1), dv_sum(calls.size() == 1);
   for (const Call& call : calls) {
     const auto [dq, dk, dv] = at::_flash_attention_backward(
-        rows.grad_out, rows.q, rows.k, rows.v, out, lse, call.cu_seqlens_q, call.cu_seqlens_k,
-        call.max_q, call.max_k, /*dropout_p=*/0.0, call.is_causal, rng_state, unused,
-        params.softmax_scale, call.window_left, call.window_right);
+        grad_out, q, k, v, out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k,
+        /*dropout_p=*/0.0, call.is_causal, rng_state, unused, params.softmax_scale,
+        call.window_left, call.window_right);
     copy_rows(dq, rows.dq, call.queries);
     dk_sum.add(dk, call.keys);
     dv_sum.add(dv, call.keys);

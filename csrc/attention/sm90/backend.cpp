@@ -171,8 +171,8 @@ void backward(const BackwardRows& rows, const Params& params) {
   backward(call, stream);
 }
 
-bool is_sm90(const at::Tensor& q) {
-  const cudaDeviceProp* device = at::cuda::getDeviceProperties(q.get_device());
+bool is_sm90(const Request& request) {
+  const cudaDeviceProp* device = at::cuda::getDeviceProperties(request.q.get_device());
   return device->major == 9 && device->minor == 0;
 }
 
