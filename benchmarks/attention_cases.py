@@ -29,18 +29,27 @@ SHARINGS = {
 class Heads:
     q: int
     kv: int
-    dim: int
+    dim: int  # of q and k
+    dim_v: int
 
     @property
     def softmax_scale(self) -> float:
         return self.dim**-0.5
 
+    @property
+    def dims(self) -> str:
+        return str(self.dim) if self.dim == self.dim_v else f"{self.dim}:{self.dim_v}"
+
 
 HEADS = {  # by head_dim
-    128: Heads(32, 8, 128),
-    64: Heads(32, 32, 64),
-    192: Heads(32, 8, 192),
-    256: Heads(32, 8, 256),
+    heads.dims: heads
+    for heads in (
+        Heads(32, 8, 128, 128),
+        Heads(32, 32, 64, 64),
+        Heads(32, 8, 192, 192),
+        Heads(32, 8, 256, 256),
+        Heads(16, 16, 192, 128),
+    )
 }
 
 
@@ -94,9 +103,17 @@ class Case:
         return [list(tasks) for _, tasks in groups]
 
     @property
+    def num_pairs(self) -> float:
+        """Count (query, key) pairs of all query heads."""
+        return self.heads.q * sum(task.num_pairs for task in self.tasks)
+
+    @property
     def forward_flops(self) -> float:
-        pairs = sum(task.num_pairs for task in self.tasks)
-        return 4 * self.heads.dim * self.heads.q * pairs
+        return 2 * (self.heads.dim + self.heads.dim_v) * self.num_pairs
+
+    @property
+    def backward_flops(self) -> float:
+        return 2 * (3 * self.heads.dim + 2 * self.heads.dim_v) * self.num_pairs
 
     @property
     def dense_shape(self) -> tuple[int, int] | None:
@@ -111,13 +128,10 @@ class Case:
         device = self.rows.device
         generator = torch.Generator(device).manual_seed(seed)
         shapes = [
-            (num_rows, heads, self.heads.dim)
-            for num_rows, heads in (
-                (self.num_q_rows, self.heads.q),
-                (self.num_k_rows, self.heads.kv),
-                (self.num_k_rows, self.heads.kv),
-                (self.num_q_rows, self.heads.q),
-            )
+            (self.num_q_rows, self.heads.q, self.heads.dim),
+            (self.num_k_rows, self.heads.kv, self.heads.dim),
+            (self.num_k_rows, self.heads.kv, self.heads.dim_v),
+            (self.num_q_rows, self.heads.q, self.heads.dim_v),
         ]
         return tuple(
             torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes
@@ -138,15 +152,15 @@ def home_case(
 
 def dense_case(heads: Heads, length: int, device: torch.device, tokens: int = TOKENS) -> Case:
     num_documents = max(1, tokens // length)
-    name = f"d{heads.dim} {thousands(length)} x{num_documents}"
-    key = ("dense", heads.dim, length)
+    name = f"d{heads.dims} {thousands(length)} x{num_documents}"
+    key = ("dense", heads.dims, length)
     return home_case(name, "dense", heads, [length] * num_documents, device, key)
 
 
 def documents_case(heads: Heads, path: Path, tokens: int, seed: int, device: torch.device) -> Case:
     lengths = draw_documents(json.loads(path.read_text()), tokens, seed)
-    name = f"d{heads.dim} {path.stem} {thousands(tokens)} ({len(lengths)} documents)"
-    key = ("documents", heads.dim, path.stem, tokens)
+    name = f"d{heads.dims} {path.stem} {thousands(tokens)} ({len(lengths)} documents)"
+    key = ("documents", heads.dims, path.stem, tokens)
     return home_case(name, "documents", heads, lengths, device, key)
 
 
@@ -214,10 +228,10 @@ def shards_case(
         for idx, (document, _, end) in enumerate(served)
     )
     name = (
-        f"d{heads.dim} {shards.rows} x {thousands(shards.keys)} {shards.sharing} "
+        f"d{heads.dims} {shards.rows} x {thousands(shards.keys)} {shards.sharing} "
         f"({num_documents} documents)"
     )
-    key = ("shards", heads.dim, shards.rows, shards.keys, shards.sharing)
+    key = ("shards", heads.dims, shards.rows, shards.keys, shards.sharing)
     return Case(name, "shards", heads, tasks, "visiting", layout, rows.to(device), key)
 
 

@@ -105,13 +105,13 @@ def ratios(timings: list[Timing]) -> list[Ratio]:
 def wanted_ratio(key: tuple, pass_name: str) -> float | None:
     """Return the target: the best library's rate on whole documents, and ours on short shards."""
     match key:
-        case ("dense", 128, length) if length >= 8192:
+        case ("dense", "128", length) if length >= 8192:
             by_pass = (1.0, 1.0, 0.9)
-        case ("dense", 64, length) if length >= 8192:
+        case ("dense", "64", length) if length >= 8192:
             by_pass = (1.05, 1.05, None)
-        case ("shards", 128, 128, 8192, _):
+        case ("shards", "128", 128, 8192, _):
             by_pass = (0.9, 0.85, 0.8)
-        case ("documents", 128, _, 32768):
+        case ("documents", "128", _, 32768):
             by_pass = (1.8, 1.6, None)
         case _:
             by_pass = (None, None, None)
