@@ -13,6 +13,7 @@ from small_step import SHARDED, small_step
 
 import distca
 from distca.planning.cluster import cluster_of
+from distca.planning.exchange import SHAPE_WORDS
 from distca.ranks import links, session
 from distca.ranks.links import Link, Links, measure, peers_of_ranks
 from distca.ranks.peers import Way
@@ -129,7 +130,7 @@ def test_plans_use_the_links_of_the_opening(ranks):
         assert 1e9 * report.link_gb_per_s == pytest.approx(opened_links.inside.bytes_per_second)
         between = opened_links.between.bytes_per_second
         assert 1e9 * report.node_link_gb_per_s == pytest.approx(between)
-        assert left == ([0, 0, 0, 0], 0, 0)
+        assert left == ([0] * SHAPE_WORDS, 0, 0)
     logged = [line for line in outcomes[0][2] if "links" in line]
     assert logged == [
         f"distca: links {level} nodes: {link}" for level, link in vars(measured_links).items()
