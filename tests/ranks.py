@@ -2,11 +2,13 @@
 
 import contextlib
 import faulthandler
+import gc
 import os
 import queue
 import random
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +25,9 @@ TIMEOUT_S = 120
 MAX_THREADS = 60  # of a rank
 # Options of links so fast that plans move rows in steps too small for it to pay.
 FAST_LINKS = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5}
+# Imported once for all ranks; those of frameworks only if a test of this session imports them.
+PRELOADED = ["torch", "distca", "torch._dynamo", "torch.distributed.fsdp"]
+PRELOADED_IF_USED = ["distca.integrations.transformers", "distca.integrations.torchtitan"]
 
 
 class RankError(AssertionError):
@@ -82,6 +87,7 @@ def _serve(
     rank: int, world_size: int, port: int, backend: str, calls: mp.Queue, outcomes: mp.Queue
 ) -> None:
     faulthandler.register(signal.SIGUSR1)
+    gc.freeze()  # neither collections nor distca's search for models walk all of PyTorch's objects
     _join_group(rank, world_size, port, backend)
     while (call := calls.get()) is not None:
         outcomes.put(_call(*call[:1], rank, world_size, call[1]))
@@ -112,7 +118,8 @@ class Ranks:
         # CUDA does not survive a fork; without it, processes need not import PyTorch once more.
         context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if not torch.cuda.is_available():
-            context.set_forkserver_preload(["torch", "distca"])
+            used = [name for name in PRELOADED_IF_USED if name in sys.modules]
+            context.set_forkserver_preload([*PRELOADED, *used])
         self.world_size = world_size
         self._outcomes = context.Queue()
         self._calls = [context.Queue() for _ in range(world_size)]
