@@ -20,12 +20,19 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PRELOADED = (
+PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.elastic.multiprocessing.errors",
     "torch._dynamo",
     "distca.integrations.plain",
-)
+]
+PRELOADED_IF_USED = [
+    "distca.integrations.torchtitan",
+    "distca.integrations.transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "trl.trainer.sft_trainer",
+]
 MAX_REQUEST_BYTES = 2**17
 POLL_S = 0.02
 
@@ -49,6 +56,11 @@ class Program:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             time.sleep(POLL_S)
         return self.returncode
+
+
+def preloaded() -> list[str]:
+    """Return the modules that forked processes share: of frameworks, those that tests import."""
+    return PRELOADED + [name for name in PRELOADED_IF_USED if name in sys.modules]
 
 
 def start(arguments: list, env: dict, stdout, stderr, cwd: Path | None = None):
@@ -127,7 +139,7 @@ def _connection() -> socket.socket:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read once, by libraries
     subprocess.Popen(
-        [sys.executable, __file__, str(other.fileno())],
+        [sys.executable, __file__, str(other.fileno()), *preloaded()],
         pass_fds=[other.fileno()],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **quiet, "PYTHONPATH": path},
@@ -188,7 +200,7 @@ def _run(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file
-    for name in PRELOADED:
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.freeze()
     _run(_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -8,7 +8,6 @@ import queue
 import random
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from programs import preloaded
 
 import distca
 
@@ -25,9 +25,6 @@ TIMEOUT_S = 120
 MAX_THREADS = 60  # of a rank
 # Options of links so fast that plans move rows in steps too small for it to pay.
 FAST_LINKS = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5}
-# Imported once for all ranks; those of frameworks only if a test of this session imports them.
-PRELOADED = ["torch", "distca", "torch._dynamo", "torch.distributed.fsdp"]
-PRELOADED_IF_USED = ["distca.integrations.transformers", "distca.integrations.torchtitan"]
 
 
 class RankError(AssertionError):
@@ -118,8 +115,7 @@ class Ranks:
         # CUDA does not survive a fork; without it, processes need not import PyTorch once more.
         context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if not torch.cuda.is_available():
-            used = [name for name in PRELOADED_IF_USED if name in sys.modules]
-            context.set_forkserver_preload([*PRELOADED, *used])
+            context.set_forkserver_preload(preloaded())
         self.world_size = world_size
         self._outcomes = context.Queue()
         self._calls = [context.Queue() for _ in range(world_size)]
