@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -132,13 +132,19 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def outcomes(self, function: Callable, *args, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+    def outcomes(
+        self,
+        function: Callable,
+        *args,
+        timeout_s: float = TIMEOUT_S,
+        stopped: Collection[int] = (),
+    ) -> list[Outcome]:
         """function(rank, world_size, *args) on every rank: what each came to, by rank. A rank whose
-        process died has neither result nor error."""
+        process died, or that is not awaited because it stops, has neither result nor error."""
         for calls in self._calls:
             calls.put((function, args))
         found = {rank: Outcome(rank) for rank in range(self.world_size)}
-        waiting = set(found)
+        waiting = set(found) - set(stopped)
         deadline = time.monotonic() + timeout_s
         while waiting and time.monotonic() < deadline:
             try:

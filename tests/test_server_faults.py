@@ -12,7 +12,7 @@ from ranks import free_port
 from test_fault_scripts import ENVIRONMENT
 
 SCRIPT = Path(__file__).parent / "server_fault_script.py"
-TIMEOUT_S = 6.0
+TIMEOUT_S = 4.0
 START_S, LIMIT_S = 60, TIMEOUT_S + 8
 NUM_RANKS = 4
 TRAINER = 1  # as the script's VICTIM
