@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -79,8 +80,6 @@ def run_ranks(
     arguments: list, num_ranks: int, env: dict, cwd: Path | None = None, timeout_s: float = 120
 ) -> subprocess.CompletedProcess:
     """Run a program on several ranks as torchrun does: if one fails, the others are ended."""
-    from ranks import free_port
-
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         processes = [
             start(arguments, {**env, **place}, stdout, stderr, cwd)
@@ -113,6 +112,18 @@ def places(num_ranks: int, port: int) -> list[dict[str, str]]:
         {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
         for rank in range(num_ranks)
     ]
+
+
+def free_port() -> int:
+    """Return a port below those that systems hand out (from 32768 on Linux).
+
+    No connection or store of tests at the same time takes it before ranks meet there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def end(processes: list) -> None:

@@ -1,13 +1,10 @@
 """Processes of one torch.distributed group on this machine, for tests."""
 
-import contextlib
 import faulthandler
 import gc
 import os
 import queue
-import random
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -89,18 +86,6 @@ def _serve(
     while (call := calls.get()) is not None:
         outcomes.put(_call(*call[:1], rank, world_size, call[1]))
     dist.destroy_process_group()
-
-
-def free_port() -> int:
-    """Return a port below those that systems hand out (from 32768 on Linux).
-
-    No connection or store of tests at the same time takes it before ranks meet there.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20000, 32768)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def open_store() -> dist.TCPStore:

@@ -15,7 +15,6 @@ import programs
 import pytest
 from kill_at import VICTIM
 from processes import run_command
-from ranks import free_port
 
 import distca
 
@@ -54,7 +53,7 @@ def environment():
 
 def run_ranks(fault: str, folder: Path, processes: list) -> list[tuple[int, str]]:
     """Run three ranks without a launcher. Return (exit code, output) of each."""
-    for rank, place in enumerate(programs.places(3, free_port())):
+    for rank, place in enumerate(programs.places(3, programs.free_port())):
         with (folder / f"{rank}").open("w") as output:
             processes.append(
                 programs.start([SCRIPT, fault], {**ENVIRONMENT, **place}, output, output)
@@ -102,7 +101,7 @@ def test_torchrun_ends_with_the_error(environment, fault):
     started = time.monotonic()
     result = run_command(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3",
-         "--master-port", str(free_port()), str(SCRIPT), fault],
+         "--master-port", str(programs.free_port()), str(SCRIPT), fault],
         env=environment, timeout_s=HANG_S,
     )  # fmt: skip
     assert result.returncode != 0

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import programs
 import pytest
-from ranks import free_port
 from test_fault_scripts import ENVIRONMENT
 
 SCRIPT = Path(__file__).parent / "server_fault_script.py"
@@ -32,7 +31,7 @@ FAULTS = {  # servers, victim, what happens to it, what the others say
 def start(servers: str, fault: str, folder: Path) -> list:
     flags = ["--attention-servers", servers, "--timeout-s", TIMEOUT_S, "--link-gb-per-s", "1e5"]
     processes = []
-    for rank, place in enumerate(programs.places(NUM_RANKS, free_port())):
+    for rank, place in enumerate(programs.places(NUM_RANKS, programs.free_port())):
         environment = {**ENVIRONMENT, **place, "STARTED": str(folder / "started")}
         with (folder / f"{rank}").open("w") as output:
             arguments = ["-m", "distca.run", *flags, SCRIPT, fault]
