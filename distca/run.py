@@ -33,28 +33,28 @@ class Launch:
     """Replace torch.nn.functional.scaled_dot_product_attention for the whole process."""
 
     document_end_id: int | None = None
-    """Token id that ends each document in the tokens that the script's model is called with. With
-    patch_sdpa, documents are read from it without an edit of the script."""
+    """Token id that ends each document in the tokens of the script's model. Documents are read from
+    it, so the script needs no edit. Requires patch_sdpa."""
 
     document_positions: str | None = None
-    """Name of the model's argument whose positions restart at 0 with each document. With
-    patch_sdpa, documents are read from it without an edit of the script."""
+    """Name of the model's argument whose positions restart at 0 with each document. Documents are
+    read from it, so the script needs no edit. Requires patch_sdpa."""
 
     transformers: bool = False
     """Register attn_implementation="distca" with transformers for the script."""
 
     replace_attention: str | None = None
-    """Name of an attention implementation of transformers, such as flash_attention_2, whose place
-    distca takes, for scripts that allow certain names only. Needs the option transformers."""
+    """Name of the transformers attention implementation that distca replaces, such as
+    flash_attention_2, for scripts that accept certain names only. Requires transformers."""
 
     ping_pong: bool = False
     """Run the decoder layers of models that are built with attn_implementation="distca" on two
-    halves of their tokens. Needs the option transformers."""
+    halves of their tokens. Requires transformers."""
 
     attention_servers: str | None = None
-    """Ranks that serve attention and run no script: their number on each node, of which they are
-    the last ranks, or a list of ranks, "3,7" (of one rank: "7,"). The script runs on the other
-    ranks, which have a process group of their own. None: all ranks run it."""
+    """Ranks that serve attention and do not run the script: a number N for the last N ranks of each
+    node, or a list of ranks, "3,7" ("7," for one rank). The other ranks run the script in a process
+    group of their own. None: all ranks run it."""
 
     def __post_init__(self) -> None:
         if self.attention_servers is not None:
@@ -98,8 +98,8 @@ def ranks_of(servers: str, num_ranks: int, ranks_per_node: int) -> tuple[int, ..
 
 
 def join_world(servers: str, options: Options) -> World:
-    """Let this rank meet all others, and change torchrun's variables so that the script's process
-    group has only the ranks that run it. LOCAL_RANK stays: it says which GPU is this rank's."""
+    """Return the world of all ranks. On a rank that runs the script, change torchrun's variables so
+    that its process group has such ranks only. LOCAL_RANK stays, because it selects the GPU."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
     if missing:

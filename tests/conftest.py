@@ -1,13 +1,14 @@
 import re
 
 import extension
+import programs
 import pytest
 import torch
 from ranks import Ranks
 
 # Names that occur in modules that start processes or open a group in pytest's own process.
 STARTS_PROCESSES = re.compile(
-    r"\b(subprocess|multiprocessing|run_command|Ranks|torchrun|init_process_group)\b"
+    r"\b(subprocess|multiprocessing|programs|run_command|Ranks|torchrun|init_process_group)\b"
 )
 
 
@@ -75,6 +76,14 @@ def own_ranks():
     yield get
     for processes in started.values():
         processes.stop()
+
+
+@pytest.fixture
+def running():
+    """Return a list of programs. Those that still run after the test are ended."""
+    processes = []
+    yield processes
+    programs.end(processes)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import free_port
+from programs import free_port
 from small_step import SHARDED, Step, small_step
 
 import distca

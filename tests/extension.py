@@ -26,9 +26,12 @@ def load() -> None:
         if not library.exists() or library.stat().st_mtime < newest:
             from torch.utils import cpp_extension  # slow to import
 
+            # One compilation: the headers of PyTorch take most of its time.
+            together = FOLDER / "all.cpp"
+            together.write_text("".join(f'#include "{path}"\n' for path in SOURCES))
             cpp_extension.load(
                 NAME,
-                [*map(str, SOURCES)],
+                [str(together)],
                 extra_cflags=["-std=c++20", "-O1"],
                 extra_ldflags=[str(LIBRARY)],
                 extra_include_paths=[str(ROOT / "csrc")],

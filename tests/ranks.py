@@ -1,21 +1,20 @@
 """Processes of one torch.distributed group on this machine, for tests."""
 
-import contextlib
 import faulthandler
+import gc
 import os
 import queue
-import random
 import signal
-import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from programs import preloaded
 
 import distca
 
@@ -82,22 +81,11 @@ def _serve(
     rank: int, world_size: int, port: int, backend: str, calls: mp.Queue, outcomes: mp.Queue
 ) -> None:
     faulthandler.register(signal.SIGUSR1)
+    gc.freeze()  # neither collections nor distca's search for models walk all of PyTorch's objects
     _join_group(rank, world_size, port, backend)
     while (call := calls.get()) is not None:
         outcomes.put(_call(*call[:1], rank, world_size, call[1]))
     dist.destroy_process_group()
-
-
-def free_port() -> int:
-    """Return a port below those that systems hand out (from 32768 on Linux).
-
-    No connection or store of tests at the same time takes it before ranks meet there.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20000, 32768)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def open_store() -> dist.TCPStore:
@@ -112,7 +100,7 @@ class Ranks:
         # CUDA does not survive a fork; without it, processes need not import PyTorch once more.
         context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if not torch.cuda.is_available():
-            context.set_forkserver_preload(["torch", "distca"])
+            context.set_forkserver_preload(preloaded())
         self.world_size = world_size
         self._outcomes = context.Queue()
         self._calls = [context.Queue() for _ in range(world_size)]
@@ -129,13 +117,19 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def outcomes(self, function: Callable, *args, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+    def outcomes(
+        self,
+        function: Callable,
+        *args,
+        timeout_s: float = TIMEOUT_S,
+        stopped: Collection[int] = (),
+    ) -> list[Outcome]:
         """function(rank, world_size, *args) on every rank: what each came to, by rank. A rank whose
-        process died has neither result nor error."""
+        process died, or that is not awaited because it stops, has neither result nor error."""
         for calls in self._calls:
             calls.put((function, args))
         found = {rank: Outcome(rank) for rank in range(self.world_size)}
-        waiting = set(found)
+        waiting = set(found) - set(stopped)
         deadline = time.monotonic() + timeout_s
         while waiting and time.monotonic() < deadline:
             try:

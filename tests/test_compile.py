@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn as nn
+from profiled import ranges_of
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -202,11 +203,10 @@ def calls_of(profile: torch.profiler.profile) -> tuple[int, int]:
 
     If the plan moves rows, each call is an exchange.
     """
-    ranges = {each.key: each.count for each in profile.key_averages()}
     passes = [
         (name.split(" layer ")[0].removeprefix("distca "), count)
-        for name, count in ranges.items()
-        if name.startswith("distca ") and name.endswith(" attention")
+        for name, count in ranges_of(profile).items()
+        if name.endswith(" attention")
     ]
     return tuple(
         sum(count for name, count in passes if name.endswith(direction))

@@ -17,6 +17,7 @@ import torch.distributed.run as torch_run
 from module_files import module_of
 from packaging.version import Version
 from processes import run_command
+from programs import run_ranks
 
 import distca
 from distca import report, run
@@ -97,6 +98,12 @@ def torchrun(arguments: list, folder: Path) -> str:
     return run_python([*started, *arguments], folder)
 
 
+def run_two_ranks(arguments: list, folder: Path) -> str:
+    result = run_ranks(arguments, 2, ENVIRONMENT, folder)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def with_lengths(arguments: list[str], folder: Path) -> list[str]:
     (folder / "lengths.json").write_text(json.dumps(LENGTHS))
     return [str(folder / each) if each == "lengths.json" else each for each in arguments]
@@ -146,7 +153,7 @@ def check_make(arguments: list[str], folder: Path) -> None:
 
 def check_watching(arguments: list[str], folder: Path) -> None:
     small = ["--layers", "1", "--tokens", "64", "--blocks", "2", "--out", folder]
-    output = torchrun([ROOT / "benchmarks" / "watching.py", *small], folder)
+    output = run_two_ranks([ROOT / "benchmarks" / "watching.py", *small], folder)
     assert re.search(r"us a step of 1 layers, \S+ % of a training step", output)
 
 
@@ -160,7 +167,7 @@ def check_host_time(arguments: list[str], folder: Path) -> None:
 def check_plain_example(arguments: list[str], folder: Path) -> None:
     *flags, script = arguments
     launcher = ["-m", "distca.run", *flags, ROOT / script]
-    output = torchrun([*launcher, "--steps", "12", "--tokens-per-rank", "512"], folder)
+    output = run_two_ranks([*launcher, "--steps", "12", "--tokens-per-rank", "512"], folder)
     first, last = map(float, re.search(r"loss (\S+) -> (\S+)", output).groups())
     assert last < first
     assert "imbalance" in output
@@ -279,7 +286,7 @@ def test_command(command, tmp_path, capsys):
 def test_the_example_has_equal_losses_with_documents_across_ranks(tmp_path, more):
     flags = ["--compare", "--sharded", "--checkpoint", "--steps", "2", "--tokens-per-rank", "128"]
     flags += more
-    output = torchrun([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
+    output = run_two_ranks([ROOT / "examples" / "train.py", *flags, "--out", tmp_path], tmp_path)
     assert output.startswith("2 ranks on ") and re.search(r"torch \S+ tokens/s, distca \S+", output)
     assert float(re.search(r"largest loss difference (\S+)", output)[1]) <= 1e-4
     assert (tmp_path / "balance.png").exists() and (tmp_path / "summary.json").exists()

@@ -6,21 +6,25 @@ survives.
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
 
+import programs
 import pytest
 from kill_at import VICTIM
 from processes import run_command
-from ranks import free_port
 
 import distca
 
 SCRIPT = Path(__file__).parent / "fault_script.py"
 MARK = "DISTCA_TEST_RUN"
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(distca.__file__).parents[1]),
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 HANG_S = 40  # includes the start-up of three processes
 LIMIT_S = 8.0  # from the first exit to the last
 pytestmark = pytest.mark.usefixtures("test_extension")
@@ -42,24 +46,17 @@ def marked(run: str) -> list[int]:
 def environment():
     """Yield the environment of a run, and kill the processes that survive it."""
     run = uuid.uuid4().hex
-    package = str(Path(distca.__file__).parents[1])
-    yield {**os.environ, MARK: run, "PYTHONPATH": package, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    yield {**ENVIRONMENT, MARK: run}
     for process in marked(run):
         os.kill(process, signal.SIGKILL)
 
 
-def run_ranks(fault: str, environment: dict[str, str], folder: Path) -> list[tuple[int, str]]:
-    """Run three ranks without a launcher. Return (exit code, standard error) of each."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
-    processes = []
-    for rank in range(3):
-        with (folder / f"{rank}").open("w") as stderr:
+def run_ranks(fault: str, folder: Path, processes: list) -> list[tuple[int, str]]:
+    """Run three ranks without a launcher. Return (exit code, output) of each."""
+    for rank, place in enumerate(programs.places(3, programs.free_port())):
+        with (folder / f"{rank}").open("w") as output:
             processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(SCRIPT), fault],
-                    env={**environment, **shared, "RANK": str(rank)},
-                    stderr=stderr,
-                )
+                programs.start([SCRIPT, fault], {**ENVIRONMENT, **place}, output, output)
             )
     deadline, first_exit = time.monotonic() + HANG_S, None
     while (running := [p for p in processes if p.poll() is None]) and time.monotonic() < deadline:
@@ -84,8 +81,8 @@ MESSAGES = {  # parts of the victim's own error and of the others'
 
 
 @pytest.mark.parametrize("fault", MESSAGES)
-def test_every_rank_of_a_script_ends_with_the_error(environment, tmp_path, fault):
-    ended = run_ranks(fault, environment, tmp_path)
+def test_every_rank_of_a_script_ends_with_the_error(tmp_path, running, fault):
+    ended = run_ranks(fault, tmp_path, running)
     own, others = MESSAGES[fault]
     for rank, (code, error) in enumerate(ended):
         assert code != 0, error
@@ -96,7 +93,7 @@ def test_every_rank_of_a_script_ends_with_the_error(environment, tmp_path, fault
         assert "torch.distributed.DistBackendError: distca: " in last, error
         assert f"rank {VICTIM} " in last and others in last, error
         assert "rank 0 failed" not in last and "rank 2 failed" not in last, error
-    assert marked(environment[MARK]) == []
+    assert programs.survivors(running) == []
 
 
 @pytest.mark.parametrize("fault", ["raise_in_the_model", "die_inside_combine"])
@@ -104,7 +101,7 @@ def test_torchrun_ends_with_the_error(environment, fault):
     started = time.monotonic()
     result = run_command(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3",
-         "--master-port", str(free_port()), str(SCRIPT), fault],
+         "--master-port", str(programs.free_port()), str(SCRIPT), fault],
         env=environment, timeout_s=HANG_S,
     )  # fmt: skip
     assert result.returncode != 0

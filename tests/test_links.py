@@ -232,7 +232,10 @@ CAUSES = {
 @pytest.mark.parametrize("fault", CAUSES)
 def test_a_rank_that_fails_in_the_measurement_is_named(broken_ranks, fault):
     start = time.monotonic()
-    outcomes: list[Outcome] = broken_ranks.outcomes(fail_on_one_rank, fault, timeout_s=HANG_S)
+    stopped = [1] if fault == "stops" else []
+    outcomes: list[Outcome] = broken_ranks.outcomes(
+        fail_on_one_rank, fault, timeout_s=HANG_S, stopped=stopped
+    )
     assert time.monotonic() - start < HANG_S / 2
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_command
+from programs import run_ranks
 from small_step import SHARDED, WHOLE, small_step
 
 import distca
@@ -322,12 +323,8 @@ dist.destroy_process_group()
 def test_a_script_needs_only_the_launchers_flags(tmp_path):
     script, run_dir = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    flags = ["--log-every", "2", "--run-dir", str(run_dir), str(script)]
-    result = run_command(
-        [*command, "2", "-m", "distca.run", *flags],
-        env=ENVIRONMENT,
-    )
+    flags = ["--log-every", "2", "--run-dir", run_dir]
+    result = run_ranks(["-m", "distca.run", *flags, script], 2, ENVIRONMENT)
     assert result.returncode == 0, result.stderr
     lines = [each for each in result.stdout.splitlines() if each.startswith("distca  step")]
     assert [each.split("  ")[1] for each in lines] == ["step 2", "step 4"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case
+from profiled import ranges_of
 from ranks import Ranks
 from small_step import SHARDED, WHOLE, Step, small_step
 
@@ -21,12 +22,6 @@ HANG_S = 30
 
 def windows_by_layer() -> list[tuple[int, int]]:
     return [WINDOWS[layer % len(WINDOWS)] for layer in range(NUM_LAYERS)]
-
-
-def ranges_of(profile: torch.profiler.profile) -> dict[str, int]:
-    return {
-        each.key: each.count for each in profile.key_averages() if each.key.startswith("distca ")
-    }
 
 
 def alternate(rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:

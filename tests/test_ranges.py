@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from profiled import ranges_of
 from small_step import SHARDED, WHOLE, small_step
 from torch.utils.checkpoint import checkpoint
 
@@ -42,8 +43,7 @@ def profiled(rank: int, world_size: int, recompute: bool) -> dict[str, int]:
             for _ in range(2)
         ]
         sum(layers).sum().backward()
-    averages = profile.key_averages()
-    return {each.key: each.count for each in averages if each.key.startswith("distca ")}
+    return ranges_of(profile)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -59,7 +59,7 @@ def profiled_alone() -> set[str]:
     step = small_step(0, 1, WHOLE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step.attend().sum().backward()
-    return {each.key for each in profile.key_averages() if each.key.startswith("distca ")}
+    return set(ranges_of(profile))
 
 
 def test_attention_of_one_rank_is_a_range():

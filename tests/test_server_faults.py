@@ -3,17 +3,15 @@ that names it, and no process survives."""
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
-from ranks import free_port
-from test_fault_scripts import MARK, environment, marked  # noqa: F401  a fixture
+from test_fault_scripts import ENVIRONMENT
 
 SCRIPT = Path(__file__).parent / "server_fault_script.py"
-TIMEOUT_S = 6.0
+TIMEOUT_S = 4.0
 START_S, LIMIT_S = 60, TIMEOUT_S + 8
 NUM_RANKS = 4
 TRAINER = 1  # as the script's VICTIM
@@ -30,26 +28,14 @@ FAULTS = {  # servers, victim, what happens to it, what the others say
 }
 
 
-def start(servers: str, fault: str, environment: dict, folder: Path) -> list[subprocess.Popen]:  # noqa: F811
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(NUM_RANKS),
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
-        "STARTED": str(folder / "started"),
-    }
-    flags = ["--attention-servers", servers, "--timeout-s", str(TIMEOUT_S)]
-    fast = ["--link-gb-per-s", "1e5"]
+def start(servers: str, fault: str, folder: Path) -> list:
+    flags = ["--attention-servers", servers, "--timeout-s", TIMEOUT_S, "--link-gb-per-s", "1e5"]
     processes = []
-    for rank in range(NUM_RANKS):
-        with (folder / f"{rank}").open("w") as stderr:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "distca.run", *flags, *fast, str(SCRIPT), fault],
-                    env={**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stderr=stderr,
-                )
-            )
+    for rank, place in enumerate(programs.places(NUM_RANKS, programs.free_port())):
+        environment = {**ENVIRONMENT, **place, "STARTED": str(folder / "started")}
+        with (folder / f"{rank}").open("w") as output:
+            arguments = ["-m", "distca.run", *flags, SCRIPT, fault]
+            processes.append(programs.start(arguments, environment, output, output))
     return processes
 
 
@@ -63,10 +49,11 @@ def await_start(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_other_rank_ends_with_an_error(environment, tmp_path, name):  # noqa: F811
+def test_every_other_rank_ends_with_an_error(tmp_path, running, name):
     servers, victim, fault, message = FAULTS[name]
     is_signal = isinstance(fault, signal.Signals)
-    processes = start(servers, "none" if is_signal else fault, environment, tmp_path)
+    processes = start(servers, "none" if is_signal else fault, tmp_path)
+    running += processes
     await_start(tmp_path)
     if is_signal:
         os.kill(processes[victim].pid, fault)
@@ -82,4 +69,4 @@ def test_every_other_rank_ends_with_an_error(environment, tmp_path, name):  # no
         assert processes[rank].returncode != 0, error
         last = error.strip().splitlines()[-1]
         assert "torch.distributed.DistBackendError: distca: " in last and message in last, error
-    assert marked(environment[MARK]) == []
+    assert programs.survivors(processes) == []

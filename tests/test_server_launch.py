@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_command
+from programs import run_ranks
 from test_run import ENVIRONMENT
 
 from distca import run
@@ -65,14 +66,17 @@ json.dump(report, open(os.environ["REPORT"] + str(dist.get_rank()), "w"))
 
 
 def launch(
-    folder: Path, script: str, num_ranks: int, flags: list
+    folder: Path, script: str, num_ranks: int, flags: list, by_torchrun: bool = False
 ) -> tuple[subprocess.CompletedProcess, list]:
     """Run a script; return how it ended, and the reports of its ranks."""
     (folder / "train.py").write_text(script)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    environment = {"REPORT": str(folder / "report"), "TESTS": str(Path(__file__).parent)}
-    command = [sys.executable, *torchrun, "-m", "distca.run", *flags, folder / "train.py"]
-    result = run_command(command, cwd=folder, env={**ENVIRONMENT, **environment})
+    own = {"REPORT": str(folder / "report"), "TESTS": str(Path(__file__).parent)}
+    command, environment = ["-m", "distca.run", *flags, folder / "train.py"], {**ENVIRONMENT, **own}
+    if by_torchrun:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+        result = run_command([sys.executable, *torchrun, *command], cwd=folder, env=environment)
+    else:
+        result = run_ranks(command, num_ranks, environment, folder)
     paths = sorted(folder.glob("report*"))
     reports = [json.loads(path.read_text()) for path in paths]
     for path in paths:
@@ -95,7 +99,8 @@ def test_losses_are_those_of_the_ranks_that_train(tmp_path):
     [(4, "2", [0, 1]), (4, "1,3", [0, 2]), (3, "1,", [0, 2]), (3, "2", [0])],
 )
 def test_the_script_sees_the_ranks_that_train(tmp_path, num_ranks, servers, local_ranks):
-    result, reports = launch(tmp_path, PLACES, num_ranks, ["--attention-servers", servers])
+    flags = ["--attention-servers", servers]
+    result, reports = launch(tmp_path, PLACES, num_ranks, flags, by_torchrun=servers == "1,3")
     assert result.returncode == 0, result.stderr
     num_trainers = len(local_ranks)
     assert len(reports) == num_trainers

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case
-from ranks import Ranks, free_port
+from programs import free_port
+from ranks import Ranks
 from small_step import SHARDED, small_step
 
 import distca

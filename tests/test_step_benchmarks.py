@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case
-from processes import run_command
+from programs import run_ranks
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -253,23 +253,14 @@ def test_wrong_attention_changes_the_losses(ranks):
         assert max(abs(a - b) for a, b in zip(plain, wrong, strict=True)) > 10 * FLOAT32_NOISE
 
 
-def torchrun(script: str, *flags: str | Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", ROOT / "benchmarks" / script, "--device", "cpu"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = run_command(
-        [*map(str, [*command, *flags])],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_training_step_saves_its_figures(lengths_file, tmp_path):
     out = tmp_path / "step.json"
     flags = ["--lengths", lengths_file, "--tokens", "512", "--steps", "4", "--out", out]
     flags += ["--learning-rate", "1e-2", "--turns", "2", "--links", "host"]
-    output = torchrun("training_step.py", *MODEL, *flags)
+    script = [ROOT / "benchmarks" / "training_step.py", "--device", "cpu"]
+    result = run_ranks([*script, *MODEL, *flags], 2, dict(os.environ))
+    assert result.returncode == 0, result.stderr
+    output = result.stdout
     names = ["flash", "plain", "context", "process_group", "process_group pingpong"]
     assert sum(line.startswith("loss ") for line in output.splitlines()) == len(names)
     record = json.loads(out.read_text())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_command
+from programs import run_ranks
 from ranks import Ranks
 
 for library in ("transformers", "accelerate", "datasets", "trl"):
@@ -126,30 +127,27 @@ def test_the_launcher_registers_the_attention(tmp_path, monkeypatch):
     assert AttentionMaskInterface()["distca"] is registered.forward_mask
 
 
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+ACCELERATE = [
     # Without --multi_gpu it starts one process on a machine without GPUs.
-    "accelerate": [
-        *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
-        *("-m", "distca.run", "--transformers"),
-    ],
-}
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+    *("-m", "distca.run", "--transformers"),
+]
 
 
 @pytest.mark.parametrize(
-    "launcher, name",
+    "by_accelerate, name",
     [
-        ("torchrun", "transformers_finetune.py"),
-        ("torchrun", "trl_packing.py"),
-        ("accelerate", "transformers_finetune.py"),
+        (False, "transformers_finetune.py"),
+        (False, "trl_packing.py"),
+        (True, "transformers_finetune.py"),
     ],
 )
-def test_the_example_trains(tmp_path, launcher, name):
-    script = ROOT / "examples" / name
-    result = run_command(
-        [sys.executable, "-m", *LAUNCHERS[launcher], script, "--steps", "5", "--out", tmp_path],
-        env=ENVIRONMENT,
-    )
+def test_the_example_trains(tmp_path, by_accelerate, name):
+    command = [ROOT / "examples" / name, "--steps", "5", "--out", tmp_path]
+    if by_accelerate:
+        result = run_command([sys.executable, "-m", *ACCELERATE, *command], env=ENVIRONMENT)
+    else:
+        result = run_ranks(command, 2, ENVIRONMENT)
     assert result.returncode == 0, result.stderr
     first, last = map(float, re.search(r"loss (\S+) -> (\S+)", result.stdout).groups())
     before, after = map(float, re.search(r"imbalance (\S+) -> (\S+)", result.stdout).groups())

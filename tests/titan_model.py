@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
+from profiled import ranges_of
 from recorded import recorded_plans
 from torch import Tensor, nn
 
@@ -189,7 +190,7 @@ def num_exchanges(run) -> int:
     """Count the exchanges of attention that `run` starts, by the profiler's ranges."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
-    return sum(each.count for each in profile.key_averages() if each.key.endswith("dispatch"))
+    return sum(count for name, count in ranges_of(profile).items() if name.endswith("dispatch"))
 
 
 def overridden_error(rank: int, world_size: int, tp: int, backend: str) -> tuple[float, float]:

@@ -44,7 +44,7 @@ Servers::Servers(c10::intrusive_ptr<c10d::ProcessGroup> group,
       failures_(std::move(failures)),
       patience_(failures_, transport::kNotices),
       timeout_s_(timeout_s) {
-  patience_.set_awaited(false);  // a server that nobody needs keeps no rank from going on
+  patience_.set_awaited(false);  // a server that waits for notices holds up no other rank
 }
 
 Servers::Coming Servers::broadcast(const Notice& notice) {

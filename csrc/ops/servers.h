@@ -20,7 +20,7 @@
 namespace distca::ops {
 
 // What rank 0 is about to do with the other ranks. Servers, which run no model, do their part when
-// they get the notice. Ranks of a model know it from their program.
+// they get the notice. Ranks that train know it from their program.
 struct Notice {
   enum Kind : int64_t { kEnd, kPlan, kJoin, kRefused, kForward, kRecomputed, kBackward };
   static constexpr size_t kNumDetails = 10, kNumReleased = 8;

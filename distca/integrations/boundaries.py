@@ -1,4 +1,4 @@
-"""Document boundaries as models are given them: cu_seq_lens keywords, or position_ids."""
+"""Document boundaries as models receive them: cu_seq_lens keywords, or position_ids."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ _latest: dict[tuple, dict] = {}  # arguments of plan in the latest pass, by wind
 
 
 class FirstBatches:
-    """Hints at boundaries that none of a process's first training batches has."""
+    """Logs a hint if none of a process's first training batches has boundaries."""
 
     def __init__(self, text: str) -> None:
         self._text, self._num_left = text, MAX_UNMARKED
@@ -49,7 +49,7 @@ _first = FirstBatches(
 
 @dataclass
 class Boundaries:
-    """What one tensor of boundaries says, and the documents made of it."""
+    """The boundaries in one tensor, and the documents built from it."""
 
     state: tuple  # the tensor's version, batch and tokens that this was read from
     offsets: Tensor  # int64 [num_documents + 1], CPU: where documents begin in batch * tokens rows
@@ -68,13 +68,14 @@ class Boundaries:
         shape: AttentionShape | None = None,
         chunk_size: int | None = None,
     ) -> tuple[Documents, Plan | None]:
-        """The documents of this forward pass, or their chunks, and their plan if `module` is its
-        first layer, which plans them. Without a session they stay on this rank.
+        """Return the documents of this forward pass, or their chunks. If `module` is the first
+        layer of the pass, plan them, and return the plan, too. Without a session they stay on this
+        rank.
 
-        Each forward pass has its own, also where one rank passes the same tensor again and another
-        a new one, or ranks would count plans differently. What is computed again in the backward
-        pass uses those of the forward pass. Documents that cross ranks are shared even without a
-        session.
+        Each forward pass has its own documents, even if it gets the same tensor as the one before.
+        Another rank may get a new tensor, and ranks must count plans alike. A recomputation in the
+        backward pass uses the documents of the forward pass. Documents that cross ranks are shared
+        even without a session.
         """
         if session is None and not self.here.crosses_ranks:
             return chunks_of(self.here, chunk_size), None
@@ -102,7 +103,7 @@ class Boundaries:
 
 
 def chunks_of(documents: Documents, size: int | None) -> Documents:
-    """Documents cut into chunks of `size` tokens; None: the documents."""
+    """Return `documents` cut into chunks of `size` tokens, or as they are if it is None."""
     return documents if size is None else documents.chunked(size)
 
 
@@ -157,11 +158,10 @@ def plan_ahead(documents: Documents) -> None:
 
 
 def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) -> Boundaries:
-    """The documents of `batch` rows of `num_tokens` from what `reader`, an attention layer, is
-    given. Read from the device once per tensor, until it changes in place.
+    """Return the boundaries of `batch` rows of `num_tokens` tokens from the keywords of `reader`,
+    an attention layer. Read a tensor from the device once, and again after a change in place.
 
-    Raises ValueError where boundaries are missing, contradict each other, or begin inside a
-    document, whose keys would be elsewhere.
+    Raises ValueError if boundaries are missing, contradict each other, or begin inside a document.
     """
     cu_seqlens, position_ids = (keywords.get(name) for name in ("cu_seq_lens_q", "position_ids"))
     tensor = cu_seqlens if cu_seqlens is not None else position_ids
@@ -212,7 +212,7 @@ def _offsets_of_cu_seqlens(keywords: dict, batch: int, num_tokens: int) -> Tenso
 
 
 def offsets_of_positions(position_ids: Tensor, batch: int, num_tokens: int) -> Tensor:
-    """Where `position_ids` restart at 0; rows of the batch begin documents, too."""
+    """Return where documents begin: where `position_ids` restart at 0, and at each row's start."""
     shape = list(position_ids.shape)
     if shape not in ([1, num_tokens], [batch, num_tokens]):
         raise ValueError(

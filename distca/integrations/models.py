@@ -113,7 +113,8 @@ class _Traits:
 def _is_mixer(kind: type) -> bool:
     methods = [inspect.unwrap(each) for _, each in inspect.getmembers(kind, inspect.isfunction)]
     for each in list(methods):  # of decorators that leave no __wrapped__
-        methods += filter(inspect.isfunction, inspect.getclosurevars(each).nonlocals.values())
+        cells = (cell.cell_contents for cell in each.__closure__ or ())
+        methods += filter(inspect.isfunction, cells)
     caches_a_state = any(CACHES_A_STATE & set(each.__code__.co_names) for each in methods)
     return caches_a_state or MIXERS.search(_name(kind)) is not None
 

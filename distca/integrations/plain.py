@@ -76,7 +76,7 @@ def derive_documents(end_id: int | None, positions: str | None) -> Callable[[], 
 
 
 def _source(positions: str | None, module: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
-    """What documents are read from, None where `module` is not called with it."""
+    """Return the tensor to read documents from, or None if `module` is called without one."""
     if positions is None:
         # A loss is called with integers, too.
         if not any(isinstance(part, nn.Embedding) for part in module.modules()):
@@ -99,7 +99,7 @@ def _enter(
     positions: str | None,
     first: FirstBatches,
 ) -> tuple[Documents, Batch]:
-    """Puts in force what `source` says, and returns it."""
+    """Put the documents that `source` describes in force. Return them and their batch."""
     is_trained = module.training and torch.is_grad_enabled()
     with sessions.announced(sessions.find() if is_trained else None):
         if source.dim() not in (1, 2):
@@ -125,6 +125,6 @@ def _enter(
 
 
 def _put_in_force_backward(documents: Documents, batch: Batch, gradients: tuple) -> None:
-    """Until the backward pass ends, or comes to the outputs of another forward pass."""
+    """Put documents in force until the backward pass ends or reaches another forward pass."""
     put_in_force(documents, batch)
     call_after_backward(lambda: put_in_force(None))

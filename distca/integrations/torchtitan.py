@@ -64,7 +64,7 @@ class BalancedAttention(VarlenAttention):
         ping_pong: bool = False
 
     def __init__(self, config: Config) -> None:
-        super(VarlenAttention, self).__init__()  # its own loads another attention kernel
+        super(VarlenAttention, self).__init__()  # VarlenAttention's loads another kernel
         BalancedAttention.is_in_use = True
         BalancedAttention.runs = 2 if config.ping_pong else 1
         self.window_size, self.in_halves = check_window(config.window_size), config.ping_pong
@@ -107,8 +107,8 @@ class BalancedAttention(VarlenAttention):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others,
     ) -> Tensor:
-        """Attention as torchtitan calls it: q [batch, tokens, heads, head_dim] and out like it, of
-        the documents that its VarlenMetadata names. With out_transform, return
+        """Compute attention as torchtitan calls it: q [batch, tokens, heads, head_dim], out like q,
+        and the documents that its VarlenMetadata names. With out_transform, return
         out_transform(out, lse), with lse [batch, tokens, heads]; gpt-oss applies its attention
         sinks this way. Raises ValueError for arguments that it would have to ignore, in a CUDA
         graph, and if boundaries do not fit the batch.
@@ -175,7 +175,7 @@ class BalancedAttention(VarlenAttention):
         return _documents_of_pass(boundaries, self, session, self.window_size, values[0].device)
 
     def _session(self) -> sessions.Session | None:
-        """The group that shares this call, None where it stays on this rank."""
+        """Return the session that shares this call, or None if it stays on this rank."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         if self._is_parallelized:
@@ -253,8 +253,8 @@ class BalanceMetrics(MetricsProcessor):
 
 
 def recent_figures() -> dict[str, float]:
-    """Means of PlanReport.figures() over the plans since the last call; {} where nothing was
-    balanced."""
+    """Return the means of PlanReport.figures() over the plans since the last call; {} if nothing
+    was balanced."""
     reports = [each.report().figures() for each in _plans]
     _plans.clear()
     names = reports[0] if reports else ()

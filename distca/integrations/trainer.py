@@ -58,7 +58,7 @@ def plan_batches(trainer: Any, ranks_per_batch: int = 1) -> Any:
 
 
 def _check_loss(trainer: Any) -> None:
-    """Raises ValueError where the trainer would not divide a run's loss by all ranks' tokens."""
+    """Raise ValueError unless the trainer divides a run's loss by the tokens of all ranks."""
     args, remedy = trainer.args, "with ranks_per_batch above 1; expected"
     if not args.average_tokens_across_devices or not trainer.model_accepts_loss_kwargs:
         raise ValueError(

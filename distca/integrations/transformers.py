@@ -72,8 +72,8 @@ _latest_plan: Plan | None = None
 
 
 def latest_plan() -> Plan | None:
-    """The plan of this rank's latest training pass: its `report()` says what was balanced. None
-    before the first, and where nothing is balanced."""
+    """Return the plan of this rank's latest training pass, whose `report()` says what was balanced.
+    None before the first pass, and if nothing is balanced."""
     return _latest_plan
 
 
@@ -89,11 +89,11 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [batch, heads_q, tokens, head_dim], key and value
-    with heads_kv heads, not repeated; returns ([batch, tokens, heads_q, head_dim], None).
+    """Compute attention as transformers calls it: query [batch, heads_q, tokens, head_dim], key and
+    value with heads_kv heads, not repeated. Return ([batch, tokens, heads_q, head_dim], None).
 
-    The documents of the batch * tokens rows are `cu_seq_lens_q` where it is given, else begin where
-    `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
+    `cu_seq_lens_q` gives the documents of the batch * tokens rows. Without it, documents begin
+    where `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
     `sliding_window` is the number of keys that a query sees, itself included. `s_aux` [heads_q] are
     attention sinks, and `softcap` caps scores. While `module` trains with gradients, the call is
     balanced over ranks and collective, and the first layer of a forward pass plans it. Otherwise it
@@ -128,14 +128,14 @@ def forward_mask(
     attention_mask: Tensor | None = None,
     **kwargs,
 ) -> Tensor | None:
-    """A forward pass's mask as transformers asks for it: None where documents, causal and window
-    say it all, else the boolean mask [batch, 1, q_length, kv_length] that sdpa uses.
+    """Return the mask of a forward pass that transformers asks for. It is None if documents,
+    causality and window say it all, otherwise sdpa's boolean mask [batch, 1, q_length, kv_length].
     """
     parts = set(_parts(mask_function)) if mask_function is not None else set()
     unknown = parts - PLAIN_MASKS
     if "chunked_attention" not in (getattr(kwargs.get("config"), "layer_types", None) or ()):
         unknown |= parts & {"chunked_overlay"}  # layers do not say which of them have chunks
-    # For packed documents transformers asks for a mask as where it needs one; they do not.
+    # For packed documents transformers asks for a mask that may not be skipped. They need none.
     may_skip = "packed_sequence_mask_function" in parts or kwargs.get("allow_is_causal_skip", True)
     num_padding = 0 if attention_mask is None else int((~attention_mask.bool()).sum())
     if unknown:
@@ -161,7 +161,7 @@ def forward_mask(
 
 
 def _parts(function: Callable) -> Iterator[str]:
-    """Names of the functions that a mask function is made of."""
+    """Yield the names of the functions that a mask function consists of."""
     name = getattr(function, "__qualname__", type(function).__name__)
     ours = getattr(function, "__module__", "") == "transformers.masking_utils"
     yield name.split(".")[0] if ours else f"{function.__module__}.{name}"
@@ -189,7 +189,7 @@ def _check_keywords(module: nn.Module, dropout: float, keywords: dict) -> None:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast casts for scaled_dot_product_attention: rotary embeddings may be float32."""
+    """Cast as autocast does for scaled_dot_product_attention: rotary embeddings may be float32."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -271,8 +271,9 @@ def _layer_type(module: nn.Module) -> str | None:
 
 
 def _window_of(module: nn.Module, keywords: dict | None) -> tuple[int, int]:
-    """(left, right), causal: what `module` passes in `keywords`, where it does. Without keywords
-    the module has not been called yet; where it then asks for another window, that is planned."""
+    """Return the causal window (left, right) that `module` passes in `keywords`, or that of its
+    configuration. None: it has not been called yet. If it then asks for another window, that window
+    is planned, too."""
     width = getattr(module, "sliding_window", None)
     config, layer_type = getattr(module, "config", None), _layer_type(module)
     if keywords is not None and "sliding_window" in keywords:
@@ -310,7 +311,7 @@ def _has_boundaries(call: _Call) -> bool:
 
 
 def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """On this rank alone, under any mask that transformers makes."""
+    """Compute attention on this rank alone, under any mask that transformers builds."""
     if mask is not None:
         if mask.dim() != 4:
             raise ValueError(
@@ -392,10 +393,10 @@ def _documents_of_pass(boundaries: Boundaries, *how) -> Documents:
 def ping_pong(
     model: transformers.PreTrainedModel, *, cut: Callable[[Documents], int] = middle
 ) -> transformers.PreTrainedModel:
-    """Makes `model`'s decoder layers run on two halves of the tokens in training, as
-    `distca.PingPong` says, and returns it: before it is sharded or compiled. Gradient checkpointing
-    may be switched on before or after. A batch is one packed row then, and config.use_cache False:
-    in training a cache would hand the first half's keys to the second.
+    """Make the decoder layers of `model` run on two halves of the tokens in training, as
+    `distca.PingPong` describes, and return the model. Call this before it is sharded or compiled.
+    Gradient checkpointing may be enabled before or after. Each batch must be one packed row. Sets
+    config.use_cache to False, because a cache would hand keys of the first half to the second.
 
     Raises ValueError for a model without decoder layers that have a `self_attn`.
     """
@@ -431,7 +432,7 @@ def ping_pong_built_models() -> None:
 
 
 def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
-    """The documents of a decoder layer's call in training, planned at a forward pass's first."""
+    """Return the documents of a decoder layer's call in training, planned by a pass's first."""
     session = open_session()
     if session is None or not layer.training or not torch.is_grad_enabled():
         return None
@@ -449,7 +450,7 @@ def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Document
 
 
 def _check_model(call: _Call, is_causal: bool) -> None:
-    """What is alike on all ranks, because they train the same model."""
+    """Raise ValueError for what is alike on all ranks, because they train the same model."""
     name = type(call.module).__name__
     if not is_causal:
         raise ValueError(
@@ -481,7 +482,7 @@ def _check_layer_type(module: nn.Module) -> None:
 
 
 def _check_batch(call: _Call, mask: Tensor | None) -> None:
-    """What may be wrong on one rank only."""
+    """Raise ValueError for what may be wrong on one rank only."""
     if mask is not None:
         _check_own_mask(call, mask)
         reason = _mask_reasons.get(mask, "given by the caller")
@@ -549,7 +550,7 @@ def _correct(model: nn.Module, requested: str | None, *args, **kwargs) -> str:
     return name
 
 
-# It has no registry for such checks, and a model that ignores the function below never calls it.
+# transformers has no registry for such checks. A model with attention of its own never calls ours.
 transformers.PreTrainedModel._check_and_adjust_attn_implementation = _adjust
 transformers.PreTrainedModel.get_correct_attn_implementation = _correct
 transformers.AttentionInterface.register(NAME, attention_forward)

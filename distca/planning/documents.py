@@ -393,7 +393,7 @@ def pieces_of_half(
 
 
 def check_window(window_size: Sequence[int]) -> tuple[int, int]:
-    """`window_size` as (left, right). Raises ValueError for what is not a window."""
+    """Return `window_size` as (left, right). Raises ValueError for anything else."""
     sides = tuple(window_size) if isinstance(window_size, Sequence) else ()
     if len(sides) != 2 or not all(
         isinstance(side, numbers.Integral) and -1 <= side <= INT32_MAX for side in sides
@@ -406,7 +406,7 @@ def check_window(window_size: Sequence[int]) -> tuple[int, int]:
 
 
 def _integers(values: Tensor | Sequence[int], name: str) -> Tensor:
-    """`values` as one-dimensional int64 on the CPU; a fraction is never cut off."""
+    """Return `values` as one-dimensional int64 on the CPU. Raises ValueError for fractions."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -41,17 +41,17 @@ def serve(group: ProcessGroup | DeviceMesh | None = None) -> None:
 
 
 def serve_session(session: Session) -> None:
-    """What `serve` does."""
+    """Serve an open session, and close it at the end."""
     try:
         server = _Server(session)
         while server.follow(ops.next_notice(session.group_name)):
             pass
-    finally:  # the other ranks are told of an exception
+    finally:  # closing tells the other ranks of an exception
         close_session(session)
 
 
 class _Server:
-    """What a server remembers of plans and calls."""
+    """The plans of a server, and the inputs that it keeps for backward passes."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -112,7 +112,7 @@ class _Server:
                 notice, plan.layout, plan.rows, self._kept.get(number), self._session.group_name
             )
         except (ValueError, torch.OutOfMemoryError) as error:
-            # All ranks raise it, and the group goes on; or the next notice never comes.
+            # If all ranks raise it, the group goes on. Otherwise no further notice arrives.
             _log.warning("distca: a call was not served: %s", error)
             return
         if number > 0:

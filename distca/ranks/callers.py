@@ -52,7 +52,7 @@ def current() -> int:
         return UNKNOWN
     try:
         frame: FrameType | None = sys._getframe(OWN_FRAMES)
-    except ValueError:  # nothing of Python calls attention
+    except ValueError:  # no Python code calls attention
         return UNKNOWN
     for _ in range(MAX_FRAMES):
         if frame is None:
@@ -69,7 +69,7 @@ def current() -> int:
 
 
 def _is_method(code: CodeType) -> bool:
-    """Returns whether `code` is a method's of another package: not of what stands between."""
+    """Return whether `code` is the code of a method outside distca."""
     takes_self = code.co_argcount > 0 and code.co_varnames[0] == "self"
     is_method = takes_self and not code.co_filename.startswith(_OWN_FOLDER)
     _methods[id(code)] = code, is_method
@@ -78,7 +78,7 @@ def _is_method(code: CodeType) -> bool:
 
 def _number_all_modules() -> None:
     """Numbers the modules of all models in memory: a module does not know its model."""
-    # A module that is being created or destroyed has no modules of its own, not even none.
+    # A module that is being created or destroyed may lack the attribute `_modules`.
     modules = [
         each
         for each in gc.get_objects()
@@ -86,7 +86,7 @@ def _number_all_modules() -> None:
     ]
     parts = {id(part) for module in modules for part in module._modules.values()}
     for model in (module for module in modules if id(module) not in parts):
-        with contextlib.suppress(AttributeError):  # so may a part of the model be
+        with contextlib.suppress(AttributeError):  # a part of the model may lack it, too
             for number, (name, module) in enumerate(model.named_modules()):
                 if name:
                     _keep(module, number)

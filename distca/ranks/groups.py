@@ -15,18 +15,19 @@ _default: ProcessGroup | None = None  # the group that distca.init was given las
 
 
 def set_default(group: ProcessGroup | None) -> None:
-    """What `resolve` answers without a group."""
+    """Set the group that `resolve` returns by default."""
     global _default
     _default = group
 
 
 def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
-    """The process group that `group` stands for: itself, all ranks of a mesh, or the default.
+    """Return the process group that `group` stands for: itself, all ranks of a mesh, or the
+    default.
 
-    A mesh of several axes is taken whole, such as the replicas and shards of HSDP; where its ranks
-    are some of all, the first call is collective over all ranks of the mesh that it was cut from.
-    Raises ValueError for another type, a mesh without this rank, and a mesh with a tensor, expert
-    or pipeline parallel axis: each of its coordinates is a group of its own.
+    A mesh with several axes, such as the replicas and shards of HSDP, stands for all of its ranks.
+    If these are not all ranks, the first call is collective over the mesh that it was sliced from.
+    Raises ValueError for another type, for a mesh without this rank, and for a mesh with a tensor,
+    expert or pipeline parallel axis, each coordinate of which is a group of its own.
     """
     if group is None:
         return _default if _torch_private.is_alive(_default) else dist.group.WORLD

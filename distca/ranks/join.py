@@ -28,7 +28,7 @@ def join(
     batch at every call. The batch must have no weight in the loss: use `Documents([0])` and no
     tokens, or one token whose label is ignored if the model needs a token. Run the step on an empty
     batch as on any other, forward and backward, so that collectives of DDP and FSDP stay in step
-    too. Ranks exchange in the background whether they have data left. This happens one batch
+    too. Ranks tell each other in the background whether they have data left. This happens one batch
     early, so `batches` is read one batch ahead.
     """
     session = opened(group)

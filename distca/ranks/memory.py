@@ -58,7 +58,7 @@ def spare_bytes(device: torch.device) -> int | None:
 
 
 class KeptMemory:
-    """What this rank tells the others about its memory with each plan, on the planner thread."""
+    """Describes this rank's memory to the others with each plan, on the planner thread."""
 
     def __init__(self) -> None:
         self._num_plans = 0  # since optimizer state exists

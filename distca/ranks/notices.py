@@ -1,4 +1,4 @@
-"""What ranks that train tell the servers of their group, which run no model."""
+"""Notices from ranks that train to the servers of their group, which run no model."""
 
 import enum
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Kind(enum.IntEnum):
 
 
 def tell(session, kind: Kind, step: int = -1, details: Sequence[int] = ()) -> None:
-    """Tell the servers of a session, if it has any. Every rank that trains calls it, in the order
-    in which they take part."""
+    """Tell the servers of a session, if it has any, what comes next. Every rank that trains calls
+    this, in the order in which the servers take part."""
     if session.servers:
         ops.tell_servers(session.group_name, kind, step, details)

@@ -135,7 +135,7 @@ def _problem(members: list[dict], rank: int, others: range) -> str:
 
 
 def _gather(value: object, control: ProcessGroup) -> list:
-    """What each rank passed, as JSON."""
+    """Return the values of all ranks, by rank. They travel as JSON."""
     text = json.dumps(value).encode()
     own = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -63,8 +63,8 @@ class Session:
     has_failed: bool = False  # this rank has told the others of an error
 
     def time_step(self, step: int) -> None:
-        """Keep what was timed, once it is known. Time the attention of step `step` if it is one of
-        those to be timed and no other is under way."""
+        """Keep the times of a timed step once they are known. Time the attention of step `step` if
+        it is due and no other step is being timed."""
         times = [] if self.timed_step is None else ops.attention_times(self.group_name)
         if times:
             self.times_us, timed, self.timed_step = tuple(times), self.timed_step, None
@@ -120,8 +120,8 @@ class Session:
 
 @contextlib.contextmanager
 def announced(session: Session | None) -> Iterator[None]:
-    """Tells the group of a ValueError inside: only this rank's batch may be at fault, and the
-    others are about to wait for its plan."""
+    """Announce a ValueError inside to the group. It may concern this rank's batch alone, and the
+    other ranks are about to wait for its plan."""
     try:
         yield
     except ValueError as error:
@@ -149,7 +149,7 @@ def join_world(world: World) -> None:
 
 
 def configured() -> Options:
-    """The options last given to `configure`."""
+    """Return the options last passed to `configure`."""
     return _options
 
 
@@ -188,7 +188,7 @@ def opened(
     watching: Watching | None = None,
     servers: Sequence[int] = (),
 ) -> Session:
-    """The session of `group` as `init` opens it; the default stays what it is."""
+    """Return the session of `group` as `init` does, without changing the default group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "distca.init: torch.distributed is not initialised; call "
@@ -313,7 +313,7 @@ def _open_groups(session: Session) -> None:
     timeout = timedelta(seconds=options.timeout_s)
     if world is None:
         ranks = dist.get_process_group_ranks(group)
-        # Ranks outside a subgroup do not take part; then names are made of what each has counted.
+        # Ranks outside a subgroup do not take part. Torch then names it by each rank's own count.
         is_subgroup = len(ranks) < dist.get_world_size()
         if is_subgroup:
             _check_equal_group_counts(group)
@@ -335,14 +335,14 @@ def _open_groups(session: Session) -> None:
         return dist.new_group(node, timeout, "gloo", use_local_synchronization=True)
 
     backend = session.backend  # "cpu:gloo,cuda:gloo"
-    # Torch warns when it destroys a group that it calls by several devices, unless one is NCCL's.
+    # When torch destroys a group of several devices, it warns unless one of them uses NCCL.
     if all(each.endswith(":gloo") for each in backend.split(",")):
         backend = "gloo"
     data_options, data_timeout = None, timeout
     if "nccl" in backend:
-        # NCCL's own deadline ends the process without a word on rank and layer: ours comes first.
+        # NCCL's timeout ends the process without naming rank and layer, so ours expires first.
         data_timeout = 2 * timeout
-        # Its kernels run before attention's where both are ready.
+        # If both are ready, its kernels run before those of attention.
         data_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         _torch_private.set_timeout(data_options, data_timeout)
     session.data = new_group(backend, data_timeout, data_options)
@@ -383,14 +383,14 @@ def _open_transport(session: Session) -> None:
 
 
 def halves_of(session: Session) -> list[Session]:
-    """Sessions of a step's two halves. Opened at the first call, which is collective.
+    """Return the sessions of a step's two halves. The first call opens them and is collective.
 
-    A group runs its calls in order, and what one half sends must not wait for the other's results:
-    each has groups of its own for rows and agreement. Plans are exchanged on the session's.
+    A group runs its calls in order, and rows of one half must not wait for results of the other. So
+    each half has its own groups for rows and agreement. Plans are exchanged on the session's group.
 
-    Rows of halves travel by process group. Through peer memory an attention kernel holds the device
-    while it waits for rows, and two ranks might each wait in another half for what the other's
-    device has no room to send.
+    Rows of halves travel by process group. With peer memory, an attention kernel occupies the
+    device while it waits for rows. Two ranks could then wait in different halves, each for rows
+    that the other's device has no room to send.
     """
     options = replace(session.options, transport="process_group")
     while len(session.halves) < 2:
@@ -403,8 +403,8 @@ def halves_of(session: Session) -> list[Session]:
 
 
 def _check_equal_group_counts(group: ProcessGroup) -> None:
-    """Torch names a group of some ranks by how many groups each of them is in; where that differs
-    they would wait for each other under different names."""
+    """Raise ValueError unless all ranks of `group` are in equally many groups. Torch names a
+    subgroup by that number, so ranks would wait for each other under different names."""
     device = "cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"
     own = torch.tensor([_torch_private.num_groups()], device=device)
     counts = own.new_empty(dist.get_world_size(group))
@@ -417,7 +417,7 @@ def _check_equal_group_counts(group: ProcessGroup) -> None:
 
 
 def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
-    """The open session of `group` (default: as for `init`), or None."""
+    """Return the open session of `group` (default: as for `init`), or None."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = groups.resolve(group)
@@ -440,7 +440,7 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
 
 
 def close_session(session: Session) -> None:
-    """What `close` does."""
+    """Close an open session, as `close` does."""
     error = failure_under_way()
     if error is not None:
         session.announce(error)
@@ -451,7 +451,7 @@ def close_session(session: Session) -> None:
     if session.data is None:
         return
     if any(ops.may_be_busy(each.group_name) for each in session.parts):
-        # Of exchanges that were given up: a group of gloo cannot end before they do.
+        # A gloo group cannot end before its exchanges do, not even those that were given up.
         own = [*_groups_of(session), session.node, session.notices]
         if "nccl" in session.backend:
             own = [each for each in own if each not in [part.data for part in session.parts]]
@@ -466,8 +466,8 @@ def _groups_of(session: Session) -> list[ProcessGroup]:
 
 
 def _destroy_groups(session: Session) -> None:
-    # Torch names a group of some ranks by how many groups there are: a destroyed one's name would
-    # come back, and with it what its ranks left in the store.
+    # Torch names a subgroup by the number of groups. If this one were destroyed, a later one would
+    # get its name, and with it what its ranks left in the store.
     if session.notices is not None:
         _torch_private.end_group(session.notices)
     if session.world is not None:

@@ -1,4 +1,4 @@
-"""All ranks of a run whose default process group leaves out those that only serve attention."""
+"""All ranks of a run, including servers that are not in the default process group."""
 
 import json
 import time
@@ -19,8 +19,8 @@ ENDED = "ended"
 
 @dataclass
 class World:
-    """Ranks that meet in a store of their own. Process groups of them do not belong to the default
-    process group, and are numbered alike on all ranks."""
+    """Ranks that meet in a store of their own. Their process groups do not belong to the default
+    process group, and have the same numbers on all ranks."""
 
     store: dist.Store
     rank: int
