@@ -69,8 +69,7 @@ def _hint_at_plan() -> None:
     is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not is_shared or not torch.is_grad_enabled():
         return
-    session = sessions.find()
-    if (session.options if session is not None else sessions.configured()).enabled:
+    if sessions.options_of().enabled:
         hint(
             "documents without a plan are computed on their rank, not balanced; in training, call "
             "distca.plan(documents) once a step on every rank"

@@ -110,6 +110,12 @@ class Options:
     timeout_s: float = 600.0
     """Seconds that a rank waits for another rank before it raises an error."""
 
+    balance_no_grad: bool = False
+    """Balance passes without gradients, too, and those of models in eval mode: log-probabilities,
+    reference, reward and value models. All ranks must then make equally many of them. Forward
+    passes of transformers models with a key-value cache, as in generate, stay on their rank. If
+    off, all passes without gradients do, unless distca.plan was called for their documents."""
+
     documents_may_mix: bool = False
     """Allow recurrent and convolution layers of a transformers model to carry their state from one
     document of a packed row into the next. Then only attention separates documents. If off, such a

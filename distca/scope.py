@@ -39,12 +39,14 @@ def documents(
 ) -> Iterator[Documents]:
     """Open a scope in which scaled_dot_product_attention and varlen_attention work on `packed`.
 
-    If gradients are enabled and torch.distributed runs, the step is planned over `group` unless it
-    has a plan already (collective). Otherwise attention stays on this rank. With activation
-    checkpointing, keep the backward pass inside the scope. Scopes nest, and hold for all threads.
+    If torch.distributed runs, and gradients are enabled or Options.balance_no_grad is set, the step
+    is planned over `group` unless it has a plan already (collective). Otherwise attention stays on
+    this rank. With activation checkpointing, keep the backward pass inside the scope. Scopes nest,
+    and hold for all threads.
     """
     check_documents(packed)
-    prepare(packed, check_window(window_size), group, is_balanced=torch.is_grad_enabled())
+    is_balanced = sessions.is_balanced(True, group)
+    prepare(packed, check_window(window_size), group, is_balanced=is_balanced)
     previous = _in_force
     put_in_force(packed)
     try:

@@ -132,6 +132,7 @@ class _Pass:
     boundaries: dict[str, object]  # its arguments that may say where documents begin
     has_tokens: bool
     crosses_ranks: bool = False  # whether its documents do
+    has_cache: bool = False  # whether it was given a key-value cache
     # Of the outermost pass alone, for all that it contains:
     num_calls: int = 0  # of the registered attention
     unmasked: set[int] = field(default_factory=set)
@@ -165,10 +166,13 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | 
         del passes[interrupted.index(True) :]
     arguments = {**dict(zip(traits.parameters, args, strict=False)), **kwargs}
     boundaries = {name: arguments[name] for name in BOUNDARIES if arguments.get(name) is not None}
-    documents, is_trained = kwargs.get("documents"), model.training and torch.is_grad_enabled()
+    documents, name = kwargs.get("documents"), type(model).__name__
     crosses_ranks = getattr(documents, "crosses_ranks", False)
-    name = type(model).__name__
-    with sessions.announced(open_session() if is_trained or crosses_ranks else None):
+    has_tokens = any(arguments.get(each) is not None for each in ("input_ids", "inputs_embeds"))
+    has_cache = arguments.get("past_key_values") is not None
+    entered = _Pass(model, boundaries, has_tokens, crosses_ranks, has_cache)
+    is_shared = crosses_ranks or is_balanced(model, passes[0] if passes else entered)
+    with sessions.announced(open_session() if is_shared else None):
         if isinstance(documents, ValueError):  # see plan_batches
             raise documents
         if documents is not None:
@@ -177,8 +181,7 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | 
             _check_crossing(name, traits, documents)
         elif not passes and (traits.mixers or not traits.is_rotary):
             _check_packed(name, traits, boundaries, arguments)
-    has_tokens = any(arguments.get(each) is not None for each in ("input_ids", "inputs_embeds"))
-    passes.append(_Pass(model, boundaries, has_tokens, crosses_ranks))
+    passes.append(entered)
     if documents is None:
         return None
     return args, {each: value for each, value in kwargs.items() if each != "documents"}
@@ -225,9 +228,7 @@ def _check_packed(name: str, traits: _Traits, boundaries: dict, arguments: dict)
         return
     told = {mixer for mixer, needed in TOLD_OF_DOCUMENTS.items() if needed <= boundaries.keys()}
     untold = sorted(traits.mixers - told)
-    session = sessions.find()
-    options = session.options if session is not None else sessions.configured()
-    if untold and not options.documents_may_mix:
+    if untold and not sessions.options_of().documents_may_mix:
         raise ValueError(
             f"{name} was given several documents in a row, and {', '.join(untold)} would carry a "
             f"state from each into the next; {_remedy(untold)}, give each document a row of its "
@@ -315,6 +316,13 @@ def open_session() -> sessions.Session | None:
 def outermost() -> _Pass:
     """Returns the outermost forward pass that runs, else one that nothing else sees."""
     return _under_way.passes[0] if _under_way.passes else _Pass(None, {}, has_tokens=False)
+
+
+def is_balanced(module: nn.Module, outer: _Pass | None = None) -> bool:
+    """Return whether ranks share the attention of `module` in the forward pass that runs, or in the
+    outermost pass `outer`."""
+    has_cache = (outer or outermost()).has_cache
+    return sessions.is_balanced(module.training) and (torch.is_grad_enabled() or not has_cache)
 
 
 def innermost_boundaries() -> dict[str, object]:

@@ -28,8 +28,9 @@ def derive_documents(end_id: int | None, positions: str | None) -> Callable[[], 
     document, or from the positions. Attention outside documents is then an error. Return a function
     that undoes this.
 
-    In training, with gradients enabled, documents are balanced over the ranks. This is collective:
-    all ranks must call their models equally often. Otherwise documents stay on this rank. If one
+    In training, with gradients enabled, and everywhere under Options.balance_no_grad, documents are
+    balanced over the ranks. This is collective: all ranks must call their models equally often.
+    Otherwise documents stay on this rank. If one
     rank's tensor cannot be read, the call raises ValueError on every rank of the group.
     """
     torchs_call, is_running = nn.Module.__call__, False
@@ -100,8 +101,8 @@ def _enter(
     first: FirstBatches,
 ) -> tuple[Documents, Batch]:
     """Put the documents that `source` describes in force. Return them and their batch."""
-    is_trained = module.training and torch.is_grad_enabled()
-    with sessions.announced(sessions.find() if is_trained else None):
+    is_balanced = sessions.is_balanced(module.training)
+    with sessions.announced(sessions.find() if is_balanced else None):
         if source.dim() not in (1, 2):
             name = positions or "the tensor of token ids"
             raise ValueError(
@@ -114,12 +115,12 @@ def _enter(
             offsets = offsets_of_positions(rows, *batch)
         else:
             ends = rows.to("cpu") == end_id
-            if is_trained:
+            if is_balanced:
                 first.see(bool(ends.any()))
             ends[:, -1:] = True  # rows of a batch are documents of their own
             offsets = torch.nn.functional.pad(ends.flatten().nonzero()[:, 0] + 1, (1, 0))
     documents = Documents(offsets)
-    prepare(documents, CAUSAL, None, is_balanced=is_trained)
+    prepare(documents, CAUSAL, None, is_balanced=is_balanced)
     put_in_force(documents, batch)
     return documents, batch
 

@@ -53,8 +53,8 @@ _plans: collections.deque[Plan] = collections.deque(maxlen=MAX_KEPT_PLANS)  # si
 
 
 class BalancedAttention(VarlenAttention):
-    """torchtitan's varlen attention, balanced over ranks in training. In evaluation and without
-    data parallelism it stays on this rank."""
+    """torchtitan's varlen attention, balanced over ranks in training. Without data parallelism, and
+    in evaluation without Options.balance_no_grad, it stays on this rank."""
 
     is_in_use = False  # whether this process has built an instance
     runs = 1  # of a shared batch on each rank; two if blocks run in halves
@@ -176,7 +176,7 @@ class BalancedAttention(VarlenAttention):
 
     def _session(self) -> sessions.Session | None:
         """Return the session that shares this call, or None if it stays on this rank."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not sessions.is_balanced(self.training, self._group):
             return None
         if self._is_parallelized:
             session = None if self._group is None else sessions.opened(self._group)

@@ -96,11 +96,12 @@ def attention_forward(
     where `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
     `sliding_window` is the number of keys that a query sees, itself included. `s_aux` [heads_q] are
     attention sinks, and `softcap` caps scores. While `module` trains with gradients, the call is
-    balanced over ranks and collective, and the first layer of a forward pass plans it. Otherwise it
-    stays on this rank. So does bidirectional attention in a model that is told of no documents,
-    such as a vision tower: ranks may run it different numbers of times.
+    balanced over ranks and collective, and the first layer of a forward pass plans it. So are other
+    passes without a key-value cache under Options.balance_no_grad. Otherwise the call stays on this
+    rank. So does bidirectional attention in a model that is told of no documents, such as a vision
+    tower: ranks may run it different numbers of times.
 
-    Raises ValueError for arguments that it would have to ignore: dropout, a bias, and in training
+    Raises ValueError for arguments that it would have to ignore: dropout, a bias, and if balanced
     masks, padding, bidirectional attention of packed documents, keys of a cache, and boundaries
     that are missing or contradict each other.
     """
@@ -109,8 +110,7 @@ def attention_forward(
     call = _Call(module, *_autocast(query, key, value), scaling, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    is_trained = module.training and torch.is_grad_enabled()
-    is_shared = is_trained or models.outermost().crosses_ranks
+    is_shared = models.is_balanced(module) or models.outermost().crosses_ranks
     if not is_causal and not _has_boundaries(call):
         is_shared = False
     attend = _attend_balanced if is_shared else _attend_here
@@ -432,9 +432,9 @@ def ping_pong_built_models() -> None:
 
 
 def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
-    """Return the documents of a decoder layer's call in training, planned by a pass's first."""
+    """Return the documents of a decoder layer's balanced call, planned by a pass's first."""
     session = open_session()
-    if session is None or not layer.training or not torch.is_grad_enabled():
+    if session is None or not models.is_balanced(layer):
         return None
     hidden = args[0] if args else kwargs["hidden_states"]
     with sessions.announced(session):
@@ -455,8 +455,8 @@ def _check_model(call: _Call, is_causal: bool) -> None:
     if not is_causal:
         raise ValueError(
             f"is_causal is False in {name}, which is told of documents; expected causal attention "
-            f'in training, or no boundaries: {USE_ANOTHER}; by part of the model: {{"text_config": '
-            f'"{NAME}", "vision_config": "sdpa"}}'
+            f"{_mode(call.module)}, or no boundaries: {USE_ANOTHER}; by part of the model: "
+            f'{{"text_config": "{NAME}", "vision_config": "sdpa"}}'
         )
     for argument in ("query", "key", "value"):
         if isinstance(getattr(call, argument), DTensor):
@@ -481,19 +481,26 @@ def _check_layer_type(module: nn.Module) -> None:
         )
 
 
+def _mode(module: nn.Module) -> str:
+    """Return why the call of `module` is balanced."""
+    is_trained = module.training and torch.is_grad_enabled()
+    return "in training" if is_trained else "under balance_no_grad"
+
+
 def _check_batch(call: _Call, mask: Tensor | None) -> None:
     """Raise ValueError for what may be wrong on one rank only."""
     if mask is not None:
         _check_own_mask(call, mask)
         reason = _mask_reasons.get(mask, "given by the caller")
         raise ValueError(
-            f"attention_mask has shape {list(mask.shape)} in training ({reason}); expected None, "
-            f"because documents are the mask: {PACK}"
+            f"attention_mask has shape {list(mask.shape)} {_mode(call.module)} ({reason}); "
+            f"expected None, because documents are the mask: {PACK}"
         )
     if call.key.shape[2] != call.num_tokens:
         raise ValueError(
-            f"key has {call.key.shape[2]} tokens, query {call.num_tokens}, in training; expected "
-            "as many: set use_cache=False and pass no past_key_values or encoder states"
+            f"key has {call.key.shape[2]} tokens, query {call.num_tokens}, "
+            f"{_mode(call.module)}; expected as many: set use_cache=False and pass no "
+            "past_key_values or encoder states"
         )
 
 

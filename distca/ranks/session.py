@@ -153,6 +153,17 @@ def configured() -> Options:
     return _options
 
 
+def options_of(group: ProcessGroup | DeviceMesh | None = None) -> Options:
+    """Return the options of the open session of `group`, else those that `configure` was given."""
+    session = find(group)
+    return _options if session is None else session.options
+
+
+def is_balanced(is_training: bool, group: ProcessGroup | DeviceMesh | None = None) -> bool:
+    """Return whether ranks share a pass that is made now, by a model that `is_training` or not."""
+    return (is_training and torch.is_grad_enabled()) or options_of(group).balance_no_grad
+
+
 def init(
     group: ProcessGroup | DeviceMesh | None = None,
     options: Options | None = None,
