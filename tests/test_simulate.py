@@ -39,7 +39,14 @@ from distca.simulate.layers import (
     layers_of,
 )
 from distca.simulate.machine import BACKWARD, FORWARD, Machine, num_tiles
-from distca.simulate.packing import Documents, balanced_packs, distribution, draw
+from distca.simulate.packing import (
+    Documents,
+    balanced_packs,
+    distribution,
+    draw,
+    karmarkar_karp,
+    sorted_micro_batches,
+)
 from distca.simulate.results import fitted, run, run_system
 from distca.simulate.scenario import PRESETS, ModelShape, Scenario
 from distca.simulate.systems import SYSTEMS, Step, fixed
@@ -214,6 +221,45 @@ def test_packs_stay_within_their_tokens():
 def test_a_full_pack_takes_shorter_documents_later():
     packs = balanced_packs(np.array([8, 4, 3, 2]), np.array([1.0, 100.0, 1.0, 1.0]), 2, 10)
     assert packs.tolist() == [packs[0], packs[1], packs[1], packs[0]] and packs[0] != packs[1]
+
+
+@pytest.mark.parametrize(
+    "weights, num_bins, sums",
+    [
+        ([8, 7, 6, 5, 4], 2, [16, 14]),  # the method's own example: 15 and 15 would be best
+        ([4, 5, 6, 7, 8], 3, [11, 11, 8]),
+        ([5], 3, [5, 0, 0]),
+        ([2, 2, 2, 2], 4, [2, 2, 2, 2]),
+        ([3, 0, 1], 1, [4]),
+        ([], 2, [0, 0]),
+    ],
+)
+def test_the_karmarkar_karp_method(weights, num_bins, sums):
+    bins = karmarkar_karp(weights, num_bins)
+    assert np.bincount(bins, weights, num_bins).tolist() == sums
+
+
+@pytest.mark.parametrize("num_bins", [2, 7, 64])
+def test_karmarkar_karp_differs_by_less_than_greedy_packs(num_bins):
+    lengths = np.random.default_rng(1).lognormal(6, 1, 400).astype(int) + 1
+    work = lengths.astype(float) ** 2
+    ours = np.bincount(karmarkar_karp(work, num_bins), work, num_bins)
+    greedy = np.bincount(balanced_packs(lengths, work, num_bins, 1e12), work, num_bins)
+    assert ours.sum() == work.sum() and ours.tolist() == sorted(ours, reverse=True)
+    assert np.ptp(ours) <= np.ptp(greedy)
+
+
+def test_sorted_micro_batches_hold_every_document_once_under_the_cap():
+    lengths = np.random.default_rng(2).lognormal(6, 1, 100).astype(int) + 1
+    most = 2 * int(lengths.max())
+    batches = sorted_micro_batches(lengths, (lengths**2).tolist(), 4, most)
+    assert {len(batch) for batch in batches} == {4} and len(batches) > 1
+    assert sorted(itertools.chain(*itertools.chain(*batches))) == list(range(100))
+    assert max(lengths[held].sum() for batch in batches for held in batch) <= most
+    fewer = sorted_micro_batches(lengths, (lengths**2).tolist(), 4, 4 * most)
+    assert len(fewer) < len(batches)
+    with pytest.raises(ValueError, match="most_tokens is 9; expected at least 10"):
+        sorted_micro_batches([10], [1], 4, 9)
 
 
 # Baselines, by hand.
@@ -619,7 +665,7 @@ def test_work_and_tokens_are_conserved(pp):
         for result in results
         if result.cp == 1
     }
-    assert len(total) == 5
+    assert len(total) == 7
     expected = total["fixed"]
     for name, busy in total.items():
         assert busy[LINEAR] == pytest.approx(expected[LINEAR]), name
@@ -636,11 +682,30 @@ def test_busy_and_waiting_add_up_to_the_step(pp):
         assert busy.min() > -1e-9, result.system.name
 
 
+def test_a_sorting_loader_balances_work_but_not_tokens():
+    """One long document, and eight short ones of like work with twice its tokens."""
+    long, short = [4 * ROWS], [ROWS] * 4
+    step = documents(long + short[:2], short[2:] + [ROWS] * 4)
+    scenario = replace(UNIT, tokens=6 * ROWS, context=6 * ROWS)
+    sorted_, distca = (
+        SYSTEM[name].ways[0](Step(scenario, step), 1) for name in ("sorted", "sorted-distca")
+    )
+    busy = sorted_.schedule.busy(scenario)
+    # Work of the long document: 10 tiles and 4 rows of linear work; of a short one: 1 and 1.
+    assert busy[ATTENTION] == pytest.approx([3 * 8, 3 * 10])
+    assert busy[LINEAR] == pytest.approx([3 * 8, 3 * 4])
+    assert np.ptp(sorted_.memory_bytes) > 0
+    balanced = distca.schedule.busy(scenario)
+    assert balanced[ATTENTION] == pytest.approx([27, 27])
+    assert balanced[LINEAR] == pytest.approx(busy[LINEAR])
+    assert distca.schedule.seconds > sorted_.schedule.seconds, "tokens are not equal"
+
+
 @pytest.mark.parametrize("level", ["inside", "between"])
 def test_faster_links_are_never_slower(level):
     """The plan stays the same, because the planner may choose another one for another link."""
     step = random_step(REAL, seed=2)
-    works = [step.work(lengths, is_ping_pong=False)[0] for lengths in step.micro_batches]
+    works = [step.work(pack, is_ping_pong=False)[0] for pack in step.drawn(runs=1)]
     before = {}
     for factor in (1.0, 2.0, 8.0, 1e6):
         link = getattr(Machine, level)

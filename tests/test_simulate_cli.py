@@ -56,7 +56,7 @@ def test_a_table_and_its_json(tmp_path, capsys):
 def test_pipelines_and_the_picture(tmp_path):
     flags = ["--ranks", "32", "--tp", "2", "--pp", "4", "--layers", "4", "--context", "32768"]
     data = simulated(tmp_path, *flags, "--out", str(tmp_path / "out"))
-    assert len(data["systems"]) == 7
+    assert len(data["systems"]) == 9
     assert (tmp_path / "out" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -38,6 +38,11 @@ neighbour's keys / bandwidth of the slowest hop); backward moves twice the bytes
 the least predicted work whose tokens stay under what memory allows; per-document context
 parallelism inside a pack. The best DP x CP by mean step among those that fit in memory.
 
+**Sorted by the loader** (verl, slime): the Karmarkar-Karp method divides the documents of a step
+into as many packs with like sums of predicted work (attention and linear). Packs of like work meet
+in one micro-batch. Nothing limits their tokens, so look at memory. With distca on top, these packs
+stay on their ranks, and attention is balanced.
+
 **distca.** Tasks come from the planner, torch.ops.distca.plan, which gets these speeds as if from
 a calibration file. Forward, a query row sends q to the server, and out and lse home; a key row
 sends k and v to the server. Backward, a query row sends q, grad_out, lse and delta to the server,

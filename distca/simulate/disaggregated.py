@@ -5,7 +5,7 @@ of one GPU of a group.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,13 @@ def pack_on(lengths: np.ndarray, num_ranks: int, runs: int = 1) -> Pack:
     in_order = pieces[pieces[:, 2] == 0, 1]  # documents are counted by their first pieces
     pieces[:, 1] = np.argsort(in_order)[pieces[:, 1]]
     return Pack(num_ranks, pack.num_documents, pieces)
+
+
+def joined(packs: Sequence[Pack]) -> Pack:
+    """Return packs side by side, on the ranks of all of them."""
+    firsts = np.cumsum([(0, 0), *((each.num_ranks, each.num_documents) for each in packs)], axis=0)
+    pieces = [each.pieces + [*first, 0, 0] for each, first in zip(packs, firsts[:-1], strict=True)]
+    return Pack(*firsts[-1].tolist(), np.concatenate(pieces))
 
 
 @dataclass(frozen=True)

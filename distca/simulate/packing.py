@@ -3,6 +3,7 @@
 import heapq
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,3 +89,49 @@ def balanced_packs(
             heapq.heapreplace(full, (tokens + length, done + cost, pack))
         packs[document] = pack
     return packs
+
+
+def karmarkar_karp(weights: Sequence[float], num_bins: int) -> np.ndarray:
+    """Return the bin of each item, int64 [num_items], so that bins have like sums of weights: the
+    largest differencing method. The heaviest bin comes first."""
+    # Partitions of some items: (-difference of heaviest and lightest bin, tie, bins). Bins are
+    # (sum, items), heaviest first, and empty ones are left out.
+    heap = [(-weight, item, [(weight, [item])]) for item, weight in enumerate(weights)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, tie, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        num_used = min(num_bins, len(one) + len(other))
+        ours, theirs = (each + [(0, [])] * (num_used - len(each)) for each in (one, other))
+        bins = [(a + b, x + y) for (a, x), (b, y) in zip(ours, theirs[::-1], strict=True)]
+        bins.sort(key=lambda each: -each[0])
+        lightest = bins[-1][0] if num_used == num_bins else 0
+        heapq.heappush(heap, (lightest - bins[0][0], tie, bins))
+    bin_of = np.zeros(len(weights), dtype=np.int64)
+    for number, (_, items) in enumerate(heap[0][2] if heap else ()):
+        bin_of[items] = number
+    return bin_of
+
+
+def sorted_micro_batches(
+    lengths: Sequence[int], weights: Sequence[float], num_ranks: int, most_tokens: int
+) -> list[list[list[int]]]:
+    """Return the documents of each micro-batch and rank, by index: what loaders of reinforcement
+    learning do. Every rank has equally many micro-batches, as few as hold at most `most_tokens`
+    each when bins of the Karmarkar-Karp method hold them. Bins of like weight meet in one.
+
+    Raises ValueError for a document that is longer than `most_tokens`.
+    """
+    longest = max(lengths, default=0)
+    if longest > most_tokens:
+        raise ValueError(
+            f"most_tokens is {most_tokens}; expected at least {longest}, the longest document"
+        )
+    lengths = np.asarray(lengths, dtype=np.int64)
+    num_bins = num_ranks * max(1, -(-int(lengths.sum()) // (num_ranks * most_tokens)))
+    while True:  # bins for one document each are enough
+        bin_of = karmarkar_karp(weights, num_bins)
+        if np.bincount(bin_of, lengths, num_bins).max() <= most_tokens:
+            break
+        num_bins += num_ranks
+    bins = [np.flatnonzero(bin_of == number).tolist() for number in range(num_bins)]
+    return [bins[first : first + num_ranks] for first in range(0, num_bins, num_ranks)]

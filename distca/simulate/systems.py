@@ -6,12 +6,14 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from distca.planning.packs import Pack
 from distca.simulate.disaggregated import (
     Attend,
     Work,
     cluster_of,
     held_bytes,
     in_turn,
+    joined,
     pack_on,
     ping_pong,
     plan,
@@ -31,7 +33,7 @@ from distca.simulate.layers import (
     workspace_of_token,
 )
 from distca.simulate.machine import BACKWARD, FORWARD
-from distca.simulate.packing import Documents, balanced_packs
+from distca.simulate.packing import Documents, balanced_packs, karmarkar_karp
 from distca.simulate.pipeline import Schedule, one_f_one_b
 from distca.simulate.scenario import Scenario
 
@@ -52,13 +54,39 @@ class Step:
         edges = np.arange(1, self.scenario.micro_batches) * self.scenario.packs
         return np.split(self.documents.lengths, np.searchsorted(self.documents.pack, edges))
 
-    def work(self, lengths: np.ndarray, is_ping_pong: bool) -> tuple[Work, float]:
-        """Return the work of a plan for a micro-batch, and the planner's processor time in seconds.
-        Ping-pong needs two runs on each rank if documents cross ranks."""
-        scenario = self.scenario
-        runs = 2 if is_ping_pong and scenario.least_cp > 1 else 1
-        pack = pack_on(lengths, scenario.groups, runs)
-        cluster = cluster_of(scenario, is_ping_pong)
+    def drawn(self, runs: int) -> list[Pack]:
+        """Return the pack of each micro-batch, as the documents were drawn."""
+        return [pack_on(lengths, self.scenario.groups, runs) for lengths in self.micro_batches]
+
+    def sorted(self, runs: int) -> list[Pack]:
+        """Return the pack of each micro-batch after the loader has sorted documents, for ranks with
+        different numbers of tokens."""
+        cp, groups = self.scenario.least_cp, self.scenario.groups
+        order = np.argsort(self.sorted_pack, kind="stable")
+        lengths, pack = self.documents.lengths[order], self.sorted_pack[order]
+        num_packs = groups // cp * self.scenario.micro_batches
+        in_packs = np.split(lengths, np.searchsorted(pack, np.arange(1, num_packs)))
+        on_groups = [pack_on(each, cp, runs) for each in in_packs]
+        edges = range(0, num_packs, groups // cp)
+        return [joined(on_groups[first : first + groups // cp]) for first in edges]
+
+    @cached_property
+    def sorted_pack(self) -> np.ndarray:
+        """[num_documents] pack of each document that the loader has sorted by predicted work."""
+        cp = self.scenario.least_cp
+        num_packs = self.scenario.groups // cp * self.scenario.micro_batches
+        return karmarkar_karp(self.predicted_work(cp).tolist(), num_packs)
+
+    def predicted_work(self, cp: int) -> np.ndarray:
+        """[num_documents] seconds of attention and linear work on each of `cp` groups."""
+        lengths = self.documents.lengths
+        attention = self.cost.seconds(np.zeros_like(lengths), lengths).sum(axis=0) / cp
+        return attention + sum(self.scenario.linear_seconds(lengths / cp))
+
+    def work(self, pack: Pack, is_ping_pong: bool) -> tuple[Work, float]:
+        """Return the work of a plan for a micro-batch, and the planner's processor time in
+        seconds."""
+        scenario, cluster = self.scenario, cluster_of(self.scenario, is_ping_pong)
         tasks, num_parts, seconds = plan(scenario, pack, cluster, self.cost)
         return work_of(pack, tasks, self.cost, num_parts), seconds
 
@@ -82,8 +110,7 @@ def fixed(step: Step, cp: int, keys: KeyExchange = GATHER_ONCE) -> Outcome:
 def variable(step: Step, cp: int, keys: KeyExchange) -> Outcome:
     scenario, lengths = step.scenario, step.documents.lengths
     num_packs = scenario.groups // cp * scenario.micro_batches
-    attention = step.cost.seconds(np.zeros_like(lengths), lengths).sum(axis=0) / cp
-    work = attention + sum(scenario.linear_seconds(lengths / cp))
+    work = step.predicted_work(cp)
     most_tokens = cp * scenario.most_tokens(workspace_of_token(scenario, cp, keys))
     pack = balanced_packs(lengths, work, num_packs, most_tokens)
     # Packs of like work meet in one micro-batch.
@@ -91,6 +118,11 @@ def variable(step: Step, cp: int, keys: KeyExchange) -> Outcome:
     place = np.empty(num_packs, dtype=np.int64)
     place[dearest_first] = np.arange(num_packs)
     return _packed(step, place[pack], cp, keys)
+
+
+def sorted_by_loader(step: Step, cp: int, keys: KeyExchange = GATHER_ONCE) -> Outcome:
+    """The packs of Step.sorted, whose number of tokens nothing limits but memory."""
+    return _packed(step, step.sorted_pack, cp, keys)
 
 
 def _packed(step: Step, pack: np.ndarray, cp: int, keys: KeyExchange) -> Outcome:
@@ -108,32 +140,33 @@ def balanced_limit(step: Step, cp: int) -> Outcome:
         scenario, step.documents, scenario.packs * scenario.micro_batches
     ).reshape(NUM_PASSES, scenario.micro_batches, -1)
     mean = attention.sum(axis=2).T / scenario.groups
-    return _outcome(scenario, _layers(scenario, mean[:, :, None]))
+    attention = np.broadcast_to(mean[:, :, None], (*mean.shape, scenario.groups))
+    tokens = np.full((scenario.micro_batches, scenario.groups), scenario.tokens)
+    return _outcome(scenario, layers_of(scenario, tokens, attention))
 
 
-def distca(step: Step, cp: int, attend: Attend) -> Outcome:
+def distca(
+    step: Step, cp: int, attend: Attend, packs: Callable[[Step, int], list[Pack]] = Step.drawn
+) -> Outcome:
     """Return the outcome with a plan for each micro-batch. Plans are computed during the step
-    before, so planning shows only if it takes longer than a step."""
+    before, so planning shows only if it takes longer than a step. Ping-pong needs two runs on each
+    rank if documents cross ranks."""
     scenario, planning = step.scenario, 0.0
-    layers = _layers(scenario, np.zeros((scenario.micro_batches, NUM_PASSES, 1)))
-    for i, lengths in enumerate(step.micro_batches):
-        work, seconds = step.work(lengths, attend is ping_pong)
+    runs = 2 if attend is ping_pong and scenario.least_cp > 1 else 1
+    held = packs(step, runs)
+    tokens = np.stack([each.tokens for each in held])
+    layers = layers_of(scenario, tokens, np.zeros((len(held), NUM_PASSES, scenario.groups)))
+    for i, pack in enumerate(held):
+        work, seconds = step.work(pack, attend is ping_pong)
         planning += seconds
         for pass_idx in (FORWARD, BACKWARD):
             times, layers.beside[i, pass_idx] = attend(scenario, work, pass_idx)
             layers.seconds[i, pass_idx] += times
-        held = held_bytes(scenario, work)
-        layers.workspace_bytes = np.maximum(layers.workspace_bytes, held)
+        workspace = held_bytes(scenario, work)
+        layers.workspace_bytes = np.maximum(layers.workspace_bytes, workspace)
     outcome = _outcome(scenario, layers)
     seconds = max(outcome.schedule.seconds, planning)
     return replace(outcome, schedule=replace(outcome.schedule, seconds=seconds))
-
-
-def _layers(scenario: Scenario, attention: np.ndarray) -> Layers:
-    """Return the layers of groups that hold `scenario.tokens` tokens each."""
-    shape = (scenario.micro_batches, NUM_PASSES, scenario.groups)
-    tokens = np.full((scenario.micro_batches, scenario.groups), scenario.tokens)
-    return layers_of(scenario, tokens, np.broadcast_to(attention, shape))
 
 
 def _outcome(scenario: Scenario, layers: Layers) -> Outcome:
@@ -187,8 +220,14 @@ baseline = partial(System, is_baseline=True)
 SYSTEMS = (
     baseline("fixed", "fixed packing", _by_gathers(fixed)),
     baseline("variable", "variable-length packing", _by_gathers(variable), least_cp=1),
+    baseline("sorted", "sorted by the loader", (sorted_by_loader,)),
     baseline("all-gather", "context parallel, all-gather", _by_gathers(fixed), least_cp=2),
     baseline("ring", "context parallel, ring", (partial(fixed, keys=RING),), least_cp=2),
+    System(
+        "sorted-distca",
+        "sorted by the loader, distca",
+        (partial(distca, attend=in_turn, packs=Step.sorted),),
+    ),
     System("distca", "distca", (partial(distca, attend=in_turn),)),
     System("distca-ping-pong", "distca, ping-pong", (partial(distca, attend=ping_pong),)),
     System("limit", "balanced for free", (balanced_limit,)),
