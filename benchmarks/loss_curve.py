@@ -45,6 +45,8 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
     try:
         workload = make_workload(args, world_size, args.steps)
         chosen_variants([PLAIN, PERMUTED, args.variant], workload, args.device)
+        if VARIANTS[args.variant].is_sorted:
+            raise ValueError(f"--variant is {args.variant!r}; expected one with the same documents")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return args, workload

@@ -43,6 +43,14 @@ def attention_shape(args: argparse.Namespace, device: torch.device) -> distca.At
     return distca.AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes)
 
 
+def linear_length(args: argparse.Namespace) -> float:
+    """Return the length of a causal document for which a block's attention takes as many FLOPs as
+    its linear layers."""
+    width = args.heads * args.head_dim
+    parameters = args.hidden * (2 * (args.heads + args.kv_heads) * args.head_dim + 3 * args.ffn)
+    return (parameters + args.vocab * args.hidden / args.layers) / width
+
+
 def dtype_of(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 

@@ -98,14 +98,15 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
                 times = mean(runs[other].measured_ms()) / mean(step_ms)
                 figures[f"times faster than {other}"] = times
         is_balanced = name in VARIANTS and VARIANTS[name].transport is not None
-        if "plain" in limits and (is_balanced or name == "context"):
+        if "plain" in limits and (is_balanced or is_sorted(name) or name == "context"):
             figures["times the balanced limit"] = mean(step_ms) / mean(
                 limits["plain"].balanced_ms()
             )
-            figures |= of_profiled_limit(run, runs["plain"])
-            figures["times plain, median of steps"] = median_ratio(run, runs["plain"])
+            if not is_sorted(name):  # its steps have other documents
+                figures |= of_profiled_limit(run, runs["plain"])
+                figures["times plain, median of steps"] = median_ratio(run, runs["plain"])
         figures |= of_plans(run) | of_profiles(run)
-        if "plain" in runs and name != "plain":  # the difference belongs to attention
+        if "plain" in runs and name != "plain" and not is_sorted(name):  # it is attention's
             exposed, plain = (each.mean_profile()["exposed_ms"] for each in (run, runs["plain"]))
             above = mean(exposed) - mean(plain)
             figures["exposed communication above plain's, mean rank, ms"] = above
@@ -115,11 +116,16 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
         if len(run.turns_ms) > 1:
             figures["spread of its runs"] = max(run.turns_ms) / min(run.turns_ms) - 1
         summary |= {f"{name}: {key}": value for key, value in figures.items()}
-    first, *others = runs
-    for name in others:
-        difference = largest_difference(runs[first], runs[name])
-        summary[f"{name}: max loss difference"] = difference
+    for sorts in (False, True):
+        first, *others = [name for name in runs if is_sorted(name) == sorts] or [None]
+        for name in others:
+            difference = largest_difference(runs[first], runs[name])
+            summary[f"{name}: max loss difference"] = difference
     return summary
+
+
+def is_sorted(name: str) -> bool:
+    return name in VARIANTS and VARIANTS[name].is_sorted
 
 
 def median_ratio(run: Run, other: Run) -> float:

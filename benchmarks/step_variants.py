@@ -33,18 +33,20 @@ class Variant:
     takes_crossing: bool = False
     """Whether documents may cross ranks."""
     by_default: bool = True
+    is_sorted: bool = False
+    """Whether the loader sorts documents (workloads.sorted_workload)."""
 
 
-def own_rows(workload: Workload, device: torch.device) -> Tensor:
-    first = workload.tokens * dist.get_rank()
-    return torch.arange(first, first + workload.tokens, device=device)
+def own_rows(workload: Workload, step: int, device: torch.device) -> Tensor:
+    rows = workload.rows_of(step, dist.get_rank())
+    return torch.arange(rows.start, rows.stop, device=device)
 
 
 def flash_share(
     workload: Workload, step: int, group: dist.ProcessGroup, device: torch.device
 ) -> Share:
     lengths = workload.packs[step][dist.get_rank()]
-    return Share(own_rows(workload, device), WholeDocuments.of(lengths, device))
+    return Share(own_rows(workload, step, device), WholeDocuments.of(lengths, device))
 
 
 def own_share(
@@ -55,7 +57,7 @@ def own_share(
         documents = distca.Documents.sharded(packs[0], rank, dist.get_world_size())
     else:
         documents = distca.Documents([0, *itertools.accumulate(packs[rank])])
-    return Share(own_rows(workload, device), documents)
+    return Share(own_rows(workload, step, device), documents)
 
 
 def halves_share(
@@ -76,7 +78,7 @@ def permuted_share(
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     other = (rank + 1) % num_ranks
     lengths = workload.packs[step][other]
-    ends = list(itertools.accumulate(lengths, initial=workload.tokens * other))
+    ends = list(itertools.accumulate(lengths, initial=workload.rows_of(step, other).start))
     order = random.Random(step).sample(range(len(lengths)), len(lengths))
     rows = torch.cat([torch.arange(ends[idx], ends[idx + 1]) for idx in order])
     cu_seqlens = [0, *itertools.accumulate(lengths[idx] for idx in order)]
@@ -92,6 +94,7 @@ def context_share(
 
 PERMUTED = "plain permuted"
 PING_PONG = " pingpong"
+SORTED = "sorted"
 VARIANTS = {
     "flash": Variant(torch_attention, flash_share),
     "plain": Variant(distca.core_attention, own_share),
@@ -104,6 +107,13 @@ VARIANTS = {
         distca.core_attention, halves_share, "process_group", ping_pong=True, takes_crossing=True
     ),
     "peer": Variant(distca.core_attention, own_share, "peer", takes_crossing=True),
+    SORTED: Variant(distca.core_attention, own_share, by_default=False, is_sorted=True),
+    **{
+        f"{SORTED} {name}": Variant(
+            distca.core_attention, own_share, name, by_default=False, is_sorted=True
+        )
+        for name in ("process_group", "peer")
+    },
 }
 
 

@@ -9,6 +9,12 @@ run on two halves in turn. All variants see the same documents, tokens and initi
 is forward, backward and optimizer. It is timed on the host from barrier to barrier with the device
 synchronised, so it takes as long as the slowest rank needs.
 
+In "sorted", a loader sorts the documents of --window steps by the Karmarkar-Karp method. Ranks and
+steps then have like work, but not equally many tokens, so look at the peak memory, too.
+"sorted process_group" and "sorted peer" are distca on top of it. Documents of a step differ from
+those of other variants, and over a window they are the same. So compare mean step times, and not
+single steps or losses.
+
 Documents are drawn from --lengths and lie whole on their ranks, or have one length with --equal.
 With --document all ranks share one document, and with --mixed one long document is added to those
 of the list. Documents then cross ranks, and variants that need whole documents are left out. With
@@ -39,11 +45,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from device_time import Span, gathered, profiled, step_profile, synchronise
-from step_model import add_model_arguments, attention_shape, build_model, dtype_of
+from step_model import (
+    add_model_arguments,
+    attention_shape,
+    build_model,
+    dtype_of,
+    linear_length,
+)
 from step_report import NUM_WARM_UP_STEPS, Limit, Run, save, show, summarize
 from step_variants import VARIANTS, Planner, Share, Variant, chosen_variants
 from torch import Tensor
-from workloads import Rows, Workload, add_arguments, make_rows, make_workload
+from workloads import Rows, Workload, add_arguments, make_rows, make_workload, sorted_workload
 
 import distca
 
@@ -58,6 +70,12 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     add_model_arguments(parser)
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=1,
+        help='steps over which the variants "sorted" deal documents (default: %(default)s)',
+    )
     parser.add_argument("--steps", type=int, default=20, help=f"{NUM_WARM_UP_STEPS} are warm-up")
     parser.add_argument(
         "--variants", nargs="+", metavar="NAME", help=f"default: all that can run: {list(VARIANTS)}"
@@ -77,6 +95,11 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         parser.error(f"--turns is {args.turns}; needs at least 1")
     if args.steps <= NUM_WARM_UP_STEPS:
         parser.error(f"--steps is {args.steps}; needs more than {NUM_WARM_UP_STEPS} warm-up steps")
+    if args.window < 1 or (args.steps - NUM_WARM_UP_STEPS) % args.window:
+        parser.error(
+            f"--window is {args.window}; needs a divisor of --steps without the "
+            f"{NUM_WARM_UP_STEPS} of warm-up, {args.steps - NUM_WARM_UP_STEPS}"
+        )
     emulates = args.links != "nvlink" and args.device == "cuda"
     if emulates and min(world_size, torch.cuda.device_count()) < 2:
         parser.error(
@@ -233,10 +256,15 @@ def main() -> None:
     args, workload = arguments()
     os.environ.update(LINKS[args.links])  # NCCL reads them when it starts
     device = join(args.device)
+    windows = [range(NUM_WARM_UP_STEPS)]
+    windows += [range(i, i + args.window) for i in range(len(windows[0]), args.steps, args.window)]
     runs, timelines = {name: [] for name in args.variants}, {}
     for num_profiled in [*[0] * (args.turns - 1), NUM_PROFILED_STEPS]:
         for name in args.variants:
-            run, timelines[name] = run_variant(args, workload, device, VARIANTS[name], num_profiled)
+            variant, dealt = VARIANTS[name], workload
+            if variant.is_sorted:
+                dealt = sorted_workload(workload, windows, linear_length(args))
+            run, timelines[name] = run_variant(args, dealt, device, variant, num_profiled)
             runs[name].append(run)
             free_memory(device)
     runs = {name: Run.mean_of(each) for name, each in runs.items()}

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distca.simulate.packing import karmarkar_karp
+
 IGNORE_INDEX = -100  # cross_entropy's default
 TOKENS = 65536  # default per rank
 LARGEST_STRIDE = 8  # between consecutive tokens
@@ -24,13 +26,20 @@ class Workload:
 
     packs: Packs
     """Document lengths [steps][ranks][documents], with one entry for all ranks if they cross."""
-    tokens: int  # per rank
+    tokens: int  # per rank; after sorting, the mean
     crosses_ranks: bool = False
     """Whether each step is one pack, cut into equal runs for the ranks."""
 
     def lengths(self, step: int) -> list[int]:
         """Return the lengths of all documents of the step, in the order of its rows."""
         return list(itertools.chain(*self.packs[step]))
+
+    def rows_of(self, step: int, rank: int) -> range:
+        """Return the rank's rows among those of the step."""
+        if self.crosses_ranks:
+            return range(self.tokens * rank, self.tokens * (rank + 1))
+        ends = list(itertools.accumulate(map(sum, self.packs[step]), initial=0))
+        return range(ends[rank], ends[rank + 1])
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +93,25 @@ def make_workload(args: argparse.Namespace, world_size: int, num_steps: int) -> 
     return Workload([[stream.mixed(args.mixed, room)] for _ in range(num_steps)], tokens, True)
 
 
+def sorted_workload(workload: Workload, windows: list[range], linear_length: float) -> Workload:
+    """Return the workload as a loader deals it that sorts by the Karmarkar-Karp method: documents
+    of the steps of a window may go to any of these steps and to any rank.
+
+    Sums of work are alike, and numbers of tokens are not. The work of a document is its squared
+    length for attention, and `linear_length` times its length for linear layers.
+    """
+    packs: Packs = []
+    for window in windows:
+        lengths = [length for step in window for length in workload.lengths(step)]
+        num_ranks = len(workload.packs[window[0]])
+        work = [length * (length + linear_length) for length in lengths]
+        held: list[list[int]] = [[] for _ in range(num_ranks * len(window))]
+        for length, bin_ in zip(lengths, karmarkar_karp(work, len(held)), strict=True):
+            held[bin_].append(length)
+        packs += [held[first : first + num_ranks] for first in range(0, len(held), num_ranks)]
+    return Workload(packs, workload.tokens)
+
+
 class Stream:
     """An endless stream of shuffled documents. The rest of a document that was cut comes next."""
 
@@ -133,14 +161,15 @@ def make_rows(workload: Workload, step: int, vocab: int, seed: int, device: torc
     """
     lengths = torch.tensor(workload.lengths(step))
     ends = lengths.cumsum(0)
+    num_tokens = int(lengths.sum())
     generator = torch.Generator(device).manual_seed(seed * len(workload.packs) + step)
     strides = torch.randint(
-        1, LARGEST_STRIDE + 1, (workload.num_tokens,), generator=generator, device=device
+        1, LARGEST_STRIDE + 1, (num_tokens,), generator=generator, device=device
     )
     tokens = strides.cumsum(0) % vocab
     labels = tokens.roll(-1)
     labels[(ends - 1).to(device)] = IGNORE_INDEX
     begins = (ends - lengths).repeat_interleave(lengths)
-    position_ids = (torch.arange(workload.num_tokens) - begins).to(device)
-    num_labels = workload.num_tokens - lengths.numel()
+    position_ids = (torch.arange(num_tokens) - begins).to(device)
+    num_labels = num_tokens - lengths.numel()
     return Rows(tokens, labels, position_ids, dist.get_world_size() / max(1, num_labels))

@@ -50,6 +50,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 2 examples/rl_lengths.py": (
         "test_rl_lengths.py::test_the_example_trains_every_way_alike"
     ),
+    "python examples/rl_lengths.py": "test_rl_lengths.py::test_lengths_are_written_without_ranks",
     "torchrun --nproc-per-node 8 -m verl.trainer.sft_trainer": "test_stacks.py::test_recipe",
     "torchrun --nproc-per-node 8 -m torchtitan.train": (
         "test_torchtitan.py::test_the_documented_command_configures_torchtitan"

@@ -28,12 +28,12 @@ import step_variants  # noqa: E402
 import training_step  # noqa: E402
 from attention_peers import Unavailable  # noqa: E402
 from context_parallel import HeadTail, context_attention, rows_of  # noqa: E402
-from step_model import add_model_arguments  # noqa: E402
+from step_model import add_model_arguments, linear_length  # noqa: E402
 from step_report import Limit, Run, draw_timeline, summarize  # noqa: E402
 from step_variants import PERMUTED, VARIANTS, chosen_variants  # noqa: E402
 from torch_context_parallel import torch_way  # noqa: E402
 from training_step import run_variant  # noqa: E402
-from workloads import Workload, add_arguments, make_workload  # noqa: E402
+from workloads import Workload, add_arguments, make_workload, sorted_workload  # noqa: E402
 
 LENGTHS = [700, 30, 200, 5, 900, 61, 350, 17, 120]
 HEADS = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
@@ -81,6 +81,32 @@ def test_workloads_fill_every_rank(lengths_file):
     mixed = make_workload(parsed(*flags), 3, 4)
     assert all(800 in pack and sum(pack) == 3 * 512 for (pack,) in mixed.packs)
     assert mixed.crosses_ranks and len(mixed.packs[0][0]) > 2
+
+
+def test_sorted_steps_have_like_work_and_the_documents_of_their_window(lengths_file):
+    drawn = make_workload(parsed("--lengths", str(lengths_file), "--tokens", "1024"), 3, 7)
+    windows = [range(3), range(3, 5), range(5, 7)]
+    dealt = sorted_workload(drawn, windows, 100.0)
+    for window in windows:
+        before, after = (sum(map(each.lengths, window), []) for each in (drawn, dealt))
+        assert sorted(before) == sorted(after)
+
+    def spread(workload: Workload, step: int) -> int:
+        work = [sum(n * (n + 100) for n in pack) for pack in workload.packs[step]]
+        return max(work) - min(work)
+
+    assert sum(spread(dealt, step) for step in range(7)) < sum(spread(drawn, s) for s in range(7))
+    assert [len(packs) for packs in dealt.packs] == [3] * 7
+    rows = [dealt.rows_of(2, rank) for rank in range(3)]
+    assert [len(each) for each in rows] == [sum(pack) for pack in dealt.packs[2]]
+    assert rows[0].stop == rows[1].start and rows[2].stop == sum(dealt.lengths(2))
+
+
+def test_length_of_equal_flops():
+    args = parsed("--hidden", "8", "--heads", "2", "--kv-heads", "2", "--head-dim", "4")
+    args.ffn, args.vocab, args.layers = 1, 16, 2
+    # wq, wk, wv, wo of 8 x 8, 3 matrices of 8 x 1, and half of the head's 16 x 8.
+    assert linear_length(args) == (4 * 64 + 24 + 64) / 8
 
 
 @pytest.mark.parametrize(
@@ -286,6 +312,25 @@ def test_training_step_saves_its_figures(lengths_file, tmp_path):
         table = {(row["what"], row["figure"]): row["value"] for row in csv.DictReader(file)}
     assert float(table["context", "step, ms"]) == summary["context: step, ms"]
     assert float(table["plain", "profiled exposed_ms, rank 1"]) >= 0
+
+
+def test_training_step_against_a_sorting_loader(lengths_file, tmp_path):
+    out = tmp_path / "step.json"
+    variants = ["plain", "sorted", "sorted process_group"]
+    flags = ["--lengths", lengths_file, "--tokens", "512", "--steps", "5", "--window", "2"]
+    script = [ROOT / "benchmarks" / "training_step.py", "--device", "cpu", "--out", out]
+    command = [*script, *MODEL, *flags, "--variants", *variants]
+    result = run_ranks(command, 2, dict(os.environ))
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(out.read_text())["summary"]
+    assert summary["sorted process_group: max loss difference"] <= FLOAT32_NOISE
+    assert summary["sorted process_group: imbalance after"] >= 1
+    for name in variants[1:]:
+        assert summary[f"{name}: times the balanced limit"] > 0
+        assert f"{name}: times plain, median of steps" not in summary
+    assert "sorted: max loss difference" not in summary
+    refused = run_ranks([*command, "--window", "3"], 2, dict(os.environ))
+    assert "--window is 3; needs a divisor of --steps without the 3" in refused.stderr
 
 
 def by_main(rank: int, world_size: int, script: str, folder: Path, flags: list[str]) -> str:
