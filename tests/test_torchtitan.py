@@ -113,6 +113,19 @@ def evaluate_unevenly(rank: int, world_size: int) -> tuple[float, int]:
     return worst, session.num_plans - num_plans
 
 
+def evaluate_together(rank: int, world_size: int) -> tuple[float, int]:
+    distca.close()
+    distca.init(options=distca.Options(balance_no_grad=True))
+    results = evaluate_unevenly(0, world_size)  # one batch on every rank
+    distca.close()
+    return results
+
+
+def test_evaluation_is_balanced_on_request(own_ranks):
+    for error, num_plans in own_ranks(2).run(evaluate_together):
+        assert error <= TOLERANCE and num_plans == 1
+
+
 def test_evaluation_stays_on_its_rank(own_ranks):
     for error, num_plans in own_ranks(2).run(evaluate_unevenly):
         assert error <= TOLERANCE and num_plans == 0
