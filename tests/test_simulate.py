@@ -683,20 +683,19 @@ def test_busy_and_waiting_add_up_to_the_step(pp):
 
 
 def test_a_sorting_loader_balances_work_but_not_tokens():
-    """One long document, and eight short ones of like work with twice its tokens."""
-    long, short = [4 * ROWS], [ROWS] * 4
-    step = documents(long + short[:2], short[2:] + [ROWS] * 4)
-    scenario = replace(UNIT, tokens=6 * ROWS, context=6 * ROWS)
+    """One long document and a short one, and eight short ones of like work but more tokens."""
+    step = documents([4 * ROWS, ROWS], [ROWS] * 8)
+    scenario = replace(UNIT, tokens=8 * ROWS, context=8 * ROWS)
     sorted_, distca = (
         SYSTEM[name].ways[0](Step(scenario, step), 1) for name in ("sorted", "sorted-distca")
     )
     busy = sorted_.schedule.busy(scenario)
     # Work of the long document: 10 tiles and 4 rows of linear work; of a short one: 1 and 1.
-    assert busy[ATTENTION] == pytest.approx([3 * 8, 3 * 10])
-    assert busy[LINEAR] == pytest.approx([3 * 8, 3 * 4])
+    assert sorted(busy[ATTENTION]) == pytest.approx([3 * 8, 3 * 11])
+    assert sorted(busy[LINEAR]) == pytest.approx([3 * 5, 3 * 8])
     assert np.ptp(sorted_.memory_bytes) > 0
     balanced = distca.schedule.busy(scenario)
-    assert balanced[ATTENTION] == pytest.approx([27, 27])
+    assert sorted(balanced[ATTENTION]) == pytest.approx([27, 30]), "whole tiles"
     assert balanced[LINEAR] == pytest.approx(busy[LINEAR])
     assert distca.schedule.seconds > sorted_.schedule.seconds, "tokens are not equal"
 

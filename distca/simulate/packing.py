@@ -1,5 +1,6 @@
 """The documents of simulated steps, and packs made of them."""
 
+import bisect
 import heapq
 import math
 import random
@@ -95,21 +96,35 @@ def karmarkar_karp(weights: Sequence[float], num_bins: int) -> np.ndarray:
     """Return the bin of each item, int64 [num_items], so that bins have like sums of weights: the
     largest differencing method. The heaviest bin comes first."""
     # Partitions of some items: (-difference of heaviest and lightest bin, tie, bins). Bins are
-    # (sum, items), heaviest first, and empty ones are left out.
+    # (sum, items), lightest first, and empty ones are left out.
     heap = [(-weight, item, [(weight, [item])]) for item, weight in enumerate(weights)]
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, tie, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        num_used = min(num_bins, len(one) + len(other))
-        ours, theirs = (each + [(0, [])] * (num_used - len(each)) for each in (one, other))
-        bins = [(a + b, x + y) for (a, x), (b, y) in zip(ours, theirs[::-1], strict=True)]
-        bins.sort(key=lambda each: -each[0])
-        lightest = bins[-1][0] if num_used == num_bins else 0
-        heapq.heappush(heap, (lightest - bins[0][0], tie, bins))
+        bins = _joined(*sorted((one, other), key=len), num_bins)
+        lightest = bins[0][0] if len(bins) == num_bins else 0
+        heapq.heappush(heap, (lightest - bins[-1][0], tie, bins))
     bin_of = np.zeros(len(weights), dtype=np.int64)
-    for number, (_, items) in enumerate(heap[0][2] if heap else ()):
+    for number, (_, items) in enumerate(reversed(heap[0][2] if heap else ())):
         bin_of[items] = number
     return bin_of
+
+
+Bins = list[tuple[float, list[int]]]
+
+
+def _joined(few: Bins, many: Bins, num_bins: int) -> Bins:
+    """Add the bins of `few` to `many`, heaviest to lightest, which may be empty."""
+    num_empty = min(num_bins - len(many), len(few))
+    num_met = len(few) - num_empty
+    met, many[:num_met] = many[:num_met], []
+    new = few[num_met:]
+    for (weight, items), (more, others) in zip(met, reversed(few[:num_met]), strict=True):
+        items.extend(others)
+        new.append((weight + more, items))
+    for each in new:  # faster than a sort where `few` are a few
+        bisect.insort(many, each, key=lambda bin_: bin_[0])
+    return many
 
 
 def sorted_micro_batches(
