@@ -51,40 +51,38 @@ std::vector<Part> parts_of(const Call& call) {
   return parts;
 }
 
-using Trips = std::vector<std::unique_ptr<transport::RoundTrip>>;
-
 void forward_round(const Call& call, const Round& round, const Results& results,
                    const transport::Inputs& kept, const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   const auto& [out, lse] = results;
   const std::vector<Part> parts = parts_of(call);
-  Trips trips;
+  std::vector<transport::Cargo> cargos;
   for (const Part& part : parts) {
-    transport::Cargo cargo{.inputs = part.of(call.inputs),
-                           .query_results = {part.of(out), part.of(lse)}};
-    trips.push_back(call.transport->begin(round.routes, std::move(cargo), call.where));
-    in_phase(call, kDispatch, [&] { trips.back()->dispatch(); });
+    cargos.push_back(
+        {.inputs = part.of(call.inputs), .query_results = {part.of(out), part.of(lse)}});
   }
+  const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
+  in_phase(call, kDispatch, [&] { trip->dispatch(); });
   // One launch for both lists would be slower by a tenth or more: blocks that alternate between the
   // lists do not share keys in L2.
   in_phase(call, kEarlyTasks, [&] {
     attention::forward({q, k, v, round.early, out, lse}, params);
   });
   for (const Part& part : parts) {
-    transport::RoundTrip& trip = *trips[part.index];
     const transport::Visiting visiting =
-        in_phase(call, kWaitForRows, [&] { return trip.arrive(); });
+        in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
     in_phase(call, kVisitingTasks, [&] {
       const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
       attention::forward({visiting_q, visiting_k, visiting_v, round.visiting,
                           visiting.query_results[0], visiting.query_results[1]},
                          params);
     });
-    in_phase(call, kCombine, [&] { trip.combine(); });
     transport::keep(round.routes, visiting.inputs, part.of(kept));
   }
+  // One exchange for all parts: a second one could not start before late tasks leave it room.
+  in_phase(call, kCombine, [&] { trip->combine(); });
   in_phase(call, kLateTasks, [&] { attention::forward({q, k, v, round.late, out, lse}, params); });
-  for (const auto& trip : trips) in_phase(call, kWaitForResults, [&] { trip->collect(); });
+  in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
 Results balanced_forward(const Call& call, const Kept& kept, const attention::Params& params) {
@@ -154,20 +152,20 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   const std::vector<Part> parts = parts_of(call);
   std::vector<transport::Inputs> kept_parts;
   for (const Part& part : parts) kept_parts.push_back(part.of(kept));
-  Trips trips;
+  std::vector<transport::Cargo> cargos;
   for (const Part& part : parts) {
-    transport::Cargo cargo{.inputs = part.of(call.inputs),
-                           .with_queries = {part.of(grad_out), part.of(saved.lse), part.of(delta)},
-                           .query_results = {part.of(dq)},
-                           .key_results = {part.of(dk), part.of(dv)},
-                           .kept = &kept_parts[part.index]};
-    trips.push_back(call.transport->begin(round.routes, std::move(cargo), call.where));
-    in_phase(call, kDispatch, [&] { trips.back()->dispatch(); });
+    cargos.push_back({.inputs = part.of(call.inputs),
+                      .with_queries = {part.of(grad_out), part.of(saved.lse), part.of(delta)},
+                      .query_results = {part.of(dq)},
+                      .key_results = {part.of(dk), part.of(dv)},
+                      .kept = &kept_parts[part.index]});
   }
+  const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
+  in_phase(call, kDispatch, [&] { trip->dispatch(); });
   in_phase(call, kEarlyTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
   });
-  for (const auto& trip : trips) {
+  for (size_t i = 0; i < parts.size(); ++i) {
     const transport::Visiting visiting =
         in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
     in_phase(call, kVisitingTasks, [&] {
@@ -184,12 +182,12 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
                            visiting.key_results[1]},
                           params);
     });
-    in_phase(call, kCombine, [&] { trip->combine(); });
   }
+  in_phase(call, kCombine, [&] { trip->combine(); });
   in_phase(call, kLateTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.late, dq, dk, dv}, params);
   });
-  for (const auto& trip : trips) in_phase(call, kWaitForResults, [&] { trip->collect(); });
+  in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
 Gradients balanced_backward(const Call& call, const BackwardInputs& inputs, const Kept& kept,
@@ -230,7 +228,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_call(
   return announcing(*call.session, [&] {
     const Kept kept = new_kept(call, num_kept_queries, num_kept_keys);
     if (call.kept_number > 0) call.session->servers()->watch(kept.elements, call.kept_number);
-    return std::tuple_cat(balanced_forward(call, kept, params), std::tuple(kept.elements));
+    const Results results = balanced_forward(call, kept, params);
+    call.session->mark_results(q.device(), call.layout->moves_rows);
+    return std::tuple_cat(results, std::tuple(kept.elements));
   });
 }
 
@@ -285,7 +285,7 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   if (!call.session) return;
   announcing(*call.session, [&] {
     for (const Round& round : call.layout->rounds) {
-      call.transport->begin(round.routes, {.inputs = call.inputs}, call.where)->deliver();
+      call.transport->begin(round.routes, {{.inputs = call.inputs}}, call.where)->deliver();
     }
   });
 }

@@ -95,43 +95,55 @@ struct Visiting {
 };
 
 // Moves one round's rows to their servers and their results back. Every rank of the group calls
-// dispatch, arrive, combine and collect in this order. Work that a rank puts on the current stream
-// between them overlaps with communication. On CUDA the current stream waits for rows, not the
-// host. Throws DistBackendError if a peer is gone or makes another call. The message names the
-// ranks at fault and this rank's place in the step.
+// dispatch, arrive (once for each cargo), combine and collect in this order. Work that a rank puts
+// on the current stream between them overlaps with communication. On CUDA the current stream waits
+// for rows, not the host. Throws DistBackendError if a peer is gone or makes another call. The
+// message names the ranks at fault and this rank's place in the step.
 class RoundTrip {
  public:
   virtual ~RoundTrip() = default;
 
-  // Sends home rows to their servers.
+  // Sends home rows of all cargos to their servers, one cargo after the other.
   virtual void dispatch() = 0;
-  // Waits for visiting rows and returns them.
+  // Waits for the visiting rows of the next cargo and returns them.
   virtual Visiting arrive() = 0;
   // Does the same, but writes the rows to `room`, which has places for all visiting rows, and reads
   // results from there. For a transport that moves only some of the rows: see NodeRoutes.
   virtual void arrive_in(const Visiting& /*room*/) {
     TORCH_INTERNAL_ASSERT(false, "this transport has its own memory for visiting rows");
   }
-  // Sends the results of visiting rows to their homes. They must have been computed.
+  // Sends the results of all cargos' visiting rows to their homes. They must have been computed.
   virtual void combine() = 0;
-  // Waits for results and writes them to the cargo's tensors.
+  // Waits for results and writes them to the cargos' tensors.
   virtual void collect() = 0;
 
   // Moves rows to their servers and ends the round trip, for timing. Replaces the calls above.
   virtual void deliver() = 0;
 };
 
+// An exchange of rows by a process group on a device.
+struct ExchangeTime {
+  bool is_backward;     // pass
+  bool is_combine;      // or dispatch
+  int64_t num_bytes;    // that this rank sends or receives, whichever are more
+  int64_t nanoseconds;  // from the end of the work before it, waits for slower ranks included
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Starts one round of a call. `routes` must outlive the round trip.
-  virtual std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo,
+  // Starts one round of a call. Each cargo holds some of the heads: one of them, or as many as
+  // takes_parts() allows. `routes` must outlive the round trip.
+  virtual std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
                                            const Where& where) = 0;
 
-  // Whether several round trips of a call, each with some of the heads, may be under way at once.
-  // Every rank takes the steps of all of them in the same order.
+  // Whether begin() takes several cargos. Visiting tasks of one then run while rows of the next
+  // arrive.
   virtual bool takes_parts() const { return false; }
+
+  // Returns the exchanges that have ended since the last call. For any thread.
+  virtual std::vector<ExchangeTime> take_times() { return {}; }
 };
 
 }  // namespace distca::transport

@@ -55,11 +55,11 @@ class MailboxTransport : public transport::Transport {
         name_(opening.failures->group()),
         rank_(opening.failures->rank()) {}
 
-  std::unique_ptr<transport::RoundTrip> begin(const Routes& routes, Cargo cargo,
+  std::unique_ptr<transport::RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
                                               const transport::Where&) override {
     ++num_rounds_;
     ++rounds_begun;
-    return std::make_unique<MailboxTrip>(*this, routes, std::move(cargo));
+    return std::make_unique<MailboxTrip>(*this, routes, std::move(cargos.at(0)));
   }
 
   int64_t rank() const { return rank_; }

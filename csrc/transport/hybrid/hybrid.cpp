@@ -24,8 +24,8 @@ class HybridTrip : public RoundTrip {
       rows = at::empty(sizes_with(rows, num_sent), rows.options());
     }
     key_results_ = part.key_results;
-    between_ = between.begin(routes_between, part, where);
-    inside_ = inside.begin(routes_inside, std::move(part), where);
+    between_ = between.begin(routes_between, {part}, where);
+    inside_ = inside.begin(routes_inside, {std::move(part)}, where);
   }
 
   void dispatch() override {
@@ -69,9 +69,9 @@ class HybridTrip : public RoundTrip {
 
 }  // namespace
 
-std::unique_ptr<RoundTrip> HybridTransport::begin(const Routes& routes, Cargo cargo,
+std::unique_ptr<RoundTrip> HybridTransport::begin(const Routes& routes, std::vector<Cargo> cargos,
                                                   const Where& where) {
-  return std::make_unique<HybridTrip>(*inside_, *between_, routes, std::move(cargo), where);
+  return std::make_unique<HybridTrip>(*inside_, *between_, routes, std::move(cargos.at(0)), where);
 }
 
 }  // namespace distca::transport

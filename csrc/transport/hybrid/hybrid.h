@@ -14,7 +14,8 @@ class HybridTransport : public Transport {
   HybridTransport(std::shared_ptr<Transport> inside, std::shared_ptr<Transport> between)
       : inside_(std::move(inside)), between_(std::move(between)) {}
 
-  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
+                                   const Where& where) override;
 
  private:
   std::shared_ptr<Transport> inside_, between_;

@@ -48,7 +48,8 @@ class PeerTransport : public Transport {
   PeerTransport(const PeerTransport&) = delete;
   ~PeerTransport() override;
 
-  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
+                                   const Where& where) override;
 
   // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every
   // rank's buffer, as many on every rank. Where no call needed as many before, it waits for the

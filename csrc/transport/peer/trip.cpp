@@ -226,9 +226,9 @@ class PeerTrip : public RoundTrip {
 
 }  // namespace
 
-std::unique_ptr<RoundTrip> PeerTransport::begin(const Routes& routes, Cargo cargo,
+std::unique_ptr<RoundTrip> PeerTransport::begin(const Routes& routes, std::vector<Cargo> cargos,
                                                 const Where& where) {
-  return std::make_unique<PeerTrip>(*this, routes, std::move(cargo), where);
+  return std::make_unique<PeerTrip>(*this, routes, std::move(cargos.at(0)), where);
 }
 
 }  // namespace distca::transport::peer

@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <numeric>
@@ -73,6 +74,16 @@ Tensors parts_of(const at::Tensor& records, const Load& load, const Seal& seal) 
   return parts;
 }
 
+// Returns the bytes that this rank sends or receives, whichever are more.
+[[maybe_unused]] int64_t most_bytes(const std::vector<RowBatch>& batches) {
+  int64_t sent = 0, received = 0;
+  for (const RowBatch& batch : batches) {
+    sent += batch.sent.numel();
+    received += batch.received.numel();
+  }
+  return std::max(sent, received);
+}
+
 // Starts an exchange of rows. On a device, a stream must wait for it.
 Works exchange(c10d::ProcessGroup& group, const std::vector<RowBatch>& batches) {
   const c10::DeviceType device = batches[0].sent.device().type();
@@ -111,8 +122,16 @@ class ProcessGroupTransport : public Transport {
   explicit ProcessGroupTransport(const Opening& opening)
       : opening_(opening), calls_(opening.group, opening.patience) {}
 
-  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const Where& where) override;
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
+                                   const Where& where) override;
   bool takes_parts() const override { return true; }
+
+  std::vector<ExchangeTime> take_times() override {
+#ifdef DISTCA_WITH_CUDA
+    if (streams_) return streams_->take_times();
+#endif
+    return {};
+  }
 
   // Returns the seal of this call's rows if a stream, not the host, waits for them (see Seal).
   Seal seal([[maybe_unused]] const Where& where, const c10::Device& device) {
@@ -130,6 +149,7 @@ class ProcessGroupTransport : public Transport {
     const c10::Device device = batches[0].sent.device();
     if (!device.is_cpu()) {
       streams_of(device).check();
+      streams_->begin();
       Pending pending = start_rows(batches, where, "");
       hold_current_stream();
       return {{}, pending};
@@ -148,7 +168,7 @@ class ProcessGroupTransport : public Transport {
 #ifdef DISTCA_WITH_CUDA
     if (!batches[0].sent.device().is_cpu()) {
       patience.wait_on_stream(pending);
-      patience.guard(where, [&] { streams_->add(pending); });
+      patience.guard(where, [&] { streams_->add(pending, most_bytes(batches)); });
       return;
     }
 #endif
@@ -181,52 +201,74 @@ class ProcessGroupTransport : public Transport {
 
 class SlotTrip : public RoundTrip {
  public:
-  SlotTrip(ProcessGroupTransport& transport, const Routes& routes, Cargo cargo, const Where& where)
-      : transport_(transport), routes_(routes), cargo_(std::move(cargo)), where_(where) {}
+  SlotTrip(ProcessGroupTransport& transport, const Routes& routes, std::vector<Cargo> cargos,
+           const Where& where)
+      : transport_(transport), routes_(routes), cargos_(std::move(cargos)), where_(where) {}
 
   void dispatch() override {
-    const auto& [q, k, v] = cargo_.inputs;
-    if (!cargo_.with_queries.empty()) loads_.push_back({cargo_.with_queries, routes_.queries});
-    loads_.push_back({{q}, moves_again() ? routes_.keeping->queries : routes_.queries});
-    loads_.push_back({{k, v}, moves_again() ? routes_.keeping->keys : routes_.keys});
-    send(kDispatch, &Route::home_row);
+    for (const Cargo& cargo : cargos_) {
+      const auto& [q, k, v] = cargo.inputs;
+      const bool again = moves_again(cargo);
+      std::vector<Load> loads;
+      if (!cargo.with_queries.empty()) loads.push_back({cargo.with_queries, routes_.queries});
+      loads.push_back({{q}, again ? routes_.keeping->queries : routes_.queries});
+      loads.push_back({{k, v}, again ? routes_.keeping->keys : routes_.keys});
+      dispatched_.push_back(send(std::move(loads), kDispatch, &Route::home_row));
+    }
   }
 
   Visiting arrive() override {
-    const Visiting visiting = placed();
-    if (cargo_.kept != nullptr) restore(routes_, *cargo_.kept, visiting.inputs);
+    const Cargo& cargo = cargos_[num_arrived_];
+    const Visiting visiting = placed(cargo);
+    if (cargo.kept != nullptr) restore(routes_, *cargo.kept, visiting.inputs);
     expect_results(visiting);
     return visiting;
   }
 
   void arrive_in(const Visiting& room) override {
-    place_in(room);
+    place_in(room, cargos_[num_arrived_]);
     expect_results(room);
   }
 
-  void combine() override { send(kCombine, &Route::visiting_row); }
+  void combine() override { combined_ = send(std::move(results_), kCombine, &Route::visiting_row); }
 
   void collect() override {
-    std::vector<Arrival> arrivals = receive();
-    for (size_t i = 0; i < cargo_.query_results.size(); ++i) {
-      arrivals[0].unpack(i, cargo_.query_results[i], routes_.queries.home_row);
-    }
-    for (size_t i = 0; i < cargo_.key_results.size() && !routes_.sums_keys; ++i) {
-      arrivals[1].unpack(i, cargo_.key_results[i], routes_.key_sums.row);
+    std::vector<Arrival> arrivals = receive(combined_);
+    auto arrival = arrivals.begin();
+    std::vector<std::pair<at::Tensor, at::Tensor>> sums;  // slots, home rows
+    for (const Cargo& cargo : cargos_) {
+      for (size_t i = 0; i < cargo.query_results.size(); ++i) {
+        arrival->unpack(i, cargo.query_results[i], routes_.queries.home_row);
+      }
+      ++arrival;
+      if (cargo.key_results.empty()) continue;
+      for (size_t i = 0; i < cargo.key_results.size(); ++i) {
+        if (routes_.sums_keys) {
+          sums.emplace_back(arrival->parts[i], cargo.key_results[i]);
+        } else {
+          arrival->unpack(i, cargo.key_results[i], routes_.key_sums.row);
+        }
+      }
+      ++arrival;
     }
     unpack(arrivals);
-    for (size_t i = 0; i < cargo_.key_results.size() && routes_.sums_keys; ++i) {
-      reduce_rows(arrivals[1].parts[i], routes_.key_sums, cargo_.key_results[i], seal_.spoiled);
+    for (const auto& [slots, rows] : sums) {
+      reduce_rows(slots, routes_.key_sums, rows, seal_.spoiled);
     }
   }
 
   void deliver() override {
     dispatch();
-    arrive();
+    for (size_t i = 0; i < cargos_.size(); ++i) arrive();
   }
 
  private:
-  bool moves_again() const { return cargo_.kept != nullptr && routes_.keeping.has_value(); }
+  // Loads that travel together.
+  struct Shipment {
+    std::vector<Load> loads;
+    std::vector<RowBatch> batches;
+    Gathering started;
+  };
 
   // Received rows of a load, by tensor and slot.
   struct Arrival {
@@ -238,35 +280,39 @@ class SlotTrip : public RoundTrip {
     }
   };
 
+  bool moves_again(const Cargo& cargo) const {
+    return cargo.kept != nullptr && routes_.keeping.has_value();
+  }
+
   // Sends rows of all loads: to servers from `row` of their home, or back from `row` of the server.
-  void send(const char* phase, const at::Tensor Route::*row) {
-    seal_ = transport_.seal(where_, cargo_.inputs.q.device());
+  Shipment send(std::vector<Load> loads, const char* phase, const at::Tensor Route::*row) {
+    seal_ = transport_.seal(where_, cargos_[0].inputs.q.device());
+    Shipment shipment{std::move(loads), {}, {}};
     std::vector<Packing> packings;
-    for (const Load& load : loads_) {
+    for (const Load& load : shipment.loads) {
       const auto& [to_server, from_home] = load.route.counts;
       const bool is_home = row == &Route::home_row;
-      batches_.push_back(
-          new_batch(load, is_home ? load.route.counts : RowCounts{from_home, to_server}, seal_));
-      const at::Tensor& records = packings.emplace_back(batches_.back().sent).records;
+      const RowCounts counts = is_home ? load.route.counts : RowCounts{from_home, to_server};
+      shipment.batches.push_back(new_batch(load, counts, seal_));
+      const at::Tensor& records = packings.emplace_back(shipment.batches.back().sent).records;
       const Tensors parts = parts_of(records, load, seal_);
       for (size_t i = 0; i < parts.size(); ++i) {
         packings.back().copies.push_back({load.tensors[i], parts[i], load.route.*row});
       }
     }
     pack_rows(packings, seal_);
-    started_ = transport_.start(batches_, where_.in(phase));
+    shipment.started = transport_.start(shipment.batches, where_.in(phase));
+    return shipment;
   }
 
   // Returns what was received for each load, still packed.
-  std::vector<Arrival> receive() {
-    transport_.finish(started_, batches_);
+  std::vector<Arrival> receive(const Shipment& shipment) {
+    transport_.finish(shipment.started, shipment.batches);
     std::vector<Arrival> arrivals;
-    for (size_t i = 0; i < loads_.size(); ++i) {
-      const at::Tensor& records = batches_[i].received;
-      arrivals.push_back({{records}, parts_of(records, loads_[i], seal_)});
+    for (size_t i = 0; i < shipment.loads.size(); ++i) {
+      const at::Tensor& records = shipment.batches[i].received;
+      arrivals.push_back({{records}, parts_of(records, shipment.loads[i], seal_)});
     }
-    started_ = {};
-    batches_.clear();
     return arrivals;
   }
 
@@ -277,35 +323,37 @@ class SlotTrip : public RoundTrip {
   }
 
   void expect_results(const Visiting& visiting) {
-    loads_.clear();
-    loads_.push_back({visiting.query_results, routes_.queries});
-    if (!cargo_.key_results.empty()) loads_.push_back({visiting.key_results, routes_.keys});
+    dispatched_[num_arrived_++] = {};  // its memory may be used again
+    results_.push_back({visiting.query_results, routes_.queries});
+    if (!visiting.key_results.empty()) results_.push_back({visiting.key_results, routes_.keys});
   }
 
   // Returns the tensors of each load among `visiting`.
-  std::vector<Tensors> tensors_of(const Visiting& visiting) const {
+  static std::vector<Tensors> tensors_of(const Visiting& visiting, const Cargo& cargo) {
     const auto& [q, k, v] = visiting.inputs;
-    if (cargo_.with_queries.empty()) return {{q}, {k, v}};
+    if (cargo.with_queries.empty()) return {{q}, {k, v}};
     return {visiting.with_queries, {q}, {k, v}};
   }
 
-  void place_in(const Visiting& room) {
-    std::vector<Arrival> arrivals = receive();
-    const std::vector<Tensors> places = tensors_of(room);
+  void place_in(const Visiting& room, const Cargo& cargo) {
+    const Shipment& shipment = dispatched_[num_arrived_];
+    std::vector<Arrival> arrivals = receive(shipment);
+    const std::vector<Tensors> places = tensors_of(room, cargo);
     for (size_t i = 0; i < arrivals.size(); ++i) {
       for (size_t j = 0; j < places[i].size(); ++j) {
-        arrivals[i].unpack(j, places[i][j], loads_[i].route.visiting_row);
+        arrivals[i].unpack(j, places[i][j], shipment.loads[i].route.visiting_row);
       }
     }
     unpack(arrivals);
   }
 
   // Copies unless slot i holds visiting row i and no visiting row is missing.
-  Visiting placed() {
-    std::vector<Arrival> arrivals = receive();
+  Visiting placed(const Cargo& cargo) {
+    const Shipment& shipment = dispatched_[num_arrived_];
+    std::vector<Arrival> arrivals = receive(shipment);
     std::vector<Tensors> rows;
     for (size_t i = 0; i < arrivals.size(); ++i) {
-      const Route& route = loads_[i].route;
+      const Route& route = shipment.loads[i].route;
       const Tensors& parts = arrivals[i].parts;
       const bool is_in_place =
           route.visiting_row.numel() == 0 && parts[0].size(0) == route.num_visiting;
@@ -317,24 +365,26 @@ class SlotTrip : public RoundTrip {
     unpack(arrivals);
     const Tensors &q = rows[rows.size() - 2], &keys = rows.back();
     return {.inputs = {q[0], keys[0], keys[1]},
-            .with_queries = cargo_.with_queries.empty() ? Tensors{} : rows.front(),
-            .query_results = rows_like(cargo_.query_results, routes_.queries.num_visiting),
-            .key_results = rows_like(cargo_.key_results, routes_.keys.num_visiting)};
+            .with_queries = cargo.with_queries.empty() ? Tensors{} : rows.front(),
+            .query_results = rows_like(cargo.query_results, routes_.queries.num_visiting),
+            .key_results = rows_like(cargo.key_results, routes_.keys.num_visiting)};
   }
 
   ProcessGroupTransport& transport_;
   const Routes& routes_;
-  Cargo cargo_;
+  std::vector<Cargo> cargos_;
   Where where_;
   Seal seal_;
-  std::vector<Load> loads_;  // the latest that travel
-  std::vector<RowBatch> batches_;
-  Gathering started_;
+  size_t num_arrived_ = 0;
+  std::vector<Shipment> dispatched_;  // by cargo
+  std::vector<Load> results_;         // of cargos that have arrived
+  Shipment combined_;
 };
 
-std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes, Cargo cargo,
+std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes,
+                                                        std::vector<Cargo> cargos,
                                                         const Where& where) {
-  return std::make_unique<SlotTrip>(*this, routes, std::move(cargo), where);
+  return std::make_unique<SlotTrip>(*this, routes, std::move(cargos), where);
 }
 
 }  // namespace

@@ -23,12 +23,17 @@ StreamWaits::~StreamWaits() {
   C10_CUDA_CHECK_WARN(cudaStreamDestroy(marks_));
 }
 
-void StreamWaits::add(const Pending& pending) {
+void StreamWaits::begin() {
+  timer_.begin(c10::cuda::getCurrentCUDAStream(device_.index()));
+}
+
+void StreamWaits::add(const Pending& pending, int64_t num_bytes) {
   const uint32_t number = ++num_waits_;
   watchdog_.note(number, pending.wait, pending.wait.where.phase);
   words_.write(HostWord::kStarted, number);
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(marks_, device_.index()));
   for (const auto& work : pending.works) work->wait();
+  timer_.end(pending.wait.where, num_bytes, marks_);
   write_on_stream(words_.on_device() + static_cast<int>(HostWord::kFinished), number, marks_);
 }
 

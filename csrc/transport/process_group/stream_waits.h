@@ -5,6 +5,7 @@
 
 #include "../registry.h"
 #include "../watchdog.h"
+#include "exchange_timer.h"
 
 namespace distca::transport {
 
@@ -19,8 +20,13 @@ class StreamWaits {
   // Throws as Watchdog::check.
   void check() { watchdog_.check(); }
 
-  // Notes that the device's current stream has just been told to wait for an exchange.
-  void add(const Pending& pending);
+  // Notes that the next exchange begins after the work on the device's current stream.
+  void begin();
+  // Notes that this stream has just been told to wait for the first exchange that has begun, in
+  // which this rank sends or receives `num_bytes`.
+  void add(const Pending& pending, int64_t num_bytes);
+  // See Transport.
+  std::vector<ExchangeTime> take_times() { return timer_.take(); }
 
   // Returns the seal for a call's rows.
   Seal seal(const Where& where);
@@ -34,6 +40,7 @@ class StreamWaits {
   // from PyTorch's pool, because user work on a pooled stream would wait for other ranks.
   c10::Device device_;
   cudaStream_t marks_ = nullptr;
+  ExchangeTimer timer_;
   Watchdog watchdog_;
 };
 
