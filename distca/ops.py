@@ -201,6 +201,18 @@ def attention_times(group_name: str) -> list[int]:
 
 
 @_operator
+def await_results(group_name: str) -> None:
+    """Let the current stream wait until the results of a session's latest forward call are home,
+    if it moved rows."""
+
+
+@_operator
+def take_exchange_times(group_name: str) -> Tensor:
+    """Return int64 [num_exchanges, 4] of exchanges by process group that have ended on the device
+    since the last call: whether in the backward pass, whether combine, bytes, nanoseconds."""
+
+
+@_operator
 def spans(group_name: str) -> tuple[list[str], Tensor]:
     """Return phases of the timed step, and int64 [num_spans, 3]: layer, begin and end in ns."""
 

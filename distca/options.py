@@ -72,7 +72,9 @@ class Options:
     memory of CUDA devices allows, if that shortens attention by 1 % or more. 0 keeps nothing."""
 
     attention_tflops: float | None = None
-    """Attention speed of one rank, in TFLOP/s. None: 300 on CUDA devices, 0.03 on the CPU."""
+    """Attention speed of one rank, in TFLOP/s. None: measured when a group of CUDA devices opens.
+    Where nothing is measured, 0.03 is assumed on the CPU, and 300 on CUDA devices in deterministic
+    mode."""
 
     link_gb_per_s: float | None = None
     """Bandwidth from one rank to the ranks of its node, in GB/s (1e9 bytes/s). None: taken from
@@ -92,9 +94,10 @@ class Options:
     heads, the times are scaled by FLOPs, with a warning."""
 
     deterministic: bool = False
-    """Make results and gradients bitwise equal in every run of the same plan. Links are not
-    measured, so that equal documents get equal plans. The backward pass is up to a tenth slower on
-    Hopper. If off, torch.use_deterministic_algorithms decides whether results are deterministic."""
+    """Make results and gradients bitwise equal in every run of the same plan. Links and speeds are
+    not measured, so that equal documents get equal plans. The backward pass is up to a tenth slower
+    on Hopper. If off, torch.use_deterministic_algorithms decides whether results are
+    deterministic."""
 
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside

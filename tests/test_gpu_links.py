@@ -10,6 +10,8 @@ from ranks import Ranks
 from small_step import small_step
 
 import distca
+from distca import ops
+from distca.planning.cost import AttentionShape, cost_tensor
 from distca.ranks.links import Links
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +69,42 @@ def test_links_are_measured(two_ranks, per_node):
         assert peer_bytes == 0 and finite
         planned = report.link_gb_per_s if per_node == 2 else report.node_link_gb_per_s
         assert 1e9 * planned == pytest.approx(link.bytes_per_second)
+
+
+def waits_of(rank, world_size, transport):
+    """Return the session's seconds of attention, exchange times of a call, and a plan's report."""
+    distca.close()
+    options = distca.Options(transport=transport, link_gb_per_s=1e5, keep_inputs_gb=0.0)
+    opened = distca.init(options=options)
+    for _ in range(5):
+        step = small_step(rank, world_size, CROSSING)
+        plan = distca.plan(step.documents, device="cuda")
+        q, k, v = (
+            each.detach().cuda().bfloat16().requires_grad_() for each in (step.q, step.k, step.v)
+        )
+        distca.core_attention(q, k, v, step.documents).sum().backward()
+        torch.cuda.synchronize()
+    times, report = ops.take_exchange_times(opened.group_name).tolist(), plan.report()
+    distca.close()
+    return opened.attention_seconds, times, report
+
+
+def test_speed_and_waits_are_measured(two_ranks):
+    started, transport = two_ranks
+    first, second = started.run(waits_of, transport)
+    assert first[0] == second[0]
+    flops = cost_tensor(distca.Options(attention_tflops=1.0), AttentionShape(), "cuda")[2].item()
+    tflops = flops / cost_tensor(distca.Options(), AttentionShape(), "cuda", first[0])[2].item()
+    assert 10 < tflops < 2000
+    for _, times, report in (first, second):
+        assert report.transfer_waits_ms == first[2].transfer_waits_ms
+        if transport == "peer":
+            assert times == [] and report.transfer_waits_ms == [0, 0]
+            continue
+        kinds = [tuple(each[:2]) for each in times]
+        assert set(kinds) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+        assert all(num_bytes > 0 and 0 < ns < 1e9 for _, _, num_bytes, ns in times)
+        assert all(0 < ms < 100 for ms in report.transfer_waits_ms)
 
 
 def test_deterministic_groups_measure_nothing(two_ranks):

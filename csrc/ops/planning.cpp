@@ -121,11 +121,13 @@ std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t n
 
 planner::Links decode_links(const at::Tensor& links) {
   const auto values = words_of<double>(links, "links");
-  TORCH_CHECK_VALUE(values.size() == 5 && 1 <= values[0] && values[0] <= kMaxRanks,
+  TORCH_CHECK_VALUE(values.size() == 7 && 1 <= values[0] && values[0] <= kMaxRanks,
                     "links: expected (ranks of a node, 1 to ", kMaxRanks,
-                    ", bytes per second within it, between nodes, hidden part, parts), got ",
+                    ", bytes per second within it, between nodes, hidden part, parts, seconds of "
+                    "waits forward, backward), got ",
                     links.sizes());
-  return {static_cast<int64_t>(values[0]), values[1], values[2], values[3], values[4]};
+  const int64_t ranks_per_node = static_cast<int64_t>(values[0]);
+  return {ranks_per_node, values[1], values[2], values[3], values[4], values[5], values[6]};
 }
 
 planner::RowBytes decode_row_bytes(at::IntArrayRef bytes, const char* name) {

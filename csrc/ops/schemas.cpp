@@ -74,10 +74,11 @@ TORCH_LIBRARY(distca, m) {
   // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
   // of which a server may keep kept_cap_bytes for the backward pass, if keeping them saves at
   // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 2]
-  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [5] (ranks
+  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [7] (ranks
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
   // other work hides, over the mean seconds of attention; number of parts in which rows travel,
-  // each with some of the heads); loads float64 [num_ranks, 9]
+  // each with some of the heads; seconds that transfers wait for other traffic in the forward pass,
+  // and in the backward pass); loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
   // seconds_visiting, kept_bytes).
   m.def(
@@ -209,6 +210,16 @@ TORCH_LIBRARY(distca, m) {
     const auto totals = distca::ops::timeline_of(group_name)->finish();
     return totals ? std::vector<int64_t>{totals->attention_us, totals->waiting_us}
                   : std::vector<int64_t>{};
+  });
+  // Lets the current stream wait until the results of the latest forward call are home, if it moved
+  // rows.
+  m.def("await_results(str group_name) -> ()", [](const std::string& group_name) {
+    distca::ops::find_session(group_name)->await_results();
+  });
+  // Exchanges of rows by process group that have ended on the device since the last call, int64
+  // [num_exchanges, 4]: whether in the backward pass, whether combine, bytes, nanoseconds.
+  m.def("take_exchange_times(str group_name) -> Tensor", [](const std::string& group_name) {
+    return distca::ops::find_session(group_name)->take_exchange_times();
   });
   m.def("spans(str group_name) -> (str[] phases, Tensor times)", [](const std::string& group_name) {
     return distca::ops::timeline_of(group_name)->finished();

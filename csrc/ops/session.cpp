@@ -5,6 +5,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <bit>
@@ -189,6 +190,29 @@ transport::Transport& Session::transport(bool in_place) {
   if (peer_transport_ && in_place) return *peer_transport_;
 #endif
   return *transport_;
+}
+
+void Session::mark_results(c10::Device device, bool moves_rows) {
+  if (device.is_cpu() || !moves_rows) return results_.reset();
+  if (!results_) results_.emplace(device.type());
+  results_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+void Session::await_results() {
+  if (!results_) return;
+  const c10::Device device = results_->device();
+  results_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+at::Tensor Session::take_exchange_times() {
+  const std::vector<transport::ExchangeTime> times = transport_->take_times();
+  const at::Tensor words = at::empty({static_cast<int64_t>(times.size()), 4}, at::kLong);
+  int64_t* word = words.mutable_data_ptr<int64_t>();
+  for (const auto& [is_backward, is_combine, num_bytes, nanoseconds] : times) {
+    for (const int64_t value : {int64_t{is_backward}, int64_t{is_combine}, num_bytes, nanoseconds})
+      *word++ = value;
+  }
+  return words;
 }
 
 Servers& Session::notices() {

@@ -104,6 +104,12 @@ class Session {
   // Returns the transport for calls whose back end reads and writes visiting rows in place
   // (`in_place`), or for all other calls.
   transport::Transport& transport(bool in_place);
+  // Notes that results of a forward call are home once the current stream of the device gets here.
+  void mark_results(c10::Device device, bool moves_rows);
+  // Lets the current stream of that device wait for it, if the latest call moved rows.
+  void await_results();
+  // See Transport::take_times. int64 [num_exchanges, fields of an ExchangeTime].
+  at::Tensor take_exchange_times();
   int64_t peer_memory_bytes() const;
   // What others write to, uint8 [peer_memory_bytes()]: both buffers, which calls use by turns.
   // Throws ValueError where there is none (yet).
@@ -192,6 +198,7 @@ class Session {
   mutable std::mutex mutex_;
   std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
+  std::optional<c10::Event> results_;  // of the latest forward call are home; null if none moved
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;
   std::unique_ptr<transport::ControlPlane> planning_;

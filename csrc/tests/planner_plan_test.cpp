@@ -291,6 +291,25 @@ TEST(Plan, WeighsSlowLinksAgainstCompute) {
   EXPECT_LT(weighed, layer_seconds(balanced.loads, options.links));
 }
 
+// Rows that wait for other traffic longer than balance saves stay at home.
+TEST(Plan, WeighsWaitsOfTransfers) {
+  Random random(2);
+  const Pack pack = make_pack(heavy_tailed_step(random, 8, 65536), 8);
+  PlanOptions options = llama_options();
+  const auto bytes_with = [&](double forward, double backward) {
+    options.links.forward_wait = forward;
+    options.links.backward_wait = backward;
+    return total_bytes(make_plan(pack, options).loads);
+  };
+  const double seconds = layer_seconds(home_plan(pack, options).loads, options.links);
+  const double free = bytes_with(0, 0);
+  EXPECT_GT(free, 0);
+  EXPECT_GT(bytes_with(0.02 * seconds, 0), 0);
+  EXPECT_EQ(bytes_with(seconds, 0), 0);
+  EXPECT_EQ(bytes_with(0, seconds), 0);
+  EXPECT_EQ(bytes_with(0.6 * seconds, 0.6 * seconds), 0);
+}
+
 TEST(Plan, HandlesNoTokens) {
   const Pack pack = make_pack({}, 3);
   const Plan plan = make_plan(pack, PlanOptions{});
@@ -341,6 +360,8 @@ TEST(Plan, RejectsBadOptions) {
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.node_bytes_per_second = -1; }), "links.node");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.ranks_per_node = 0; }), "ranks_per_node is 0");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.hidden_part = -1; }), "hidden_part is -1");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.links.forward_wait = -1; }), "wait of -1 seconds");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.links.backward_wait = -2; }), "wait of -2 seconds");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.servers.resize(3); }), "servers is 3 entries");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.servers = {{1, 1}, {-1, 1}}; }), "servers[1].speed");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.servers = {{1, -1}, {1, 1}}; }), "servers[0].cap");

@@ -44,6 +44,9 @@ class Cluster:
     hidden_part: float = 0.0
     """Seconds of a layer's transfers that other work hides, over the mean seconds of a rank's
     attention. It is 1 under ping-pong, where the attention of the other half hides transfers."""
+    transfer_waits: tuple[float, float] = (0.0, 0.0)
+    """Seconds that the transfers of a rank wait for other traffic in the forward pass, and in the
+    backward pass, if it has any."""
     num_parts: int = 1
     """Number of parts in which a call's rows travel, each with some of the heads. Visiting tasks of
     one part hide transfers of the next."""
@@ -58,13 +61,20 @@ class Cluster:
         return torch.tensor([[speed, cap_bytes] for speed in speeds], dtype=torch.float64)
 
     def links(self) -> Tensor:
-        """Argument of torch.ops.distca.plan: float64 [5], ranks per node, bytes per second of a
-        rank's link within a node and between nodes, hidden part, number of parts."""
+        """Argument of torch.ops.distca.plan: float64 [7], ranks per node, bytes per second of a
+        rank's link within a node and between nodes, hidden part, number of parts, waits."""
         inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
         between = inside if between is None else between
         node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
-        parts = self.num_parts
-        return torch.tensor([node, inside, between, self.hidden_part, parts], dtype=torch.float64)
+        words = [node, inside, between, self.hidden_part, self.num_parts, *self.transfer_waits]
+        return torch.tensor(words, dtype=torch.float64)
+
+    @property
+    def slowest_bytes_per_second(self) -> float:
+        """Bandwidth of the slowest link between two ranks."""
+        inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
+        is_one_node = self.ranks_per_node is None or self.ranks_per_node >= self.num_ranks
+        return inside if is_one_node or between is None else min(inside, between)
 
 
 def cluster_of(

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from distca.options import Options, check, check_number
+from distca.ranks import speed
 from distca.ranks.links import Link, Links
 
 TILE = {"cuda": 128, "cpu": 32}  # rows and keys of a kernel tile
 DEFAULT_TFLOPS = {"cuda": 300.0, "cpu": 0.03}
+SPEED_HEADS = (speed.HEADS_Q, speed.HEADS_KV, speed.HEAD_DIM)
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 CALIBRATION_FORMAT = 1
 MAX_TABLE_POINTS = 4096
@@ -226,17 +228,27 @@ def measured_links(options: Options) -> Links:
     return calibration_of(options.cost_table).links if options.cost_table is not None else Links()
 
 
-def cost_tensor(options: Options, shape: AttentionShape, device_type: str) -> Tensor:
+def cost_tensor(
+    options: Options,
+    shape: AttentionShape,
+    device_type: str,
+    measured_seconds: float | None = None,
+) -> Tensor:
     """float64, as torch.ops.distca.plan takes it: tiles, or the measured table of the options,
-    forward + backward.
+    forward + backward. `measured_seconds` is the time of the document of speed.measure, where the
+    options do not say how fast attention is.
 
     A table of other heads is scaled by FLOPs, with a warning. Raises ValueError for a file that
     cannot be read or was measured on another type of device.
     """
     if options.cost_table is not None:
         return _measured_cost(options.cost_table, shape, device_type)
-    tflops = options.attention_tflops or DEFAULT_TFLOPS[device_type]
     tile = TILE[device_type]
+    tflops = options.attention_tflops or DEFAULT_TFLOPS[device_type]
+    if options.attention_tflops is None and measured_seconds is not None:
+        num_tiles = (speed.NUM_ROWS // tile) * (speed.NUM_ROWS // tile + 1) // 2
+        flops = num_tiles * AttentionShape(*SPEED_HEADS).tile_flops(tile)
+        tflops = 1e-12 * flops / measured_seconds
     values = [tile, tile, shape.tile_flops(tile) / (tflops * 1e12), 0.0, 0, 0]
     return torch.tensor(values, dtype=torch.float64)
 

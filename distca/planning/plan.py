@@ -29,6 +29,7 @@ from distca.planning.exchange import (
     NODE_WORD,
     SHAPE_WORDS,
     TIMES_WORDS,
+    WAITS_WORDS,
     exchange,
     shape_of,
     words_of,
@@ -37,7 +38,7 @@ from distca.ranks import memory
 from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.notices import Kind, tell
 from distca.ranks.peers import Way
-from distca.ranks.session import Session, configured
+from distca.ranks.session import Session, configured, measures_links
 from distca.watching.figures import LINKS, max_over_mean, without
 
 CAUSAL = (-1, 0)
@@ -80,6 +81,9 @@ class PlanReport:
     each node has one rank."""
     node_link_gb_per_s: float | None = None
     """Like link_gb_per_s, from a rank to the ranks of other nodes. None: all ranks share a node."""
+    transfer_waits_ms: list[float] = field(default_factory=list)
+    """Milliseconds that transfers of a layer wait for other traffic, such as FSDP's, in the forward
+    pass and in the backward pass. Measured in earlier steps; 0 until some rows have travelled."""
     kept_bytes: list[int] = field(default_factory=list)
     """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
     keeping: str = ""
@@ -264,7 +268,8 @@ def next_problem(
     members = {"way": session.way, "servers": session.servers}
     problem = replace(problem, **members, has_halves=has_halves)
     calls = ops.agreed_calls(session.group_name, problem.step, *window_size)
-    return replace(problem, links=session.links, calls=calls)
+    speeds = {"links": session.links, "attention_seconds": session.attention_seconds}
+    return replace(problem, **speeds, calls=calls)
 
 
 def local_plan(documents: Documents, window_size: tuple[int, int], device: torch.device) -> Plan:
@@ -301,7 +306,9 @@ class Problem:
     ranks_per_node: int | None = None  # as host names say
     way: Way = Way()  # how rows travel
     has_halves: bool = False  # ping-pong: each half hides transfers of the other
-    links: Links = Links()  # measured when the group opened
+    links: Links = Links()  # these two measured when the group opened
+    attention_seconds: float | None = None
+    transfer_waits: tuple[float, float] = (0.0, 0.0)  # measured in training: see Cluster
     calls: Tensor | None = None  # those that ranks last agreed on for this window
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
     servers: tuple[int, ...] = ()  # ranks that run no model
@@ -320,10 +327,16 @@ def _solve_together(
     if session.num_ranks > 1:
         is_measured = measures_memory(session.options)
         about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
-        pieces, headers = exchange(session, pieces, [*words, *about_memory])
+        sessions = session.halves if problem.has_halves else [session]
+        about_waits = session.waits.words([each.group_name for each in sessions])
+        pieces, headers = exchange(session, pieces, [*words, *about_memory, *about_waits])
         nodes = headers[:, NODE_WORD].tolist()
         limit = memory.common_limit(headers[:, MEMORY_WORDS])
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes), kept_limit_bytes=limit)
+        if measures_links(session):
+            bandwidth = _cluster_of(problem, session.options).slowest_bytes_per_second
+            session.waits.add(headers[:, WAITS_WORDS], bandwidth)
+            problem = replace(problem, transfer_waits=session.waits.seconds())
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
     solution = _solve(problem, pieces, session.options, shape_of(headers))
@@ -383,15 +396,8 @@ def tasks_of(encoded: Tensor) -> Tensor:
 
 def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> Solution:
     start = time.perf_counter()
-    cost = cost_tensor(options, shape, problem.device_type)
-    cluster = cluster_of(
-        options,
-        problem.num_ranks,
-        problem.device_type,
-        problem.ranks_per_node,
-        problem.links,
-        problem.kept_limit_bytes,
-    )
+    cost = cost_tensor(options, shape, problem.device_type, problem.attention_seconds)
+    cluster = replace(_cluster_of(problem, options), transfer_waits=problem.transfer_waits)
     if problem.has_halves:
         cluster = replace(cluster, hidden_part=1.0)
     elif problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
@@ -410,9 +416,21 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     speeds = cluster.speeds or ()
     idle = [rank for rank, speed in enumerate(speeds) if speed == 0]
     roles = {"servers": list(problem.servers), "idle": idle}
-    figures = {**keeping, **gb_per_s_of(cluster), **roles}
+    waits = {"transfer_waits_ms": [1e3 * each for each in problem.transfer_waits]}
+    figures = {**keeping, **gb_per_s_of(cluster), **roles, **waits}
     report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
     return Solution(*laid_out, pieces, encoded, shape, report)
+
+
+def _cluster_of(problem: Problem, options: Options) -> Cluster:
+    return cluster_of(
+        options,
+        problem.num_ranks,
+        problem.device_type,
+        problem.ranks_per_node,
+        problem.links,
+        problem.kept_limit_bytes,
+    )
 
 
 def parts_of(shape: AttentionShape) -> int:

@@ -103,14 +103,18 @@ def _measure_link(session, device: torch.device, peers: Peers) -> Link:
 
     def seconds(num_bytes: float) -> tuple[int, float]:
         call, sent_bytes = _exchange(session, device, peers, num_bytes)
-        own_ns = 1e9 * _seconds(call, device)
-        return sent_bytes, 1e-9 * max(1, *_gather(session, int(own_ns)))
+        return sent_bytes, largest(session, seconds_of(call, device))
 
     _, latency_s = seconds(SMALL_BYTES)
     probe_bytes, probe_s = seconds(PROBE_BYTES)
     in_time = probe_bytes * LARGE_S / probe_s
     sent_bytes, large_s = seconds(min(LARGE_BYTES, max(PROBE_BYTES, in_time)))
     return Link(float(f"{latency_s:.2g}"), float(f"{sent_bytes / large_s:.2g}"))
+
+
+def largest(session, seconds: float) -> float:
+    """Return the most of what ranks pass, at least a nanosecond. Collective."""
+    return 1e-9 * max(1, *_gather(session, int(1e9 * seconds)))
 
 
 def _exchange(
@@ -153,7 +157,7 @@ def _exchange(
     return call, part * most_peers * row_bytes
 
 
-def _seconds(call: Callable[[], None], device: torch.device) -> float:
+def seconds_of(call: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of a call: the median over batches of calls."""
     seconds = []
     for _ in range(NUM_BATCHES):

@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distca import _torch_private, ops
 from distca.options import Options, check
-from distca.ranks import groups
+from distca.ranks import groups, speed
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, measure
 from distca.ranks.memory import KeptMemory
 from distca.ranks.peers import Way, check_transport, choose_way
 from distca.ranks.planner_thread import PlannerThread
+from distca.ranks.waits import Waits
 from distca.ranks.world import World, check_servers
 from distca.watching.monitor import Monitor
 from distca.watching.settings import Watching
@@ -48,7 +49,9 @@ class Session:
     backend: str = ""  # of rows, "cpu:gloo,cuda:nccl"
     way: Way = Way()  # how rows travel, if the attention allows it
     links: Links = Links()  # as measured when it was opened
+    attention_seconds: float | None = None  # see speed.measure; None: not measured
     memory: KeptMemory = field(default_factory=KeptMemory)
+    waits: Waits = field(default_factory=Waits)
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of
@@ -309,13 +312,19 @@ def measures_links(session: Session) -> bool:
 
 def _measure_links(session: Session) -> None:
     device_type = "cuda" if session.way.device is not None else session.device_type
-    session.links = measure(session, torch.device(device_type))
+    device = torch.device(device_type)
+    session.links = measure(session, device)
+    if session.options.attention_tflops is None and device_type == "cuda":
+        session.attention_seconds = speed.measure(session, device)
     # Open a new session, without the calls and the peer memory of the measurement.
     ops.close_session(session.group_name)
     _open_transport(session)
     for level, link in vars(session.links).items():
         if link is not None and session.rank == 0:
             _log.info("distca: links %s nodes: %s", level, link)
+    if session.attention_seconds is not None and session.rank == 0:
+        ms, rows = 1e3 * session.attention_seconds, speed.NUM_ROWS
+        _log.info("distca: attention of %d tokens, 32 heads of 128: %.2g ms", rows, ms)
 
 
 def _open_groups(session: Session) -> None:
@@ -434,6 +443,11 @@ def find(group: ProcessGroup | DeviceMesh | None = None) -> Session | None:
     group = groups.resolve(group)
     # After torch.distributed was ended and initialised again, a new group has the old one's name.
     return next((each for each in _sessions.values() if each.group is group), None)
+
+
+def all_open() -> list[Session]:
+    """Return the open sessions, those of halves included, whose rows travel."""
+    return [part for session in _sessions.values() for part in session.parts]
 
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:

@@ -33,7 +33,8 @@ double Assignment::capacity(int64_t rank) const {
 double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double speed = problem_.options.speed(rank);
   const double visiting = speed > 0 ? visiting_[rank] / speed : 0;
-  const double exposed = std::max(0.0, kTransferWeight * link_seconds - problem_.hidden_seconds);
+  const double transfers = kTransferWeight * link_seconds + problem_.transfers_wait;
+  const double exposed = std::max(0.0, transfers - problem_.hidden_seconds);
   return problem_.options.links.num_parts * (limit_ - exposed) - visiting;
 }
 
@@ -77,7 +78,8 @@ int64_t Assignment::bytes_of(int64_t document, Range rows, const RangeSet& keys)
 
 double Assignment::node_bytes_left(int64_t rank) const {
   const Links& links = problem_.options.links;
-  return (limit_ + problem_.hidden_seconds) / kTransferWeight * links.node_bytes_per_second -
+  const double seconds = limit_ + problem_.hidden_seconds - problem_.transfers_wait;
+  return seconds / kTransferWeight * links.node_bytes_per_second -
          static_cast<double>(load(rank).node_bytes_out);
 }
 
@@ -96,7 +98,8 @@ bool Assignment::links_fit(const Move& move) const {
   const double seconds_of_receiver = std::max(seconds_in, link_seconds_out(in, options.links));
   if (link_seconds_left(move.receiver, seconds_of_receiver) < move.seconds / speed) return false;
   // The donor's own visiting tasks do not count, since it still gives some away.
-  if (kTransferWeight * seconds_out > limit_ + problem_.hidden_seconds) return false;
+  const double transfers_out = kTransferWeight * seconds_out + problem_.transfers_wait;
+  if (transfers_out > limit_ + problem_.hidden_seconds) return false;
   const Range keys = problem_.keys_of(document, move.slice);
   const int64_t held = in.held_bytes + num_rows(move.slice) * options.held_bytes.query +
                        num_rows(keys) * options.held_bytes.key;

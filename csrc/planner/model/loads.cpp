@@ -11,8 +11,14 @@ namespace {
 struct Pass {
   double seconds_part;
   double bytes_part;
+  bool is_forward = true, is_backward = true;
+
+  double wait(const Links& links) const {
+    return is_forward * links.forward_wait + is_backward * links.backward_wait;
+  }
 };
-constexpr Pass kPasses[] = {{2.0 / 7, 0.37}, {5.0 / 7, 0.63}};
+constexpr Pass kForward{2.0 / 7, 0.37, true, false}, kBackward{5.0 / 7, 0.63, false, true};
+constexpr Pass kBoth{1, kTransferWeight};
 
 }  // namespace
 
@@ -69,7 +75,9 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
   const double hidden = hidden_seconds + (1 - 1 / links.num_parts) * load.seconds_visiting;
-  const double exposed = pass.bytes_part * link_seconds(load, links) - pass.seconds_part * hidden;
+  const double transfers = pass.bytes_part * link_seconds(load, links);
+  const double wait = transfers > 0 ? pass.wait(links) : 0;
+  const double exposed = transfers + wait - pass.seconds_part * hidden;
   const double home = pass.seconds_part * (load.seconds - load.seconds_visiting);
   return pass.seconds_part * load.seconds_visiting + std::max(home, exposed);
 }
@@ -84,13 +92,12 @@ static double slowest(const std::vector<Load>& loads, const Links& links, double
 }
 
 double slowest(const std::vector<Load>& loads, const Links& links, double hidden_seconds) {
-  return slowest(loads, links, hidden_seconds, {1, kTransferWeight});
+  return slowest(loads, links, hidden_seconds, kBoth);
 }
 
 double makespan(const std::vector<Load>& loads, const Links& links, double hidden_seconds) {
-  double sum = 0;
-  for (const Pass& pass : kPasses) sum += slowest(loads, links, hidden_seconds, pass);
-  return sum;
+  return slowest(loads, links, hidden_seconds, kForward) +
+         slowest(loads, links, hidden_seconds, kBackward);
 }
 
 void take_off(Load& load, const Load& spared, double times) {
@@ -105,13 +112,12 @@ void take_off(Load& load, const Load& spared, double times) {
 
 double makespan(std::vector<Load> loads, const Traffic& spared, const Links& links,
                 double hidden_seconds) {
-  const auto& [forward, backward] = kPasses;
-  const double forward_seconds = slowest(loads, links, hidden_seconds, forward);
+  const double forward_seconds = slowest(loads, links, hidden_seconds, kForward);
   for (size_t rank = 0; rank < loads.size(); ++rank) {
     // The pass moves only a part of a load's bytes.
-    take_off(loads[rank], spared[static_cast<int64_t>(rank)], 1 / backward.bytes_part);
+    take_off(loads[rank], spared[static_cast<int64_t>(rank)], 1 / kBackward.bytes_part);
   }
-  return forward_seconds + slowest(loads, links, hidden_seconds, backward);
+  return forward_seconds + slowest(loads, links, hidden_seconds, kBackward);
 }
 
 double total_bytes(const std::vector<Load>& loads) {

@@ -25,6 +25,10 @@ void check(const Links& links) {
           links.node_bytes_per_second, "; expected a positive number");
   require(links.num_parts >= 1, "options: links.num_parts is ", links.num_parts,
           "; expected at least 1");
+  for (const double wait : {links.forward_wait, links.backward_wait}) {
+    require(wait >= 0 && std::isfinite(wait), "options: links have a wait of ", wait,
+            " seconds; expected 0 or a positive number");
+  }
   require(links.hidden_part >= 0, "options: links.hidden_part is ", links.hidden_part,
           "; expected 0 or a positive number");
 }

@@ -29,6 +29,8 @@ struct Links {
   double hidden_part = 0;  // seconds of transfers that other work hides, over the mean compute
   // Parts in which rows travel: visiting tasks of one part hide transfers of the next.
   double num_parts = 1;
+  // Seconds that the transfers of a rank wait for other traffic in a pass, if it has any.
+  double forward_wait = 0, backward_wait = 0;
 
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;
