@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
+from distca.integrations.fsdp import gather_after_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from llama import CoreAttention, Llama, LlamaConfig, WholeDocuments, torch_attention  # noqa: E402
@@ -80,4 +81,6 @@ def build_model(
         if ping_pong:
             block = distca.PingPong(block)  # the same module, of another class
         fully_shard(block, mesh=mesh, mp_policy=precision)
-    return fully_shard(model, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    gather_after_attention(model)  # no difference for variants that move no rows
+    return model

@@ -76,6 +76,7 @@ ORDER = [  # of use
 INTEGRATIONS = {  # read from their sources: the libraries need not be installed
     "transformers": ("latest_plan", "ping_pong"),
     "trainer": ("plan_batches",),
+    "fsdp": ("gather_after_attention",),
 }
 INTERNALS = {  # members that users have no need of
     "Documents": ("unplanned", "halves", "pieces"),

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import distca
+from distca.integrations.fsdp import gather_after_attention
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from llama import Llama, LlamaConfig, WholeDocuments, torch_attention  # noqa: E402
@@ -42,6 +43,7 @@ class Way:
     """Whether the step is one global pack whose documents cross ranks."""
     offloads: bool = False
     dtype: torch.dtype = torch.float32
+    gathers_after_attention: bool = False
 
 
 WAYS = {
@@ -52,6 +54,7 @@ WAYS = {
     "hybrid sharding, tensor parallel 2": Way({"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
     "documents across 4": Way({"dp": 4}, is_sharded=True),
     "documents across 2, tensor parallel 2": Way({"dp": 2, "tp": 2}, is_sharded=True),
+    "gathers after attention": Way({"dp": 4}, gathers_after_attention=True),
     "offload": Way({"dp": 4}, offloads=True),
     "offload, bfloat16": Way({"dp_replicate": 2, "dp_shard": 2}, False, True, True, torch.bfloat16),
 }
@@ -138,7 +141,10 @@ def parallel_model(way: Way, mesh: DeviceMesh, data_mesh: DeviceMesh) -> nn.Modu
         keywords["mp_policy"] = MixedPrecisionPolicy(way.dtype, torch.float32)
     for block in model.blocks:
         fully_shard(block, **keywords)
-    return fully_shard(model, **keywords)
+    fully_shard(model, **keywords)
+    if way.gathers_after_attention:
+        gather_after_attention(model)
+    return model
 
 
 def train_step(rank: int, world_size: int, name: str) -> Result:

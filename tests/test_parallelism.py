@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import distca
+from distca.integrations.fsdp import gather_after_attention
 from distca.ranks import groups
 
 TOLERANCE = 1e-5
@@ -51,6 +52,11 @@ def test_tensor_parallel_ranks_have_one_plan(ranks, name):
     assert len(layouts) == 2
     for first, second in layouts.values():
         assert first == second
+
+
+def test_a_model_without_fsdp_is_refused():
+    with pytest.raises(ValueError, match="model is 'Linear'; expected a model sharded by fully_"):
+        gather_after_attention(torch.nn.Linear(1, 1))
 
 
 def test_the_comparison_notices_a_lost_boundary_and_a_wrong_scale(truth, monkeypatch):
