@@ -5,9 +5,9 @@ distca.integrations.torchtitan.selective_checkpoint,distca.integrations.torchtit
 
 `attention` balances flex and varlen attention over the ranks of the "batch" mesh, and
 `varlen_attention` only the latter, without claiming the modules around it. With
-{"ping_pong": true}, blocks run on two halves of their tokens. `selective_checkpoint` keeps attention's results, so that
-nothing is sent again when a block is recomputed. `metrics` adds distca's figures to torchtitan's
-metrics.
+{"ping_pong": true}, blocks run on two halves of their tokens. `selective_checkpoint` keeps
+attention's results, so that nothing is sent again when a block is recomputed. `metrics` adds
+distca's figures to torchtitan's metrics.
 """
 
 import collections
@@ -286,9 +286,7 @@ def varlen_attention(
 
 
 @override(target=BaseAttention.Config, description="distca: balanced attention")
-def attention(
-    config: BaseAttention.Config, ping_pong: bool = False
-) -> BaseAttention.Config:
+def attention(config: BaseAttention.Config, ping_pong: bool = False) -> BaseAttention.Config:
     """Use BalancedAttention in place of flex or varlen attention.
 
     Flex attention's windows are in its masks, and their sizes in the configuration around it.
