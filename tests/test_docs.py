@@ -297,6 +297,7 @@ def test_the_example_has_equal_losses_with_documents_across_ranks(tmp_path, more
 
 
 def test_the_example_refuses_a_folder_that_it_cannot_write(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
     train = module_of(ROOT / "examples" / "train.py")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["train.py", "--out", "/dev/null/x"])
