@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 PLANNER_BUILD := build/planner
 FUZZ_BUILD := build/fuzz
 FUZZ_SECONDS ?= 300
+WHEELS_FLAGS ?=
 FUZZ_CXX ?= $(shell command -v clang++ || echo c++)
 
 # One stamp per torch, so that another TORCH installs it and rebuilds.
@@ -32,7 +33,7 @@ PYTHON_FILES := setup.py distca tests benchmarks examples tools docs/generate.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: train test test-cpp test-python test-quick test-transformers test-stacks docs fuzz tidy install format check-format clean googletest
+.PHONY: train test test-cpp test-python test-quick test-transformers test-stacks wheels docs fuzz tidy install format check-format clean googletest
 .DELETE_ON_ERROR:
 
 train: $(LIBRARY)
@@ -71,6 +72,11 @@ test-quick: $(LIBRARY)
 # of its own: 10 minutes, and 5 with 2 GB of packages.
 test-transformers test-stacks: $(LIBRARY)
 	$(BIN)/python tools/stacks.py $(@:test-%=%) $(PYTEST_FLAGS)
+
+# A wheel for each minor version of PyTorch, tested on the CPU in a fresh environment: 5 GB of
+# packages and 30 minutes of processor time for each. WHEELS_FLAGS="--cpu --torch 2.15" for a check.
+wheels: $(ENVIRONMENT)
+	$(BIN)/python tools/wheels.py $(WHEELS_FLAGS)
 
 # Pages and pictures that follow from the code.
 docs: $(LIBRARY)

@@ -100,7 +100,9 @@ def num_jobs() -> int:
 
 
 os.environ.setdefault("MAX_JOBS", str(num_jobs()))
+TORCH = ".".join(torch.__version__.split(".")[:2])
 setup(
+    install_requires=[f"torch=={TORCH}.*", "numpy"],  # the library serves one minor version
     ext_modules=[extension(wants_cuda())],
     cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},  # the library uses nothing of Python

@@ -54,10 +54,15 @@ def built_for(library: Path) -> str:
     return version
 
 
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
 def load(library: Path = LIBRARY) -> None:
-    """Registers torch.ops.distca.*; raises ImportError naming both versions if they differ."""
+    """Registers torch.ops.distca.*; raises ImportError naming both versions if they differ in
+    more than the patch."""
     expected, running = built_for(library), torch.__version__.split("+")[0]
-    if expected.split("+")[0] != running:
+    if _minor(expected) != _minor(running):
         raise ImportError(
             f"distca: the library was built for torch {expected}, but torch {running} is running; "
             f"rebuild it with `{_rebuild(library)}` in the environment that runs it"

@@ -2,13 +2,16 @@
 
 import argparse
 import ast
+import errno
 import hashlib
 import inspect
 import itertools
 import math
+import os
 import sys
 import typing
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 MAX_SPEEDS = 65536
 MOVED = {  # former fields, and how to set them now
@@ -156,6 +159,13 @@ class Options:
     def digest(self) -> int:
         """63 bits that differ when any option differs."""
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+
+
+def make_writable(file: Path) -> None:
+    """Create the folder of a file that a command writes at its end. Raises OSError if it cannot."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:

@@ -193,10 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         if world is not None:
             world.end()
-    if watching.is_on and not session.has_opened():
+    is_shared = options.enabled and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if (watching.is_on or is_shared) and not session.has_opened():
         hint(
-            f"{parsed.script} ended without a call of distca, so nothing was balanced or recorded; "
-            "pass --patch-sdpa or --transformers, or call distca.plan in the script"
+            f"{parsed.script} ended without a plan, so nothing was balanced or recorded; pass "
+            "--patch-sdpa or --transformers, or call distca.plan in the script"
         )
 
 

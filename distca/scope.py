@@ -1,6 +1,7 @@
 """Documents in force, and drop-ins for torch's attention that work on them."""
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterator
 
@@ -21,6 +22,8 @@ from distca.ranks import session as sessions
 from distca.ranks.hints import hint
 
 _torch_sdpa = F.scaled_dot_product_attention  # taken before the launcher may replace it
+# torch 2.11 shares keys among heads without asking.
+_asks_for_gqa = "enable_gqa" in inspect.signature(_torch_varlen_attn).parameters
 
 
 # What is in force, None outside: the documents, and (rows, tokens) of the tensor that they were
@@ -180,26 +183,40 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cu_seq_k: Tensor | None,
     max_q: int,
     max_k: int,
     *,
     return_aux: AuxRequest | None = None,
     scale: float | None = None,
     window_size: tuple[int, int] = FULL,
+    enable_gqa: bool = False,
+    **others,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Drop-in for torch.nn.attention.varlen.varlen_attn, balanced inside
     `with distca.documents(...)`.
 
     query is [tokens, heads_q, head_dim]. With return_aux.lse it returns (out, lse), where lse is
-    [heads_q, tokens] as in torch, and differentiable. Inside the scope it raises ValueError if
-    boundaries differ from those of the documents. Outside the scope it is torch's own function.
+    [heads_q, tokens] as in torch, and differentiable. key and value may have fewer heads, with or
+    without enable_gqa. `others` are arguments of newer versions of torch, such as block_table.
+    Inside the scope it raises ValueError for these, and if boundaries differ from those of the
+    documents. Outside the scope it is torch's own function.
     """
     packed, _ = _in_force
     if packed is None:
         rows = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
         keywords = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
-        return _torch_varlen_attn(*rows, **keywords)
+        if _asks_for_gqa:
+            keywords["enable_gqa"] = enable_gqa
+        return _torch_varlen_attn(*rows, **keywords, **others)
+    for name, value_of_other in others.items():
+        if value_of_other is not None:
+            raise ValueError(
+                f"{name} is a {type(value_of_other).__name__} under distca.documents; expected "
+                "None: distca computes training on packed documents, and has no key-value cache"
+            )
+    if cu_seq_k is None:
+        raise ValueError("cu_seq_k is None under distca.documents; expected cu_seq_q")
     _check_boundaries(packed, cu_seq_q, "cu_seq_q")
     if cu_seq_k is not cu_seq_q:
         _check_boundaries(packed, cu_seq_k, "cu_seq_k")

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
+from distca.options import make_writable
 from distca.watching.report import draw_balance, new_figure
 
 SIZES = {
@@ -65,7 +66,11 @@ def arguments() -> argparse.Namespace:
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 examples/train.py ...")
     if args.out is not None:
-        new_figure(1, 1)  # says that matplotlib is missing before it trains
+        try:  # before it trains
+            new_figure(1, 1)
+            make_writable(args.out / "summary.json")
+        except (ImportError, OSError) as error:
+            parser.error(str(error))
     args.device_type = "cuda" if torch.cuda.is_available() else "cpu"
     for name, size in SIZES[args.device_type].items():
         if getattr(args, name) is None:
@@ -273,7 +278,6 @@ def finish(args: argparse.Namespace, history: History, reference: History | None
         f"(predicted max/mean attention time of {summary['ranks']} ranks, mean of steps)"
     )
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         draw_balance(
             args.out / "balance.png",

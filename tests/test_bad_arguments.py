@@ -149,6 +149,9 @@ OTHER_CU_SEQLENS = torch.tensor([0, 4, 8], dtype=torch.int32)
         (CU_SEQLENS + 0.5 * CU_SEQLENS.clamp(max=1), CU_SEQLENS, {}, "cu_seq_q .*same packing"),
         (CU_SEQLENS.long() + 2**32, CU_SEQLENS, {}, "cu_seq_q .*same packing"),
         (CU_SEQLENS, CU_SEQLENS, {"window_size": (-3, 0)}, "window"),
+        (CU_SEQLENS, None, {}, "cu_seq_k is None"),
+        (CU_SEQLENS, CU_SEQLENS, {"num_splits": 1}, "num_splits is a int under .* expected None"),
+        (CU_SEQLENS, None, {"block_table": CU_SEQLENS}, "block_table is a Tensor under"),
     ],
 )
 def test_varlen_under_documents_refuses(cu_seq_q, cu_seq_k, arguments, message):
@@ -283,19 +286,21 @@ def test_a_library_without_cuda_refuses_cuda_tensors():
         )
 
 
-def test_a_library_for_another_torch_is_refused(tmp_path):
-    running = torch.__version__.split("+")[0]
-    assert _library.built_for(_library.LIBRARY).split("+")[0] == running
-    other = "9" + running[1:]
+def test_a_library_for_another_torch_is_refused(tmp_path, monkeypatch):
+    running, built = torch.__version__.split("+")[0], _library.built_for(_library.LIBRARY)
+    assert built.split(".")[:2] == running.split(".")[:2]
+    other = "9" + built[1:]
     content = _library.LIBRARY.read_bytes()
     marker = b"distca-built-for-torch:"
-    assert content.count(marker + running.encode()) == 1
+    assert content.count(marker + built.encode()) == 1
     path = tmp_path / "_C.so"
-    path.write_bytes(content.replace(marker + running.encode(), marker + other.encode()))
+    path.write_bytes(content.replace(marker + built.encode(), marker + other.encode()))
     with pytest.raises(ImportError) as raised:
         _library.load(path)
     for part in (f"torch {other}", f"torch {running}", "pip install --force-reinstall"):
         assert part in str(raised.value)
+    monkeypatch.setattr(torch, "__version__", ".".join([*running.split(".")[:2], "99+cpu"]))
+    _library.load()  # of the same minor version
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x7fELF" + bytes(4096)])

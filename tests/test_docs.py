@@ -296,6 +296,16 @@ def test_the_example_has_equal_losses_with_documents_across_ranks(tmp_path, more
     assert (tmp_path / "balance.png").exists() and (tmp_path / "summary.json").exists()
 
 
+def test_the_example_refuses_a_folder_that_it_cannot_write(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    train = module_of(ROOT / "examples" / "train.py")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--out", "/dev/null/x"])
+    with pytest.raises(SystemExit):
+        train.arguments()
+    assert "'/dev/null/x'" in capsys.readouterr().err
+
+
 def generator():
     return module_of(ROOT / "docs" / "generate.py")
 

@@ -1,5 +1,6 @@
 """The drop-ins are torch's functions outside a scope, and attend by document inside it."""
 
+import inspect
 import statistics
 import time
 
@@ -173,7 +174,9 @@ def varlen_errors(rank: int, world_size: int, window_size: tuple[int, int]) -> l
     cu_seqlens = documents.cu_seqlens
     with distca.documents(documents, window_size=window_size):
         out = distca.varlen_attention(
-            *leaves, cu_seqlens, cu_seqlens, max(lengths), max(lengths), window_size=window_size
+            *(*leaves, cu_seqlens, cu_seqlens, max(lengths), max(lengths)),
+            window_size=window_size,
+            enable_gqa=True,
         )
     truth.square().sum().backward()
     out.square().sum().backward()
@@ -194,9 +197,27 @@ def test_varlen_attention_without_documents_is_torchs(monkeypatch):
     monkeypatch.setattr(
         distca.scope, "_torch_varlen_attn", lambda *args, **kwargs: seen.append((args, kwargs))
     )
-    distca.varlen_attention("q", "k", "v", "cu_q", "cu_k", 5, 6, scale=0.5, window_size=(3, 0))
+    rows = ("q", "k", "v", "cu_q", "cu_k", 5, 6)
     wanted = {"return_aux": None, "scale": 0.5, "window_size": (3, 0)}
-    assert seen == [(("q", "k", "v", "cu_q", "cu_k", 5, 6), wanted)]
+    for asks, more in ((False, {}), (True, {"enable_gqa": True})):
+        monkeypatch.setattr(distca.scope, "_asks_for_gqa", asks)
+        how = {"scale": 0.5, "window_size": (3, 0), "enable_gqa": True}
+        distca.varlen_attention(*rows, **how, num_splits=1)
+        assert seen.pop() == (rows, {**wanted, **more, "num_splits": 1})
+
+
+def test_varlen_attention_has_the_arguments_of_torchs():
+    """Newer versions of torch have more arguments than 2.11; they go on to torch's function."""
+    ours, torchs = (
+        {name: (each.kind, each.default) for name, each in inspect.signature(f).parameters.items()}
+        for f in (distca.varlen_attention, varlen.varlen_attn)
+    )
+    assert len(torchs) >= 10 and "others" in ours
+    assert {name: ours[name] for name in torchs if name in ours} == {
+        name: torchs[name] for name in torchs if name in ours
+    }
+    assert list(ours)[:10] == list(torchs)[:10]
+    assert all(torchs[name][1] in (None, False) for name in torchs if name not in ours)
 
 
 def evaluate_unevenly(rank: int, world_size: int) -> tuple[float, float]:

@@ -41,6 +41,9 @@ def test_the_source_distribution_builds_on_any_machine(tmp_path):
     assert {"LICENSE", "CHANGELOG.md", "Makefile", "pyproject.toml", "setup.py"} <= names
     assert not [name for name in names if name.endswith(".so") or "__pycache__" in name]
     assert "License-Expression: Apache-2.0" in metadata and "Typing :: Typed" in metadata
+    assert "Author: distca contributors" in metadata and "arxiv.org" in metadata
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert f"Requires-Dist: torch=={minor}.*" in metadata, "that of the build"
 
 
 def test_one_version():

@@ -185,13 +185,21 @@ def test_flags_override_measured_links(tmp_path):
         (["--fit-step-ms", "0.001"], "fit_step_ms is 0.001"),
         (["--gpus-per-node", "0"], "gpus_per_node is 0"),
         (["--layers", "0"], "layers is 0"),
-        (["--steps", "1", "--systems", "fixed", "--out", "/dev/null/x"], "'/dev/null/x'"),
+        (["--distribution", "fixed:0"], "not all 0"),
     ],
 )
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit):
         cli.main([*DRAWN, *flags])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--out", "--json"])
+def test_files_that_cannot_be_written_are_refused_before_the_simulation(flag, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "run", lambda *arguments: pytest.fail("it was simulated"))
+    with pytest.raises(SystemExit):
+        cli.main([*DRAWN, flag, "/dev/null/x"])
+    assert "'/dev/null" in capsys.readouterr().err
 
 
 def test_a_missing_matplotlib_is_named_before_the_simulation(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """torchtitan's Llama with our overrides has the results of its own varlen attention."""
 
 import argparse
+import dataclasses
 import re
 import shlex
 import sys
@@ -20,6 +21,7 @@ from titan_model import titan  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.config.override import derive  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import (  # noqa: E402
     HuggingFaceTextDataLoader,
     HuggingFaceTextDataset,
@@ -31,6 +33,7 @@ import torchtitan_train  # noqa: E402
 import distca  # noqa: E402
 import distca.integrations.torchtitan as integration  # noqa: E402
 import distca.integrations.torchtitan_batches as titan_batches  # noqa: E402
+from distca.ranks.hints import hint  # noqa: E402
 
 TOLERANCE = 1e-5
 
@@ -52,9 +55,16 @@ def test_llama_equals_its_own_varlen_attention(own_ranks, world_size, tensor_par
         assert (moved_mb > 0) == (world_size > 1), "the case must move rows"
 
 
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_llama_equals_its_own_flex_attention(own_ranks, ping_pong):
+    for error, moved_mb in own_ranks(2).run(tm.flex_error, ping_pong):
+        assert error <= TOLERANCE and moved_mb > 0
+
+
+@pytest.mark.parametrize("attn_backend", ["varlen", "flex"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_attention_sinks_of_gpt_oss(own_ranks, world_size):
-    assert max(own_ranks(world_size).run(tm.gpt_oss_error)) <= TOLERANCE
+def test_attention_sinks_and_windows_of_gpt_oss(own_ranks, world_size, attn_backend):
+    assert max(own_ranks(world_size).run(tm.gpt_oss_error, attn_backend)) <= TOLERANCE
 
 
 def test_the_comparison_notices_a_lost_boundary():
@@ -129,6 +139,47 @@ def test_evaluation_is_balanced_on_request(own_ranks):
 def test_evaluation_stays_on_its_rank(own_ranks):
     for error, num_plans in own_ranks(2).run(evaluate_unevenly):
         assert error <= TOLERANCE and num_plans == 0
+
+
+def layer_config(attn_backend: str):
+    return tm.model_registry("debugmodel", attn_backend=attn_backend).model.layers[0].attention
+
+
+def test_the_override_keeps_all_but_the_inner_attention():
+    for attn_backend in ("flex", "varlen"):
+        config = layer_config(attn_backend)
+        balanced = integration.attention(config)
+        assert type(balanced) is type(config)
+        assert balanced.inner_attention.window_size == (127, 0)
+        assert dataclasses.replace(balanced, inner_attention=config.inner_attention) == config
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("inner_attention", titan.ScaledDotProductAttention.Config(), "ScaledDotProductAttention"),
+        ("window_pattern", [128, 0], r"window_pattern is \[128, 0\] in "),
+    ],
+)
+def test_attention_that_the_override_cannot_replace_is_refused(field, value, message):
+    config = layer_config("flex")
+
+    @dataclasses.dataclass(kw_only=True)
+    class Config(type(config)):
+        window_pattern: list[int] | None = None
+
+    with pytest.raises(ValueError, match=message):
+        integration.attention(derive(config, Config, **{field: value}))
+
+
+def test_a_model_that_is_not_balanced_is_named(caplog, monkeypatch):
+    hint.cache_clear()
+    monkeypatch.setattr(MetricsProcessor, "log", lambda self, *args: None)
+    for is_in_use in (True, False):
+        monkeypatch.setattr(integration.BalancedAttention, "is_in_use", is_in_use)
+        caplog.clear()
+        object.__new__(integration.BalanceMetrics).log(3, 2.0, 2.5, 0.1)
+        assert ("so nothing is balanced" in caplog.text) == (not is_in_use)
 
 
 def attention(**arguments) -> torch.Tensor:
@@ -344,10 +395,10 @@ def test_the_documented_command_configures_torchtitan():
     page = (Path(__file__).parent.parent / "docs" / "torchtitan.md").read_text()
     (command,) = re.findall(r"-m torchtitan\.train (.*?)^```", page, re.DOTALL | re.MULTILINE)
     config = ConfigManager().parse_args(shlex.split(command.replace("\\\n", " ")))
-    assert config.override.imports == tm.OVERRIDES
+    assert config.override.imports == [tm.PREFIX + "attention", *tm.OVERRIDES[1:]]
     assert config.training.disable_cuda_graphs
     layer = config.model_spec.model.layers[0]
-    assert isinstance(layer.attention.inner_attention, integration.VarlenAttention.Config)
+    assert type(layer.attention.inner_attention) is integration.FlexAttention.Config
 
 
 def test_the_example_configures_torchtitan(tmp_path, monkeypatch):

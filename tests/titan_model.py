@@ -3,8 +3,8 @@
 The kernel of its varlen attention has no CPU version, so torch's attention by document replaces it.
 """
 
+import contextlib
 import copy
-import dataclasses
 import types
 import unittest.mock
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from profiled import ranges_of
 from recorded import recorded_plans
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import and_masks, create_mask
 
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     # torchtitan 0.3.0 imports this name, but only its trainer uses it, which no test runs.
@@ -30,7 +31,7 @@ from torchtitan.models.common.attention import (  # noqa: E402
 )
 from torchtitan.models.common.decoder import Decoder  # noqa: E402
 from torchtitan.models.gpt_oss import model_registry  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
+from torchtitan.models.llama3 import config_registry  # noqa: E402
 
 import distca  # noqa: E402
 import distca.integrations.torchtitan as integration  # noqa: E402
@@ -69,8 +70,34 @@ def by_document(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size
     return (out, torch.cat(lses, 1)) if others.get("return_aux") else out
 
 
-def trainer_config(overrides: list[str]):
-    config = llama3_debugmodel_varlen_attn()
+def by_mask(q, k, v, *, block_mask, scale, return_aux, score_mod, **others):
+    """Stand in for torch's flex_attention, which has no backward pass on CPUs."""
+    assert score_mod is None
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    scores = q @ k.transpose(2, 3) * (scale or q.shape[3] ** -0.5)
+    shape = (len(q), None, q.shape[2], k.shape[2])
+    scores = scores.masked_fill(
+        ~create_mask(block_mask.mask_mod, *shape, device="cpu"), float("-inf")
+    )
+    return scores.softmax(-1) @ v, types.SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+def own_flex_attention():
+    """Let torchtitan's flex attention run on CPUs."""
+
+    def create(*args, separate_full_blocks, **kwargs):  # torch 2.11 has none
+        return titan.create_block_mask(*args, **kwargs)
+
+    stack, flex = contextlib.ExitStack(), staticmethod(by_mask)
+    stack.enter_context(unittest.mock.patch.object(titan, "_compiled_create_block_mask", create))
+    stack.enter_context(
+        unittest.mock.patch.object(titan.FlexAttention, "_compiled_flex_attn", flex)
+    )
+    return stack
+
+
+def trainer_config(overrides: list[str], config=None):
+    config = config or config_registry.llama3_debugmodel_varlen_attn()
     config.training.seq_len = SEQ_LEN
     config.model_spec = copy.deepcopy(config.model_spec)
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
@@ -80,9 +107,9 @@ def trainer_config(overrides: list[str]):
     return config
 
 
-def build(overrides: list[str]) -> tuple[nn.Module, object]:
+def build(overrides: list[str], config=None) -> tuple[nn.Module, object]:
     """Return the model and its trainer's configuration. Overrides do not change the weights."""
-    config = trainer_config(overrides)
+    config = trainer_config(overrides, config)
     model = config.model_spec.model.build()
     torch.manual_seed(0)
     model.init_states()
@@ -145,21 +172,40 @@ def worst_error(got: tuple[float, dict], truth: tuple[float, dict]) -> float:
     return max(errors)
 
 
-def gpt_oss_error(rank: int, world_size: int) -> float:
+def flex_error(rank: int, world_size: int, ping_pong: bool) -> tuple[float, float]:
+    """Return the worst error of a Llama with flex attention, and the megabytes that moved."""
+    distca.close()
+    entry = (PREFIX + "attention", {"ping_pong": ping_pong})
+    with unittest.mock.patch.object(Decoder, "__init__", Decoder.__init__):
+        model, _ = build([entry, *OVERRIDES[1:]], config_registry.llama3_debugmodel())
+    model.parallelize(mesh_of(world_size, 1, "spmd_types"))
+    batch = Batch.of(LENGTHS[rank][:1], seed=rank)
+    integration.recent_figures()
+    results = step(model, batch)
+    moved = integration.recent_figures()["moved_mb"]
+    with own_flex_attention():
+        truth = step(build([], config_registry.llama3_debugmodel())[0], batch)
+    distca.close()
+    return worst_error(results, truth), moved
+
+
+def gpt_oss_error(rank: int, world_size: int, attn_backend: str) -> float:
     """Return the worst error of out and gradients of gpt-oss's attention, with sliding windows.
 
-    The truth is torchtitan's own varlen attention. Experts, which have no CPU version in float32,
-    are left out.
+    The truth is torchtitan's own attention. Experts, which have no CPU version in float32, are left
+    out.
     """
     distca.init()
-    config = model_registry("debugmodel").model.layers[0].attention
-    config.inner_attention.window_size = (15, 0)
+    config = model_registry("debugmodel", attn_backend=attn_backend).model.layers[0].attention
+    config.sliding_window_size = 16
+    if attn_backend == "varlen":
+        config.inner_attention.window_size = (15, 0)
     batch = Batch.of(LENGTHS[rank], seed=rank)
     masks = create_varlen_metadata_for_document(batch.positions)
     x = torch.randn(*batch.tokens.shape, config.dim, generator=torch.Generator().manual_seed(rank))
 
-    def run(inner_attention) -> tuple[float, dict[str, Tensor]]:
-        module = dataclasses.replace(config, inner_attention=inner_attention).build().train()
+    def run(config, masks) -> tuple[float, dict[str, Tensor]]:
+        module = config.build().train()
         torch.manual_seed(0)
         for parameter in module.parameters():
             nn.init.normal_(parameter, std=0.2)
@@ -167,12 +213,20 @@ def gpt_oss_error(rank: int, world_size: int) -> float:
         loss.backward()
         return loss.item(), gradients(module)
 
-    ours = run(integration.varlen_attention(config.inner_attention))
+    ours = run(integration.attention(config), masks)
+    if attn_backend == "flex":
+        mask_mods = [
+            titan.get_efficient_causal_mask_mod_for_packed_document(batch.positions),
+            titan.get_sliding_window_mask_mod(16),
+        ]
+        shape = (len(batch.positions), None, SEQ_LEN, SEQ_LEN)
+        masks = titan.create_block_mask(and_masks(*mask_mods), *shape, device="cpu")
     with (
+        own_flex_attention(),
         unittest.mock.patch.object(titan, "varlen_attn", by_document),
         unittest.mock.patch.object(titan, "torch", InFloat32("torch")),
     ):
-        truth = run(config.inner_attention)
+        truth = run(config, masks)
     assert truth[1]["sinks"].norm() > 0
     return worst_error(ours, truth)
 

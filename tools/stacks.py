@@ -12,7 +12,8 @@ import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from environments import ROOT, environment
+
 # Two releases in wide use between the oldest and the newest, which the Makefile installs.
 TRANSFORMERS = ("5.5.4", "5.9.0", "5.15.0")
 SERVERS = ("fastapi", "uvicorn", "aiohttp", "cachetools", "pyzmq")  # that verl imports, unnamed
@@ -23,25 +24,12 @@ STACKS = {
 }
 
 
-def environment(name: str, packages: tuple[str, ...]) -> Path:
-    """Return the Python of an environment that has `packages`, after installing them if needed."""
-    folder = ROOT / "build" / "stacks" / name
-    python, stamp = folder / "bin" / "python", folder / "installed"
-    if not stamp.exists() or stamp.read_text() != " ".join(packages):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        (site,) = folder.glob("lib/python*/site-packages")
-        (site / "shared.pth").write_text(sysconfig.get_path("purelib"))
-        (folder / "constraints.txt").write_text(f"torch=={version('torch')}")
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        constraints = ["--constraint", folder / "constraints.txt", "--no-build-isolation"]
-        subprocess.run([*install, *constraints, *packages], check=True)
-        stamp.write_text(" ".join(packages))
-    return python
-
-
 def test(name: str, packages: tuple[str, ...], tests: list[str], flags: list[str]) -> None:
     print(f"== {name}: {' '.join(packages)}", flush=True)
-    command = [environment(name, packages), "-m", "pytest", "-q", *flags, *tests]
+    folder, shared = ROOT / "build" / "stacks" / name, Path(sysconfig.get_path("purelib"))
+    constraint = f"torch=={version('torch')}"
+    python = environment(folder, packages, shared=shared, constraint=constraint)
+    command = [python, "-m", "pytest", "-q", *flags, *tests]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

@@ -16,7 +16,8 @@ std::string names_of(const std::vector<at::ScalarType>& dtypes) {
   std::string names;
   for (size_t i = 0; i < dtypes.size(); ++i) {
     const bool is_last = i + 1 == dtypes.size();
-    names += (i == 0 ? "" : is_last ? " or " : ", ") + c10::getDtypeNames(dtypes[i]).first;
+    names += i == 0 ? "" : is_last ? " or " : ", ";
+    names += c10::getDtypeNames(dtypes[i]).first;
   }
   return names;
 }

@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from distca import calibrate
 from distca.calibrate import attention
 from distca.calibrate.timing import ProgressBar
-from distca.options import Options
+from distca.options import Options, make_writable
 from distca.planning.cost import DTYPE_BYTES, Calibration
 from distca.ranks import session
 from distca.ranks.links import Links, measure
@@ -69,9 +68,10 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     out = Path(args.out)
     if out.is_dir():
         flags.error(f"--out {args.out} is a folder; expected a file")
-    place = next(each for each in (out, *out.absolute().parents) if each.exists())
-    if (place != out and not place.is_dir()) or not os.access(place, os.W_OK):
-        flags.error(f"--out {args.out} cannot be written; expected a file in a folder of yours")
+    try:
+        make_writable(out)
+    except OSError as error:
+        flags.error(f"--out {args.out} cannot be written: {error}")
     if args.heads_q % args.heads_kv != 0:
         flags.error(
             f"--heads-q is {args.heads_q}; expected a multiple of --heads-kv {args.heads_kv}"

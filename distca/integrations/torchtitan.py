@@ -1,18 +1,19 @@
-"""Overrides for torchtitan: balanced attention in place of its varlen attention, no core edits.
+"""Overrides for torchtitan: balanced attention in place of its own, no core edits.
 
-    --override.imports distca.integrations.torchtitan.varlen_attention,\
+    --override.imports distca.integrations.torchtitan.attention,\
 distca.integrations.torchtitan.selective_checkpoint,distca.integrations.torchtitan.metrics
 
-`varlen_attention` balances attention over the ranks of the "batch" mesh. With {"ping_pong": true},
-blocks run on two halves of their tokens. `selective_checkpoint` keeps attention's results, so that
-nothing is sent again when a block is recomputed. `metrics` adds distca's figures to torchtitan's
-metrics.
+`attention` balances flex and varlen attention over the ranks of the "batch" mesh, and
+`varlen_attention` only the latter, without claiming the modules around it. With
+{"ping_pong": true}, blocks run on two halves of their tokens. `selective_checkpoint` keeps
+attention's results, so that nothing is sent again when a block is recomputed. `metrics` adds
+distca's figures to torchtitan's metrics.
 """
 
 import collections
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 
 import spmd_types as spmd
@@ -37,17 +38,28 @@ from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents, check_window
 from distca.planning.plan import Plan
 from distca.ranks import session as sessions
+from distca.ranks.hints import hint
 
-# Renamed after torchtitan 0.3.0.
-VarlenAttention = getattr(titan, "VarlenInnerAttention", getattr(titan, "VarlenAttention", None))
-if VarlenAttention is None:
-    raise ImportError(
-        f"distca: torchtitan is {metadata.version('torchtitan')}, without the varlen attention "
-        "that 0.3.0 has: pip install torchtitan==0.3.0"
-    )
+
+def _titans(name: str, later: str) -> type:
+    """Return a class of torchtitan 0.3.0, or the one that bears another name later."""
+    found = getattr(titan, later, getattr(titan, name, None))
+    if found is None:
+        raise ImportError(
+            f"distca: torchtitan is {metadata.version('torchtitan')}, without the {name} "
+            "that 0.3.0 has: pip install torchtitan==0.3.0"
+        )
+    return found
+
+
+VarlenAttention = _titans("VarlenAttention", "VarlenInnerAttention")
+FlexAttention = _titans("FlexAttention", "FlexInnerAttention")
+VarlenMetadata = _titans("VarlenMetadata", "VarlenAttentionMetadata")
+BaseAttention = _titans("BaseAttention", "BaseAttention")
 
 MAX_KEPT_PLANS = 1024
-BATCHES = "distca.integrations.torchtitan_batches.batches"
+MODULE = "distca.integrations.torchtitan"
+BATCHES = MODULE + "_batches.batches"
 
 _plans: collections.deque[Plan] = collections.deque(maxlen=MAX_KEPT_PLANS)  # since the last log
 
@@ -149,10 +161,10 @@ class BalancedAttention(VarlenAttention):
         return out, lse.unflatten(0, batch_and_tokens)
 
     def _boundaries(self, packing, batch_and_tokens: tuple[int, int]) -> Boundaries:
-        if not isinstance(packing, titan.VarlenMetadata):
+        if not isinstance(packing, VarlenMetadata):
             raise ValueError(
-                f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata: a "
-                'model with attn_backend="varlen" and packed documents'
+                f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata, which "
+                "models create if all their layers have balanced attention"
             )
         keywords = {"cu_seq_lens_q": packing.cu_seq_q, "cu_seq_lens_k": packing.cu_seq_k}
         return read_boundaries(keywords, *batch_and_tokens, type(self).__name__)
@@ -240,6 +252,8 @@ class BalanceMetrics(MetricsProcessor):
 
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
         ours = recent_figures()
+        if not BalancedAttention.is_in_use:
+            hint(f"the model has no layer with {MODULE}.attention, so nothing is balanced")
         if ours:
             distcas = {f"distca/{name}": value for name, value in ours.items()}
             extra_metrics = {**distcas, **(extra_metrics or {})}
@@ -269,6 +283,37 @@ def varlen_attention(
     if ping_pong:  # an override of blocks would conflict with this one, which is inside them
         Decoder.__init__ = init_in_halves
     return derive(config, BalancedAttention.Config, ping_pong=ping_pong)
+
+
+@override(target=BaseAttention.Config, description="distca: balanced attention")
+def attention(config: BaseAttention.Config, ping_pong: bool = False) -> BaseAttention.Config:
+    """Use BalancedAttention in place of flex or varlen attention.
+
+    Flex attention's windows are in its masks, and their sizes in the configuration around it.
+    Raises ValueError for other attention, and for windows that it cannot read.
+    """
+    inner = config.inner_attention
+    if type(inner) is FlexAttention.Config:
+        inner = derive(inner, VarlenAttention.Config, window_size=_window_of(config))
+    elif type(inner) is not VarlenAttention.Config:
+        raise ValueError(
+            f"inner_attention is {type(inner).__qualname__}; expected that of "
+            'attn_backend="flex" or "varlen"'
+        )
+    return replace(config, inner_attention=varlen_attention(inner, ping_pong))
+
+
+def _window_of(config: BaseAttention.Config) -> tuple[int, int]:
+    """Return the window of a layer with flex attention: sliding_window_size keys, its own too."""
+    size = getattr(config, "sliding_window_size", None)
+    named = {each.name: getattr(config, each.name) for each in fields(config)}
+    others = [name for name in named if "window" in name and named[name] not in (None, size)]
+    if others:
+        raise ValueError(
+            f"{others[0]} is {named[others[0]]} in {type(config).__qualname__}; expected None or "
+            'sliding_window_size: use a model with attn_backend="varlen"'
+        )
+    return (-1, 0) if size is None else (size - 1, 0)
 
 
 @override(target=SelectiveAC.Config, exact=True, description="distca: keeps attention's results")

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import derive, override
-from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.models.common.decoder import Decoder
 
 from distca.integrations import boundaries
-from distca.integrations.torchtitan import BalancedAttention
+from distca.integrations.torchtitan import MODULE, BalancedAttention, VarlenMetadata
 from distca.options import check
 from distca.planning.documents import Documents, runs_of
 from distca.ranks import session as sessions
@@ -55,8 +54,7 @@ class SharedBatches(BaseDataLoader):
         if not BalancedAttention.is_in_use:
             raise ValueError(
                 f"ranks_per_batch is {num_ranks}, but no layer of the model has balanced attention;"
-                ' expected a model with attn_backend="varlen" and the override '
-                "distca.integrations.torchtitan.varlen_attention"
+                f" expected the override {MODULE}.attention"
             )
         self.pack, self.rank = divmod(dp_rank, num_ranks)
         others.update(dp_world_size=dp_world_size // num_ranks, dp_rank=self.pack, seq_len=seq_len)

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca.options import add_flags, values_of
+from distca.options import add_flags, make_writable, values_of
 from distca.planning.cost import Calibration, Link
 from distca.planning.packs import read_lengths
 from distca.simulate import paper, pictures, report
@@ -146,8 +146,11 @@ def simulate(args: argparse.Namespace) -> None:
     if args.paper:
         print(paper.table(lengths_of(args), machine_of(args), args.steps, args.seed))
         return
-    if args.out is not None:
-        new_figure(1, 1)  # before the simulation, which may take minutes
+    if args.out is not None:  # all of this before the simulation, which may take minutes
+        new_figure(1, 1)
+        make_writable(args.out / "timeline.png")
+    if args.json is not None:
+        make_writable(args.json)
     scenario = scenario_of(args)
     drawn = drawn_steps(args, scenario)
     if args.fit_step_ms is not None:
@@ -157,11 +160,9 @@ def simulate(args: argparse.Namespace) -> None:
     heading = report.heading(scenario, source, args.steps)
     print("\n".join([heading, "", report.table(results), "", report.assumed(scenario)]))
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps(report.as_data(heading, scenario, results), indent=2)
         args.json.write_text(content + "\n")
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         pictures.draw_timeline(args.out / "timeline.png", results)
 
 

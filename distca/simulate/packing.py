@@ -38,8 +38,9 @@ def distribution(text: str, seed: int) -> list[int]:
                 drawn = rng.lognormal(math.log(median), sigma, DRAWN_LENGTHS)
             case _:
                 raise ValueError(f"there is no {name!r} of {len(parameters)} numbers")
-        if not np.isfinite(drawn).all() or drawn.min() < 0 or drawn.max() > MAX_LENGTH:
-            raise ValueError(f"lengths have to be from 0 to {MAX_LENGTH}")
+        is_valid = np.isfinite(drawn).all() and drawn.min() >= 0 and 1 <= drawn.max() <= MAX_LENGTH
+        if not is_valid:
+            raise ValueError(f"lengths have to be from 0 to {MAX_LENGTH}, and not all 0")
     except ValueError as error:
         raise ValueError(f"distribution {text!r}: {error}; expected {DISTRIBUTIONS}") from error
     return np.maximum(drawn.astype(np.int64), 1).tolist()
