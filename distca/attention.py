@@ -128,11 +128,12 @@ def core_attention(
     [tokens, heads_q, head_dim_v]. DTensors must be sharded on heads or replicated; each rank
     computes its own heads.
 
-    `softcap` c replaces scaled scores s by c * tanh(s / c), as in Gemma 2, on the CPU only. `sinks`
-    [heads_q] adds one logit per head to the softmax of every query, like the score of a key whose
-    value is 0, as in gpt-oss. With `return_lse` it returns (out, lse), both differentiable. lse
-    [tokens, heads_q] is the natural logarithm of the sum of exp(score) over the keys that a query
-    sees, after scale and softcap and without sinks, in float32 (float64 for float64 inputs).
+    `softcap` c replaces scaled scores s by c * tanh(s / c), as in Gemma 2, on Hopper GPUs (up
+    to 1000) and on the CPU. `sinks` [heads_q] adds one logit per head to the softmax of every
+    query, like the score of a key whose value is 0, as in gpt-oss. With `return_lse` it returns
+    (out, lse), both differentiable. lse [tokens, heads_q] is the natural logarithm of the sum of
+    exp(score) over the keys that a query sees, after scale and softcap and without sinks, in
+    float32 (float64 for float64 inputs).
 
     Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
     bad arguments before any row is sent; in the first layer of the first step it does so on every
