@@ -163,6 +163,37 @@ def _check_sinks(sinks: Tensor, q: Tensor) -> None:
         )
 
 
+def max_logits(
+    q: Tensor,
+    k: Tensor,
+    documents: Documents,
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = CAUSAL,
+) -> Tensor:
+    """Return the largest score of each query head, as QK-clip of MuonClip needs it.
+
+    Returns [heads_q], float32 (float64 for float64 inputs): the maximum of q k^T * softmax_scale
+    over this rank's queries and the keys that they see, wherever the plan computes them, before
+    softcap and without sinks. It is -inf without tokens and has no gradient. Ranks do not share it:
+    reduce it with torch.distributed.ReduceOp.MAX.
+
+    This is a forward pass of its own, with the plan and arguments of core_attention, so all ranks
+    of a group call it in the same layers. Call it every few steps to save time. On the CPU it is
+    exact. On CUDA devices it is at most log(keys) / 2^14 too large, which is less than 0.001, for
+    scores up to 45,000 in magnitude. Raises as core_attention does.
+    """
+    # If scores grow, their logsumexp approaches their maximum. The kernels of CUDA devices compute
+    # scores relative to a rounded maximum: the rounding must stay below the largest exponent.
+    sharpness = 2.0**14 if q.is_cuda else 2.0**60
+    scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
+    settings = {"softmax_scale": sharpness * scale, "window_size": window_size}
+    with torch.no_grad():
+        _, lse = core_attention(q, k, k, documents, return_lse=True, **settings)
+        none = lse.new_full((1, *lse.shape[1:]), float("-inf"))
+        return torch.cat([lse, none]).amax(0) / sharpness
+
+
 @not_compiled
 def _attend_by_route(*args) -> Results:
     return _route[1](*args)
