@@ -1,7 +1,7 @@
 """distca: balanced core attention for packed documents."""
 
 from distca import _library  # noqa: F401  registers the operators before anything uses them
-from distca.attention import core_attention
+from distca.attention import core_attention, max_logits
 from distca.options import Options
 from distca.pingpong.pingpong import PingPong
 from distca.planning.batches import ShardedBatch, shard_batch
@@ -30,6 +30,7 @@ __all__ = [
     "documents",
     "init",
     "join",
+    "max_logits",
     "plan",
     "scaled_dot_product_attention",
     "serve",

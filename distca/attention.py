@@ -11,7 +11,7 @@ from torch import Tensor
 from distca import ops
 from distca._torch_private import not_compiled
 from distca.planning.cost import check_device
-from distca.planning.documents import Documents, check_documents, check_window
+from distca.planning.documents import FROM_HERE, Documents, check_documents, check_window
 from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
 from distca.planning.step import plan
 from distca.ranks import callers
@@ -128,11 +128,12 @@ def core_attention(
     [tokens, heads_q, head_dim_v]. DTensors must be sharded on heads or replicated; each rank
     computes its own heads.
 
-    `softcap` c replaces scaled scores s by c * tanh(s / c), as in Gemma 2, on the CPU only. `sinks`
-    [heads_q] adds one logit per head to the softmax of every query, like the score of a key whose
-    value is 0, as in gpt-oss. With `return_lse` it returns (out, lse), both differentiable. lse
-    [tokens, heads_q] is the natural logarithm of the sum of exp(score) over the keys that a query
-    sees, after scale and softcap and without sinks, in float32 (float64 for float64 inputs).
+    `softcap` c replaces scaled scores s by c * tanh(s / c), as in Gemma 2, on Hopper GPUs (up
+    to 1000) and on the CPU. `sinks` [heads_q] adds one logit per head to the softmax of every
+    query, like the score of a key whose value is 0, as in gpt-oss. With `return_lse` it returns
+    (out, lse), both differentiable. lse [tokens, heads_q] is the natural logarithm of the sum of
+    exp(score) over the keys that a query sees, after scale and softcap and without sinks, in
+    float32 (float64 for float64 inputs).
 
     Documents without a plan are computed on this rank. Differentiable once. Raises ValueError for
     bad arguments before any row is sent; in the first layer of the first step it does so on every
@@ -160,6 +161,37 @@ def _check_sinks(sinks: Tensor, q: Tensor) -> None:
             f"{sinks.device}; expected a floating-point tensor of shape {list(q.shape[1:2])}, one "
             f"logit for each head of q, on {q.device}, and a DTensor if q is one"
         )
+
+
+def max_logits(
+    q: Tensor,
+    k: Tensor,
+    documents: Documents,
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = CAUSAL,
+) -> Tensor:
+    """Return the largest score of each query head, as QK-clip of MuonClip needs it.
+
+    Returns [heads_q], float32 (float64 for float64 inputs): the maximum of q k^T * softmax_scale
+    over this rank's queries and the keys that they see, wherever the plan computes them, before
+    softcap and without sinks. It is -inf without tokens and has no gradient. Ranks do not share it:
+    reduce it with torch.distributed.ReduceOp.MAX.
+
+    This is a forward pass of its own, with the plan and arguments of core_attention, so all ranks
+    of a group call it in the same layers. Call it every few steps to save time. On the CPU it is
+    exact. On CUDA devices it is at most log(keys) / 2^14 too large, which is less than 0.001, for
+    scores up to 45,000 in magnitude. Raises as core_attention does.
+    """
+    # If scores grow, their logsumexp approaches their maximum. The kernels of CUDA devices compute
+    # scores relative to a rounded maximum: the rounding must stay below the largest exponent.
+    sharpness = 2.0**14 if q.is_cuda else 2.0**60
+    scale = sharpness * _scale_of(softmax_scale, q)
+    settings = {"softmax_scale": scale, "window_size": window_size}
+    with torch.no_grad():
+        _, lse = core_attention(q, k, k, documents, return_lse=True, **settings)
+        none = lse.new_full((1, *lse.shape[1:]), float("-inf"))
+        return torch.cat([lse, none]).amax(0) / sharpness
 
 
 @not_compiled
@@ -195,15 +227,84 @@ def attend_rows(
             return tuple(map(distributed, results)) if return_lse else distributed(results)
     if documents.key_rows is not None:
         k, v = _with_prefixes(k, v, documents)
+    if documents.spans is not None:
+        results = _attend_with_spans(q, k, v, documents, softmax_scale, softcap, window_size)
+    else:
+        results = _attend(q, k, v, documents, softmax_scale, softcap, window_size)
+    return results if return_lse else results[0]
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    softmax_scale: float | None,
+    softcap: float | None,
+    window_size: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of attention with one range of keys for each query."""
     own = _plan_for(documents, window_size, q)
-    # The operator refuses q without a head_dim, so that every rank of the group hears of it.
-    scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
+    scale = _scale_of(softmax_scale, q)
     kept_rows = own.kept_rows if torch.is_grad_enabled() else (0, 0)
     caller = callers.current() if own.group_name else callers.UNKNOWN
     out, lse, _ = ops.core_attention(
         q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller, softcap or 0.0
     )
-    return (out, lse) if return_lse else out
+    return out, lse
+
+
+def _scale_of(softmax_scale: float | None, q: Tensor) -> float:
+    # The operator refuses q without a head_dim, so that every rank of the group hears of it.
+    return softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
+
+
+def _attend_with_spans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    softmax_scale: float | None,
+    softcap: float | None,
+    window_size: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse where rows of spans see their whole span, too.
+
+    A second call attends from each row of a span to its own key and those after it. Both results
+    count the row's own key, so that one of its weights is taken back.
+    """
+    _check_spans(documents, window_size)
+    settings = (softmax_scale, softcap)
+    out, lse = _attend(q, k, v, documents, *settings, window_size)
+    rows = documents.span_rows = documents.span_rows.to(q.device)
+    q, k, v = (each.index_select(0, rows) for each in (q, k, v))
+    ahead, lse_ahead = _attend(q, k, v, documents.spans, *settings, FROM_HERE)
+    behind, lse_behind = (each.index_select(0, rows) for each in (out, lse))
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(group, 1).to(lse.dtype) for each in (k, v))
+    score = (q * k).sum(-1) * _scale_of(softmax_scale, q)
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    score = score.minimum(lse_ahead).minimum(lse_behind)  # but for rounding, it is not above them
+    top = torch.maximum(lse_ahead, lse_behind).detach()
+    weights = [(each - top).exp() for each in (lse_ahead, lse_behind, score)]
+    total = weights[0] + weights[1] - weights[2]  # at least 1
+    shares = [(each / total).unsqueeze(-1) for each in weights]
+    merged = shares[0] * ahead + shares[1] * behind - shares[2] * v
+    out = out.index_copy(0, rows, merged.to(out.dtype))
+    return out, lse.index_copy(0, rows, top + total.log())
+
+
+def _check_spans(documents: Documents, window_size: tuple[int, int]) -> None:
+    left, right = window_size
+    if right == 0 and (left < 0 or left >= documents.longest_span - 1):
+        return
+    with sessions.announced(sessions.find(group_of(documents)) if documents._plans else None):
+        raise ValueError(
+            f"window_size is {window_size} for documents with spans of up to "
+            f"{documents.longest_span} tokens; expected (-1, 0), or (W, 0) with W at least "
+            f"{documents.longest_span - 1}"
+        )
 
 
 def _with_prefixes(k: Tensor, v: Tensor, documents: Documents) -> list[Tensor]:

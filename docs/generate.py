@@ -70,8 +70,8 @@ TABLE_HEAD = """
 """
 ORDER = [  # of use
     *("init", "Documents", "plan", "core_attention", "documents", "scaled_dot_product_attention"),
-    *("varlen_attention", "join", "shard_batch", "ShardedBatch", "PingPong", "Plan", "PlanReport"),
-    *("close", "serve", "configure", "Options", "Watching", "AttentionShape"),
+    *("varlen_attention", "max_logits", "join", "shard_batch", "ShardedBatch", "PingPong", "Plan"),
+    *("PlanReport", "close", "serve", "configure", "Options", "Watching", "AttentionShape"),
 ]
 INTEGRATIONS = {  # read from their sources: the libraries need not be installed
     "transformers": ("latest_plan", "ping_pong"),

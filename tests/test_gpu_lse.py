@@ -25,7 +25,7 @@ def attend(rank: int, world_size: int, case: Case, grad_lse: Tensor, determinist
     if torch.distributed.is_initialized():
         distca.plan(documents, window_size=case.window_size, device="cuda")
     with deterministic_mode(deterministic):
-        settings = {"window_size": case.window_size, "return_lse": True}
+        settings = {"window_size": case.window_size, "softcap": case.softcap, "return_lse": True}
         out, lse = distca.core_attention(*leaves, documents, **settings)
         grads = [grad_out, grad_lse[case.rows_of(rank)].to(lse)]
         torch.autograd.backward([out, lse], grads)

@@ -173,7 +173,7 @@ REFUSED = {
     "fractions": (lambda: distca.Documents([0, 2], parents=[-1.0]), "parents is"),
     "context": (lambda: distca.Documents([0, 2], 1, parents=[-1]), "num_context_rows is 1"),
     "two runs": (lambda: distca.Documents.sharded([4], 0, 2, 2, parents=[-1]), "runs is 2"),
-    "chunks": (lambda: distca.Documents([0, 2], parents=[-1]).chunked(1), "or parents"),
+    "chunks": (lambda: distca.Documents([0, 2], parents=[-1]).chunked(1), "parents or spans"),
     "halves": (lambda: distca.Documents([0, 2], parents=[-1]).halves(1), "parents"),
 }
 

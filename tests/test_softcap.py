@@ -88,11 +88,3 @@ def test_a_wrong_cap_is_refused_on_all_ranks(own_ranks):
     other, own = own_ranks(2).run(cap_one_rank, -1.0)
     assert "softcap is -1; expected a positive number" in own
     assert "the arguments of core attention were refused on rank(s) 1" in other
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_cuda_refuses(head_dim):
-    q = torch.randn(8, 2, head_dim, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="softcap is 2; core attention on CUDA takes none"):
-        distca.core_attention(q, q, q, distca.Documents([0, 8]), softcap=2.0)

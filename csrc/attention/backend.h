@@ -37,7 +37,7 @@ struct Backend {
   int64_t max_head_dim = std::numeric_limits<int64_t>::max();
   bool takes_any_window = true;  // else only (-1, 0), (W, 0) and (-1, -1)
   bool takes_any_scale = true;   // else only positive scales
-  bool takes_softcap = false;
+  double max_softcap = 0;        // 0: takes none
   bool is_deterministic = true;  // if Params asks for it; else only if torch does
   bool reads_in_place = true;    // see attention.h
   bool (*takes)(const Request& request) = nullptr;  // further conditions; null: none

@@ -48,9 +48,9 @@ std::string refusal(const Backend& backend, const Request& request) {
                     " on this device is PyTorch's, which follows another switch: call "
                     "torch.use_deterministic_algorithms(True) too");
   }
-  if (!backend.takes_softcap && scores.softcap != 0) {
+  if (scores.softcap > backend.max_softcap) {
     return c10::str("softcap is ", scores.softcap, "; core attention on ", device,
-                    " takes none: capped scores are computed on the CPU only");
+                    " takes softcaps up to 1000 on Hopper GPUs, and none on others");
   }
   if (!backend.takes_any_scale && !(scores.softmax_scale > 0)) {
     return c10::str("softmax_scale is ", scores.softmax_scale,

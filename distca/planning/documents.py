@@ -11,6 +11,7 @@ from distca.options import check
 
 MAX_DOCUMENTS_PER_RANK = 2**31  # ids of whole documents are (rank + 1) * 2**32 + index
 MAX_PACKS = 2**31  # ids of documents that cross ranks are pack * 2**32 + index
+FROM_HERE = (0, -1)  # window of a span's attention: each query and what follows it
 INT32_MAX = 2**31 - 1  # row indices and the kernels' windows are int32
 
 
@@ -23,6 +24,8 @@ class Documents:
 
     With `parents`, documents share prefixes, as samples share their prompt: see `sharded`.
 
+    With `spans`, causal documents have parts whose queries see the whole part, such as images.
+
     The first rows may be context: keys and values of tokens whose queries another call computes.
     Then q has `num_context_rows` rows fewer than k and v, and `num_tokens` counts the rows of q.
     """
@@ -33,12 +36,16 @@ class Documents:
         num_context_rows: int = 0,
         *,
         parents: Sequence[int] | None = None,
+        spans: Tensor | Sequence[Sequence[int]] | None = None,
     ) -> None:
         """`cu_seqlens` holds [num_documents + 1] integers from 0 to the number of tokens, context
         rows included, and never decreases. `num_context_rows` is the number of first rows without
         queries; it must be less than the length of the first document that is not empty.
         `parents[i]` is the document that document i continues, with a smaller index, or -1: see
-        `sharded`. Raises ValueError for anything else.
+        `sharded`. `spans`, integers [num_spans, 2], are rows [begin, end), in order and disjoint,
+        each inside one document. Queries of a span see all of its keys besides those that their
+        window shows. If any rank has spans, pass an empty list on the others. Raises ValueError for
+        anything else.
         """
         offsets = _integers(cu_seqlens, "cu_seqlens")
         wrong = None
@@ -59,8 +66,12 @@ class Documents:
             check("num_context_rows", num_context_rows, 0 <= num_context_rows <= most, expected)
             context[first] = num_context_rows
         index = torch.arange(lengths.numel())
+        if spans is not None and (num_context_rows != 0 or parents is not None):
+            raise ValueError("spans are given with num_context_rows or parents; expected neither")
         if parents is None:
             self._set_pieces(index, starts, lengths, context)
+            if spans is not None:
+                self._set_spans(spans, offsets[1:], slice(0, int(offsets[-1])))
             return
         if num_context_rows != 0:
             raise ValueError(f"num_context_rows is {num_context_rows} with parents; expected 0")
@@ -75,6 +86,7 @@ class Documents:
         runs: int = 1,
         pack: int = 0,
         parents: Sequence[int] | None = None,
+        spans: Tensor | Sequence[Sequence[int]] | None = None,
     ) -> "Documents":
         """Return the documents of `rank` in a global pack that all ranks share.
 
@@ -88,6 +100,9 @@ class Documents:
         With `parents`, documents share prefixes, as samples share their prompt: `parents[i]` is the
         document that document i continues, with a smaller index, or -1. Its queries see all keys of
         its ancestors before its own, and its positions continue theirs. Needs runs=1.
+
+        `spans`, integers [num_spans, 2], are tokens [begin, end) of the pack whose queries see the
+        whole span, equal on all ranks: see Documents. Needs runs=1, and no `parents`.
 
         Raises ValueError for lengths that are not integers >= 0, for more tokens than the ranks
         can hold, for a rank outside [0, world_size), for runs other than 1 and 2, or for a pack
@@ -120,6 +135,10 @@ class Documents:
             documents._set_tree(pieces, lengths, parents)
         documents._pieces[:, 0] += first_id
         documents.crosses_ranks = True
+        if spans is not None:
+            check("runs", runs, runs == 1 and parents is None, "1 with spans, and no parents")
+            documents._set_spans(spans, ends, slices[0])
+            documents.spans._pieces[:, 0] += first_id
         documents._pack = (lengths, rank, world_size, runs, pack)
         if runs == 2:
             documents.run_border = slices[0].stop - slices[0].start
@@ -140,11 +159,10 @@ class Documents:
         """
         is_size = isinstance(size, numbers.Integral) and 1 <= size <= INT32_MAX
         check("size", size, is_size, f"1 to {INT32_MAX} tokens")
-        has_context = self.num_context_rows > 0 or self.key_rows is not None
-        if self.chunk_size is not None or self._is_half or has_context:
+        if self.chunk_size is not None or self._is_half or self._has_more_keys:
             raise ValueError(
                 f"{self} cannot be cut into chunks; expected whole or sharded documents without "
-                "context rows or parents, which are neither chunks nor halves"
+                "context rows, parents or spans, which are neither chunks nor halves"
             )
         if size not in self._chunked:
             self._chunked[size] = self._cut_into_chunks(size)
@@ -163,6 +181,7 @@ class Documents:
         """Return the same documents without their plans, for another forward pass."""
         documents = copy.copy(self)
         documents._forget_plans()
+        documents.spans = self.spans and self.spans.unplanned()
         return documents
 
     def _forget_plans(self) -> None:
@@ -188,6 +207,7 @@ class Documents:
         self.num_context_rows = int(context.sum())
         self.num_tokens = int(length.sum()) - self.num_context_rows
         self.key_rows: Tensor | None = None  # see _set_tree
+        self.spans: Documents | None = None  # see _set_spans
         self.chunk_size: int | None = None  # of documents that are chunks
         self._pack: tuple | None = None  # arguments of `sharded`
         self._is_half = False
@@ -218,6 +238,28 @@ class Documents:
         is_own = self._pieces[:, 3] == 0
         self._uncut = self._pieces[is_own]
         self.key_rows = torch.cat([torch.arange(0), *parts])
+
+    def _set_spans(self, spans: Tensor | Sequence[Sequence[int]], ends: Tensor, run: slice) -> None:
+        """Set spans of a pack whose documents end at `ends`; this rank holds the tokens `run`.
+
+        To the planner, spans are documents of their own, of the rows in `span_rows`.
+        """
+        bounds = spans_of(spans, ends)
+        begins = bounds[:, 0]
+        pieces = _pieces_of_run(begins, bounds[:, 1], run)
+        index, start, length = pieces.unbind(1)
+        self.spans = Documents.__new__(Documents)
+        self.spans._set_pieces(index, start, length, torch.zeros_like(index))
+        self.spans.crosses_ranks = self.crosses_ranks
+        first = begins[index] + start - run.start - _offsets_of(length)[:-1]
+        self.span_rows = torch.arange(self.spans.num_tokens) + first.repeat_interleave(length)
+        self.longest_span = int((bounds[:, 1] - begins).max()) if len(bounds) else 0
+
+    @property
+    def _has_more_keys(self) -> bool:
+        """Whether rows see more than earlier rows of their own document."""
+        has_context = self.num_context_rows > 0 or self.key_rows is not None
+        return has_context or self.spans is not None
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -251,12 +293,11 @@ class Documents:
         `run_border`, or if the window sees to the right.
         """
         is_in_one_run = self.crosses_ranks and self.run_border is None
-        has_context = self.num_context_rows > 0 or self.key_rows is not None
-        if has_context or self.chunk_size is not None or is_in_one_run:
+        if self._has_more_keys or self.chunk_size is not None or is_in_one_run:
             raise ValueError(
                 f"{self} cannot be halved; expected documents without context rows: whole ones, or "
-                "two runs of a pack, as distca.shard_batch(..., runs=2) returns them; no chunks or "
-                "parents"
+                "two runs of a pack, as distca.shard_batch(..., runs=2) returns them; no chunks, "
+                "parents or spans"
             )
         expected = f"0 to {self.num_tokens}, the number of tokens"
         check("row", row, 0 <= row <= self.num_tokens, expected)
@@ -301,6 +342,7 @@ class Documents:
     def __repr__(self) -> str:
         kind = "sharded" if self.crosses_ranks else "whole"
         kind = kind if self.key_rows is None else f"{kind} (with parents)"
+        kind = kind if self.spans is None else f"{kind} (with spans)"
         context = f", {self.num_context_rows} context rows" if self.num_context_rows else ""
         chunks = f", in chunks of {self.chunk_size}" if self.chunk_size is not None else ""
         return (
@@ -343,6 +385,23 @@ def prefixes_of(lengths: list[int], parents: Sequence[int]) -> list[list[tuple[i
         begin = _end_of(above, lengths)
         prefixes.append([*above, (parent, begin)] if parent >= 0 else [])
     return prefixes
+
+
+def spans_of(spans: Tensor | Sequence[Sequence[int]], ends: Tensor) -> Tensor:
+    """Return spans as int64 [num_spans, 2] on the CPU; documents end at `ends`. Raises ValueError
+    unless they are pairs, in order, disjoint and not empty, each inside one document."""
+    pairs = _integers(spans, "spans", num_dims=2).reshape(-1, 2)
+    begins, last = pairs[:, 0].contiguous(), pairs[:, 1] - 1
+    total = int(ends[-1]) if len(ends) else 0
+    are_inside = bool((begins >= 0).all() and (begins <= last).all() and (last < total).all())
+    are_apart = bool((begins[1:] > last[:-1]).all())
+    documents = [torch.searchsorted(ends, rows, right=True) for rows in (begins, last)]
+    if not (are_inside and are_apart and torch.equal(*documents)):
+        raise ValueError(
+            f"spans is {_abridged(pairs)}; expected pairs (begin, end) of tokens in order and "
+            f"disjoint, from 0 to {total}, none empty, and each inside one document"
+        )
+    return pairs
 
 
 def _end_of(prefix: list[tuple[int, int]], lengths: Sequence[int] | Tensor) -> int:
@@ -405,17 +464,20 @@ def check_window(window_size: Sequence[int]) -> tuple[int, int]:
     return sides
 
 
-def _integers(values: Tensor | Sequence[int], name: str) -> Tensor:
-    """Return `values` as one-dimensional int64 on the CPU. Raises ValueError for fractions."""
+def _integers(values: Tensor | Sequence, name: str, num_dims: int = 1) -> Tensor:
+    """Return `values` as int64 on the CPU, of one dimension or, as pairs, of two. Raises ValueError
+    for fractions."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} is {values!r:.80}; expected a list of integers") from error
     fractional = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
-    if tensor.dim() != 1 or (fractional and tensor.numel() > 0):  # [] is a float tensor
+    is_empty = tensor.numel() == 0  # [] is a float tensor of one dimension
+    is_shaped = tensor.dim() == num_dims and (num_dims == 1 or tensor.shape[1] == 2)
+    if (fractional or not is_shaped) and not (is_empty and tensor.dim() in (1, num_dims)):
+        kind = "one-dimensional list" if num_dims == 1 else "list of pairs"
         raise ValueError(
-            f"{name} is {_abridged(tensor)}, {tensor.dtype}; expected a one-dimensional list of "
-            "integers"
+            f"{name} is {_abridged(tensor)}, {tensor.dtype}; expected a {kind} of integers"
         )
     return tensor.detach().to("cpu", torch.int64)
 

@@ -14,6 +14,7 @@ from distca.options import check
 from distca.planning import plan as plans
 from distca.planning.cost import AttentionShape, check_device
 from distca.planning.documents import (
+    FROM_HERE,
     Documents,
     begin_of_second_half,
     check_documents,
@@ -61,6 +62,9 @@ def plan(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     step_plan = plans.submit(session, documents, window_size, device, shape)
+    spans = documents.spans
+    if spans is not None and spans.plan_key(FROM_HERE) not in spans._plans:
+        plans.submit(session, spans, FROM_HERE, device, shape)
     # All ranks must do this for the same windows, wherever documents are cut on this rank.
     if session.cut is not None and window_size[1] == 0 and documents.chunk_size is None:
         try:

@@ -199,7 +199,7 @@ Backend backend() {
   return {.name = "cpu",
           .device = at::kCPU,
           .dtypes = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf},
-          .takes_softcap = true,
+          .max_softcap = kInfinity,
           .forward = forward,
           .backward = backward};
 }

@@ -87,8 +87,8 @@ DeviceTiles tiles_of(const TaskList& list, int32_t tile_rows) {
           .num_runs = static_cast<int32_t>(words.host[1])};
 }
 
-Widths widths_of(const at::Tensor& q, const at::Tensor& v) {
-  return computed_widths(q.size(2), v.size(2));
+int32_t width_of(const at::Tensor& q, const at::Tensor& v, const Params& params) {
+  return computed_widths(q.size(2), v.size(2), params.softcap).queries;
 }
 
 Window window_of(const Mask& mask) {
@@ -115,7 +115,7 @@ bool is_deterministic(const Params& params) {
 
 void forward(const ForwardRows& rows, const Params& params) {
   const DeviceTiles tiles =
-      tiles_of(rows.tasks, forward_tile_rows(widths_of(rows.q, rows.v).queries));
+      tiles_of(rows.tasks, forward_tile_rows(width_of(rows.q, rows.v, params)));
   if (tiles.num_tiles == 0) return;
   const at::Tensor q = aligned(rows.q), k = aligned(rows.k), v = aligned(rows.v);
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
@@ -130,7 +130,8 @@ void forward(const ForwardRows& rows, const Params& params) {
                       .ticket = reinterpret_cast<int32_t*>(fronts + kNumFronts),
                       .fronts = is_deterministic(params) ? nullptr : fronts,
                       .window = window_of(rows.tasks.mask),
-                      .softmax_scale = static_cast<float>(params.softmax_scale)},
+                      .softmax_scale = static_cast<float>(params.softmax_scale),
+                      .softcap = static_cast<float>(params.softcap)},
           stream);
 }
 
@@ -138,7 +139,7 @@ void forward(const ForwardRows& rows, const Params& params) {
 // that equal inputs give equal bits, whatever the order of tasks.
 void backward(const BackwardRows& rows, const Params& params) {
   const DeviceTiles tiles =
-      tiles_of(rows.tasks, backward_tile_rows(widths_of(rows.q, rows.v).queries));
+      tiles_of(rows.tasks, backward_tile_rows(width_of(rows.q, rows.v, params)));
   if (tiles.num_tiles + tiles.num_blocks == 0) return;
   const bool takes_delta = rows.saved.delta.defined();
   const at::Tensor q = aligned(rows.q), k = aligned(rows.k), v = aligned(rows.v),
@@ -159,6 +160,7 @@ void backward(const BackwardRows& rows, const Params& params) {
                     .tiles = tiles,
                     .window = window_of(rows.tasks.mask),
                     .softmax_scale = static_cast<float>(params.softmax_scale),
+                    .softcap = static_cast<float>(params.softcap),
                     .deterministic = is_deterministic(params)};
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   const BackwardSizes sizes = backward_sizes(call);
@@ -179,7 +181,7 @@ bool is_sm90(const Request& request) {
 }  // namespace
 
 // A scale that is not positive would reverse the order of scores, which the kernels' running
-// maximum cannot follow.
+// maximum cannot follow. Capped scores are off by softcap / 2^22.
 Backend backend() {
   return {.name = kName,
           .device = at::kCUDA,
@@ -187,6 +189,7 @@ Backend backend() {
           .head_dim_multiple = 8,
           .max_head_dim = 256,
           .takes_any_scale = false,
+          .max_softcap = 1000,
           .takes = is_sm90,
           .forward = forward,
           .backward = backward,

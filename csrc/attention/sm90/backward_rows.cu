@@ -298,16 +298,14 @@ void finish(const BackwardCall& call, cudaStream_t stream) {
 
 void prepare_rows(const BackwardCall& call, cudaStream_t stream) {
   if (call.tiles.num_tiles == 0) return;
-  by_element_and_widths(call.q, call.v, [&]<typename T, int kHeadDim, int kValueDim>() {
-    prepare<T, kHeadDim>(call, stream);
-  });
+  by_element_and_widths(
+      call, [&]<typename T, int kHeadDim, int kValueDim>() { prepare<T, kHeadDim>(call, stream); });
 }
 
 void finish_dq(const BackwardCall& call, cudaStream_t stream) {
   if (call.tiles.num_tiles == 0) return;
-  by_element_and_widths(call.q, call.v, [&]<typename T, int kHeadDim, int kValueDim>() {
-    finish<T, kHeadDim>(call, stream);
-  });
+  by_element_and_widths(
+      call, [&]<typename T, int kHeadDim, int kValueDim>() { finish<T, kHeadDim>(call, stream); });
 }
 
 }  // namespace distca::attention::sm90

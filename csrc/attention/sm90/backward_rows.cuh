@@ -11,7 +11,8 @@
 // |dO| |V_j|, so |sum_j dS_j K_j| <= (|dO| max_j |V_j| + |delta|) max |K|. delta is the mean of dP
 // under P less the gradient of lse, which nothing else bounds. The quantum of a row and head is
 // this bound over 2^30, rounded up to a power of two: sums fit in int32 with a factor of 2 to spare
-// for rounding, and wrapping of partial sums cancels. Two of them are added at a time, as one
+// for rounding, and wrapping of partial sums cancels. A softcap makes terms smaller: it multiplies
+// dS_j by 1 - tanh^2. Two of them are added at a time, as one
 // number of 64 bits.
 namespace distca::attention::sm90 {
 

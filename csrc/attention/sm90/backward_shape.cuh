@@ -3,6 +3,7 @@
 #include "backward_rows.cuh"
 #include "kernels.h"
 #include "ring.cuh"
+#include "softcap.cuh"
 #include "tile_io.cuh"
 
 // What the warps of the backward kernel agree on: sizes, places in shared memory, barriers, and
@@ -22,6 +23,7 @@ struct BackwardArguments {
   void* dq_sums;
   Window window;
   float softmax_scale;
+  Softcap cap;
 };
 
 template <typename T, int kHeadDim_, int kValueDim_, bool kDeterministic_>
@@ -32,6 +34,7 @@ struct BackwardShape {
   // Above 128, dK and dV of 64 keys are too wide for one warpgroup's registers: see backward_wide.
   static constexpr bool kIsWide = kHeadDim > 128;
   static constexpr bool kDeterministic = kDeterministic_;
+  static constexpr bool kIsCapped = false;
   // Whether the softmax overlaps the product of dP instead of following it: see wait_for_room. At
   // 64 this gains up to 3 %; at 128 it costs as much in deterministic mode on short documents.
   static constexpr bool kSoftmaxFirst = kHeadDim_ == 64;

@@ -61,6 +61,14 @@ struct KeyWarpgroup : TileSteps<Shape> {
                                                   true);
       products_wait<1>();
       pin(scores);
+      if constexpr (Shape::kIsCapped) {
+        lane = in_register(lane);  // no registers are left for addresses that do not change
+        cap_scores(scores, arguments.cap);
+        products_wait<0>();
+        pin(grads);
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) grads[e] *= slope_at(scores[e]);
+      }
       if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
       exponentiate(scores, log_sums);
       if constexpr (Shape::kSoftmaxFirst) wait_for_room(i, scores);

@@ -79,10 +79,22 @@ struct WideWarpgroup : TileSteps<Shape> {
                                                        uint32_t (&packed)[kScores / 2],
                                                        const StagedTile& tile,
                                                        const BackwardItem& item, uint32_t i) {
+    [[maybe_unused]] float factors[kScores];  // of dP - delta in dS
+    if constexpr (Shape::kIsCapped) {
+      cap_scores(scores, arguments.cap);
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) factors[e] = slope_at(scores[e]);
+    }
     if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
     exponentiate(scores, Memory::stats(i));
     stage_ring(kQueryEmpty).arrive_as_warp(i);
-    pass_on(scores, i);
+    if constexpr (Shape::kIsCapped) {
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) factors[e] *= scores[e];
+      pass_on(factors, i);
+    } else {
+      pass_on(scores, i);
+    }
     pack_all(scores, packed);
     stage_ring(kGradOutFull).wait(i);
   }

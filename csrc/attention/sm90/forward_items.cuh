@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "order.cuh"
 #include "ptx.cuh"
+#include "softcap.cuh"
 
 // The items of a forward launch, a (tile, head) each: in which order they come, and where in its
 // keys each begins.
@@ -24,6 +25,7 @@ struct ForwardArguments {
   int32_t heads_per_key;
   Window window;
   float softmax_scale;
+  Softcap cap;
 };
 
 // Blocks of keys that a tile sees: [first, last), in blocks from the tile's k_begin. Not empty: a

@@ -17,13 +17,14 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 // head_dim of queries and keys, and that of values, as kernels compute them: 64, 128, 192 or 256
-// for both, or (192, 128).
+// for both, or (192, 128). With a softcap 128 or 256 for both: fewer kernels to compile.
 struct Widths {
   int32_t queries;
   int32_t values;
 };
-constexpr Widths computed_widths(int64_t head_dim, int64_t value_dim) {
+constexpr Widths computed_widths(int64_t head_dim, int64_t value_dim, double softcap) {
   const int64_t widest = head_dim > value_dim ? head_dim : value_dim;
+  if (softcap != 0) return widest <= 128 ? Widths{128, 128} : Widths{256, 256};
   const int32_t both = widest <= 64 ? 64 : static_cast<int32_t>((widest + 63) / 64 * 64);
   return {both, both == 192 && value_dim <= 128 ? 128 : both};
 }
@@ -60,6 +61,7 @@ struct ForwardCall {
   uint64_t* fronts;  // kNumFronts words, zero; null: sums are taken in the same order every time
   Window window;
   float softmax_scale;
+  float softcap;  // 0: none
 };
 
 void forward(const ForwardCall& call, cudaStream_t stream);
@@ -84,6 +86,7 @@ struct BackwardCall {
   float* bounds;
   Window window;
   float softmax_scale;
+  float softcap;  // 0: none
   bool deterministic;
 };
 

@@ -44,31 +44,45 @@ void launch_kernel(void (*kernel)(Arguments), const LaunchShape& shape, cudaStre
   check(cudaGetLastError(), "kernel launch");
 }
 
-// Calls launch.operator()<kHeadDim, kValueDim>() for the computed widths of q and v.
+// Calls launch.operator()<T>() for the element of q.
 template <typename Launch>
-void by_widths(const RowTensor& q, const RowTensor& v, const Launch& launch) {
-  const Widths widths = computed_widths(q.head_dim, v.head_dim);
-  if (widths.queries == 64) {
-    launch.template operator()<64, 64>();
-  } else if (widths.queries == 128) {
-    launch.template operator()<128, 128>();
-  } else if (widths.values == 128) {
-    launch.template operator()<192, 128>();
-  } else if (widths.queries == 192) {
-    launch.template operator()<192, 192>();
+void by_element(const RowTensor& q, const Launch& launch) {
+  if (q.element == Element::kBfloat16) {
+    launch.template operator()<__nv_bfloat16>();
   } else {
-    launch.template operator()<256, 256>();
+    launch.template operator()<__half>();
   }
 }
 
-// Calls launch.operator()<T, kHeadDim, kValueDim>() for the element of q, too.
-template <typename Launch>
-void by_element_and_widths(const RowTensor& q, const RowTensor& v, const Launch& launch) {
-  by_widths(q, v, [&]<int kHeadDim, int kValueDim>() {
-    if (q.element == Element::kBfloat16) {
-      launch.template operator()<__nv_bfloat16, kHeadDim, kValueDim>();
+// Calls launch.operator()<T, kHeadDim, kValueDim>() for the element of q and the computed widths.
+// `call` is a ForwardCall or a BackwardCall.
+template <typename Call, typename Launch>
+void by_element_and_widths(const Call& call, const Launch& launch) {
+  const Widths widths = computed_widths(call.q.head_dim, call.v.head_dim, call.softcap);
+  by_element(call.q, [&]<typename T>() {
+    if (widths.queries == 64) {
+      launch.template operator()<T, 64, 64>();
+    } else if (widths.queries == 128) {
+      launch.template operator()<T, 128, 128>();
+    } else if (widths.values == 128) {
+      launch.template operator()<T, 192, 128>();
+    } else if (widths.queries == 192) {
+      launch.template operator()<T, 192, 192>();
     } else {
-      launch.template operator()<__half, kHeadDim, kValueDim>();
+      launch.template operator()<T, 256, 256>();
+    }
+  });
+}
+
+// The same for capped scores.
+template <typename Call, typename Launch>
+void by_element_and_capped_widths(const Call& call, const Launch& launch) {
+  const Widths widths = computed_widths(call.q.head_dim, call.v.head_dim, call.softcap);
+  by_element(call.q, [&]<typename T>() {
+    if (widths.queries == 128) {
+      launch.template operator()<T, 128, 128>();
+    } else {
+      launch.template operator()<T, 256, 256>();
     }
   });
 }

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <algorithm>
+
+#include "backward_feed.cuh"
+#include "backward_sums.cuh"
+#include "backward_wide.cuh"
+#include "launch.cuh"
+
+// Persistent blocks take tickets, a (key block, kv head) each. An item's keys, values, dK and dV
+// stay; all query tiles that see the keys pass by, of every task and of every query head of the kv
+// head, so that dK and dV are written once. Two warpgroups own 64 keys each. Scores are computed
+// transposed, S^T = K Q^T, so that P^T and dS^T feed dV += P^T dO and dK += dS^T Q from registers;
+// dS also goes to shared memory, where both warpgroups take it for dQ^T = K^T dS^T one tile later,
+// so that neither waits for the other. dQ is added up in global memory: in float32, or
+// deterministic in fixed point (see backward_rows.cuh).
+namespace distca::attention::sm90 {
+
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Memory = BackwardMemory<Shape>;
+  const uint32_t shared = shared_address(in_block(0));
+  if ((shared & 1023) != 0) __trap();
+  if (threadIdx.x == 0) init_barriers<Shape>(shared + Memory::kBarriers);
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    give_registers<Shape::kFeedRegisters>();
+    BackwardFeed<Shape> feed{arguments, shared};
+    if (threadIdx.x == 0) feed.bring_keys();
+    if (threadIdx.x == 32) feed.bring_queries();
+    if (threadIdx.x == 64) feed.take_grads();
+  } else {
+    take_registers<Shape::kKeyRegisters>();
+    using Warpgroup = std::conditional_t<Shape::kIsWide, WideWarpgroup<Shape>, KeyWarpgroup<Shape>>;
+    Warpgroup keys{{arguments, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128) / 32,
+                    in_register(threadIdx.x % 32), score_log2<Shape>(arguments)}};
+    keys.run();
+  }
+#endif
+}
+
+template <typename Shape>
+void launch(const BackwardCall& call, cudaStream_t stream) {
+  constexpr uint32_t kSharedBytes = BackwardMemory<Shape>::kBytes;
+  const auto heads_q = static_cast<int32_t>(call.q.heads);
+  const auto heads_kv = static_cast<int32_t>(call.k.heads);
+  const BackwardArguments arguments{
+      .q = make_ragged_map(call.q, Shape::kRows),
+      .k = make_ragged_map(call.k, Shape::kKeyRows),
+      .v = make_ragged_map(call.v, Shape::kKeyRows),
+      .grad_out = make_ragged_map(call.grad_out, Shape::kRows),
+      .dk = make_ragged_map(call.dk, Shape::kKeyRows),
+      .dv = make_ragged_map(call.dv, Shape::kKeyRows),
+      .tiles = call.tiles.tiles,
+      .blocks = call.tiles.blocks,
+      .ticket = call.ticket,
+      .num_items = call.tiles.num_blocks * (kKeyBlockRows / Shape::kKeyRows) * heads_kv,
+      .heads_q = heads_q,
+      .heads_kv = heads_kv,
+      .heads_per_key = heads_q / heads_kv,
+      .row_stats = call.row_stats,
+      .dq_sums = call.dq_sums,
+      .window = call.window,
+      .softmax_scale = call.softmax_scale,
+      .cap = softcap_of(call)};
+  const int num_blocks = std::min(arguments.num_items, num_multiprocessors());
+  launch_kernel(backward_kernel<Shape>, {num_blocks, Shape::kThreads, kSharedBytes}, stream,
+                arguments);
+}
+
+// The backward kernel for capped scores, without what surrounds it.
+void backward_capped(const BackwardCall& call, cudaStream_t stream);
+
+}  // namespace distca::attention::sm90
