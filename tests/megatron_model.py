@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 import distca
 import distca.integrations.megatron as integration
-from distca.integrations import boundaries
+from distca.integrations import boundaries, megatron_batches
 
 VOCAB_SIZE = 64
 MAX_LENGTH = 512
@@ -115,6 +115,8 @@ class Way:
     sequence_parallel: bool = False
     is_padded: bool = False
     """Whether padding follows each document, up to a multiple of 4 rows."""
+    crosses_ranks: bool = False
+    """Whether ranks hold equal runs of the documents of all of them."""
     num_rows: int = 0
     """Number of rows that padding of the last document fills; 0: micro-batches differ."""
     recomputed: str = ""
@@ -269,6 +271,18 @@ class Packed:
         )
         return cls(*map(laid_out, rows), params)
 
+    @classmethod
+    def run_of(cls, dp_rank: int, micro_batch: int, way: Way) -> "Packed":
+        """Return a rank's run of the pack that consists of all ranks' documents."""
+        num_ranks = parallel_state.get_data_parallel_world_size()
+        lengths, *rows = zip(*(tokens_of(rank, micro_batch) for rank in range(num_ranks)))
+        ids, labels = map(torch.cat, rows)
+        group = parallel_state.get_data_parallel_group()
+        run = distca.shard_batch(ids[None], sum(lengths, []), group=group)
+        mask = torch.ones_like(run.tokens, dtype=torch.float32)
+        params = megatron_batches.packed_seq_params(run.documents)
+        return cls(run.tokens, labels[None, run.rows], run.position_ids, mask, params)
+
 
 def step(chunks: list[GPTModel], batches: list[Packed]) -> tuple[float, dict[str, Tensor]]:
     """One training step by Megatron's own schedule. Return the loss, summed over all ranks, and the
@@ -401,7 +415,8 @@ def balanced_error(
         finally:
             undo()
         dp_rank = parallel_state.get_data_parallel_rank()
-        batches = [Packed.of(dp_rank, i, way) for i in range(len(PACKS[dp_rank]))]
+        make = Packed.run_of if way.crosses_ranks else Packed.of
+        batches = [make(dp_rank, i, way) for i in range(len(PACKS[dp_rank]))]
         got = step(chunks, batches)
         shards = {
             name: _shard(weight, truth[1][name])

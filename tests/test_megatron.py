@@ -48,6 +48,10 @@ WAYS = {
     "pipeline 2, recomputed attention": (4, Way(pipeline_parallel=2, recomputed="core_attn")),
     # On gloo, Megatron mixes up messages of chunks whose micro-batches differ in length.
     "interleaved pipeline 2": (4, Way(pipeline_parallel=2, chunks=2, num_rows=192)),
+    "documents across 2": (2, Way("windows", crosses_ranks=True)),
+    "documents across 4": (4, Way(crosses_ranks=True)),
+    "documents across 2, recomputed layers": (2, Way(crosses_ranks=True, recomputed="full")),
+    "documents across 2, pipeline 2": (4, Way(crosses_ranks=True, pipeline_parallel=2)),
     "tensor parallel 2": (4, Way(tensor_parallel=2)),
     "tensor and sequence parallel 2": (
         4,

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from importlib import metadata
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.utils import is_layer_window_attention
-from packaging.version import Version
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distca.attention import check_no_capture, core_attention
-from distca.integrations.boundaries import Boundaries, boundaries_of, remember_tensor
-from distca.integrations.boundaries import plan_ahead as plan_documents_ahead
+from distca.integrations.boundaries import Boundaries, boundaries_of
 from distca.options import check
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents, check_window
@@ -46,6 +43,13 @@ UNSUPPORTED = {
     "fp8_dot_product_attention": "attention is computed in the dtype of q, k and v",
     "fp8_multi_head_attention": "attention is computed in the dtype of q, k and v",
     "batch_invariant_mode": "the order of sums follows the plan, which differs from step to step",
+}
+# Settings of models that need more of a document than attention, if it crosses ranks.
+NOT_ACROSS = {
+    "multi_latent_attention": "it computes positions of this rank's rows only",
+    "mtp_num_layers": "its layers need tokens of other ranks",
+    "is_hybrid_model": "its layers need states of other ranks",
+    "experimental_attention_variant": "its layers need rows of other ranks",
 }
 
 
@@ -68,7 +72,7 @@ class _Balanced:
             raise ValueError(
                 f"context_parallel_size is {config.context_parallel_size}; expected 1 with distca: "
                 "documents that cross ranks replace it (distca.shard_batch over the data parallel "
-                "ranks, and distca.integrations.megatron.packed_seq_params)"
+                "ranks, and distca.integrations.megatron_batches.packed_seq_params)"
             )
         super().__init__(
             config=config,
@@ -126,7 +130,8 @@ class _Balanced:
         session = self._session()
         with sessions.announced(session):
             self._check(attention_mask, attention_bias, packed_seq_params)
-            boundaries = _boundaries_of(packed_seq_params, len(query))
+            boundaries = boundaries_in(packed_seq_params)
+            self._check_rows(boundaries.here, len(query))
         value = value[..., : self._head_dim_v]  # multi-latent attention pads it for packed calls
         dims = (query.shape[2], query.element_size(), value.shape[2])
         shape = AttentionShape(query.shape[1], key.shape[1], *dims)
@@ -190,6 +195,21 @@ class _Balanced:
         check("packed_seq_params.local_cp_size", size, size in (None, 1), "1 with distca")
 
 
+    def _check_rows(self, documents: Documents, num_rows: int) -> None:
+        num_tokens, config = documents.num_tokens, self.config
+        is_exact = num_tokens == num_rows or not documents.crosses_ranks
+        if num_tokens > num_rows or not is_exact:
+            raise ValueError(
+                f"cu_seqlens_q ends at {num_tokens}, but q has {num_rows} rows; expected the "
+                "boundaries of this micro-batch"
+            )
+        if not documents.crosses_ranks:
+            return
+        for name, reason in NOT_ACROSS.items():
+            value = getattr(config, name, None)
+            check(name, value, not value, f"none with documents that cross ranks: {reason}")
+
+
 class _LocalAttention(DotProductAttention):
     """Megatron's own, which multi-latent attention can build, too."""
 
@@ -222,26 +242,22 @@ def _window_of(config, layer_number: int) -> tuple[int, int]:
     return check_window((left, 0))
 
 
-def _boundaries_of(packed_seq_params: PackedSeqParams, num_rows: int) -> Boundaries:
+def boundaries_in(packed_seq_params: PackedSeqParams) -> Boundaries:
     """Return the boundaries of packed rows. Padding inside them follows a document's own tokens,
-    which do not see it, so it counts as part of the document."""
-    boundaries = [_read(packed_seq_params, which) for which in ("q", "kv")]
-    if not torch.equal(*(each.offsets for each in boundaries)):
+    which do not see it, so it counts as part of the document. Raises ValueError for boundaries that
+    are missing or wrong, or differ between queries and keys."""
+    queries, keys = (_read(packed_seq_params, which) for which in ("q", "kv"))
+    if not torch.equal(queries.offsets, keys.offsets):
         raise ValueError(
-            f"cu_seqlens_kv has {boundaries[1].offsets.numel()} boundaries and differs from "
-            f"cu_seqlens_q with {boundaries[0].offsets.numel()}; expected equal ones: queries see "
-            "keys of their own document"
+            f"cu_seqlens_kv has {keys.offsets.numel()} boundaries and differs from cu_seqlens_q "
+            f"with {queries.offsets.numel()}; expected equal ones: queries see keys of their own "
+            "document"
         )
-    end = int(boundaries[0].offsets[-1])
-    if end > num_rows or (end < num_rows and boundaries[0].here.crosses_ranks):
-        raise ValueError(
-            f"cu_seqlens_q ends at {end}, but q has {num_rows} rows; expected the boundaries of "
-            "this micro-batch"
-        )
-    return boundaries[0]
+    return queries
 
 
-def _tensor_of(packed_seq_params: PackedSeqParams, which: str) -> tuple[str, Tensor]:
+def tensor_in(packed_seq_params: PackedSeqParams, which: str) -> tuple[str, Tensor]:
+    """Return name and tensor of the boundaries of queries, "q", or keys, "kv"."""
     names = (f"cu_seqlens_{which}_padded", f"cu_seqlens_{which}")
     name = next((each for each in names if getattr(packed_seq_params, each) is not None), names[1])
     tensor = getattr(packed_seq_params, name)
@@ -250,7 +266,7 @@ def _tensor_of(packed_seq_params: PackedSeqParams, which: str) -> tuple[str, Ten
 
 
 def _read(packed_seq_params: PackedSeqParams, which: str) -> Boundaries:
-    name, tensor = _tensor_of(packed_seq_params, which)
+    name, tensor = tensor_in(packed_seq_params, which)
 
     def read() -> Tensor:
         try:
