@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: F401
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -119,17 +120,25 @@ class Way:
     """Whether ranks hold equal runs of the documents of all of them."""
     num_rows: int = 0
     """Number of rows that padding of the last document fills; 0: micro-batches differ."""
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
     recomputed: str = ""
     """What checkpointing recomputes: "core_attn" or "full"."""
 
 
 @dataclass
 class Result:
-    worst_error: float
-    """Largest relative error of the loss and of the gradients of this rank's parameters."""
+    errors: dict[str, float]
+    """Relative errors of the loss and of the gradients of this rank's parameters."""
     bytes_moved: int
     """By a layer, over all plans of this rank's step."""
     num_plans: int
+    num_without_gradients: int
+    """Of these plans, made in a forward pass that checkpointing repeats later."""
+
+    @property
+    def worst_error(self) -> float:
+        return max(self.errors.values())
 
 
 def config_of(way: Way) -> TransformerConfig:
@@ -137,7 +146,12 @@ def config_of(way: Way) -> TransformerConfig:
     kind = MLATransformerConfig if latent else TransformerConfig
     varies = way.pipeline_parallel > 1 and way.num_rows == 0
     settings = {
-        **{"num_layers": LAYERS, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48},
+        **{
+            "num_layers": LAYERS,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 48,
+        },
         **{"num_query_groups": 2, "attention_dropout": 0.0, "hidden_dropout": 0.0},
         **{"normalization": "RMSNorm", "add_bias_linear": False, "use_cpu_initialization": True},
         **{"calculate_per_token_loss": True, "bias_dropout_fusion": False},
@@ -146,15 +160,16 @@ def config_of(way: Way) -> TransformerConfig:
         **{"tensor_model_parallel_size": way.tensor_parallel},
         **{"sequence_parallel": way.sequence_parallel},
         **{"pipeline_model_parallel_size": way.pipeline_parallel},
-        **{"pipeline_dtype": torch.float32, "variable_seq_lengths": varies},
+        **{"pipeline_dtype": way.dtype, "variable_seq_lengths": varies},
         **{"moe_token_dispatcher_type": "alltoall"},  # the only one for variable lengths
         **{"virtual_pipeline_model_parallel_size": way.chunks if way.chunks > 1 else None},
         **{"batch_p2p_comm": True, "overlap_p2p_comm": False, "batch_p2p_sync": False},
+        **{"params_dtype": way.dtype, "bf16": way.dtype == torch.bfloat16},
     }
     return kind(**{**settings, **MODELS[way.model], **RECOMPUTED.get(way.recomputed, {})})
 
 
-def spec_of(way: Way, core_attention: type | None):
+def spec_of(way: Way, core_attention=None):
     """Return the local spec, with `core_attention` in place of DotProductAttention."""
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm", multi_latent_attention=way.model == "latent"
@@ -164,7 +179,7 @@ def spec_of(way: Way, core_attention: type | None):
     return spec
 
 
-def build(way: Way, core_attention: type | None) -> list[GPTModel]:
+def build(way: Way, core_attention) -> list[GPTModel]:
     """Return this rank's model, or its chunks, with weights that depend on their names alone."""
     config = config_of(way)
     chunks = []
@@ -184,7 +199,7 @@ def build(way: Way, core_attention: type | None) -> list[GPTModel]:
         )
         for name, weight in named_parameters(chunk).items():
             weight.data.copy_(_shard(weight, _weights(name, _whole_shape(weight))))
-        chunks.append(chunk.train())
+        chunks.append(chunk.to(way.device).train())
     return chunks
 
 
@@ -250,6 +265,19 @@ class Packed:
     loss_mask: Tensor
     packed_seq_params: PackedSeqParams
 
+    def losses(self, model: GPTModel) -> Tensor:
+        """Return the losses of the last stage's rows, or another stage's hidden states."""
+        return model(
+            self.ids,
+            self.position_ids,
+            None,
+            labels=self.labels,
+            packed_seq_params=self.packed_seq_params,
+        )
+
+    def loss(self, model: GPTModel) -> Tensor:
+        return (self.losses(model) * self.loss_mask).sum()
+
     @classmethod
     def of(cls, dp_rank: int, micro_batch: int, way: Way) -> "Packed":
         lengths, *rows = tokens_of(dp_rank, micro_batch)
@@ -260,10 +288,11 @@ class Packed:
         def laid_out(tensor: Tensor) -> Tensor:
             parts = zip(tensor.split(lengths), padded, strict=True)
             filled = [F.pad(part, (0, length - len(part))) for part, length in parts]
-            return torch.cat(filled)[None]
+            return torch.cat(filled)[None].to(way.device)
 
         bounds = [
-            F.pad(torch.tensor(each).cumsum(0), (1, 0)).int() for each in (lengths, padded)
+            F.pad(torch.tensor(each).cumsum(0), (1, 0)).int().to(way.device)
+            for each in (lengths, padded)
         ]
         inside = bounds[1] if padded != lengths else None
         params = PackedSeqParams(
@@ -275,29 +304,25 @@ class Packed:
     def run_of(cls, dp_rank: int, micro_batch: int, way: Way) -> "Packed":
         """Return a rank's run of the pack that consists of all ranks' documents."""
         num_ranks = parallel_state.get_data_parallel_world_size()
-        lengths, *rows = zip(*(tokens_of(rank, micro_batch) for rank in range(num_ranks)))
-        ids, labels = map(torch.cat, rows)
+        lengths, *rows = zip(
+            *(tokens_of(rank, micro_batch) for rank in range(num_ranks)), strict=True
+        )
+        ids, labels = (torch.cat(each).to(way.device) for each in rows)
         group = parallel_state.get_data_parallel_group()
         run = distca.shard_batch(ids[None], sum(lengths, []), group=group)
         mask = torch.ones_like(run.tokens, dtype=torch.float32)
-        params = megatron_batches.packed_seq_params(run.documents)
+        params = megatron_batches.packed_seq_params(run.documents, way.device)
         return cls(run.tokens, labels[None, run.rows], run.position_ids, mask, params)
 
 
 def step(chunks: list[GPTModel], batches: list[Packed]) -> tuple[float, dict[str, Tensor]]:
     """One training step by Megatron's own schedule. Return the loss, summed over all ranks, and the
     gradients of this rank's parameters, summed over data parallel ranks."""
-    losses = torch.zeros(())
+    losses = torch.zeros((), device=batches[0].ids.device)
 
     def forward_step(iterator, model):
         packed = next(iterator)
-        output = model(
-            packed.ids,
-            packed.position_ids,
-            None,
-            labels=packed.labels,
-            packed_seq_params=packed.packed_seq_params,
-        )
+        output = packed.losses(model)
 
         def loss_of(output: Tensor):
             loss = (output * packed.loss_mask).sum()
@@ -322,7 +347,7 @@ def step(chunks: list[GPTModel], batches: list[Packed]) -> tuple[float, dict[str
         parallel_state.get_pipeline_model_parallel_group(),
     ):
         dist.all_reduce(losses, group=group)
-    return losses.item(), _gradients(chunks)
+    return losses.item(), {name: each.cpu() for name, each in _gradients(chunks).items()}
 
 
 def _gradients(chunks: list[GPTModel]) -> dict[str, Tensor]:
@@ -331,9 +356,7 @@ def _gradients(chunks: list[GPTModel]) -> dict[str, Tensor]:
         for name, weight in named_parameters(chunk).items():
             gradients[name] = weight.grad
             if getattr(weight, "sequence_parallel", False):
-                dist.all_reduce(
-                    weight.grad, group=parallel_state.get_tensor_model_parallel_group()
-                )
+                dist.all_reduce(weight.grad, group=parallel_state.get_tensor_model_parallel_group())
             dist.all_reduce(weight.grad, group=parallel_state.get_data_parallel_group())
     return gradients
 
@@ -348,7 +371,7 @@ def parallel(way: Way) -> Iterator[None]:
         opened.append(new_group(*args, **keywords))
         return opened[-1]
 
-    with on_cpu():
+    with on_cpu() if way.device == "cpu" else contextlib.nullcontext():
         with unittest.mock.patch.object(dist, "new_group", recorded):
             parallel_state.initialize_model_parallel(
                 way.tensor_parallel,
@@ -356,6 +379,8 @@ def parallel(way: Way) -> Iterator[None]:
                 way.chunks if way.chunks > 1 else None,
                 create_gloo_process_groups=False,
             )
+        if way.device != "cpu":
+            megatron_random.model_parallel_cuda_manual_seed(0)
         try:
             yield
         finally:
@@ -366,39 +391,55 @@ def parallel(way: Way) -> Iterator[None]:
                     dist.destroy_process_group(group)
 
 
+def loss_alone(model: GPTModel, dp_rank: int, micro_batch: int) -> Tensor:
+    """Return the loss of a rank's documents, each in a forward pass of its own."""
+    device = next(model.parameters()).device
+    lengths, *rows = tokens_of(dp_rank, micro_batch)
+    rows = [each.to(device) for each in rows]
+    loss = torch.zeros((), device=device)
+    for ids, labels in zip(*(each.split(lengths) for each in rows), strict=True):
+        positions = torch.arange(len(ids), device=device)[None]
+        loss = loss + model(ids[None], positions, None, labels=labels[None]).sum()
+    return loss
+
+
 def true_step(way: Way, num_packs: int) -> tuple[float, dict[str, Tensor]]:
     """Return loss and gradients of one process that runs each document alone."""
-    alone = Way(way.model)
+    alone = Way(way.model, device=way.device, dtype=way.dtype)
     with parallel(alone):
         (model,) = build(alone, MEGATRONS)
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=way.device)
         for dp_rank in range(num_packs):
             for micro_batch in range(len(PACKS[dp_rank])):
-                lengths, *rows = tokens_of(dp_rank, micro_batch)
-                for ids, labels in zip(*(each.split(lengths) for each in rows), strict=True):
-                    positions = torch.arange(len(ids))[None]
-                    loss = loss + model(ids[None], positions, None, labels=labels[None]).sum()
+                loss = loss + loss_alone(model, dp_rank, micro_batch)
         loss.backward()
-        return loss.item(), {name: each.grad for name, each in named_parameters(model).items()}
+        parameters = named_parameters(model)
+        return loss.item(), {name: each.grad.cpu() for name, each in parameters.items()}
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
+    got, truth = got.double(), truth.double()
     return ((got - truth).norm() / truth.norm().clamp_min(1e-30)).item()
 
 
+def errors(got: tuple[float, dict], truth: tuple[float, dict]) -> dict[str, float]:
+    """Return relative errors of the loss and of the gradients of `got`, by name."""
+    of_gradients = {name: relative_error(grad, truth[1][name]) for name, grad in got[1].items()}
+    return {"loss": abs(got[0] - truth[0]) / truth[0], **of_gradients}
+
+
 def worst_error(got: tuple[float, dict], truth: tuple[float, dict]) -> float:
-    errors = [relative_error(grad, truth[1][name]) for name, grad in got[1].items()]
-    return max(abs(got[0] - truth[0]) / truth[0], *errors)
+    return max(errors(got, truth).values())
 
 
 @contextlib.contextmanager
 def recorded_plans() -> Iterator[list]:
-    """Record the plans of forward passes."""
+    """Record the plans of forward passes, and whether gradients were enabled."""
     plans, plan = [], boundaries.plan
 
     def recorded(*args, **keywords):
-        plans.append(plan(*args, **keywords))
-        return plans[-1]
+        plans.append((plan(*args, **keywords), torch.is_grad_enabled()))
+        return plans[-1][0]
 
     with unittest.mock.patch.object(boundaries, "plan", recorded):
         yield plans
@@ -423,5 +464,7 @@ def balanced_error(
             for chunk in chunks
             for name, weight in named_parameters(chunk).items()
         }
-        moved = sum(sum(each.report().bytes_out) for each in plans)
-        return Result(worst_error(got, (truth[0], shards)), moved, len(plans))
+        moved = sum(sum(each.report().bytes_out) for each, _ in plans)
+        have_gradients = [each for _, each in plans]
+        shares = errors(got, (truth[0], shards))
+        return Result(shares, moved, len(plans), have_gradients.count(False))

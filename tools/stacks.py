@@ -1,11 +1,13 @@
-"""Runs tests with the packages that training stacks pin: `python tools/stacks.py transformers`, or
-`stacks` for the recipes of docs/recipes.md.
+"""Runs tests with the packages that training stacks pin: `python tools/stacks.py transformers`,
+`stacks` for the recipes of docs/recipes.md, or `megatron`.
 
-Each set of packages has an environment of its own in build/stacks, which sees the packages of the
-environment that runs this, PyTorch among them.
+Each set of packages has an environment of its own in build/stacks. Those of the Python that runs
+this see its packages, PyTorch among them. Megatron-Core needs a newer Python: its environment has
+the same PyTorch, and distca's library serves both.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,27 +23,50 @@ STACKS = {
     "llamafactory": ("llamafactory==0.9.5",),
     "verl": ("verl==0.9.1", "trl==0.19.1", *SERVERS),
 }
+MEGATRON = ("megatron-core==0.19.2", "numpy", "pytest==9.2.0")
+MEGATRONS_PYTHON = (3, 12)  # or newer
+ASK_VERSION = "import sys; print(*sys.version_info[:2])"
 
 
-def environment(name: str, packages: tuple[str, ...]) -> Path:
+def newer_python() -> str | None:
+    """Return a Python for Megatron-Core: the one that runs this, one on PATH, or one of pyenv."""
+    names = [sys.executable, *(f"python3.{minor}" for minor in range(MEGATRONS_PYTHON[1], 15))]
+    installed = sorted(Path.home().glob(".pyenv/versions/3.*/bin/python"))
+    for name in [*names, *map(str, installed)]:
+        if shutil.which(name) is None:
+            continue
+        asked = subprocess.run([name, "-c", ASK_VERSION], capture_output=True, text=True)
+        if asked.returncode == 0 and tuple(map(int, asked.stdout.split())) >= MEGATRONS_PYTHON:
+            return name
+    return None
+
+
+def environment(name: str, packages: tuple[str, ...], python: str = sys.executable) -> Path:
     """Return the Python of an environment that has `packages`, after installing them if needed."""
     folder = ROOT / "build" / "stacks" / name
-    python, stamp = folder / "bin" / "python", folder / "installed"
+    own_python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists() or stamp.read_text() != " ".join(packages):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
         (site,) = folder.glob("lib/python*/site-packages")
-        (site / "shared.pth").write_text(sysconfig.get_path("purelib"))
+        if python == sys.executable:
+            (site / "shared.pth").write_text(sysconfig.get_path("purelib"))
         (folder / "constraints.txt").write_text(f"torch=={version('torch')}")
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        install = [own_python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         constraints = ["--constraint", folder / "constraints.txt", "--no-build-isolation"]
         subprocess.run([*install, *constraints, *packages], check=True)
         stamp.write_text(" ".join(packages))
-    return python
+    return own_python
 
 
-def test(name: str, packages: tuple[str, ...], tests: list[str], flags: list[str]) -> None:
+def test(
+    name: str,
+    packages: tuple[str, ...],
+    tests: list[str],
+    flags: list[str],
+    python: str = sys.executable,
+) -> None:
     print(f"== {name}: {' '.join(packages)}", flush=True)
-    command = [environment(name, packages), "-m", "pytest", "-q", *flags, *tests]
+    command = [environment(name, packages, python), "-m", "pytest", "-q", *flags, *tests]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
@@ -49,6 +74,15 @@ def main(what: str, flags: list[str]) -> None:
     if what == "stacks":
         for name, packages in STACKS.items():
             test(name, packages, ["tests/test_stacks.py"], flags)
+        return
+    if what == "megatron":
+        python = newer_python()
+        if python is None:
+            needed = ".".join(map(str, MEGATRONS_PYTHON))
+            print(f"skipped: {MEGATRON[0]} needs Python {needed} or newer, and none was found")
+            return
+        packages = (f"torch=={version('torch')}", *MEGATRON)
+        test("megatron", packages, ["tests/test_megatron.py"], flags, python)
         return
     tests = {str(path) for path in ROOT.glob("tests/test_transformers*.py")}
     tests.remove(str(ROOT / "tests" / "test_transformers_families.py"))  # of the newest release

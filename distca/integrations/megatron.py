@@ -1,12 +1,11 @@
 """Core attention of Megatron-Core, balanced over its data parallel ranks.
 
-`BalancedAttention` takes the place of DotProductAttention in a layer spec, and `BalancedTEAttention`
+`BalancedAttention` takes the place of DotProductAttention in a layer spec, `BalancedTEAttention`
 that of TEDotProductAttention. `install` replaces both in every model that is built afterwards.
 Packed sequences, PackedSeqParams with qkv_format "thd", are computed here. Megatron's own attention
 computes everything else.
 """
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -193,7 +192,6 @@ class _Balanced:
         check("deterministic_mode", config.deterministic_mode, is_kept, expected)
         size = getattr(packed_seq_params, "local_cp_size", None)
         check("packed_seq_params.local_cp_size", size, size in (None, 1), "1 with distca")
-
 
     def _check_rows(self, documents: Documents, num_rows: int) -> None:
         num_tokens, config = documents.num_tokens, self.config
