@@ -33,7 +33,7 @@ PYTHON_FILES := setup.py distca tests benchmarks examples tools docs/generate.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: train test test-cpp test-python test-quick test-transformers test-stacks wheels docs fuzz tidy install format check-format clean googletest
+.PHONY: train test test-cpp test-python test-quick test-transformers test-stacks test-megatron wheels docs fuzz tidy install format check-format clean googletest
 .DELETE_ON_ERROR:
 
 train: $(LIBRARY)
@@ -68,9 +68,10 @@ test-python: $(LIBRARY)
 test-quick: $(LIBRARY)
 	$(BIN)/python -m pytest -m "not processes" $(PYTEST_FLAGS)
 
-# With older releases of transformers, and with stacks that train its models, each in an environment
-# of its own: 10 minutes, and 5 with 2 GB of packages.
-test-transformers test-stacks: $(LIBRARY)
+# With older releases of transformers, with stacks that train its models, and with Megatron-Core,
+# each in an environment of its own: 10 minutes, 5 with 2 GB of packages, and 3 with 5 GB. Megatron-
+# Core is skipped where no Python 3.12 is found.
+test-transformers test-stacks test-megatron: $(LIBRARY)
 	$(BIN)/python tools/stacks.py $(@:test-%=%) $(PYTEST_FLAGS)
 
 # A wheel for each minor version of PyTorch, tested on the CPU in a fresh environment: 5 GB of

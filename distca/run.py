@@ -51,6 +51,10 @@ class Launch:
     """Run the decoder layers of models that are built with attn_implementation="distca" on two
     halves of their tokens. Requires transformers."""
 
+    megatron: bool = False
+    """Balance packed sequences in the attention of every Megatron-Core model that the script
+    builds."""
+
     attention_servers: str | None = None
     """Ranks that serve attention and do not run the script: a number N for the last N ranks of each
     node, or a list of ranks, "3,7" ("7," for one rank). The other ranks run the script in a process
@@ -173,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         session.join_world(world)
         if world.rank in world.servers:
             return serve_all_sessions()
+    if not parsed.is_module:
+        sys.path[0] = str(script.resolve().parent)  # Megatron-LM's scripts lie beside its package
     if launch.patch_sdpa:
         scope.patch_torch()
     if (launch.document_end_id, launch.document_positions) != (None, None):
@@ -183,12 +189,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             integration.replace(launch.replace_attention)
         if launch.ping_pong:
             integration.ping_pong_built_models()
+    if launch.megatron:
+        importlib.import_module("distca.integrations.megatron").install()
     sys.argv = [parsed.script, *parsed.arguments]
     try:
         if parsed.is_module:
             runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(script.resolve().parent)
             runpy.run_path(parsed.script, run_name="__main__")
     finally:
         if world is not None:
@@ -197,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (watching.is_on or is_shared) and not session.has_opened():
         hint(
             f"{parsed.script} ended without a plan, so nothing was balanced or recorded; pass "
-            "--patch-sdpa or --transformers, or call distca.plan in the script"
+            "--patch-sdpa, --transformers or --megatron, or call distca.plan in the script"
         )
 
 

@@ -77,6 +77,8 @@ INTEGRATIONS = {  # read from their sources: the libraries need not be installed
     "transformers": ("latest_plan", "ping_pong"),
     "trainer": ("plan_batches",),
     "fsdp": ("gather_after_attention",),
+    "megatron": ("install",),
+    "megatron_batches": ("packed_seq_params", "plan_ahead"),
 }
 INTERNALS = {  # members that users have no need of
     "Documents": ("unplanned", "halves", "pieces"),

@@ -28,6 +28,7 @@ PRELOADED = [
     "distca.integrations.plain",
 ]
 PRELOADED_IF_USED = [
+    "distca.integrations.megatron",
     "distca.integrations.torchtitan",
     "distca.integrations.transformers",
     "transformers.models.llama.modeling_llama",

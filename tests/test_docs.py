@@ -193,7 +193,7 @@ def check_launcher(arguments: list[str], folder: Path) -> None:
         run.parser().format_help()
         return
     parsed = run.parser().parse_args(arguments)
-    assert parsed.is_module or parsed.script == "train.py"
+    assert parsed.is_module or parsed.script in ("train.py", "pretrain_gpt.py")
     for kind in run.SETTINGS:
         run.from_flags(parsed, kind)
 

@@ -69,6 +69,7 @@ PYTHON_RULES = {
 LIBRARY_HOMES = {
     "matplotlib": ("watching/report.py",),
     "transformers": ("integrations/transformers.py",),
+    "megatron": ("integrations/megatron.py", "integrations/megatron_batches.py"),
     "accelerate": ("integrations/trainer.py",),
     "torchtitan": ("integrations/torchtitan.py", "integrations/torchtitan_batches.py"),
     "spmd_types": ("integrations/torchtitan.py",),
@@ -394,6 +395,7 @@ def test_allowed_includes_pass(path, header):
         ("report.py", "import matplotlib.pyplot as plt"),
         ("attention.py", "def f():\n    from transformers import AutoModel"),
         ("integrations/transformers.py", "import torchtitan"),
+        ("integrations/torchtitan.py", "from megatron.core import parallel_state"),
         ("watching/report.py", "from torch.utils.tensorboard import SummaryWriter"),
         ("watching/report.py", "from distca import report"),
         ("integrations/transformers.py", "from distca import report"),

@@ -8,14 +8,19 @@ ROOT = Path(__file__).parent.parent
 
 
 def environment(
-    folder: Path, packages: tuple[str, ...], *, shared: Path | None, constraint: str = ""
+    folder: Path,
+    packages: tuple[str, ...],
+    base: str = sys.executable,
+    *,
+    shared: Path | None,
+    constraint: str = "",
 ) -> Path:
     """Return the Python of an environment in `folder` that has `packages`, after installing them if
-    needed. It also sees the packages in the folder `shared`. `constraint` keeps versions, as pip's
+    needed. `base` is the Python that it is made from. It also sees the packages in the folder `shared`. `constraint` keeps versions, as pip's
     constraints do."""
     python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists() or stamp.read_text() != " ".join(packages):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
         if shared is not None:
             (packages_of(python) / "shared.pth").write_text(str(shared))
         (folder / "constraints.txt").write_text(constraint)

@@ -1,6 +1,7 @@
 """Document boundaries as models receive them: cu_seq_lens keywords, or position_ids."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +52,7 @@ _first = FirstBatches(
 class Boundaries:
     """The boundaries in one tensor, and the documents built from it."""
 
-    state: tuple  # the tensor's version, batch and tokens that this was read from
+    state: tuple  # the tensor's version and the batch's shape that this was read from
     offsets: Tensor  # int64 [num_documents + 1], CPU: where documents begin in batch * tokens rows
     is_packed: bool  # some document is not a whole row of the batch
     here: Documents  # never planned
@@ -117,23 +118,33 @@ def remember(keywords: dict, documents: Documents, batch: int, num_tokens: int) 
             f"documents is {documents}, with boundaries of type {type(tensor).__name__} and "
             f"a batch of shape {[batch, num_tokens]}; expected all of them from one collator"
         )
-    state = _state_of(tensor, batch, num_tokens)
-    boundaries = _keep(tensor, state, documents.cu_seqlens.to(torch.int64), documents.unplanned())
+    remember_tensor(tensor, documents, (batch, num_tokens))
+
+
+def remember_tensor(
+    tensor: Tensor, documents: Documents, shape: tuple[int, int] | None = None
+) -> None:
+    """Use `documents` instead of reading `tensor`, as `remember` does."""
+    offsets = documents.cu_seqlens.to(torch.int64)
+    boundaries = _keep(tensor, shape, offsets, documents.unplanned())
     if documents not in _taken:
         _taken.add(documents)
         boundaries.balanced = documents
 
 
-def _keep(tensor: Tensor, state: tuple, offsets: Tensor, documents: Documents) -> Boundaries:
-    _, batch, num_tokens = state
+def _keep(
+    tensor: Tensor, shape: tuple[int, int] | None, offsets: Tensor, documents: Documents
+) -> Boundaries:
+    batch, num_tokens = shape or (1, int(offsets[-1]))
     is_packed = not torch.equal(offsets, torch.arange(batch + 1) * num_tokens)
+    state = _state_of(tensor, shape)
     boundaries = _known[tensor] = Boundaries(state, offsets, is_packed, documents)
     return boundaries
 
 
-def _state_of(tensor: Tensor, batch: int, num_tokens: int) -> tuple:
+def _state_of(tensor: Tensor, shape: tuple[int, int] | None) -> tuple:
     # Inference tensors do not count their changes, so they are read at every call.
-    return (None if tensor.is_inference() else tensor._version, batch, num_tokens)
+    return (None if tensor.is_inference() else tensor._version, shape)
 
 
 def check_cut(name: str, value: object, shape: list[int]) -> None:
@@ -171,17 +182,29 @@ def read_boundaries(keywords: dict, batch: int, num_tokens: int, reader: str) ->
             f"{reader}: document boundaries are missing; expected a tensor. "
             f"Pass one of them to the model: {PACK}"
         )
-    state, boundaries = _state_of(tensor, batch, num_tokens), _known.get(tensor)
+
+    def read() -> Tensor:
+        if cu_seqlens is None:
+            return offsets_of_positions(position_ids, batch, num_tokens)
+        return _offsets_of_cu_seqlens(keywords, batch, num_tokens)
+
+    return boundaries_of(tensor, read, (batch, num_tokens))
+
+
+def boundaries_of(
+    tensor: Tensor, read: Callable[[], Tensor], shape: tuple[int, int] | None = None
+) -> Boundaries:
+    """Return the boundaries that `tensor` holds for a batch of `shape` (rows, tokens); None: of one
+    row. `read` returns their offsets, int64 on the CPU. It is called once, and again after `tensor`
+    has changed in place."""
+    state, boundaries = _state_of(tensor, shape), _known.get(tensor)
     if boundaries is not None and state[0] is not None and boundaries.state == state:
         return boundaries
-    if cu_seqlens is None:
-        offsets = offsets_of_positions(position_ids, batch, num_tokens)
-    else:
-        offsets = _offsets_of_cu_seqlens(keywords, batch, num_tokens)
+    offsets = read()
     is_known = boundaries is not None and boundaries.state == state  # of an inference tensor
     if is_known and torch.equal(boundaries.offsets, offsets):
         return boundaries
-    return _keep(tensor, state, offsets, Documents(offsets))
+    return _keep(tensor, shape, offsets, Documents(offsets))
 
 
 def _offsets_of_cu_seqlens(keywords: dict, batch: int, num_tokens: int) -> Tensor:
