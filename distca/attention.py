@@ -176,8 +176,13 @@ def attend_rows(
     softcap: float | None,
     window_size: tuple[int, int],
     return_lse: bool,
+    compute: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> Results:
-    """Compute core_attention of these rows, whatever route is in force."""
+    """Compute core_attention of these rows, whatever route is in force.
+
+    `compute(q, k, v, documents, window_size, softmax_scale, softcap)` returns out and lse of plain
+    tensors. None: under the plan of the documents.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
     if any(type(tensor) is not Tensor for tensor in (q, k, v)):
@@ -186,7 +191,7 @@ def attend_rows(
         if any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
             _check_distributed(q, k, v)
             local = [tensor.to_local() for tensor in (q, k, v)]
-            settings = (softmax_scale, softcap, window_size, return_lse)
+            settings = (softmax_scale, softcap, window_size, return_lse, compute)
             results = attend_rows(*local, documents, *settings)
 
             def distributed(rows: Tensor) -> DTensor:
@@ -195,15 +200,28 @@ def attend_rows(
             return tuple(map(distributed, results)) if return_lse else distributed(results)
     if documents.key_rows is not None:
         k, v = _with_prefixes(k, v, documents)
-    own = _plan_for(documents, window_size, q)
     # The operator refuses q without a head_dim, so that every rank of the group hears of it.
     scale = softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
+    compute = compute or _compute_under_plan
+    out, lse = compute(q, k, v, documents, window_size, scale, softcap or 0.0)
+    return (out, lse) if return_lse else out
+
+
+def _compute_under_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    window_size: tuple[int, int],
+    softmax_scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    own = _plan_for(documents, window_size, q)
     kept_rows = own.kept_rows if torch.is_grad_enabled() else (0, 0)
     caller = callers.current() if own.group_name else callers.UNKNOWN
-    out, lse, _ = ops.core_attention(
-        q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller, softcap or 0.0
-    )
-    return (out, lse) if return_lse else out
+    settings = (softmax_scale, own.group_name, *kept_rows, caller, softcap)
+    out, lse, _ = ops.core_attention(q, k, v, own.layout, own.rows, *settings)
+    return out, lse
 
 
 def _with_prefixes(k: Tensor, v: Tensor, documents: Documents) -> list[Tensor]:
