@@ -29,9 +29,17 @@ call_after_backward = torch.autograd.Variable._execution_engine.queue_callback
 not_compiled = torch._disable_dynamo
 
 
-def saved_tensor_hooks() -> tuple | None:
-    """Return the innermost (pack, unpack) hooks of saved tensors, None outside any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+def checkpoint_hooks() -> object:
+    """Return what tells the innermost checkpoint around this call from others, None outside any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
+        return None
+    return hooks[0]
+
+
+def has_dispatch_mode() -> bool:
+    """Return whether something sees the operators that run, as selective checkpointing does."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

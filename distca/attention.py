@@ -1,6 +1,7 @@
 """Core attention on packed rows."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Literal, overload
 
@@ -22,6 +23,7 @@ FULL = (-1, -1)
 
 
 Results = Tensor | tuple[Tensor, Tensor]  # out, or out and lse
+Compute = Callable[..., tuple[Tensor, Tensor]]  # see attend_rows
 
 # The documents whose calls of core_attention are redirected, and their target; None outside
 # `routed`.
@@ -208,8 +210,13 @@ def attend_rows(
     softcap: float | None,
     window_size: tuple[int, int],
     return_lse: bool,
+    compute: Compute | None = None,
 ) -> Results:
-    """Compute core_attention of these rows, whatever route is in force."""
+    """Compute core_attention of these rows, whatever route is in force.
+
+    `compute(q, k, v, documents, window_size, softmax_scale, softcap)` returns out and lse of plain
+    tensors. None: under the plan of the documents.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
     if any(type(tensor) is not Tensor for tensor in (q, k, v)):
@@ -218,7 +225,7 @@ def attend_rows(
         if any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
             _check_distributed(q, k, v)
             local = [tensor.to_local() for tensor in (q, k, v)]
-            settings = (softmax_scale, softcap, window_size, return_lse)
+            settings = (softmax_scale, softcap, window_size, return_lse, compute)
             results = attend_rows(*local, documents, *settings)
 
             def distributed(rows: Tensor) -> DTensor:
@@ -227,31 +234,12 @@ def attend_rows(
             return tuple(map(distributed, results)) if return_lse else distributed(results)
     if documents.key_rows is not None:
         k, v = _with_prefixes(k, v, documents)
-    if documents.spans is not None:
-        results = _attend_with_spans(q, k, v, documents, softmax_scale, softcap, window_size)
-    else:
-        results = _attend(q, k, v, documents, softmax_scale, softcap, window_size)
-    return results if return_lse else results[0]
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Documents,
-    softmax_scale: float | None,
-    softcap: float | None,
-    window_size: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse of attention with one range of keys for each query."""
-    own = _plan_for(documents, window_size, q)
     scale = _scale_of(softmax_scale, q)
-    kept_rows = own.kept_rows if torch.is_grad_enabled() else (0, 0)
-    caller = callers.current() if own.group_name else callers.UNKNOWN
-    out, lse, _ = ops.core_attention(
-        q, k, v, own.layout, own.rows, scale, own.group_name, *kept_rows, caller, softcap or 0.0
-    )
-    return out, lse
+    compute = compute or _compute_under_plan
+    if documents.spans is not None:
+        compute = functools.partial(_compute_with_spans, compute)
+    results = compute(q, k, v, documents, window_size, scale, softcap or 0.0)
+    return results if return_lse else results[0]
 
 
 def _scale_of(softmax_scale: float | None, q: Tensor) -> float:
@@ -259,14 +247,32 @@ def _scale_of(softmax_scale: float | None, q: Tensor) -> float:
     return softmax_scale if softmax_scale is not None else max((1, *q.shape[-1:])) ** -0.5
 
 
-def _attend_with_spans(
+def _compute_under_plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     documents: Documents,
-    softmax_scale: float | None,
-    softcap: float | None,
     window_size: tuple[int, int],
+    softmax_scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    own = _plan_for(documents, window_size, q)
+    kept_rows = own.kept_rows if torch.is_grad_enabled() else (0, 0)
+    caller = callers.current() if own.group_name else callers.UNKNOWN
+    settings = (softmax_scale, own.group_name, *kept_rows, caller, softcap)
+    out, lse, _ = ops.core_attention(q, k, v, own.layout, own.rows, *settings)
+    return out, lse
+
+
+def _compute_with_spans(
+    compute: Compute,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    window_size: tuple[int, int],
+    softmax_scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse where rows of spans see their whole span, too.
 
@@ -275,15 +281,15 @@ def _attend_with_spans(
     """
     _check_spans(documents, window_size)
     settings = (softmax_scale, softcap)
-    out, lse = _attend(q, k, v, documents, *settings, window_size)
+    out, lse = compute(q, k, v, documents, window_size, *settings)
     rows = documents.span_rows = documents.span_rows.to(q.device)
     q, k, v = (each.index_select(0, rows) for each in (q, k, v))
-    ahead, lse_ahead = _attend(q, k, v, documents.spans, *settings, FROM_HERE)
+    ahead, lse_ahead = compute(q, k, v, documents.spans, FROM_HERE, *settings)
     behind, lse_behind = (each.index_select(0, rows) for each in (out, lse))
     group = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(group, 1).to(lse.dtype) for each in (k, v))
-    score = (q * k).sum(-1) * _scale_of(softmax_scale, q)
-    if softcap is not None:
+    score = (q * k).sum(-1) * softmax_scale
+    if softcap > 0:
         score = softcap * torch.tanh(score / softcap)
     score = score.minimum(lse_ahead).minimum(lse_behind)  # but for rounding, it is not above them
     top = torch.maximum(lse_ahead, lse_behind).detach()

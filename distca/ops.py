@@ -35,6 +35,16 @@ def core_attention(
 
 
 @_operator
+def core_attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Tensor,
+    rows: Tensor, softmax_scale: float, group_name: str, kept: Tensor | None = None,
+    caller: int = -1, grad_lse: Tensor | None = None, softcap: float = 0.0,
+) -> Three:
+    """Compute the gradients of q, k and v under a layout, which may be another one than that of the
+    forward pass if nothing is kept."""
+
+
+@_operator
 def exchange(
     q: Tensor, k: Tensor, v: Tensor, layout: Tensor, rows: Tensor, group_name: str,
 ) -> None:
@@ -215,6 +225,12 @@ def take_exchange_times(group_name: str) -> Tensor:
 @_operator
 def spans(group_name: str) -> tuple[list[str], Tensor]:
     """Return phases of the timed step, and int64 [num_spans, 3]: layer, begin and end in ns."""
+
+
+@_operator
+def check_ranks(group_name: str, doing: str) -> None:
+    """Raise DistBackendError if a rank of the group has failed, has left or is gone. `doing` says
+    what this rank waits for elsewhere."""
 
 
 @_operator

@@ -5,7 +5,7 @@ an argument: a function (q, k, v, documents) -> out with q [tokens, heads, head_
 [tokens, kv_heads, head_dim]. The model passes `documents` to it unchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -97,17 +97,51 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, position_ids: Tensor, documents: object) -> Tensor:
         """Return logits [tokens, vocab_size]; position_ids restart at 0 in every document."""
-        pairs = torch.arange(0, self.config.head_dim, 2, device=tokens.device)
-        frequencies = self.config.rope_theta ** (-pairs / self.config.head_dim)
-        angles = position_ids[:, None, None] * frequencies  # [tokens, 1, head_dim / 2]
-        cos, sin = angles.cos(), angles.sin()
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            if self.config.recompute:
-                x = checkpoint(block, x, cos, sin, documents, use_reentrant=False)
-            else:
-                x = block(x, cos, sin, documents)
+        x = run_blocks(self.config, self.blocks, self.embedding(tokens), position_ids, documents)
         return self.output(self.norm(x))
+
+
+def run_blocks(
+    config: LlamaConfig,
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    position_ids: Tensor,
+    documents: object,
+) -> Tensor:
+    """Return what the blocks make of x [tokens, hidden]."""
+    pairs = torch.arange(0, config.head_dim, 2, device=x.device)
+    frequencies = config.rope_theta ** (-pairs / config.head_dim)
+    angles = position_ids[:, None, None] * frequencies  # [tokens, 1, head_dim / 2]
+    cos, sin = angles.cos(), angles.sin()
+    for block in blocks:
+        if config.recompute:
+            x = checkpoint(block, x, cos, sin, documents, use_reentrant=False)
+        else:
+            x = block(x, cos, sin, documents)
+    return x
+
+
+class LlamaStage(nn.Module):
+    """Blocks [first, last) of a Llama, as a stage of a pipeline. The first stage has the embedding,
+    the last one the output. Parameters keep their names."""
+
+    def __init__(self, model: Llama, first: int, last: int) -> None:
+        super().__init__()
+        self.config = model.config
+        is_last = last == model.config.layers
+        self.embedding = model.embedding if first == 0 else None
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})
+        self.norm = model.norm if is_last else None
+        self.output = model.output if is_last else None
+
+    def forward(self, x: Tensor, documents: object) -> Tensor:
+        """x is tokens [tokens], or [tokens, hidden] of the previous stage. Return [tokens, hidden],
+        or logits [tokens, vocab_size]."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        positions = documents.position_ids.to(x.device)
+        x = run_blocks(self.config, self.blocks.values(), x, positions, documents)
+        return x if self.output is None else self.output(self.norm(x))
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,12 @@ def check_watching(arguments: list[str], folder: Path) -> None:
     assert re.search(r"us a step of 1 layers, \S+ % of a training step", output)
 
 
+def check_pipeline(arguments: list[str], folder: Path) -> None:
+    flags = ["--steps", "2", "--tokens", "256", "--micro-batches", "3", "--compare", "stages"]
+    output = run_two_ranks([ROOT / "examples" / "pipeline.py", *flags], folder)
+    assert "largest loss difference" in output
+
+
 def check_host_time(arguments: list[str], folder: Path) -> None:
     output = run_python(
         [ROOT / "benchmarks" / "host_time.py", "--ranks", "1", "3", "--documents", "2"], folder
@@ -229,6 +235,7 @@ CHECKS = {  # beginning of a command, and the function that checks the rest of i
     "torchrun --nproc-per-node 2 -m distca.run": check_plain_example,
     "torchrun --nproc-per-node 2 benchmarks/watching.py": check_watching,
     "python benchmarks/host_time.py": check_host_time,
+    "torchrun --nproc-per-node 4 examples/pipeline.py": check_pipeline,
     "torchrun --max-restarts": check_torchrun,
     "torchrun --nnodes": check_nodes,
     "make train": check_train,

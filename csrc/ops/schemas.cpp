@@ -224,6 +224,17 @@ TORCH_LIBRARY(distca, m) {
   m.def("spans(str group_name) -> (str[] phases, Tensor times)", [](const std::string& group_name) {
     return distca::ops::timeline_of(group_name)->finished();
   });
+  // Throws DistBackendError if a rank of the group has failed, has left or is gone. `doing` says
+  // what this rank waits for elsewhere.
+  m.def("check_ranks(str group_name, str doing) -> ()",
+        [](const std::string& group_name, const std::string& doing) {
+          auto& failures = distca::ops::find_session(group_name)->failures();
+          std::string cause = failures.find_departed(distca::transport::kLayers);
+          if (cause.empty() && (failures.alarmed() || failures.has_dead_peer())) {
+            cause = failures.diagnose("given up, because a rank of the group has failed", doing);
+          }
+          TORCH_CHECK_WITH(DistBackendError, cause.empty(), "distca: ", doing, ": ", cause);
+        });
   m.def("announce_failure(str group_name, str message) -> ()",
         [](const std::string& group_name, const std::string& message) {
           distca::ops::find_session(group_name)->failures().announce(message);

@@ -446,11 +446,16 @@ transport::Where Session::enter(Pass pass, const PlanOfBatch& plan, int64_t call
   Batch& batch = batch_of(plan.batch);
   transport::Where where{"", name_of(pass), 0, plan.step, caller};
   int64_t field = Signature::kForwardCalls;
+  // Backward passes go from the last layer to the first. Those of a tick of a pipeline, whose
+  // forward passes had other plans, count up.
+  const auto backward_layer = [&batch](int64_t num_before) {
+    return batch.num_forward > 0 ? batch.num_forward - num_before - 1 : num_before;
+  };
   if (pass == Pass::kBackward) {
-    where.layer = batch.num_forward - ++batch.num_backward;
+    where.layer = backward_layer(batch.num_backward++);
     field = Signature::kBackwardCalls;
   } else if (pass == Pass::kRecomputed) {
-    where.layer = batch.num_forward - batch.num_backward - 1;
+    where.layer = backward_layer(batch.num_backward);
     field = Signature::kRecomputedCalls;
   } else {
     where.layer = batch.num_forward++;

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distca import attention, scope
-from distca._torch_private import CheckpointWrapper, not_compiled, pytree, saved_tensor_hooks
+from distca._torch_private import CheckpointWrapper, checkpoint_hooks, not_compiled, pytree
 from distca.pingpong.token_rows import TokenRows
 from distca.pingpong.turns import Turns
 from distca.planning.documents import Documents
@@ -224,7 +224,7 @@ class _Step:
     num_calls: int = 0  # of the second half
 
     def __post_init__(self) -> None:
-        self._grad_mode, self._hooks = torch.is_grad_enabled(), _checkpoint_hooks()
+        self._grad_mode, self._hooks = torch.is_grad_enabled(), checkpoint_hooks()
 
     def attend(self, idx: int, q, k, v, documents: Documents, *settings):
         """attend_rows as core_attention calls it in half `idx`."""
@@ -232,7 +232,7 @@ class _Step:
             raise ValueError(
                 f"documents are {documents} in a PingPong block of {self.documents}; expected those"
             )
-        if (torch.is_grad_enabled(), _checkpoint_hooks()) != (self._grad_mode, self._hooks):
+        if (torch.is_grad_enabled(), checkpoint_hooks()) != (self._grad_mode, self._hooks):
             raise ValueError(
                 f"PingPong: attention is called inside torch.utils.checkpoint; {INSIDE}"
             )
@@ -259,11 +259,3 @@ class _Step:
                 f"PingPong: the block called attention {len(self.left)} times for its first half "
                 f"and {self.num_calls} times for its second; expected as many"
             )
-
-
-def _checkpoint_hooks() -> object:
-    """The innermost checkpoint around this call, None where there is none."""
-    hooks = saved_tensor_hooks()
-    if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
-        return None
-    return hooks[0]

@@ -203,10 +203,13 @@ def submit(
     window_size: tuple[int, int],
     device: torch.device,
     shape: AttentionShape | None,
+    may_keep: bool = True,
 ) -> Plan:
-    """Let the planner thread plan `documents`, and attach the plan to them."""
+    """Let the planner thread plan `documents`, and attach the plan to them. Servers may keep inputs
+    (`may_keep`) if forward and backward passes have the same plan."""
     session.time_step(session.num_plans)
     problem = next_problem(session, window_size, device, documents.chunk_size)
+    problem = replace(problem, may_keep=may_keep)
     key = documents.plan_key(window_size)
     batches = {  # by key, of the plans for these documents over this group
         other: plan.batch
@@ -312,6 +315,7 @@ class Problem:
     calls: Tensor | None = None  # those that ranks last agreed on for this window
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
     servers: tuple[int, ...] = ()  # ranks that run no model
+    may_keep: bool = True  # inputs, for a backward pass under the same plan
 
 
 def _solve_together(
@@ -398,6 +402,8 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type, problem.attention_seconds)
     cluster = replace(_cluster_of(problem, options), transfer_waits=problem.transfer_waits)
+    if not problem.may_keep:
+        cluster = replace(cluster, kept_cap_bytes=0)
     if problem.has_halves:
         cluster = replace(cluster, hidden_part=1.0)
     elif problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
@@ -410,7 +416,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     moved = (list(map(int, bytes_out)), list(map(int, bytes_in)))
     plan_ms = 1e3 * (time.perf_counter() - start)
     keeping = {"kept_bytes": list(map(int, kept))}
-    if problem.num_ranks > 1:
+    if problem.num_ranks > 1 and problem.may_keep:
         limit = problem.kept_limit_bytes
         keeping["keeping"] = why_kept(options, problem.device_type, limit, any(kept))
     speeds = cluster.speeds or ()

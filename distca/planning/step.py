@@ -50,13 +50,20 @@ def plan(
     use of the plan waits for it.
 
     Raises ValueError on every rank, before any row is sent, if ranks disagree on version, options,
-    step or window, or if documents that cross ranks do not fit together.
+    step or window, or if documents that cross ranks do not fit together. Raises ValueError for a
+    group of several stages of a pipeline.
     """
     window_size = check_window(window_size)
     session = opened(group)
     with announced(session):
         check_documents(documents)
         session.place()  # servers do not plan
+        if session.pools_stages:
+            raise ValueError(
+                "the group has several stages of a pipeline; expected a schedule of "
+                "distca.integrations.pipelining, which plans the micro-batches of each tick "
+                'together, or distca.init(mesh["dp"]) for stages that balance apart'
+            )
     device = torch.device(device if device is not None else session.device_type)
     check_device(device, "the plan")
     if device.type == "cuda" and device.index is None:

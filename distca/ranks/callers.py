@@ -18,7 +18,7 @@ from distca import ops
 
 UNKNOWN = -1
 MAX_FRAMES = 16  # between attention and the module that calls it
-OWN_FRAMES = 3  # of current(), attend_rows() and core_attention(), which are no modules
+OWN_FRAMES = 4  # of current() and of core_attention() and its parts, which are no modules
 _OWN_FOLDER = str(Path(__file__).parents[1])
 
 # By id, which takes half as long as a WeakKeyDictionary: its number, and a reference that removes

@@ -7,8 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca import _torch_private
 from distca.options import check
 
-# Axes whose ranks hold the same tokens (tensor parallel) or other layers (pipeline parallel).
-MODEL_AXES = ("tp", "pp", "ep", "etp", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+# Axes whose ranks hold the same tokens.
+MODEL_AXES = ("tp", "ep", "etp", "tensor_parallel", "expert_parallel")
+STAGE_AXES = ("pp", "pipeline_parallel")  # whose ranks hold other layers
 
 
 _default: ProcessGroup | None = None  # the group that distca.init was given last; None: all ranks
@@ -20,14 +21,20 @@ def set_default(group: ProcessGroup | None) -> None:
     _default = group
 
 
+def has_stages(group: ProcessGroup | DeviceMesh | None) -> bool:
+    """Return whether `group` is a mesh whose ranks hold stages of a pipeline."""
+    names = getattr(group, "mesh_dim_names", None) or ()
+    return any(name in STAGE_AXES for name in names)
+
+
 def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
     """Return the process group that `group` stands for: itself, all ranks of a mesh, or the
     default.
 
     A mesh with several axes, such as the replicas and shards of HSDP, stands for all of its ranks.
     If these are not all ranks, the first call is collective over the mesh that it was sliced from.
-    Raises ValueError for another type, for a mesh without this rank, and for a mesh with a tensor,
-    expert or pipeline parallel axis, each coordinate of which is a group of its own.
+    Raises ValueError for another type, for a mesh without this rank, and for a mesh with a tensor
+    or expert parallel axis, each coordinate of which is a group of its own.
     """
     if group is None:
         return _default if _torch_private.is_alive(_default) else dist.group.WORLD
@@ -52,7 +59,7 @@ def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
         remedy = f"pass mesh[{data_axes!r}]" if data_axes else "pass the data parallel mesh"
         raise ValueError(
             f"group is a DeviceMesh of axes {names}; expected none of {model_axes}, whose ranks "
-            f"share tokens or hold other layers: {remedy}"
+            f"share tokens: {remedy}"
         )
     if mesh.ndim == 1:
         return mesh.get_group()

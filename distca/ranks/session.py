@@ -63,6 +63,7 @@ class Session:
     timed_step: int | None = None  # whose attention is being timed
     times_us: tuple[int, int] = NOT_TIMED
     """What was timed last: attention, and of that waiting for other ranks."""
+    pools_stages: bool = False  # ranks hold stages of a pipeline, whose schedule makes all plans
     has_failed: bool = False  # this rank has told the others of an error
 
     def time_step(self, step: int) -> None:
@@ -113,10 +114,12 @@ class Session:
             return "cpu"
         return "cuda" if "nccl" in self.backend else "cpu"
 
-    def announce(self, error: BaseException) -> None:
-        """Tells the other ranks what went wrong on this one, whatever they are waiting in."""
+    def announce(self, error: BaseException, place: str = "") -> None:
+        """Tells the other ranks what went wrong on this one, and at which place, whatever they are
+        waiting in."""
         self.has_failed = True
-        message = f"{type(error).__name__}: {error}".removesuffix(": ")
+        where = f"{place}: " if place and not str(error).startswith(place) else ""
+        message = f"{where}{type(error).__name__}: {error}".removesuffix(": ")
         for each in self.parts:
             ops.announce_failure(each.group_name, message)
 
@@ -178,13 +181,14 @@ def init(
 
     `group` holds the ranks with different tokens of the same layer: the data parallel ranks of one
     tensor and pipeline parallel coordinate. Pass a ProcessGroup or a DeviceMesh with such axes only
-    (`mesh["dp"]`, or the replicas and shards of HSDP). None means all ranks, or the group that init
-    was given before. `watching` configures logs and records. `options` and `watching` default to
-    the values passed to `configure`. `servers` are ranks of `group` that run no model: they call
-    `distca.serve` next, and compute attention for the others. Rank 0 is not one of them. Servers
-    hold no tokens and take no part in `distca.plan`. On CUDA, set the current device first: init
-    measures the links between the current devices of the ranks, unless `options` name their
-    bandwidths.
+    (`mesh["dp"]`, or the replicas and shards of HSDP). `mesh["pp", "dp"]` pools the attention of
+    all stages of a pipeline, for `distca.integrations.pipelining`. None means all ranks, or the
+    group that init was given before. `watching` configures logs and records. `options` and
+    `watching` default to the values passed to `configure`. `servers` are ranks of `group` that run
+    no model: they call `distca.serve` next, and compute attention for the others. Rank 0 is not one
+    of them. Servers hold no tokens and take no part in `distca.plan`. On CUDA, set the current
+    device first: init measures the links between the current devices of the ranks, unless `options`
+    name their bandwidths.
 
     Raises RuntimeError if torch.distributed is not initialised. Raises ValueError if the group is
     open with other options or servers, if the mesh has an axis whose ranks share tokens, or if
@@ -208,9 +212,10 @@ def opened(
             "distca.init: torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first (under torchrun)"
         )
-    group = groups.resolve(group)
+    pools_stages, group = groups.has_stages(group), groups.resolve(group)
     session = find(group)
     if session is not None:
+        session.pools_stages |= pools_stages
         if servers and tuple(servers) != session.servers:
             raise ValueError(
                 f"servers is {tuple(servers)}, but this group was opened with {session.servers}; "
@@ -238,6 +243,7 @@ def opened(
         servers=tuple(servers),
         backend=str(dist.get_backend_config(group)),
         watching=watching or _watching,
+        pools_stages=pools_stages,
     )
     if _world is not None:
         _check_trains_with(_world, session)

@@ -1,0 +1,341 @@
+"""A schedule for torch.distributed.pipelining in which all stages share attention.
+
+Time passes in ticks: all ranks run a forward pass, or all run a backward pass, each of one
+micro-batch. So the attention of all stages is one pool, and idle ranks compute a part of it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.nn.parallel import DistributedDataParallel
+
+from distca import attention, ops, scope
+from distca._torch_private import pytree
+from distca.integrations.attention_pool import AttentionPool, PlannedCall, Recorder, RunningTick
+from distca.options import check
+from distca.planning.documents import Documents, check_documents
+from distca.planning.plan import PlanReport
+from distca.planning.ticks import Pass, Tick, ticks_of
+from distca.ranks.planner_thread import PlannerThread
+from distca.ranks.session import opened
+
+LOOK_S = 0.5  # from one look at other ranks to the next, while activations travel
+
+
+class SchedulePooled(PipelineScheduleMulti):
+    """Run a step of a pipeline, and balance attention over all ranks of `group`: all data parallel
+    ranks of all stages, `mesh["pp", "dp"]` (default: as for distca.init).
+
+    `stages` are this rank's stages, or one stage. Interleaved stages are placed as in torch: stage
+    i is on rank i % pp. Every submodule gets the documents of its micro-batch as keyword
+    `documents`, and they are in force for the drop-ins, as in `distca.documents`. Call the schedule
+    on every rank:
+
+        schedule.step(tokens, documents=documents)  # first stage
+        schedule.step(documents=documents, target=labels, losses=losses)  # last stage
+
+    `documents` has one `Documents` for each micro-batch. torch cuts tokens and labels into equal
+    parts, so all micro-batches of a rank have the same number of tokens.
+
+    A micro-batch is in flight from its forward pass in stage 0 to its backward pass there.
+    `max_in_flight` limits their number, and so memory. None allows as many as keep all stages
+    busy: 2 * stages - 1 if each rank has one stage. `split_backward` moves gradients of weights
+    into ticks in which the rank is idle. With `recompute`, attention is called inside
+    torch.utils.checkpoint, which runs it again in the backward pass; each checkpoint holds one
+    call. Leave it False if selective checkpointing saves the results of attention. The other
+    arguments are those of torch's schedules.
+
+    The first step counts the calls of attention in each stage, in a forward pass over zeros that
+    computes no attention. Later passes must make the same calls. Raises ValueError on every rank if
+    ranks differ, and if the group has servers that run no model.
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *,
+        group: ProcessGroup | DeviceMesh | None = None,
+        max_in_flight: int | None = None,
+        split_backward: bool = False,
+        recompute: bool = False,
+        **arguments,
+    ) -> None:
+        stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        is_limit = max_in_flight is None or max_in_flight >= 1
+        check("max_in_flight", max_in_flight, is_limit, "None, or at least 1")
+        check("n_microbatches", n_microbatches, n_microbatches >= 1, "at least 1")
+        session = opened(group)
+        check("servers", session.servers, not session.servers, "none with a pipeline")
+        super().__init__(stages, n_microbatches, loss_fn, **arguments)
+        if split_backward:
+            _check_split(stages, recompute)
+        self._settings = (max_in_flight, split_backward)
+        self._pool = AttentionPool(session, recompute)
+        self._is_declared = False
+        self._documents: list[Documents] = []  # of this step
+        self._ahead: tuple = ((), None)  # the key of the step that was planned, and its plans
+        self._receiver = PlannerThread()  # waits for activations on the CPU
+        self._arriving: dict[tuple[bool, Pass], list[dist.Work]] = {}
+        self._stage_of = {stage.stage_index: stage for stage in stages}
+        self._num_backward: dict[int, int] = {}  # backward passes in this step, by stage
+
+    def step(self, *args, documents: Sequence[Documents] = (), **keywords):
+        """Run a step as torch's schedules do. `documents` are those of each micro-batch, equal on
+        all stages of a pipeline."""
+        with self._told():
+            count = self._n_microbatches
+            check("documents", documents, len(documents) == count, f"{count}, one a micro-batch")
+            for each in documents:
+                check_documents(each)
+        self._documents = list(documents)
+        return super().step(*args, **keywords)
+
+    def plan(self, documents: Sequence[Documents]) -> None:
+        """Let the planner thread plan the next step, which gets the same `documents`, while this
+        one runs. Collective. Does nothing before the first step, which counts the calls."""
+        if self._is_declared:
+            self._ahead = self._key(documents), self._planned(documents)
+
+    def _key(self, documents: Sequence[Documents]) -> tuple:
+        """Return what tells a planned step from others."""
+        return self._has_backward, *documents
+
+    def _planned(
+        self, documents: Sequence[Documents]
+    ) -> tuple[list[Documents], list[Tick], list[list[PlannedCall]]]:
+        """Return the documents as the ticks of a step see them, the ticks and their calls."""
+        # Without the plans of other uses, so that calls outside ticks stay on this rank.
+        own, ticks = [each.unplanned() for each in documents], self.ticks()
+        return own, ticks, self._pool.plan(ticks, self.rank, own, self._stages[0].device)
+
+    def ticks(self) -> list[Tick]:
+        """Return the ticks of a step."""
+        max_in_flight, split_backward = self._settings
+        rank_of_stage = [self.stage_index_to_group_rank[i] for i in range(self._num_stages)]
+        return ticks_of(
+            rank_of_stage,
+            self._n_microbatches,
+            max_in_flight,
+            has_backward=self._has_backward,
+            splits_backward=split_backward,
+        )
+
+    def reports(self) -> list[tuple[str, PlanReport]]:
+        """Return the plans of the last step, with the ticks that they are for: "tick 4: 0F3 1F2"
+        means that stage 0 runs micro-batch 3 and stage 1 runs micro-batch 2."""
+        return list(self._pool.reports)
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list | None = None,
+        kwarg_mbs: list | None = None,
+        target_mbs: list | None = None,
+        losses: list | None = None,
+        return_outputs: bool = True,
+    ) -> None:
+        with self._told():
+            arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+            self._prepare(arg_mbs[0], kwarg_mbs[0], self._documents[0].unplanned())
+        key, planned = self._ahead
+        self._ahead = ((), None)
+        is_ahead = key == self._key(self._documents)
+        own_documents, ticks, calls = planned if is_ahead else self._planned(self._documents)
+        pairs = zip(kwarg_mbs, own_documents, strict=True)
+        kwarg_mbs = [{**kwargs, "documents": each} for kwargs, each in pairs]
+        self._pool.reports.clear()
+        self._num_backward = dict.fromkeys(self._stage_of, 0)
+        sent: list[list[dist.Work]] = []
+        for number, tick in enumerate(ticks):
+            own = tick.passes.get(self.rank)
+            documents = None if own is None else own_documents[own.micro_batch]
+            running = RunningTick(self._pool, number, tick, own, documents, calls[number])
+            calls[number] = []  # so that plans are freed
+            with self._told(running.name), self._in_tick(running, documents):
+                if own is not None and tick.is_forward:
+                    self._forward(own, arg_mbs, kwarg_mbs, target_mbs, return_outputs)
+                elif own is not None:
+                    self._backward(own, self.rank not in tick.split)
+                running.finish()
+                if self.rank in tick.weights:
+                    self._backward_weights(tick.weights[self.rank])
+                sent.append(self._send(tick))
+        with self._told("the end of a step"):
+            for works in sent:
+                self._wait(works, "the last gradients of a step")
+        if self._has_backward:
+            for stage in self._stages:
+                stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+        self._update_losses(self._stages, losses)
+
+    def _prepare(self, args: tuple, kwargs: dict, documents: Documents) -> None:
+        """Initialise the stages, and let all ranks know which calls of attention they make."""
+        kwargs = {**kwargs, "documents": documents}
+        with self._recording(documents):
+            self._initialize_stages(args, kwargs)
+        if self._is_declared:
+            return
+        calls = {}
+        for stage in self._stages:
+            inputs = pytree.tree_map_only(
+                Tensor,
+                lambda each: torch.zeros_like(each, device=self._stages[0].device),
+                stage.inputs_meta,
+            )
+            with self._recording(documents) as recorder, torch.no_grad():
+                stage.forward_maybe_with_nosync(*inputs, **kwargs)
+            calls[stage.stage_index] = recorder.kinds
+        max_in_flight, split_backward = self._settings
+        settings = (self._n_microbatches, self._num_stages, max_in_flight or 0, split_backward)
+        self._pool.declare(calls, (*settings, self._pool.recompute))
+        self._is_declared = True
+
+    @contextlib.contextmanager
+    def _recording(self, documents: Documents) -> Iterator[Recorder]:
+        recorder = Recorder()
+        with attention.routed(documents, recorder.attend), _in_force(documents):
+            yield recorder
+
+    @contextlib.contextmanager
+    def _in_tick(self, running: RunningTick, documents: Documents | None) -> Iterator[None]:
+        self._pool.running = running
+        try:
+            with attention.routed(documents, running.attend), _in_force(documents):
+                yield
+        finally:
+            self._pool.running = None
+
+    @contextlib.contextmanager
+    def _told(self, place: str = "") -> Iterator[None]:
+        """Tell the other ranks of an error inside. Raise the cause of an error that torch's stages
+        wrap in one of their own."""
+        try:
+            yield
+        except Exception as error:
+            is_wrapped = type(error) is RuntimeError and isinstance(error.__cause__, Exception)
+            cause = error.__cause__ if is_wrapped else error
+            self._pool.session.announce(cause, place)
+            if is_wrapped:
+                raise cause from None
+            raise
+
+    def _forward(
+        self,
+        own: Pass,
+        arg_mbs: list[tuple],
+        kwarg_mbs: list[dict],
+        target_mbs: list | None,
+        return_outputs: bool,
+    ) -> None:
+        stage, index = self._stage_of[own.stage], own.micro_batch
+        self._receive(True, own)
+        output = stage.forward_one_chunk(index, arg_mbs[index], kwarg_mbs[index], return_outputs)
+        outputs, inputs = stage.fwd_cache[index]
+        # A split backward pass takes tensors alone.
+        stage.fwd_cache[index] = outputs, [each for each in inputs if isinstance(each, Tensor)]
+        self._maybe_compute_loss(stage, output, target_mbs, index)
+        following = self._stage_of.get(own.stage + 1)
+        if following is not None:
+            following.set_local_fwd_input(output, index)
+
+    def _backward(self, own: Pass, is_full: bool) -> None:
+        stage, index = self._stage_of[own.stage], own.micro_batch
+        self._receive(False, own)
+        loss = self._maybe_get_loss(stage, index)
+        is_last = is_full and self._is_last_backward(own.stage)
+        stage.backward_one_chunk(index, loss, is_full, is_last)
+        previous = self._stage_of.get(own.stage - 1)
+        if previous is not None:
+            previous.set_local_bwd_input(stage.get_local_bwd_output(index), index)
+
+    def _backward_weights(self, own: Pass) -> None:
+        is_last = self._is_last_backward(own.stage)
+        self._stage_of[own.stage].backward_weight_one_chunk(own.micro_batch, is_last)
+
+    def _is_last_backward(self, stage: int) -> bool:
+        self._num_backward[stage] += 1
+        return self._num_backward[stage] == self._n_microbatches
+
+    def _send(self, tick: Tick) -> list[dist.Work]:
+        """Send what this rank's pass gives to the next stage, and begin to receive what others'
+        passes give to this rank's stages."""
+        following = 1 if tick.is_forward else -1
+        operations, received = [], []
+        for rank, each in tick.passes.items():
+            stage, index = each.stage + following, each.micro_batch
+            if not 0 <= stage < self._num_stages:
+                continue
+            target = self.stage_index_to_group_rank[stage]
+            if rank == self.rank != target:
+                source = self._stage_of[each.stage]
+                sends = source.get_fwd_send_ops if tick.is_forward else source.get_bwd_send_ops
+                operations += sends(index)
+            elif target == self.rank != rank:
+                own = self._stage_of[stage]
+                receives = own.get_fwd_recv_ops if tick.is_forward else own.get_bwd_recv_ops
+                operations += receives(index)
+                received.append((tick.is_forward, Pass(stage, index)))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for place in received:
+            self._arriving[place] = works
+        return works
+
+    def _receive(self, is_forward: bool, own: Pass) -> None:
+        kind = "activations" if is_forward else "gradients"
+        what = f"the {kind} of micro-batch {own.micro_batch} for stage {own.stage}"
+        self._wait(self._arriving.pop((is_forward, own), []), what)
+
+    def _wait(self, works: list[dist.Work], what: str) -> None:
+        """Wait for transfers of torch. On devices, their streams wait. On the CPU, this rank looks
+        at the others meanwhile, because torch would wait until its own timeout."""
+        if not works:
+            return
+        name = self._pool.session.group_name
+        if self._stages[0].device.type != "cpu" or not name:
+            return _wait_all(works)
+        pending = self._receiver.submit(_wait_all, works)
+        while True:
+            try:
+                return pending.result(LOOK_S)
+            except futures.TimeoutError:
+                ops.check_ranks(name, f"the wait for {what}")
+            except RuntimeError:
+                ops.check_ranks(name, f"the wait for {what}")
+                raise
+
+
+def _wait_all(works: list[dist.Work]) -> None:
+    while works:  # gloo would wait for another message if it were asked twice
+        works.pop(0).wait()
+
+
+@contextlib.contextmanager
+def _in_force(documents: Documents | None) -> Iterator[None]:
+    previous = scope.documents_in_force()
+    scope.put_in_force(documents)
+    try:
+        yield
+    finally:
+        scope.put_in_force(previous)
+
+
+def _check_split(stages: Sequence[PipelineStage], recompute: bool) -> None:
+    if recompute:
+        raise ValueError(
+            "split_backward with recompute: gradients of weights would compute attention once more,"
+            " outside the ticks; expected one of them"
+        )
+    if any(isinstance(stage.submod, DistributedDataParallel) for stage in stages):
+        raise ValueError(
+            "split_backward with DistributedDataParallel: it does not see gradients of weights that"
+            " torch computes apart; expected fully_shard(..., reshard_after_forward=False)"
+        )
