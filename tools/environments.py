@@ -16,8 +16,8 @@ def environment(
     constraint: str = "",
 ) -> Path:
     """Return the Python of an environment in `folder` that has `packages`, after installing them if
-    needed. `base` is the Python that it is made from. It also sees the packages in the folder `shared`. `constraint` keeps versions, as pip's
-    constraints do."""
+    needed. `base` is the Python that it is made from. It also sees the packages in the folder
+    `shared`. `constraint` keeps versions, as pip's constraints do."""
     python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists() or stamp.read_text() != " ".join(packages):
         subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
