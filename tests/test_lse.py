@@ -253,7 +253,8 @@ def test_sinks_equal_a_further_column_of_scores(ranks, world_size, mask, documen
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sinks_in_low_precision_within_twice_the_reference(ranks, dtype):
-    case = case_of("skewed", 2, heads_kv=1, head_dim=64, dtype=dtype)
+    # Sixteen sinks, so that the reference's error does not hang on the rounding of a few numbers.
+    case = case_of("skewed", 2, heads_q=16, heads_kv=1, head_dim=64, dtype=dtype)
     *results, grad_sinks = gathered(ranks(2).run(attend_with_sinks, case))
     truths, reference = plain_sinks(case), plain_sinks(case, dtype)
     limits = [2 * oracle.relative_error(r, t) for r, t in zip(reference, truths, strict=True)]
