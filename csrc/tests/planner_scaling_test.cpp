@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <ctime>
-#include <limits>
+#include <functional>
+#include <map>
 #include <vector>
 
 #include "planner/layout/layout.h"
@@ -17,6 +18,7 @@ namespace {
 constexpr int64_t kNumRanks = 8;
 constexpr double kMostGrowth = 2.5;   // of the time for twice as many documents
 constexpr double kMostSeconds = 1.0;  // for 100,000 of them; about 0.1 where nothing else runs
+constexpr int kMostTries = 20;
 
 using Family = std::vector<Piece> (*)(int64_t num_documents);
 
@@ -94,23 +96,44 @@ double seconds_of_step(const Pack& pack, const PlanOptions& options, double roun
   return static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
 }
 
-double best_seconds(Family family, int64_t num_documents, const PlanOptions& options,
-                    double round_bytes) {
-  const Pack pack = make_pack(family(num_documents), kNumRanks);
-  double best = std::numeric_limits<double>::infinity();
-  for (int i = 0; i < 3; ++i) {
-    best = std::min(best, seconds_of_step(pack, options, round_bytes));
+// The least of its times so far for each size. Other work on the machine takes caches and memory
+// bandwidth for seconds at a time, so bounds are tried anew; what grows too fast fails each time.
+class Times {
+ public:
+  Times(Family family, const PlanOptions& options, double round_bytes)
+      : family_(family), options_(options), round_bytes_(round_bytes) {}
+
+  double of(int64_t num_documents) {
+    const Pack pack = make_pack(family_(num_documents), kNumRanks);
+    double& best = best_.try_emplace(num_documents, 1e9).first->second;
+    best = std::min(best, seconds_of_step(pack, options_, round_bytes_));
+    return best;
   }
-  return best;
+
+ private:
+  Family family_;
+  const PlanOptions& options_;
+  double round_bytes_;
+  std::map<int64_t, double> best_;
+};
+
+bool holds_in_time(const std::function<bool()>& bound) {
+  for (int i = 0; i < kMostTries; ++i) {
+    if (bound()) return true;
+  }
+  return false;
 }
 
 void check_growth(Family family, const PlanOptions& options, double round_bytes = 1e19) {
+  Times times(family, options, round_bytes);
   // Few first, so that what grows faster is found before it takes hours.
-  ASSERT_LT(best_seconds(family, 600, options, round_bytes), 0.3);
-  const double once = best_seconds(family, 20000, options, round_bytes);
-  const double twice = best_seconds(family, 40000, options, round_bytes);
-  ASSERT_LT(twice, kMostGrowth * std::max(once, 0.005));
-  ASSERT_LT(best_seconds(family, 100000, options, round_bytes), kMostSeconds);
+  ASSERT_TRUE(holds_in_time([&] { return times.of(600) < 0.3; })) << times.of(600);
+  ASSERT_TRUE(holds_in_time([&] {
+    const double once = std::max(times.of(20000), 0.005);
+    return times.of(40000) < kMostGrowth * once;
+  })) << times.of(40000)
+      << " s for 40,000 documents, " << times.of(20000) << " s for half as many";
+  ASSERT_TRUE(holds_in_time([&] { return times.of(100000) < kMostSeconds; })) << times.of(100000);
 }
 
 TEST(Scaling, OneTokenDocumentsOnOneRank) {
@@ -169,7 +192,8 @@ TEST(Scaling, DocumentsCutInTwo) {
 // No more than the budget, which grows less than the pieces do.
 TEST(Scaling, OneDocumentInPieces) {
   const Pack pack = make_pack(in_pieces(10000), kNumRanks);
-  EXPECT_LT(seconds_of_step(pack, causal_options(), 1e19), 4 * kMostSeconds);
+  EXPECT_TRUE(holds_in_time(
+      [&] { return seconds_of_step(pack, causal_options(), 1e19) < 4 * kMostSeconds; }));
   EXPECT_EQ(make_plan(pack, causal_options()).digest, make_plan(pack, causal_options()).digest);
 }
 
