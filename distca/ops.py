@@ -212,8 +212,8 @@ def attention_times(group_name: str) -> list[int]:
 
 @_operator
 def await_results(group_name: str) -> None:
-    """Let the current stream wait until the results of a session's latest forward call are home,
-    if it moved rows."""
+    """Let the current stream wait until the results of a session's latest forward call that moved
+    rows are home."""
 
 
 @_operator

@@ -211,8 +211,8 @@ TORCH_LIBRARY(distca, m) {
     return totals ? std::vector<int64_t>{totals->attention_us, totals->waiting_us}
                   : std::vector<int64_t>{};
   });
-  // Lets the current stream wait until the results of the latest forward call are home, if it moved
-  // rows.
+  // Lets the current stream wait until the results of the latest forward call that moved rows are
+  // home.
   m.def("await_results(str group_name) -> ()", [](const std::string& group_name) {
     distca::ops::find_session(group_name)->await_results();
   });

@@ -193,7 +193,7 @@ transport::Transport& Session::transport(bool in_place) {
 }
 
 void Session::mark_results(c10::Device device, bool moves_rows) {
-  if (device.is_cpu() || !moves_rows) return results_.reset();
+  if (device.is_cpu() || !moves_rows) return;
   if (!results_) results_.emplace(device.type());
   results_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }

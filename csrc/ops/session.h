@@ -104,9 +104,10 @@ class Session {
   // Returns the transport for calls whose back end reads and writes visiting rows in place
   // (`in_place`), or for all other calls.
   transport::Transport& transport(bool in_place);
-  // Notes that results of a forward call are home once the current stream of the device gets here.
+  // Notes that results of a forward call are home once the current stream of the device gets here,
+  // if it moves rows.
   void mark_results(c10::Device device, bool moves_rows);
-  // Lets the current stream of that device wait for it, if the latest call moved rows.
+  // Lets the current stream of that device wait for the latest of them.
   void await_results();
   // See Transport::take_times. int64 [num_exchanges, fields of an ExchangeTime].
   at::Tensor take_exchange_times();
@@ -198,7 +199,7 @@ class Session {
   mutable std::mutex mutex_;
   std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
-  std::optional<c10::Event> results_;  // of the latest forward call are home; null if none moved
+  std::optional<c10::Event> results_;  // of the latest forward call that moved rows are home
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;
   std::unique_ptr<transport::ControlPlane> planning_;
