@@ -15,8 +15,8 @@ from small_step import SHARDED, small_step
 
 import distca
 
-HUGE_ROWS = 400_000
-ROOM_BYTES = 256 * 2**20
+HUGE_ROWS = 200_000
+ROOM_BYTES = 128 * 2**20
 
 
 def train_step(rank: int, world_size: int) -> torch.Tensor:
