@@ -61,6 +61,14 @@ def test_exchanges_count_by_kind_and_call():
         assert measured.words(["group"]) == UNKNOWN
 
 
+def test_exchanges_without_backward_passes_do_not_pile_up():
+    measured, forward = Waits(), torch.tensor([[0, 0, 10, 5], [0, 1, 20, 9]])
+    with mock.patch.object(waits.ops, "take_exchange_times", lambda _: forward.repeat(500, 1)):
+        for _ in range(10):
+            assert measured.words(["group"]) == UNKNOWN
+    assert [len(each) for each in measured._times.values()] == [waits.MAX_TIMES]
+
+
 def reports_of(rank: int, world_size: int, wait_ns: int) -> list[distca.PlanReport]:
     distca.close()
     distca.init(options=distca.Options(**SLOW))

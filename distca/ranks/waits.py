@@ -14,6 +14,7 @@ KINDS = [(False, False), (False, True), (True, False), (True, True)]  # (is back
 NUM_WORDS = 2 * len(KINDS)  # bytes and nanoseconds of a call's exchanges, by kind
 UNKNOWN = [0, -1] * len(KINDS)
 NO_TIMES = torch.zeros(0, 4, dtype=torch.int64)
+MAX_TIMES = 4096  # latest exchanges; passes without gradients alone never make all kinds known
 NUM_SAMPLES = 8  # latest plans that count
 LEAST_SAMPLES = 3  # the first exchanges open connections
 FADING = 0.98  # of a wait for each plan without samples, so that ranks try again
@@ -35,7 +36,8 @@ class Waits:
             return UNKNOWN
         totals = torch.zeros(len(KINDS), 2, dtype=torch.int64)
         for name in group_names:
-            times = torch.cat([self._times.get(name, NO_TIMES), ops.take_exchange_times(name)])
+            before = self._times.get(name, NO_TIMES)
+            times = torch.cat([before, ops.take_exchange_times(name)])[-MAX_TIMES:]
             self._times[name] = times
             of_kind = [times[(times[:, :2] == torch.tensor(kind)).all(1), 2:] for kind in KINDS]
             num_calls = [len(of_kind[1]), len(of_kind[1]), len(of_kind[3]), len(of_kind[3])]
