@@ -45,16 +45,19 @@ class CallKind(NamedTuple):
     def __str__(self) -> str:
         scale, softcap = struct.unpack("2d", struct.pack("2q", *self[8:]))
         chunks = f", chunks of {self.chunk_size}" if self.chunk_size else ""
-        dtype = next(each for each, number in DTYPES.items() if number == self.dtype)
         return (
             f"window {self[:2]}{chunks}, {self.heads_q} and {self.heads_kv} heads of "
-            f"{self.head_dim} and {self.head_dim_v}, {dtype}, scale {scale:g}, softcap {softcap:g}"
+            f"{self.head_dim} and {self.head_dim_v}, {self.torch_dtype}, scale {scale:g}, softcap "
+            f"{softcap:g}"
         )
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return next(each for each, number in DTYPES.items() if number == self.dtype)
+
+    @property
     def shape(self) -> AttentionShape:
-        dtype = next(each for each, number in DTYPES.items() if number == self.dtype)
-        return AttentionShape(*self[3:6], dtype.itemsize, self.head_dim_v)
+        return AttentionShape(*self[3:6], self.torch_dtype.itemsize, self.head_dim_v)
 
 
 def kind_of(
@@ -148,11 +151,11 @@ class AttentionPool:
             stage, count = words[:2]
             kinds = [CallKind(*words[2 + i * width :][:width]) for i in range(count)]
             words = words[2 + count * width :]
-            known = self._calls.setdefault(stage, kinds)
-            if known != kinds:
+            declared = self._calls.setdefault(stage, kinds)
+            if declared != kinds:
                 raise ValueError(
                     f"stage {stage} makes {count} calls of attention on rank {rank}, "
-                    f"{_listed(kinds)}, and {len(known)} on another rank, {_listed(known)}; "
+                    f"{_listed(kinds)}, and {len(declared)} on another rank, {_listed(declared)}; "
                     "expected the same calls on all ranks of a stage"
                 )
 
@@ -261,8 +264,8 @@ class RunningTick:
                 self._next += 1
                 return call.plan
             expected = f"a {NAMES[next_which]} call of {call.kind}"
-        made = f"a {NAMES[which]} call of attention" + (f" of {kind}" if kind is not None else "")
-        raise ValueError(f"{self.name}: stage {self._stage} makes {made}; expected {expected}")
+        actual = f"a {NAMES[which]} call of attention" + (f" of {kind}" if kind is not None else "")
+        raise ValueError(f"{self.name}: stage {self._stage} makes {actual}; expected {expected}")
 
     def finish(self) -> None:
         """Serve the rest of the tick."""

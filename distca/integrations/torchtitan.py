@@ -43,13 +43,13 @@ from distca.ranks.hints import hint
 
 def _titans(name: str, later: str) -> type:
     """Return a class of torchtitan 0.3.0, or the one that bears another name later."""
-    found = getattr(titan, later, getattr(titan, name, None))
-    if found is None:
+    cls = getattr(titan, later, getattr(titan, name, None))
+    if cls is None:
         raise ImportError(
             f"distca: torchtitan is {metadata.version('torchtitan')}, without the {name} "
             "that 0.3.0 has: pip install torchtitan==0.3.0"
         )
-    return found
+    return cls
 
 
 VarlenAttention = _titans("VarlenAttention", "VarlenInnerAttention")

@@ -329,8 +329,9 @@ def _measure_links(session: Session) -> None:
         if link is not None and session.rank == 0:
             _log.info("distca: links %s nodes: %s", level, link)
     if session.attention_seconds is not None and session.rank == 0:
-        ms, rows = 1e3 * session.attention_seconds, speed.NUM_ROWS
-        _log.info("distca: attention of %d tokens, 32 heads of 128: %.2g ms", rows, ms)
+        ms = 1e3 * session.attention_seconds
+        size = (speed.NUM_ROWS, speed.HEADS_Q, speed.HEAD_DIM)
+        _log.info("distca: attention of %d tokens, %d query heads of %d: %.2g ms", *size, ms)
 
 
 def _open_groups(session: Session) -> None:
