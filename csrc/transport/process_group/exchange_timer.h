@@ -5,23 +5,25 @@
 
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "../transport.h"
 
 namespace distca::transport {
 
-// Times the exchanges of a device by events. Exchanges end in the order in which they begin.
+// Times exchanges of a device by events. Exchanges end in the order in which they begin.
 class ExchangeTimer {
  public:
-  ExchangeTimer() = default;
+  // `ends` is the stream that waits for exchanges to end.
+  explicit ExchangeTimer(cudaStream_t ends) : ends_(ends) {}
   ExchangeTimer(const ExchangeTimer&) = delete;
   ~ExchangeTimer();
 
   // An exchange begins once the stream gets here, and the exchange before it has ended.
-  void begin(cudaStream_t stream);
-  // Ends the first exchange that has begun, on a stream that has waited for it.
-  void end(const Where& where, int64_t num_bytes, cudaStream_t stream);
+  void begin(const Where& where, cudaStream_t stream);
+  // Ends the first exchange that has begun. Call it once `ends` waits for it.
+  void end(const Where& where, int64_t num_bytes);
   // Returns the exchanges that the device has come to the end of since the last call.
   std::vector<ExchangeTime> take();
 
@@ -29,15 +31,17 @@ class ExchangeTimer {
   struct Span {
     ExchangeTime time;
     cudaEvent_t begin, end;
+    cudaEvent_t is_free;  // the exchange before this one has ended
   };
 
   cudaEvent_t record(cudaStream_t stream);
+  void forget(const Span& span);
 
+  cudaStream_t ends_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> unused_;
-  std::deque<cudaEvent_t> begun_;
-  std::deque<Span> spans_;
-  cudaEvent_t last_end_ = nullptr;  // of the exchange before spans_
+  std::deque<std::optional<Span>> begun_;  // nothing where it is not timed
+  std::deque<Span> ended_;
 };
 
 }  // namespace distca::transport

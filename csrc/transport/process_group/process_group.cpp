@@ -149,7 +149,7 @@ class ProcessGroupTransport : public Transport {
     const c10::Device device = batches[0].sent.device();
     if (!device.is_cpu()) {
       streams_of(device).check();
-      streams_->begin();
+      streams_->begin(where);
       Pending pending = start_rows(batches, where, "");
       hold_current_stream();
       return {{}, pending};

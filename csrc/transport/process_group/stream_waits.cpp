@@ -6,16 +6,27 @@
 #include <c10/cuda/CUDAGuard.h>
 
 namespace distca::transport {
+namespace {
+
+cudaStream_t new_stream(c10::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  cudaStream_t stream = nullptr;
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return stream;
+}
+
+}  // namespace
 
 StreamWaits::StreamWaits(const Opening& opening, c10::Device device)
     : spoiled_(at::zeros({1}, at::TensorOptions(device).dtype(at::kInt))),
       rank_(static_cast<uint32_t>(opening.failures->rank())),
       device_(device),
+      marks_(new_stream(device)),
+      timer_(marks_),
       watchdog_(
           words_, [group = opening.group, device] { group->getBackend(device.type())->abort(); },
           opening.failures, opening.timeout_s) {
   const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&marks_, cudaStreamNonBlocking));
   c10::cuda::getCurrentCUDAStream().synchronize();  // other streams read `spoiled_`, too
 }
 
@@ -23,8 +34,8 @@ StreamWaits::~StreamWaits() {
   C10_CUDA_CHECK_WARN(cudaStreamDestroy(marks_));
 }
 
-void StreamWaits::begin() {
-  timer_.begin(c10::cuda::getCurrentCUDAStream(device_.index()));
+void StreamWaits::begin(const Where& where) {
+  timer_.begin(where, c10::cuda::getCurrentCUDAStream(device_.index()));
 }
 
 void StreamWaits::add(const Pending& pending, int64_t num_bytes) {
@@ -33,7 +44,7 @@ void StreamWaits::add(const Pending& pending, int64_t num_bytes) {
   words_.write(HostWord::kStarted, number);
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(marks_, device_.index()));
   for (const auto& work : pending.works) work->wait();
-  timer_.end(pending.wait.where, num_bytes, marks_);
+  timer_.end(pending.wait.where, num_bytes);
   write_on_stream(words_.on_device() + static_cast<int>(HostWord::kFinished), number, marks_);
 }
 

@@ -21,7 +21,7 @@ class StreamWaits {
   void check() { watchdog_.check(); }
 
   // Notes that the next exchange begins after the work on the device's current stream.
-  void begin();
+  void begin(const Where& where);
   // Notes that this stream has just been told to wait for the first exchange that has begun, in
   // which this rank sends or receives `num_bytes`.
   void add(const Pending& pending, int64_t num_bytes);
@@ -39,7 +39,7 @@ class StreamWaits {
   // Marks waits that have ended; on the caller's stream that write would delay compute. It is not
   // from PyTorch's pool, because user work on a pooled stream would wait for other ranks.
   c10::Device device_;
-  cudaStream_t marks_ = nullptr;
+  cudaStream_t marks_;
   ExchangeTimer timer_;
   Watchdog watchdog_;
 };
