@@ -238,7 +238,7 @@ def _floors(inputs: Inputs, scale: float, noise: float) -> dict[str, float]:
         return dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     largest = Inputs(*(float(tensor.abs().max()) for tensor in inputs))
     norm_v, norm_grad = (float(x.float().norm(dim=-1).max()) for x in (inputs.v, inputs.grad_out))
-    of_scores = noise * norm_v * norm_grad * scale
+    of_scores = noise * norm_v * norm_grad * abs(scale)
     return {
         "out": noise * largest.v,
         "dq": of_scores * largest.k,

@@ -93,6 +93,12 @@ def test_another_head_dim_of_v(head_dim, head_dim_v, name, dtype, sign):
         check_all_modes(tasks, random_inputs(tasks, heads, dtype), sign * heads.scale)
 
 
+def test_a_scale_of_zero():
+    """Each query then takes the mean of the values that it sees."""
+    tasks = make([whole(length) for length in LENGTHS])
+    check_all_modes(tasks, random_inputs(tasks, GQA, torch.bfloat16), 0.0)
+
+
 def test_widths_that_are_refused():
     documents = distca.Documents([0, 8])
     for dims, message in (((64, 36), "v's head_dim is 36;"), ((64, 264), "v's head_dim is 264;")):

@@ -83,6 +83,22 @@ std::vector<Call> calls_of(const TaskList& list) {
   return calls;
 }
 
+struct PositiveScale {
+  double softmax_scale;
+  double q_factor;  // makes up for the difference
+};
+
+// PyTorch's kernels multiply masked scores, which are -inf, by the scale.
+PositiveScale positive_scale(const Params& params) {
+  const double scale = params.softmax_scale;
+  if (scale > 0) return {scale, 1};
+  return scale == 0 ? PositiveScale{1, 0} : PositiveScale{-scale, -1};
+}
+
+at::Tensor times(const at::Tensor& x, double factor) {
+  return factor == 1 ? x : at::mul(x, factor);
+}
+
 // Leaves out columns of `from` that `to` does not have.
 void copy_rows(const at::Tensor& from, const at::Tensor& to, const std::vector<Range>& ranges) {
   const at::Tensor columns = from.narrow(-1, 0, to.size(-1));
@@ -146,11 +162,12 @@ class KeyGradSum {
 void forward(const ForwardRows& rows, const Params& params) {
   const std::vector<Call> calls = calls_of(rows.tasks);
   if (calls.empty()) return;
-  const auto [q, k, v] = of_one_width(rows.q, rows.k, rows.v);
+  const auto [softmax_scale, q_factor] = positive_scale(params);
+  const auto [q, k, v] = of_one_width(times(rows.q, q_factor), rows.k, rows.v);
   for (const Call& call : calls) {
     const auto [out, lse, rng_state, unused, debug_mask] = at::_flash_attention_forward(
         q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k,
-        /*dropout_p=*/0.0, call.is_causal, /*return_debug_mask=*/false, params.softmax_scale,
+        /*dropout_p=*/0.0, call.is_causal, /*return_debug_mask=*/false, softmax_scale,
         call.window_left, call.window_right);
     copy_rows(out, rows.out, call.queries);
     copy_rows(lse.t(), rows.lse, call.queries);  // lse [heads_q, rows_q]
@@ -170,7 +187,8 @@ void backward(const BackwardRows& rows, const Params& params) {
     return;
   }
   const Saved& saved = rows.saved;
-  const auto [q, k, v] = of_one_width(rows.q, rows.k, rows.v);
+  const auto [softmax_scale, q_factor] = positive_scale(params);
+  const auto [q, k, v] = of_one_width(times(rows.q, q_factor), rows.k, rows.v);
   const at::Tensor grad_out = widened(rows.grad_out, v.size(2));
   const at::Tensor out =
       saved.out.defined() ? widened(saved.out, v.size(2)) : surrogate_out(grad_out, saved.delta);
@@ -182,9 +200,9 @@ void backward(const BackwardRows& rows, const Params& params) {
   for (const Call& call : calls) {
     const auto [dq, dk, dv] = at::_flash_attention_backward(
         grad_out, q, k, v, out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k,
-        /*dropout_p=*/0.0, call.is_causal, rng_state, unused, params.softmax_scale,
-        call.window_left, call.window_right);
-    copy_rows(dq, rows.dq, call.queries);
+        /*dropout_p=*/0.0, call.is_causal, rng_state, unused, softmax_scale, call.window_left,
+        call.window_right);
+    copy_rows(times(dq, q_factor), rows.dq, call.queries);
     dk_sum.add(dk, call.keys);
     dv_sum.add(dv, call.keys);
   }
