@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from oracle import Case
-from ranks import FAST_LINKS
+from ranks import MOVE_ALWAYS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -127,7 +127,7 @@ def train(
     rank: int, world_size: int, way: str, case: Case = SHARDED, device: str = "cpu", **options
 ) -> None:
     """Train until distca raises. Check all results that it returned before, then raise again."""
-    distca.init(options=distca.Options(timeout_s=TIMEOUT_S, **FAST_LINKS, **options))
+    distca.init(options=distca.Options(timeout_s=TIMEOUT_S, **MOVE_ALWAYS, **options))
     model = Model(case, rank, device)
     whole = distca.Documents([0, *torch.tensor(case.all_lengths).cumsum(0).tolist()])
     expected = [layer.expected(whole) for layer in model.layers]
@@ -163,7 +163,7 @@ def use_groups(rank: int, world_size: int, order_of_victim: tuple[int, int]) -> 
     """Run a layer in each of two groups of all ranks, in the order that VICTIM gets."""
     groups = [torch.distributed.new_group(range(world_size)) for _ in range(2)]
     for group in groups:
-        distca.init(group, distca.Options(timeout_s=TIMEOUT_S, **FAST_LINKS))
+        distca.init(group, distca.Options(timeout_s=TIMEOUT_S, **MOVE_ALWAYS))
     model = Model(SHARDED, rank, "cpu")
     plans = [distca.Documents.sharded(SHARDED.all_lengths, rank, world_size) for _ in groups]
     for documents, group in zip(plans, groups, strict=True):

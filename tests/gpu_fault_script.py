@@ -14,7 +14,7 @@ from datetime import timedelta
 import kill_at
 import torch
 import torch.distributed as dist
-from ranks import FAST_LINKS, take_device
+from ranks import MOVE_ALWAYS, take_device
 
 import distca
 
@@ -166,7 +166,7 @@ def main() -> None:
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
     torch.zeros(1, device="cuda")
     dist.barrier()  # start-up does not count towards the timeout
-    distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S, **FAST_LINKS))
+    distca.init(options=distca.Options(transport=transport, timeout_s=TIMEOUT_S, **MOVE_ALWAYS))
     MOMENTS[moment]({failing_pass: FAULTS[fault]} if dist.get_rank() == VICTIM else {})
     print("nothing was noticed", file=sys.stderr)
 

@@ -20,8 +20,9 @@ import distca
 
 TIMEOUT_S = 120
 MAX_THREADS = 60  # of a rank
-# Options of links so fast that plans move rows in steps too small for it to pay.
-FAST_LINKS = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5}
+# Options of links so fast and attention so slow that plans move rows in steps too small for it to
+# pay.
+MOVE_ALWAYS = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5, "attention_tflops": 0.03}
 
 
 class RankError(AssertionError):
@@ -56,7 +57,7 @@ def _join_group(rank: int, world_size: int, port: int, backend: str) -> None:
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         take_device(rank, world_size)
-        distca.configure(distca.Options(**FAST_LINKS))
+        distca.configure(distca.Options(**MOVE_ALWAYS))
     timeout = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -12,7 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from ranks import FAST_LINKS
+from ranks import MOVE_ALWAYS
 from test_gpu_peer import attend_to_random_plans
 
 import distca
@@ -25,7 +25,7 @@ def main() -> None:
     num_devices = torch.cuda.device_count()
     torch.cuda.set_device(rank % num_devices)
     dist.init_process_group("nccl" if num_devices >= world_size else "gloo")
-    distca.init(options=distca.Options(transport="peer", **FAST_LINKS))
+    distca.init(options=distca.Options(transport="peer", **MOVE_ALWAYS))
     worst, num_checked = attend_to_random_plans(rank, world_size, NUM_PLANS, seed=7)
     if not worst < 0.02:
         raise SystemExit(f"rank {rank}: error {worst}")

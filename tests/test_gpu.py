@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from oracle import Case
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 
 import distca
 from distca.planning import plan as planning
@@ -81,7 +81,7 @@ def test_heads(gpu_ranks, heads_q, heads_kv, head_dim, dtype):
 
 def attend_keeping(rank, world_size, case):
     distca.close()
-    distca.init(options=distca.Options(keep_inputs_gb=1.0, **FAST_LINKS))
+    distca.init(options=distca.Options(keep_inputs_gb=1.0, **MOVE_ALWAYS))
     documents, leaves, grad_out = place(case, rank, world_size)
     plan = distca.plan(documents, device="cuda")
     out = distca.core_attention(*leaves, documents)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn as nn
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from test_gpu_refusals import tensors_of_operators
 
 import distca
@@ -128,7 +128,7 @@ def train_compiled(rank: int, world_size: int, mode: str, device: str) -> dict:
 
 
 def open_session(rank: int, world_size: int, transport: str) -> None:
-    distca.init(options=distca.Options(transport=transport, **FAST_LINKS))
+    distca.init(options=distca.Options(transport=transport, **MOVE_ALWAYS))
 
 
 @pytest.fixture(scope="module")

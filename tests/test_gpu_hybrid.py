@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from oracle import Case
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from test_gpu import LENGTHS, MASKS, assert_as_good_as_the_reference, attend, place
 from test_gpu_peer import attend_deterministically
 
@@ -21,7 +21,7 @@ from distca.ranks import session
 
 pytestmark = pytest.mark.gpu
 
-OPTIONS = {"transport": "hybrid", "ranks_per_node": 2, **FAST_LINKS}
+OPTIONS = {"transport": "hybrid", "ranks_per_node": 2, **MOVE_ALWAYS}
 
 
 @pytest.fixture(scope="module")

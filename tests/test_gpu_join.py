@@ -6,7 +6,7 @@ import pytest
 import torch
 import uneven_training as uneven
 from parallel_training import torch_attention
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from torch import Tensor
 
 import distca
@@ -27,7 +27,7 @@ def pair():
 
 
 def open_session(rank: int, world_size: int, transport: str) -> None:
-    distca.init(options=distca.Options(transport=transport, **FAST_LINKS))
+    distca.init(options=distca.Options(transport=transport, **MOVE_ALWAYS))
 
 
 def in_bfloat16(q: Tensor, k: Tensor, v: Tensor, documents: distca.Documents) -> Tensor:

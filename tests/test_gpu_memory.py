@@ -10,7 +10,7 @@ import random
 import oracle
 import pytest
 import torch
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 
 import distca
 from distca.planning import plan as planning
@@ -35,7 +35,7 @@ def two_ranks(request):
 
 
 def open_session(rank, world_size, transport):
-    distca.init(options=distca.Options(transport=transport, **FAST_LINKS))
+    distca.init(options=distca.Options(transport=transport, **MOVE_ALWAYS))
 
 
 def leaves_of(rows: int, heads: tuple[int, int] = (4, 2), head_dim: int = 64):

@@ -4,7 +4,7 @@ import oracle
 import pytest
 import torch
 from oracle import Case
-from ranks import FAST_LINKS
+from ranks import MOVE_ALWAYS
 from test_gpu import LENGTHS, gpu_ranks, place  # noqa: F401  a fixture
 from test_gpu_peer import peer_ranks  # noqa: F401  a fixture
 from test_no_grad import MODES
@@ -19,7 +19,7 @@ TRANSPORTS = {"peer_ranks": "peer", "gpu_ranks": "process_group"}
 def attend(rank: int, world_size: int, case: Case, mode: str, transport: str):
     """Return this rank's results of three layers, balanced and alone, and the bytes sent."""
     distca.close()
-    distca.init(options=distca.Options(transport=transport, balance_no_grad=True, **FAST_LINKS))
+    distca.init(options=distca.Options(transport=transport, balance_no_grad=True, **MOVE_ALWAYS))
     documents, leaves, _ = place(case, rank, world_size)
     inputs = [each.detach() for each in leaves]
     with MODES[mode](), distca.documents(documents, window_size=case.window_size):
@@ -29,7 +29,7 @@ def attend(rank: int, world_size: int, case: Case, mode: str, transport: str):
     alone = distca.core_attention(*inputs, documents.unplanned(), **settings)
     results = [each.cpu() for each in (*outs, alone)]
     distca.close()
-    distca.init(options=distca.Options(transport=transport, **FAST_LINKS))  # as the fixture has it
+    distca.init(options=distca.Options(transport=transport, **MOVE_ALWAYS))  # as the fixture has it
     return results, sent
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from layout_words import num_parts
 from oracle import Case
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from test_gpu import LENGTHS, MASKS, place
 
 import distca
@@ -25,7 +25,7 @@ def attend(rank: int, world_size: int, case: Case, are_short: bool, options: dic
     """Return out, dq, dk, dv of the second of two layers, and the number of parts."""
     plan.LEAST_SECONDS_OF_PARTS = 1e9 if are_short else 0.0
     distca.close()
-    distca.init(options=distca.Options(transport="process_group", **FAST_LINKS, **options))
+    distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS, **options))
     documents, leaves, grad_out = place(case, rank, world_size)
     laid_out = distca.plan(documents, window_size=case.window_size, device="cuda").wait().layout
     for _ in range(2):

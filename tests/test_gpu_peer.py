@@ -11,7 +11,7 @@ import torch
 from layout_words import num_rounds, numbers_of_rows
 from oracle import Case
 from peer_canaries import BACKWARD, FORWARD, Canaries, used_ranges
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from test_gpu import LENGTHS, MASKS, assert_as_good_as_the_reference, attend, place
 from test_hostile_tensors import with_last_sent_again
 from torch.distributed import _symmetric_memory as symmetric_memory
@@ -43,7 +43,7 @@ def peer_ranks():
 
 
 def open_session(rank, world_size):
-    distca.init(options=distca.Options(transport="peer", **FAST_LINKS))
+    distca.init(options=distca.Options(transport="peer", **MOVE_ALWAYS))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -451,7 +451,7 @@ def attend_without_memory(rank, world_size, poor_rank):
 def attend_with_reserved_memory(rank, world_size, gb):
     """Return the bytes of peer memory after a small and a larger plan, and errors."""
     distca.close()
-    distca.init(options=distca.Options(transport="peer", peer_memory_gb=gb, **FAST_LINKS))
+    distca.init(options=distca.Options(transport="peer", peer_memory_gb=gb, **MOVE_ALWAYS))
     group_name, sizes, errors = session.find().group_name, [], []
     for rows in (500, 2_001):
         errors += attend_to_large_plan(rank, world_size, rows, 0.6)

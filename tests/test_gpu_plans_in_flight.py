@@ -7,7 +7,7 @@ import pytest
 import test_plans_in_flight as on_cpu
 import torch
 from oracle import Case
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from small_step import Step, small_step
 
 import distca
@@ -30,7 +30,7 @@ def pair(request, monkeypatch):
 
 
 def open_session(rank: int, world_size: int, transport: str) -> None:
-    distca.init(options=distca.Options(transport=transport, **FAST_LINKS))
+    distca.init(options=distca.Options(transport=transport, **MOVE_ALWAYS))
 
 
 def step_on_device(rank: int, world_size: int) -> Step:

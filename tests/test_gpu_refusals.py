@@ -6,7 +6,7 @@ Ranks may share devices.
 import pytest
 import torch
 from oracle import Case
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from small_step import small_step
 from test_hostile_gradients import CASES, unchanged
 
@@ -21,7 +21,7 @@ CASES_ON_GPUS = ("grad_out 2-D", "lse of another dtype", "kept 2-D")
 
 
 def run_case(rank: int, world_size: int, case: str, transport: str, is_first: bool) -> None:
-    distca.init(options=distca.Options(transport=transport, **FAST_LINKS))
+    distca.init(options=distca.Options(transport=transport, **MOVE_ALWAYS))
     run, change, _ = CASES[case]
     step = small_step(rank, world_size, SHARDED)
     step.q, step.k, step.v = (t.detach().bfloat16().cuda() for t in (step.q, step.k, step.v))

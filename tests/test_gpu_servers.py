@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 from oracle import Case
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from test_servers import CAUSAL, SLIDING, Run, train
 
 import distca
@@ -18,7 +18,7 @@ WHOLE = Case([[3000, 110], [50], [70, 2]], 8, 2, 64, dtype=torch.bfloat16)
 ACROSS = Case([[10, 500], [1000, 4000], [30]], 8, 2, 64, sharded=True, dtype=torch.bfloat16)
 EMPTY = Case([[], [4110, 3], [7]], 8, 2, 64, dtype=torch.bfloat16, seed=1)
 WINDOWS = (CAUSAL, SLIDING)
-OPTIONS = distca.Options(**FAST_LINKS, timeout_s=60)
+OPTIONS = distca.Options(**MOVE_ALWAYS, timeout_s=60)
 KEEPING = replace(OPTIONS, keep_inputs_gb=1.0)
 RUNS = {
     "whole": Run((3,), (WHOLE,), WINDOWS, OPTIONS),

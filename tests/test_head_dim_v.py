@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from oracle import Case
 from pingpong_blocks import LENGTHS, Block, pair_of, step_of
-from ranks import FAST_LINKS
+from ranks import MOVE_ALWAYS
 from test_core_attention import MASKS, gathered, place
 from test_lse import attend, case_of, grad_lse_of
 from torch import Tensor
@@ -102,7 +102,7 @@ class NarrowBlock(Block):
 
 def run_in_halves(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     distca.close()
-    distca.init(options=distca.Options(**FAST_LINKS))
+    distca.init(options=distca.Options(**MOVE_ALWAYS))
     bare, halved = pair_of(NarrowBlock)
     results = []
     for block in (bare, halved):

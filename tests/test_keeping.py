@@ -6,7 +6,7 @@ import torch
 from layout_words import numbers_of_rows
 from oracle import Case
 from pingpong_blocks import LENGTHS, pair_of, step_of
-from ranks import FAST_LINKS
+from ranks import MOVE_ALWAYS
 from test_compile import NUM_STEPS, documents_of, train_compiled
 from test_core_attention import PACKS, WHOLE, gathered, place
 from torch.library import opcheck
@@ -44,7 +44,7 @@ class KeptElements(TorchDispatchMode):
 
 def open_with(**options) -> None:
     distca.close()
-    distca.init(options=distca.Options(**FAST_LINKS, **options))
+    distca.init(options=distca.Options(**MOVE_ALWAYS, **options))
 
 
 def attend_keeping(rank, world_size, case, options):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Case, max_error
-from ranks import FAST_LINKS
+from ranks import MOVE_ALWAYS
 from test_call_orders import HANG_S, broken_ranks  # noqa: F401  a fixture
 from test_core_attention import WHOLE, place
 
@@ -16,7 +16,7 @@ CASE = Case(WHOLE["skewed"])
 
 def opened(**options) -> None:
     distca.close()
-    distca.init(options=distca.Options(**FAST_LINKS, **options))
+    distca.init(options=distca.Options(**MOVE_ALWAYS, **options))
 
 
 def errors_without_gradients(documents: distca.Documents, inputs: list, mode: str) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case
-from ranks import FAST_LINKS, Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +28,7 @@ class Run:
     cases: tuple[Case, ...]
     """A micro-batch each, by ranks that train."""
     windows: tuple[tuple[int, int], ...] = (CAUSAL, SLIDING, CAUSAL)
-    options: distca.Options = distca.Options(**FAST_LINKS)
+    options: distca.Options = distca.Options(**MOVE_ALWAYS)
     is_checkpointed: bool = False
     is_compiled: bool = False
     ahead: bool = False
@@ -124,7 +124,7 @@ EMPTY_3 = Case([[], [411, 3], [7]], seed=1)
 EMPTY_2 = Case([[], [411, 3]], seed=1)
 ACROSS_3 = Case([[10, 50], [100, 400], [30]], sharded=True)
 ACROSS_2 = Case([[10, 50, 100], [400, 30]], sharded=True)
-KEEPING = distca.Options(**FAST_LINKS, keep_inputs_gb=1.0)
+KEEPING = distca.Options(**MOVE_ALWAYS, keep_inputs_gb=1.0)
 RUNS = {
     "whole": Run((3,), (WHOLE_3,)),
     "across": Run((3,), (ACROSS_3,)),
@@ -179,7 +179,7 @@ def test_servers_are_told_of_the_shape(ranks):
 def attend_to_chunks(rank: int, world_size: int) -> list[Tensor] | None:
     """Return results of a layer of whole documents, and one of chunks."""
     if world_size > 1:
-        distca.init(options=distca.Options(**FAST_LINKS), servers=(3,))
+        distca.init(options=distca.Options(**MOVE_ALWAYS), servers=(3,))
     if rank == 3:
         distca.serve()
         return None

@@ -156,7 +156,7 @@ def test_chunks_of_layers_without_types():
     """No layer would know that the mask, which distca leaves out, has chunks."""
     config = transformers.LlamaConfig(attention_chunk_size=4, attn_implementation="distca")
     mask = transformers.masking_utils.create_chunked_causal_mask(
-        config, torch.ones(1, NUM_TOKENS, 8), None, None
+        config, torch.ones(1, NUM_TOKENS, 8), None, past_key_values=None
     )
     with refused("attention_mask has shape.*chunked_overlay"):
         Layer()(mask=mask)
