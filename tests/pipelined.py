@@ -36,6 +36,7 @@ class Pipeline:
     options: dict = field(default_factory=dict)  # of the schedule
     num_stage_ranks: int = 2
     device: str = "cpu"
+    attention_dtype: torch.dtype = torch.float32  # the model around attention is float32
 
 
 def lengths_of(place: int, index: int) -> list[int]:
@@ -56,14 +57,19 @@ def micro_batch(place: int, index: int) -> tuple[Tensor, Tensor, list[int]]:
 
 def build(case: Pipeline, attend) -> nn.Module:
     """`attend(q, k, v, documents, window_size=...)` computes attention."""
+
+    def cast(q: Tensor, k: Tensor, v: Tensor, *arguments, **keywords) -> Tensor:
+        rows = (each.to(case.attention_dtype) for each in (q, k, v))
+        return attend(*rows, *arguments, **keywords).to(q.dtype)
+
     training_sizes = training.SIZES | {"layers": sum(case.layers)}
     with_sizes = dict(training_sizes, ffn=48, recompute=case.recompute)
     torch.manual_seed(0)
-    model = training.Llama(training.LlamaConfig(**with_sizes), attend)
+    model = training.Llama(training.LlamaConfig(**with_sizes), cast)
     windows = itertools.cycle(case.windows)
     with torch.no_grad():
         for block in model.blocks:
-            block.attention.core_attention = functools.partial(attend, window_size=next(windows))
+            block.attention.core_attention = functools.partial(cast, window_size=next(windows))
             for linear in (block.attention.wq, block.attention.wk):
                 linear.weight.mul_(20)
     return model
@@ -81,10 +87,14 @@ def num_predicted(case: Pipeline, num_places: int) -> int:
 
 @functools.cache
 def true_step(
-    layers: int, windows: tuple, num_micro_batches: int, num_places: int
+    layers: int,
+    windows: tuple,
+    num_micro_batches: int,
+    num_places: int,
+    attention_dtype: torch.dtype = torch.float32,
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and gradients of all micro-batches, one after the other."""
-    case = Pipeline((layers,), num_micro_batches, windows)
+    """Return the loss and gradients of all micro-batches, one after the other, on the CPU."""
+    case = Pipeline((layers,), num_micro_batches, windows, attention_dtype=attention_dtype)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are small
     model, total = build(case, by_document), 0.0
@@ -165,7 +175,7 @@ def train_step(rank: int, world_size: int, case: Pipeline, num_steps: int = 2) -
             dist.all_reduce(loss, group=mesh.get_group("dp"))
             loss = loss.item() / mesh["dp"].size()
         gradients = {
-            name.removeprefix("module."): whole(each.grad)
+            name.removeprefix("module."): whole(each.grad).cpu()
             for part in parts.values()
             for name, each in part.named_parameters()
         }

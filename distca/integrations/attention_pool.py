@@ -128,6 +128,7 @@ class AttentionPool:
                 gathered = pending.result()
             finally:
                 ops.await_plan(name, False)
+        first_ranks: dict[int, int] = {}  # by stage: the first rank that has it
         for rank, (theirs, *words) in enumerate(
             (tuple(each[: len(SETTINGS)].tolist()), *each[len(SETTINGS) :].tolist())
             for each in gathered
@@ -137,7 +138,7 @@ class AttentionPool:
                     f"rank {rank} has a schedule of {_named(theirs)}, this one of "
                     f"{_named(settings)}; expected equal ones on all ranks"
                 )
-            self._add(rank, words)
+            self._add(rank, words, first_ranks)
         num_stages = settings[SETTINGS.index("stages")]
         if sorted(self._calls) != list(range(num_stages)):
             raise ValueError(
@@ -145,18 +146,19 @@ class AttentionPool:
                 'ranks of all stages to distca.init, such as mesh["pp", "dp"]'
             )
 
-    def _add(self, rank: int, words: list[int]) -> None:
+    def _add(self, rank: int, words: list[int], first_ranks: dict[int, int]) -> None:
         width = len(CallKind._fields)
         while words:
             stage, count = words[:2]
             kinds = [CallKind(*words[2 + i * width :][:width]) for i in range(count)]
             words = words[2 + count * width :]
             declared = self._calls.setdefault(stage, kinds)
+            first_rank = first_ranks.setdefault(stage, rank)
             if declared != kinds:
                 raise ValueError(
-                    f"stage {stage} makes {count} calls of attention on rank {rank}, "
-                    f"{_listed(kinds)}, and {len(declared)} on another rank, {_listed(declared)}; "
-                    "expected the same calls on all ranks of a stage"
+                    f"stage {stage} makes {len(declared)} calls of attention on rank {first_rank}, "
+                    f"{_listed(declared)}, and {count} on rank {rank}, {_listed(kinds)}; expected "
+                    "the same calls on all ranks of a stage"
                 )
 
     def plan(

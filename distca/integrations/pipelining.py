@@ -217,16 +217,25 @@ class SchedulePooled(PipelineScheduleMulti):
     @contextlib.contextmanager
     def _told(self, place: str = "") -> Iterator[None]:
         """Tell the other ranks of an error inside. Raise the cause of an error that torch's stages
-        wrap in one of their own."""
+        wrap in one of their own. If a transfer of torch's failed because another rank did, raise an
+        error that names that rank."""
         try:
             yield
         except Exception as error:
             is_wrapped = type(error) is RuntimeError and isinstance(error.__cause__, Exception)
             cause = error.__cause__ if is_wrapped else error
+            if type(cause) in (RuntimeError, dist.DistNetworkError):
+                self._check_ranks(place)
             self._pool.session.announce(cause, place)
             if is_wrapped:
                 raise cause from None
             raise
+
+    def _check_ranks(self, activity: str) -> None:
+        """Raise an error that names a rank which has failed, if one has."""
+        name = self._pool.session.group_name
+        if name:
+            ops.check_ranks(name, activity)
 
     def _forward(
         self,
@@ -299,17 +308,16 @@ class SchedulePooled(PipelineScheduleMulti):
         at the others meanwhile, because torch would wait until its own timeout."""
         if not works:
             return
-        name = self._pool.session.group_name
-        if self._stages[0].device.type != "cpu" or not name:
+        if self._stages[0].device.type != "cpu":
             return _wait_all(works)
         pending = self._receiver.submit(_wait_all, works)
         while True:
             try:
                 return pending.result(LOOK_S)
             except futures.TimeoutError:
-                ops.check_ranks(name, f"the wait for {what}")
+                self._check_ranks(f"the wait for {what}")
             except RuntimeError:
-                ops.check_ranks(name, f"the wait for {what}")
+                self._check_ranks(f"the wait for {what}")
                 raise
 
 
