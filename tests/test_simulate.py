@@ -618,6 +618,33 @@ def test_1f1b_sends_between_stages():
     assert schedule.seconds == pytest.approx(1 + 5 + 1 + 2 + 5 + 2)
 
 
+def test_ticks_by_hand():
+    scenario = replace(piped(2, 2), tokens=2 * ROWS, context=2 * ROWS)
+    step = documents([2 * ROWS], [ROWS, ROWS])  # 3 tiles and 2
+    # Seconds of attention on the slower rank and of linear work: 0F0, 0F1 1F0, 1B0, 1F1, 0B0 1B1,
+    # 0B1.
+    expected = [2 + 2, 3 + 2, 4 + 4, 1 + 2, 6 + 4, 2 + 4]
+    assert seconds_of("distca-ticks", scenario, step) == pytest.approx(sum(expected))
+    outcome = SYSTEM["distca-ticks"].ways[0](Step(scenario, step), 1)
+    busy = outcome.schedule.busy(scenario)
+    assert busy[LINEAR] == pytest.approx([2 * 3 * 2] * 2)
+    assert busy[ATTENTION].sum() == pytest.approx(2 * (3 + 2) * (1 + 2)), "idle stages serve"
+    again = replace(scenario, recompute=True)
+    expected = [2 + 2, 3 + 2, 4 + 4 + 4, 1 + 2, 6 + 4 + 5, 2 + 4 + 3]
+    assert seconds_of("distca-ticks", again, step) == pytest.approx(sum(expected))
+
+
+def test_ticks_send_to_the_next_stage():
+    scenario = piped(2, 1)
+    machine = replace(UNIT_MACHINE, inside=Link(5.0, 1e30))
+    equal = documents([2 * ROWS])
+    sends = [
+        seconds_of("distca-ticks", replace(scenario, machine=each, tolerance=9.0), equal)
+        for each in (machine, UNIT_MACHINE)
+    ]
+    assert sends[0] - sends[1] == pytest.approx(3 * 5), "between four ticks"
+
+
 def test_gradients_meet_once_a_step_under_zero1():
     machine = replace(UNIT_MACHINE, inside=Link(0.0, TINY.params / 2))
     apart = replace(UNIT, sharding="zero1", machine=machine)
@@ -642,17 +669,14 @@ REAL = Scenario(
 )
 
 
-@pytest.mark.parametrize("name", [s.name for s in SYSTEMS if not s.name.startswith("ticks")])
+@pytest.mark.parametrize("name", [s.name for s in SYSTEMS if not s.needs_stages])
 def test_equal_documents_and_single_ranks_take_as_long_as_fixed_packing(name):
     equal = documents(*[[4096]] * 8)
     wide = Scenario(model=PRESETS["8B"].changed(2, 128), ranks=8, tokens=4096, context=4096)
     alone = replace(wide, ranks=1)
     plain = seconds_of("fixed", alone, documents([4096]))
-    if not name.startswith("dedicated"):
-        assert seconds_of("fixed", wide, equal) == pytest.approx(seconds_of(name, wide, equal))
-        assert seconds_of(name, alone, documents([4096])) == pytest.approx(plain)
-    else:
-        assert seconds_of(name, wide, equal) > plain
+    assert seconds_of("fixed", wide, equal) == pytest.approx(seconds_of(name, wide, equal))
+    assert seconds_of(name, alone, documents([4096])) == pytest.approx(plain)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -665,7 +689,7 @@ def test_work_and_tokens_are_conserved(pp):
         for result in results
         if result.cp == 1
     }
-    assert len(total) == 7
+    assert len(total) == 7 + (pp > 1)
     expected = total["fixed"]
     for name, busy in total.items():
         assert busy[LINEAR] == pytest.approx(expected[LINEAR]), name

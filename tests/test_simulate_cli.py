@@ -56,7 +56,7 @@ def test_a_table_and_its_json(tmp_path, capsys):
 def test_pipelines_and_the_picture(tmp_path):
     flags = ["--ranks", "32", "--tp", "2", "--pp", "4", "--layers", "4", "--context", "32768"]
     data = simulated(tmp_path, *flags, "--out", str(tmp_path / "out"))
-    assert len(data["systems"]) == 9
+    assert len(data["systems"]) == 10
     assert (tmp_path / "out" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -177,6 +177,7 @@ def test_flags_override_measured_links(tmp_path):
     [
         (["--ranks", "6", "--tp", "4"], "ranks is 6"),
         (["--systems", "best"], "system is 'best'"),
+        (["--systems", "distca-ticks"], "system distca-ticks needs stages, and pp is 1"),
         (["--steps", "0"], "steps is 0"),
         (["--skip", "-1"], "skip is -1"),
         (["--distribution", "normal:1"], "there is no 'normal'"),

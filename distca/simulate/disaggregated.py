@@ -188,7 +188,7 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     np.maximum.at(finished, work.home, arrived)
     end = finished.max(initial=0.0)
     results = np.minimum(np.maximum(0.0, np.maximum(sent, received) - half), end - served - half)
-    exposed = served - half - visiting + results
+    exposed = np.maximum(0.0, served - half - visiting) + results
     exchange = work.num_parts * (arrival.max() + max(sent.max(), received.max()))
     attention = 2 * half + visiting
     waiting = end - attention - exposed

@@ -1,10 +1,12 @@
-"""Arranges the times of layers as the operations of a 1F1B step. With one stage, the passes of the
-micro-batches follow each other."""
+"""Arranges the times of layers as the operations of a step: 1F1B, or ticks. With one stage, the
+passes of the micro-batches follow each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from distca.planning.ticks import Tick
 from distca.simulate.layers import KINDS, LINEAR, PARAMETERS, WAITING, Layers
 from distca.simulate.machine import BACKWARD, FORWARD
 from distca.simulate.scenario import ELEMENT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, Scenario
@@ -15,7 +17,7 @@ class Operation:
     """One pass of one micro-batch through all layers of a stage."""
 
     stage: int
-    micro_batch: int
+    micro_batch: int | None  # None: an idle stage computes attention of others
     pass_idx: int
     start: np.ndarray  # [groups] seconds since the step began
     seconds: np.ndarray  # [kinds, groups]
@@ -84,6 +86,21 @@ def _alternating(count: int, ahead: int) -> list[tuple[int, int]]:
     for i in range(count - ahead):
         order += [(FORWARD, ahead + i), (BACKWARD, i)]
     return order + [(BACKWARD, i) for i in range(count - ahead, count)]
+
+
+def in_ticks(scenario: Scenario, ticks: Sequence[Tick], layers: Sequence[np.ndarray]) -> Schedule:
+    """`layers` are the times of a layer in each tick, [kinds, stages, groups]. All ranks take the
+    same time for it."""
+    operations, start = [], np.zeros(scenario.groups)
+    for tick, layer in zip(ticks, layers, strict=True):
+        pass_idx = FORWARD if tick.is_forward else BACKWARD
+        for stage in range(scenario.pp):
+            own = tick.passes.get(stage)
+            seconds = scenario.stage_layers * layer[:, stage]
+            micro_batch = None if own is None else own.micro_batch
+            operations.append(Operation(stage, micro_batch, pass_idx, start, seconds))
+        start = operations[-1].end + send_seconds(scenario)
+    return _closed(scenario, operations)
 
 
 def _closed(scenario: Scenario, operations: list[Operation]) -> Schedule:

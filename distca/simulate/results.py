@@ -51,7 +51,7 @@ class Result:
 def run(scenario: Scenario, steps: list[Step], names: list[str] | None = None) -> list[Result]:
     """Return the result of each system in its best way, at its best context parallel degree."""
     results = []
-    for system in systems_of(names):
+    for system in systems_of(names, scenario):
         tried = [
             run_system(system, way, scenario, steps, cp)
             for way in system.ways

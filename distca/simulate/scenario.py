@@ -223,6 +223,12 @@ class Scenario:
         return self.model.layers // self.pp
 
     @property
+    def pool(self) -> "Scenario":
+        """The ranks of all stages as those of one, in stages' order."""
+        model = replace(self.model, layers=self.stage_layers)
+        return replace(self, model=model, pp=1, cp=None, keep_inputs_gb=0.0)
+
+    @property
     def live_layers(self) -> int:
         """Number of layers, counted once per micro-batch in flight, whose activations the first
         stage holds for the backward pass in 1F1B."""

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from distca.planning.packs import Pack
+from distca.planning.ticks import Tick, ticks_of
 from distca.simulate.disaggregated import (
     Attend,
     Work,
@@ -24,6 +25,7 @@ from distca.simulate.layers import (
     GATHER_TWICE,
     NUM_PASSES,
     RING,
+    WAITING,
     KeyExchange,
     Layers,
     add_parameters,
@@ -34,7 +36,7 @@ from distca.simulate.layers import (
 )
 from distca.simulate.machine import BACKWARD, FORWARD
 from distca.simulate.packing import Documents, balanced_packs, karmarkar_karp
-from distca.simulate.pipeline import Schedule, one_f_one_b
+from distca.simulate.pipeline import Schedule, in_ticks, one_f_one_b
 from distca.simulate.scenario import Scenario
 
 MAX_CP = 64  # tried, unless packs need more
@@ -169,27 +171,84 @@ def distca(
     return replace(outcome, schedule=replace(outcome.schedule, seconds=seconds))
 
 
-def _outcome(scenario: Scenario, layers: Layers) -> Outcome:
+def distca_in_ticks(step: Step, cp: int) -> Outcome:
+    """Return the outcome with the attention of all stages as one pool: a plan for each tick of the
+    schedule in distca.integrations.pipelining."""
+    scenario, planning = step.scenario, 0.0
+    pool, held = scenario.pool, step.drawn(1)
+    ticks = ticks_of(range(scenario.pp), scenario.micro_batches)
+    layers, workspace = [], np.zeros(pool.groups)
+    for tick in ticks:
+        pack = joined([_pack_in(tick, stage, held) for stage in range(scenario.pp)])
+        tasks, num_parts, seconds = plan(pool, pack, cluster_of(pool), step.cost)
+        work = work_of(pack, tasks, step.cost, num_parts)
+        planning += seconds
+        workspace = np.maximum(workspace, held_bytes(pool, work))
+        layers.append(_layer_in(tick, scenario, pack, work))
+    schedule = in_ticks(scenario, ticks, layers)
+    tokens = np.stack([each.tokens for each in held])
+    memory = _memory(scenario, tokens, workspace, schedule)
+    return Outcome(replace(schedule, seconds=max(schedule.seconds, planning)), memory)
+
+
+def _pack_in(tick: Tick, stage: int, held: list[Pack]) -> Pack:
+    """Return what a stage's groups hold in a tick, of the packs of the micro-batches."""
+    if stage in tick.passes:
+        return held[tick.passes[stage].micro_batch]
+    return Pack(held[0].num_ranks, 0, np.empty((0, held[0].pieces.shape[1]), dtype=np.int64))
+
+
+def _layer_in(tick: Tick, scenario: Scenario, pack: Pack, work: Work) -> np.ndarray:
+    """Return the times of a layer in a tick, [kinds, stages, groups]."""
+    shape = (scenario.pp, scenario.groups)
+    layer = layers_of(
+        scenario, pack.tokens.reshape(shape), np.zeros((shape[0], NUM_PASSES, shape[1]))
+    )
+    for pass_idx in (FORWARD, BACKWARD):
+        times, beside = in_turn(scenario.pool, work, pass_idx)
+        layer.seconds[:, pass_idx] += times.reshape(-1, *shape).swapaxes(0, 1)
+        layer.beside[:, pass_idx] = beside
+    _repeat_forward(scenario, layer)
+    running = sorted(tick.passes)
+    of_running = replace(layer, seconds=layer.seconds[running], beside=layer.beside[running])
+    add_parameters(scenario, of_running)
+    layer.seconds[running] = of_running.seconds
+    seconds = layer.seconds[:, FORWARD if tick.is_forward else BACKWARD].swapaxes(0, 1)
+    total = seconds.sum(axis=0)
+    seconds[WAITING] += total.max() - total
+    return seconds
+
+
+def _repeat_forward(scenario: Scenario, layers: Layers) -> None:
     if scenario.recompute:  # backward begins with the whole forward pass
         layers.seconds[:, BACKWARD] += layers.seconds[:, FORWARD]
         layers.beside[:, BACKWARD] += layers.beside[:, FORWARD]
+
+
+def _outcome(scenario: Scenario, layers: Layers) -> Outcome:
+    _repeat_forward(scenario, layers)
     add_parameters(scenario, layers)
     schedule = one_f_one_b(scenario, layers)
-    return Outcome(schedule, _memory(scenario, layers, schedule))
+    return Outcome(schedule, _memory(scenario, layers.tokens, layers.workspace_bytes, schedule))
 
 
-def _memory(scenario: Scenario, layers: Layers, schedule: Schedule) -> np.ndarray:
+def _memory(
+    scenario: Scenario, tokens: np.ndarray, workspace_bytes: np.ndarray, schedule: Schedule
+) -> np.ndarray:
     """[stages * groups] bytes of one rank at its fullest: activations are kept from a micro-batch's
-    forward pass to the end of its backward pass."""
-    tokens = layers.tokens
+    forward pass to the end of its backward pass. `tokens` [micro_batches, groups]; bytes beside
+    activations [groups], or [stages * groups]."""
     state = scenario.state_bytes() + tokens.max(axis=0) * scenario.repeated_bytes()
     held = np.zeros((scenario.pp, scenario.groups))
     most = held.copy()
     for each in schedule.operations:  # those of a stage are in order
+        if each.micro_batch is None:
+            continue
         sign = 1 if each.pass_idx == FORWARD else -1
         held[each.stage] += sign * tokens[each.micro_batch]
         most = np.maximum(most, held)
-    return (state + most * scenario.token_bytes() + layers.workspace_bytes).ravel()
+    workspace = workspace_bytes.reshape(-1, scenario.groups)
+    return (state + most * scenario.token_bytes() + workspace).ravel()
 
 
 @dataclass(frozen=True)
@@ -199,6 +258,7 @@ class System:
     ways: tuple[Way, ...]  # the best one counts
     least_cp: int | None = None  # of the degrees to try; None: no choice
     is_baseline: bool = False
+    needs_stages: bool = False
 
     def degrees(self, scenario: Scenario) -> list[int]:
         """Context parallel degrees to try: powers of two times the least."""
@@ -230,14 +290,21 @@ SYSTEMS = (
     ),
     System("distca", "distca", (partial(distca, attend=in_turn),)),
     System("distca-ping-pong", "distca, ping-pong", (partial(distca, attend=ping_pong),)),
+    System("distca-ticks", "distca, stages as one pool", (distca_in_ticks,), needs_stages=True),
     System("limit", "balanced for free", (balanced_limit,)),
 )
 
 
-def systems_of(names: list[str] | None) -> list[System]:
-    """Return the systems with these names, or all. Raises ValueError for an unknown name."""
+def systems_of(names: list[str] | None, scenario: Scenario) -> list[System]:
+    """Return the systems with these names, or all that can run. Raises ValueError for an unknown
+    name, and for a system of pipelines without stages."""
     all_names = [system.name for system in SYSTEMS]
-    for name in names or ():
+    can_run = [each for each in SYSTEMS if scenario.pp > 1 or not each.needs_stages]
+    if names is None:
+        return can_run
+    for name in names:
         if name not in all_names:
             raise ValueError(f"system is {name!r}; expected some of {', '.join(all_names)}")
-    return [each for each in SYSTEMS if each.name in (names or all_names)]
+        if name not in [each.name for each in can_run]:
+            raise ValueError(f"system {name} needs stages, and pp is {scenario.pp}; raise --pp")
+    return [each for each in SYSTEMS if each.name in names]
