@@ -36,8 +36,11 @@ shared_ranks: dict[int, Ranks] = {}  # by world size
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """End shared ranks between files where tests have left many process groups open."""
+    """Between files, end shared ranks where tests have left many process groups open, and leave
+    memory of devices to other processes."""
     if nextitem is None or nextitem.path != item.path:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         for size in [size for size, group in shared_ranks.items() if group.is_crowded()]:
             shared_ranks.pop(size).stop()
 

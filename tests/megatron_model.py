@@ -247,9 +247,14 @@ def _shard(weight: Tensor, whole: Tensor) -> Tensor:
     return parts[parallel_state.get_tensor_model_parallel_rank()]
 
 
-def tokens_of(dp_rank: int, micro_batch: int) -> tuple[list[int], Tensor, Tensor]:
+def scale_of(way: Way) -> int:
+    """Return the factor of PACKS. Attention of CUDA devices is counted in tiles of 128 rows."""
+    return 1 if way.device == "cpu" else 8
+
+
+def tokens_of(dp_rank: int, micro_batch: int, way: Way) -> tuple[list[int], Tensor, Tensor]:
     """Return lengths, ids and labels of a rank's documents."""
-    lengths = PACKS[dp_rank][micro_batch]
+    lengths = [scale_of(way) * each for each in PACKS[dp_rank][micro_batch]]
     generator = torch.Generator().manual_seed(100 * dp_rank + micro_batch)
     ids, labels = torch.randint(0, VOCAB_SIZE, (2, sum(lengths)), generator=generator)
     return lengths, ids, labels
@@ -280,9 +285,9 @@ class Packed:
 
     @classmethod
     def of(cls, dp_rank: int, micro_batch: int, way: Way) -> "Packed":
-        lengths, *rows = tokens_of(dp_rank, micro_batch)
+        lengths, *rows = tokens_of(dp_rank, micro_batch, way)
         padded = [length + (-length % 4 if way.is_padded else 0) for length in lengths]
-        padded[-1] += max(0, way.num_rows - sum(padded))
+        padded[-1] += max(0, scale_of(way) * way.num_rows - sum(padded))
         rows += [torch.cat([torch.arange(length) for length in lengths]), torch.ones(len(rows[0]))]
 
         def laid_out(tensor: Tensor) -> Tensor:
@@ -305,7 +310,7 @@ class Packed:
         """Return a rank's run of the pack that consists of all ranks' documents."""
         num_ranks = parallel_state.get_data_parallel_world_size()
         lengths, *rows = zip(
-            *(tokens_of(rank, micro_batch) for rank in range(num_ranks)), strict=True
+            *(tokens_of(rank, micro_batch, way) for rank in range(num_ranks)), strict=True
         )
         ids, labels = (torch.cat(each).to(way.device) for each in rows)
         group = parallel_state.get_data_parallel_group()
@@ -391,14 +396,13 @@ def parallel(way: Way) -> Iterator[None]:
                     dist.destroy_process_group(group)
 
 
-def loss_alone(model: GPTModel, dp_rank: int, micro_batch: int) -> Tensor:
+def loss_alone(model: GPTModel, dp_rank: int, micro_batch: int, way: Way) -> Tensor:
     """Return the loss of a rank's documents, each in a forward pass of its own."""
-    device = next(model.parameters()).device
-    lengths, *rows = tokens_of(dp_rank, micro_batch)
-    rows = [each.to(device) for each in rows]
-    loss = torch.zeros((), device=device)
+    lengths, *rows = tokens_of(dp_rank, micro_batch, way)
+    rows = [each.to(way.device) for each in rows]
+    loss = torch.zeros((), device=way.device)
     for ids, labels in zip(*(each.split(lengths) for each in rows), strict=True):
-        positions = torch.arange(len(ids), device=device)[None]
+        positions = torch.arange(len(ids), device=way.device)[None]
         loss = loss + model(ids[None], positions, None, labels=labels[None]).sum()
     return loss
 
@@ -411,7 +415,7 @@ def true_step(way: Way, num_packs: int) -> tuple[float, dict[str, Tensor]]:
         loss = torch.zeros((), device=way.device)
         for dp_rank in range(num_packs):
             for micro_batch in range(len(PACKS[dp_rank])):
-                loss = loss + loss_alone(model, dp_rank, micro_batch)
+                loss = loss + loss_alone(model, dp_rank, micro_batch, way)
         loss.backward()
         parameters = named_parameters(model)
         return loss.item(), {name: each.grad.cpu() for name, each in parameters.items()}

@@ -189,7 +189,7 @@ def _evaluated(rank: int, world_size: int, together: bool) -> tuple[float, int]:
         for micro_batch in range(1 if together else 1 + rank):
             with torch.no_grad():
                 loss = mm.Packed.of(rank, micro_batch, Way()).loss(model)
-                truth = mm.loss_alone(stock, rank, micro_batch)
+                truth = mm.loss_alone(stock, rank, micro_batch, Way())
             worst = max(worst, mm.relative_error(loss, truth))
         return worst, len(plans)
 

@@ -207,6 +207,8 @@ def submit(
 ) -> Plan:
     """Let the planner thread plan `documents`, and attach the plan to them. Servers may keep inputs
     (`may_keep`) if forward and backward passes have the same plan."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     session.time_step(session.num_plans)
     problem = next_problem(session, window_size, device, documents.chunk_size)
     problem = replace(problem, may_keep=may_keep)

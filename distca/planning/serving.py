@@ -89,7 +89,7 @@ class _Server:
         is_cuda: int,
         *shape: int,
     ) -> None:
-        device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
+        device = torch.device("cuda" if is_cuda else "cpu")
         documents = self._documents.setdefault(batch, Documents([0]))
         if chunk_size:
             documents = documents.chunked(chunk_size)
@@ -97,7 +97,7 @@ class _Server:
             self._session,
             documents,
             (left, right),
-            torch.device(device),
+            device,
             AttentionShape.from_words(shape) if any(shape) else None,
         )
         for remembered in (self._plans, self._documents):

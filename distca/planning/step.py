@@ -66,8 +66,6 @@ def plan(
             )
     device = torch.device(device if device is not None else session.device_type)
     check_device(device, "the plan")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     step_plan = plans.submit(session, documents, window_size, device, shape)
     spans = documents.spans
     if spans is not None and spans.plan_key(FROM_HERE) not in spans._plans:
