@@ -1,4 +1,4 @@
-"""benchmarks/training_step.py, long_document.py and loss_curve.py on the CPU."""
+"""benchmarks/training_step.py, pipeline_step.py, long_document.py and loss_curve.py on the CPU."""
 
 import argparse
 import contextlib
@@ -19,11 +19,13 @@ import torch.distributed as dist
 from oracle import Case
 from programs import run_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import long_document  # noqa: E402
 import loss_curve  # noqa: E402
+import pipeline_step  # noqa: E402
 import step_variants  # noqa: E402
 import training_step  # noqa: E402
 from attention_peers import Unavailable  # noqa: E402
@@ -331,6 +333,35 @@ def test_training_step_against_a_sorting_loader(lengths_file, tmp_path):
     assert "sorted: max loss difference" not in summary
     refused = run_ranks([*command, "--window", "3"], 2, dict(os.environ))
     assert "--window is 3; needs a divisor of --steps without the 3" in refused.stderr
+
+
+def pipeline_losses(
+    rank: int, world_size: int, flags: list[str], dtype: torch.dtype
+) -> list[list[float]]:
+    """Return the losses of each variant's steps."""
+    with (
+        mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)),
+        mock.patch.object(sys, "argv", ["pipeline_step.py", *flags]),
+    ):
+        args, workload = pipeline_step.arguments()
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
+    with mock.patch.object(pipeline_step, "dtype_of", lambda _: dtype):
+        return [
+            pipeline_step.run_variant(args, workload, mesh, CPU, variant).losses
+            for variant in args.variants
+        ]
+
+
+@pytest.mark.parametrize(
+    "dtype, noise", [(torch.float32, FLOAT32_NOISE), (torch.bfloat16, 1e-2)], ids=str
+)
+def test_pipelines_train_alike(own_ranks, lengths_file, dtype, noise):
+    flags = ["--lengths", str(lengths_file), "--tokens", "512", "--device", "cpu", "--checkpoint"]
+    flags += [*MODEL, "--micro-batches", "3", "--steps", "4", "--learning-rate", "1e-2"]
+    for first, *others in own_ranks(4).run(pipeline_losses, flags, dtype):
+        assert first[-1] < first[0]
+        for losses in others:
+            assert losses == pytest.approx(first, abs=noise)
 
 
 def by_main(rank: int, world_size: int, script: str, folder: Path, flags: list[str]) -> str:
