@@ -4,13 +4,15 @@
 
 "torch" leaves distca out and computes with transformers' own SDPA under the name flash_attention_2.
 The last line says whether attention was balanced. What stacks expect of a machine with GPUs is
-replaced: LLaMA-Factory asks whether flash-attn is installed, and verl for devices and NCCL.
+replaced: LLaMA-Factory asks whether flash-attn is installed, verl for devices and NCCL, and axolotl
+puts the model on a CUDA device.
 """
 
 import runpy
 import sys
 import types
 
+import torch
 import torch.distributed as dist
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -59,11 +61,39 @@ def let_verl_run_on_cpus() -> None:
     dist.init_process_group = init_gloo
 
 
+def let_axolotl_run_on_cpus() -> None:
+    from axolotl.loaders.model import ModelLoader
+
+    stock = ModelLoader._set_device_map_config
+
+    def set_none(self) -> None:
+        stock(self)
+        del self.model_kwargs["device_map"]  # the number of a CUDA device
+
+    ModelLoader._set_device_map_config = set_none
+    torch.cuda.can_device_access_peer = lambda *args: True
+
+
+def leave_out_masks() -> None:
+    """axolotl's attention_mask numbers documents. SDPA would take it for padding; without it,
+    transformers finds documents in position_ids."""
+    stock = transformers.Qwen2Model.forward
+
+    def forward(self, *args, attention_mask=None, **keywords):
+        return stock(self, *args, attention_mask=None, **keywords)
+
+    transformers.Qwen2Model.forward = forward
+
+
 def main(way: str, arguments: list[str]) -> None:
     if "llamafactory.launcher" in arguments:
         transformers.utils.is_flash_attn_2_available = lambda *args, **kwargs: True
     if "verl.trainer.sft_trainer" in arguments:
         let_verl_run_on_cpus()
+    if "axolotl.cli.train" in arguments:
+        let_axolotl_run_on_cpus()
+        if way == "torch":
+            leave_out_masks()
     if way == "torch":
         use_torchs_attention()
         if arguments[1] == "distca.run":
@@ -71,7 +101,8 @@ def main(way: str, arguments: list[str]) -> None:
     sys.argv = arguments[1:]
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     integration = sys.modules.get("distca.integrations.transformers")
-    print("balanced", integration is not None and integration.latest_plan() is not None)
+    is_balanced = integration is not None and integration.latest_plan() is not None
+    sys.stdout.write(f"balanced {is_balanced}\n")  # in one piece
 
 
 if __name__ == "__main__":

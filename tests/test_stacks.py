@@ -98,6 +98,8 @@ def train(words: list, way: str, folder: Path) -> None:
     """Run a recipe's command on two processes. Assert that distca balanced attention if `way` says
     so."""
     offline = {"HF_HUB_OFFLINE": "1", "MODELSCOPE_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
+    offline |= {"HF_HOME": str(folder / "hf"), "AXOLOTL_DO_NOT_TRACK": "1"}
+    offline |= {"ACCELERATE_USE_CPU": "true"}
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder), *sys.path])}
     verl = {"VERL_ENGINE_DEVICE": "cuda", "VERL_FILE_LOGGER_PATH": str(folder / f"{way}.jsonl")}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -154,6 +156,26 @@ def llamafactory(way: str, folder: Path) -> list[float]:
     return losses_in(folder / way / "trainer_log.jsonl")
 
 
+def axolotl(way: str, folder: Path) -> list[float]:
+    yaml = pytest.importorskip("yaml")
+    settings = re.search(r"^```yaml\n(.*?)^```", section("axolotl"), FENCED)
+    out = folder / way
+    chats = {"path": str(folder / "data.jsonl"), "ds_type": "json", "type": "chat_template"}
+    short = {
+        **{"base_model": str(folder), "datasets": [{**chats, "field_messages": "messages"}]},
+        **{"chat_template": "tokenizer_default", "sequence_len": 256, "val_set_size": 0},
+        **{"max_steps": NUM_STEPS, "save_steps": NUM_STEPS, "logging_steps": 1, "num_epochs": 1},
+        **{"learning_rate": 1e-3, "optimizer": "adamw_torch", "lr_scheduler": "constant"},
+        **{"bf16": False, "tf32": False, "gradient_accumulation_steps": 1, "ddp_backend": "gloo"},
+        **{"seed": 0, "pad_to_sequence_len": False, "gradient_checkpointing": False},
+        **{"output_dir": str(out), "dataset_prepared_path": str(out / "prepared")},
+    }
+    (folder / "train.yaml").write_text(yaml.safe_dump({**yaml.safe_load(settings[1]), **short}))
+    train(command_of("axolotl"), way, folder)
+    state = json.loads((out / f"checkpoint-{NUM_STEPS}" / "trainer_state.json").read_text())
+    return [each["loss"] for each in state["log_history"] if "loss" in each]
+
+
 def verl(way: str, folder: Path) -> list[float]:
     words = command_of("verl")
     if way == "torch":
@@ -181,7 +203,9 @@ def verl(way: str, folder: Path) -> list[float]:
     return losses_in(folder / f"{way}.jsonl")
 
 
-@pytest.mark.parametrize("stack", [swift, llamafactory, verl], ids=lambda stack: stack.__name__)
+@pytest.mark.parametrize(
+    "stack", [swift, llamafactory, axolotl, verl], ids=lambda stack: stack.__name__
+)
 def test_recipe(stack, folder):
     name = stack.__name__
     if importlib.util.find_spec(name) is None:

@@ -22,6 +22,7 @@ SERVERS = ("fastapi", "uvicorn", "aiohttp", "cachetools", "pyzmq")  # that verl 
 STACKS = {
     "ms-swift": ("ms-swift==4.6.0",),
     "llamafactory": ("llamafactory==0.9.5",),
+    "axolotl": ("axolotl==0.19.0",),
     "verl": ("verl==0.9.1", "trl==0.19.1", *SERVERS),
 }
 MEGATRON = ("megatron-core==0.19.2", "numpy", "pytest==9.2.0")
