@@ -125,9 +125,9 @@ class TrainerSchedule(SchedulePooled):
         target_mbs: list[Tensor] | None = None,
         losses: list | None = None,
         loss_kwargs: dict | None = None,
-        return_outputs: bool = True,
+        return_outputs: bool = False,
     ) -> None:
-        """Run a step on lists of micro-batches."""
+        """Run a step on lists of micro-batches. Outputs stay in the stages."""
         with self._told():
             self._documents = [_documents_of(each) for each in kwarg_mbs]
         self._loss_fn = functools.partial(self._plain_loss, **(loss_kwargs or {}))
