@@ -77,6 +77,7 @@ INTEGRATIONS = {  # read from their sources: the libraries need not be installed
     "transformers": ("latest_plan", "ping_pong"),
     "trainer": ("plan_batches",),
     "fsdp": ("gather_after_attention",),
+    "torchtitan_pipelines": ("pooled",),
     "megatron": ("install",),
     "megatron_batches": ("packed_seq_params", "plan_ahead"),
 }

@@ -71,7 +71,11 @@ LIBRARY_HOMES = {
     "transformers": ("integrations/transformers.py",),
     "megatron": ("integrations/megatron.py", "integrations/megatron_batches.py"),
     "accelerate": ("integrations/trainer.py",),
-    "torchtitan": ("integrations/torchtitan.py", "integrations/torchtitan_batches.py"),
+    "torchtitan": (
+        "integrations/torchtitan.py",
+        "integrations/torchtitan_batches.py",
+        "integrations/torchtitan_pipelines.py",
+    ),
     "spmd_types": ("integrations/torchtitan.py",),
     "torch.utils.tensorboard": ("watching/monitor.py",),
 }

@@ -386,14 +386,14 @@ def test_the_metrics_open_the_group_if_no_module_is_parallelized(monkeypatch):
     opened = []
     monkeypatch.setattr(integration.sessions, "init", opened.append)
     monkeypatch.setattr(MetricsProcessor, "__init__", lambda self, config, **kwargs: None)
-    dims = types.SimpleNamespace(get_optional_mesh=lambda name: f"the mesh {name}")
+    dims = types.SimpleNamespace(get_activated_mesh=lambda axes: f"the mesh {axes}")
     integration.BalanceMetrics(None, parallel_dims=dims)
-    assert opened == ["the mesh batch"]
+    assert opened == ["the mesh ['batch']"]
 
 
 def test_the_documented_command_configures_torchtitan():
     page = (Path(__file__).parent.parent / "docs" / "torchtitan.md").read_text()
-    (command,) = re.findall(r"-m torchtitan\.train (.*?)^```", page, re.DOTALL | re.MULTILINE)
+    command, _ = re.findall(r"-m torchtitan\.train (.*?)^```", page, re.DOTALL | re.MULTILINE)
     config = ConfigManager().parse_args(shlex.split(command.replace("\\\n", " ")))
     assert config.override.imports == [tm.PREFIX + "attention", *tm.OVERRIDES[1:]]
     assert config.training.disable_cuda_graphs

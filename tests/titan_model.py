@@ -96,20 +96,20 @@ def own_flex_attention():
     return stack
 
 
-def trainer_config(overrides: list[str], config=None):
+def trainer_config(overrides: list[str], config=None, num_layers: int = 2):
     config = config or config_registry.llama3_debugmodel_varlen_attn()
     config.training.seq_len = SEQ_LEN
     config.model_spec = copy.deepcopy(config.model_spec)
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.model_spec.model.layers = config.model_spec.model.layers[:num_layers]
     config.model_spec.model.update_from_config(config=config)
     if overrides:
         apply_overrides(OverrideConfig(imports=overrides), config)
     return config
 
 
-def build(overrides: list[str], config=None) -> tuple[nn.Module, object]:
+def build(overrides: list[str], config=None, num_layers: int = 2) -> tuple[nn.Module, object]:
     """Return the model and its trainer's configuration. Overrides do not change the weights."""
-    config = trainer_config(overrides, config)
+    config = trainer_config(overrides, config, num_layers)
     model = config.model_spec.model.build()
     torch.manual_seed(0)
     model.init_states()
@@ -155,12 +155,12 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return by_name
 
 
-def own_step(batch: Batch) -> tuple[float, dict[str, Tensor]]:
+def own_step(batch: Batch, num_layers: int = 2) -> tuple[float, dict[str, Tensor]]:
     """Run a step with torchtitan's own varlen attention module."""
     kept = titan.varlen_attn, titan.torch
     titan.varlen_attn, titan.torch = by_document, InFloat32("torch")
     try:
-        return step(build([])[0], batch)
+        return step(build([], num_layers=num_layers)[0], batch)
     finally:
         titan.varlen_attn, titan.torch = kept
 
@@ -231,11 +231,11 @@ def gpt_oss_error(rank: int, world_size: int, attn_backend: str) -> float:
     return worst_error(ours, truth)
 
 
-def mesh_of(dp: int, tp: int, backend: str) -> parallel_dims.ParallelDims:
+def mesh_of(dp: int, tp: int, backend: str, pp: int = 1) -> parallel_dims.ParallelDims:
     """Return torchtitan's meshes on the CPU."""
     parallel_dims.device_type = "cpu"
     utils.set_spmd_backend(backend)
-    dims = parallel_dims.ParallelDims(1, dp, 1, tp, 1, 1, dp * tp, backend)
+    dims = parallel_dims.ParallelDims(1, dp, 1, tp, pp, 1, pp * dp * tp, backend)
     dims.build_mesh()
     return dims
 

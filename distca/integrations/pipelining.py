@@ -151,7 +151,7 @@ class SchedulePooled(PipelineScheduleMulti):
         is_ahead = key == self._key(self._documents)
         own_documents, ticks, calls = planned if is_ahead else self._planned(self._documents)
         pairs = zip(kwarg_mbs, own_documents, strict=True)
-        kwarg_mbs = [{**kwargs, "documents": each} for kwargs, each in pairs]
+        kwarg_mbs = [self._keywords_of(*each) for each in pairs]
         self._pool.reports.clear()
         self._num_backward = dict.fromkeys(self._stage_of, 0)
         sent: list[list[dist.Work]] = []
@@ -177,9 +177,13 @@ class SchedulePooled(PipelineScheduleMulti):
                 stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
         self._update_losses(self._stages, losses)
 
+    def _keywords_of(self, kwargs: dict, documents: Documents) -> dict:
+        """Return the keywords that submodules get with a micro-batch of these documents."""
+        return {**kwargs, "documents": documents}
+
     def _prepare(self, args: tuple, kwargs: dict, documents: Documents) -> None:
         """Initialise the stages, and let all ranks know which calls of attention they make."""
-        kwargs = {**kwargs, "documents": documents}
+        kwargs = self._keywords_of(kwargs, documents)
         with self._recording(documents):
             self._initialize_stages(args, kwargs)
         if self._is_declared:

@@ -36,7 +36,7 @@ from distca.integrations.boundaries import Boundaries, read_boundaries
 from distca.pingpong.pingpong import PingPong
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents, check_window
-from distca.planning.plan import Plan
+from distca.planning.plan import PlanReport
 from distca.ranks import session as sessions
 from distca.ranks.hints import hint
 
@@ -61,7 +61,10 @@ MAX_KEPT_PLANS = 1024
 MODULE = "distca.integrations.torchtitan"
 BATCHES = MODULE + "_batches.batches"
 
-_plans: collections.deque[Plan] = collections.deque(maxlen=MAX_KEPT_PLANS)  # since the last log
+recent_reports: collections.deque[Callable[[], PlanReport]] = collections.deque(
+    maxlen=MAX_KEPT_PLANS
+)
+"""Of plans since the last log."""
 
 
 class BalancedAttention(VarlenAttention):
@@ -70,6 +73,7 @@ class BalancedAttention(VarlenAttention):
 
     is_in_use = False  # whether this process has built an instance
     runs = 1  # of a shared batch on each rank; two if blocks run in halves
+    axes = ["batch"]  # of torchtitan's meshes, whose ranks share attention
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -96,9 +100,9 @@ class BalancedAttention(VarlenAttention):
                 f"ping_pong is True and tensor_parallel_degree is {parallel_dims.tp}; expected "
                 "only one of them: with sequence parallelism, a block gets only part of its tokens"
             )
-        mesh = parallel_dims.get_optional_mesh("batch")
-        if mesh is not None:
-            self._group = sessions.init(mesh).group
+        session = open_session(parallel_dims)
+        if session is not None:
+            self._group = session.group
         self._is_parallelized = True
         super().parallelize(parallel_dims)
 
@@ -150,7 +154,7 @@ class BalancedAttention(VarlenAttention):
         documents = routed_documents()  # of a block in ping-pong
         if documents is None:
             with sessions.announced(session):
-                boundaries = self._boundaries(packing, batch_and_tokens)
+                boundaries = boundaries_of_metadata(packing, batch_and_tokens)
             dims = (q.shape[2], q.element_size(), v.shape[2])
             shape = AttentionShape(q.shape[1], k.shape[1], *dims)
             how = (session, self.window_size, q.device, shape)
@@ -159,15 +163,6 @@ class BalancedAttention(VarlenAttention):
         out, lse = core_attention(q, k, v, documents, **settings, return_lse=True)
         out = out.unflatten(0, batch_and_tokens).to(inputs[0].dtype)
         return out, lse.unflatten(0, batch_and_tokens)
-
-    def _boundaries(self, packing, batch_and_tokens: tuple[int, int]) -> Boundaries:
-        if not isinstance(packing, VarlenMetadata):
-            raise ValueError(
-                f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata, which "
-                "models create if all their layers have balanced attention"
-            )
-        keywords = {"cu_seq_lens_q": packing.cu_seq_q, "cu_seq_lens_k": packing.cu_seq_k}
-        return read_boundaries(keywords, *batch_and_tokens, type(self).__name__)
 
     def documents_of_block(self, args: tuple, kwargs: dict) -> Documents | None:
         """Return the documents of a block's call in training. The first call of a forward pass
@@ -183,7 +178,7 @@ class BalancedAttention(VarlenAttention):
                     f"positions of type {type(values[2]).__name__}; expected one row with "
                     "positions: --training.local_batch_size 1"
                 )
-            boundaries = self._boundaries(values[1], values[0].shape[:2])
+            boundaries = boundaries_of_metadata(values[1], values[0].shape[:2])
         return _documents_of_pass(boundaries, self, session, self.window_size, values[0].device)
 
     def _session(self) -> sessions.Session | None:
@@ -203,10 +198,29 @@ class BalancedAttention(VarlenAttention):
         return session if session is not None and session.options.enabled else None
 
 
+def open_session(parallel_dims) -> sessions.Session | None:
+    """Open the group of the ranks of BalancedAttention.axes. None: they are this rank. Collective
+    over the group."""
+    mesh = parallel_dims.get_activated_mesh(BalancedAttention.axes)
+    return None if mesh is None else sessions.init(mesh)
+
+
+def boundaries_of_metadata(packing, shape: tuple[int, int]) -> Boundaries:
+    """Return the boundaries in the metadata that a model creates for a batch of this shape, rows
+    and tokens. Raises ValueError for masks, and for metadata that does not fit the batch."""
+    if not isinstance(packing, VarlenMetadata):
+        raise ValueError(
+            f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata, which "
+            "models create if all their layers have balanced attention"
+        )
+    keywords = {"cu_seq_lens_q": packing.cu_seq_q, "cu_seq_lens_k": packing.cu_seq_k}
+    return read_boundaries(keywords, *shape, BalancedAttention.__name__)
+
+
 def _documents_of_pass(boundaries: Boundaries, *how) -> Documents:
     documents, new_plan = boundaries.of_pass(*how)
     if new_plan is not None:
-        _plans.append(new_plan)
+        recent_reports.append(new_plan.report)
     return documents
 
 
@@ -245,9 +259,7 @@ class BalanceMetrics(MetricsProcessor):
         pass
 
     def __init__(self, config: Config, *, parallel_dims, **kwargs) -> None:
-        mesh = parallel_dims.get_optional_mesh("batch")
-        if mesh is not None:  # models that need no parallelize do not tell attention their group
-            sessions.init(mesh)
+        open_session(parallel_dims)  # models that need no parallelize do not tell attention theirs
         super().__init__(config, parallel_dims=parallel_dims, **kwargs)
 
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
@@ -269,10 +281,10 @@ class BalanceMetrics(MetricsProcessor):
 def recent_figures() -> dict[str, float]:
     """Return the means of PlanReport.figures() over the plans since the last call; {} if nothing
     was balanced."""
-    reports = [each.report().figures() for each in _plans]
-    _plans.clear()
-    names = reports[0] if reports else ()
-    return {name: statistics.fmean(each[name] for each in reports) for name in names}
+    figures = [report().figures() for report in recent_reports]
+    recent_reports.clear()
+    names = figures[0] if figures else ()
+    return {name: statistics.fmean(each[name] for each in figures) for name in names}
 
 
 @override(target=VarlenAttention.Config, exact=True, description="distca: balanced attention")

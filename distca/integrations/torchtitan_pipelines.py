@@ -1,0 +1,164 @@
+"""Pipelines of torchtitan in which all stages share attention, as in a module of your own that
+--module names:
+
+    from torchtitan.models.llama3 import config_registry
+    from distca.integrations.torchtitan_pipelines import pooled
+
+    def llama3_pooled():
+        return pooled(config_registry.llama3_debugmodel())
+
+torchtitan's overrides replace configurations, and the function that builds its pipeline is not one.
+It is a field of the model's specification, which `pooled` replaces.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor, nn
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+from distca.integrations.pipelining import SchedulePooled
+from distca.integrations.torchtitan import (
+    MODULE,
+    BalancedAttention,
+    SavingAC,
+    boundaries_of_metadata,
+    open_session,
+    recent_reports,
+)
+from distca.options import check
+from distca.planning.documents import Documents
+
+SCHEDULES = ("1F1B", "Interleaved1F1B")  # one stage a rank, and several
+
+
+def pooled(config, *, max_in_flight: int | None = None, split_backward: bool = False):
+    """Let the trainer of `config`, a torchtitan Trainer.Config, run its pipeline with
+    SchedulePooled, whose arguments the others are. Return `config`.
+
+    Attention is balanced over the ranks of torchtitan's meshes "pp" and "batch". Training needs
+    the overrides of distca.integrations.torchtitan. Without pipeline parallelism nothing changes.
+    Raises ValueError if the model has no pipelines, and as the trainer is built for what the
+    schedule does not support.
+    """
+    spec = config.model_spec
+    if spec.pipelining_fn is None:
+        raise ValueError(
+            f"model_spec.pipelining_fn is None for {spec.name}; expected a model that torchtitan "
+            "can cut into stages"
+        )
+    options = {"max_in_flight": max_in_flight, "split_backward": split_backward}
+    pipelining_fn = functools.partial(pipeline, spec.pipelining_fn, options)
+    config.model_spec = replace(spec, pipelining_fn=pipelining_fn)
+    BalancedAttention.axes = ["pp", "batch"]
+    return config
+
+
+def pipeline(
+    pipelining_fn: Callable, options: dict, model: nn.Module, **arguments
+) -> tuple[SchedulePooled, list[nn.Module], bool, bool]:
+    """Build the pipeline that torchtitan's `pipelining_fn` builds, with another schedule."""
+    ac_config = arguments["ac_config"]
+    _check(arguments["parallelism"], ac_config, options["split_backward"])
+    session = open_session(arguments["parallel_dims"])
+    schedule, *others = pipelining_fn(model, **arguments)
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    ours = TrainerSchedule(
+        stages,
+        schedule._n_microbatches,
+        schedule._loss_fn,
+        scale_grads=False,
+        group=session.group,
+        recompute=isinstance(ac_config, FullAC.Config),
+        **options,
+    )
+    return ours, *others
+
+
+def _check(parallelism, ac_config, splits_backward: bool) -> None:
+    def check_field(name: str, is_valid: Callable[[object], bool], expected: str) -> None:
+        value = getattr(parallelism, name)
+        check(name, value, is_valid(value), f"{expected} with distca's schedule of pipelines")
+
+    for name in ("tensor_parallel_degree", "context_parallel_degree"):
+        check_field(name, lambda value: value == 1, "1")
+    check_field("spmd_backend", lambda value: value != "full_dtensor", "spmd_types")
+    check_field(
+        "pipeline_parallel_schedule",
+        lambda value: value in SCHEDULES,
+        "1F1B for one stage a rank, or Interleaved1F1B for several,",
+    )
+    check_field("pipeline_parallel_schedule_csv", lambda value: not value, "none")
+    if not BalancedAttention.is_in_use:
+        raise ValueError(
+            "no layer of the model has balanced attention, which the stages would share; expected "
+            f"the override {MODULE}.attention"
+        )
+    if BalancedAttention.runs > 1:
+        raise ValueError("ping_pong is True; expected False with distca's schedule of pipelines")
+    if splits_backward and ac_config is not None:
+        raise ValueError(
+            "split_backward is True with activation_checkpoint, whose blocks have one backward "
+            "pass; expected one of them"
+        )
+    if isinstance(ac_config, SelectiveAC.Config) and not isinstance(ac_config, SavingAC.Config):
+        raise ValueError(
+            "activation_checkpoint is selective and would compute attention again outside its "
+            f"tick; expected the override {MODULE}.selective_checkpoint"
+        )
+
+
+class TrainerSchedule(SchedulePooled):
+    """The schedule as torchtitan's trainer calls it. It reads the documents of a micro-batch from
+    the attention metadata, which every stage gets."""
+
+    def __init__(self, stages, n_microbatches: int, loss_fn: Callable, **arguments) -> None:
+        super().__init__(stages, n_microbatches, loss_fn, **arguments)
+        self._plain_loss = loss_fn
+
+    def step(
+        self,
+        *,
+        kwarg_mbs: list[dict],
+        arg_mbs: list[tuple] | None = None,
+        target_mbs: list[Tensor] | None = None,
+        losses: list | None = None,
+        loss_kwargs: dict | None = None,
+        return_outputs: bool = False,
+    ) -> None:
+        """Run a step on lists of micro-batches. Outputs stay in the stages."""
+        with self._told():
+            self._documents = [_documents_of(each) for each in kwarg_mbs]
+        self._loss_fn = functools.partial(self._plain_loss, **(loss_kwargs or {}))
+        for stage in self._stages:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+        recent_reports.extend((lambda report=report: report) for _, report in self.reports())
+
+    def eval(self, **arguments) -> None:
+        """Run forward passes alone, with the arguments of `step`."""
+        self._has_backward = False
+        try:
+            self.step(**arguments)
+        finally:
+            self._has_backward = True
+
+    def _keywords_of(self, kwargs: dict, documents: Documents) -> dict:
+        return kwargs
+
+
+def _documents_of(keywords: dict) -> Documents:
+    packing, positions = (keywords.get(name) for name in ("attention_masks", "positions"))
+    if positions is None:
+        raise ValueError(
+            f"a micro-batch has {sorted(keywords)}; expected positions, which say where documents "
+            "begin"
+        )
+    documents = boundaries_of_metadata(packing, tuple(positions.shape)).here
+    if documents.crosses_ranks:
+        raise ValueError(
+            "documents cross ranks; expected ranks_per_batch 1 with distca's schedule of pipelines"
+        )
+    return documents
