@@ -12,6 +12,10 @@ STARTS_PROCESSES = re.compile(
 )
 
 
+# Files that take longest run first, so that workers of pytest-xdist end together.
+LONGEST = ("test_transformers_families.py", "test_docs.py", "test_torchtitan_pipelines.py")
+
+
 def uses_processes(item: pytest.Item) -> bool:
     """Return whether a test starts processes, uses fixtures that do, or needs a GPU."""
     if {"ranks", "own_ranks"} & set(item.fixturenames) or "gpu" in item.keywords:
@@ -20,6 +24,7 @@ def uses_processes(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if uses_processes(item):
             item.add_marker("processes")

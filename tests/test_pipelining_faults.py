@@ -98,8 +98,17 @@ def others_of(group: Ranks, victim: int, fault: str, in_backward: bool = False) 
     return outcomes
 
 
-@pytest.mark.parametrize("fault", ["die", "stop", "raise"])
-@pytest.mark.parametrize("victim, in_backward", [(0, False), (1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    "fault, victim, in_backward",
+    [
+        ("die", 0, False),
+        ("die", 2, True),
+        ("stop", 1, True),
+        ("stop", 3, False),
+        ("raise", 3, False),
+        ("raise", 1, True),
+    ],
+)
 def test_the_rank_at_fault_is_named(broken_ranks, fault, victim, in_backward):
     word = "backward" if in_backward else "forward"
     what = {"die": f"rank {victim} is dead", "stop": f"rank {victim}", "raise": "planted"}[fault]
