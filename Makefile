@@ -69,8 +69,8 @@ test-quick: $(LIBRARY)
 	$(BIN)/python -m pytest -m "not processes" $(PYTEST_FLAGS)
 
 # With older releases of transformers, with stacks that train its models, and with Megatron-Core,
-# each in an environment of its own: 10 minutes, 8 with 4 GB of packages, and 3 with 5 GB. Megatron-
-# Core is skipped where no Python 3.12 is found.
+# each in an environment of its own. They take 10, 8 and 3 minutes; the stacks need 4 GB of packages
+# and Megatron-Core 5 GB. Megatron-Core is skipped where no Python 3.12 is found.
 test-transformers test-stacks test-megatron: $(LIBRARY)
 	$(BIN)/python tools/stacks.py $(@:test-%=%) $(PYTEST_FLAGS)
 

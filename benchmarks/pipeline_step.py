@@ -1,15 +1,16 @@
-"""Time steps of a pipeline of Llama-wide stages: torch's 1F1B, and stages that share attention.
+"""Time steps of a pipeline of Llama-wide blocks: torch's 1F1B, and stages that share attention.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline_step.py --lengths lengths.json --layers 8
 
-"1F1B" is torch's schedule with distca's kernels, where each rank computes its own attention. In
+"1F1B" is torch's schedule with distca's kernels, and each rank computes its own attention. In
 "stages", each stage balances attention over its data parallel ranks. In "pool", all stages share
-attention (distca.integrations.pipelining.SchedulePooled). All see the same documents and tokens,
-and the same initial weights. --layers counts those of all stages. A step is all micro-batches,
-forward and backward, and the optimizer. It is timed on the host from barrier to barrier with the
-device synchronised.
+attention (distca.integrations.pipelining.SchedulePooled). All variants train on the same documents
+and tokens, from the same initial weights. --layers counts the layers of all stages. A step covers
+the forward and backward passes of all micro-batches, and the optimizer. The host times it from
+barrier to barrier, with the device synchronised.
 
-distca.simulate draws the same documents. It predicts the other schedules from 1F1B's step:
+distca.simulate draws the same documents. Pass 1F1B's step time as MS to predict the other
+schedules:
 
     python -m distca.simulate --lengths lengths.json --ranks 2 --pp 2 --model 8B --layers 8 \\
         --vocab 8192 --micro-batches 8 --skip 2 --steps 6 --fit-step-ms MS
@@ -48,12 +49,12 @@ VARIANTS = ("1F1B", "stages", "pool")
 
 @dataclass
 class Run:
-    """The steps of a variant, on the slowest or fullest rank."""
+    """Results of a variant: times of the slowest rank, memory of the fullest."""
 
     step_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_gib: float = 0.0
-    imbalance: tuple[float, float] | None = None  # mean of plans, before and after
+    imbalance: tuple[float, float] | None = None  # means over plans, before and after balancing
 
     @property
     def mean_ms(self) -> float:
@@ -65,8 +66,10 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     add_arguments(parser)
     add_model_arguments(parser)
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--micro-batches", type=int, default=8, help="of each data parallel rank")
-    parser.add_argument("--max-in-flight", type=int, help="micro-batches in the pool at a time")
+    parser.add_argument(
+        "--micro-batches", type=int, default=8, help="per data parallel rank and step"
+    )
+    parser.add_argument("--max-in-flight", type=int, help="limit on micro-batches in the pool")
     parser.add_argument("--steps", type=int, default=8, help=f"{NUM_WARM_UP_STEPS} are warm-up")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     args = parser.parse_args()
@@ -81,7 +84,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     if args.steps <= NUM_WARM_UP_STEPS:
         parser.error(f"--steps is {args.steps}; needs more than {NUM_WARM_UP_STEPS} warm-up steps")
     if args.document is not None or args.mixed is not None:
-        parser.error("documents cross ranks; expected --lengths without --mixed, or --equal")
+        parser.error("documents would cross ranks; expected --lengths without --mixed, or --equal")
     num_packs = world_size // args.stages * args.micro_batches
     try:
         return args, make_workload(args, num_packs, args.steps)
@@ -112,7 +115,7 @@ def build_stage(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
 
 
 class Trainer:
-    """Trains a rank's stage under one of VARIANTS, from the initial weights."""
+    """Trains this rank's stage from the initial weights, under one of VARIANTS."""
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class Trainer:
         return self.loss_scale * F.cross_entropy(logits.float(), labels, reduction="sum")
 
     def micro_batches(self, step: int) -> Iterator[tuple[distca.Documents, range]]:
-        """Yield the documents and the rows of this rank's micro-batches."""
+        """Yield the documents and the row range of each of this rank's micro-batches."""
         place, num_places = self.mesh["dp"].get_local_rank(), self.mesh["dp"].size()
         packs = self.workload.packs[step]
         for index in range(place, len(packs), num_places):

@@ -112,7 +112,7 @@ def run_blocks(
     pairs = torch.arange(0, config.head_dim, 2, device=x.device)
     frequencies = config.rope_theta ** (-pairs / config.head_dim)
     angles = position_ids[:, None, None] * frequencies  # [tokens, 1, head_dim / 2]
-    # FSDP casts a block's arguments, but not where a checkpoint runs the block again.
+    # FSDP casts a block's arguments, but not when a checkpoint recomputes the block.
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     for block in blocks:
         if config.recompute:

@@ -41,8 +41,8 @@ shared_ranks: dict[int, Ranks] = {}  # by world size
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Between files, end shared ranks where tests have left many process groups open, and leave
-    memory of devices to other processes."""
+    """Between files, free cached device memory for other processes, and end shared ranks if tests
+    have left many process groups open."""
     if nextitem is None or nextitem.path != item.path:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -248,7 +248,7 @@ def _shard(weight: Tensor, whole: Tensor) -> Tensor:
 
 
 def scale_of(way: Way) -> int:
-    """Return the factor of PACKS. Attention of CUDA devices is counted in tiles of 128 rows."""
+    """Return the factor for lengths in PACKS. CUDA devices count attention in tiles of 128 rows."""
     return 1 if way.device == "cpu" else 8
 
 

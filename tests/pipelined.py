@@ -93,7 +93,7 @@ def true_step(
     num_places: int,
     attention_dtype: torch.dtype = torch.float32,
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and gradients of all micro-batches, one after the other, on the CPU."""
+    """Run all micro-batches one after the other on the CPU. Return the loss and gradients."""
     case = Pipeline((layers,), num_micro_batches, windows, attention_dtype=attention_dtype)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are small

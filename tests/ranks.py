@@ -20,8 +20,7 @@ import distca
 
 TIMEOUT_S = 120
 MAX_THREADS = 60  # of a rank
-# Options of links so fast and attention so slow that plans move rows in steps too small for it to
-# pay.
+# Options that claim such fast links and slow attention that plans move rows even in tiny steps.
 MOVE_ALWAYS = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5, "attention_tflops": 0.03}
 
 

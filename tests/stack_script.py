@@ -4,8 +4,8 @@
 
 "torch" leaves distca out and computes with transformers' own SDPA under the name flash_attention_2.
 The last line says whether attention was balanced. What stacks expect of a machine with GPUs is
-replaced: LLaMA-Factory asks whether flash-attn is installed, verl for devices and NCCL, and axolotl
-puts the model on a CUDA device.
+replaced: LLaMA-Factory asks whether flash-attn is installed, verl asks for devices and NCCL, and
+axolotl puts the model on a CUDA device.
 """
 
 import runpy
@@ -75,8 +75,8 @@ def let_axolotl_run_on_cpus() -> None:
 
 
 def leave_out_masks() -> None:
-    """axolotl's attention_mask numbers documents. SDPA would take it for padding; without it,
-    transformers finds documents in position_ids."""
+    """Leave out axolotl's attention_mask, which numbers documents. SDPA would take it for padding.
+    Without it, transformers finds documents in position_ids."""
     stock = transformers.Qwen2Model.forward
 
     def forward(self, *args, attention_mask=None, **keywords):
@@ -102,7 +102,7 @@ def main(way: str, arguments: list[str]) -> None:
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     integration = sys.modules.get("distca.integrations.transformers")
     is_balanced = integration is not None and integration.latest_plan() is not None
-    sys.stdout.write(f"balanced {is_balanced}\n")  # in one piece
+    sys.stdout.write(f"balanced {is_balanced}\n")  # in a single write
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_another_head_dim_of_v(head_dim, head_dim_v, name, dtype, sign):
 
 
 def test_a_scale_of_zero():
-    """Each query then takes the mean of the values that it sees."""
+    """With this scale, each query takes the mean of the values that it sees."""
     tasks = make([whole(length) for length in LENGTHS])
     check_all_modes(tasks, random_inputs(tasks, GQA, torch.bfloat16), 0.0)
 

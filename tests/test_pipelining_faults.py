@@ -1,4 +1,5 @@
-"""A rank of a pipeline whose stages share attention dies, stops, raises or makes other calls."""
+"""Faults in a pipeline whose stages share attention: a rank dies, stops, raises or calls
+attention differently."""
 
 import functools
 import os
@@ -26,7 +27,7 @@ STAGE_OF = (0, 0, 1, 1)  # by rank
 
 @pytest.fixture
 def broken_ranks():
-    """Return a group of four that the test breaks."""
+    """Start four ranks for one test, which breaks them."""
     started = Ranks(4)
     yield started
     for process in started.processes:
@@ -44,8 +45,8 @@ def raise_error() -> None:
 
 
 class Attention:
-    """core_attention, with a fault in one call of this rank's second step, or in its backward
-    pass."""
+    """Calls core_attention, with a fault in one call of this rank's second step or in that call's
+    backward pass."""
 
     def __init__(self, fault: str, in_backward: bool) -> None:
         self.fault, self.in_backward = fault, in_backward
@@ -83,7 +84,7 @@ def train(rank: int, world_size: int, victim: int, fault: str, in_backward: bool
     try:
         pipelined.run_step(CASE, mesh, parts, schedule)
     except Exception:
-        # As a script would end, once the outcome has been told: others may wait in FSDP.
+        # End as a script would, after the outcome is reported: others may wait in FSDP.
         threading.Timer(EXIT_AFTER_S, os._exit, [1]).start()
         raise
 

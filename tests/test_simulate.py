@@ -621,8 +621,8 @@ def test_1f1b_sends_between_stages():
 def test_ticks_by_hand():
     scenario = replace(piped(2, 2), tokens=2 * ROWS, context=2 * ROWS)
     step = documents([2 * ROWS], [ROWS, ROWS])  # 3 tiles and 2
-    # Seconds of attention on the slower rank and of linear work: 0F0, 0F1 1F0, 1B0, 1F1, 0B0 1B1,
-    # 0B1.
+    # Seconds of attention on the slower rank, plus linear work, of the ticks: 0F0, 0F1 1F0, 1B0,
+    # 1F1, 0B0 1B1, 0B1.
     expected = [2 + 2, 3 + 2, 4 + 4, 1 + 2, 6 + 4, 2 + 4]
     assert seconds_of("distca-ticks", scenario, step) == pytest.approx(sum(expected))
     outcome = SYSTEM["distca-ticks"].ways[0](Step(scenario, step), 1)

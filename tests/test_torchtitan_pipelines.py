@@ -28,7 +28,7 @@ CASES = {
     "pooled, split": Case(checkpointing="none", options={"split_backward": True}),
     "1F1B": Case("1F1B", is_pooled=False),
     "Interleaved1F1B": Case("Interleaved1F1B", is_pooled=False),
-    # ZBVZeroBubble and DualPipeV send from a rank to itself, which gloo cannot.
+    # In ZBVZeroBubble and DualPipeV a rank sends to itself, and gloo cannot do that.
     "InterleavedZeroBubble": Case("InterleavedZeroBubble", is_pooled=False, checkpointing="none"),
 }
 

@@ -1,7 +1,7 @@
 """Steps of torchtitan's trainer in pipelines of its small Llama, on gloo ranks.
 
-torchtitan 0.3.0 needs a newer torch than 2.11 for its pipelines. What torch 2.11 lacks is added:
-stages take `get_mesh`, which only DTensors between stages need, and schedules take lists.
+torchtitan 0.3.0 needs a newer torch than 2.11 for its pipelines. This module adds what torch 2.11
+lacks. Stages take `get_mesh`, which only DTensors between stages need. Schedules take lists.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class Case:
     schedule: str = "1F1B"
     is_pooled: bool = True
     checkpointing: str = "selective"
-    backend: str = "partial_dtensor"  # torch 2.11 has no FSDP of others
+    backend: str = "partial_dtensor"  # FSDP of torch 2.11 supports no other
     options: dict = field(default_factory=dict)  # of `pooled`
 
     @property
@@ -40,14 +40,14 @@ class Case:
 
 
 class Stage(PipelineStage):
-    """PipelineStage of a newer torch."""
+    """PipelineStage with the arguments of a newer torch."""
 
     def __init__(self, *args, get_mesh=None, **keywords) -> None:
         super().__init__(*args, **keywords)
 
     def forward_one_chunk(self, index: int, *args, **keywords):
         output = super().forward_one_chunk(index, *args, **keywords)
-        # A split backward pass takes tensors alone, and metadata of attention has numbers.
+        # A split backward pass takes only tensors, but attention metadata also has numbers.
         outputs, inputs = self.fwd_cache[index]
         self.fwd_cache[index] = outputs, [each for each in inputs if torch.is_tensor(each)]
         return output
@@ -67,7 +67,7 @@ def step_in_lists(
 
 
 def row(place: int, index: int) -> tm.Batch:
-    """Return the micro-batch of a data parallel rank, a row: long documents on rank 0."""
+    """Return a data parallel rank's micro-batch of one row. Rank 0 has the long documents."""
     lengths = [128 - 9 * index, 9 * index] if place == 0 else [3 + index] * 12
     lengths = [each for each in lengths if each]
     rest = tm.SEQ_LEN - sum(lengths)
@@ -84,7 +84,7 @@ def true_step(num_layers: int, num_places: int) -> tuple[float, dict[str, torch.
 
 
 def parallelize(parallelize_fn, model: torch.nn.Module, **arguments) -> torch.nn.Module:
-    """Let FSDP sum gradients without scaling them, which gloo cannot."""
+    """Let FSDP sum gradients without scaling them, because gloo cannot scale."""
     model = parallelize_fn(model, **arguments)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -93,10 +93,10 @@ def parallelize(parallelize_fn, model: torch.nn.Module, **arguments) -> torch.nn
 
 
 def trainer_of(case: Case, dp: int) -> Trainer:
-    """Return what a step needs of a trainer."""
+    """Return a trainer that has only what a step needs."""
     dims = tm.mesh_of(dp, 1, case.backend, NUM_STAGE_RANKS)
     model, config = tm.build(tm.OVERRIDES, num_layers=case.num_layers)
-    config.loss = config.loss.loss_fn  # under FSDP, chunks of it crash torch 2.11
+    config.loss = config.loss.loss_fn  # the chunked loss crashes torch 2.11 under FSDP
     config.training.local_batch_size = NUM_MICRO_BATCHES
     config.training.mixed_precision_param = "float32"
     config.parallelism.spmd_backend = case.backend
@@ -139,8 +139,8 @@ def trainer_of(case: Case, dp: int) -> Trainer:
 
 
 def train(rank: int, world_size: int, case: Case) -> tuple[float, float]:
-    """Take two steps. Return the worst error of loss and gradients, also of validation if stages
-    are pooled, and the megabytes that plans moved."""
+    """Take two steps, and validate if stages are pooled. Return the worst error of losses and
+    gradients, and the megabytes that plans moved."""
     distca.close()
     dp = world_size // NUM_STAGE_RANKS
     try:
@@ -181,7 +181,7 @@ def train(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 
 @torch.no_grad()
 def validate(trainer: Trainer, inputs: list[dict], labels: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of losses, as torchtitan's validator calls the schedule."""
+    """Call the schedule as torchtitan's validator does. Return the sum of losses."""
     for part in trainer.model_parts:
         part.eval()
     batches = [trainer.post_dataloading_process(*each) for each in zip(inputs, labels, strict=True)]

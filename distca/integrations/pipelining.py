@@ -178,7 +178,7 @@ class SchedulePooled(PipelineScheduleMulti):
         self._update_losses(self._stages, losses)
 
     def _keywords_of(self, kwargs: dict, documents: Documents) -> dict:
-        """Return the keywords that submodules get with a micro-batch of these documents."""
+        """Return the keyword arguments of stage modules for a micro-batch with these documents."""
         return {**kwargs, "documents": documents}
 
     def _prepare(self, args: tuple, kwargs: dict, documents: Documents) -> None:
@@ -220,9 +220,9 @@ class SchedulePooled(PipelineScheduleMulti):
 
     @contextlib.contextmanager
     def _told(self, place: str = "") -> Iterator[None]:
-        """Tell the other ranks of an error inside. Raise the cause of an error that torch's stages
-        wrap in one of their own. If a transfer of torch's failed because another rank did, raise an
-        error that names that rank."""
+        """Tell the other ranks of an error inside. If torch's stages have wrapped it in an error of
+        their own, raise its cause. If one of torch's transfers failed because another rank had
+        failed, raise an error that names that rank."""
         try:
             yield
         except Exception as error:
@@ -236,7 +236,7 @@ class SchedulePooled(PipelineScheduleMulti):
             raise
 
     def _check_ranks(self, activity: str) -> None:
-        """Raise an error that names a rank which has failed, if one has."""
+        """If another rank has failed, raise an error that names it."""
         name = self._pool.session.group_name
         if name:
             ops.check_ranks(name, activity)

@@ -64,7 +64,7 @@ BATCHES = MODULE + "_batches.batches"
 recent_reports: collections.deque[Callable[[], PlanReport]] = collections.deque(
     maxlen=MAX_KEPT_PLANS
 )
-"""Of plans since the last log."""
+"""Functions that return the reports of the plans since the last log."""
 
 
 class BalancedAttention(VarlenAttention):
@@ -73,7 +73,7 @@ class BalancedAttention(VarlenAttention):
 
     is_in_use = False  # whether this process has built an instance
     runs = 1  # of a shared batch on each rank; two if blocks run in halves
-    axes = ["batch"]  # of torchtitan's meshes, whose ranks share attention
+    axes = ["batch"]  # names of the torchtitan meshes whose ranks share attention
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -199,15 +199,16 @@ class BalancedAttention(VarlenAttention):
 
 
 def open_session(parallel_dims) -> sessions.Session | None:
-    """Open the group of the ranks of BalancedAttention.axes. None: they are this rank. Collective
-    over the group."""
+    """Open the session of the ranks along BalancedAttention.axes. Return None if this rank is the
+    only one. Collective over the group."""
     mesh = parallel_dims.get_activated_mesh(BalancedAttention.axes)
     return None if mesh is None else sessions.init(mesh)
 
 
 def boundaries_of_metadata(packing, shape: tuple[int, int]) -> Boundaries:
-    """Return the boundaries in the metadata that a model creates for a batch of this shape, rows
-    and tokens. Raises ValueError for masks, and for metadata that does not fit the batch."""
+    """Return the document boundaries in the metadata that a model creates for a batch of this
+    shape, [rows, tokens]. Raises ValueError for masks, and for metadata that does not fit the
+    batch."""
     if not isinstance(packing, VarlenMetadata):
         raise ValueError(
             f"attention metadata is a {type(packing).__name__}; expected VarlenMetadata, which "
@@ -259,7 +260,7 @@ class BalanceMetrics(MetricsProcessor):
         pass
 
     def __init__(self, config: Config, *, parallel_dims, **kwargs) -> None:
-        open_session(parallel_dims)  # models that need no parallelize do not tell attention theirs
+        open_session(parallel_dims)  # models without parallelize do not open one
         super().__init__(config, parallel_dims=parallel_dims, **kwargs)
 
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:

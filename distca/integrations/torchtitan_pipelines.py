@@ -1,5 +1,5 @@
-"""Pipelines of torchtitan in which all stages share attention, as in a module of your own that
---module names:
+"""Lets all stages of a torchtitan pipeline share attention. Write a configuration in a module of
+your own, and pass it with --module:
 
     from torchtitan.models.llama3 import config_registry
     from distca.integrations.torchtitan_pipelines import pooled
@@ -7,8 +7,8 @@
     def llama3_pooled():
         return pooled(config_registry.llama3_debugmodel())
 
-torchtitan's overrides replace configurations, and the function that builds its pipeline is not one.
-It is a field of the model's specification, which `pooled` replaces.
+torchtitan's overrides only replace configurations, and the function that builds a pipeline is a
+field of the model's specification instead. `pooled` replaces that field.
 """
 
 import functools
@@ -30,17 +30,17 @@ from distca.integrations.torchtitan import (
 from distca.options import check
 from distca.planning.documents import Documents
 
-SCHEDULES = ("1F1B", "Interleaved1F1B")  # one stage a rank, and several
+SCHEDULES = ("1F1B", "Interleaved1F1B")  # with one stage per rank, and with several
 
 
 def pooled(config, *, max_in_flight: int | None = None, split_backward: bool = False):
     """Let the trainer of `config`, a torchtitan Trainer.Config, run its pipeline with
-    SchedulePooled, whose arguments the others are. Return `config`.
+    SchedulePooled. Return `config`. The other arguments are passed to the schedule.
 
     Attention is balanced over the ranks of torchtitan's meshes "pp" and "batch". Training needs
     the overrides of distca.integrations.torchtitan. Without pipeline parallelism nothing changes.
-    Raises ValueError if the model has no pipelines, and as the trainer is built for what the
-    schedule does not support.
+    Raises ValueError if torchtitan cannot cut the model into stages. The trainer raises ValueError
+    when it is built with settings that the schedule does not support.
     """
     spec = config.model_spec
     if spec.pipelining_fn is None:
@@ -58,7 +58,7 @@ def pooled(config, *, max_in_flight: int | None = None, split_backward: bool = F
 def pipeline(
     pipelining_fn: Callable, options: dict, model: nn.Module, **arguments
 ) -> tuple[SchedulePooled, list[nn.Module], bool, bool]:
-    """Build the pipeline that torchtitan's `pipelining_fn` builds, with another schedule."""
+    """Build a pipeline with torchtitan's `pipelining_fn`, and replace its schedule."""
     ac_config = arguments["ac_config"]
     _check(arguments["parallelism"], ac_config, options["split_backward"])
     session = open_session(arguments["parallel_dims"])
@@ -79,7 +79,7 @@ def pipeline(
 def _check(parallelism, ac_config, splits_backward: bool) -> None:
     def check_field(name: str, is_valid: Callable[[object], bool], expected: str) -> None:
         value = getattr(parallelism, name)
-        check(name, value, is_valid(value), f"{expected} with distca's schedule of pipelines")
+        check(name, value, is_valid(value), f"{expected} with distca's pipeline schedule")
 
     for name in ("tensor_parallel_degree", "context_parallel_degree"):
         check_field(name, lambda value: value == 1, "1")
@@ -87,31 +87,31 @@ def _check(parallelism, ac_config, splits_backward: bool) -> None:
     check_field(
         "pipeline_parallel_schedule",
         lambda value: value in SCHEDULES,
-        "1F1B for one stage a rank, or Interleaved1F1B for several,",
+        "1F1B for one stage per rank, or Interleaved1F1B for several,",
     )
     check_field("pipeline_parallel_schedule_csv", lambda value: not value, "none")
     if not BalancedAttention.is_in_use:
         raise ValueError(
-            "no layer of the model has balanced attention, which the stages would share; expected "
-            f"the override {MODULE}.attention"
+            "no layer of the model has balanced attention, so stages have nothing to share; "
+            f"expected the override {MODULE}.attention"
         )
     if BalancedAttention.runs > 1:
-        raise ValueError("ping_pong is True; expected False with distca's schedule of pipelines")
+        raise ValueError("ping_pong is True; expected False with distca's pipeline schedule")
     if splits_backward and ac_config is not None:
         raise ValueError(
-            "split_backward is True with activation_checkpoint, whose blocks have one backward "
-            "pass; expected one of them"
+            "split_backward is True with activation_checkpoint; expected only one of them: the "
+            "backward pass of a checkpointed block cannot be split"
         )
     if isinstance(ac_config, SelectiveAC.Config) and not isinstance(ac_config, SavingAC.Config):
         raise ValueError(
-            "activation_checkpoint is selective and would compute attention again outside its "
+            "activation_checkpoint is selective and would recompute attention outside its "
             f"tick; expected the override {MODULE}.selective_checkpoint"
         )
 
 
 class TrainerSchedule(SchedulePooled):
-    """The schedule as torchtitan's trainer calls it. It reads the documents of a micro-batch from
-    the attention metadata, which every stage gets."""
+    """Runs SchedulePooled as torchtitan's trainer calls a schedule. It reads the documents of a
+    micro-batch from the attention metadata, which every stage gets."""
 
     def __init__(self, stages, n_microbatches: int, loss_fn: Callable, **arguments) -> None:
         super().__init__(stages, n_microbatches, loss_fn, **arguments)
@@ -127,7 +127,7 @@ class TrainerSchedule(SchedulePooled):
         loss_kwargs: dict | None = None,
         return_outputs: bool = False,
     ) -> None:
-        """Run a step on lists of micro-batches. Outputs stay in the stages."""
+        """Run a step on lists of micro-batches. Outputs are not returned."""
         with self._told():
             self._documents = [_documents_of(each) for each in kwarg_mbs]
         self._loss_fn = functools.partial(self._plain_loss, **(loss_kwargs or {}))
@@ -138,7 +138,7 @@ class TrainerSchedule(SchedulePooled):
         recent_reports.extend((lambda report=report: report) for _, report in self.reports())
 
     def eval(self, **arguments) -> None:
-        """Run forward passes alone, with the arguments of `step`."""
+        """Run only forward passes. Takes the arguments of `step`."""
         self._has_backward = False
         try:
             self.step(**arguments)
@@ -159,6 +159,6 @@ def _documents_of(keywords: dict) -> Documents:
     documents = boundaries_of_metadata(packing, tuple(positions.shape)).here
     if documents.crosses_ranks:
         raise ValueError(
-            "documents cross ranks; expected ranks_per_batch 1 with distca's schedule of pipelines"
+            "documents cross ranks; expected ranks_per_batch 1 with distca's pipeline schedule"
         )
     return documents

@@ -70,10 +70,10 @@ ranks meet once a step.
 
 **Tensor parallelism**: two all-reduces of the activations a layer and pass, exposed.
 
-**Pipelines.** 1F1B: operations start when their stage is free and their input is there. With all
-stages as one pool, all ranks run the ticks of distca/planning/ticks.py together. Each layer of a
-tick lasts as long as its slowest stage, and activations are sent between ticks. Idle stages compute
-attention.
+**Pipelines.** Under 1F1B, an operation starts when its stage is free and its input is there. With
+all stages as one pool, all ranks run the ticks of distca/planning/ticks.py together. A layer of a
+tick lasts as long as it does on the slowest stage, and activations are sent between ticks. Idle
+stages compute attention for the others.
 
 **Memory** of a rank: weights, gradients and optimizer (scenario.py), activations of all
 micro-batches in flight, the largest workspace that attention needs beside them, and kept inputs.

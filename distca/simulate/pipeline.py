@@ -1,5 +1,5 @@
-"""Arranges the times of layers as the operations of a step: 1F1B, or ticks. With one stage, the
-passes of the micro-batches follow each other."""
+"""Arranges the times of layers as the operations of a step, in 1F1B order or in ticks. With one
+stage, the passes of the micro-batches follow each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Operation:
     """One pass of one micro-batch through all layers of a stage."""
 
     stage: int
-    micro_batch: int | None  # None: an idle stage computes attention of others
+    micro_batch: int | None  # None: an idle stage, which computes others' attention
     pass_idx: int
     start: np.ndarray  # [groups] seconds since the step began
     seconds: np.ndarray  # [kinds, groups]
@@ -89,8 +89,8 @@ def _alternating(count: int, ahead: int) -> list[tuple[int, int]]:
 
 
 def in_ticks(scenario: Scenario, ticks: Sequence[Tick], layers: Sequence[np.ndarray]) -> Schedule:
-    """`layers` are the times of a layer in each tick, [kinds, stages, groups]. All ranks take the
-    same time for it."""
+    """Return the schedule of these ticks. `layers` has the times of one layer in each tick, [kinds,
+    stages, groups]. They add up to the same time on all ranks."""
     operations, start = [], np.zeros(scenario.groups)
     for tick, layer in zip(ticks, layers, strict=True):
         pass_idx = FORWARD if tick.is_forward else BACKWARD

@@ -224,7 +224,7 @@ class Scenario:
 
     @property
     def pool(self) -> "Scenario":
-        """The ranks of all stages as those of one, in stages' order."""
+        """This scenario with the ranks of all stages, in stage order, as those of one stage."""
         model = replace(self.model, layers=self.stage_layers)
         return replace(self, model=model, pp=1, cp=None, keep_inputs_gb=0.0)
 

@@ -172,8 +172,8 @@ def distca(
 
 
 def distca_in_ticks(step: Step, cp: int) -> Outcome:
-    """Return the outcome with the attention of all stages as one pool: a plan for each tick of the
-    schedule in distca.integrations.pipelining."""
+    """Return the outcome if all stages share attention, with one plan for each tick of
+    distca.integrations.pipelining.SchedulePooled."""
     scenario, planning = step.scenario, 0.0
     pool, held = scenario.pool, step.drawn(1)
     ticks = ticks_of(range(scenario.pp), scenario.micro_batches)
@@ -192,14 +192,14 @@ def distca_in_ticks(step: Step, cp: int) -> Outcome:
 
 
 def _pack_in(tick: Tick, stage: int, held: list[Pack]) -> Pack:
-    """Return what a stage's groups hold in a tick, of the packs of the micro-batches."""
+    """Return the pack in `held` that the stage runs in this tick, or an empty one if it is idle."""
     if stage in tick.passes:
         return held[tick.passes[stage].micro_batch]
     return Pack(held[0].num_ranks, 0, np.empty((0, held[0].pieces.shape[1]), dtype=np.int64))
 
 
 def _layer_in(tick: Tick, scenario: Scenario, pack: Pack, work: Work) -> np.ndarray:
-    """Return the times of a layer in a tick, [kinds, stages, groups]."""
+    """Return the times of one layer in this tick, [kinds, stages, groups]."""
     shape = (scenario.pp, scenario.groups)
     layer = layers_of(
         scenario, pack.tokens.reshape(shape), np.zeros((shape[0], NUM_PASSES, shape[1]))
@@ -235,9 +235,9 @@ def _outcome(scenario: Scenario, layers: Layers) -> Outcome:
 def _memory(
     scenario: Scenario, tokens: np.ndarray, workspace_bytes: np.ndarray, schedule: Schedule
 ) -> np.ndarray:
-    """[stages * groups] bytes of one rank at its fullest: activations are kept from a micro-batch's
-    forward pass to the end of its backward pass. `tokens` [micro_batches, groups]; bytes beside
-    activations [groups], or [stages * groups]."""
+    """Return the peak bytes of one rank, [stages * groups]. Activations are kept from a
+    micro-batch's forward pass to the end of its backward pass. `tokens` is [micro_batches, groups].
+    `workspace_bytes` is [groups] or [stages * groups], and adds to activations."""
     state = scenario.state_bytes() + tokens.max(axis=0) * scenario.repeated_bytes()
     held = np.zeros((scenario.pp, scenario.groups))
     most = held.copy()
@@ -296,8 +296,8 @@ SYSTEMS = (
 
 
 def systems_of(names: list[str] | None, scenario: Scenario) -> list[System]:
-    """Return the systems with these names, or all that can run. Raises ValueError for an unknown
-    name, and for a system of pipelines without stages."""
+    """Return the systems with these names, or all that this scenario can run. Raises ValueError for
+    an unknown name, and for a pipeline's system if there is only one stage."""
     all_names = [system.name for system in SYSTEMS]
     can_run = [each for each in SYSTEMS if scenario.pp > 1 or not each.needs_stages]
     if names is None:
@@ -306,5 +306,7 @@ def systems_of(names: list[str] | None, scenario: Scenario) -> list[System]:
         if name not in all_names:
             raise ValueError(f"system is {name!r}; expected some of {', '.join(all_names)}")
         if name not in [each.name for each in can_run]:
-            raise ValueError(f"system {name} needs stages, and pp is {scenario.pp}; raise --pp")
+            raise ValueError(
+                f"system {name} needs pipeline stages, but pp is {scenario.pp}; raise --pp"
+            )
     return [each for each in SYSTEMS if each.name in names]

@@ -85,10 +85,11 @@ std::vector<Call> calls_of(const TaskList& list) {
 
 struct PositiveScale {
   double softmax_scale;
-  double q_factor;  // makes up for the difference
+  double q_factor;  // q times this, at softmax_scale, gives the scores of the original scale
 };
 
-// PyTorch's kernels multiply masked scores, which are -inf, by the scale.
+// PyTorch's kernels multiply masked scores, which are -inf, by the scale. Only a positive scale
+// leaves them at -inf.
 PositiveScale positive_scale(const Params& params) {
   const double scale = params.softmax_scale;
   if (scale > 0) return {scale, 1};

@@ -10,10 +10,10 @@ namespace distca::transport {
 namespace {
 
 constexpr size_t kMaxSpans = 4096;  // of calls whose times nobody takes
-// Calls to one that is timed, since events delay the stream that computes by a microsecond.
+// One call of this many is timed, because events delay the computing stream by a microsecond.
 constexpr int64_t kCallsToOneTimed = 4;
 
-// Each layer has its turn, in its forward and backward pass alike.
+// Every layer gets its turn over the steps, in its forward and its backward pass.
 bool is_timed(const Where& where) {
   return (where.step + where.layer) % kCallsToOneTimed == 0;
 }

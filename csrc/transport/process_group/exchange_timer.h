@@ -12,7 +12,7 @@
 
 namespace distca::transport {
 
-// Times exchanges of a device by events. Exchanges end in the order in which they begin.
+// Times some of a device's exchanges by events. Exchanges end in the order in which they begin.
 class ExchangeTimer {
  public:
   // `ends` is the stream that waits for exchanges to end.
@@ -31,7 +31,7 @@ class ExchangeTimer {
   struct Span {
     ExchangeTime time;
     cudaEvent_t begin, end;
-    cudaEvent_t is_free;  // the exchange before this one has ended
+    cudaEvent_t is_free;  // comes when the exchange before this one has ended
   };
 
   cudaEvent_t record(cudaStream_t stream);
@@ -40,7 +40,7 @@ class ExchangeTimer {
   cudaStream_t ends_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> unused_;
-  std::deque<std::optional<Span>> begun_;  // nothing where it is not timed
+  std::deque<std::optional<Span>> begun_;  // nullopt for exchanges that are not timed
   std::deque<Span> ended_;
 };
 
