@@ -218,8 +218,8 @@ def await_results(group_name: str) -> None:
 
 @_operator
 def take_exchange_times(group_name: str) -> Tensor:
-    """Return int64 [num_exchanges, 4] of exchanges by process group that have ended on the device
-    since the last call: whether in the backward pass, whether combine, bytes, nanoseconds."""
+    """Return int64 [num_exchanges, 4] of timed exchanges by process group that have ended on the
+    device since the last call: whether in the backward pass, whether combine, bytes, ns."""
 
 
 @_operator

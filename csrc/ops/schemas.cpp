@@ -216,7 +216,7 @@ TORCH_LIBRARY(distca, m) {
   m.def("await_results(str group_name) -> ()", [](const std::string& group_name) {
     distca::ops::find_session(group_name)->await_results();
   });
-  // Exchanges of rows by process group that have ended on the device since the last call, int64
+  // Timed exchanges by process group that have ended on the device since the last call, int64
   // [num_exchanges, 4]: whether in the backward pass, whether combine, bytes, nanoseconds.
   m.def("take_exchange_times(str group_name) -> Tensor", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->take_exchange_times();

@@ -142,7 +142,7 @@ class Transport {
   // arrive.
   virtual bool takes_parts() const { return false; }
 
-  // Returns the exchanges that have ended since the last call. For any thread.
+  // Returns the timed exchanges that have ended since the last call. For any thread.
   virtual std::vector<ExchangeTime> take_times() { return {}; }
 };
 
