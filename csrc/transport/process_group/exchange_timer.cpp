@@ -45,7 +45,7 @@ ExchangeTimer::~ExchangeTimer() {
 }
 
 void ExchangeTimer::forget(const Span& span) {
-  for (const cudaEvent_t event : {span.begin, span.end, span.is_free}) {
+  for (const cudaEvent_t event : {span.begin, span.end, span.previous_end}) {
     if (event != nullptr) unused_.push_back(event);
   }
 }
@@ -64,17 +64,17 @@ cudaEvent_t ExchangeTimer::record(cudaStream_t stream) {
 
 void ExchangeTimer::begin(const Where& where, cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
-  const bool is_free = begun_.empty();
+  const bool is_alone = begun_.empty();
   std::optional<Span>& span = begun_.emplace_back();
   if (!is_timed(where)) return;
-  span = Span{.begin = record(stream), .is_free = is_free ? record(ends_) : nullptr};
+  span = Span{.begin = record(stream), .previous_end = is_alone ? record(ends_) : nullptr};
 }
 
 void ExchangeTimer::end(const Where& where, int64_t num_bytes) {
   const std::lock_guard lock(mutex_);
   std::optional<Span> span = begun_.front();
   begun_.pop_front();
-  if (!begun_.empty() && begun_.front()) begun_.front()->is_free = record(ends_);
+  if (!begun_.empty() && begun_.front()) begun_.front()->previous_end = record(ends_);
   if (!span) return;
   const bool is_backward = std::string_view(where.pass) == "backward";
   const bool is_combine = std::string_view(where.phase) == kCombine;
@@ -90,9 +90,9 @@ std::vector<ExchangeTime> ExchangeTimer::take() {
   const std::lock_guard lock(mutex_);
   std::vector<ExchangeTime> times;
   while (!ended_.empty() && has_come(ended_.front().end)) {
-    const auto& [time, begin, end, is_free] = ended_.front();
+    const auto& [time, begin, end, previous_end] = ended_.front();
     times.push_back(time);
-    times.back().nanoseconds = std::min(nanoseconds(begin, end), nanoseconds(is_free, end));
+    times.back().nanoseconds = std::min(nanoseconds(begin, end), nanoseconds(previous_end, end));
     forget(ended_.front());
     ended_.pop_front();
   }

@@ -31,7 +31,7 @@ class ExchangeTimer {
   struct Span {
     ExchangeTime time;
     cudaEvent_t begin, end;
-    cudaEvent_t is_free;  // comes when the exchange before this one has ended
+    cudaEvent_t previous_end;  // of the exchange before this one
   };
 
   cudaEvent_t record(cudaStream_t stream);
