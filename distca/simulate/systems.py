@@ -166,8 +166,12 @@ def distca(
             layers.seconds[i, pass_idx] += times
         workspace = held_bytes(scenario, work)
         layers.workspace_bytes = np.maximum(layers.workspace_bytes, workspace)
-    outcome = _outcome(scenario, layers)
-    seconds = max(outcome.schedule.seconds, planning)
+    return _planned(_outcome(scenario, layers), planning)
+
+
+def _planned(outcome: Outcome, seconds: float) -> Outcome:
+    """Return the outcome if its plans take `seconds` beside the step before."""
+    seconds = max(outcome.schedule.seconds, seconds)
     return replace(outcome, schedule=replace(outcome.schedule, seconds=seconds))
 
 
@@ -175,20 +179,19 @@ def distca_in_ticks(step: Step, cp: int) -> Outcome:
     """Return the outcome if all stages share attention, with one plan for each tick of
     distca.integrations.pipelining.SchedulePooled."""
     scenario, planning = step.scenario, 0.0
-    pool, held = scenario.pool, step.drawn(1)
+    pool, held = Step(scenario.pool, step.documents), step.drawn(1)
     ticks = ticks_of(range(scenario.pp), scenario.micro_batches)
-    layers, workspace = [], np.zeros(pool.groups)
+    layers, workspace = [], np.zeros(pool.scenario.groups)
     for tick in ticks:
         pack = joined([_pack_in(tick, stage, held) for stage in range(scenario.pp)])
-        tasks, num_parts, seconds = plan(pool, pack, cluster_of(pool), step.cost)
-        work = work_of(pack, tasks, step.cost, num_parts)
+        work, seconds = pool.work(pack, is_ping_pong=False)
         planning += seconds
-        workspace = np.maximum(workspace, held_bytes(pool, work))
+        workspace = np.maximum(workspace, held_bytes(pool.scenario, work))
         layers.append(_layer_in(tick, scenario, pack, work))
     schedule = in_ticks(scenario, ticks, layers)
     tokens = np.stack([each.tokens for each in held])
     memory = _memory(scenario, tokens, workspace, schedule)
-    return Outcome(replace(schedule, seconds=max(schedule.seconds, planning)), memory)
+    return _planned(Outcome(schedule, memory), planning)
 
 
 def _pack_in(tick: Tick, stage: int, held: list[Pack]) -> Pack:
