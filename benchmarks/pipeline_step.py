@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from device_time import gathered, synchronise
-from step_model import add_model_arguments, dtype_of
+from step_model import add_model_arguments, dtype_of, mixed_precision, new_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from training_step import free_memory, join, leave
 from workloads import Workload, add_arguments, make_rows, make_workload
 
@@ -40,8 +40,8 @@ import distca
 from distca.integrations.pipelining import SchedulePooled
 
 # From examples/, which step_model puts on the path.
-from llama import Llama, LlamaConfig, LlamaStage  # isort: skip
-from pipeline import InOrder  # isort: skip
+from llama import LlamaStage  # isort: skip
+from pipeline import InOrder, one_f_one_b  # isort: skip
 
 NUM_WARM_UP_STEPS = 2
 VARIANTS = ("1F1B", "stages", "pool")
@@ -93,22 +93,9 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
 
 
 def build_stage(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> LlamaStage:
-    torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=args.vocab,
-        hidden=args.hidden,
-        layers=args.layers,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        ffn=args.ffn,
-        recompute=args.checkpoint,
-    )
-    with device:
-        model = Llama(config, distca.core_attention)
+    model, precision = new_model(args, device, distca.core_attention), mixed_precision(device)
     num_layers, index = args.layers // args.stages, mesh["pp"].get_local_rank()
     stage = LlamaStage(model, num_layers * index, num_layers * (index + 1))
-    precision = MixedPrecisionPolicy(param_dtype=dtype_of(device), reduce_dtype=torch.float32)
     for block in stage.blocks.values():
         fully_shard(block, mesh=mesh["dp"], mp_policy=precision)
     return fully_shard(stage, mesh=mesh["dp"], mp_policy=precision)
@@ -145,22 +132,10 @@ class Trainer:
                 **settings,
             )
             return
-        dtype = dtype_of(device)
-        tokens = torch.empty(workload.tokens, dtype=torch.int64, device=device)
-        hidden, logits = (
-            torch.empty(workload.tokens, width, dtype=dtype, device=device)
-            for width in (args.hidden, args.vocab)
+        sizes = (workload.tokens, args.hidden, args.vocab)
+        self.schedule = one_f_one_b(
+            self.in_order, mesh, sizes, dtype_of(device), args.micro_batches, **settings
         )
-        own = PipelineStage(
-            self.in_order,
-            index,
-            args.stages,
-            device,
-            input_args=tokens if self.is_first else hidden,
-            output_args=logits if self.is_last else hidden,
-            group=mesh.get_group("pp"),
-        )
-        self.schedule = Schedule1F1B(own, args.micro_batches, **settings)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.loss_scale * F.cross_entropy(logits.float(), labels, reduction="sum")

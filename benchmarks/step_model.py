@@ -56,12 +56,10 @@ def dtype_of(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def build_model(
-    args: argparse.Namespace,
-    device: torch.device,
-    core_attention: CoreAttention,
-    ping_pong: bool,
+def new_model(
+    args: argparse.Namespace, device: torch.device, core_attention: CoreAttention
 ) -> Llama:
+    """Return the model with its initial weights, not sharded."""
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=args.vocab,
@@ -74,9 +72,21 @@ def build_model(
         recompute=args.checkpoint,
     )
     with device:
-        model = Llama(config, core_attention)
+        return Llama(config, core_attention)
+
+
+def mixed_precision(device: torch.device) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=dtype_of(device), reduce_dtype=torch.float32)
+
+
+def build_model(
+    args: argparse.Namespace,
+    device: torch.device,
+    core_attention: CoreAttention,
+    ping_pong: bool,
+) -> Llama:
+    model, precision = new_model(args, device, core_attention), mixed_precision(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=dtype_of(device), reduce_dtype=torch.float32)
     for block in model.blocks:
         if ping_pong:
             block = distca.PingPong(block)  # the same module, of another class

@@ -74,6 +74,35 @@ class InOrder(nn.Module):
         return self.stage(x, next(self.documents))
 
 
+def one_f_one_b(
+    stage: InOrder,
+    mesh: DeviceMesh,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    num_micro_batches: int,
+    **settings,
+) -> Schedule1F1B:
+    """Return torch's schedule of a stage for each rank of mesh["pp"]. `sizes` are the tokens of a
+    micro-batch, the hidden size and the vocabulary's."""
+    index, num_stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
+    num_tokens, *widths = sizes
+    device = next(stage.parameters()).device
+    tokens = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    hidden, logits = (
+        torch.empty(num_tokens, width, dtype=dtype, device=device) for width in widths
+    )
+    own = PipelineStage(
+        stage,
+        index,
+        num_stages,
+        device,
+        input_args=tokens if index == 0 else hidden,
+        output_args=logits if index == num_stages - 1 else hidden,
+        group=mesh.get_group("pp"),
+    )
+    return Schedule1F1B(own, num_micro_batches, **settings)
+
+
 def build_stage(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> LlamaStage:
     """Return this rank's stage. The first stages have a layer more if layers do not divide."""
     torch.manual_seed(0)
@@ -120,27 +149,20 @@ def train(
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
         return scale * F.cross_entropy(logits.float(), labels, reduction="sum")
 
-    group = mesh.get_group("pp")
-    settings = {"n_microbatches": args.micro_batches, "loss_fn": loss_of, "scale_grads": False}
+    settings = {"loss_fn": loss_of, "scale_grads": False}
     if pooled:
         in_order = None
         schedule = SchedulePooled(
-            PipelineStage(stage, index, args.stages, device, group=group),
+            PipelineStage(stage, index, args.stages, device, group=mesh.get_group("pp")),
+            args.micro_batches,
             max_in_flight=args.max_in_flight,
             split_backward=args.split_backward,
             recompute=args.checkpoint,
             **settings,
         )
     else:
-        in_order = InOrder(stage)
-        tokens = torch.empty(args.tokens, dtype=torch.int64, device=device)
-        hidden = torch.empty(args.tokens, args.hidden, dtype=args.dtype, device=device)
-        logits = torch.empty(args.tokens, VOCAB_SIZE, dtype=args.dtype, device=device)
-        shapes = {"input_args": tokens if is_first else hidden}
-        shapes["output_args"] = logits if is_last else hidden
-        schedule = Schedule1F1B(
-            PipelineStage(in_order, index, args.stages, device, group=group, **shapes), **settings
-        )
+        in_order, sizes = InOrder(stage), (args.tokens, args.hidden, VOCAB_SIZE)
+        schedule = one_f_one_b(in_order, mesh, sizes, args.dtype, args.micro_batches, **settings)
 
     all_losses, all_seconds = [], []
     for step, (packs, step_scale) in enumerate(steps_of(args, mesh)):

@@ -109,6 +109,16 @@ def true_step(
     return total, {name: each.grad for name, each in model.named_parameters()}
 
 
+def errors_of(loss: float | None, gradients: dict, truth: tuple) -> dict[str, float]:
+    """Return the relative errors of a loss, if there is one, and of gradients, by name."""
+    true_loss, true_gradients = truth
+    errors = {} if loss is None else {"loss": abs(loss - true_loss) / true_loss}
+    for name, gradient in gradients.items():
+        expected = true_gradients[name]
+        errors[name] = ((gradient - expected).norm() / expected.norm()).item()
+    return errors
+
+
 def wrap(stage: nn.Module, case: Pipeline, mesh: DeviceMesh) -> nn.Module:
     if case.wrapper == "DDP":
         return DistributedDataParallel(stage, process_group=mesh.get_group())

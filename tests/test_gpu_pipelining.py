@@ -20,25 +20,16 @@ def gpu_ranks(request):
     started.stop()
 
 
-def worst_error(loss: float | None, gradients: dict, truth: tuple) -> float:
-    """Return the largest relative error of a loss and of gradients."""
-    true_loss, true_gradients = truth
-    errors = [0.0 if loss is None else abs(loss - true_loss) / true_loss]
-    for name, gradient in gradients.items():
-        expected = true_gradients[name]
-        errors.append(((gradient - expected).norm() / expected.norm()).item())
-    return max(errors)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_within_twice_the_error_of_one_process(gpu_ranks, name):
     case = dataclasses.replace(CASES[name], device="cuda", attention_dtype=torch.bfloat16)
     sizes = (sum(case.layers), case.windows, case.num_micro_batches, gpu_ranks.world_size // 2)
     truth = pipelined.true_step(*sizes)
-    limit = 2 * worst_error(*pipelined.true_step(*sizes, torch.bfloat16), truth)
+    rounded = pipelined.errors_of(*pipelined.true_step(*sizes, torch.bfloat16), truth)
+    limit = 2 * max(rounded.values())
     seen = set()
     for loss, gradients, bytes_moved in gpu_ranks.run(pipelined.train_step, case):
         assert bytes_moved > 0, "the case must move rows"
-        assert worst_error(loss, gradients, truth) <= limit
+        assert max(pipelined.errors_of(loss, gradients, truth).values()) <= limit
         seen |= set(gradients)
     assert seen == set(truth[1])

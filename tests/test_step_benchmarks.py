@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import long_document  # noqa: E402
 import loss_curve  # noqa: E402
 import pipeline_step  # noqa: E402
+import step_model  # noqa: E402
 import step_variants  # noqa: E402
 import training_step  # noqa: E402
 from attention_peers import Unavailable  # noqa: E402
@@ -345,7 +346,10 @@ def pipeline_losses(
     ):
         args, workload = pipeline_step.arguments()
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
-    with mock.patch.object(pipeline_step, "dtype_of", lambda _: dtype):
+    with (
+        mock.patch.object(step_model, "dtype_of", lambda _: dtype),
+        mock.patch.object(pipeline_step, "dtype_of", lambda _: dtype),
+    ):
         return [
             pipeline_step.run_variant(args, workload, mesh, CPU, variant).losses
             for variant in args.variants
