@@ -4,6 +4,7 @@ They may change with any release. The tests cover them on PyTorch 2.11, and on t
 Look here first when a new release breaks distca.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -109,3 +110,53 @@ def end_group(group: ProcessGroup) -> None:
 def set_timeout(options: "dist.ProcessGroupNCCL.Options", timeout: timedelta) -> None:
     """Set the timeout of a group that is opened with these options."""
     options._timeout = timeout
+
+
+# What follows is for distca/integrations/pipelining.py, which drives stages pass by pass. Releases
+# change how stages must be driven, and a stage that is driven in the old way may compute wrong
+# gradients without an error. So this is the newest release whose stages the tests have driven.
+NEWEST_WITH_STAGES = (2, 15)
+
+
+def check_stages() -> None:
+    """Raise ValueError under a PyTorch with whose pipeline stages distca was never tested."""
+    release = tuple(int(each) for each in torch.__version__.split(".")[:2])
+    if release > NEWEST_WITH_STAGES:
+        newest = ".".join(map(str, NEWEST_WITH_STAGES))
+        raise ValueError(
+            f"torch is {torch.__version__}, and stages of a pipeline can share attention up to "
+            f"torch {newest}; expected a newer distca or an older torch, or one of torch's own "
+            'schedules with distca.init(mesh["dp"])'
+        )
+
+
+def initialize_stages(
+    schedule, args: tuple, kwargs: dict, target: object, loss_kwargs: dict | None
+) -> None:
+    """Let a schedule prepare its stages for a step: shapes, transfers and their peers. Collective
+    in the first step, and when training and evaluation alternate. From PyTorch 2.12 on, it runs the
+    stages and the loss on the arguments of a micro-batch."""
+    arguments = {"args": args, "kwargs": kwargs, "target": target, "loss_kwargs": loss_kwargs}
+    parameters = inspect.signature(schedule._initialize_stages).parameters
+    schedule._initialize_stages(**{name: arguments[name] for name in parameters})
+
+
+def stage_inputs(stage) -> list[torch.Tensor]:
+    """Return zeros like the inputs of an initialised stage."""
+    is_oldest = hasattr(stage, "inputs_meta")  # PyTorch 2.11
+    inputs = stage.inputs_meta if is_oldest else stage._stage_meta.inputs
+    return [torch.zeros(each.shape, dtype=each.dtype, device=stage.device) for each in inputs]
+
+
+def drop_other_inputs(stage, micro_batch: int) -> None:
+    """Let a stage forget inputs of a forward pass that are no tensors. Those of PyTorch 2.11 cannot
+    split the backward pass of others."""
+    if hasattr(stage, "fwd_cache"):  # before PyTorch 2.15
+        outputs, inputs = stage.fwd_cache[micro_batch]
+        stage.fwd_cache[micro_batch] = outputs, [each for each in inputs if torch.is_tensor(each)]
+
+
+def parts_of(schedule) -> tuple[list, int, Callable]:
+    """Return the stages, the number of micro-batches and the loss function of a schedule."""
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    return stages, schedule._n_microbatches, schedule._loss_fn

@@ -93,7 +93,11 @@ class Recorder:
     def _record(self, q: Tensor, k: Tensor, v: Tensor, *others) -> tuple[Tensor, Tensor]:
         self.kinds.append(kind_of(q, k, v, *others))
         dtype = torch.promote_types(q.dtype, torch.float32)
-        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[:2], dtype=dtype)
+        out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[:2], dtype=dtype)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            # Stages learn from this pass which of their outputs have gradients.
+            return out.requires_grad_().clone(), lse.requires_grad_().clone()
+        return out, lse
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,25 @@ micro-batch. So the attention of all stages is one pool, and idle ranks compute 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
 from distca import attention, ops, scope
-from distca._torch_private import pytree
+from distca._torch_private import (
+    check_stages,
+    drop_other_inputs,
+    initialize_stages,
+    stage_inputs,
+)
 from distca.integrations.attention_pool import AttentionPool, PlannedCall, Recorder, RunningTick
 from distca.options import check
 from distca.planning.documents import Documents, check_documents
@@ -28,6 +35,18 @@ from distca.ranks.planner_thread import PlannerThread
 from distca.ranks.session import opened
 
 LOOK_S = 0.5  # from one look at other ranks to the next, while activations travel
+
+
+@dataclass
+class _Inputs:
+    """Arguments of a step, by micro-batch, and the losses that it has computed."""
+
+    args: list[tuple]
+    kwargs: list[dict]
+    targets: list | None
+    loss_kwargs: dict
+    return_outputs: bool
+    losses: dict[int, Tensor] = field(default_factory=dict)
 
 
 class SchedulePooled(PipelineScheduleMulti):
@@ -55,7 +74,8 @@ class SchedulePooled(PipelineScheduleMulti):
 
     The first step counts the calls of attention in each stage, in a forward pass over zeros that
     computes no attention. Later passes must make the same calls. Raises ValueError on every rank if
-    ranks differ, and if the group has servers that run no model.
+    ranks differ, if the group has servers that run no model, and under a PyTorch that is newer than
+    those whose stages the schedule was tested with.
     """
 
     def __init__(
@@ -70,6 +90,7 @@ class SchedulePooled(PipelineScheduleMulti):
         recompute: bool = False,
         **arguments,
     ) -> None:
+        check_stages()
         stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         is_limit = max_in_flight is None or max_in_flight >= 1
         check("max_in_flight", max_in_flight, is_limit, "None, or at least 1")
@@ -79,7 +100,9 @@ class SchedulePooled(PipelineScheduleMulti):
         super().__init__(stages, n_microbatches, loss_fn, **arguments)
         if split_backward:
             _check_split(stages, recompute)
-        self._settings = (max_in_flight, split_backward)
+        self._loss, self._num_micro_batches = loss_fn, n_microbatches
+        self._max_in_flight, self._splits = max_in_flight, split_backward
+        self._finalizes = True  # sums gradients of FSDP at the end of this step
         self._pool = AttentionPool(session, recompute)
         self._is_declared = False
         self._documents: list[Documents] = []  # of this step
@@ -87,47 +110,53 @@ class SchedulePooled(PipelineScheduleMulti):
         self._receiver = PlannerThread()  # waits for activations on the CPU
         self._arriving: dict[tuple[bool, Pass], list[dist.Work]] = {}
         self._stage_of = {stage.stage_index: stage for stage in stages}
+        self._device = stages[0].device
+        num_stages = stages[0].num_stages
+        self._rank_of_stage = [self.stage_index_to_group_rank[i] for i in range(num_stages)]
         self._num_backward: dict[int, int] = {}  # backward passes in this step, by stage
+        self._num_gradients: dict[Pass, int] = {}  # outputs of a forward pass that need gradients
 
     def step(self, *args, documents: Sequence[Documents] = (), **keywords):
         """Run a step as torch's schedules do. `documents` are those of each micro-batch, equal on
         all stages of a pipeline."""
         with self._told():
-            count = self._n_microbatches
-            check("documents", documents, len(documents) == count, f"{count}, one a micro-batch")
+            self._check_count("documents", documents)
             for each in documents:
                 check_documents(each)
         self._documents = list(documents)
+        self._finalizes = keywords.get("finalize_gradients", True)  # from PyTorch 2.15 on
         return super().step(*args, **keywords)
+
+    def _check_count(self, name: str, values: Sequence) -> None:
+        count = self._num_micro_batches
+        check(name, values, len(values) == count, f"{count}, one a micro-batch")
 
     def plan(self, documents: Sequence[Documents]) -> None:
         """Let the planner thread plan the next step, which gets the same `documents`, while this
         one runs. Collective. Does nothing before the first step, which counts the calls."""
         if self._is_declared:
-            self._ahead = self._key(documents), self._planned(documents)
-
-    def _key(self, documents: Sequence[Documents]) -> tuple:
-        """Return what tells a planned step from others."""
-        return self._has_backward, *documents
+            has_backward = self._loss is not None
+            self._ahead = (has_backward, *documents), self._planned(documents, has_backward)
 
     def _planned(
-        self, documents: Sequence[Documents]
+        self, documents: Sequence[Documents], has_backward: bool
     ) -> tuple[list[Documents], list[Tick], list[list[PlannedCall]]]:
         """Return the documents as the ticks of a step see them, the ticks and their calls."""
         # Without the plans of other uses, so that calls outside ticks stay on this rank.
-        own, ticks = [each.unplanned() for each in documents], self.ticks()
-        return own, ticks, self._pool.plan(ticks, self.rank, own, self._stages[0].device)
+        own, ticks = [each.unplanned() for each in documents], self._ticks(has_backward)
+        return own, ticks, self._pool.plan(ticks, self.rank, own, self._device)
 
     def ticks(self) -> list[Tick]:
-        """Return the ticks of a step."""
-        max_in_flight, split_backward = self._settings
-        rank_of_stage = [self.stage_index_to_group_rank[i] for i in range(self._num_stages)]
+        """Return the ticks of a step of training, or of evaluation without a loss function."""
+        return self._ticks(self._loss is not None)
+
+    def _ticks(self, has_backward: bool) -> list[Tick]:
         return ticks_of(
-            rank_of_stage,
-            self._n_microbatches,
-            max_in_flight,
-            has_backward=self._has_backward,
-            splits_backward=split_backward,
+            self._rank_of_stage,
+            self._num_micro_batches,
+            self._max_in_flight,
+            has_backward=has_backward,
+            splits_backward=self._splits,
         )
 
     def reports(self) -> list[tuple[str, PlanReport]]:
@@ -142,18 +171,23 @@ class SchedulePooled(PipelineScheduleMulti):
         target_mbs: list | None = None,
         losses: list | None = None,
         return_outputs: bool = True,
+        loss_kwargs: dict | None = None,
     ) -> None:
+        settings = (target_mbs, loss_kwargs or {}, return_outputs)
         with self._told():
-            arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-            self._prepare(arg_mbs[0], kwarg_mbs[0], self._documents[0].unplanned())
+            inputs = self._checked(_Inputs(arg_mbs or [], kwarg_mbs or [], *settings))
+            has_backward = any(stage.has_backward for stage in self._stage_of.values())
+            self._prepare(inputs, self._documents[0].unplanned())
         key, planned = self._ahead
         self._ahead = ((), None)
-        is_ahead = key == self._key(self._documents)
-        own_documents, ticks, calls = planned if is_ahead else self._planned(self._documents)
-        pairs = zip(kwarg_mbs, own_documents, strict=True)
-        kwarg_mbs = [self._keywords_of(*each) for each in pairs]
+        if key != (has_backward, *self._documents):
+            planned = self._planned(self._documents, has_backward)
+        own_documents, ticks, calls = planned
+        pairs = zip(inputs.kwargs, own_documents, strict=True)
+        inputs.kwargs = [self._keywords_of(*each) for each in pairs]
         self._pool.reports.clear()
         self._num_backward = dict.fromkeys(self._stage_of, 0)
+        self._num_gradients.clear()
         sent: list[list[dist.Work]] = []
         for number, tick in enumerate(ticks):
             own = tick.passes.get(self.rank)
@@ -162,9 +196,9 @@ class SchedulePooled(PipelineScheduleMulti):
             calls[number] = []  # so that plans are freed
             with self._told(running.name), self._in_tick(running, documents):
                 if own is not None and tick.is_forward:
-                    self._forward(own, arg_mbs, kwarg_mbs, target_mbs, return_outputs)
+                    self._forward(own, inputs)
                 elif own is not None:
-                    self._backward(own, self.rank not in tick.split)
+                    self._backward(own, inputs, self.rank not in tick.split)
                 running.finish()
                 if self.rank in tick.weights:
                     self._backward_weights(tick.weights[self.rank])
@@ -172,34 +206,52 @@ class SchedulePooled(PipelineScheduleMulti):
         with self._told("the end of a step"):
             for works in sent:
                 self._wait(works, "the last gradients of a step")
-        if self._has_backward:
-            for stage in self._stages:
-                stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
-        self._update_losses(self._stages, losses)
+        if has_backward:
+            self._finish_gradients()
+        if losses is not None and self._last_stage is not None:
+            losses[:] = inputs.losses.values()
+
+    @property
+    def _last_stage(self) -> PipelineStage | None:
+        """The last stage of the pipeline, if this rank has it."""
+        return self._stage_of.get(len(self._rank_of_stage) - 1)
+
+    def _checked(self, inputs: _Inputs) -> _Inputs:
+        """Return the inputs of a step, empty ones if this rank has none."""
+        inputs.args = inputs.args or [()] * self._num_micro_batches
+        inputs.kwargs = inputs.kwargs or [{}] * self._num_micro_batches
+        for name, each in (("arg_mbs", inputs.args), ("kwarg_mbs", inputs.kwargs)):
+            self._check_count(name, each)
+        if inputs.targets is not None:
+            self._check_count("target_mbs", inputs.targets)
+        elif self._last_stage is not None and self._last_stage.has_backward:
+            raise ValueError("target is None on the last stage; expected labels, or a call of eval")
+        return inputs
+
+    def _finish_gradients(self) -> None:
+        for stage in self._stage_of.values():
+            if self._finalizes or not isinstance(stage.submod, FSDPModule):
+                stage.perform_reduce_grad(self._num_micro_batches if self.scale_grads else 1)
 
     def _keywords_of(self, kwargs: dict, documents: Documents) -> dict:
         """Return the keyword arguments of stage modules for a micro-batch with these documents."""
         return {**kwargs, "documents": documents}
 
-    def _prepare(self, args: tuple, kwargs: dict, documents: Documents) -> None:
+    def _prepare(self, inputs: _Inputs, documents: Documents) -> None:
         """Initialise the stages, and let all ranks know which calls of attention they make."""
-        kwargs = self._keywords_of(kwargs, documents)
+        kwargs = self._keywords_of(inputs.kwargs[0], documents)
+        target = None if inputs.targets is None else inputs.targets[0]
         with self._recording(documents):
-            self._initialize_stages(args, kwargs)
+            initialize_stages(self, inputs.args[0], kwargs, target, inputs.loss_kwargs)
         if self._is_declared:
             return
         calls = {}
-        for stage in self._stages:
-            inputs = pytree.tree_map_only(
-                Tensor,
-                lambda each: torch.zeros_like(each, device=self._stages[0].device),
-                stage.inputs_meta,
-            )
+        for index, stage in self._stage_of.items():
             with self._recording(documents) as recorder, torch.no_grad():
-                stage.forward_maybe_with_nosync(*inputs, **kwargs)
-            calls[stage.stage_index] = recorder.kinds
-        max_in_flight, split_backward = self._settings
-        settings = (self._n_microbatches, self._num_stages, max_in_flight or 0, split_backward)
+                stage.forward_maybe_with_nosync(*stage_inputs(stage), **kwargs)
+            calls[index] = recorder.kinds
+        num_stages, max_in_flight = len(self._rank_of_stage), self._max_in_flight or 0
+        settings = (self._num_micro_batches, num_stages, max_in_flight, self._splits)
         self._pool.declare(calls, (*settings, self._pool.recompute))
         self._is_declared = True
 
@@ -241,34 +293,44 @@ class SchedulePooled(PipelineScheduleMulti):
         if name:
             ops.check_ranks(name, activity)
 
-    def _forward(
-        self,
-        own: Pass,
-        arg_mbs: list[tuple],
-        kwarg_mbs: list[dict],
-        target_mbs: list | None,
-        return_outputs: bool,
-    ) -> None:
+    def _forward(self, own: Pass, inputs: _Inputs) -> None:
         stage, index = self._stage_of[own.stage], own.micro_batch
         self._receive(True, own)
-        output = stage.forward_one_chunk(index, arg_mbs[index], kwarg_mbs[index], return_outputs)
-        outputs, inputs = stage.fwd_cache[index]
-        # A split backward pass takes tensors alone.
-        stage.fwd_cache[index] = outputs, [each for each in inputs if isinstance(each, Tensor)]
-        self._maybe_compute_loss(stage, output, target_mbs, index)
+        arguments = (inputs.args[index], inputs.kwargs[index], inputs.return_outputs)
+        output = stage.forward_one_chunk(index, *arguments)
+        drop_other_inputs(stage, index)
+        if stage is self._last_stage:
+            if self._loss is not None and inputs.targets is not None:
+                loss = self._loss(output, inputs.targets[index], **inputs.loss_kwargs)
+                inputs.losses[index] = loss
+            return
+        outputs = [output] if isinstance(output, Tensor) else output
+        self._num_gradients[own] = sum(each.requires_grad for each in outputs)
         following = self._stage_of.get(own.stage + 1)
         if following is not None:
             following.set_local_fwd_input(output, index)
 
-    def _backward(self, own: Pass, is_full: bool) -> None:
+    def _backward(self, own: Pass, inputs: _Inputs, is_full: bool) -> None:
         stage, index = self._stage_of[own.stage], own.micro_batch
         self._receive(False, own)
-        loss = self._maybe_get_loss(stage, index)
         is_last = is_full and self._is_last_backward(own.stage)
-        stage.backward_one_chunk(index, loss, is_full, is_last)
+        stage.backward_one_chunk(index, inputs.losses.get(index), is_full, is_last)
         previous = self._stage_of.get(own.stage - 1)
         if previous is not None:
-            previous.set_local_bwd_input(stage.get_local_bwd_output(index), index)
+            gradients = stage.get_local_bwd_output(index)
+            num_gradients = sum(each is not None for each in gradients)
+            self._check_gradients(Pass(previous.stage_index, index), num_gradients)
+            previous.set_local_bwd_input(gradients, index)
+
+    def _check_gradients(self, forward: Pass, num_gradients: int) -> None:
+        """Raise ValueError if fewer gradients come back than a forward pass gave outputs that need
+        one. From PyTorch 2.12 on, stages believe what their examples of inputs and outputs say."""
+        if num_gradients < self._num_gradients.pop(forward):
+            raise ValueError(
+                f"stage {forward.stage} gets {num_gradients} gradients for micro-batch "
+                f"{forward.micro_batch}, but more of its outputs need one; expected input_args and "
+                "output_args of PipelineStage with requires_grad=True, or neither of them"
+            )
 
     def _backward_weights(self, own: Pass) -> None:
         is_last = self._is_last_backward(own.stage)
@@ -276,7 +338,7 @@ class SchedulePooled(PipelineScheduleMulti):
 
     def _is_last_backward(self, stage: int) -> bool:
         self._num_backward[stage] += 1
-        return self._num_backward[stage] == self._n_microbatches
+        return self._num_backward[stage] == self._num_micro_batches
 
     def _send(self, tick: Tick) -> list[dist.Work]:
         """Send what this rank's pass gives to the next stage, and begin to receive what others'
@@ -285,18 +347,22 @@ class SchedulePooled(PipelineScheduleMulti):
         operations, received = [], []
         for rank, each in tick.passes.items():
             stage, index = each.stage + following, each.micro_batch
-            if not 0 <= stage < self._num_stages:
+            if not 0 <= stage < len(self._rank_of_stage):
                 continue
-            target = self.stage_index_to_group_rank[stage]
+            target = self._rank_of_stage[stage]
             if rank == self.rank != target:
                 source = self._stage_of[each.stage]
                 sends = source.get_fwd_send_ops if tick.is_forward else source.get_bwd_send_ops
                 operations += sends(index)
             elif target == self.rank != rank:
-                own = self._stage_of[stage]
-                receives = own.get_fwd_recv_ops if tick.is_forward else own.get_bwd_recv_ops
-                operations += receives(index)
-                received.append((tick.is_forward, Pass(stage, index)))
+                own, place = self._stage_of[stage], Pass(stage, index)
+                if tick.is_forward:
+                    operations += own.get_fwd_recv_ops(index)
+                else:
+                    gradients = own.get_bwd_recv_ops(index)
+                    self._check_gradients(place, len(gradients))
+                    operations += gradients
+                received.append((tick.is_forward, place))
         works = dist.batch_isend_irecv(operations) if operations else []
         for place in received:
             self._arriving[place] = works
@@ -312,7 +378,7 @@ class SchedulePooled(PipelineScheduleMulti):
         at the others meanwhile, because torch would wait until its own timeout."""
         if not works:
             return
-        if self._stages[0].device.type != "cpu":
+        if self._device.type != "cpu":
             return _wait_all(works)
         pending = self._receiver.submit(_wait_all, works)
         while True:

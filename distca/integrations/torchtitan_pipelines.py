@@ -15,9 +15,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from distca._torch_private import parts_of
 from distca.integrations.pipelining import SchedulePooled
 from distca.integrations.torchtitan import (
     MODULE,
@@ -63,11 +64,8 @@ def pipeline(
     _check(arguments["parallelism"], ac_config, options["split_backward"])
     session = open_session(arguments["parallel_dims"])
     schedule, *others = pipelining_fn(model, **arguments)
-    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
     ours = TrainerSchedule(
-        stages,
-        schedule._n_microbatches,
-        schedule._loss_fn,
+        *parts_of(schedule),
         scale_grads=False,
         group=session.group,
         recompute=isinstance(ac_config, FullAC.Config),
@@ -113,37 +111,14 @@ class TrainerSchedule(SchedulePooled):
     """Runs SchedulePooled as torchtitan's trainer calls a schedule. It reads the documents of a
     micro-batch from the attention metadata, which every stage gets."""
 
-    def __init__(self, stages, n_microbatches: int, loss_fn: Callable, **arguments) -> None:
-        super().__init__(stages, n_microbatches, loss_fn, **arguments)
-        self._plain_loss = loss_fn
-
-    def step(
-        self,
-        *,
-        kwarg_mbs: list[dict],
-        arg_mbs: list[tuple] | None = None,
-        target_mbs: list[Tensor] | None = None,
-        losses: list | None = None,
-        loss_kwargs: dict | None = None,
-        return_outputs: bool = False,
-    ) -> None:
-        """Run a step on lists of micro-batches. Outputs are not returned."""
+    def step(self, *, kwarg_mbs: list[dict], return_outputs: bool = False, **arguments) -> None:
+        """Run a step on lists of micro-batches: `arg_mbs`, `kwarg_mbs` and `target_mbs`. PyTorch
+        2.14 and newer schedules take them."""
         with self._told():
-            self._documents = [_documents_of(each) for each in kwarg_mbs]
-        self._loss_fn = functools.partial(self._plain_loss, **(loss_kwargs or {}))
-        for stage in self._stages:
-            stage.has_backward = self._has_backward
-            stage.clear_runtime_states()
-        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+            documents = [_documents_of(each) for each in kwarg_mbs]
+        lists = {"kwarg_mbs": kwarg_mbs, "return_outputs": return_outputs, **arguments}
+        super().step(documents=documents, **lists)
         recent_reports.extend((lambda report=report: report) for _, report in self.reports())
-
-    def eval(self, **arguments) -> None:
-        """Run only forward passes. Takes the arguments of `step`."""
-        self._has_backward = False
-        try:
-            self.step(**arguments)
-        finally:
-            self._has_backward = True
 
     def _keywords_of(self, kwargs: dict, documents: Documents) -> dict:
         return kwargs
