@@ -6,8 +6,9 @@ lacks. Stages take `get_mesh`, which only DTensors between stages need. Schedule
 
 import contextlib
 import functools
-import types
+import inspect
 import unittest.mock
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import titan_model as tm
@@ -15,13 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torchtitan.distributed import pipeline_parallel
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.trainer import Trainer
 
 import distca
 import distca.integrations.torchtitan as integration
+from distca._torch_private import drop_other_inputs, parts_of
 from distca.integrations import torchtitan_pipelines as pipelines
+from distca.integrations.pipelining import SchedulePooled
 
 NUM_STAGE_RANKS, NUM_MICRO_BATCHES = 2, 4
 
@@ -47,23 +51,46 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, index: int, *args, **keywords):
         output = super().forward_one_chunk(index, *args, **keywords)
-        # A split backward pass takes only tensors, but attention metadata also has numbers.
-        outputs, inputs = self.fwd_cache[index]
-        self.fwd_cache[index] = outputs, [each for each in inputs if torch.is_tensor(each)]
+        drop_other_inputs(self, index)  # attention metadata also has numbers
         return output
 
 
 def step_in_lists(
-    schedule, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs
+    schedule,
+    *,
+    kwarg_mbs: list,
+    arg_mbs: list | None = None,
+    target_mbs: list | None = None,
+    losses: list | None = None,
+    loss_kwargs: dict | None = None,
+    return_outputs: bool = False,
+    target: None = None,
 ) -> None:
     """Stand in for `step` of a newer torch's schedules."""
-    plain = schedule._loss_fn
-    schedule._loss_fn = functools.partial(plain, **loss_kwargs)
-    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
-        stage.has_backward = True
+    stages, _, plain = parts_of(schedule)
+    for stage in stages:
+        stage.has_backward = schedule._has_backward
         stage.clear_runtime_states()
-    schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+    arguments = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+    if isinstance(schedule, SchedulePooled):
+        schedule._step_microbatches(*arguments, loss_kwargs)
+        return
+    schedule._loss_fn = functools.partial(plain, **(loss_kwargs or {}))
+    schedule._step_microbatches(*arguments)
     schedule._loss_fn = plain
+
+
+@contextlib.contextmanager
+def newer_pipelines() -> Iterator[None]:
+    """Add what torchtitan needs to a torch that lacks it."""
+    with contextlib.ExitStack() as patches:
+        if "get_mesh" not in inspect.signature(PipelineStage).parameters:
+            patch = unittest.mock.patch.object(pipeline_parallel, "PipelineStage", Stage)
+            patches.enter_context(patch)
+        for base in (PipelineScheduleSingle, PipelineScheduleMulti):
+            if "arg_mbs" not in inspect.signature(base.step).parameters:
+                patches.enter_context(unittest.mock.patch.object(base, "step", step_in_lists))
+        yield
 
 
 def row(place: int, index: int) -> tm.Batch:
@@ -114,30 +141,28 @@ def trainer_of(case: Case, dp: int) -> Trainer:
     trainer.model_config, trainer.ntokens_seen = config.model_spec.model, 0
     trainer.train_context = contextlib.nullcontext
     trainer.loss_fn = config.loss.build(compile_config=config.compile)
-    with unittest.mock.patch.object(pipeline_parallel, "PipelineStage", Stage):
-        (
-            trainer.pp_schedule,
-            trainer.model_parts,
-            trainer.pp_has_first_stage,
-            trainer.pp_has_last_stage,
-        ) = config.model_spec.pipelining_fn(
-            model,
-            parallel_dims=dims,
-            training=config.training,
-            parallelism=config.parallelism,
-            compile_config=config.compile,
-            ac_config=config.activation_checkpoint,
-            dump_folder="",
-            device=trainer.device,
-            model_config=trainer.model_config,
-            parallelize_fn=functools.partial(parallelize, config.model_spec.parallelize_fn),
-            loss_fn=trainer.loss_fn,
-        )
-    if not case.is_pooled:
-        trainer.pp_schedule.step = types.MethodType(step_in_lists, trainer.pp_schedule)
+    (
+        trainer.pp_schedule,
+        trainer.model_parts,
+        trainer.pp_has_first_stage,
+        trainer.pp_has_last_stage,
+    ) = config.model_spec.pipelining_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+        device=trainer.device,
+        model_config=trainer.model_config,
+        parallelize_fn=functools.partial(parallelize, config.model_spec.parallelize_fn),
+        loss_fn=trainer.loss_fn,
+    )
     return trainer
 
 
+@newer_pipelines()
 def train(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     """Take two steps, and validate if stages are pooled. Return the worst error of losses and
     gradients, and the megabytes that plans moved."""

@@ -225,6 +225,12 @@ class RunningTick:
         self._steps = [(which, call) for call in calls for which in kinds]
         self._next = 0  # of _steps
 
+    def wait_for_plans(self) -> None:
+        """Wait for the plans outside checkpoints: selective checkpointing refuses operators that
+        run only when it recomputes."""
+        for _, call in self._steps:
+            call.plan.wait()
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *settings):
         """attend_rows as core_attention calls it in this tick."""
         whole = self._documents
@@ -245,7 +251,7 @@ class RunningTick:
             plan = self.take(Kind.RECOMPUTED, kind)
         else:  # selective checkpointing knows the result, and the operator does not run
             plan = next(call.plan for _, call in self._steps if self._stage in call.stages)
-        return _Attention.apply(q, k, v, self.pool, plan.wait(), *others[2:])
+        return _Attention.apply(q, k, v, self.pool, plan, *others[2:])
 
     def _check_checkpoint(self) -> None:
         if not torch.is_grad_enabled():
@@ -294,7 +300,7 @@ class RunningTick:
 
     def _serve(self) -> None:
         which, call = self._steps[self._next]
-        plan, details = call.plan.wait(), call.kind[3:]
+        plan, details = call.plan, call.kind[3:]
         notice = [which, -1, self.caller, 0, *details, *[0] * (18 - len(details))]
         ops.serve_call(notice, plan.layout, plan.rows, None, plan.group_name)
         self._next += 1
@@ -326,7 +332,7 @@ class _Attention(torch.autograd.Function):
         if ctx.pool.running is None:
             raise ValueError("a backward pass runs outside the schedule's ticks")
         q, k, v, out, lse = ctx.saved_tensors
-        plan = ctx.pool.running.take(Kind.BACKWARD).wait()
+        plan = ctx.pool.running.take(Kind.BACKWARD)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         gradients = ops.core_attention_backward(
             *(grad_out, q, k, v, out, lse, plan.layout, plan.rows, ctx.softmax_scale),

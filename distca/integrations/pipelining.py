@@ -263,6 +263,7 @@ class SchedulePooled(PipelineScheduleMulti):
 
     @contextlib.contextmanager
     def _in_tick(self, running: RunningTick, documents: Documents | None) -> Iterator[None]:
+        running.wait_for_plans()
         self._pool.running = running
         try:
             with attention.routed(documents, running.attend), _in_force(documents):
