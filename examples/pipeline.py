@@ -88,9 +88,8 @@ def one_f_one_b(
     num_tokens, *widths = sizes
     device = next(stage.parameters()).device
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    hidden, logits = (
-        torch.empty(num_tokens, width, dtype=dtype, device=device) for width in widths
-    )
+    like = {"dtype": dtype, "device": device, "requires_grad": True}  # also gradients travel
+    hidden, logits = (torch.empty(num_tokens, width, **like) for width in widths)
     own = PipelineStage(
         stage,
         index,

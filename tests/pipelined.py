@@ -37,6 +37,7 @@ class Pipeline:
     num_stage_ranks: int = 2
     device: str = "cpu"
     attention_dtype: torch.dtype = torch.float32  # the model around attention is float32
+    examples: dict | None = None  # attributes of tensors that tell stages their inputs and outputs
 
 
 def lengths_of(place: int, index: int) -> list[int]:
@@ -128,6 +129,22 @@ def wrap(stage: nn.Module, case: Pipeline, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(stage, mesh=mesh, reshard_after_forward=reshards)
 
 
+def examples_of(case: Pipeline, index: int) -> dict:
+    """Return what PipelineStage gets so that it does not run a stage to learn its outputs."""
+    if case.examples is None:
+        return {}
+    tokens = torch.zeros(TOKENS, dtype=torch.int64, device=case.device)
+    hidden, logits = (
+        torch.zeros(TOKENS, training.SIZES[name], device=case.device, **case.examples)
+        for name in ("hidden", "vocab_size")
+    )
+    is_last = index == len(case.layers) - 1
+    return {
+        "input_args": tokens if index == 0 else hidden,
+        "output_args": logits if is_last else hidden,
+    }
+
+
 @functools.cache  # process groups stay until torch.distributed ends
 def open_mesh(device: str, *shape: int) -> DeviceMesh:
     return init_device_mesh(device, shape, mesh_dim_names=("pp", "dp"))
@@ -142,9 +159,9 @@ def open_pipeline(case: Pipeline, world_size: int, attend=distca.core_attention,
     parts, stages = {}, []
     for index in range(mesh["pp"].get_local_rank(), len(case.layers), case.num_stage_ranks):
         parts[index] = wrap(LlamaStage(model, *ends[index : index + 2]), case, mesh["dp"])
-        group = mesh.get_group("pp")
-        device = torch.device(case.device)
-        stages.append(PipelineStage(parts[index], index, len(case.layers), device, group=group))
+        arguments = {"group": mesh.get_group("pp"), **examples_of(case, index)}
+        place = (index, len(case.layers), torch.device(case.device))
+        stages.append(PipelineStage(parts[index], *place, **arguments))
     num_places = mesh["dp"].size()
     scale = num_places / num_predicted(case, num_places)
     schedule = SchedulePooled(
@@ -158,7 +175,9 @@ def open_pipeline(case: Pipeline, world_size: int, attend=distca.core_attention,
     return mesh, parts, schedule
 
 
-def run_step(case: Pipeline, mesh: DeviceMesh, parts: dict, schedule: SchedulePooled) -> list:
+def run_step(
+    case: Pipeline, mesh: DeviceMesh, parts: dict, schedule: SchedulePooled, **settings
+) -> list:
     """Return the losses of a step, on the last stage."""
     place = mesh["dp"].get_local_rank()
     batches = [micro_batch(place, index) for index in range(case.num_micro_batches)]
@@ -167,8 +186,16 @@ def run_step(case: Pipeline, mesh: DeviceMesh, parts: dict, schedule: SchedulePo
     losses: list[Tensor] = []
     arguments = [tokens] if 0 in parts else []
     targets = {"target": labels, "losses": losses} if len(case.layers) - 1 in parts else {}
-    schedule.step(*arguments, documents=documents, **targets)
+    schedule.step(*arguments, documents=documents, **targets, **settings)
     return losses
+
+
+def gradients_of(parts: dict) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("module."): whole(each.grad).cpu()
+        for part in parts.values()
+        for name, each in part.named_parameters()
+    }
 
 
 def train_step(rank: int, world_size: int, case: Pipeline, num_steps: int = 2) -> tuple:
@@ -184,11 +211,18 @@ def train_step(rank: int, world_size: int, case: Pipeline, num_steps: int = 2) -
         if loss is not None:
             dist.all_reduce(loss, group=mesh.get_group("dp"))
             loss = loss.item() / mesh["dp"].size()
-        gradients = {
-            name.removeprefix("module."): whole(each.grad).cpu()
-            for part in parts.values()
-            for name, each in part.named_parameters()
-        }
-        return loss, gradients, sum(sum(report.bytes_out) for _, report in schedule.reports())
+        bytes_moved = sum(sum(report.bytes_out) for _, report in schedule.reports())
+        return loss, gradients_of(parts), bytes_moved
+    finally:
+        distca.close()
+
+
+def accumulate(rank: int, world_size: int, case: Pipeline) -> dict[str, Tensor]:
+    """Return the gradients of two steps, which FSDP sums over ranks once."""
+    mesh, parts, schedule = open_pipeline(case, world_size)
+    try:
+        for is_last in (False, True):
+            run_step(case, mesh, parts, schedule, finalize_gradients=is_last)
+        return gradients_of(parts)
     finally:
         distca.close()

@@ -13,6 +13,7 @@ from packaging.version import Version
 from processes import run_command
 
 import distca
+from distca import _torch_private
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("csrc", "distca", "tests", "examples", "tools", "docs")
@@ -53,6 +54,13 @@ def test_one_version():
     assert distca.__version__ == f"{code // 10000}.{code // 100 % 100}.{code % 100}"
     newest = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert newest.rstrip(",") == distca.__version__
+
+
+def test_the_newest_torch_for_pipelines_is_one_that_wheels_are_tested_with():
+    text = (ROOT / "tools" / "wheels.py").read_text()
+    (versions,) = re.findall(r"^VERSIONS = \((.*)\)$", text, re.MULTILINE)
+    assert versions.endswith('"{}.{}"'.format(*_torch_private.NEWEST_WITH_STAGES))
+    assert '"test_pipelining.py"' in text
 
 
 @pytest.mark.parametrize("gib, num_jobs", [(1, 1), (5, 2), (1000, 16)])

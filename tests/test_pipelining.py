@@ -1,8 +1,15 @@
 """Pipelines whose stages share attention."""
 
+import inspect
+
 import pipelined
 import pytest
+import torch
 from pipelined import CAUSAL, WINDOW, Pipeline
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+from distca import _torch_private
+from distca.integrations.pipelining import SchedulePooled
 
 TOLERANCE = 1e-5
 
@@ -18,6 +25,7 @@ CASES = {
     "interleaved": Pipeline(layers=(2, 1, 1, 1), num_micro_batches=7, windows=(WINDOW, CAUSAL)),
     "interleaved, checkpointing": Pipeline(layers=(2, 1, 1, 1), recompute=True),
     "split": Pipeline(num_micro_batches=7, options={"split_backward": True}),
+    "examples": Pipeline(examples={"requires_grad": True}),
     "interleaved, split": Pipeline(
         layers=(2, 1, 1, 1), windows=(WINDOW, CAUSAL), options={"split_backward": True}
     ),
@@ -35,3 +43,37 @@ def test_a_pipeline_equals_one_process(ranks, name):
         for each, error in pipelined.errors_of(loss, gradients, truth).items():
             assert error <= TOLERANCE, (each, error)
     assert seen == set(truth[1])
+
+
+def test_gradients_are_never_lost(own_ranks):
+    """From torch 2.12 on, stages believe examples that say that nothing needs gradients."""
+    outcomes = own_ranks(4).outcomes(pipelined.train_step, Pipeline(examples={}), 1)
+    if any(outcome.error is not None for outcome in outcomes):
+        for outcome in outcomes:
+            assert "stage 0 gets 0 gradients" in outcome.error, outcome
+            assert "with requires_grad=True" in outcome.error, outcome
+        return
+    truth = pipelined.true_step(5, (CAUSAL,), 4, 2)
+    for loss, gradients, _ in (each.result for each in outcomes):
+        assert max(pipelined.errors_of(loss, gradients, truth).values()) <= TOLERANCE
+
+
+@pytest.mark.skipif(
+    "finalize_gradients" not in inspect.signature(PipelineScheduleMulti.step).parameters,
+    reason="schedules of torch 2.15 and newer can leave gradients to a later step",
+)
+@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
+def test_gradients_of_two_steps_are_summed_once(ranks, wrapper):
+    loss, gradients = pipelined.true_step(5, (CAUSAL,), 4, 2)
+    truth = loss, {name: 2 * each for name, each in gradients.items()}
+    for own in ranks(4).run(pipelined.accumulate, Pipeline(wrapper=wrapper)):
+        assert max(pipelined.errors_of(None, own, truth).values()) <= TOLERANCE
+
+
+def test_a_newer_torch_than_those_tested_is_refused(monkeypatch):
+    newest = ".".join(map(str, _torch_private.NEWEST_WITH_STAGES))
+    monkeypatch.setattr(torch, "__version__", f"{newest}.9+cu130")
+    _torch_private.check_stages()
+    monkeypatch.setattr(torch, "__version__", "2.99.0a0+git123")
+    with pytest.raises(ValueError, match=f"torch is 2.99.0a0.* up to torch {newest}; expected a"):
+        SchedulePooled([], 1)

@@ -21,7 +21,11 @@ VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 BUILD_TOOLS = ("numpy", "setuptools>=77,<82", "wheel", "ninja", "packaging")
 TEST_TOOLS = ("pytest==9.2.0",)
 SOURCES = ("csrc", "distca", "setup.py", "pyproject.toml", "README.md", "LICENSE", "tools")
-TESTS = ("test_core_attention.py", "test_operators.py", "test_planning.py")
+# The core, and what depends on most private names of PyTorch.
+TESTS = ("test_core_attention.py", "test_operators.py", "test_planning.py", "test_pipelining.py")
+# Its pipelines need a newer PyTorch than the Makefile's. The Makefile has the same versions.
+TORCHTITAN = ("torchtitan==0.3.0", "datasets==4.7.0")
+TORCHTITANS_PYTHON = (3, 11)  # or newer
 
 
 def arguments() -> argparse.Namespace:
@@ -57,15 +61,20 @@ def build(version: str, python: Path, out: Path, is_cpu_only: bool) -> Path:
 
 
 def test(version: str, wheel: Path, python: Path) -> None:
-    """Run the core tests with the installed wheel, away from the sources."""
+    """Run TESTS with the installed wheel, away from the sources. Under the newest PyTorch, also run
+    torchtitan's pipelines."""
     folder = python.parents[1].with_name("test-" + version)
     shutil.rmtree(folder, ignore_errors=True)
-    tester = environment(folder, (str(wheel), *TEST_TOOLS), shared=packages_of(python))
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    packages, tests = (str(wheel), *TEST_TOOLS), TESTS
+    if version == VERSIONS[-1] and sys.version_info >= TORCHTITANS_PYTHON:
+        packages, tests = (*packages, *TORCHTITAN), (*tests, "test_torchtitan_pipelines.py")
+    tester = environment(folder, packages, shared=packages_of(python))
+    for name in ("tests", "examples", "docs"):  # tests train the examples' model, and read a page
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     program = "import distca, torch; print(torch.__version__, distca.__file__)"
     subprocess.run([tester, "-c", program], check=True, cwd=folder)
-    command = [tester, "-m", "pytest", "-q", *(f"tests/{name}" for name in TESTS)]
+    command = [tester, "-m", "pytest", "-q", *(f"tests/{name}" for name in tests)]
     subprocess.run(command, check=True, cwd=folder)
 
 
