@@ -3,6 +3,7 @@ in one process."""
 
 import functools
 import itertools
+import time
 from dataclasses import dataclass, field
 
 import oracle
@@ -215,6 +216,29 @@ def train_step(rank: int, world_size: int, case: Pipeline, num_steps: int = 2) -
         return loss, gradients_of(parts), bytes_moved
     finally:
         distca.close()
+
+
+def timed_step(
+    rank: int, world_size: int, case: Pipeline, folder: str, slow_rank: int, seconds: float
+) -> list[tuple[str, list[float]]]:
+    """Run two steps that are timed. Each call of attention on `slow_rank` begins after so many
+    seconds. Return the ticks' names and predicted seconds of the plans of a step."""
+
+    def attend(q: Tensor, *arguments, **keywords) -> Tensor:
+        time.sleep(seconds if rank == slow_rank else 0.0)
+        return distca.core_attention(q, *arguments, **keywords)
+
+    distca.close()
+    distca.configure(distca.Options(), distca.Watching(log_every=1, run_dir=folder))
+    mesh, parts, schedule = open_pipeline(case, world_size, attend)
+    try:
+        for _ in range(2):
+            run_step(case, mesh, parts, schedule)
+        return [(name, report.seconds_after) for name, report in schedule.reports()]
+    finally:
+        dist.barrier()
+        distca.close()
+        distca.configure(distca.Options())
 
 
 def accumulate(rank: int, world_size: int, case: Pipeline) -> dict[str, Tensor]:

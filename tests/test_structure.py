@@ -57,6 +57,7 @@ PYTHON_RULES = {
         "planning",
         "ranks",
         "scope",
+        "watching",
     },
     "integrations/__init__": set(),
     "calibrate": {"ops", "options", "planning", "ranks"},

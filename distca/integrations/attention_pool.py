@@ -2,6 +2,7 @@
 rank whose stage takes no part in a call, or which has no stage to run, serves: it makes the call
 without rows of its own."""
 
+import contextlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from distca import attention, ops
 from distca._torch_private import checkpoint_hooks, has_dispatch_mode
+from distca.integrations.tick_clock import TickClock
 from distca.planning import plan as plans
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
@@ -19,6 +21,8 @@ from distca.planning.plan import Plan, PlanReport
 from distca.planning.ticks import Pass, Tick, common_calls
 from distca.ranks.notices import Kind
 from distca.ranks.session import Session
+from distca.watching.figures import FORWARD_SHARE
+from distca.watching.ticks import TickTimes, save_ticks
 
 # Numbers of c10::ScalarType.
 DTYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
@@ -114,6 +118,9 @@ class AttentionPool:
         self.session, self.recompute = session, recompute
         self.running: RunningTick | None = None
         self.reports: list[tuple[str, PlanReport]] = []  # by plan of the last step: its tick
+        self.clock: TickClock | None = None  # of a step that is timed
+        self._stopped: TickClock | None = None  # of a step that has ended on the host
+        self._num_steps = 0
         self._calls: dict[int, list[CallKind]] = {}  # of a forward pass, by stage
 
     def declare(self, own: dict[int, list[CallKind]], settings: Sequence[int]) -> None:
@@ -170,10 +177,41 @@ class AttentionPool:
     ) -> list[list[PlannedCall]]:
         """Let the planner thread plan the calls of each tick. `rank` is this rank's in the
         pipeline, and `documents` are those of its micro-batches."""
-        return [self._plan_tick(tick, tick.passes.get(rank), documents, device) for tick in ticks]
+        return [
+            self._plan_tick(named(number, tick), tick, tick.passes.get(rank), documents, device)
+            for number, tick in enumerate(ticks)
+        ]
+
+    def begin_step(self, device: torch.device) -> None:
+        """Time the ticks of this step if it is due."""
+        self._save_ticks()
+        if self._stopped is None and self.session.times_ticks(self._num_steps):
+            self.clock = TickClock(self._num_steps, device)
+        self._num_steps += 1
+
+    def end_step(self) -> None:
+        """Keep the times of a step. A device may still be busy; then the next step keeps them."""
+        if self.clock is not None:
+            self._stopped, self.clock = self.clock, None
+        self._save_ticks()
+
+    def _save_ticks(self) -> None:
+        clock, session = self._stopped, self.session
+        if clock is not None and clock.has_stopped():
+            self._stopped, place = None, (session.watching.run_dir, session.rank, clock.step)
+            session.planner.submit(lambda: save_ticks(*place, clock.times()))
+
+    def attending(self) -> contextlib.AbstractContextManager[None]:
+        """Return a scope of a call of attention, for the clock."""
+        return contextlib.nullcontext() if self.clock is None else self.clock.attention()
 
     def _plan_tick(
-        self, tick: Tick, own: Pass | None, documents: Sequence[Documents], device: torch.device
+        self,
+        name: str,
+        tick: Tick,
+        own: Pass | None,
+        documents: Sequence[Documents],
+        device: torch.device,
     ) -> list[PlannedCall]:
         calls = {stage: self._calls[stage] for stage in tick.stages}
         if not tick.is_forward:
@@ -188,9 +226,14 @@ class AttentionPool:
                 if kind.chunk_size:
                     held = held.chunked(kind.chunk_size)
                 arguments = (self.session, held, kind[:2], device, kind.shape)
-                by_rows[key] = plans.submit(*arguments, may_keep=False)
+                by_rows[key] = plans.submit(*arguments, may_keep=False, note={"tick": name})
             planned.append(PlannedCall(kind, stages, by_rows[key]))
         return planned
+
+
+def named(number: int, tick: Tick) -> str:
+    """Return the name of a step's tick, such as "tick 4: 0F3 1F2"."""
+    return f"tick {number}: {tick}"
 
 
 def _named(settings: Sequence[int]) -> str:
@@ -215,15 +258,28 @@ class RunningTick:
         calls: Sequence[PlannedCall],
     ) -> None:
         self.pool, self.caller = pool, FIRST_CALLER + number % NUM_CALLERS
-        self.name = f"tick {number}: {tick}"
+        self.name = named(number, tick)
         ops.name_caller(self.caller, self.name)
-        self._tick, self._documents = tick, documents
+        self._tick, self._own, self._documents = tick, own, documents
         self._stage = -1 if own is None else own.stage
         kinds = [Kind.FORWARD] if tick.is_forward else [Kind.BACKWARD]
         if pool.recompute and not tick.is_forward:
             kinds = [Kind.RECOMPUTED, Kind.BACKWARD]
         self._steps = [(which, call) for call in calls for which in kinds]
         self._next = 0  # of _steps
+
+    def timed(self) -> contextlib.AbstractContextManager[None]:
+        """Return a scope of this tick, for the clock. Its plans are known."""
+        if self.pool.clock is None:
+            return contextlib.nullcontext()
+        own = "" if self._own is None else self._tick.label(self._own)
+        seconds = sum(
+            (1 - FORWARD_SHARE if which == Kind.BACKWARD else FORWARD_SHARE)
+            * call.plan.report().seconds_after[self.pool.session.rank]
+            for which, call in self._steps
+        )
+        times = TickTimes(self.name, own, self._tick.is_forward, 1e3 * seconds)
+        return self.pool.clock.tick(times)
 
     def wait_for_plans(self) -> None:
         """Wait for the plans outside checkpoints: selective checkpointing refuses operators that
@@ -302,7 +358,8 @@ class RunningTick:
         which, call = self._steps[self._next]
         plan, details = call.plan, call.kind[3:]
         notice = [which, -1, self.caller, 0, *details, *[0] * (18 - len(details))]
-        ops.serve_call(notice, plan.layout, plan.rows, None, plan.group_name)
+        with self.pool.attending():
+            ops.serve_call(notice, plan.layout, plan.rows, None, plan.group_name)
         self._next += 1
 
 
@@ -321,7 +378,8 @@ class _Attention(torch.autograd.Function):
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
         settings = (softmax_scale, plan.group_name, 0, 0, pool.running.caller, softcap)
-        out, lse, _ = ops.core_attention(q, k, v, plan.layout, plan.rows, *settings)
+        with pool.attending():
+            out, lse, _ = ops.core_attention(q, k, v, plan.layout, plan.rows, *settings)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.pool, ctx.softmax_scale, ctx.softcap = pool, softmax_scale, softcap
@@ -334,8 +392,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan = ctx.pool.running.take(Kind.BACKWARD)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        gradients = ops.core_attention_backward(
-            *(grad_out, q, k, v, out, lse, plan.layout, plan.rows, ctx.softmax_scale),
-            *(plan.group_name, None, ctx.pool.running.caller, grad_lse, ctx.softcap),
-        )
+        with ctx.pool.attending():
+            gradients = ops.core_attention_backward(
+                *(grad_out, q, k, v, out, lse, plan.layout, plan.rows, ctx.softmax_scale),
+                *(plan.group_name, None, ctx.pool.running.caller, grad_lse, ctx.softcap),
+            )
         return *gradients, None, None, None, None

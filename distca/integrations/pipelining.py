@@ -186,6 +186,7 @@ class SchedulePooled(PipelineScheduleMulti):
         pairs = zip(inputs.kwargs, own_documents, strict=True)
         inputs.kwargs = [self._keywords_of(*each) for each in pairs]
         self._pool.reports.clear()
+        self._pool.begin_step(self._device)
         self._num_backward = dict.fromkeys(self._stage_of, 0)
         self._num_gradients.clear()
         sent: list[list[dist.Work]] = []
@@ -206,6 +207,7 @@ class SchedulePooled(PipelineScheduleMulti):
         with self._told("the end of a step"):
             for works in sent:
                 self._wait(works, "the last gradients of a step")
+        self._pool.end_step()
         if has_backward:
             self._finish_gradients()
         if losses is not None and self._last_stage is not None:
@@ -266,7 +268,8 @@ class SchedulePooled(PipelineScheduleMulti):
         running.wait_for_plans()
         self._pool.running = running
         try:
-            with attention.routed(documents, running.attend), _in_force(documents):
+            scopes = (attention.routed(documents, running.attend), _in_force(documents))
+            with scopes[0], scopes[1], running.timed():
                 yield
         finally:
             self._pool.running = None

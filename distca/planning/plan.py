@@ -204,9 +204,11 @@ def submit(
     device: torch.device,
     shape: AttentionShape | None,
     may_keep: bool = True,
+    note: dict | None = None,
 ) -> Plan:
     """Let the planner thread plan `documents`, and attach the plan to them. Servers may keep inputs
-    (`may_keep`) if forward and backward passes have the same plan."""
+    (`may_keep`) if forward and backward passes have the same plan. The plan's record includes
+    `note`."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     session.time_step(session.num_plans)
@@ -231,9 +233,8 @@ def submit(
     plan = documents._plans[key] = Plan(pending, device, session, batch)
     if session.monitor is not None:  # records on the planner thread, which has time
         can_ping_pong = device.type == "cuda" and session.cut is None and not session.servers
-        plan.observer = functools.partial(
-            _record, session, plan, problem.step, words, can_ping_pong
-        )
+        note = {"can_ping_pong": can_ping_pong, **(note or {})}
+        plan.observer = functools.partial(_record, session, plan, problem.step, words, note)
     return plan
 
 
@@ -242,14 +243,14 @@ def _record(
     plan: Plan,
     step: int,
     words: list[int],
-    can_ping_pong: bool,
+    note: dict,
     report: PlanReport,
 ) -> None:
     """Record a report. A plan without a shape, before any attention ran, assumes one."""
     shape = plan.solution().shape
     is_assumed = session.num_ranks > 1 and astuple(shape) != tuple(words[HEADER_WORDS:NODE_WORD])
     work = (shape.tile_flops(1), sum(shape.row_bytes()))
-    record = {**report.record(), "can_ping_pong": can_ping_pong}
+    record = {**report.record(), **note}
     session.planner.submit(session.monitor.record, step, record, work, is_assumed)
 
 

@@ -31,9 +31,12 @@ class Tick:
         """The stages that run, in order."""
         return sorted(each.stage for each in self.passes.values())
 
+    def label(self, own: Pass) -> str:
+        """Return "0F3" for micro-batch 3 in stage 0 in a forward tick."""
+        return f"{own.stage}{'F' if self.is_forward else 'B'}{own.micro_batch}"
+
     def __str__(self) -> str:
-        letter = "F" if self.is_forward else "B"
-        return " ".join(f"{stage}{letter}{index}" for stage, index in sorted(self.passes.values()))
+        return " ".join(map(self.label, sorted(self.passes.values())))
 
 
 def ticks_of(

@@ -72,14 +72,22 @@ class Session:
         times = [] if self.timed_step is None else ops.attention_times(self.group_name)
         if times:
             self.times_us, timed, self.timed_step = tuple(times), self.timed_step, None
-            # The first of all ranks keeps records.
-            keeps = self.world is not None or 0 in dist.get_process_group_ranks(self.group)
-            if self.watching.run_dir is not None and keeps:
+            if self._keeps_times():
                 self.planner.submit(self._save_spans, timed)
         every = self.watching.log_every or TIMED_EVERY
         if self.watching.is_on and self.timed_step is None and step % every == 0:
             ops.watch_step(self.group_name, step)
             self.timed_step = step
+
+    def times_ticks(self, step: int) -> bool:
+        """Return whether the ticks of a pipeline's step are timed."""
+        return self._keeps_times() and step % (self.watching.log_every or TIMED_EVERY) == 0
+
+    def _keeps_times(self) -> bool:
+        """Return whether ranks save times in the run's folder, which the first of all ranks has."""
+        if self.watching.run_dir is None:
+            return False
+        return self.world is not None or 0 in dist.get_process_group_ranks(self.group)
 
     def _save_spans(self, step: int) -> None:
         save_spans(self.watching.run_dir, self.rank, step, *ops.spans(self.group_name))

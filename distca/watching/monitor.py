@@ -13,7 +13,7 @@ from pathlib import Path
 from distca.watching.figures import MEASURED, STEPS_FILE, ExposedShare
 from distca.watching.report import draw_run
 from distca.watching.settings import Watching
-from distca.watching.trace import forget_spans
+from distca.watching.trace import forget_times
 
 PREDICTED_SECONDS = ("seconds_before", "seconds_after")
 PREDICTED_BYTES = ("bytes_out", "bytes_in", "kept_bytes")
@@ -40,7 +40,7 @@ class Monitor:
         self._file = self._writer = None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            forget_spans(self._folder)
+            forget_times(self._folder)
             self._file = (self._folder / STEPS_FILE).open("w", buffering=1)
         if watching.tensorboard:
             self._writer = _tensorboard_writer(self._folder / "tensorboard")

@@ -12,12 +12,15 @@ from pathlib import Path
 from distca.watching.figures import (
     LINKS,
     MEASURED,
+    SPANS_FOLDER,
     STEPS_FILE,
+    TICKS_FOLDER,
     ExposedShare,
     max_over_mean,
     without,
 )
-from distca.watching.trace import chrome_trace, read_spans
+from distca.watching.ticks import draw_ticks, trace_of_ticks
+from distca.watching.trace import chrome_trace, read_times
 
 StepsOfRanks = Sequence[Sequence[float]]
 
@@ -26,6 +29,7 @@ LEGEND = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 11}
 MAX_RANKS_IN_LEGEND = 16
 MAX_BARS = 4000  # of a run's picture; more take matplotlib minutes
 SUMMARY_FILE, PICTURE_FILE, TRACE_FILE = "summary.json", "balance.png", "trace.json"
+TICKS_PICTURE_FILE, TICKS_TRACE_FILE = "ticks.png", "ticks.json"
 
 
 def read_steps(folder: str | Path) -> list[dict]:
@@ -105,13 +109,17 @@ def table(values: dict) -> str:
 
 def draw_run(folder: str | Path) -> str:
     """Writes a run's summary.json, balance.png and trace.json (of the step timed last) into its
-    folder; returns the table, and says so where matplotlib is missing. Raises ValueError where
-    the folder has no records."""
+    folder, of a pipeline in ticks also ticks.png and ticks.json; returns the table, and says so
+    where matplotlib is missing. Raises ValueError where the folder has no records."""
     folder = Path(folder)
     steps = read_steps(folder)
     values = run_summary(steps)
     (folder / SUMMARY_FILE).write_text(json.dumps(values, indent=2) + "\n")
+    ticks = read_times(folder / TICKS_FOLDER)
     written = [SUMMARY_FILE, *_write_trace(folder, steps)]
+    if ticks:
+        (folder / TICKS_TRACE_FILE).write_text(json.dumps(trace_of_ticks(ticks)))
+        written.append(TICKS_TRACE_FILE)
     stride = -(-len(steps) * values["ranks"] // MAX_BARS)
     shown = steps[:: max(1, stride)]
     text = table(values)
@@ -121,15 +129,17 @@ def draw_run(folder: str | Path) -> str:
             *([step[f"seconds_{when}"] for step in shown] for when in ("before", "after")),
             **{name: shown[0][name] for name in ("servers", "idle") if shown[0].get(name)},
         )
+        if ticks:
+            draw_ticks(new_figure(16, 8), ticks).savefig(folder / TICKS_PICTURE_FILE, dpi=150)
     except ImportError as error:
         return f"{text}\n{error}"
-    written.append(PICTURE_FILE)
+    written += [PICTURE_FILE, *[TICKS_PICTURE_FILE] * bool(ticks)]
     return f"{text}\nwrote {', '.join(written)} to {folder}"
 
 
 def _write_trace(folder: Path, steps: Sequence[dict]) -> list[str]:
     """Names of the files written: none where no step was timed, or its record is missing."""
-    saved = read_spans(folder)
+    saved = read_times(folder / SPANS_FOLDER)
     record = next((each for each in steps if saved and each["step"] == saved[0]["step"]), None)
     if record is None or not any(each["spans"] for each in saved):
         return []

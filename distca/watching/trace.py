@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from distca.watching.figures import FORWARD_SHARE, SPANS_FOLDER
+from distca.watching.figures import FORWARD_SHARE, SPANS_FOLDER, TICKS_FOLDER
 
 # Rows of a rank in the trace, and the list of a step's record whose seconds they show.
 PREDICTED = {"without distca, predicted": "seconds_before", "planned": "seconds_after"}
@@ -23,26 +23,32 @@ def save_spans(
     `phases`, such as "forward early home tasks", and `times` int64 [num_spans, 3] (layer, begin,
     end) are as torch.ops.distca.spans returns them: nanoseconds since 1970.
     """
-    path = Path(folder) / SPANS_FOLDER / f"{rank}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     spans = [[phase, *row] for phase, row in zip(phases, times.tolist(), strict=True)]
+    save_times(Path(folder) / SPANS_FOLDER, {"rank": rank, "step": step, "spans": spans})
+
+
+def save_times(folder: Path, times: Mapping) -> None:
+    """Save times of a rank and a step in place of those of an earlier step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{times['rank']}.json"
     written = path.with_suffix(".new")  # readers see the earlier step or this one
-    written.write_text(json.dumps({"rank": rank, "step": step, "spans": spans}))
+    written.write_text(json.dumps(times))
     written.replace(path)
 
 
-def read_spans(folder: str | Path) -> list[dict]:
-    """What ranks have saved of the latest step, by rank; [] where nothing was."""
-    paths = (Path(folder) / SPANS_FOLDER).glob("*.json")
+def read_times(folder: Path) -> list[dict]:
+    """Return what ranks have saved of the latest step, by rank; [] if nothing was."""
+    paths = folder.glob("*.json")
     saved = [json.loads(path.read_text()) for path in paths]
     latest = max((each["step"] for each in saved), default=None)
     return sorted((each for each in saved if each["step"] == latest), key=lambda each: each["rank"])
 
 
-def forget_spans(folder: str | Path) -> None:
-    """Those of an earlier run in the same folder."""
-    for path in (Path(folder) / SPANS_FOLDER).glob("*.json"):
-        path.unlink()
+def forget_times(folder: Path) -> None:
+    """Remove those of an earlier run in the same folder."""
+    for name in (SPANS_FOLDER, TICKS_FOLDER):
+        for path in (folder / name).glob("*.json"):
+            path.unlink()
 
 
 def chrome_trace(record: Mapping, saved: Sequence[Mapping]) -> dict:

@@ -1,0 +1,66 @@
+"""Times the ticks of a pipeline's step, and the attention in them, without waiting for devices."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+from distca.watching.ticks import TickTimes
+
+Moment = int | torch.cuda.Event  # nanoseconds since 1970, or a moment of a device's stream
+
+
+class TickClock:
+    """The times of one step's ticks on this rank."""
+
+    def __init__(self, step: int, device: torch.device) -> None:
+        self.step, self._device = step, device
+        self._ticks: list[tuple[TickTimes, list[Moment]]] = []  # begin and end, and of each call
+
+    def _now(self) -> Moment:
+        if self._device.type != "cuda":
+            return time.time_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def tick(self, times: TickTimes) -> Iterator[None]:
+        """Time a tick."""
+        moments = [self._now()]
+        self._ticks.append((times, moments))
+        yield
+        moments.insert(1, self._now())
+
+    @contextlib.contextmanager
+    def attention(self) -> Iterator[None]:
+        """Time a call of attention in the latest tick."""
+        begin = self._now()
+        yield
+        self._ticks[-1][1].extend((begin, self._now()))
+
+    def has_stopped(self) -> bool:
+        """Return whether the device has come to the end of all ticks."""
+        moments = [each for _, moments in self._ticks for each in moments]
+        return self._device.type != "cuda" or all(each.query() for each in moments)
+
+    def times(self) -> list[TickTimes]:
+        """Return the times of all ticks, once they have stopped."""
+        first = self._ticks[0][1][0]
+        origin = first if isinstance(first, int) else time.time_ns() - self._since(first, None)
+        for times, moments in self._ticks:
+            begin, end, *calls = (origin + self._since(first, each) for each in moments)
+            times.begin, times.end = begin, end
+            times.attention = list(zip(calls[::2], calls[1::2], strict=True))
+        return [times for times, _ in self._ticks]
+
+    def _since(self, first: Moment, later: Moment | None) -> int:
+        """Return nanoseconds from `first` to `later`, or to now on a device."""
+        if isinstance(first, int):
+            return later - first
+        if later is None:  # an event of a stream without work comes at once
+            later = torch.cuda.Event(enable_timing=True)
+            later.record(torch.cuda.Stream(self._device))
+            later.synchronize()
+        return int(1e6 * first.elapsed_time(later))
