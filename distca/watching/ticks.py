@@ -70,7 +70,7 @@ def draw_ticks(figure, saved: Sequence[Mapping]):
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
     for color, name in ((FORWARD_COLOR, "forward"), (BACKWARD_COLOR, "backward")):
-        planned.barh([], [], color=color, label=name)
+        planned.plot([], [], color=color, linewidth=8, label=name)
     planned.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=11)
     return figure
 
