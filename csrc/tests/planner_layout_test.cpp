@@ -13,13 +13,13 @@
 namespace distca::planner {
 namespace {
 
-using Token = std::pair<int64_t, int64_t>;           // document, position
+using Place = std::pair<int64_t, int64_t>;           // document, position
 using Pair = std::tuple<int64_t, int64_t, int64_t>;  // document, query, key
-using Rows = std::vector<Token>;
+using Places = std::vector<Place>;
 
 // Each rank's rows, filled with the tokens that live there.
-std::vector<Rows> home_rows(const Pack& pack) {
-  std::vector<Rows> rows(pack.num_ranks);
+std::vector<Places> home_rows(const Pack& pack) {
+  std::vector<Places> rows(pack.num_ranks);
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) rows[rank].resize(pack.num_rows[rank]);
   for (size_t i = 0; i < pack.documents.size(); ++i) {
     for (const Segment& segment : pack.segments_of(pack.documents[i])) {
@@ -32,9 +32,9 @@ std::vector<Rows> home_rows(const Pack& pack) {
 }
 
 // The same without context.
-std::vector<Rows> home_queries(const Pack& pack) {
-  std::vector<Rows> rows = home_rows(pack);
-  for (Rows& of_rank : rows) {
+std::vector<Places> home_queries(const Pack& pack) {
+  std::vector<Places> rows = home_rows(pack);
+  for (Places& of_rank : rows) {
     std::erase_if(of_rank, [&](const auto& row) {
       return row.second < pack.documents[row.first].first_query;
     });
@@ -55,9 +55,9 @@ const Tables kKeyTables = {&SlotLayout::send_k_rows, &SlotLayout::recv_k_rows,
                            &SlotLayout::send_k_runs, &SlotLayout::recv_k_runs};
 
 // Sends rows as the tables say; returns every rank's visiting rows.
-std::vector<Rows> exchange(const std::vector<SlotLayout>& layouts, const std::vector<Rows>& home,
-                           const Tables& tables) {
-  std::vector<Rows> slots(layouts.size());
+std::vector<Places> exchange(const std::vector<SlotLayout>& layouts,
+                             const std::vector<Places>& home, const Tables& tables) {
+  std::vector<Places> slots(layouts.size());
   std::vector<std::vector<int64_t>> indices;
   for (const SlotLayout& layout : layouts) indices.push_back(rows_of(layout.*tables.index));
   std::vector<size_t> sent(layouts.size(), 0);
@@ -71,7 +71,7 @@ std::vector<Rows> exchange(const std::vector<SlotLayout>& layouts, const std::ve
       }
     }
   }
-  std::vector<Rows> visiting(layouts.size());
+  std::vector<Places> visiting(layouts.size());
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
     EXPECT_EQ(sent[rank], indices[rank].size());
     const std::vector<int64_t> row = rows_of(layouts[rank].*tables.visiting_row);
@@ -89,7 +89,7 @@ std::vector<Rows> exchange(const std::vector<SlotLayout>& layouts, const std::ve
 }
 
 // Adds the pairs that a kernel scores for the task, which knows rows and key indices only.
-void compute(const PlacedTask& task, const Mask& mask, const Rows& q_rows, const Rows& k_rows,
+void compute(const PlacedTask& task, const Mask& mask, const Places& q_rows, const Places& k_rows,
              std::map<Pair, int64_t>& computed) {
   for (int64_t i = 0; i < task.num_q_rows; ++i) {
     const auto [document, query] = q_rows.at(task.q_row + i);
@@ -104,9 +104,9 @@ void compute(const PlacedTask& task, const Mask& mask, const Rows& q_rows, const
 
 std::map<Pair, int64_t> execute(const Pack& pack, const Plan& plan,
                                 const std::vector<SlotLayout>& layouts) {
-  const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
-  const std::vector<Rows> queries = exchange(layouts, own_queries, kQueryTables);
-  const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
+  const std::vector<Places> home = home_rows(pack), own_queries = home_queries(pack);
+  const std::vector<Places> queries = exchange(layouts, own_queries, kQueryTables);
+  const std::vector<Places> keys = exchange(layouts, home, kKeyTables);
   std::map<Pair, int64_t> computed;
   for (size_t rank = 0; rank < layouts.size(); ++rank) {
     for (const PlacedTask& task : home_tasks(layouts[rank])) {
@@ -132,7 +132,7 @@ std::map<Pair, int64_t> expected_pairs(const Pack& pack, const Mask& mask) {
 }
 
 // Every row once, by (document, position): each document's keys reach a server once.
-void expect_ordered(const Rows& rows) {
+void expect_ordered(const Places& rows) {
   for (size_t i = 1; i < rows.size(); ++i) ASSERT_LT(rows[i - 1], rows[i]);
 }
 
@@ -182,9 +182,9 @@ TEST(Layout, VisitingRowsAreOrderedAndUnique) {
     const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
     const Plan plan = make_plan(pack, draw_options(random));
     const std::vector<SlotLayout> layouts = make_layouts(pack, plan);
-    const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
-    for (const Rows& rows : exchange(layouts, own_queries, kQueryTables)) expect_ordered(rows);
-    for (const Rows& rows : exchange(layouts, home, kKeyTables)) expect_ordered(rows);
+    const std::vector<Places> home = home_rows(pack), own_queries = home_queries(pack);
+    for (const Places& rows : exchange(layouts, own_queries, kQueryTables)) expect_ordered(rows);
+    for (const Places& rows : exchange(layouts, home, kKeyTables)) expect_ordered(rows);
   }
 }
 
@@ -196,14 +196,14 @@ TEST(Layout, DeliveriesBringTheVisitingRows) {
     const Pack pack = make_pack(draw_pieces(random, 4, 60), 4);
     const Plan plan = make_plan(pack, draw_options(random));
     const std::vector<SlotLayout> layouts = make_layouts(pack, plan);
-    const std::vector<Rows> home = home_rows(pack), own_queries = home_queries(pack);
-    const std::vector<Rows> queries = exchange(layouts, own_queries, kQueryTables);
-    const std::vector<Rows> keys = exchange(layouts, home, kKeyTables);
+    const std::vector<Places> home = home_rows(pack), own_queries = home_queries(pack);
+    const std::vector<Places> queries = exchange(layouts, own_queries, kQueryTables);
+    const std::vector<Places> keys = exchange(layouts, home, kKeyTables);
     std::vector<size_t> num_brought(4, 0);
     for (int64_t rank = 0; rank < 4; ++rank) {
       for (const Delivery& delivery : movement_of(pack, plan, rank).sent) {
-        const auto bring = [&](const std::vector<RowPlace>& places, const Rows& from,
-                               const Rows& to) {
+        const auto bring = [&](const std::vector<RowPlace>& places, const Places& from,
+                               const Places& to) {
           for (const auto& [home_row, visiting_row, result_row, num_rows] : places) {
             num_brought[delivery.peer] += static_cast<size_t>(num_rows);
             for (int64_t i = 0; i < num_rows; ++i) {

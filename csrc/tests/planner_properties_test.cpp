@@ -41,7 +41,7 @@ std::vector<Task> home_tasks(const Pack& pack) {
   return tasks;
 }
 
-Plan home_plan(const Pack& pack, const PlanOptions& options) {
+Plan plan_at_home(const Pack& pack, const PlanOptions& options) {
   Plan plan{pack.num_ranks, options.mask, home_tasks(pack), {}, 0};
   plan.loads = count_loads(pack, options, plan.tasks);
   plan.digest = digest_of(pack, plan.mask, plan.tasks);
@@ -86,7 +86,7 @@ double fair_seconds(const Pack& pack, const PlanOptions& options) {
 
 // A step that is balanced as it lies fetches keys alone, and keys only for crossing documents.
 std::string check_moves(const Pack& pack, const PlanOptions& options, const Plan& plan) {
-  const Plan home = home_plan(pack, options);
+  const Plan home = plan_at_home(pack, options);
   if (!check_servers(options, home).empty()) return "";
   if (layer_seconds(plan.loads, options.links) >
       layer_seconds(home.loads, options.links) * (1 + 1e-9)) {
@@ -150,7 +150,7 @@ TEST(PlannerProperties, OfRandomSteps) {
     const Pack pack = make_pack(draw_pieces(random, num_ranks, draw(random, 1, 300)), num_ranks);
     PlanOptions options = draw_options(random);
     if (draw(random, 0, 1) == 0) draw_cluster(random, num_ranks, options);
-    const Plan home = home_plan(pack, options);
+    const Plan home = plan_at_home(pack, options);
     Plan plan;
     try {
       plan = make_plan(pack, options);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,8 +13,6 @@
 
 namespace distca::planner {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // The Budget of one search: a constant part, and a part for each item. It bounds planning time to
 // about the time of a step's attention, wherever documents lie. All attempts of a search share it;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <tuple>
 #include <vector>
@@ -9,6 +10,8 @@
 #include "heuristics.h"
 
 namespace distca::planner {
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Query rows of one document on one server. Items are packed into servers, the bins.
 struct Item {
