@@ -90,6 +90,31 @@ def extension(with_cuda: bool):
     )
 
 
+def join_rooms(files: list[str], folder: Path) -> list[str]:
+    """Write the C++ files of each room into one that includes them, in `folder`: headers, PyTorch's
+    above all, take most of the time that a file compiles. Return the files to compile."""
+    rooms: dict[str, list[str]] = {}
+    for file in files:
+        if file.endswith(".cpp"):
+            rooms.setdefault(Path(file).parts[1], []).append(file)
+    folder.mkdir(parents=True, exist_ok=True)
+    joined = []
+    for room, members in rooms.items():
+        path = folder / f"{room}.cpp"
+        text = "".join(f'#include "{ROOT / member}"\n' for member in members)
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+        joined.append(str(path.relative_to(ROOT)))
+    return joined + [file for file in files if not file.endswith(".cpp")]
+
+
+class Build(BuildExtension):
+    def build_extension(self, ext) -> None:
+        listed, ext.sources = ext.sources, join_rooms(ext.sources, ROOT / "build" / "rooms")
+        super().build_extension(ext)
+        ext.sources = listed
+
+
 def num_jobs() -> int:
     """One for each core, but at most as many as the memory holds."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -104,6 +129,6 @@ TORCH = ".".join(torch.__version__.split(".")[:2])
 setup(
     install_requires=[f"torch=={TORCH}.*", "numpy"],  # the library serves one minor version
     ext_modules=[extension(wants_cuda())],
-    cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
+    cmdclass={"build_ext": Build.with_options(no_python_abi_suffix=True)},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},  # the library uses nothing of Python
 )

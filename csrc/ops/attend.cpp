@@ -120,7 +120,7 @@ std::tuple<at::Tensor, at::Tensor> attend_autograd(const at::Tensor& q, const at
   return {results[0], results[1]};
 }
 
-void bind(torch::Library& m) {
+void bind_attend(torch::Library& m) {
   m.impl("attend", attend);
   m.impl("attend_backward", attend_backward);
 }
@@ -129,13 +129,13 @@ void bind(torch::Library& m) {
 }  // namespace distca::ops
 
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  distca::ops::bind(m);
+  distca::ops::bind_attend(m);
 }
 
 // Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
 // dispatcher's.
 TORCH_LIBRARY_IMPL(distca, CUDA, m) {
-  distca::ops::bind(m);
+  distca::ops::bind_attend(m);
 }
 
 TORCH_LIBRARY_IMPL(distca, Autograd, m) {

@@ -26,7 +26,7 @@ using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
 // Heads of q and of k and v that travel together: part `index` of `count`.
-struct Part {
+struct HeadPart {
   int64_t index;
   int64_t count;
 
@@ -43,10 +43,10 @@ struct Part {
 
 // Returns the parts of a call, equal on all ranks. Rows of the next part travel while visiting
 // tasks of this one run.
-std::vector<Part> parts_of(const Call& call) {
+std::vector<HeadPart> parts_of(const Call& call) {
   const int64_t wanted = call.transport->takes_parts() ? call.layout->num_parts : 1;
   const int64_t count = call.inputs.k.size(1) % wanted == 0 ? wanted : 1;
-  std::vector<Part> parts;
+  std::vector<HeadPart> parts;
   for (int64_t i = 0; i < count; ++i) parts.push_back({i, count});
   return parts;
 }
@@ -55,9 +55,9 @@ void forward_round(const Call& call, const Round& round, const Results& results,
                    const transport::Inputs& kept, const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   const auto& [out, lse] = results;
-  const std::vector<Part> parts = parts_of(call);
+  const std::vector<HeadPart> parts = parts_of(call);
   std::vector<transport::Cargo> cargos;
-  for (const Part& part : parts) {
+  for (const HeadPart& part : parts) {
     cargos.push_back(
         {.inputs = part.of(call.inputs), .query_results = {part.of(out), part.of(lse)}});
   }
@@ -68,7 +68,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   in_phase(call, kEarlyTasks, [&] {
     attention::forward({q, k, v, round.early, out, lse}, params);
   });
-  for (const Part& part : parts) {
+  for (const HeadPart& part : parts) {
     const transport::Visiting visiting =
         in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
     in_phase(call, kVisitingTasks, [&] {
@@ -149,11 +149,11 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   const auto& [q, k, v] = call.inputs;
   const auto& [grad_out, saved] = inputs;
   const auto& [dq, dk, dv] = gradients;
-  const std::vector<Part> parts = parts_of(call);
+  const std::vector<HeadPart> parts = parts_of(call);
   std::vector<transport::Inputs> kept_parts;
-  for (const Part& part : parts) kept_parts.push_back(part.of(kept));
+  for (const HeadPart& part : parts) kept_parts.push_back(part.of(kept));
   std::vector<transport::Cargo> cargos;
-  for (const Part& part : parts) {
+  for (const HeadPart& part : parts) {
     cargos.push_back({.inputs = part.of(call.inputs),
                       .with_queries = {part.of(grad_out), part.of(saved.lse), part.of(delta)},
                       .query_results = {part.of(dq)},
@@ -373,7 +373,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> core_attention_autograd(
   return {results[0], results[1], results[2]};
 }
 
-void bind(torch::Library& m) {
+void bind_core_attention(torch::Library& m) {
   m.impl("core_attention", core_attention);
   m.impl("core_attention_backward", core_attention_backward);
   m.impl("exchange", exchange);
@@ -384,13 +384,13 @@ void bind(torch::Library& m) {
 }  // namespace distca::ops
 
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  distca::ops::bind(m);
+  distca::ops::bind_core_attention(m);
 }
 
 // Also in a library without CUDA, so that a CUDA tensor gets distca's error and not the
 // dispatcher's.
 TORCH_LIBRARY_IMPL(distca, CUDA, m) {
-  distca::ops::bind(m);
+  distca::ops::bind_core_attention(m);
 }
 
 TORCH_LIBRARY_IMPL(distca, Autograd, m) {

@@ -22,7 +22,7 @@ struct PartOfNode {
 // Returns the parts inside the rank's node and between nodes.
 std::array<PartOfNode, 2> parts_of(const LayoutHeader& layout, const Movement& movement) {
   const auto& [rank, num_ranks] = std::tie(layout.rank, layout.num_ranks);
-  const Range node = node_of(rank, num_ranks, layout.ranks_per_node);
+  const distca::Range node = node_of(rank, num_ranks, layout.ranks_per_node);
   return {{{part_of(movement, node, Reach::kInside), rank - node.begin, num_rows(node)},
            {part_of(movement, node, Reach::kBetween), rank, num_ranks}}};
 }
