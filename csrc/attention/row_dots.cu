@@ -1,6 +1,6 @@
 #include <ATen/Dispatch.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include "backend.h"
 #include "core/rows.h"
@@ -51,7 +51,7 @@ void row_dots_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& d
         in_vectors ? row_dots_kernel<scalar_t, kVector> : row_dots_kernel<scalar_t, 1>;
     const int64_t num_dots = dots.numel();
     const auto num_blocks = static_cast<unsigned>(ceil_div(num_dots, kDotsPerBlock));
-    kernel<<<num_blocks, dim3(kLanes, kDotsPerBlock), 0, at::cuda::getCurrentCUDAStream()>>>(
+    kernel<<<num_blocks, dim3(kLanes, kDotsPerBlock), 0, c10::cuda::getCurrentCUDAStream()>>>(
         a.const_data_ptr<scalar_t>(), b.const_data_ptr<scalar_t>(), dots.mutable_data_ptr<float>(),
         num_dots, a.size(2));
     C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -1,7 +1,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <bit>
@@ -194,7 +194,7 @@ void launch(const std::vector<Item>& items, const Seal& seal) {
     if (all.num_items == 0) return;
     const int64_t num_units = all.items[all.num_items - 1].end;
     copy_rows_kernel<kPacks>
-        <<<num_blocks(num_units), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(all, seal);
+        <<<num_blocks(num_units), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(all, seal);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     all.num_items = 0;
   };
@@ -256,14 +256,14 @@ void reduce_rows_cuda(const at::Tensor& src, const Reduction& reduction, const a
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dst.scalar_type(), "reduce_rows", [&] {
     const int64_t num_columns = plain.dst.row_bytes / static_cast<int64_t>(sizeof(scalar_t));
     reduce_rows_kernel<scalar_t>
-        <<<num_blocks(plain.num_rows), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
+        <<<num_blocks(plain.num_rows), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
             plain, num_columns);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 
 void hold_current_stream() {
-  hold_kernel<<<1, 1, 0, at::cuda::getCurrentCUDAStream()>>>();
+  hold_kernel<<<1, 1, 0, c10::cuda::getCurrentCUDAStream()>>>();
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
