@@ -81,11 +81,22 @@ def run_ranks(
     arguments: list, num_ranks: int, env: dict, cwd: Path | None = None, timeout_s: float = 120
 ) -> subprocess.CompletedProcess:
     """Run a program on several ranks as torchrun does: if one fails, the others are ended."""
+    environments = [{**env, **place} for place in places(num_ranks, free_port())]
+    return _run_together(arguments, environments, cwd, timeout_s)
+
+
+def run_alone(
+    arguments: list, env: dict, cwd: Path | None = None, timeout_s: float = 120
+) -> subprocess.CompletedProcess:
+    """Run a program in one process that is no rank."""
+    return _run_together(arguments, [env], cwd, timeout_s)
+
+
+def _run_together(
+    arguments: list, environments: list[dict], cwd: Path | None, timeout_s: float
+) -> subprocess.CompletedProcess:
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        processes = [
-            start(arguments, {**env, **place}, stdout, stderr, cwd)
-            for place in places(num_ranks, free_port())
-        ]
+        processes = [start(arguments, env, stdout, stderr, cwd) for env in environments]
         deadline, is_late = time.monotonic() + timeout_s, False
         while any(each.poll() is None for each in processes):
             is_late = time.monotonic() > deadline

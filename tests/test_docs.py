@@ -220,7 +220,7 @@ def check_quickstart(arguments: list[str], folder: Path) -> None:
         re.DOTALL | re.MULTILINE,
     )
     (folder / "quickstart.py").write_text(script)
-    lines = torchrun(["quickstart.py"], folder).splitlines()
+    lines = run_two_ranks(["quickstart.py"], folder).splitlines()
     assert len(lines) == 20 and all(re.fullmatch(r"1\.[5-9]\d -> 1\.0\d", line) for line in lines)
 
 

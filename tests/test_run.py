@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_command
+from programs import run_alone, run_ranks
 
 import distca
 from distca import options, run
@@ -65,6 +66,7 @@ def script(tmp_path):
 
 
 def launch(arguments: list, tmp_path: Path, num_ranks: int = 1) -> subprocess.CompletedProcess:
+    """Run distca.run in a new interpreter; two ranks by torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", "distca.run"]
     return run_command(
@@ -74,8 +76,16 @@ def launch(arguments: list, tmp_path: Path, num_ranks: int = 1) -> subprocess.Co
     )
 
 
+def launch_forked(arguments: list, tmp_path: Path, num_ranks: int = 1):
+    """Run distca.run in processes that start quickly."""
+    command = ["-m", "distca.run", *arguments]
+    if num_ranks > 1:
+        return run_ranks(command, num_ranks, ENVIRONMENT, tmp_path)
+    return run_alone(command, ENVIRONMENT, tmp_path)
+
+
 def test_help_lists_every_option(tmp_path):
-    result = launch(["--help"], tmp_path)
+    result = launch_forked(["--help"], tmp_path)
     assert result.returncode == 0
     text = " ".join(result.stdout.split())
     words = re.sub(r"\W+", "", result.stdout)  # argparse breaks lines, also at hyphens
@@ -90,7 +100,7 @@ def test_help_lists_every_option(tmp_path):
 
 @pytest.mark.parametrize("flags, num_ranks", [(["--log-every", "1"], 1), ([], 2)])
 def test_a_script_that_never_calls_distca_is_told_so(script, tmp_path, flags, num_ranks):
-    result = launch([*flags, script("")], tmp_path, num_ranks)
+    result = launch_forked([*flags, script("")], tmp_path, num_ranks)
     assert result.returncode == 0
     assert result.stderr.count("train.py ended without a plan, so nothing was balanced") == 1
 
@@ -153,13 +163,13 @@ def test_under_torchrun_options_reach_the_group(script, tmp_path):
 
 
 def test_an_exception_of_the_script_fails_the_launch(script, tmp_path):
-    result = launch([script("raise RuntimeError('planted failure')\n")], tmp_path)
+    result = launch_forked([script("raise RuntimeError('planted failure')\n")], tmp_path)
     assert result.returncode not in (0, 2)
     assert "planted failure" in result.stderr
 
 
 def test_the_launcher_returns_the_scripts_exit_code(script, tmp_path):
-    assert launch([script("import sys; sys.exit(7)\n")], tmp_path).returncode == 7
+    assert launch_forked([script("import sys; sys.exit(7)\n")], tmp_path).returncode == 7
 
 
 @pytest.mark.parametrize(
