@@ -62,7 +62,7 @@ tidy:
 	clang-tidy --quiet $$(find csrc/core csrc/planner -name "*.cpp") -- -std=c++20 -Icsrc
 
 test-python: $(LIBRARY)
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # What starts no processes: two thirds of the code's tests in half a minute.
 test-quick: $(LIBRARY)

@@ -11,9 +11,19 @@ STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|programs|run_command|Ranks|torchrun|init_process_group)\b"
 )
 
-
-# Files that take longest run first, so that workers of pytest-xdist end together.
-LONGEST = ("test_transformers_families.py", "test_docs.py", "test_torchtitan_pipelines.py")
+# Files that take longest run first, so that workers of pytest-xdist end together. It keeps this
+# order with --no-loadscope-reorder; otherwise files with few tests, however long, come last.
+LONGEST = (
+    "test_transformers_families.py",
+    "test_transformers_training.py",
+    "test_docs.py",
+    "test_hybrid.py",
+    "test_step_benchmarks.py",
+    "test_fault_scripts.py",
+    "test_torchtitan_pipelines.py",
+    "test_pipelining_faults.py",
+    "test_compile.py",
+)
 
 
 def uses_processes(item: pytest.Item) -> bool:
@@ -24,7 +34,8 @@ def uses_processes(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     for item in items:
         if uses_processes(item):
             item.add_marker("processes")
