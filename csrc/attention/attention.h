@@ -48,6 +48,9 @@ struct Scores {
 struct Params : Scores {
   // Gradients equal bit by bit in every run, as under torch.use_deterministic_algorithms.
   bool deterministic = false;
+  // Kernels of streams with a higher priority, such as those that move rows, must not have to wait
+  // until this call has ended.
+  bool shares_device = false;
 };
 
 // Throws ValueError unless a back end supports such queries and values with a positive scale. The

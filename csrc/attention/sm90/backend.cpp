@@ -131,7 +131,8 @@ void forward(const ForwardRows& rows, const Params& params) {
                       .fronts = is_deterministic(params) ? nullptr : fronts,
                       .window = window_of(rows.tasks.mask),
                       .softmax_scale = static_cast<float>(params.softmax_scale),
-                      .softcap = static_cast<float>(params.softcap)},
+                      .softcap = static_cast<float>(params.softcap),
+                      .shares_device = params.shares_device},
           stream);
 }
 
@@ -161,7 +162,8 @@ void backward(const BackwardRows& rows, const Params& params) {
                     .window = window_of(rows.tasks.mask),
                     .softmax_scale = static_cast<float>(params.softmax_scale),
                     .softcap = static_cast<float>(params.softcap),
-                    .deterministic = is_deterministic(params)};
+                    .deterministic = is_deterministic(params),
+                    .shares_device = params.shares_device};
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   const BackwardSizes sizes = backward_sizes(call);
   const c10::DataPtr ticket = zeros(sizeof(int32_t), stream), dq_sums = workspace(sizes.dq_sums),

@@ -74,9 +74,10 @@ struct BackwardFeed {
   // enough to hide the way of the keys, late enough to leave work to blocks that are ahead, and not
   // before the other thread has read that item.
   __device__ __forceinline__ void bring_keys() {
+    const auto most = static_cast<uint32_t>(arguments.tickets_of_block);
     for (uint32_t n = 0;; ++n) {
       if (n > 0) slot_ring(kItemAsked).wait_idle(n - 1);
-      const int32_t number = atomicAdd(arguments.ticket, 1);
+      const int32_t number = n < most ? atomicAdd(arguments.ticket, 1) : arguments.num_items;
       slot_ring(kSlotEmpty).wait_before(n);
       BackwardItem& item = item_slot(n);
       item.num_rows = -1;

@@ -47,27 +47,28 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = BackwardMemory<Shape>::kBytes;
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const auto heads_kv = static_cast<int32_t>(call.k.heads);
-  const BackwardArguments arguments{
-      .q = make_ragged_map(call.q, Shape::kRows),
-      .k = make_ragged_map(call.k, Shape::kKeyRows),
-      .v = make_ragged_map(call.v, Shape::kKeyRows),
-      .grad_out = make_ragged_map(call.grad_out, Shape::kRows),
-      .dk = make_ragged_map(call.dk, Shape::kKeyRows),
-      .dv = make_ragged_map(call.dv, Shape::kKeyRows),
-      .tiles = call.tiles.tiles,
-      .blocks = call.tiles.blocks,
-      .ticket = call.ticket,
-      .num_items = call.tiles.num_blocks * (kKeyBlockRows / Shape::kKeyRows) * heads_kv,
-      .heads_q = heads_q,
-      .heads_kv = heads_kv,
-      .heads_per_key = heads_q / heads_kv,
-      .row_stats = call.row_stats,
-      .dq_sums = call.dq_sums,
-      .window = call.window,
-      .softmax_scale = call.softmax_scale,
-      .cap = softcap_of(call)};
-  const int num_blocks = std::min(arguments.num_items, num_multiprocessors());
-  launch_kernel(backward_kernel<Shape>, {num_blocks, Shape::kThreads, kSharedBytes}, stream,
+  const int32_t num_items = call.tiles.num_blocks * (kKeyBlockRows / Shape::kKeyRows) * heads_kv;
+  const Shift shift = shift_for(num_items, call.shares_device);
+  const BackwardArguments arguments{.q = make_ragged_map(call.q, Shape::kRows),
+                                    .k = make_ragged_map(call.k, Shape::kKeyRows),
+                                    .v = make_ragged_map(call.v, Shape::kKeyRows),
+                                    .grad_out = make_ragged_map(call.grad_out, Shape::kRows),
+                                    .dk = make_ragged_map(call.dk, Shape::kKeyRows),
+                                    .dv = make_ragged_map(call.dv, Shape::kKeyRows),
+                                    .tiles = call.tiles.tiles,
+                                    .blocks = call.tiles.blocks,
+                                    .ticket = call.ticket,
+                                    .num_items = num_items,
+                                    .tickets_of_block = shift.num_tickets,
+                                    .heads_q = heads_q,
+                                    .heads_kv = heads_kv,
+                                    .heads_per_key = heads_q / heads_kv,
+                                    .row_stats = call.row_stats,
+                                    .dq_sums = call.dq_sums,
+                                    .window = call.window,
+                                    .softmax_scale = call.softmax_scale,
+                                    .cap = softcap_of(call)};
+  launch_kernel(backward_kernel<Shape>, {shift.num_blocks, Shape::kThreads, kSharedBytes}, stream,
                 arguments);
 }
 

@@ -11,11 +11,11 @@
 #include "softmax.cuh"
 #include "tile_io.cuh"
 
-// One block per multiprocessor takes tickets, a (tile, head) each, longest first. One thread turns
-// tickets into jobs, another copies queries, keys and values to shared memory. Warpgroups of 64
-// query rows each compute softmax(Q K^T) V, one block of keys after another. The softmax of a block
-// overlaps the product of the block before it. Warpgroups take turns, so it also overlaps another's
-// products. The first scores of a job are computed while the previous job's results are written.
+// Persistent blocks take tickets, a (tile, head) each, longest first. One thread turns tickets into
+// jobs, another copies queries, keys and values to shared memory. Warpgroups of 64 query rows each
+// compute softmax(Q K^T) V, one block of keys after another. The softmax of a block overlaps the
+// product of the block before it. Warpgroups take turns, so it also overlaps another's products.
+// The first scores of a job are computed while the previous job's results are written.
 namespace distca::attention::sm90 {
 
 template <typename T, int kHeadDim_, int kValueDim_, int kKeyRows_, int kWarpgroups_,
@@ -76,11 +76,12 @@ struct ForwardMemory {
 // Takes tickets, one job ahead of the threads that work on them.
 template <typename Shape>
 __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, uint32_t barriers) {
+  int32_t left = arguments.tickets_of_block;
   for (uint32_t i = 0;; ++i) {
     ring_at(barriers, kJobEmpty).wait_before(i);
     Job job;
     do {
-      const int32_t item = atomicAdd(arguments.ticket, 1);
+      const int32_t item = left-- > 0 ? atomicAdd(arguments.ticket, 1) : arguments.num_items;
       job = item < arguments.num_items ? job_of<Shape::kKeyRows>(item, arguments) : Job{.head = -1};
     } while (job.pairs_heads && job.head % 2 != 0);
     in_block<Job>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)] = job;
@@ -515,6 +516,8 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
   static_assert(Shape::kRows == forward_tile_rows(Shape::kHeadDim));
   constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes;
   const auto heads_q = static_cast<int32_t>(call.q.heads);
+  const int32_t num_items = call.tiles.num_tiles * heads_q;
+  const Shift shift = shift_for(num_items, call.shares_device);
   const ForwardArguments arguments{
       .q = make_ragged_map(call.q, 64),
       .k = make_ragged_map(call.k, Shape::kKeyRows),
@@ -524,14 +527,14 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
       .ticket = call.ticket,
       .fronts = call.fronts,
       .lse = call.lse,
-      .num_items = call.tiles.num_tiles * heads_q,
+      .num_items = num_items,
+      .tickets_of_block = shift.num_tickets,
       .heads_q = heads_q,
       .heads_per_key = static_cast<int32_t>(call.q.heads / call.k.heads),
       .window = call.window,
       .softmax_scale = call.softmax_scale,
       .cap = softcap_of(call)};
-  const int num_blocks = std::min(arguments.num_items, num_multiprocessors());
-  launch_kernel(forward_kernel<Shape>, {num_blocks, Shape::kThreads, kSharedBytes}, stream,
+  launch_kernel(forward_kernel<Shape>, {shift.num_blocks, Shape::kThreads, kSharedBytes}, stream,
                 arguments);
 }
 

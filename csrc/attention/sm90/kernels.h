@@ -61,7 +61,8 @@ struct ForwardCall {
   uint64_t* fronts;  // kNumFronts words, zero; null: sums are taken in the same order every time
   Window window;
   float softmax_scale;
-  float softcap;  // 0: none
+  float softcap;       // 0: none
+  bool shares_device;  // see Params
 };
 
 void forward(const ForwardCall& call, cudaStream_t stream);
@@ -88,6 +89,7 @@ struct BackwardCall {
   float softmax_scale;
   float softcap;  // 0: none
   bool deterministic;
+  bool shares_device;  // see Params
 };
 
 // Of the tensors and tiles of `call`.

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -22,6 +23,24 @@ inline int num_multiprocessors() {
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
         "cudaDeviceGetAttribute");
   return count;
+}
+
+// Blocks of a launch that take tickets for its items, and how many each may take.
+struct Shift {
+  int num_blocks;
+  int32_t num_tickets;
+};
+
+// Persistent blocks, one for each multiprocessor, keep all others out until the last item. Where
+// the device is shared, blocks end earlier, and kernels of streams with a higher priority get in.
+inline Shift shift_for(int32_t num_items, bool shares_device) {
+  constexpr int32_t kShifts = 12;
+  const int num_persistent = num_multiprocessors();
+  if (!shares_device || num_items <= num_persistent) {
+    return {std::min(num_items, num_persistent), num_items};
+  }
+  const int32_t num_tickets = std::max(1, num_items / (kShifts * num_persistent));
+  return {(num_items + num_tickets - 1) / num_tickets, num_tickets};
 }
 
 struct LaunchShape {
