@@ -95,8 +95,8 @@ struct Visiting {
 };
 
 // Moves one round's rows to their servers and their results back. Every rank of the group calls
-// dispatch, arrive (once for each cargo), combine and collect in this order. Work that a rank puts
-// on the current stream between them overlaps with communication. On CUDA the current stream waits
+// dispatch, then arrive and combine for each cargo, then collect. Work that a rank puts on the
+// current stream between them overlaps with communication. On CUDA the current stream waits
 // for rows, not the host. Throws DistBackendError if a peer is gone or makes another call. The
 // message names the ranks at fault and this rank's place in the step.
 class RoundTrip {
@@ -112,7 +112,7 @@ class RoundTrip {
   virtual void arrive_in(const Visiting& /*room*/) {
     TORCH_INTERNAL_ASSERT(false, "this transport has its own memory for visiting rows");
   }
-  // Sends the results of all cargos' visiting rows to their homes. They must have been computed.
+  // Sends the results of this cargo's visiting rows to their homes. They must have been computed.
   virtual void combine() = 0;
   // Waits for results and writes them to the cargos' tensors.
   virtual void collect() = 0;
@@ -139,8 +139,11 @@ class Transport {
                                            const Where& where) = 0;
 
   // Whether begin() takes several cargos. Visiting tasks of one then run while rows of the next
-  // arrive.
+  // arrive, and while results of the one before leave.
   virtual bool takes_parts() const { return false; }
+
+  // Whether kernels that move rows need multiprocessors while tasks run.
+  virtual bool shares_device() const { return false; }
 
   // Returns the timed exchanges that have ended since the last call. For any thread.
   virtual std::vector<ExchangeTime> take_times() { return {}; }

@@ -16,6 +16,7 @@ class HybridTransport : public Transport {
 
   std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
                                    const Where& where) override;
+  bool shares_device() const override { return between_->shares_device(); }
 
  private:
   std::shared_ptr<Transport> inside_, between_;

@@ -1,4 +1,7 @@
 #include <ATen/ops/empty.h>
+#ifdef DISTCA_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#endif
 
 #include <algorithm>
 #include <cstring>
@@ -125,6 +128,7 @@ class ProcessGroupTransport : public Transport {
   std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
                                    const Where& where) override;
   bool takes_parts() const override { return true; }
+  bool shares_device() const override { return true; }
 
   std::vector<ExchangeTime> take_times() override {
 #ifdef DISTCA_WITH_CUDA
@@ -160,14 +164,24 @@ class ProcessGroupTransport : public Transport {
                         describe(where));
   }
 
-  // On the CPU the host waits for rows; on a device the current stream does.
+  // On the CPU the host waits for rows. On a device the current stream does; if this rank receives
+  // none, its work goes on while its own rows leave.
   void finish(const Gathering& started, const std::vector<RowBatch>& batches) {
     Patience& patience = *opening_.patience;
     const auto& [places, pending] = started;
     const Where& where = pending.wait.where;
 #ifdef DISTCA_WITH_CUDA
     if (!batches[0].sent.device().is_cpu()) {
-      patience.wait_on_stream(pending);
+      const bool receives = std::any_of(batches.begin(), batches.end(), [](const RowBatch& batch) {
+        return batch.received.numel() > 0;
+      });
+      if (receives) {
+        patience.wait_on_stream(pending);
+      } else {
+        const c10::cuda::CUDAStreamGuard aside(streams_->marks());
+        patience.wait_on_stream(pending);
+        for (const RowBatch& batch : batches) batch.sent.record_stream(streams_->marks());
+      }
       patience.guard(where, [&] { streams_->add(pending, most_bytes(batches)); });
       return;
     }
@@ -230,31 +244,13 @@ class SlotTrip : public RoundTrip {
     expect_results(room);
   }
 
-  void combine() override { combined_ = send(std::move(results_), kCombine, &Route::visiting_row); }
+  void combine() override {
+    combined_.push_back(send(std::exchange(results_, {}), kCombine, &Route::visiting_row));
+  }
 
   void collect() override {
-    std::vector<Arrival> arrivals = receive(combined_);
-    auto arrival = arrivals.begin();
-    std::vector<std::pair<at::Tensor, at::Tensor>> sums;  // slots, home rows
-    for (const Cargo& cargo : cargos_) {
-      for (size_t i = 0; i < cargo.query_results.size(); ++i) {
-        arrival->unpack(i, cargo.query_results[i], routes_.queries.home_row);
-      }
-      ++arrival;
-      if (cargo.key_results.empty()) continue;
-      for (size_t i = 0; i < cargo.key_results.size(); ++i) {
-        if (routes_.sums_keys) {
-          sums.emplace_back(arrival->parts[i], cargo.key_results[i]);
-        } else {
-          arrival->unpack(i, cargo.key_results[i], routes_.key_sums.row);
-        }
-      }
-      ++arrival;
-    }
-    unpack(arrivals);
-    for (const auto& [slots, rows] : sums) {
-      reduce_rows(slots, routes_.key_sums, rows, seal_.spoiled);
-    }
+    for (size_t i = 0; i < cargos_.size(); ++i)
+      collect(cargos_[i], std::exchange(combined_[i], {}));
   }
 
   void deliver() override {
@@ -279,6 +275,21 @@ class SlotTrip : public RoundTrip {
       packing.copies.push_back({.src = parts[part], .dst = to, .dst_row = row});
     }
   };
+
+  void collect(const Cargo& cargo, const Shipment& combined) {
+    std::vector<Arrival> arrivals = receive(combined);
+    for (size_t i = 0; i < cargo.query_results.size(); ++i) {
+      arrivals[0].unpack(i, cargo.query_results[i], routes_.queries.home_row);
+    }
+    const auto& sums = cargo.key_results;
+    for (size_t i = 0; i < sums.size() && !routes_.sums_keys; ++i) {
+      arrivals[1].unpack(i, sums[i], routes_.key_sums.row);
+    }
+    unpack(arrivals);
+    for (size_t i = 0; i < sums.size() && routes_.sums_keys; ++i) {
+      reduce_rows(arrivals[1].parts[i], routes_.key_sums, sums[i], seal_.spoiled);
+    }
+  }
 
   bool moves_again(const Cargo& cargo) const {
     return cargo.kept != nullptr && routes_.keeping.has_value();
@@ -377,8 +388,8 @@ class SlotTrip : public RoundTrip {
   Seal seal_;
   size_t num_arrived_ = 0;
   std::vector<Shipment> dispatched_;  // by cargo
-  std::vector<Load> results_;         // of cargos that have arrived
-  Shipment combined_;
+  std::vector<Load> results_;         // of the cargo that has arrived
+  std::vector<Shipment> combined_;    // by cargo
 };
 
 std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes,

@@ -42,7 +42,7 @@ void StreamWaits::add(const Pending& pending, int64_t num_bytes) {
   const uint32_t number = ++num_waits_;
   watchdog_.note(number, pending.wait, pending.wait.where.phase);
   words_.write(HostWord::kStarted, number);
-  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(marks_, device_.index()));
+  const c10::cuda::CUDAStreamGuard guard(marks());
   for (const auto& work : pending.works) work->wait();
   timer_.end(pending.wait.where, num_bytes);
   write_on_stream(words_.on_device() + static_cast<int>(HostWord::kFinished), number, marks_);

@@ -2,6 +2,7 @@
 
 #ifdef DISTCA_WITH_CUDA
 #include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include "../registry.h"
 #include "../watchdog.h"
@@ -22,9 +23,13 @@ class StreamWaits {
 
   // Notes that the next exchange begins after the work on the device's current stream.
   void begin(const Where& where);
-  // Notes that this stream has just been told to wait for the first exchange that has begun, in
-  // which this rank sends or receives `num_bytes`.
+  // Notes that a stream has just been told to wait for the first exchange that has begun, in which
+  // this rank sends or receives `num_bytes`.
   void add(const Pending& pending, int64_t num_bytes);
+  // The stream that waits for every exchange, and does nothing else.
+  c10::cuda::CUDAStream marks() const {
+    return c10::cuda::getStreamFromExternal(marks_, device_.index());
+  }
   // See Transport.
   std::vector<ExchangeTime> take_times() { return timer_.take(); }
 
