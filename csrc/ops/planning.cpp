@@ -121,13 +121,14 @@ std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t n
 
 planner::Links decode_links(const at::Tensor& links) {
   const auto values = words_of<double>(links, "links");
-  TORCH_CHECK_VALUE(values.size() == 7 && 1 <= values[0] && values[0] <= kMaxRanks,
+  TORCH_CHECK_VALUE(values.size() == 8 && 1 <= values[0] && values[0] <= kMaxRanks,
                     "links: expected (ranks of a node, 1 to ", kMaxRanks,
                     ", bytes per second within it, between nodes, hidden part, parts, seconds of "
-                    "waits forward, backward), got ",
+                    "waits forward, backward, hidden seconds), got ",
                     links.sizes());
   const int64_t ranks_per_node = static_cast<int64_t>(values[0]);
-  return {ranks_per_node, values[1], values[2], values[3], values[4], values[5], values[6]};
+  return {ranks_per_node, values[1], values[2], values[3],
+          values[4],      values[5], values[6], values[7]};
 }
 
 planner::RowBytes decode_row_bytes(at::IntArrayRef bytes, const char* name) {
@@ -333,8 +334,8 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
   const auto results = by_peer_memory ? planner::Results::kWritten : planner::Results::kTaken;
   std::vector<planner::Layout> rounds;
   const auto add_round = [&](const planner::Plan& round) {
-    rounds.push_back(
-        as_value_error([&] { return planner::make_layout(pack, round, rank, results); }));
+    rounds.push_back(as_value_error(
+        [&] { return planner::make_layout(pack, round, rank, results, num_parts); }));
   };
   if (round_bytes) {
     const planner::RowBytes held = decode_row_bytes(held_bytes, "held_bytes");

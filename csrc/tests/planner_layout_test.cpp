@@ -278,11 +278,35 @@ TEST(Layout, LateTasksAreHalfOfTheWorkAtHome) {
   ASSERT_EQ(layout.late_tasks.size(), 3u);
   EXPECT_EQ(layout.late_tasks[0].q_row, 800);
   EXPECT_EQ(layout.late_tasks[0].k_row, 800);
-  // One document is not cut: its tasks share keys.
-  EXPECT_TRUE(make_layout(pack, plan, 0).late_tasks.empty());
 }
 
-TEST(Layout, HomeTasksOfARankThatOnlySendsAreCutForResultsThatItTakes) {
+TEST(Layout, EarlyTasksAreAsLargeAsAPartOfTheRows) {
+  std::vector<Piece> pieces = {{0, 0, 0, 4096}};
+  Plan plan{2, {}, {{0, 0, 3000, 0}, {0, 3000, 4096, 1}}, {}, 0};
+  for (int64_t document = 1; document <= 8; ++document) {
+    pieces.push_back({1, document, 0, 400});
+    plan.tasks.push_back({document, 0, 400, 1});
+  }
+  const Pack pack = make_pack(pieces, 2);
+  for (const auto& [num_parts, num_early] : {std::pair{1, 4u}, {2, 4u}, {4, 2u}, {8, 1u}}) {
+    const Layout layout = make_layout(pack, plan, 1, Results::kTaken, num_parts);
+    EXPECT_EQ(layout.early_tasks.size(), num_early) << num_parts;
+    EXPECT_EQ(layout.late_tasks.size(), 8 - num_early) << num_parts;
+  }
+}
+
+TEST(Layout, TasksOfADocumentAreNotCut) {
+  const std::vector<Piece> pieces = {{0, 0, 0, 4096}, {1, 1, 0, 3000}};
+  const Pack pack = make_pack(pieces, 2);
+  const Plan plan{2, {}, {{0, 0, 3000, 0}, {0, 3000, 4096, 1}, {1, 0, 3000, 1}}, {}, 0};
+  for (const int64_t num_parts : {1, 4}) {
+    const Layout layout = make_layout(pack, plan, 1, Results::kTaken, num_parts);
+    EXPECT_EQ(layout.early_tasks.size(), num_parts == 1 ? 1u : 0u);
+    EXPECT_EQ(layout.late_tasks.size(), num_parts == 1 ? 0u : 1u);
+  }
+}
+
+TEST(Layout, HomeTasksOfARankThatOnlySendsAreLateIfItTakesResults) {
   const std::vector<Piece> pieces = {
       {0, 0, 0, 4096}, {0, 1, 0, 2000}, {0, 2, 0, 2000}, {1, 3, 0, 400}, {1, 4, 0, 400}};
   const Pack pack = make_pack(pieces, 2);
@@ -296,7 +320,7 @@ TEST(Layout, HomeTasksOfARankThatOnlySendsAreCutForResultsThatItTakes) {
                    {4, 0, 400, 1}},
                   {},
                   0};
-  EXPECT_FALSE(make_layout(pack, plan, 0, Results::kTaken).late_tasks.empty());
+  EXPECT_TRUE(make_layout(pack, plan, 0, Results::kTaken).early_tasks.empty());
   EXPECT_TRUE(make_layout(pack, plan, 0, Results::kWritten).late_tasks.empty());
   for (const Results results : {Results::kTaken, Results::kWritten}) {
     EXPECT_FALSE(make_layout(pack, plan, 1, results).late_tasks.empty());

@@ -29,13 +29,15 @@ double Assignment::capacity(int64_t rank) const {
 }
 
 // Returns the seconds that the rank has left for visiting tasks. They take turns with transfers of
-// the same part.
+// the same part, and all of them fit beside the transfers.
 double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double speed = problem_.options.speed(rank);
   const double visiting = speed > 0 ? visiting_[rank] / speed : 0;
-  const double transfers = kTransferWeight * link_seconds + problem_.transfers_wait;
-  const double exposed = std::max(0.0, transfers - problem_.hidden_seconds);
-  return problem_.options.links.num_parts * (limit_ - exposed) - visiting;
+  const double num_parts = problem_.options.links.num_parts;
+  const double transfers = kTransferWeight * link_seconds;
+  const double hidden = problem_.hidden_seconds - problem_.transfers_wait;
+  const auto left = [&](double seconds) { return limit_ - std::max(0.0, seconds - hidden); };
+  return std::min(num_parts * left(transfers), left(transfers / num_parts) - visiting);
 }
 
 std::span<const Item> Assignment::own_of(int64_t rank, int64_t document) const {

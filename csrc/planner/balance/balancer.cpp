@@ -110,15 +110,16 @@ class Balancer {
   }
 
   // A rank's transfers for a slice of V seconds take at least root * sqrt(V) seconds, and its
-  // visiting tasks follow them.
+  // visiting tasks follow those of a part.
   bool can_carry(double limit) const {
     const Links& links = problem_.options.links;
     const double in_all = limit + problem_.hidden_seconds;
     const auto largest_slice = [&](double bytes_per_second) {
       const double root =
           problem_.bytes_per_root_second / (heuristics_.least_bytes_slack * bytes_per_second);
-      const double side = (std::sqrt(root * root + 4 * in_all) - root) / 2;
-      return std::min(limit, side * side);
+      const double of_part = root / links.num_parts;
+      const double side = (std::sqrt(of_part * of_part + 4 * in_all) - of_part) / 2;
+      return std::min(limit, std::min(side * side, in_all * in_all / (root * root)));
     };
     const auto relief = [&](double bytes_per_second) {
       return in_all * heuristics_.least_bytes_slack * bytes_per_second *

@@ -57,7 +57,7 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
       static_cast<double>(options.row_bytes.query) * static_cast<double>(options.row_bytes.key);
   bytes_per_root_second = total_seconds > 0 ? 2 * std::sqrt(bytes * pairs / total_seconds) : 0;
   const double mean = total_seconds / total_speed;
-  hidden_seconds = options.links.hidden_part * mean;
+  hidden_seconds = options.links.hidden_part * mean + options.links.hidden_seconds;
   transfers_wait = options.links.forward_wait + options.links.backward_wait;
   min_relief = heuristics.min_relief * mean;
 }

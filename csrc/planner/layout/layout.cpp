@@ -47,18 +47,20 @@ std::map<int64_t, Part> parts_of(const Pack& pack, const Visit& visit, int64_t s
   return parts;
 }
 
-// How many of the tasks, which are in order, come before the cut that halves their (query, key)
-// pairs best and separates their keys.
-int64_t middle_of(const std::vector<PlacedTask>& tasks, const Mask& mask) {
+// How many of the tasks, which are in order, come before the cut that separates their keys and
+// comes closest to `part` of their (query, key) pairs.
+int64_t num_before_cut(const std::vector<PlacedTask>& tasks, const Mask& mask, double part) {
   const auto pairs_of = [&](const PlacedTask& task) {
     return num_pairs(mask, {task.q_offset, task.q_offset + task.num_q_rows}, task.num_k_rows);
   };
-  int64_t pairs = 0, pairs_before = 0, num_early = static_cast<int64_t>(tasks.size());
-  for (const PlacedTask& task : tasks) pairs += pairs_of(task);
-  int64_t smallest = pairs;  // difference of the two sides
+  double pairs = 0, pairs_before = 0;
+  for (const PlacedTask& task : tasks) pairs += static_cast<double>(pairs_of(task));
+  const bool are_early = part >= 0.5;  // if they cannot be cut
+  auto num_early = static_cast<int64_t>(are_early ? tasks.size() : 0);
+  double smallest = (are_early ? 1 - part : part) * pairs;  // difference from `part`
   for (size_t i = 0; i + 1 < tasks.size(); ++i) {
-    pairs_before += pairs_of(tasks[i]);
-    const int64_t difference = std::abs(pairs - 2 * pairs_before);
+    pairs_before += static_cast<double>(pairs_of(tasks[i]));
+    const double difference = std::abs(part * pairs - pairs_before);
     if (key_rows(tasks[i]).end > tasks[i + 1].k_row || difference >= smallest) continue;
     smallest = difference;
     num_early = static_cast<int64_t>(i) + 1;
@@ -66,8 +68,8 @@ int64_t middle_of(const std::vector<PlacedTask>& tasks, const Mask& mask) {
   return num_early;
 }
 
-// `are_cut`: whether something comes between early and late ones.
-void fill_home_tasks(const Pack& pack, const Plan& plan, bool are_cut, Layout& layout) {
+// `early_part`: of the tasks.
+void fill_home_tasks(const Pack& pack, const Plan& plan, double early_part, Layout& layout) {
   std::vector<PlacedTask>& tasks = layout.early_tasks;
   for (const Task& task : tasks_of(plan.tasks, layout.rank)) {
     if (!is_home(pack, plan.mask, task)) continue;
@@ -81,10 +83,10 @@ void fill_home_tasks(const Pack& pack, const Plan& plan, bool are_cut, Layout& l
   }
   std::sort(tasks.begin(), tasks.end(),
             [](const PlacedTask& a, const PlacedTask& b) { return a.q_row < b.q_row; });
-  if (!are_cut) return;
-  const auto middle = tasks.begin() + middle_of(tasks, plan.mask);
-  layout.late_tasks.assign(middle, tasks.end());
-  tasks.erase(middle, tasks.end());
+  if (early_part == 1) return;
+  const auto cut = tasks.begin() + num_before_cut(tasks, plan.mask, early_part);
+  layout.late_tasks.assign(cut, tasks.end());
+  tasks.erase(cut, tasks.end());
 }
 
 void fill_visiting_tasks(const Pack& pack, const Plan& plan, const std::vector<Visit>& visits,
@@ -132,7 +134,8 @@ Movement movement_of(const Pack& pack, const Plan& plan, int64_t rank) {
   return movement;
 }
 
-Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results results) {
+Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results results,
+                   int64_t num_parts) {
   require(0 <= rank && rank < pack.num_ranks, "rank is ", rank, "; expected 0 <= rank < ",
           pack.num_ranks);
   Layout layout;
@@ -142,8 +145,12 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results res
   layout.num_context_rows = pack.num_context_rows[rank];
   layout.movement = movement_of(pack, plan, rank);
   const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan.tasks, rank));
-  const bool sends = !layout.movement.sent.empty();
-  fill_home_tasks(pack, plan, !visits.empty() || (sends && results == Results::kTaken), layout);
+  const bool takes = !layout.movement.sent.empty() && results == Results::kTaken;
+  const double early_part = !visits.empty()
+                                ? 1.0 / static_cast<double>(std::max<int64_t>(2, num_parts))
+                            : takes ? 0
+                                    : 1;
+  fill_home_tasks(pack, plan, early_part, layout);
   fill_visiting_tasks(pack, plan, visits, layout);
   return layout;
 }

@@ -31,6 +31,8 @@ void check(const Links& links) {
   }
   require(links.hidden_part >= 0, "options: links.hidden_part is ", links.hidden_part,
           "; expected 0 or a positive number");
+  require(links.hidden_seconds >= 0, "options: links.hidden_seconds is ", links.hidden_seconds,
+          "; expected 0 or a positive number");
 }
 
 void check(const std::vector<Server>& servers, int64_t num_ranks) {

@@ -31,6 +31,7 @@ struct Links {
   double num_parts = 1;
   // Seconds that the transfers of a rank wait for other traffic in a pass, if it has any.
   double forward_wait = 0, backward_wait = 0;
+  double hidden_seconds = 0;  // of the transfers of both passes, besides hidden_part
 
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;
