@@ -223,6 +223,23 @@ def take_exchange_times(group_name: str) -> Tensor:
 
 
 @_operator
+def begin_turn(group_name: str, reached: Tensor, number: int) -> None:
+    """Let the session's next call of attention set `reached`, one int32 on a CUDA device, to
+    `number` as soon as its rows are on their way."""
+
+
+@_operator
+def end_turn(group_name: str) -> None:
+    """Let the current stream reach the turn of begin_turn now if no call has."""
+
+
+@_operator
+def await_turn(reached: Tensor, number: int, max_ns: int, num_late: Tensor) -> None:
+    """Let the current stream wait until `reached` is at least `number`, at most `max_ns`. Longer
+    waits are counted in `num_late`, int32 [1] in pinned memory."""
+
+
+@_operator
 def spans(group_name: str) -> tuple[list[str], Tensor]:
     """Return phases of the timed step, and int64 [num_spans, 3]: layer, begin and end in ns."""
 

@@ -125,7 +125,7 @@ def block_of(kind=Block, windows=((-1, 0),), dtype: torch.dtype = torch.float64,
     return kind(list(windows), **sizes).to(dtype)
 
 
-def pair_of(*arguments, cut=distca.pingpong.middle, split=None, **keywords):
+def pair_of(*arguments, cut=distca.pingpong.third, split=None, **keywords):
     """Return a bare block, and a copy of it in ping-pong."""
     bare = block_of(*arguments, **keywords)
     return bare, distca.PingPong(copy.deepcopy(bare), cut=cut, split=split)

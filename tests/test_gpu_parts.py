@@ -9,9 +9,12 @@ from ranks import MOVE_ALWAYS, Ranks
 from test_gpu import LENGTHS, MASKS, place
 
 import distca
-from distca.planning import plan
+from distca.planning import cluster
 
 pytestmark = pytest.mark.gpu
+
+LONG = Case([[65536], [64]], 16, 8, 128, dtype=torch.bfloat16)  # rank 0 sends, rank 1 serves
+CYCLES = 2_000_000  # of a delay: about a millisecond
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +26,12 @@ def four():
 
 def attend(rank: int, world_size: int, case: Case, are_short: bool, options: dict):
     """Return out, dq, dk, dv of the second of two layers, and the number of parts."""
-    plan.LEAST_SECONDS_OF_PARTS = 1e9 if are_short else 0.0
+    cluster.LEAST_SECONDS_OF_PART = 1e9 if are_short else 0.0
     distca.close()
     distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS, **options))
     documents, leaves, grad_out = place(case, rank, world_size)
-    laid_out = distca.plan(documents, window_size=case.window_size, device="cuda").wait().layout
+    how = {"window_size": case.window_size, "device": "cuda", "shape": case.shape}
+    laid_out = distca.plan(documents, **how).wait().layout
     for _ in range(2):
         for leaf in leaves:
             leaf.grad = None
@@ -39,7 +43,7 @@ def attend(rank: int, world_size: int, case: Case, are_short: bool, options: dic
 
 def results_of(four, case: Case, are_short: bool = False, **options) -> list[torch.Tensor]:
     per_rank, parts = zip(*four.run(attend, case, are_short, options), strict=True)
-    assert set(parts) == {1 if are_short else 2}
+    assert set(parts) == {1 if are_short else case.heads_kv}
     return [torch.cat(each) for each in zip(*per_rank, strict=True)]
 
 
@@ -56,3 +60,66 @@ def test_the_bits_are_those_of_one_part(four):
     case = Case(LENGTHS, 8, 4, 128, dtype=torch.bfloat16)
     parts, whole = (results_of(four, case, short, deterministic=True) for short in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+
+
+@pytest.fixture(scope="module")
+def two():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices: ranks on one take turns")
+    started = Ranks(2, "nccl")
+    yield started
+    started.stop()
+
+
+def opened(rank: int, world_size: int):
+    """Return documents, their plan, and q, k, v without gradients, after a first call."""
+    distca.close()
+    distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS))
+    documents, leaves, _ = place(LONG, rank, world_size)
+    inputs = [leaf.detach() for leaf in leaves]
+    plan = distca.plan(documents, device="cuda", shape=LONG.shape).wait()
+    distca.core_attention(*inputs, documents)
+    torch.cuda.synchronize()
+    return documents, plan, inputs
+
+
+def times_of_a_product(rank: int, world_size: int) -> tuple[float, float]:
+    """Return the milliseconds after which a matrix product of another stream has ended that starts
+    while attention runs, and those after which attention has."""
+    documents, _, inputs = opened(rank, world_size)
+    stream, factor = torch.cuda.Stream(priority=-1), torch.randn(2048, 2048, device="cuda")
+    begin, end, other = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    for _ in range(2):  # the first loads kernels
+        torch.cuda.synchronize()
+        begin.record()
+        distca.core_attention(*inputs, documents)
+        end.record()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+            factor @ factor
+            other.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(other), begin.elapsed_time(end)
+
+
+def test_kernels_of_higher_priority_begin_while_attention_runs(two):
+    for other, attention in two.run(times_of_a_product):
+        assert attention > 5 and 0.5 < other < attention / 2
+
+
+def ms_of_sending(rank: int, world_size: int) -> float:
+    """Return the milliseconds that a rank's stream is busy with an exchange for which rank 1 is
+    late."""
+    _, plan, inputs = opened(rank, world_size)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if rank == 1:
+        torch.cuda._sleep(100 * CYCLES)
+    begin.record()
+    torch.ops.distca.exchange(*inputs, plan.layout, plan.rows, plan.group_name)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def test_a_rank_that_only_sends_does_not_wait(two):
+    assert two.run(ms_of_sending)[0] < 20

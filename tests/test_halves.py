@@ -1,143 +1,78 @@
-"""A plan cut into halves: every query stays on its server."""
-
-import random
+"""How much of the attention each half of ping-pong has, and what hides the halves' rows."""
 
 import pytest
 import torch
-from torch import Tensor
 
-import distca
-from distca.planning.cluster import Cluster
-from distca.planning.cost import cost_tensor
-from distca.planning.plan import balance, tasks_of
-from distca.planning.step import half_of
+from distca.planning.halves import (
+    FIRST_PART,
+    FIRST_PART_OF_RUNS,
+    attention_of_first_half,
+    first_part_of,
+    hidden_by_halves,
+    rows_of_first_half,
+)
 
-SHAPE = distca.AttentionShape(4, 2, 8, 2)
-
-
-def documents_of(lengths: list[int]) -> distca.Documents:
-    return distca.Documents([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
-
-
-def servers_by_token(pieces: Tensor, tasks: Tensor) -> dict[tuple[int, int], tuple[int, int]]:
-    """Map (document, queries up to its end) to (server, whether it keeps inputs).
-
-    Queries count from the end, because both halves agree on the end of a document.
-    """
-    held = pieces[pieces[:, 3] > 0]
-    servers = {}
-    for index, begin, end, server, is_kept in tasks.tolist():
-        _, document, _, length, context = held[index].tolist()
-        assert context <= begin < end <= length
-        for query in range(begin, end):
-            key = document, length - query
-            assert key not in servers, "computed twice"
-            servers[key] = server, is_kept
-    return servers
+# Rank, document, first row in the document, number of rows.
+WHOLE = torch.tensor([[0, 0, 0, 7], [0, 1, 0, 5], [1, 2, 0, 12], [2, 3, 0, 1], [2, 4, 0, 2]])
+CROSSING = torch.tensor([[0, 0, 0, 9], [0, 1, 0, 1], [1, 0, 9, 4], [1, 1, 1, 6]])
+CAUSAL, WINDOW = (-1, 0), (3, 0)
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (5, 0), (0, 0)])
-@pytest.mark.parametrize("seed", range(8))
-def test_queries_stay_on_their_servers(seed, window):
-    generator = random.Random(seed)
-    num_ranks = generator.randint(2, 5)
-    lengths = [
-        [generator.choice([0, 1, 7, 300]) for _ in range(generator.randint(0, 4))]
-        for _ in range(num_ranks)
-    ]
-    documents = [documents_of(each) for each in lengths]
-    rows = [generator.randint(0, each.num_tokens) for each in documents]
-    pieces = torch.cat([each.pieces(rank) for rank, each in enumerate(documents)])
-    cost, cluster = (
-        cost_tensor(distca.Options(), SHAPE, "cpu"),
-        Cluster(num_ranks, kept_cap_bytes=3000),
-    )
-    encoded, _ = balance(pieces, window, cost, SHAPE, cluster, 0.01)
-    tasks = tasks_of(encoded)
-    whole = servers_by_token(pieces, tasks)
-    seen = {}
-    for idx in range(2):
-        held, plan = half_of(pieces, tasks, torch.tensor(rows), window, idx)
-        halves = [each.halves(row, window)[idx] for each, row in zip(documents, rows, strict=True)]
-        for rank, half in enumerate(halves):
-            own = held[held[:, 0] == rank]
-            expected = half.pieces(rank)
-            nonempty = own[own[:, 3] > 0][:, 2:]
-            assert torch.equal(nonempty, expected[expected[:, 3] > 0][:, 2:])
-        cut = {}  # queries of first halves count from their document's end
-        if idx == 0:
-            for piece, own in zip(pieces.tolist(), held.tolist(), strict=True):
-                cut[piece[1]] = piece[3] - own[3]
-        for (document, left), server in servers_by_token(held, tasks_of(plan)).items():
-            seen[document, left + cut.get(document, 0)] = server
-    assert seen == whole
+def counted(pieces: torch.Tensor, num_ranks: int, left: int) -> float:
+    """Count pairs row by row, and return the first halves' part."""
+    pairs = [0, 0]
+    for rank in range(num_ranks):
+        own = pieces[pieces[:, 0] == rank].tolist()
+        num_first = int(sum(piece[3] for piece in own) * first_part_of(pieces))
+        positions = [start + i for _, _, start, length in own for i in range(length)]
+        for row, position in enumerate(positions):
+            seen = position + 1 if left < 0 else min(position, left) + 1
+            pairs[row >= num_first] += seen
+    return pairs[0] / sum(pairs)
 
 
-def tokens_of(pieces: Tensor) -> dict[int, list[tuple[int, int, bool]]]:
-    """Return (document, position, whether it is context) of each rank's rows."""
-    rows = {}
-    for rank, document, start, length, context in pieces.tolist():
-        rows.setdefault(rank, []).extend(
-            (document, start + at, at < context) for at in range(length)
-        )
-    return rows
+@pytest.mark.parametrize("window_size", [CAUSAL, WINDOW])
+@pytest.mark.parametrize("pieces, num_ranks", [(WHOLE, 3), (CROSSING, 2)])
+def test_the_part_of_attention_is_counted(pieces, num_ranks, window_size):
+    expected = counted(pieces, num_ranks, window_size[0])
+    assert attention_of_first_half(pieces, num_ranks, window_size) == pytest.approx(expected)
 
 
-def servers_by_query(pieces: Tensor, tasks: Tensor) -> dict[tuple[int, int], int]:
-    """Map (document, position) of queries to servers."""
-    first = pieces[(pieces[:, 2] == 0) & (pieces[:, 3] > 0)]
-    return {
-        (int(first[index, 1]), query): server
-        for index, begin, end, server, _ in tasks.tolist()
-        for query in range(begin, end)
-    }
+def test_runs_are_halves():
+    assert (first_part_of(WHOLE), first_part_of(CROSSING)) == (FIRST_PART, FIRST_PART_OF_RUNS)
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (70, 0), (5, 0), (0, 0)])
-@pytest.mark.parametrize("seed", range(6))
-def test_halves_of_documents_that_cross_ranks(seed, window):
-    generator = random.Random(seed)
-    num_ranks = generator.randint(2, 5)
-    lengths = [generator.choice([0, 1, 7, 90, 300]) for _ in range(generator.randint(1, 6))]
-    documents = [distca.Documents.sharded(lengths, r, num_ranks, runs=2) for r in range(num_ranks)]
-    pieces = torch.cat([each.pieces(rank) for rank, each in enumerate(documents)])
-    cost, cluster = (
-        cost_tensor(distca.Options(), SHAPE, "cpu"),
-        Cluster(num_ranks, kept_cap_bytes=generator.choice([0, 3000, 1e9])),
-    )
-    encoded, _ = balance(pieces, window, cost, SHAPE, cluster, 0.01)
-    rows = torch.tensor([each.run_border for each in documents])
-    whole, seen = servers_by_query(pieces, tasks_of(encoded)), {}
-    tokens = tokens_of(pieces)
-    for idx in range(2):
-        held, plan = half_of(pieces, tasks_of(encoded), rows, window, idx)
-        halves = [each.halves(each.run_border, window)[idx] for each in documents]
-        own = torch.cat([half.pieces(rank) for rank, half in enumerate(halves)])
-        assert torch.equal(held[held[:, 3] > 0], own)
-        shift = check_rows_of_half(tokens, tokens_of(own), rows.tolist(), window[0], idx)
-        for (document, query), server in servers_by_query(held, tasks_of(plan)).items():
-            seen[document, query + shift.get(document, 0)] = server
-    assert seen == whole
+def test_rows_are_counted_in_order():
+    assert rows_of_first_half(WHOLE, torch.tensor([8, 12, 0])).tolist() == [7, 1, 12, 0, 0]
 
 
-def check_rows_of_half(tokens, held, rows, left: int, idx: int) -> dict[int, int]:
-    """Check each rank's rows in a half: context is what its queries see of the other half, wherever
-    it is. Return the first position that the half holds, by document."""
-    queries = {rank: of[rows[rank] :] if idx else of[: rows[rank]] for rank, of in tokens.items()}
-    earlier = {rank: of[: rows[rank]] if idx else [] for rank, of in tokens.items()}
-    begins = {}
-    for document, position, _ in sum(queries.values(), []):
-        begins[document] = min(position, begins.get(document, position))
-    visible = {  # context is seen by the first query of the half at least
-        document: 0 if left < 0 else max(0, begin - left) for document, begin in begins.items()
-    }
-    for rank, of_rank in queries.items():
-        context = [
-            (document, position)
-            for document, position, _ in earlier[rank]
-            if visible.get(document, position + 1) <= position
-        ]
-        expected = [(*token, True) for token in context] + of_rank
-        shifted = [(d, p - visible[d], is_context) for d, p, is_context in expected]
-        assert held.get(rank, []) == shifted
-    return visible
+def test_one_document_has_a_ninth_of_its_attention_in_the_first_third():
+    pieces = torch.tensor([[0, 0, 0, 30000]])
+    assert attention_of_first_half(pieces, 1, CAUSAL) == pytest.approx(1 / 9, rel=1e-3)
+    hidden = hidden_by_halves(pieces, 1, CAUSAL, 2.0)
+    # The second half's rows, 8/9 of all, travel beside 1/9 of the attention, and work after it of a
+    # third of the tokens: three times the work before it.
+    assert hidden["hidden_part"] == pytest.approx(1 / 8, rel=1e-3)
+    assert hidden["hidden_seconds"] == pytest.approx(9 / 8 * 2.0, rel=1e-3)
+
+
+def test_many_short_documents_have_a_third():
+    pieces = torch.tensor([[0, i, 0, 16] for i in range(3000)])
+    hidden = hidden_by_halves(pieces, 1, CAUSAL, 2.0)
+    assert hidden["hidden_part"] == pytest.approx(1 / 2, rel=1e-2)
+    assert hidden["hidden_seconds"] == pytest.approx(3.0, rel=1e-2)
+
+
+def test_the_half_that_hides_less_counts():
+    # Nearly all attention is in the first third: its rows travel beside little attention.
+    pieces = torch.tensor([[0, 0, 0, 1000]] + [[0, i, 0, 1] for i in range(1, 2001)])
+    first = attention_of_first_half(pieces, 1, CAUSAL)
+    hidden = hidden_by_halves(pieces, 1, CAUSAL, 3.0)
+    assert first > 0.99
+    assert hidden["hidden_part"] == pytest.approx((1 - first) / first)
+    assert hidden["hidden_seconds"] == pytest.approx(2.0 / first)
+
+
+def test_steps_without_rows_hide_nothing():
+    hidden = hidden_by_halves(torch.empty(0, 5, dtype=torch.int64), 2, CAUSAL, 0.0)
+    assert hidden == {"hidden_part": 0.0, "hidden_seconds": 0.0}

@@ -2,10 +2,12 @@
 
 import copy
 import random
+from unittest import mock
 
 import oracle
 import pytest
 import torch
+from layout_words import num_parts
 from pingpong_blocks import (
     HEAD_DIM,
     HEADS,
@@ -23,10 +25,12 @@ from torch import nn
 
 import distca
 from distca.pingpong import pingpong
+from distca.planning import cluster
+from distca.planning import plan as plans
 from distca.ranks import session as sessions
 
 CUTS = {
-    "middle": pingpong.middle,
+    "third": pingpong.third,
     "border": pingpong.nearest_border,
     "odd": lambda documents: min(13, documents.num_tokens),
     "first": lambda documents: min(1, documents.num_tokens),
@@ -65,6 +69,28 @@ def compare(rank: int, world_size: int, windows, cuts: list[str]) -> float:
     return worst
 
 
+def compare_in_parts(rank: int, world_size: int) -> tuple[float, set[int]]:
+    """Return the largest error, and into how many parts the halves' rows were divided."""
+    with (
+        mock.patch.object(plans, "DEVICES_OF_PARTS", ("cpu",)),
+        mock.patch.object(cluster, "LEAST_SECONDS_OF_PART", 0.0),
+    ):
+        bare, block = pair_of()
+        step = step_of(rank, LENGTHS[rank])
+        shape = distca.AttentionShape(HEADS, KV_HEADS, HEAD_DIM)
+        distca.plan(step.documents, shape=shape)
+        truth = step.run(bare, step.documents)
+        worst = max(errors(step.run(block, step.documents), truth))
+    (halves,) = step.documents._halves.values()
+    layouts = [plan.layout for half in halves for plan in half._plans.values()]
+    return worst, {num_parts(layout) for layout in layouts}
+
+
+def test_rows_of_halves_travel_in_parts(ranks):
+    for worst, parts in ranks(4).run(compare_in_parts):
+        assert worst <= 1e-12 and parts == {KV_HEADS}
+
+
 EDGES = [  # by rank: no document, one token, as many tokens as features, empty documents
     [[300], [], [1], [0, 3, 0]],
     [[24], [24], [200], [1]],
@@ -76,7 +102,7 @@ EDGES = [  # by rank: no document, one token, as many tokens as features, empty 
 def compare_edges(rank: int, world_size: int) -> list[float]:
     worst_errors = []
     for lengths in EDGES:
-        for cut in ("middle", "border", "none", "uneven"):
+        for cut in ("third", "border", "none", "uneven"):
             bare, block = pair_of(cut=CUTS[cut])
             step = step_of(rank, lengths[rank])
             distca.plan(step.documents)

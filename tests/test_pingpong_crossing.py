@@ -9,7 +9,7 @@ from pingpong_blocks import Block, block_of, crossing_step_of, pair_of, rows_of_
 from test_pingpong import errors
 
 import distca
-from distca.pingpong.pingpong import middle
+from distca.pingpong.pingpong import third
 
 PACKS = {  # lengths of the documents of a pack
     "mixed": [310, 0, 1, 33, 57, 129],
@@ -121,7 +121,7 @@ def test_later_steps_plan_their_halves_ahead(ranks):
 def refusals(rank: int, world_size: int) -> list[str]:
     """Return the errors of a cut elsewhere, of one on rank 1 alone, and of a full window."""
     messages = []
-    cuts = [lambda documents: 3, lambda documents: middle(documents) - rank, middle]
+    cuts = [lambda documents: 3, lambda documents: third(documents) - rank, third]
     for cut, window in zip(cuts, [(-1, 0), (-1, 0), (-1, -1)], strict=True):
         _, block = pair_of(windows=[window], cut=cut)
         step = crossing_step_of(rank, world_size, [50, 31])

@@ -5,7 +5,7 @@ import torch
 from pingpong_blocks import LENGTHS, Block, block_of, documents_of, pair_of, step_of
 
 import distca
-from distca.pingpong.pingpong import middle
+from distca.pingpong.pingpong import third
 from distca.planning.step import plan_halves
 
 
@@ -59,7 +59,7 @@ def test_bad_calls_are_refused(ranks):
         "batch": "expected [tokens, ...] or [1, tokens, ...]",
         "nothing": "the block's first argument is Documents for documents of 283",
         "split": "split[1] is 2, but that argument has shape [283, 1, 4]",
-        "row": "the block returned [] and [] for 141 and 142 tokens",
+        "row": "the block returned [] and [] for 94 and 189 tokens",
         "kinds": "for its halves",
         "text": "the block returned str and str for",
     }
@@ -74,7 +74,7 @@ def uneven_calls(rank: int, world_size: int) -> str:
 
     class Uneven(Block):
         def forward(self, x, cos, sin, documents):
-            return super().forward(x, cos, sin, documents) if len(x) == 141 else x
+            return super().forward(x, cos, sin, documents) if len(x) == 94 else x
 
     distca.plan(documents_of(LENGTHS[rank]))
     lengths = LENGTHS[0] if rank == 0 else [283]
@@ -113,7 +113,7 @@ def plan_while_the_other_cuts(rank: int, world_size: int) -> str:
     documents, causal = documents_of(LENGTHS[rank]), (-1, 0)
     on = {"window_size": causal, "device": torch.device("cpu")}
     distca.plan(documents)
-    for half in plan_halves(documents, cut=middle, **on):
+    for half in plan_halves(documents, cut=third, **on):
         half._plans[half.plan_key(causal)].wait()
     with pytest.raises(ValueError) as refused:
         if rank == 0:

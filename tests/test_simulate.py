@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from distca.planning import halves
 from distca.planning.cost import TILE, AttentionShape, Link
+from distca.planning.halves import hidden_by_halves
 from distca.planning.packs import Pack
 from distca.simulate import pipeline, systems
 from distca.simulate.disaggregated import (
@@ -458,19 +460,37 @@ def test_a_server_waits_for_its_busy_sender():
 BEFORE, AFTER = 2 * 3 / 7, 2 * 4 / 7
 
 
-def test_ping_pong_hides_a_half_behind_the_other():
+def exposed_in_ping_pong(exchanges: list[float], attention: float) -> float:
+    """Return the seconds of the exchanges of a third and of two thirds of the rows that the
+    other part's work does not hide."""
+    beside = 2 / 3 * (BEFORE + attention), 1 / 3 * (AFTER + attention)
+    return sum(max(0, each - work) for each, work in zip(exchanges, beside, strict=True))
+
+
+def test_ping_pong_hides_a_part_behind_the_other():
     scenario = replace(linked(Link(0.5, 8960.0)), sharding="zero1")
     assert scenario.seconds_around_attention(FORWARD) == pytest.approx((BEFORE, AFTER))
-    half = 0.5 + 1.0 + 0.5 + 1300 / 8960  # the exchange of half of the rows
+    exchanges = [0.5 + 0.5 + part * (17920 + 2600) / 8960 for part in (1 / 3, 2 / 3)]
     work = replace(small_work(), visiting_seconds=np.zeros((2, 2)), home_seconds=np.zeros((2, 2)))
     times, beside = ping_pong(scenario, work, FORWARD)
-    exposed = (half - BEFORE / 2) + (half - AFTER / 2)
-    assert times[EXCHANGE] == pytest.approx([exposed] * 2)
-    assert beside == pytest.approx(BEFORE / 2 + AFTER / 2)
-    # Attention of 3.5 s (mean) hides the exchange of either half.
+    exposed = exposed_in_ping_pong(exchanges, 0)
+    assert exposed > 0 and times[EXCHANGE] == pytest.approx([exposed] * 2)
+    assert beside == pytest.approx(2 / 3 * BEFORE + 1 / 3 * AFTER)
+    # Attention of 3.5 s (mean) hides more, and all of the first part.
     times, beside = ping_pong(scenario, small_work(), FORWARD)
-    assert half < (BEFORE + 3.5) / 2 and beside == pytest.approx(2 * half)
-    assert times.sum(axis=0) == pytest.approx([4, 4]) and times[WAITING].tolist() == [0, 1]
+    less = exposed_in_ping_pong(exchanges, 3.5)
+    assert less < exposed and exchanges[0] < 2 / 3 * (BEFORE + 3.5)
+    assert beside == pytest.approx(sum(exchanges) - less)
+    assert times.sum(axis=0) == pytest.approx([4 + less] * 2) and times[WAITING].tolist() == [0, 1]
+
+
+def test_runs_of_crossing_documents_are_halves():
+    scenario = replace(linked(Link(0.5, 8960.0)), sharding="zero1")
+    half = 0.5 + 0.5 + (17920 + 2600) / 2 / 8960
+    idle = {"visiting_seconds": np.zeros((2, 2)), "home_seconds": np.zeros((2, 2))}
+    work = replace(small_work(), **idle, first_part=0.5)
+    times, _ = ping_pong(scenario, work, FORWARD)
+    assert times[EXCHANGE, 0] == pytest.approx((half - BEFORE / 2) + (half - AFTER / 2))
 
 
 def test_parameters_share_the_links_with_ping_pong():
@@ -479,9 +499,9 @@ def test_parameters_share_the_links_with_ping_pong():
     work = small_work()
     alone = ping_pong(replace(scenario, sharding="zero1"), work, FORWARD)[0]
     shared = ping_pong(scenario, work, FORWARD)[0]
-    half = (17920 / 2 + 2600 / 2) / (TINY.layer_params / 100)
-    for times, exchange in ((alone, half), (shared, 2 * half)):
-        exposed = sum(max(0, exchange - (each + 3.5) / 2) for each in (BEFORE, AFTER))
+    whole = (17920 + 2600) / (TINY.layer_params / 100)
+    for times, exchange in ((alone, whole), (shared, 2 * whole)):
+        exposed = exposed_in_ping_pong([exchange / 3, 2 * exchange / 3], 3.5)
         assert times[EXCHANGE, 0] == pytest.approx(exposed)
 
 
@@ -756,7 +776,7 @@ def test_ideal_balance_is_a_lower_bound():
 
 
 def test_the_planner_is_told_of_ping_pong(monkeypatch):
-    """There are two micro-batches, and distca.plan passes the same hidden_part."""
+    """There are two micro-batches, and distca.plan passes the same hidden part."""
     step, hidden_parts = random_step(REAL, seed=2), []
 
     def told(scenario, pack, cluster, cost):
@@ -766,7 +786,11 @@ def test_the_planner_is_told_of_ping_pong(monkeypatch):
     monkeypatch.setattr(systems, "plan", told)
     for name in ("distca", "distca-ping-pong"):
         seconds_of(name, REAL, step.documents)
-    assert hidden_parts == [0, 0, 1, 1]
+    expected = [
+        hidden_by_halves(pack.as_tensor(), REAL.groups, (-1, 0), 0.0)["hidden_part"]
+        for pack in Step(REAL, step.documents).drawn(runs=1)
+    ]
+    assert hidden_parts == [0, 0, *expected] and all(0 < each <= 1 for each in expected)
 
 
 def test_planning_shows_where_it_is_longer_than_a_step(monkeypatch):
@@ -843,8 +867,9 @@ def filled(filler: int, *lengths: int) -> list[int]:
 
 @pytest.mark.parametrize("case", range(len(MEASURED)))
 def test_predictions_of_measured_steps(case, monkeypatch):
-    """The measured plans assumed links of 200 GB/s, whatever the links were, and rows traveled in
-    one part."""
+    """The measured plans assumed links of 200 GB/s, whatever the links were, rows traveled in one
+    part, and ping-pong ran on equal halves."""
+    monkeypatch.setattr(halves, "FIRST_PART", 0.5)
     (filler, longest), gb_per_s, measured_ms = MEASURED[case]
     scenario = Scenario(
         model=PRESETS["8B"].changed(4, 8192),

@@ -47,7 +47,7 @@ PYTHON_RULES = {
     "planning": {"_torch_private", "ops", "options", "ranks", "watching"},
     "attention": {"_torch_private", "ops", "planning", "ranks"},
     "scope": {"attention", "planning", "ranks"},
-    "pingpong": {"_torch_private", "attention", "planning", "ranks", "scope"},
+    "pingpong": {"_torch_private", "attention", "ops", "planning", "ranks", "scope"},
     "integrations": {
         "_torch_private",
         "attention",

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <bit>
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -45,10 +46,16 @@ struct HeadPart {
 // tasks of this one run.
 std::vector<HeadPart> parts_of(const Call& call) {
   const int64_t wanted = call.transport->takes_parts() ? call.layout->num_parts : 1;
-  const int64_t count = call.inputs.k.size(1) % wanted == 0 ? wanted : 1;
+  const int64_t count = std::gcd(call.inputs.k.size(1), wanted);
   std::vector<HeadPart> parts;
   for (int64_t i = 0; i < count; ++i) parts.push_back({i, count});
   return parts;
+}
+
+attention::Params params_of(const Call& call, const attention::Scores& scores) {
+  attention::Params params = attention_params(*call.layout, scores);
+  params.shares_device = call.session && call.layout->moves_rows && call.transport->shares_device();
+  return params;
 }
 
 void forward_round(const Call& call, const Round& round, const Results& results,
@@ -63,6 +70,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   }
   const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
+  call.session->end_turn();
   // One launch for both lists would be slower by a tenth or more: blocks that alternate between the
   // lists do not share keys in L2.
   in_phase(call, kEarlyTasks, [&] {
@@ -78,9 +86,8 @@ void forward_round(const Call& call, const Round& round, const Results& results,
                          params);
     });
     transport::keep(round.routes, visiting.inputs, part.of(kept));
+    in_phase(call, kCombine, [&] { trip->combine(); });
   }
-  // One exchange for all parts: a second one could not start before late tasks leave it room.
-  in_phase(call, kCombine, [&] { trip->combine(); });
   in_phase(call, kLateTasks, [&] { attention::forward({q, k, v, round.late, out, lse}, params); });
   in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
@@ -162,6 +169,7 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   }
   const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
+  call.session->end_turn();
   in_phase(call, kEarlyTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
   });
@@ -182,8 +190,8 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
                            visiting.key_results[1]},
                           params);
     });
+    in_phase(call, kCombine, [&] { trip->combine(); });
   }
-  in_phase(call, kCombine, [&] { trip->combine(); });
   in_phase(call, kLateTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.late, dq, dk, dv}, params);
   });
@@ -216,7 +224,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_call(
   const KeptOfCall keeps{.will_be = num_kept_queries + num_kept_keys > 0};
   const Call call =
       begin_call(pass, q, k, v, layout, rows, scores, std::string(group_name), caller, keeps);
-  const attention::Params params = attention_params(*call.layout, scores);
+  const attention::Params params = params_of(call, scores);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
@@ -255,7 +263,7 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
   const at::Tensor elements = kept.value_or(at::empty({0}, q.options()));
   const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, scores,
                                std::string(group_name), caller, {.was = elements});
-  const attention::Params params = attention_params(*call.layout, scores);
+  const attention::Params params = params_of(call, scores);
   const Range range(*call.timeline, call.where.in(kAttention), q.device());
   const auto inputs = [&] {
     check_saved(grad_out, out, lse, q, v);

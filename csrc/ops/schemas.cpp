@@ -74,11 +74,12 @@ TORCH_LIBRARY(distca, m) {
   // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
   // of which a server may keep kept_cap_bytes for the backward pass, if keeping them saves at
   // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 2]
-  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [7] (ranks
+  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [8] (ranks
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
   // other work hides, over the mean seconds of attention; number of parts in which rows travel,
   // each with some of the heads; seconds that transfers wait for other traffic in the forward pass,
-  // and in the backward pass); loads float64 [num_ranks, 9]
+  // and in the backward pass; seconds of transfers that other work hides besides, in both passes);
+  // loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
   // seconds_visiting, kept_bytes).
   m.def(
@@ -221,6 +222,20 @@ TORCH_LIBRARY(distca, m) {
   m.def("take_exchange_times(str group_name) -> Tensor", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->take_exchange_times();
   });
+  // Turns of two streams: see turns_cuda.cu. reach_turn sets the word `reached`, int32 [1] on a
+  // device, to `number` once the current stream gets here. await_turn lets the current stream wait
+  // until the word is at least `number`, for at most `max_ns`; longer waits are counted in
+  // num_late, int32 [1] in pinned memory.
+  m.def("reach_turn(Tensor(a!) reached, int number) -> ()");
+  // begin_turn lets the session's next call reach the turn as soon as its rows are on their way,
+  // and end_turn lets the current stream do so now if no call has.
+  m.def("begin_turn(str group_name, Tensor(a!) reached, int number) -> ()",
+        [](const std::string& group_name, const at::Tensor& reached, int64_t number) {
+          distca::ops::find_session(group_name)->begin_turn(reached, number);
+        });
+  m.def("end_turn(str group_name) -> ()",
+        [](const std::string& group_name) { distca::ops::find_session(group_name)->end_turn(); });
+  m.def("await_turn(Tensor reached, int number, int max_ns, Tensor(a!) num_late) -> ()");
   m.def("spans(str group_name) -> (str[] phases, Tensor times)", [](const std::string& group_name) {
     return distca::ops::timeline_of(group_name)->finished();
   });

@@ -1,6 +1,7 @@
 #include "session.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -196,6 +197,19 @@ void Session::mark_results(c10::Device device, bool moves_rows) {
   if (device.is_cpu() || !moves_rows) return;
   if (!results_) results_.emplace(device.type());
   results_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+void Session::begin_turn(at::Tensor reached, int64_t number) {
+  turn_ = Turn{std::move(reached), number};
+}
+
+void Session::end_turn() {
+  if (!turn_) return;
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("distca::reach_turn", "")
+                             .typed<void(const at::Tensor&, int64_t)>();
+  const auto [reached, number] = *std::exchange(turn_, std::nullopt);
+  op.call(reached, number);
 }
 
 void Session::await_results() {

@@ -109,6 +109,10 @@ class Session {
   void mark_results(c10::Device device, bool moves_rows);
   // Lets the current stream of that device wait for the latest of them.
   void await_results();
+  // Lets the next call set the word of a turn once its rows are on their way: see reach_turn in
+  // schemas.cpp. end_turn() is where the call is so far; it does nothing the second time.
+  void begin_turn(at::Tensor reached, int64_t number);
+  void end_turn();
   // See Transport::take_times. int64 [num_exchanges, fields of an ExchangeTime].
   at::Tensor take_exchange_times();
   int64_t peer_memory_bytes() const;
@@ -199,6 +203,11 @@ class Session {
   mutable std::mutex mutex_;
   std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
+  struct Turn {
+    at::Tensor reached;
+    int64_t number;
+  };
+  std::optional<Turn> turn_;           // that the next call reaches
   std::optional<c10::Event> results_;  // of the latest forward call that moved rows are home
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;

@@ -27,7 +27,7 @@ from distca.integrations.models import (
     open_session,
 )
 from distca.options import check
-from distca.pingpong.pingpong import PingPong, middle
+from distca.pingpong.pingpong import PingPong, third
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
 from distca.planning.plan import CAUSAL, Plan
@@ -391,7 +391,7 @@ def _documents_of_pass(boundaries: Boundaries, *how) -> Documents:
 
 
 def ping_pong(
-    model: transformers.PreTrainedModel, *, cut: Callable[[Documents], int] = middle
+    model: transformers.PreTrainedModel, *, cut: Callable[[Documents], int] = third
 ) -> transformers.PreTrainedModel:
     """Make the decoder layers of `model` run on two halves of the tokens in training, as
     `distca.PingPong` describes, and return the model. Call this before it is sharded or compiled.

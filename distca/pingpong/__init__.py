@@ -1,5 +1,5 @@
 """Blocks that run on two halves of their tokens."""
 
-from distca.pingpong.pingpong import PingPong, middle, nearest_border
+from distca.pingpong.pingpong import PingPong, nearest_border, third
 
-__all__ = ["PingPong", "middle", "nearest_border"]
+__all__ = ["PingPong", "nearest_border", "third"]

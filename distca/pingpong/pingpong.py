@@ -13,6 +13,7 @@ from distca._torch_private import CheckpointWrapper, checkpoint_hooks, not_compi
 from distca.pingpong.token_rows import TokenRows
 from distca.pingpong.turns import Turns
 from distca.planning.documents import Documents
+from distca.planning.halves import FIRST_PART
 from distca.planning.plan import group_of
 from distca.planning.step import plan_halves
 from distca.ranks import session as sessions
@@ -20,17 +21,17 @@ from distca.ranks import session as sessions
 INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
 
 
-def middle(documents: Documents) -> int:
-    """Return the row that halves the tokens (up to one). For documents that cross ranks, it is the
-    row at which the second run begins."""
+def third(documents: Documents) -> int:
+    """Return the row that cuts off a third of the tokens (up to one), see FIRST_PART. For documents
+    that cross ranks, it is the row at which the second run begins."""
     border = documents.run_border
-    return documents.num_tokens // 2 if border is None else border
+    return int(FIRST_PART * documents.num_tokens) if border is None else border
 
 
 def nearest_border(documents: Documents) -> int:
-    """The row nearest to the middle at which a document begins or ends; no document is cut."""
+    """The row nearest to a third at which a document begins or ends; no document is cut."""
     borders = documents.cu_seqlens.long()
-    return int(borders[(borders - middle(documents)).abs().argmin()])
+    return int(borders[(borders - third(documents)).abs().argmin()])
 
 
 Finder = Callable[[nn.Module, tuple, dict], Documents | None]
@@ -59,7 +60,7 @@ class PingPong(nn.Module):
     """Run a block on two halves of its tokens, which take turns: one computes while the other
     communicates, forward and backward.
 
-    `PingPong(block, cut=middle, split=None)` returns the block itself. Like fully_shard it changes
+    `PingPong(block, cut=third, split=None)` returns the block itself. Like fully_shard it changes
     the class of the block, to one that derives from PingPong and from the block's class.
     Parameters, buffers and submodules keep their names.
 
@@ -90,7 +91,7 @@ class PingPong(nn.Module):
         cls,
         block: nn.Module | None = None,
         *,
-        cut: Callable[[Documents], int] = middle,
+        cut: Callable[[Documents], int] = third,
         split: Mapping[int | str, int | None] | None = None,
         find: Finder = documents_of_call,
     ):
@@ -129,7 +130,8 @@ class PingPong(nn.Module):
             session.announce(error)  # other ranks may not have it
             raise error
         rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
-        turns = Turns(rows.device)
+        names = [each.group_name for each in session.halves]
+        turns = Turns(rows.device, names, is_timed=session.hiding.is_due())
         # Gradients of parameters come from both streams. Their accumulators belong to the current
         # one, so that whoever takes them up in the backward pass, as FSDP does, finds them there.
         accumulators = _accumulators(self) if turns.streams else None
@@ -143,6 +145,8 @@ class PingPong(nn.Module):
                     results.append(self._run(*rows.args[idx], **rows.kwargs[idx]))
             torch.clear_autocast_cache()
             step.check_calls()
+            if turns.first_part is not None and row > 0:
+                session.hiding.add(*turns.first_part, row / documents.num_tokens)
             turns.follow(results[0])
             turns.join()
             del accumulators
@@ -238,6 +242,7 @@ class _Step:
             )
         *_, window_size, return_lse = settings
         own = plan_halves(documents, self.cut, window_size, q.device)[idx]
+        inputs = q, k, v
         if idx == 0:
             self.left.append((k, v, self.turns.mark()))
         else:
@@ -248,9 +253,14 @@ class _Step:
                     torch.cuda.current_stream(k.device).wait_event(event)
                 first = left_k.shape[0] - own.num_context_rows
                 k, v = torch.cat([left_k[first:], k]), torch.cat([left_v[first:], v])
-        results = attention.attend_rows(q, k, v, own, *settings)
-        if idx == 1:
-            self.turns.mark_backward(results[0] if return_lse else results)
+        number = self.num_calls if idx == 1 else len(self.left)
+        with self.turns.call(idx, number, inputs):
+            results = attention.attend_rows(q, k, v, own, *settings)
+        out = results[0] if return_lse else results
+        if idx == 0:
+            self.turns.begin_backward(out)
+        else:
+            self.turns.mark_backward(out)
         return results
 
     def check_calls(self) -> None:

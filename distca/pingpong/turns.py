@@ -2,18 +2,65 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from distca import ops
 from distca._torch_private import pytree
+
+MAX_WAIT_NS = 20_000_000
+ALLOWED_LATE, WAITS_TO_ONE_LATE = 16, 16
+NUM_WORDS = 4096  # blocks whose backward pass is still to come, times two
+MAX_CALLS = 64  # of attention in a block, more of which do not wait
+
+
+class Word:
+    """A word of device memory that says which call of attention a half has reached."""
+
+    def __init__(self, element: Tensor, first: int) -> None:
+        self._element, self._first = element, first  # what others wrote before is less
+
+    def begin(self, group_name: str, number: int) -> None:
+        """The next call of the group is call `number` of the half, from 1."""
+        if number < MAX_CALLS:
+            ops.begin_turn(group_name, self._element, self._first + number)
+
+    def wait(self, number: int, num_late: Tensor) -> None:
+        if number < MAX_CALLS:
+            ops.await_turn(self._element, self._first + number, MAX_WAIT_NS, num_late)
+
+
+class Device:
+    """The streams of the halves on a device, their words, and how often a half came late."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Gradients of parameters come from the halves' streams on purpose.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._words = torch.zeros(NUM_WORDS, dtype=torch.int32, device=device)
+        self._num_words = 0  # given out
+        self._num_late = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # the device counts
+        self._num_waits = 0
+
+    def new_word(self) -> Word:
+        time, idx = divmod(self._num_words, NUM_WORDS)
+        self._num_words += 1
+        return Word(self._words[idx], time * MAX_CALLS)
+
+    def wait(self, word: Word, number: int) -> None:
+        """Let the current stream wait until a half has reached a call, unless halves often come
+        late, as where the host waits for the device inside a block, or streams share a queue."""
+        if self._num_late.item() > ALLOWED_LATE + self._num_waits // WAITS_TO_ONE_LATE:
+            return
+        self._num_waits += 1
+        word.wait(number, self._num_late)
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    # Gradients of parameters come from the halves' streams on purpose.
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+def _device_of(device: torch.device) -> Device:
+    return Device(device)
 
 
 class Turns:
@@ -25,13 +72,27 @@ class Turns:
     stream of the forward pass, and does the same at every edge between streams.
 
     The second half follows the first to its first attention, so that one computes while rows of
-    the other travel. In the backward pass the first half follows the second likewise.
+    the other travel. After its attention, the first half waits until the second has reached its
+    own: kernels of both would take turns on the device, and the second half's rows would set out
+    when there is nothing left to compute. In the backward pass the halves change their parts.
+
+    `group_names` are those of the halves' sessions. With `is_timed`, `first_part` returns the
+    events around the first half's work before attention.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.streams = _streams(device) if device.type == "cuda" else ()
+    def __init__(
+        self, device: torch.device, group_names: Sequence[str] = (), is_timed: bool = False
+    ) -> None:
+        self._device = _device_of(device) if device.type == "cuda" else None
+        self.streams = self._device.streams if self._device is not None else ()
+        self._group_names, self._is_timed = group_names, is_timed
+        self._begin: torch.cuda.Event | None = None  # of the first half
         self._reached: torch.cuda.Event | None = None  # the first half has queries, keys, values
         self._turned: torch.cuda.Event | None = None  # the second half has its gradient, backward
+        if self._device is not None:
+            # Calls that the second half has reached, and the first half in the backward pass.
+            self._second, self._first = self._device.new_word(), self._device.new_word()
+        self._num_backward = [0, 0]  # calls of each half
 
     def __enter__(self) -> None:
         for stream in self.streams:
@@ -49,6 +110,8 @@ class Turns:
         """The stream of a half as the current one."""
         if not self.streams:
             return contextlib.nullcontext()
+        if idx == 0 and self._is_timed:
+            self._begin = self.streams[0].record_event(torch.cuda.Event(enable_timing=True))
         if idx == 1 and self._reached is not None:
             self.streams[1].wait_event(self._reached)
         return torch.cuda.stream(self.streams[idx])
@@ -62,9 +125,30 @@ class Turns:
         """What the first half has computed so far, when it calls attention."""
         if not self.streams:
             return None
-        event = self._current().record_event()
+        event = self._current().record_event(torch.cuda.Event(enable_timing=self._is_timed))
         self._reached = self._reached or event
         return event
+
+    @property
+    def first_part(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+        is_whole = self._begin is not None and self._reached is not None
+        return (self._begin, self._reached) if is_whole else None
+
+    @contextlib.contextmanager
+    def call(self, idx: int, number: int, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Call `number` of attention in half `idx`, from 1."""
+        if not self.streams:
+            yield
+            return
+        if idx == 1:
+            self._second.begin(self._group_names[1], number)
+            self._await_backward(inputs)
+        yield
+        if idx == 1:
+            ops.end_turn(self._group_names[1])  # if the call moves no rows
+        else:
+            self._device.wait(self._second, number)
+            self._end_backward(inputs)
 
     def mark_backward(self, out: Tensor) -> None:
         """The gradient of what the second half's attention gave: backward, its last call first."""
@@ -73,6 +157,36 @@ class Turns:
 
     def _turn(self, _: Tensor) -> None:
         self._turned = self._turned or self._current().record_event()
+
+    def begin_backward(self, out: Tensor) -> None:
+        """Likewise for the first half, which the second half waits for."""
+        if self.streams and out.requires_grad:
+            out.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: Tensor) -> None:
+        self._num_backward[0] += 1
+        self._first.begin(self._group_names[0], self._num_backward[0])
+
+    def _end_backward(self, inputs: Sequence[Tensor]) -> None:
+        """End the turn of a call that moved no rows, which nothing else would end."""
+        for each in inputs:
+            if each.requires_grad:
+                each.register_hook(lambda _: ops.end_turn(self._group_names[0]))
+
+    def _await_backward(self, inputs: Sequence[Tensor]) -> None:
+        """Let the second half wait after a call's backward pass until the first has reached its
+        own."""
+        is_first = [True]
+
+        def wait(_: Tensor) -> None:
+            if is_first[0]:  # of the inputs' gradients, which come together
+                is_first[0] = False
+                self._num_backward[1] += 1
+                self._device.wait(self._first, self._num_backward[1])
+
+        for each in inputs:
+            if each.requires_grad:
+                each.register_hook(wait)
 
     def follow(self, results: object) -> None:
         """Lets the backward pass of the first half's results wait for the second's attention."""

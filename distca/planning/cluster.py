@@ -12,6 +12,9 @@ from distca.ranks.links import Link, Links
 
 MAX_RANKS = 65536
 MIN_KEPT_GAIN = 0.01  # of a layer's predicted seconds, if inputs are kept by default
+MAX_PARTS = 4  # in which a call's rows travel, each with some of the heads
+DEVICES_OF_PARTS = ("cuda",)  # where rows travel beside compute
+LEAST_SECONDS_OF_PART = 0.5e-3  # of a rank's transfers in a layer; below it, latency dominates
 DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, between nodes
 
 
@@ -43,13 +46,17 @@ class Cluster:
 
     hidden_part: float = 0.0
     """Seconds of a layer's transfers that other work hides, over the mean seconds of a rank's
-    attention. It is 1 under ping-pong, where the attention of the other half hides transfers."""
+    attention. Under ping-pong, attention of one half hides transfers of the other: see
+    hidden_by_halves."""
+    hidden_seconds: float = 0.0
+    """Seconds of a layer's transfers that other work hides besides, in both passes. Under ping-pong
+    it is linear work of a half."""
     transfer_waits: tuple[float, float] = (0.0, 0.0)
     """Seconds that the transfers of a rank wait for other traffic in the forward pass, and in the
     backward pass, if it has any."""
     num_parts: int = 1
     """Number of parts in which a call's rows travel, each with some of the heads. Visiting tasks of
-    one part hide transfers of the next."""
+    one part hide transfers of others."""
 
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
@@ -61,12 +68,14 @@ class Cluster:
         return torch.tensor([[speed, cap_bytes] for speed in speeds], dtype=torch.float64)
 
     def links(self) -> Tensor:
-        """Argument of torch.ops.distca.plan: float64 [7], ranks per node, bytes per second of a
-        rank's link within a node and between nodes, hidden part, number of parts, waits."""
+        """Argument of torch.ops.distca.plan: float64 [8], ranks per node, bytes per second of a
+        rank's link within a node and between nodes, hidden part, number of parts, waits,
+        hidden seconds."""
         inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
         between = inside if between is None else between
         node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
-        words = [node, inside, between, self.hidden_part, self.num_parts, *self.transfer_waits]
+        hidden = self.hidden_part, self.num_parts
+        words = [node, inside, between, *hidden, *self.transfer_waits, self.hidden_seconds]
         return torch.tensor(words, dtype=torch.float64)
 
     @property
@@ -146,6 +155,22 @@ def why_kept(
 
 def memory_cap_bytes(options: Options) -> int | None:
     return None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
+
+
+def parts_of(shape: AttentionShape) -> int:
+    """Return the most parts into which these heads can be divided."""
+    return math.gcd(shape.heads_kv, MAX_PARTS)
+
+
+def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
+    """Return the number of parts for a plan with these loads: fewer if its transfers are short."""
+    _, inside, between, *_ = cluster.links().tolist()
+    to_nodes = loads[:, 4:6]
+    seconds = torch.maximum((loads[:, 2:4] - to_nodes) / inside, to_nodes / between).max().item()
+    num_parts = cluster.num_parts
+    while num_parts > 1 and seconds < num_parts * LEAST_SECONDS_OF_PART:
+        num_parts //= 2
+    return num_parts
 
 
 def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:

@@ -13,18 +13,22 @@ from torch.distributed import ProcessGroup
 from distca import _torch_private, ops
 from distca.options import Options
 from distca.planning.cluster import (
+    DEVICES_OF_PARTS,
     Cluster,
     cluster_of,
     held_row_bytes,
     input_row_bytes,
     measures_memory,
     memory_cap_bytes,
+    parts_of,
+    parts_worth_taking,
     why_kept,
 )
 from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.documents import Documents
 from distca.planning.exchange import (
     HEADER_WORDS,
+    HIDING_WORD,
     MEMORY_WORDS,
     NODE_WORD,
     SHAPE_WORDS,
@@ -34,7 +38,9 @@ from distca.planning.exchange import (
     shape_of,
     words_of,
 )
+from distca.planning.halves import hidden_by_halves
 from distca.ranks import memory
+from distca.ranks.hiding import hidden_seconds
 from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.notices import Kind, tell
 from distca.ranks.peers import Way
@@ -44,9 +50,6 @@ from distca.watching.figures import LINKS, max_over_mean, without
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
 
-NUM_PARTS = 2  # in which a call's rows travel, each with some of the heads
-DEVICES_OF_PARTS = ("cuda",)  # where rows travel beside compute
-LEAST_SECONDS_OF_PARTS = 1e-3  # of a rank's transfers in a layer; below it, latency dominates
 
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 TASK_WORDS = 5
@@ -84,6 +87,9 @@ class PlanReport:
     transfer_waits_ms: list[float] = field(default_factory=list)
     """Milliseconds that transfers of a layer wait for other traffic, such as FSDP's, in the forward
     pass and in the backward pass. Measured in earlier steps; 0 until some rows have travelled."""
+    hidden_ms: float = 0.0
+    """Milliseconds of a layer's linear work before attention, forward and backward, which hides
+    transfers under ping-pong. Measured in earlier steps; 0 until then, and without ping-pong."""
     kept_bytes: list[int] = field(default_factory=list)
     """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
     keeping: str = ""
@@ -133,6 +139,7 @@ class Solution:
     pieces: Tensor  # of all ranks
     encoded: Tensor  # as torch.ops.distca.plan returns it
     shape: AttentionShape
+    num_parts: int  # in which rows travel
     report: PlanReport
 
 
@@ -314,7 +321,8 @@ class Problem:
     has_halves: bool = False  # ping-pong: each half hides transfers of the other
     links: Links = Links()  # these two measured when the group opened
     attention_seconds: float | None = None
-    transfer_waits: tuple[float, float] = (0.0, 0.0)  # measured in training: see Cluster
+    transfer_waits: tuple[float, float] = (0.0, 0.0)  # these two measured in training: see Cluster
+    hidden_seconds: float = 0.0
     calls: Tensor | None = None  # those that ranks last agreed on for this window
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
     servers: tuple[int, ...] = ()  # ranks that run no model
@@ -336,7 +344,8 @@ def _solve_together(
         about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
         sessions = session.halves if problem.has_halves else [session]
         about_waits = session.waits.words([each.group_name for each in sessions])
-        pieces, headers = exchange(session, pieces, [*words, *about_memory, *about_waits])
+        about_training = [*about_memory, *about_waits, session.hiding.word()]
+        pieces, headers = exchange(session, pieces, [*words, *about_training])
         nodes = headers[:, NODE_WORD].tolist()
         limit = memory.common_limit(headers[:, MEMORY_WORDS])
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes), kept_limit_bytes=limit)
@@ -344,6 +353,9 @@ def _solve_together(
             bandwidth = _cluster_of(problem, session.options).slowest_bytes_per_second
             session.waits.add(headers[:, WAITS_WORDS], bandwidth)
             problem = replace(problem, transfer_waits=session.waits.seconds())
+            if problem.has_halves:
+                hidden = hidden_seconds(headers[:, HIDING_WORD])
+                problem = replace(problem, hidden_seconds=hidden)
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
     solution = _solve(problem, pieces, session.options, shape_of(headers))
@@ -408,8 +420,9 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     if not problem.may_keep:
         cluster = replace(cluster, kept_cap_bytes=0)
     if problem.has_halves:
-        cluster = replace(cluster, hidden_part=1.0)
-    elif problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
+        halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
+        cluster = replace(cluster, **hidden_by_halves(pieces, *halves))
+    if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
         cluster = replace(cluster, num_parts=parts_of(shape))
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
@@ -425,10 +438,13 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     speeds = cluster.speeds or ()
     idle = [rank for rank, speed in enumerate(speeds) if speed == 0]
     roles = {"servers": list(problem.servers), "idle": idle}
-    waits = {"transfer_waits_ms": [1e3 * each for each in problem.transfer_waits]}
-    figures = {**keeping, **gb_per_s_of(cluster), **roles, **waits}
+    times = {
+        "transfer_waits_ms": [1e3 * each for each in problem.transfer_waits],
+        "hidden_ms": 1e3 * problem.hidden_seconds,
+    }
+    figures = {**keeping, **gb_per_s_of(cluster), **roles, **times}
     report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
-    return Solution(*laid_out, pieces, encoded, shape, report)
+    return Solution(*laid_out, pieces, encoded, shape, num_parts, report)
 
 
 def _cluster_of(problem: Problem, options: Options) -> Cluster:
@@ -440,19 +456,6 @@ def _cluster_of(problem: Problem, options: Options) -> Cluster:
         problem.links,
         problem.kept_limit_bytes,
     )
-
-
-def parts_of(shape: AttentionShape) -> int:
-    """Return the number of parts into which these heads can be divided."""
-    return NUM_PARTS if shape.heads_kv % NUM_PARTS == 0 else 1
-
-
-def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
-    """Return the number of parts for a plan with these loads: 1 if its transfers are short."""
-    _, inside, between, *_ = cluster.links().tolist()
-    to_nodes = loads[:, 4:6]
-    seconds = torch.maximum((loads[:, 2:4] - to_nodes) / inside, to_nodes / between).max().item()
-    return cluster.num_parts if seconds >= LEAST_SECONDS_OF_PARTS else 1
 
 
 def lay_out(

@@ -22,6 +22,7 @@ from distca.planning.documents import (
     pieces_of_half,
 )
 from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, check_headers, header_of
+from distca.planning.halves import rows_of_first_half
 from distca.planning.plan import CAUSAL, Plan, Problem, Solution
 from distca.ranks.session import Session, announced, halves_of, opened
 
@@ -152,9 +153,10 @@ def _solve_half(
         )
     tasks = plans.tasks_of(solution.encoded)
     held = half_of(solution.pieces, tasks, cuts, problem.window_size, idx)
-    laid_out = plans.lay_out(problem, *held, session.options, solution.shape)
+    shape, num_parts = solution.shape, solution.num_parts
+    laid_out = plans.lay_out(problem, *held, session.options, shape, num_parts)
     plans.agree_on_plan(halves_of(session)[idx], problem, laid_out[0])
-    return Solution(*laid_out, *held, solution.shape, solution.report)
+    return Solution(*laid_out, *held, shape, num_parts, solution.report)
 
 
 def half_of(
@@ -168,10 +170,7 @@ def half_of(
     rows[r] and the other rows, as Documents.halves cuts them.
     """
     rank, document, start, length, _ = pieces.unbind(1)
-    ends = length.cumsum(0)
-    rows_by_rank = torch.zeros_like(rows).index_add_(0, rank, length)
-    first_row = ends - length - (rows_by_rank.cumsum(0) - rows_by_rank)[rank]
-    first = torch.minimum((rows[rank] - first_row).clamp(min=0), length)  # in the first half
+    first = rows_of_first_half(pieces, rows)
     document_of = torch.unique(document, return_inverse=True)[1]
     cut, total = (_sum_by(document_of, each) for each in (first, length))
     begin = begin_of_second_half(cut, cut < total, start + length, window_size[0])

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca import _torch_private, ops
 from distca.options import Options, check
 from distca.ranks import groups, speed
+from distca.ranks.hiding import WorkBeforeAttention
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, measure
 from distca.ranks.memory import KeptMemory
@@ -52,6 +53,7 @@ class Session:
     attention_seconds: float | None = None  # see speed.measure; None: not measured
     memory: KeptMemory = field(default_factory=KeptMemory)
     waits: Waits = field(default_factory=Waits)
+    hiding: WorkBeforeAttention = field(default_factory=WorkBeforeAttention)
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of

@@ -49,18 +49,18 @@ sends k and v to the server. Backward, a query row sends q, grad_out, lse and de
 and dq home; a key row sends k and v to the server, and dk and dv home. Inputs that the server kept
 do not travel again. Half of the home tasks run while inputs travel. Visiting tasks wait for the
 rank's own transfers and for those of its senders. Results travel when the server is done, beside
-the other home tasks. If transfers take a millisecond or more and the number of key heads is even,
-rows travel in two parts, each with half of the heads: visiting tasks of one part run while the next
-part travels. A layer ends when all ranks have their results. Plans are computed during the previous
-step, so a step takes at least as long as planning does on the processor that simulates. Ranks agree
-on calls in the first step only.
+the other home tasks. If transfers take long enough and key heads can be divided, rows travel in two
+or four parts, each with some of the heads: visiting tasks of one part run while the next part
+arrives and results of the one before leave. A layer ends when all ranks have their results. Plans
+are computed during the previous step, so a step takes at least as long as planning does on the
+processor that simulates. Ranks agree on calls in the first step only.
 
-**Ping-pong.** Each half moves half of the plan's bytes, while the other half computes. A block ends
-when both halves do. So the exchange of one half runs beside the other's attention and the work
-before attention, and the exchange of the other half beside attention and the work after it. An
-exchange is longer by the share of the pass in which FSDP's collectives use the links. For the
-planner, only attention hides exchanges (Cluster.hidden_part). If documents cross ranks, each
-rank holds two runs of the pack.
+**Ping-pong.** A block runs on a third of the tokens and on the rest, or on two halves if documents
+cross ranks: each rank then holds two runs of the pack. Each of the two has as large a part of the
+attention and of the plan's bytes as it has of the tokens. Rows of the first travel beside the
+second's attention and work before it, and rows of the second beside the first's attention and work
+after it. Visiting tasks of some heads hide rows of others. An exchange is longer by the share of
+the pass in which FSDP's collectives use the links.
 
 **Parameters.** fsdp: a layer's gather (in the backward pass also the reduce-scatter of its
 gradients, fp32) is hidden behind that layer's compute, as far as the exchanges beside it leave

@@ -10,9 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.planning.cluster import Cluster, held_row_bytes, input_row_bytes
+from distca.planning.cluster import (
+    Cluster,
+    held_row_bytes,
+    input_row_bytes,
+    parts_of,
+    parts_worth_taking,
+)
+from distca.planning.halves import FIRST_PART, first_part_of, hidden_by_halves
 from distca.planning.packs import Pack, cut_pack
-from distca.planning.plan import CAUSAL, balance, parts_of, parts_worth_taking, tasks_of
+from distca.planning.plan import CAUSAL, balance, tasks_of
 from distca.planning.task_rows import rows_of_tasks
 from distca.simulate.layers import (
     ATTENTION,
@@ -21,7 +28,7 @@ from distca.simulate.layers import (
     WAITING,
     fsdp_seconds_of_layer,
 )
-from distca.simulate.machine import FORWARD, TableCost, TileCost
+from distca.simulate.machine import BACKWARD, FORWARD, TableCost, TileCost
 from distca.simulate.scenario import Scenario
 
 
@@ -57,6 +64,7 @@ class Work:
     kept_query_rows: np.ndarray  # [pairs] those whose q the server keeps for the backward pass
     kept_key_rows: np.ndarray  # [pairs] those whose k and v it keeps
     num_parts: int = 1  # in which rows travel, each with some of the heads
+    first_part: float = FIRST_PART  # of the tokens, under ping-pong
 
     @property
     def seconds(self) -> np.ndarray:
@@ -64,17 +72,20 @@ class Work:
         return self.home_seconds + self.visiting_seconds
 
 
-def cluster_of(scenario: Scenario, is_ping_pong: bool = False) -> Cluster:
-    """Return the cluster that the planner gets."""
-    machine = scenario.machine
+def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
+    """Return the cluster that the planner gets, with ping-pong for the pack `in_halves`."""
+    machine, hidden = scenario.machine, {}
+    if in_halves is not None:
+        before = sum(scenario.seconds_around_attention(each)[0] for each in (FORWARD, BACKWARD))
+        hidden = hidden_by_halves(in_halves.as_tensor(), scenario.groups, CAUSAL, before)
     return Cluster(
         scenario.groups,
         kept_cap_bytes=int(1e9 * scenario.keep_inputs_gb),
         ranks_per_node=min(scenario.groups_per_node, scenario.groups),
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,
-        hidden_part=float(is_ping_pong),  # these two as in distca.plan
-        num_parts=1 if is_ping_pong else parts_of(scenario.attention_shape),
+        num_parts=parts_of(scenario.attention_shape),
+        **hidden,
     )
 
 
@@ -110,7 +121,8 @@ def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost, num_parts
         for share in (np.ones(len(tasks)), is_kept)
         for each in (rows.queries, rows.new_keys)
     ]
-    return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts, num_parts)
+    first = first_part_of(pack.as_tensor())
+    return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts, num_parts, first)
 
 
 def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
@@ -181,7 +193,7 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     for part in range(work.num_parts):
         there = np.where(visiting > 0, (part + 1) * arrival, 0.0)
         served = np.maximum(served, there) + share * visiting
-        left = np.maximum(left, served) + sent
+        left = np.maximum.reduce([left, served, work.num_parts * arrival]) + sent
         back = np.maximum(sent[work.server], received[work.home])
         arrived = np.maximum(arrived, served[work.server]) + back
     finished = np.maximum(served + half, left)
@@ -196,15 +208,22 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
 
 
 def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
-    """Return the times of a layer in ping-pong. The exchange of one half runs beside the other's
-    attention and the work before attention, and the exchange of the other half beside attention and
-    the work after it. FSDP's collectives share the links."""
-    attention = work.seconds[pass_idx]
-    arrival, sent, received = exchange_seconds(scenario, work, pass_idx, share=0.5)
-    alone = arrival.max() + max(sent.max(), received.max())
-    others = scenario.seconds_around_attention(pass_idx)
-    compute = sum(others) + attention.mean()
-    exchange = alone * (1 + min(1.0, fsdp_seconds_of_layer(scenario, pass_idx) / compute))
-    exposed = sum(max(0.0, exchange - (each + attention.mean()) / 2) for each in others)
+    """Return the times of a layer in ping-pong. The exchange of the first part runs beside the
+    second part's attention and work before attention. The exchange of the second part runs beside
+    the first part's attention and work after it. Visiting tasks of some heads hide rows of others.
+    FSDP's collectives share the links."""
+    attention, others = work.seconds[pass_idx], scenario.seconds_around_attention(pass_idx)
+    slower = 1 + min(
+        1.0, fsdp_seconds_of_layer(scenario, pass_idx) / (sum(others) + attention.mean())
+    )
+    first, share = work.first_part, 1 / work.num_parts
+    total = exposed = 0.0
+    for part, work_beside in ((first, others[0]), (1 - first, others[1])):
+        arrival, sent, received = exchange_seconds(scenario, work, pass_idx, part)
+        alone = arrival + np.maximum(sent, received)
+        visiting = part * work.visiting_seconds[pass_idx]
+        beside_tasks = np.maximum(slower * alone - visiting, share * slower * alone).max()
+        total += alone.max()
+        exposed += max(0.0, beside_tasks - (1 - part) * (work_beside + attention.mean()))
     waiting = attention.max() - attention
-    return _by_kind(attention, exposed, waiting), max(0.0, 2 * alone - exposed)
+    return _by_kind(attention, exposed, waiting), max(0.0, total - exposed)

@@ -88,7 +88,8 @@ class Step:
     def work(self, pack: Pack, is_ping_pong: bool) -> tuple[Work, float]:
         """Return the work of a plan for a micro-batch, and the planner's processor time in
         seconds."""
-        scenario, cluster = self.scenario, cluster_of(self.scenario, is_ping_pong)
+        scenario = self.scenario
+        cluster = cluster_of(scenario, pack if is_ping_pong else None)
         tasks, num_parts, seconds = plan(scenario, pack, cluster, self.cost)
         return work_of(pack, tasks, self.cost, num_parts), seconds
 

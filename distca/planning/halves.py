@@ -1,0 +1,65 @@
+"""How much of a rank's attention each half of ping-pong has, and what hides the halves' rows."""
+
+import torch
+from torch import Tensor
+
+# Of a rank's tokens, the part that ping-pong runs first. Work beside the first part's rows is work
+# before attention of the second part, and work beside the second part's rows is work after
+# attention of the first. Attention has a quarter of a block's other work before it, so a short
+# first part hides more rows than a half. Documents that cross ranks have runs of equal length.
+FIRST_PART, FIRST_PART_OF_RUNS = 1 / 3, 1 / 2
+AFTER_OVER_BEFORE = 3.0  # of a block's linear work, after and before attention
+
+
+def first_part_of(pieces: Tensor) -> float:
+    """Return the part of the tokens that runs first. `pieces`, int64 [num_pieces, 4 or more], are
+    those of all ranks: rank, document, first row in it, number of rows."""
+    return FIRST_PART_OF_RUNS if (pieces[:, 2] > 0).any() else FIRST_PART
+
+
+def rows_of_first_half(pieces: Tensor, rows: Tensor) -> Tensor:
+    """Return how many rows of each piece are in the first half of its rank, which has rows[rank]
+    rows: int64 [num_pieces]. `pieces` are in row order."""
+    rank, length = pieces[:, 0], pieces[:, 3]
+    ends = length.cumsum(0)
+    rows_by_rank = torch.zeros_like(rows).index_add_(0, rank, length)
+    first_row = ends - length - (rows_by_rank.cumsum(0) - rows_by_rank)[rank]
+    return torch.minimum((rows[rank] - first_row).clamp(min=0), length)
+
+
+def attention_of_first_half(pieces: Tensor, num_ranks: int, window_size: tuple[int, int]) -> float:
+    """Return the part of all attention that the first half has."""
+    rank, start, length = pieces[:, 0], pieces[:, 2], pieces[:, 3]
+    rows_by_rank = torch.zeros(num_ranks, dtype=torch.int64).index_add_(0, rank, length)
+    first = rows_of_first_half(pieces, (rows_by_rank * first_part_of(pieces)).long())
+    left = window_size[0] if window_size[0] >= 0 else int(length.sum())
+
+    def num_pairs(end: Tensor) -> Tensor:
+        """Of (query, key) in the first `end` rows of a document, float64 [num_pieces]."""
+        rising = end.clamp(max=left + 1).double()
+        return rising * (rising + 1) / 2 + (end - rising) * (left + 1)
+
+    before, cut, after = (num_pairs(each) for each in (start, start + first, start + length))
+    return ((cut - before).sum() / (after - before).sum().clamp(min=1)).item()
+
+
+def hidden_by_halves(
+    pieces: Tensor, num_ranks: int, window_size: tuple[int, int], seconds_before: float
+) -> dict[str, float]:
+    """Return hidden_part and hidden_seconds of a Cluster whose ranks use halves.
+
+    `seconds_before` is a block's linear work before attention. Attention and linear work of one
+    half hide the rows of the other, whose transfers take as large a part of all transfers as it has
+    of all attention. The half that hides less, relative to the other's transfers, counts.
+    """
+    part = first_part_of(pieces)
+    first = attention_of_first_half(pieces, num_ranks, window_size)
+    second = 1 - first
+    tiny = 1e-6  # of all attention
+    after = part * AFTER_OVER_BEFORE * seconds_before / max(second, tiny)
+    before = (1 - part) * seconds_before / max(first, tiny)
+    ratio = first / max(second, tiny)
+    return {
+        "hidden_part": min(ratio, 1 / max(ratio, tiny)),
+        "hidden_seconds": min(after, before),
+    }

@@ -1,0 +1,76 @@
+"""Linear work of blocks before attention is measured, and plans count on it under ping-pong."""
+
+from unittest import mock
+
+import pytest
+import torch
+from oracle import Case
+from test_core_attention import place
+
+import distca
+from distca.planning import plan as plans
+from distca.ranks.hiding import NUM_SAMPLES, UNKNOWN, WorkBeforeAttention, hidden_seconds
+
+CASE = Case([[900, 400, 100], [100, 200]])
+SLOW = {"link_gb_per_s": 1.0, "attention_tflops": 1e-3}
+
+
+class Event:
+    """A time on a device that has come there, or not yet."""
+
+    def __init__(self, ms: float, has_come: bool = True) -> None:
+        self.ms, self.has_come = ms, has_come
+
+    def query(self) -> bool:
+        return self.has_come
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.ms - self.ms
+
+
+def test_the_median_of_whole_blocks_counts():
+    work = WorkBeforeAttention()
+    assert work.word() == UNKNOWN
+    for ms in (2.0, 50.0, 3.0):
+        work.add(Event(1.0), Event(1.0 + ms), 0.25)
+    work.add(Event(0.0), Event(1.0, has_come=False), 0.25)
+    assert work.word() == 12_000_000
+    for _ in range(NUM_SAMPLES - 1):
+        work.add(Event(0.0), Event(1.0), 1.0)
+    assert work.word() == 12_000_000, "nothing has come since"
+
+
+def test_one_block_in_four_is_timed():
+    work = WorkBeforeAttention()
+    assert [work.is_due() for _ in range(8)] == 2 * [False, False, False, True]
+
+
+def test_the_rank_with_the_least_work_counts():
+    assert hidden_seconds(torch.tensor([4_000_000, 3_000_000])) == pytest.approx(9e-3)
+    assert hidden_seconds(torch.tensor([4_000_000, UNKNOWN])) == 0
+
+
+def reports_of(rank: int, world_size: int, ns: int) -> list[distca.PlanReport]:
+    """Return the reports of a plan whose transfers nothing hides, and of one for halves."""
+    distca.close()
+    session = distca.init(options=distca.Options(**SLOW))
+    reports = []
+    with (
+        mock.patch.object(plans, "measures_links", lambda _: True),
+        mock.patch.object(WorkBeforeAttention, "word", lambda _: (1 + rank) * ns),
+    ):
+        for cut in (None, lambda documents: documents.num_tokens // 2):
+            session.cut = cut
+            step = place(rank, world_size, CASE)[0]
+            reports.append(distca.plan(step).report())
+    distca.close()
+    return reports
+
+
+def test_plans_move_more_where_linear_work_hides_transfers(ranks):
+    ns = 50_000_000
+    little, much = (ranks(2).run(reports_of, each) for each in (0, ns))
+    for (whole, _), (whole_again, halves) in zip(little, much, strict=True):
+        assert whole.hidden_ms == whole_again.hidden_ms == 0
+        assert halves.hidden_ms == pytest.approx(3 * 1e-6 * ns)
+    assert sum(much[0][1].bytes_out) >= sum(little[0][1].bytes_out)
