@@ -112,20 +112,20 @@ def set_timeout(options: "dist.ProcessGroupNCCL.Options", timeout: timedelta) ->
     options._timeout = timeout
 
 
-# What follows is for distca/integrations/pipelining.py, which drives stages pass by pass. Releases
-# change how stages must be driven, and a stage that is driven in the old way may compute wrong
-# gradients without an error. So this is the newest release whose stages the tests have driven.
+# distca/integrations/pipelining.py, which calls the methods of stages pass by pass, needs the rest
+# of this file. If a release changes what these methods expect, a stage may compute wrong gradients
+# without an error. So this is the newest release on which the tests ran stages.
 NEWEST_WITH_STAGES = (2, 15)
 
 
 def check_stages() -> None:
-    """Raise ValueError under a PyTorch with whose pipeline stages distca was never tested."""
+    """Raise ValueError if PyTorch is newer than NEWEST_WITH_STAGES."""
     release = tuple(int(each) for each in torch.__version__.split(".")[:2])
     if release > NEWEST_WITH_STAGES:
         newest = ".".join(map(str, NEWEST_WITH_STAGES))
         raise ValueError(
-            f"torch is {torch.__version__}, and stages of a pipeline can share attention up to "
-            f"torch {newest}; expected a newer distca or an older torch, or one of torch's own "
+            f"torch is {torch.__version__}, but stages of a pipeline share attention only up to "
+            f"torch {newest}; expected a newer distca, an older torch, or one of torch's own "
             'schedules with distca.init(mesh["dp"])'
         )
 
@@ -133,9 +133,9 @@ def check_stages() -> None:
 def initialize_stages(
     schedule, args: tuple, kwargs: dict, target: object, loss_kwargs: dict | None
 ) -> None:
-    """Let a schedule prepare its stages for a step: shapes, transfers and their peers. Collective
-    in the first step, and when training and evaluation alternate. From PyTorch 2.12 on, it runs the
-    stages and the loss on the arguments of a micro-batch."""
+    """Let a schedule prepare the shapes and transfers of its stages for a step. Collective in the
+    first step, and at each change between training and evaluation. From PyTorch 2.12 on, it runs
+    the stages and the loss on the arguments of a micro-batch."""
     arguments = {"args": args, "kwargs": kwargs, "target": target, "loss_kwargs": loss_kwargs}
     parameters = inspect.signature(schedule._initialize_stages).parameters
     schedule._initialize_stages(**{name: arguments[name] for name in parameters})
@@ -149,8 +149,8 @@ def stage_inputs(stage) -> list[torch.Tensor]:
 
 
 def drop_other_inputs(stage, micro_batch: int) -> None:
-    """Let a stage forget inputs of a forward pass that are no tensors. Those of PyTorch 2.11 cannot
-    split the backward pass of others."""
+    """Drop the inputs of a forward pass that are not tensors from a stage's cache. Stages of
+    PyTorch 2.11 cannot split a backward pass with such inputs."""
     if hasattr(stage, "fwd_cache"):  # before PyTorch 2.15
         outputs, inputs = stage.fwd_cache[micro_batch]
         stage.fwd_cache[micro_batch] = outputs, [each for each in inputs if torch.is_tensor(each)]

@@ -230,13 +230,13 @@ def begin_turn(group_name: str, reached: Tensor, number: int) -> None:
 
 @_operator
 def end_turn(group_name: str) -> None:
-    """Let the current stream reach the turn of begin_turn now if no call has."""
+    """Let the current stream reach the turn of begin_turn, unless a call already has."""
 
 
 @_operator
 def await_turn(reached: Tensor, number: int, max_ns: int, num_late: Tensor) -> None:
-    """Let the current stream wait until `reached` is at least `number`, at most `max_ns`. Longer
-    waits are counted in `num_late`, int32 [1] in pinned memory."""
+    """Let the current stream wait until `reached` is at least `number`. Give up after `max_ns`, and
+    then add 1 to `num_late`, int32 [1] in pinned memory."""
 
 
 @_operator

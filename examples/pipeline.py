@@ -88,7 +88,7 @@ def one_f_one_b(
     num_tokens, *widths = sizes
     device = next(stage.parameters()).device
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    like = {"dtype": dtype, "device": device, "requires_grad": True}  # also gradients travel
+    like = {"dtype": dtype, "device": device, "requires_grad": True}  # gradients travel too
     hidden, logits = (torch.empty(num_tokens, width, **like) for width in widths)
     own = PipelineStage(
         stage,

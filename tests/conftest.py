@@ -12,7 +12,7 @@ STARTS_PROCESSES = re.compile(
 )
 
 # Files that take longest run first, so that workers of pytest-xdist end together. It keeps this
-# order with --no-loadscope-reorder; otherwise files with few tests, however long, come last.
+# order only with --no-loadscope-reorder. Otherwise it runs files with few tests last.
 LONGEST = (
     "test_transformers_families.py",
     "test_transformers_training.py",

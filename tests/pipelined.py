@@ -38,7 +38,7 @@ class Pipeline:
     num_stage_ranks: int = 2
     device: str = "cpu"
     attention_dtype: torch.dtype = torch.float32  # the model around attention is float32
-    examples: dict | None = None  # attributes of tensors that tell stages their inputs and outputs
+    examples: dict | None = None  # keywords of the tensors in input_args and output_args
 
 
 def lengths_of(place: int, index: int) -> list[int]:
@@ -131,7 +131,7 @@ def wrap(stage: nn.Module, case: Pipeline, mesh: DeviceMesh) -> nn.Module:
 
 
 def examples_of(case: Pipeline, index: int) -> dict:
-    """Return what PipelineStage gets so that it does not run a stage to learn its outputs."""
+    """Return input_args and output_args of PipelineStage, with which it need not infer them."""
     if case.examples is None:
         return {}
     tokens = torch.zeros(TOKENS, dtype=torch.int64, device=case.device)
@@ -221,8 +221,8 @@ def train_step(rank: int, world_size: int, case: Pipeline, num_steps: int = 2) -
 def timed_step(
     rank: int, world_size: int, case: Pipeline, folder: str, slow_rank: int, seconds: float
 ) -> list[tuple[str, list[float]]]:
-    """Run two steps, and time the first. Each call of attention on `slow_rank` begins after so many
-    seconds. Return the ticks' names and predicted seconds of the plans of the first step."""
+    """Run two steps, and time the first. Each call of attention on `slow_rank` is delayed by
+    `seconds`. Return the tick and the predicted seconds of each plan of the first step."""
 
     def attend(q: Tensor, *arguments, **keywords) -> Tensor:
         time.sleep(seconds if rank == slow_rank else 0.0)
@@ -245,7 +245,7 @@ def timed_step(
 
 
 def accumulate(rank: int, world_size: int, case: Pipeline) -> dict[str, Tensor]:
-    """Return the gradients of two steps, which FSDP sums over ranks once."""
+    """Return the gradients of two steps, which are reduced over ranks once."""
     mesh, parts, schedule = open_pipeline(case, world_size)
     try:
         for is_last in (False, True):

@@ -88,7 +88,7 @@ def run_ranks(
 def run_alone(
     arguments: list, env: dict, cwd: Path | None = None, timeout_s: float = 120
 ) -> subprocess.CompletedProcess:
-    """Run a program in one process that is no rank."""
+    """Run a program in one process, without the variables of torchrun."""
     return _run_together(arguments, [env], cwd, timeout_s)
 
 

@@ -84,8 +84,8 @@ def opened(rank: int, world_size: int):
 
 
 def times_of_a_product(rank: int, world_size: int) -> tuple[float, float]:
-    """Return the milliseconds after which a matrix product of another stream has ended that starts
-    while attention runs, and those after which attention has."""
+    """Return the milliseconds until a matrix product ends, and until attention ends. The product
+    starts on another stream while attention runs."""
     documents, _, inputs = opened(rank, world_size)
     stream, factor = torch.cuda.Stream(priority=-1), torch.randn(2048, 2048, device="cuda")
     begin, end, other = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -108,8 +108,7 @@ def test_kernels_of_higher_priority_begin_while_attention_runs(two):
 
 
 def ms_of_sending(rank: int, world_size: int) -> float:
-    """Return the milliseconds that a rank's stream is busy with an exchange for which rank 1 is
-    late."""
+    """Return the milliseconds of an exchange on a rank's stream. Rank 1 starts it late."""
     _, plan, inputs = opened(rank, world_size)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if rank == 1:

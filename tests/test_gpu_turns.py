@@ -9,9 +9,9 @@ CYCLES = 20_000_000  # of a delay: about 10 ms
 MS = 1_000_000  # ns
 
 
-def seconds_of_wait(max_ns: int, cycles: int) -> tuple[float, float, int]:
-    """Return the ms that a stream waited for another, those of the other's delay, and how often the
-    wait was too long."""
+def ms_of_wait(max_ns: int, cycles: int) -> tuple[float, float, int]:
+    """Return the milliseconds of a stream's wait, those of the other stream's delay, and the number
+    of waits that timed out."""
     word = torch.zeros((), dtype=torch.int32, device="cuda")
     num_late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
@@ -30,15 +30,15 @@ def seconds_of_wait(max_ns: int, cycles: int) -> tuple[float, float, int]:
 
 
 def test_a_stream_waits_for_the_other():
-    seconds_of_wait(MS, 1000)  # loads kernels
-    waited, delay, num_late = seconds_of_wait(1000 * MS, CYCLES)
+    ms_of_wait(MS, 1000)  # loads kernels
+    waited, delay, num_late = ms_of_wait(1000 * MS, CYCLES)
     assert delay > 2 and delay - 0.1 <= waited <= delay + 2
     assert num_late == 0
 
 
 def test_a_stream_does_not_wait_for_long():
-    seconds_of_wait(MS, 1000)
-    waited, delay, num_late = seconds_of_wait(2 * MS, 10 * CYCLES)
+    ms_of_wait(MS, 1000)
+    waited, delay, num_late = ms_of_wait(2 * MS, 10 * CYCLES)
     assert 2 <= waited < delay and num_late == 1
 
 

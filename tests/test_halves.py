@@ -1,4 +1,4 @@
-"""How much of the attention each half of ping-pong has, and what hides the halves' rows."""
+"""How much of the attention each half of ping-pong has, and what hides the halves' transfers."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CAUSAL, WINDOW = (-1, 0), (3, 0)
 
 
 def counted(pieces: torch.Tensor, num_ranks: int, left: int) -> float:
-    """Count pairs row by row, and return the first halves' part."""
+    """Return the first halves' part of all (query, key) pairs, counted row by row."""
     pairs = [0, 0]
     for rank in range(num_ranks):
         own = pieces[pieces[:, 0] == rank].tolist()
@@ -50,8 +50,8 @@ def test_one_document_has_a_ninth_of_its_attention_in_the_first_third():
     pieces = torch.tensor([[0, 0, 0, 30000]])
     assert attention_of_first_half(pieces, 1, CAUSAL) == pytest.approx(1 / 9, rel=1e-3)
     hidden = hidden_by_halves(pieces, 1, CAUSAL, 2.0)
-    # The second half's rows, 8/9 of all, travel beside 1/9 of the attention, and work after it of a
-    # third of the tokens: three times the work before it.
+    # The second half's rows, 8/9 of all, travel beside 1/9 of the attention, and beside the work
+    # after attention for a third of the tokens, which takes three times as long as work before it.
     assert hidden["hidden_part"] == pytest.approx(1 / 8, rel=1e-3)
     assert hidden["hidden_seconds"] == pytest.approx(9 / 8 * 2.0, rel=1e-3)
 

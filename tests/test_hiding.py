@@ -16,7 +16,7 @@ SLOW = {"link_gb_per_s": 1.0, "attention_tflops": 1e-3}
 
 
 class Event:
-    """A time on a device that has come there, or not yet."""
+    """A stand-in for a CUDA event that the device has reached, or not yet."""
 
     def __init__(self, ms: float, has_come: bool = True) -> None:
         self.ms, self.has_come = ms, has_come
@@ -51,7 +51,7 @@ def test_the_rank_with_the_least_work_counts():
 
 
 def reports_of(rank: int, world_size: int, ns: int) -> list[distca.PlanReport]:
-    """Return the reports of a plan whose transfers nothing hides, and of one for halves."""
+    """Return the reports of a plan without ping-pong and of a plan for its halves."""
     distca.close()
     session = distca.init(options=distca.Options(**SLOW))
     reports = []

@@ -46,7 +46,7 @@ def test_a_pipeline_equals_one_process(ranks, name):
 
 
 def test_gradients_are_never_lost(own_ranks):
-    """From torch 2.12 on, stages believe examples that say that nothing needs gradients."""
+    """From torch 2.12 on, stages rely on examples, of which none need gradients here."""
     outcomes = own_ranks(4).outcomes(pipelined.train_step, Pipeline(examples={}), 1)
     if any(outcome.error is not None for outcome in outcomes):
         for outcome in outcomes:

@@ -461,13 +461,13 @@ BEFORE, AFTER = 2 * 3 / 7, 2 * 4 / 7
 
 
 def exposed_in_ping_pong(exchanges: list[float], attention: float) -> float:
-    """Return the seconds of the exchanges of a third and of two thirds of the rows that the
-    other part's work does not hide."""
+    """Return the seconds of exchanges that the other half's work does not hide. `exchanges` are
+    those of a third and of two thirds of the rows."""
     beside = 2 / 3 * (BEFORE + attention), 1 / 3 * (AFTER + attention)
     return sum(max(0, each - work) for each, work in zip(exchanges, beside, strict=True))
 
 
-def test_ping_pong_hides_a_part_behind_the_other():
+def test_ping_pong_hides_a_half_behind_the_other():
     scenario = replace(linked(Link(0.5, 8960.0)), sharding="zero1")
     assert scenario.seconds_around_attention(FORWARD) == pytest.approx((BEFORE, AFTER))
     exchanges = [0.5 + 0.5 + part * (17920 + 2600) / 8960 for part in (1 / 3, 2 / 3)]
@@ -476,7 +476,7 @@ def test_ping_pong_hides_a_part_behind_the_other():
     exposed = exposed_in_ping_pong(exchanges, 0)
     assert exposed > 0 and times[EXCHANGE] == pytest.approx([exposed] * 2)
     assert beside == pytest.approx(2 / 3 * BEFORE + 1 / 3 * AFTER)
-    # Attention of 3.5 s (mean) hides more, and all of the first part.
+    # Attention of 3.5 s (mean) hides more, and all of the first half's exchange.
     times, beside = ping_pong(scenario, small_work(), FORWARD)
     less = exposed_in_ping_pong(exchanges, 3.5)
     assert less < exposed and exchanges[0] < 2 / 3 * (BEFORE + 3.5)

@@ -1,4 +1,4 @@
-"""Records, traces and pictures of the ticks of a pipeline, as planned and as measured."""
+"""Records, traces and pictures of the planned and measured ticks of a pipeline."""
 
 import json
 
@@ -16,8 +16,8 @@ SHARES = {"F": FORWARD_SHARE, "B": 1 - FORWARD_SHARE}
 
 
 def num_calls(tick: str) -> int:
-    """Return how many calls of attention each rank makes in a tick of stages with 3 and 2 layers,
-    so that it serves those of the stage that it does not have."""
+    """Return how many calls of attention each rank makes in a tick of stages with 3 and 2 layers.
+    A rank serves the calls of other stages."""
     stages = {each[0] for each in tick.split(": ")[1].split()}
     return 3 if "0" in stages else 2
 

@@ -82,7 +82,7 @@ def step_in_lists(
 
 @contextlib.contextmanager
 def newer_pipelines() -> Iterator[None]:
-    """Add what torchtitan needs to a torch that lacks it."""
+    """Add interfaces that torchtitan needs if this torch lacks them."""
     with contextlib.ExitStack() as patches:
         if "get_mesh" not in inspect.signature(PipelineStage).parameters:
             patch = unittest.mock.patch.object(pipeline_parallel, "PipelineStage", Stage)

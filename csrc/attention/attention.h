@@ -48,8 +48,8 @@ struct Scores {
 struct Params : Scores {
   // Gradients equal bit by bit in every run, as under torch.use_deterministic_algorithms.
   bool deterministic = false;
-  // Kernels of streams with a higher priority, such as those that move rows, must not have to wait
-  // until this call has ended.
+  // Let kernels of streams with a higher priority, such as those that move rows, start before this
+  // call ends.
   bool shares_device = false;
 };
 

@@ -78,7 +78,7 @@ TORCH_LIBRARY(distca, m) {
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
   // other work hides, over the mean seconds of attention; number of parts in which rows travel,
   // each with some of the heads; seconds that transfers wait for other traffic in the forward pass,
-  // and in the backward pass; seconds of transfers that other work hides besides, in both passes);
+  // and in the backward pass; further seconds of transfers that other work hides, in both passes);
   // loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
   // seconds_visiting, kept_bytes).
@@ -222,13 +222,13 @@ TORCH_LIBRARY(distca, m) {
   m.def("take_exchange_times(str group_name) -> Tensor", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->take_exchange_times();
   });
-  // Turns of two streams: see turns_cuda.cu. reach_turn sets the word `reached`, int32 [1] on a
-  // device, to `number` once the current stream gets here. await_turn lets the current stream wait
-  // until the word is at least `number`, for at most `max_ns`; longer waits are counted in
-  // num_late, int32 [1] in pinned memory.
+  // Turns of two streams: see turns_cuda.cu. reach_turn sets `reached`, one int32 on a CUDA device,
+  // to `number` once the current stream gets here. await_turn lets the current stream wait until
+  // `reached` is at least `number`. It gives up after `max_ns`, and then adds 1 to num_late, int32
+  // [1] in pinned memory.
   m.def("reach_turn(Tensor(a!) reached, int number) -> ()");
-  // begin_turn lets the session's next call reach the turn as soon as its rows are on their way,
-  // and end_turn lets the current stream do so now if no call has.
+  // begin_turn lets the session's next call run reach_turn as soon as its rows are on their way.
+  // end_turn runs it on the current stream, unless a call already has.
   m.def("begin_turn(str group_name, Tensor(a!) reached, int number) -> ()",
         [](const std::string& group_name, const at::Tensor& reached, int64_t number) {
           distca::ops::find_session(group_name)->begin_turn(reached, number);

@@ -109,8 +109,8 @@ class Session {
   void mark_results(c10::Device device, bool moves_rows);
   // Lets the current stream of that device wait for the latest of them.
   void await_results();
-  // Lets the next call set the word of a turn once its rows are on their way: see reach_turn in
-  // schemas.cpp. end_turn() is where the call is so far; it does nothing the second time.
+  // Lets the next call set `reached` to `number` once its rows are on their way: see reach_turn in
+  // schemas.cpp. The call does so with end_turn(), which does nothing without a turn to end.
   void begin_turn(at::Tensor reached, int64_t number);
   void end_turn();
   // See Transport::take_times. int64 [num_exchanges, fields of an ExchangeTime].
@@ -207,7 +207,7 @@ class Session {
     at::Tensor reached;
     int64_t number;
   };
-  std::optional<Turn> turn_;           // that the next call reaches
+  std::optional<Turn> turn_;           // that the next call ends
   std::optional<c10::Event> results_;  // of the latest forward call that moved rows are home
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;

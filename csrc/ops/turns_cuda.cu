@@ -4,8 +4,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-// Turns of two streams, see distca/pingpong/turns.py. A wait ends after max_ns at the latest, since
-// the stream that would end it may be behind this one in a queue of the device or of the host.
+// Turns of two streams: see distca/pingpong/turns.py. A wait gives up after max_ns, because the
+// kernel that would end it may be queued behind it, on the device or on the host.
 namespace distca::ops {
 namespace {
 

@@ -112,7 +112,7 @@ class RoundTrip {
   virtual void arrive_in(const Visiting& /*room*/) {
     TORCH_INTERNAL_ASSERT(false, "this transport has its own memory for visiting rows");
   }
-  // Sends the results of this cargo's visiting rows to their homes. They must have been computed.
+  // Sends the results for the rows of the latest arrive() home. They must have been computed.
   virtual void combine() = 0;
   // Waits for results and writes them to the cargos' tensors.
   virtual void collect() = 0;
@@ -139,7 +139,7 @@ class Transport {
                                            const Where& where) = 0;
 
   // Whether begin() takes several cargos. Visiting tasks of one then run while rows of the next
-  // arrive, and while results of the one before leave.
+  // arrive and results of the previous one leave.
   virtual bool takes_parts() const { return false; }
 
   // Whether kernels that move rows need multiprocessors while tasks run.

@@ -99,7 +99,7 @@ class Recorder:
         dtype = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[:2], dtype=dtype)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            # Stages learn from this pass which of their outputs have gradients.
+            # From this pass, stages infer which of their outputs need gradients.
             return out.requires_grad_().clone(), lse.requires_grad_().clone()
         return out, lse
 
@@ -190,7 +190,7 @@ class AttentionPool:
         self._num_steps += 1
 
     def end_step(self) -> None:
-        """Keep the times of a step. A device may still be busy; then the next step keeps them."""
+        """Save the times of a timed step. If the device is still busy, a later step saves them."""
         if self.clock is not None:
             self._stopped, self.clock = self.clock, None
         self._save_ticks()
@@ -202,7 +202,7 @@ class AttentionPool:
             session.planner.submit(lambda: save_ticks(*place, clock.times()))
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
-        """Return a scope of a call of attention, for the clock."""
+        """Return a context that times a call of attention if the step is timed."""
         return contextlib.nullcontext() if self.clock is None else self.clock.attention()
 
     def _plan_tick(
@@ -232,7 +232,7 @@ class AttentionPool:
 
 
 def named(number: int, tick: Tick) -> str:
-    """Return the name of a step's tick, such as "tick 4: 0F3 1F2"."""
+    """Return the name of a tick, such as "tick 4: 0F3 1F2"."""
     return f"tick {number}: {tick}"
 
 
@@ -269,7 +269,7 @@ class RunningTick:
         self._next = 0  # of _steps
 
     def timed(self) -> contextlib.AbstractContextManager[None]:
-        """Return a scope of this tick, for the clock. Its plans are known."""
+        """Return a context that times this tick if the step is timed. Wait for its plans first."""
         if self.pool.clock is None:
             return contextlib.nullcontext()
         own = "" if self._own is None else self._tick.label(self._own)
@@ -282,8 +282,8 @@ class RunningTick:
         return self.pool.clock.tick(times)
 
     def wait_for_plans(self) -> None:
-        """Wait for the plans outside checkpoints: selective checkpointing refuses operators that
-        run only when it recomputes."""
+        """Wait for the plans of this tick. Call this outside checkpoints, because selective
+        checkpointing refuses operators that run only when it recomputes."""
         for _, call in self._steps:
             call.plan.wait()
 

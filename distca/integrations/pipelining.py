@@ -74,8 +74,8 @@ class SchedulePooled(PipelineScheduleMulti):
 
     The first step counts the calls of attention in each stage, in a forward pass over zeros that
     computes no attention. Later passes must make the same calls. Raises ValueError on every rank if
-    ranks differ, if the group has servers that run no model, and under a PyTorch that is newer than
-    those whose stages the schedule was tested with.
+    ranks differ, if the group has servers that run no model, and if PyTorch is newer than the
+    newest release that the schedule was tested with.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SchedulePooled(PipelineScheduleMulti):
             _check_split(stages, recompute)
         self._loss, self._num_micro_batches = loss_fn, n_microbatches
         self._max_in_flight, self._splits = max_in_flight, split_backward
-        self._finalizes = True  # sums gradients of FSDP at the end of this step
+        self._finalizes = True  # whether this step reduces the gradients of FSDP when it ends
         self._pool = AttentionPool(session, recompute)
         self._is_declared = False
         self._documents: list[Documents] = []  # of this step
@@ -114,7 +114,7 @@ class SchedulePooled(PipelineScheduleMulti):
         num_stages = stages[0].num_stages
         self._rank_of_stage = [self.stage_index_to_group_rank[i] for i in range(num_stages)]
         self._num_backward: dict[int, int] = {}  # backward passes in this step, by stage
-        self._num_gradients: dict[Pass, int] = {}  # outputs of a forward pass that need gradients
+        self._num_gradients: dict[Pass, int] = {}  # by forward pass: outputs that need them
 
     def step(self, *args, documents: Sequence[Documents] = (), **keywords):
         """Run a step as torch's schedules do. `documents` are those of each micro-batch, equal on
@@ -219,7 +219,7 @@ class SchedulePooled(PipelineScheduleMulti):
         return self._stage_of.get(len(self._rank_of_stage) - 1)
 
     def _checked(self, inputs: _Inputs) -> _Inputs:
-        """Return the inputs of a step, empty ones if this rank has none."""
+        """Check the inputs of a step, and fill in empty ones if this rank has none."""
         inputs.args = inputs.args or [()] * self._num_micro_batches
         inputs.kwargs = inputs.kwargs or [{}] * self._num_micro_batches
         for name, each in (("arg_mbs", inputs.args), ("kwarg_mbs", inputs.kwargs)):
@@ -327,13 +327,14 @@ class SchedulePooled(PipelineScheduleMulti):
             previous.set_local_bwd_input(gradients, index)
 
     def _check_gradients(self, forward: Pass, num_gradients: int) -> None:
-        """Raise ValueError if fewer gradients come back than a forward pass gave outputs that need
-        one. From PyTorch 2.12 on, stages believe what their examples of inputs and outputs say."""
-        if num_gradients < self._num_gradients.pop(forward):
+        """Raise ValueError if fewer gradients come back than outputs of the forward pass need one.
+        From PyTorch 2.12 on, stages rely on requires_grad of input_args and output_args."""
+        num_needed = self._num_gradients.pop(forward)
+        if num_gradients < num_needed:
             raise ValueError(
                 f"stage {forward.stage} gets {num_gradients} gradients for micro-batch "
-                f"{forward.micro_batch}, but more of its outputs need one; expected input_args and "
-                "output_args of PipelineStage with requires_grad=True, or neither of them"
+                f"{forward.micro_batch}, but {num_needed} of its outputs need one; expected "
+                "input_args and output_args of PipelineStage with requires_grad=True, or neither"
             )
 
     def _backward_weights(self, own: Pass) -> None:

@@ -1,4 +1,4 @@
-"""Times the ticks of a pipeline's step, and the attention in them, without waiting for devices."""
+"""Times of the ticks of a pipeline's step, and of the attention in them, without device waits."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ import torch
 
 from distca.watching.ticks import TickTimes
 
-Moment = int | torch.cuda.Event  # nanoseconds since 1970, or a moment of a device's stream
+Moment = int | torch.cuda.Event  # nanoseconds since 1970, or an event of a device's stream
 
 
 class TickClock:
@@ -16,7 +16,8 @@ class TickClock:
 
     def __init__(self, step: int, device: torch.device) -> None:
         self.step, self._device = step, device
-        self._ticks: list[tuple[TickTimes, list[Moment]]] = []  # begin and end, and of each call
+        # Begin and end of each tick, and then of each call of attention in it.
+        self._ticks: list[tuple[TickTimes, list[Moment]]] = []
 
     def _now(self) -> Moment:
         if self._device.type != "cuda":
@@ -41,12 +42,12 @@ class TickClock:
         self._ticks[-1][1].extend((begin, self._now()))
 
     def has_stopped(self) -> bool:
-        """Return whether the device has come to the end of all ticks."""
+        """Return whether the device has reached the end of all ticks."""
         moments = [each for _, moments in self._ticks for each in moments]
         return self._device.type != "cuda" or all(each.query() for each in moments)
 
     def times(self) -> list[TickTimes]:
-        """Return the times of all ticks, once they have stopped."""
+        """Return the times of all ticks. Call this after has_stopped() returned True."""
         first = self._ticks[0][1][0]
         origin = first if isinstance(first, int) else time.time_ns() - self._since(first, None)
         for times, moments in self._ticks:
@@ -59,7 +60,7 @@ class TickClock:
         """Return nanoseconds from `first` to `later`, or to now on a device."""
         if isinstance(first, int):
             return later - first
-        if later is None:  # an event of a stream without work comes at once
+        if later is None:  # a stream without work reaches its event at once
             later = torch.cuda.Event(enable_timing=True)
             later.record(torch.cuda.Stream(self._device))
             later.synchronize()

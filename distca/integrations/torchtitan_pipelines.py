@@ -112,8 +112,8 @@ class TrainerSchedule(SchedulePooled):
     micro-batch from the attention metadata, which every stage gets."""
 
     def step(self, *, kwarg_mbs: list[dict], return_outputs: bool = False, **arguments) -> None:
-        """Run a step on lists of micro-batches: `arg_mbs`, `kwarg_mbs` and `target_mbs`. PyTorch
-        2.14 and newer schedules take them."""
+        """Run a step on lists of micro-batches: `arg_mbs`, `kwarg_mbs` and `target_mbs`. Needs
+        PyTorch 2.14 or newer, whose schedules take such lists."""
         with self._told():
             documents = [_documents_of(each) for each in kwarg_mbs]
         lists = {"kwarg_mbs": kwarg_mbs, "return_outputs": return_outputs, **arguments}

@@ -22,14 +22,14 @@ INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside
 
 
 def third(documents: Documents) -> int:
-    """Return the row that cuts off a third of the tokens (up to one), see FIRST_PART. For documents
-    that cross ranks, it is the row at which the second run begins."""
+    """Return the row after the first third of the tokens, rounded down. For documents that cross
+    ranks, return the row at which the second run begins."""
     border = documents.run_border
     return int(FIRST_PART * documents.num_tokens) if border is None else border
 
 
 def nearest_border(documents: Documents) -> int:
-    """The row nearest to a third at which a document begins or ends; no document is cut."""
+    """Return the row nearest to `third` at which a document begins or ends. No document is cut."""
     borders = documents.cu_seqlens.long()
     return int(borders[(borders - third(documents)).abs().argmin()])
 
@@ -72,11 +72,11 @@ class PingPong(nn.Module):
     or None for an argument that is not split. Results are tensors with a row for each token, None,
     or tuples, lists or dicts of these.
 
-    `cut(documents)` returns the first row of the second half. It may lie inside a document, except
-    for windows that see to the right. Documents that cross ranks are cut between the two runs of
-    each rank: `distca.shard_batch(..., runs=2)`. Give all blocks the same function, because halves
-    are planned for each function. `find(block, args, kwargs)` returns the documents of a call, or
-    None; it replaces the search among the arguments.
+    `cut(documents)` returns the first row of the second half, by default after a third of the
+    tokens. It may lie inside a document, except for windows that see to the right. Documents that
+    cross ranks are cut between the two runs of each rank: `distca.shard_batch(..., runs=2)`. Give
+    all blocks the same function, because halves are planned for each function. `find(block, args,
+    kwargs)` returns the documents of a call, or None; it replaces the search among the arguments.
 
     The block runs whole if nothing travels: without documents, without a plan, if the plan moves no
     row, in a group of one rank, or with options.enabled False. It also runs whole for chunks of
@@ -145,8 +145,8 @@ class PingPong(nn.Module):
                     results.append(self._run(*rows.args[idx], **rows.kwargs[idx]))
             torch.clear_autocast_cache()
             step.check_calls()
-            if turns.first_part is not None and row > 0:
-                session.hiding.add(*turns.first_part, row / documents.num_tokens)
+            if turns.before_attention is not None and row > 0:
+                session.hiding.add(*turns.before_attention, row / documents.num_tokens)
             turns.follow(results[0])
             turns.join()
             del accumulators

@@ -11,19 +11,19 @@ from distca import ops
 from distca._torch_private import pytree
 
 MAX_WAIT_NS = 20_000_000
-ALLOWED_LATE, WAITS_TO_ONE_LATE = 16, 16
-NUM_WORDS = 4096  # blocks whose backward pass is still to come, times two
-MAX_CALLS = 64  # of attention in a block, more of which do not wait
+ALLOWED_LATE, WAITS_TO_ONE_LATE = 16, 16  # time-outs after which halves stop waiting
+NUM_WORDS = 4096  # two for each block whose backward pass is still to come
+MAX_CALLS = 64  # of attention in a block; calls from this number on do not wait
 
 
 class Word:
-    """A word of device memory that says which call of attention a half has reached."""
+    """A word of device memory with the number of the attention call that a half has reached."""
 
     def __init__(self, element: Tensor, first: int) -> None:
-        self._element, self._first = element, first  # what others wrote before is less
+        self._element, self._first = element, first  # values of earlier uses are at most `first`
 
     def begin(self, group_name: str, number: int) -> None:
-        """The next call of the group is call `number` of the half, from 1."""
+        """Note that the group's next call is call `number` of the half, counted from 1."""
         if number < MAX_CALLS:
             ops.begin_turn(group_name, self._element, self._first + number)
 
@@ -33,7 +33,7 @@ class Word:
 
 
 class Device:
-    """The streams of the halves on a device, their words, and how often a half came late."""
+    """The streams of the halves on a device, their words, and the number of late waits."""
 
     def __init__(self, device: torch.device) -> None:
         # Gradients of parameters come from the halves' streams on purpose.
@@ -50,8 +50,9 @@ class Device:
         return Word(self._words[idx], time * MAX_CALLS)
 
     def wait(self, word: Word, number: int) -> None:
-        """Let the current stream wait until a half has reached a call, unless halves often come
-        late, as where the host waits for the device inside a block, or streams share a queue."""
+        """Let the current stream wait until a half has reached a call. Do nothing if waits often
+        time out, for example because the host waits for the device inside a block, or streams share
+        a queue."""
         if self._num_late.item() > ALLOWED_LATE + self._num_waits // WAITS_TO_ONE_LATE:
             return
         self._num_waits += 1
@@ -72,11 +73,11 @@ class Turns:
     stream of the forward pass, and does the same at every edge between streams.
 
     The second half follows the first to its first attention, so that one computes while rows of
-    the other travel. After its attention, the first half waits until the second has reached its
-    own: kernels of both would take turns on the device, and the second half's rows would set out
-    when there is nothing left to compute. In the backward pass the halves change their parts.
+    the other travel. After its attention, the first half waits until the second half's rows are on
+    their way. Otherwise kernels of both halves would alternate on the device, and these rows would
+    leave when there is nothing left to compute. In the backward pass the halves swap roles.
 
-    `group_names` are those of the halves' sessions. With `is_timed`, `first_part` returns the
+    `group_names` are those of the halves' sessions. With `is_timed`, `before_attention` has the
     events around the first half's work before attention.
     """
 
@@ -90,7 +91,7 @@ class Turns:
         self._reached: torch.cuda.Event | None = None  # the first half has queries, keys, values
         self._turned: torch.cuda.Event | None = None  # the second half has its gradient, backward
         if self._device is not None:
-            # Calls that the second half has reached, and the first half in the backward pass.
+            # Calls that the second half has reached forward, and the first half backward.
             self._second, self._first = self._device.new_word(), self._device.new_word()
         self._num_backward = [0, 0]  # calls of each half
 
@@ -130,13 +131,13 @@ class Turns:
         return event
 
     @property
-    def first_part(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+    def before_attention(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
         is_whole = self._begin is not None and self._reached is not None
         return (self._begin, self._reached) if is_whole else None
 
     @contextlib.contextmanager
     def call(self, idx: int, number: int, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Call `number` of attention in half `idx`, from 1."""
+        """Order call `number` of attention in half `idx`, counted from 1, with the other half."""
         if not self.streams:
             yield
             return
@@ -159,7 +160,8 @@ class Turns:
         self._turned = self._turned or self._current().record_event()
 
     def begin_backward(self, out: Tensor) -> None:
-        """Likewise for the first half, which the second half waits for."""
+        """Let the backward pass of the first half's attention reach its turn, which the second half
+        waits for."""
         if self.streams and out.requires_grad:
             out.register_hook(self._begin_backward)
 
@@ -168,18 +170,18 @@ class Turns:
         self._first.begin(self._group_names[0], self._num_backward[0])
 
     def _end_backward(self, inputs: Sequence[Tensor]) -> None:
-        """End the turn of a call that moved no rows, which nothing else would end."""
+        """Let the backward pass end the turn of a call that moves no rows: nothing else would."""
         for each in inputs:
             if each.requires_grad:
                 each.register_hook(lambda _: ops.end_turn(self._group_names[0]))
 
     def _await_backward(self, inputs: Sequence[Tensor]) -> None:
-        """Let the second half wait after a call's backward pass until the first has reached its
-        own."""
+        """Let the second half wait, after the backward pass of a call, until the first half has
+        reached that of its own call."""
         is_first = [True]
 
         def wait(_: Tensor) -> None:
-            if is_first[0]:  # of the inputs' gradients, which come together
+            if is_first[0]:  # the gradients of all inputs come together
                 is_first[0] = False
                 self._num_backward[1] += 1
                 self._device.wait(self._first, self._num_backward[1])

@@ -13,8 +13,8 @@ from distca.ranks.links import Link, Links
 MAX_RANKS = 65536
 MIN_KEPT_GAIN = 0.01  # of a layer's predicted seconds, if inputs are kept by default
 MAX_PARTS = 4  # in which a call's rows travel, each with some of the heads
-DEVICES_OF_PARTS = ("cuda",)  # where rows travel beside compute
-LEAST_SECONDS_OF_PART = 0.5e-3  # of a rank's transfers in a layer; below it, latency dominates
+DEVICES_OF_PARTS = ("cuda",)  # on which rows travel in parts, beside compute
+LEAST_SECONDS_OF_PART = 0.5e-3  # of a part's transfers in a layer; below it, latency dominates
 DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, between nodes
 
 
@@ -46,11 +46,11 @@ class Cluster:
 
     hidden_part: float = 0.0
     """Seconds of a layer's transfers that other work hides, over the mean seconds of a rank's
-    attention. Under ping-pong, attention of one half hides transfers of the other: see
+    attention. Under ping-pong it stands for the attention of the other half: see
     hidden_by_halves."""
     hidden_seconds: float = 0.0
-    """Seconds of a layer's transfers that other work hides besides, in both passes. Under ping-pong
-    it is linear work of a half."""
+    """Further seconds of a layer's transfers that other work hides, in both passes. Under ping-pong
+    they stand for the linear work of the other half."""
     transfer_waits: tuple[float, float] = (0.0, 0.0)
     """Seconds that the transfers of a rank wait for other traffic in the forward pass, and in the
     backward pass, if it has any."""
@@ -158,12 +158,13 @@ def memory_cap_bytes(options: Options) -> int | None:
 
 
 def parts_of(shape: AttentionShape) -> int:
-    """Return the most parts into which these heads can be divided."""
+    """Return the largest number of parts into which the heads can be divided: 4, 2 or 1."""
     return math.gcd(shape.heads_kv, MAX_PARTS)
 
 
 def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
-    """Return the number of parts for a plan with these loads: fewer if its transfers are short."""
+    """Return the number of parts for a plan with these loads, fewer than the cluster's if transfers
+    are short."""
     _, inside, between, *_ = cluster.links().tolist()
     to_nodes = loads[:, 4:6]
     seconds = torch.maximum((loads[:, 2:4] - to_nodes) / inside, to_nodes / between).max().item()

@@ -1,18 +1,19 @@
-"""How much of a rank's attention each half of ping-pong has, and what hides the halves' rows."""
+"""How much of the attention each half of ping-pong has, and what hides the halves' transfers."""
 
 import torch
 from torch import Tensor
 
-# Of a rank's tokens, the part that ping-pong runs first. Work beside the first part's rows is work
-# before attention of the second part, and work beside the second part's rows is work after
-# attention of the first. Attention has a quarter of a block's other work before it, so a short
-# first part hides more rows than a half. Documents that cross ranks have runs of equal length.
+# The part of a rank's tokens in the first half. Rows of the first half travel beside the second
+# half's work before attention, and rows of the second half beside the first half's work after it.
+# Only a quarter of a block's linear work comes before attention. So with short documents, the
+# second half needs more tokens to hide the first half's rows. Documents that cross ranks have two
+# runs of equal length.
 FIRST_PART, FIRST_PART_OF_RUNS = 1 / 3, 1 / 2
 AFTER_OVER_BEFORE = 3.0  # of a block's linear work, after and before attention
 
 
 def first_part_of(pieces: Tensor) -> float:
-    """Return the part of the tokens that runs first. `pieces`, int64 [num_pieces, 4 or more], are
+    """Return the part of the tokens in the first half. `pieces`, int64 [num_pieces, 4 or more], are
     those of all ranks: rank, document, first row in it, number of rows."""
     return FIRST_PART_OF_RUNS if (pieces[:, 2] > 0).any() else FIRST_PART
 
@@ -35,7 +36,7 @@ def attention_of_first_half(pieces: Tensor, num_ranks: int, window_size: tuple[i
     left = window_size[0] if window_size[0] >= 0 else int(length.sum())
 
     def num_pairs(end: Tensor) -> Tensor:
-        """Of (query, key) in the first `end` rows of a document, float64 [num_pieces]."""
+        """Return the (query, key) pairs of each document's first `end` rows, float64."""
         rising = end.clamp(max=left + 1).double()
         return rising * (rising + 1) / 2 + (end - rising) * (left + 1)
 
@@ -48,9 +49,10 @@ def hidden_by_halves(
 ) -> dict[str, float]:
     """Return hidden_part and hidden_seconds of a Cluster whose ranks use halves.
 
-    `seconds_before` is a block's linear work before attention. Attention and linear work of one
-    half hide the rows of the other, whose transfers take as large a part of all transfers as it has
-    of all attention. The half that hides less, relative to the other's transfers, counts.
+    `seconds_before` is a block's linear work before attention, forward and backward. Attention and
+    linear work of one half hide the transfers of the other. A half is assumed to have the same part
+    of all transfers as of all attention. For attention and for linear work, the half that hides
+    less, relative to the other's transfers, counts.
     """
     part = first_part_of(pieces)
     first = attention_of_first_half(pieces, num_ranks, window_size)

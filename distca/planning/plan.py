@@ -88,8 +88,8 @@ class PlanReport:
     """Milliseconds that transfers of a layer wait for other traffic, such as FSDP's, in the forward
     pass and in the backward pass. Measured in earlier steps; 0 until some rows have travelled."""
     hidden_ms: float = 0.0
-    """Milliseconds of a layer's linear work before attention, forward and backward, which hides
-    transfers under ping-pong. Measured in earlier steps; 0 until then, and without ping-pong."""
+    """Milliseconds of a layer's linear work before attention, forward and backward. Under ping-pong
+    it hides transfers. Measured in earlier steps; 0 until then, and without ping-pong."""
     kept_bytes: list[int] = field(default_factory=list)
     """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
     keeping: str = ""
@@ -214,8 +214,8 @@ def submit(
     note: dict | None = None,
 ) -> Plan:
     """Let the planner thread plan `documents`, and attach the plan to them. Servers may keep inputs
-    (`may_keep`) if forward and backward passes have the same plan. The plan's record includes
-    `note`."""
+    (`may_keep`) if forward and backward passes have the same plan. `note` is added to the plan's
+    record."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     session.time_step(session.num_plans)

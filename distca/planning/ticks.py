@@ -32,7 +32,7 @@ class Tick:
         return sorted(each.stage for each in self.passes.values())
 
     def label(self, own: Pass) -> str:
-        """Return "0F3" for micro-batch 3 in stage 0 in a forward tick."""
+        """Return the name of a pass: "0F3" for micro-batch 3 in stage 0 in a forward tick."""
         return f"{own.stage}{'F' if self.is_forward else 'B'}{own.micro_batch}"
 
     def __str__(self) -> str:

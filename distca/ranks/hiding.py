@@ -1,4 +1,4 @@
-"""How long a block of ping-pong works before attention, while rows of the other part travel:
+"""How long a block of ping-pong works before attention, while rows of the other half travel:
 measured in training, and equal on all ranks."""
 
 import collections
@@ -11,12 +11,12 @@ NUM_WORDS = 1
 UNKNOWN = -1
 BLOCKS_TO_ONE_TIMED = 4
 NUM_SAMPLES = 16  # latest blocks that count
-BACKWARD_OVER_FORWARD = 2.0  # of linear layers
-Span = tuple[torch.cuda.Event, torch.cuda.Event, float]  # begin, end, factor of their time
+BACKWARD_OVER_FORWARD = 2.0  # time of linear layers
+Span = tuple[torch.cuda.Event, torch.cuda.Event, float]  # begin, end, 1 / share of the tokens
 
 
 class WorkBeforeAttention:
-    """The work of a session's blocks before attention."""
+    """Times of the work of a session's blocks before attention."""
 
     def __init__(self) -> None:
         self._num_blocks = 0
@@ -24,16 +24,16 @@ class WorkBeforeAttention:
         self._ns: collections.deque[float] = collections.deque(maxlen=NUM_SAMPLES)
 
     def is_due(self) -> bool:
-        """Count a block. Return whether it is timed."""
+        """Count a block, and return whether to time it."""
         self._num_blocks += 1
         return self._num_blocks % BLOCKS_TO_ONE_TIMED == 0
 
     def add(self, begin: torch.cuda.Event, end: torch.cuda.Event, share: float) -> None:
-        """Note that `share` of a block's tokens was worked on between two events."""
+        """Note that the work for `share` of a block's tokens ran between two events."""
         self._spans.append((begin, end, 1 / share))
 
     def word(self) -> int:
-        """Return the median over the latest blocks, in ns. Used on the planner thread."""
+        """Return the median of the latest blocks in ns, or UNKNOWN. For the planner thread."""
         while self._spans and self._spans[0][1].query():
             begin, end, factor = self._spans.popleft()
             self._ns.append(1e6 * begin.elapsed_time(end) * factor)
@@ -41,7 +41,7 @@ class WorkBeforeAttention:
 
 
 def hidden_seconds(words: Tensor) -> float:
-    """Return the seconds of both passes of a layer, by the words of all ranks, int64 [num_ranks].
-    The rank with the least work counts."""
+    """Return the seconds of a layer's work before attention, forward and backward, on the rank with
+    the least work. `words`, int64 [num_ranks], are those of all ranks. 0 until all are known."""
     least = words.min().item()
     return 0.0 if least < 0 else 1e-9 * least * (1 + BACKWARD_OVER_FORWARD)

@@ -86,7 +86,8 @@ class Session:
         return self._keeps_times() and step % (self.watching.log_every or TIMED_EVERY) == 0
 
     def _keeps_times(self) -> bool:
-        """Return whether ranks save times in the run's folder, which the first of all ranks has."""
+        """Return whether this group's ranks save times in the run's folder. Only the group with
+        rank 0 does."""
         if self.watching.run_dir is None:
             return False
         return self.world is not None or 0 in dist.get_process_group_ranks(self.group)

@@ -51,16 +51,16 @@ do not travel again. Half of the home tasks run while inputs travel. Visiting ta
 rank's own transfers and for those of its senders. Results travel when the server is done, beside
 the other home tasks. If transfers take long enough and key heads can be divided, rows travel in two
 or four parts, each with some of the heads: visiting tasks of one part run while the next part
-arrives and results of the one before leave. A layer ends when all ranks have their results. Plans
-are computed during the previous step, so a step takes at least as long as planning does on the
-processor that simulates. Ranks agree on calls in the first step only.
+arrives and results of the previous part leave. A layer ends when all ranks have their results.
+Plans are computed during the previous step, so a step takes at least as long as planning does on
+the processor that simulates. Ranks agree on calls in the first step only.
 
-**Ping-pong.** A block runs on a third of the tokens and on the rest, or on two halves if documents
-cross ranks: each rank then holds two runs of the pack. Each of the two has as large a part of the
-attention and of the plan's bytes as it has of the tokens. Rows of the first travel beside the
-second's attention and work before it, and rows of the second beside the first's attention and work
-after it. Visiting tasks of some heads hide rows of others. An exchange is longer by the share of
-the pass in which FSDP's collectives use the links.
+**Ping-pong.** The first half of a block is a third of the tokens, and the second half is the rest.
+If documents cross ranks, each rank holds two runs of the pack, and the halves are equal. A half has
+the same share of the attention and of the plan's bytes as of the tokens. Rows of the first half
+travel beside the second half's attention and work before it. Rows of the second half travel beside
+the first half's attention and work after it. Visiting tasks of some heads hide rows of others. An
+exchange is longer by the share of the pass in which FSDP's collectives use the links.
 
 **Parameters.** fsdp: a layer's gather (in the backward pass also the reduce-scatter of its
 gradients, fp32) is hidden behind that layer's compute, as far as the exchanges beside it leave

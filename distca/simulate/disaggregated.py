@@ -64,7 +64,7 @@ class Work:
     kept_query_rows: np.ndarray  # [pairs] those whose q the server keeps for the backward pass
     kept_key_rows: np.ndarray  # [pairs] those whose k and v it keeps
     num_parts: int = 1  # in which rows travel, each with some of the heads
-    first_part: float = FIRST_PART  # of the tokens, under ping-pong
+    first_part: float = FIRST_PART  # of the tokens, in the first half under ping-pong
 
     @property
     def seconds(self) -> np.ndarray:
@@ -73,7 +73,7 @@ class Work:
 
 
 def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
-    """Return the cluster that the planner gets, with ping-pong for the pack `in_halves`."""
+    """Return the cluster that the planner gets. `in_halves` is the pack to plan under ping-pong."""
     machine, hidden = scenario.machine, {}
     if in_halves is not None:
         before = sum(scenario.seconds_around_attention(each)[0] for each in (FORWARD, BACKWARD))
@@ -208,9 +208,9 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
 
 
 def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
-    """Return the times of a layer in ping-pong. The exchange of the first part runs beside the
-    second part's attention and work before attention. The exchange of the second part runs beside
-    the first part's attention and work after it. Visiting tasks of some heads hide rows of others.
+    """Return the times of a layer in ping-pong. The exchange of the first half runs beside the
+    second half's attention and work before attention. The exchange of the second half runs beside
+    the first half's attention and work after it. Visiting tasks of some heads hide rows of others.
     FSDP's collectives share the links."""
     attention, others = work.seconds[pass_idx], scenario.seconds_around_attention(pass_idx)
     slower = 1 + min(
@@ -222,8 +222,8 @@ def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
         arrival, sent, received = exchange_seconds(scenario, work, pass_idx, part)
         alone = arrival + np.maximum(sent, received)
         visiting = part * work.visiting_seconds[pass_idx]
-        beside_tasks = np.maximum(slower * alone - visiting, share * slower * alone).max()
+        unhidden = np.maximum(slower * alone - visiting, share * slower * alone).max()
         total += alone.max()
-        exposed += max(0.0, beside_tasks - (1 - part) * (work_beside + attention.mean()))
+        exposed += max(0.0, unhidden - (1 - part) * (work_beside + attention.mean()))
     waiting = attention.max() - attention
     return _by_kind(attention, exposed, waiting), max(0.0, total - exposed)

@@ -108,9 +108,9 @@ def table(values: dict) -> str:
 
 
 def draw_run(folder: str | Path) -> str:
-    """Writes a run's summary.json, balance.png and trace.json (of the step timed last) into its
-    folder, of a pipeline in ticks also ticks.png and ticks.json; returns the table, and says so
-    where matplotlib is missing. Raises ValueError where the folder has no records."""
+    """Write a run's summary.json, balance.png and trace.json (of the step timed last) into its
+    folder, and ticks.png and ticks.json for a pipeline that shares attention. Return the table, and
+    say so if matplotlib is missing. Raise ValueError if the folder has no records."""
     folder = Path(folder)
     steps = read_steps(folder)
     values = run_summary(steps)

@@ -15,8 +15,8 @@ class Watching:
 
     run_dir: str | None = None
     """Folder for records: steps.jsonl with a line per step, and at the end summary.json,
-    balance.png and trace.json, of a pipeline in ticks also ticks.png and ticks.json. `python -m
-    distca.report RUN_DIR` shows them at any time. None: no records."""
+    balance.png and trace.json, and ticks.png and ticks.json for a pipeline that shares attention.
+    `python -m distca.report RUN_DIR` shows them at any time. None: no records."""
 
     tensorboard: bool = False
     """Write the figures of run_dir as TensorBoard scalars too, into run_dir/tensorboard."""

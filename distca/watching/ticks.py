@@ -1,5 +1,5 @@
-"""Ticks of a pipeline as planned and as measured, in a picture and in a trace for chrome://tracing
-and Perfetto. distca.integrations.pipelining says what a tick is."""
+"""Planned and measured ticks of a pipeline, as a picture and as a trace for chrome://tracing and
+Perfetto. distca.integrations.pipelining says what a tick is."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,10 +8,10 @@ from pathlib import Path
 from distca.watching.figures import TICKS_FOLDER
 from distca.watching.trace import event, name_event, save_times
 
-# Rows of a rank in the trace. Planned attention is drawn from the begin of its tick.
+# Rows of a rank in the trace. Planned attention is drawn from the beginning of its tick.
 ROWS = ("planned attention", "ticks", "measured attention")
 FORWARD_COLOR, BACKWARD_COLOR, TICK_COLOR = "#2a7f8e", "#c44e52", "#e3e3e3"
-MAX_LABELS = 1000  # of a picture; more take matplotlib long, and cannot be read
+MAX_LABELS = 1000  # of a picture; more are slow to draw, and cannot be read
 
 
 @dataclass
@@ -21,14 +21,14 @@ class TickTimes:
     name: str  # "tick 4: 0F3 1F2", the passes of all ranks
     own: str  # "1F2", the pass of this rank; "" if it only serves
     is_forward: bool
-    planned_ms: float  # of this rank's attention in the tick, with that of other stages
+    planned_ms: float  # of this rank's attention, also for other stages
     begin: int = 0
     end: int = 0
     attention: list[tuple[int, int]] = field(default_factory=list)  # begin and end of each call
 
 
 def save_ticks(folder: str | Path, rank: int, step: int, ticks: Sequence[TickTimes]) -> None:
-    """Save the ticks of a step on one rank, in place of those of an earlier step."""
+    """Save the ticks of a step on one rank, and replace those of an earlier step."""
     times = {"rank": rank, "step": step, "ticks": [asdict(each) for each in ticks]}
     save_times(Path(folder) / TICKS_FOLDER, times)
 
@@ -54,8 +54,8 @@ def _origin(saved: Sequence[Mapping]) -> int:
 
 
 def draw_ticks(figure, saved: Sequence[Mapping]):
-    """Draw a row for each rank. Above: attention as planned, tick after tick. Below: ticks and
-    their attention as measured. Return the figure."""
+    """Draw a row for each rank. The upper axes show planned attention, tick after tick. The lower
+    axes show measured ticks and their attention. Return the figure."""
     planned, measured = figure.subplots(2, 1)
     figure.suptitle(f"Ticks of step {saved[0]['step'] + 1}: attention of all stages", fontsize=18)
     _draw_planned(planned, saved)

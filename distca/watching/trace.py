@@ -28,7 +28,7 @@ def save_spans(
 
 
 def save_times(folder: Path, times: Mapping) -> None:
-    """Save times of a rank and a step in place of those of an earlier step."""
+    """Save the times of a step on one rank, and replace those of an earlier step."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{times['rank']}.json"
     written = path.with_suffix(".new")  # readers see the earlier step or this one
@@ -37,7 +37,7 @@ def save_times(folder: Path, times: Mapping) -> None:
 
 
 def read_times(folder: Path) -> list[dict]:
-    """Return what ranks have saved of the latest step, by rank; [] if nothing was."""
+    """Return the times of the latest step that ranks saved, by rank; [] if there are none."""
     paths = folder.glob("*.json")
     saved = [json.loads(path.read_text()) for path in paths]
     latest = max((each["step"] for each in saved), default=None)
@@ -45,7 +45,7 @@ def read_times(folder: Path) -> list[dict]:
 
 
 def forget_times(folder: Path) -> None:
-    """Remove those of an earlier run in the same folder."""
+    """Remove the times of an earlier run from its folder."""
     for name in (SPANS_FOLDER, TICKS_FOLDER):
         for path in (folder / name).glob("*.json"):
             path.unlink()

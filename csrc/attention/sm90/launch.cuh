@@ -25,14 +25,15 @@ inline int num_multiprocessors() {
   return count;
 }
 
-// Blocks of a launch that take tickets for its items, and how many each may take.
+// How many blocks a launch has, and how many tickets for its items each block takes at most.
 struct Shift {
   int num_blocks;
   int32_t num_tickets;
 };
 
-// Persistent blocks, one for each multiprocessor, keep all others out until the last item. Where
-// the device is shared, blocks end earlier, and kernels of streams with a higher priority get in.
+// Persistent blocks, one for each multiprocessor, occupy the device until the last item. On a
+// shared device, each block takes a kShifts-th of a persistent block's tickets. When it ends,
+// kernels of streams with a higher priority can start.
 inline Shift shift_for(int32_t num_items, bool shares_device) {
   constexpr int32_t kShifts = 12;
   const int num_persistent = num_multiprocessors();

@@ -110,7 +110,7 @@ class Balancer {
   }
 
   // A rank's transfers for a slice of V seconds take at least root * sqrt(V) seconds, and its
-  // visiting tasks follow those of a part.
+  // visiting tasks do not overlap with the transfers of one part.
   bool can_carry(double limit) const {
     const Links& links = problem_.options.links;
     const double in_all = limit + problem_.hidden_seconds;

@@ -47,17 +47,17 @@ std::map<int64_t, Part> parts_of(const Pack& pack, const Visit& visit, int64_t s
   return parts;
 }
 
-// How many of the tasks, which are in order, come before the cut that separates their keys and
-// comes closest to `part` of their (query, key) pairs.
+// Returns how many of the tasks, which are in order, come before a cut. The cut separates their
+// keys, and has as close to `part` of their (query, key) pairs before it as possible.
 int64_t num_before_cut(const std::vector<PlacedTask>& tasks, const Mask& mask, double part) {
   const auto pairs_of = [&](const PlacedTask& task) {
     return num_pairs(mask, {task.q_offset, task.q_offset + task.num_q_rows}, task.num_k_rows);
   };
   double pairs = 0, pairs_before = 0;
   for (const PlacedTask& task : tasks) pairs += static_cast<double>(pairs_of(task));
-  const bool are_early = part >= 0.5;  // if they cannot be cut
-  auto num_early = static_cast<int64_t>(are_early ? tasks.size() : 0);
-  double smallest = (are_early ? 1 - part : part) * pairs;  // difference from `part`
+  const bool all_early = part >= 0.5;  // unless a cut between tasks comes closer
+  auto num_early = static_cast<int64_t>(all_early ? tasks.size() : 0);
+  double smallest = (all_early ? 1 - part : part) * pairs;  // difference from `part`
   for (size_t i = 0; i + 1 < tasks.size(); ++i) {
     pairs_before += static_cast<double>(pairs_of(tasks[i]));
     const double difference = std::abs(part * pairs - pairs_before);
@@ -68,7 +68,7 @@ int64_t num_before_cut(const std::vector<PlacedTask>& tasks, const Mask& mask, d
   return num_early;
 }
 
-// `early_part`: of the tasks.
+// Early tasks get about `early_part` of the (query, key) pairs at home.
 void fill_home_tasks(const Pack& pack, const Plan& plan, double early_part, Layout& layout) {
   std::vector<PlacedTask>& tasks = layout.early_tasks;
   for (const Task& task : tasks_of(plan.tasks, layout.rank)) {

@@ -16,9 +16,9 @@ namespace distca::planner {
 // document order; it is read in place. Every other task of this server is visiting: all its rows
 // arrive by dispatch, rows that this rank itself is home to included (it sends them to itself).
 // Home tasks stand in two lists: early ones are for the time in which rows arrive, late ones for
-// that in which results travel home. No two tasks of different lists share rows. A rank that
-// nothing visits, and that takes results in, has late ones only, so that it is ready for the first
-// of them. A rank that has nothing to do between the lists has early ones only.
+// that in which results travel home. No two tasks of different lists share rows. A rank without
+// visiting tasks that takes results (Results::kTaken) has late ones only, so that it is ready for
+// the first results. A rank that has nothing to do between the lists has early ones only.
 //
 // A document's keys reach a server once, however many tasks read them.
 // Visiting rows are ordered by (document, position): for queries over all visiting tasks, for keys
@@ -39,7 +39,7 @@ struct Layout {
 enum class Results { kWritten, kTaken };
 
 // `plan` must be valid for `pack` (see validate). If rows travel in `num_parts` parts, early tasks
-// need to last until the first of them is there. Throws std::invalid_argument for a bad rank.
+// only need to last until the first part arrives. Throws std::invalid_argument for a bad rank.
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank,
                    Results results = Results::kTaken, int64_t num_parts = 1);
 

@@ -71,16 +71,16 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
 }
 
 // Returns the seconds of a rank in a pass: visiting tasks, and home tasks beside the part of its
-// transfers that neither other work nor visiting tasks of other parts hide. Nothing is visiting
-// while the first part arrives, nor while the last leaves.
+// transfers that neither other work nor visiting tasks of other parts hide. No visiting task runs
+// while the first part arrives, nor while the results of the last part leave.
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
   const double transfers = pass.bytes_part * link_seconds(load, links);
   const double wait = transfers > 0 ? pass.wait(links) : 0;
   const double visiting = pass.seconds_part * load.seconds_visiting;
   const double home = pass.seconds_part * load.seconds - visiting;
-  const double beside_tasks = std::max(transfers - visiting, transfers / links.num_parts);
-  return visiting + std::max(home, beside_tasks + wait - pass.seconds_part * hidden_seconds);
+  const double unhidden = std::max(transfers - visiting, transfers / links.num_parts);
+  return visiting + std::max(home, unhidden + wait - pass.seconds_part * hidden_seconds);
 }
 
 static double slowest(const std::vector<Load>& loads, const Links& links, double hidden_seconds,

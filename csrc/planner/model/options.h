@@ -27,11 +27,11 @@ struct Links {
   double bytes_per_second = 200e9;                               // to ranks of the same node
   double node_bytes_per_second = 200e9;                          // to ranks of other nodes
   double hidden_part = 0;  // seconds of transfers that other work hides, over the mean compute
-  // Parts in which rows travel: visiting tasks of one part hide transfers of the next.
+  // Parts in which rows travel: visiting tasks of one part hide transfers of others.
   double num_parts = 1;
   // Seconds that the transfers of a rank wait for other traffic in a pass, if it has any.
   double forward_wait = 0, backward_wait = 0;
-  double hidden_seconds = 0;  // of the transfers of both passes, besides hidden_part
+  double hidden_seconds = 0;  // further seconds of transfers that other work hides, in both passes
 
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;

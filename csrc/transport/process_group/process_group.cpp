@@ -164,8 +164,8 @@ class ProcessGroupTransport : public Transport {
                         describe(where));
   }
 
-  // On the CPU the host waits for rows. On a device the current stream does; if this rank receives
-  // none, its work goes on while its own rows leave.
+  // On the CPU the host waits for rows. On a device the current stream does, but only if this rank
+  // receives rows. Otherwise its work goes on while its own rows leave.
   void finish(const Gathering& started, const std::vector<RowBatch>& batches) {
     Patience& patience = *opening_.patience;
     const auto& [places, pending] = started;

@@ -26,7 +26,7 @@ class StreamWaits {
   // Notes that a stream has just been told to wait for the first exchange that has begun, in which
   // this rank sends or receives `num_bytes`.
   void add(const Pending& pending, int64_t num_bytes);
-  // The stream that waits for every exchange, and does nothing else.
+  // The stream that waits for every exchange and notes when it ends. No work runs on it.
   c10::cuda::CUDAStream marks() const {
     return c10::cuda::getStreamFromExternal(marks_, device_.index());
   }
