@@ -7,7 +7,8 @@ from distca.pingpong.pingpong import PingPong
 from distca.planning.batches import ShardedBatch, shard_batch
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
-from distca.planning.plan import Plan, PlanReport
+from distca.planning.plan import Plan
+from distca.planning.plan_report import PlanReport
 from distca.planning.serving import serve
 from distca.planning.step import plan
 from distca.ranks.join import join

@@ -223,6 +223,12 @@ def take_exchange_times(group_name: str) -> Tensor:
 
 
 @_operator
+def take_task_times(group_name: str) -> Tensor:
+    """Return int64 [num_times, 4] of timed tasks of calls that moved rows, and that have ended on
+    the device since the last call: step, layer, whether in the backward pass, ns."""
+
+
+@_operator
 def begin_turn(group_name: str, reached: Tensor, number: int) -> None:
     """Let the session's next call of attention set `reached`, one int32 on a CUDA device, to
     `number` as soon as its rows are on their way."""

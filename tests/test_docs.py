@@ -22,7 +22,7 @@ from programs import run_ranks
 import distca
 from distca import report, run
 from distca.explain import __main__ as explain
-from distca.planning.plan import PlanReport
+from distca.planning.plan_report import PlanReport
 from distca.simulate import __main__ as simulate
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from programs import run_ranks
 from small_step import SHARDED, WHOLE, small_step
 
 import distca
-from distca.planning.plan import PlanReport
+from distca.planning.plan_report import PlanReport
 from distca.report import main
 from distca.watching import report
 from distca.watching.monitor import (

@@ -79,6 +79,15 @@ auto in_phase(const Call& call, const char* phase, F&& part) {
   return part();
 }
 
+// Runs tasks of a call that moves rows, as a phase of it.
+template <typename F>
+void in_tasks(const Call& call, const char* phase, F&& tasks) {
+  in_phase(call, phase, [&] {
+    const TaskTimer timer(call.session->task_times(), call.where, call.inputs.q.device());
+    tasks();
+  });
+}
+
 // Runs a step of a call; an exception on this rank is told to the others, which wait for it. Not
 // one that they throw too: what is announced ends the group.
 template <typename F>

@@ -73,13 +73,13 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   call.session->end_turn();
   // One launch for both lists would be slower by a tenth or more: blocks that alternate between the
   // lists do not share keys in L2.
-  in_phase(call, kEarlyTasks, [&] {
+  in_tasks(call, kEarlyTasks, [&] {
     attention::forward({q, k, v, round.early, out, lse}, params);
   });
   for (const HeadPart& part : parts) {
     const transport::Visiting visiting =
         in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
-    in_phase(call, kVisitingTasks, [&] {
+    in_tasks(call, kVisitingTasks, [&] {
       const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
       attention::forward({visiting_q, visiting_k, visiting_v, round.visiting,
                           visiting.query_results[0], visiting.query_results[1]},
@@ -88,7 +88,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
     transport::keep(round.routes, visiting.inputs, part.of(kept));
     in_phase(call, kCombine, [&] { trip->combine(); });
   }
-  in_phase(call, kLateTasks, [&] { attention::forward({q, k, v, round.late, out, lse}, params); });
+  in_tasks(call, kLateTasks, [&] { attention::forward({q, k, v, round.late, out, lse}, params); });
   in_phase(call, kWaitForResults, [&] { trip->collect(); });
 }
 
@@ -170,13 +170,13 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
   call.session->end_turn();
-  in_phase(call, kEarlyTasks, [&] {
+  in_tasks(call, kEarlyTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
   });
   for (size_t i = 0; i < parts.size(); ++i) {
     const transport::Visiting visiting =
         in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
-    in_phase(call, kVisitingTasks, [&] {
+    in_tasks(call, kVisitingTasks, [&] {
       const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
       const auto& sent = visiting.with_queries;
       attention::backward({sent[0],
@@ -192,7 +192,7 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
     });
     in_phase(call, kCombine, [&] { trip->combine(); });
   }
-  in_phase(call, kLateTasks, [&] {
+  in_tasks(call, kLateTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.late, dq, dk, dv}, params);
   });
   in_phase(call, kWaitForResults, [&] { trip->collect(); });

@@ -222,6 +222,9 @@ TORCH_LIBRARY(distca, m) {
   m.def("take_exchange_times(str group_name) -> Tensor", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->take_exchange_times();
   });
+  m.def("take_task_times(str group_name) -> Tensor", [](const std::string& group_name) {
+    return distca::ops::find_session(group_name)->task_times().take();
+  });
   // Turns of two streams: see turns_cuda.cu. reach_turn sets `reached`, one int32 on a CUDA device,
   // to `number` once the current stream gets here. await_turn lets the current stream wait until
   // `reached` is at least `number`. It gives up after `max_ns`, and then adds 1 to num_late, int32

@@ -13,6 +13,7 @@
 
 #include "core/mask.h"
 #include "servers.h"
+#include "task_times.h"
 #include "timeline.h"
 #include "transport/failures.h"
 #include "transport/process_group/control.h"
@@ -127,6 +128,7 @@ class Session {
   Servers& notices();
   std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
+  TaskTimes& task_times() { return task_times_; }
 
   // Returns the calls that ranks last agreed on under a plan for this window, in their order, int64
   // [num_calls, fields of a call]. They are to be announced with plan `step`, the newest.
@@ -203,6 +205,7 @@ class Session {
   mutable std::mutex mutex_;
   std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
+  TaskTimes task_times_;
   struct Turn {
     at::Tensor reached;
     int64_t number;

@@ -25,6 +25,9 @@ struct Where {
   int64_t caller = -1;  // number of the calling module, see name_caller; -1: unknown
 
   Where in(const char* another_phase) const { return {another_phase, pass, layer, step, caller}; }
+  // Whether the call is one of those that are timed, one in four: events delay the computing stream
+  // by a microsecond. Every layer gets its turn over the steps, in both passes.
+  bool is_sampled() const { return (step + layer) % 4 == 0; }
 };
 
 std::string describe(const Where& where);

@@ -17,7 +17,8 @@ from distca.integrations.tick_clock import TickClock
 from distca.planning import plan as plans
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
-from distca.planning.plan import Plan, PlanReport
+from distca.planning.plan import Plan
+from distca.planning.plan_report import PlanReport
 from distca.planning.ticks import Pass, Tick, common_calls
 from distca.ranks.notices import Kind
 from distca.ranks.session import Session

@@ -29,7 +29,7 @@ from distca._torch_private import (
 from distca.integrations.attention_pool import AttentionPool, PlannedCall, Recorder, RunningTick
 from distca.options import check
 from distca.planning.documents import Documents, check_documents
-from distca.planning.plan import PlanReport
+from distca.planning.plan_report import PlanReport
 from distca.planning.ticks import Pass, Tick, ticks_of
 from distca.ranks.planner_thread import PlannerThread
 from distca.ranks.session import opened

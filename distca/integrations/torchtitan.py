@@ -36,7 +36,7 @@ from distca.integrations.boundaries import Boundaries, read_boundaries
 from distca.pingpong.pingpong import PingPong
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents, check_window
-from distca.planning.plan import PlanReport
+from distca.planning.plan_report import PlanReport
 from distca.ranks import session as sessions
 from distca.ranks.hints import hint
 

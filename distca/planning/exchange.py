@@ -10,7 +10,7 @@ from distca import ops
 from distca.options import Options
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import INT32_MAX
-from distca.ranks import hiding, memory, waits
+from distca.ranks import hiding, memory, pace, waits
 from distca.ranks.links import node
 from distca.ranks.session import Session
 
@@ -26,7 +26,8 @@ TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
 MEMORY_WORDS = slice(TIMES_WORDS.stop, TIMES_WORDS.stop + memory.NUM_WORDS)  # see KeptMemory
 WAITS_WORDS = slice(MEMORY_WORDS.stop, MEMORY_WORDS.stop + waits.NUM_WORDS)  # see Waits
 HIDING_WORD = WAITS_WORDS.stop  # see WorkBeforeAttention
-NUM_WORDS = HIDING_WORD + hiding.NUM_WORDS
+PACE_WORD = HIDING_WORD + hiding.NUM_WORDS  # see Pace
+NUM_WORDS = PACE_WORD + pace.NUM_WORDS
 
 MAX_PIECES = INT32_MAX  # of all ranks
 MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps

@@ -1,10 +1,11 @@
 """A plan of one step: its tasks for all ranks, and this rank's layout."""
 
 import functools
+import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from distca.planning.exchange import (
     HIDING_WORD,
     MEMORY_WORDS,
     NODE_WORD,
+    PACE_WORD,
     SHAPE_WORDS,
     TIMES_WORDS,
     WAITS_WORDS,
@@ -39,13 +41,14 @@ from distca.planning.exchange import (
     words_of,
 )
 from distca.planning.halves import hidden_by_halves
+from distca.planning.plan_report import PlanReport
 from distca.ranks import memory
 from distca.ranks.hiding import hidden_seconds
 from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.notices import Kind, tell
 from distca.ranks.peers import Way
 from distca.ranks.session import Session, configured, measures_links
-from distca.watching.figures import LINKS, max_over_mean, without
+from distca.watching.figures import LINKS
 
 CAUSAL = (-1, 0)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
@@ -53,80 +56,6 @@ ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most t
 
 PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
 TASK_WORDS = 5
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """Balance and cost of a plan, predicted for one layer, forward and backward."""
-
-    seconds_before: list[float]
-    """Attention time of each rank without balancing, in seconds."""
-    seconds_after: list[float]
-    """Attention time of each rank under the plan, in seconds."""
-    bytes_out: list[int]
-    """Bytes that each rank sends."""
-    bytes_in: list[int]
-    """Bytes that each rank receives."""
-    plan_ms: float
-    """Time for the exchange of pieces, the plan, this rank's layout and the comparison of plans, in
-    milliseconds."""
-    waited_ms: float
-    """Part of plan_ms that the training thread waited for."""
-    attention_ms: list[float] = field(default_factory=list)
-    """Measured attention time of each rank in an earlier step: all layers, forward and backward,
-    including waits for rows. Empty if nothing was measured (Watching.log_every)."""
-    exposed_ms: list[float] = field(default_factory=list)
-    """Measured part of attention_ms in which the rank computed nothing, because rows of other ranks
-    were on their way or not sent yet."""
-    link_gb_per_s: float | None = None
-    """Bandwidth that the plan expects from a rank to the ranks of its node, in GB/s. It comes from
-    Options.link_gb_per_s, from the cost_table, or from the measurement when the group opened. None:
-    each node has one rank."""
-    node_link_gb_per_s: float | None = None
-    """Like link_gb_per_s, from a rank to the ranks of other nodes. None: all ranks share a node."""
-    transfer_waits_ms: list[float] = field(default_factory=list)
-    """Milliseconds that transfers of a layer wait for other traffic, such as FSDP's, in the forward
-    pass and in the backward pass. Measured in earlier steps; 0 until some rows have travelled."""
-    hidden_ms: float = 0.0
-    """Milliseconds of a layer's linear work before attention, forward and backward. Under ping-pong
-    it hides transfers. Measured in earlier steps; 0 until then, and without ping-pong."""
-    kept_bytes: list[int] = field(default_factory=list)
-    """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
-    keeping: str = ""
-    """What limits kept inputs, or why there are none. Empty if nothing may be kept."""
-    servers: list[int] = field(default_factory=list)
-    """Ranks that run no model, and so hold no tokens. imbalance_before leaves them out."""
-    idle: list[int] = field(default_factory=list)
-    """Ranks of speed 0, which compute no attention. imbalance_after leaves them out."""
-
-    @property
-    def imbalance_before(self) -> float:
-        """max / mean of seconds_before, of the ranks that train. 1 is perfect balance."""
-        return max_over_mean(without(self.servers, self.seconds_before))
-
-    @property
-    def imbalance_after(self) -> float:
-        """max / mean of seconds_after, of the ranks that compute attention."""
-        return max_over_mean(without(self.idle, self.seconds_after))
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures that logs show. moved_mb: what all ranks send for one layer, forward
-        and backward, in 1e6 bytes. kept_mb: the inputs that all ranks keep of it, in 1e6 bytes.
-        Bandwidths of links that do not exist are left out."""
-        return {
-            "imbalance_before": self.imbalance_before,
-            "imbalance_after": self.imbalance_after,
-            "moved_mb": sum(self.bytes_out) / 1e6,
-            "kept_mb": sum(self.kept_bytes) / 1e6,
-            "plan_ms": self.plan_ms,
-            "waited_ms": self.waited_ms,
-            **{name: vars(self)[name] for name in LINKS if vars(self)[name] is not None},
-        }
-
-    def record(self) -> dict:
-        """Return figures and lists by rank, as in steps.jsonl."""
-        lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
-        return {**self.figures(), "keeping": self.keeping, **lists}
 
 
 @dataclass(frozen=True)
@@ -140,6 +69,7 @@ class Solution:
     encoded: Tensor  # as torch.ops.distca.plan returns it
     shape: AttentionShape
     num_parts: int  # in which rows travel
+    rank_seconds: float  # of this rank's tasks in a layer, at speed 1
     report: PlanReport
 
 
@@ -321,8 +251,9 @@ class Problem:
     has_halves: bool = False  # ping-pong: each half hides transfers of the other
     links: Links = Links()  # these two measured when the group opened
     attention_seconds: float | None = None
-    transfer_waits: tuple[float, float] = (0.0, 0.0)  # these two measured in training: see Cluster
+    transfer_waits: tuple[float, float] = (0.0, 0.0)  # these three measured in training
     hidden_seconds: float = 0.0
+    speeds: Sequence[float] = ()  # of ranks, relative to the fastest; empty: all alike
     calls: Tensor | None = None  # those that ranks last agreed on for this window
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
     servers: tuple[int, ...] = ()  # ranks that run no model
@@ -344,7 +275,8 @@ def _solve_together(
         about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
         sessions = session.halves if problem.has_halves else [session]
         about_waits = session.waits.words([each.group_name for each in sessions])
-        about_training = [*about_memory, *about_waits, session.hiding.word()]
+        pace = session.pace.word(session.group_name)
+        about_training = [*about_memory, *about_waits, session.hiding.word(), pace]
         pieces, headers = exchange(session, pieces, [*words, *about_training])
         nodes = headers[:, NODE_WORD].tolist()
         limit = memory.common_limit(headers[:, MEMORY_WORDS])
@@ -352,13 +284,16 @@ def _solve_together(
         if measures_links(session):
             bandwidth = _cluster_of(problem, session.options).slowest_bytes_per_second
             session.waits.add(headers[:, WAITS_WORDS], bandwidth)
-            problem = replace(problem, transfer_waits=session.waits.seconds())
+            session.pace.add(headers[:, PACE_WORD])
+            measured = {"transfer_waits": session.waits.seconds(), "speeds": session.pace.speeds()}
+            problem = replace(problem, **measured)
             if problem.has_halves:
                 hidden = hidden_seconds(headers[:, HIDING_WORD])
                 problem = replace(problem, hidden_seconds=hidden)
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
     solution = _solve(problem, pieces, session.options, shape_of(headers))
+    session.pace.predict(problem.step, solution.rank_seconds)
     agree_on_plan(session, problem, solution.layout)
     plan_ms = 1e3 * (time.perf_counter() - start)
     measured = {"plan_ms": plan_ms, "attention_ms": attention_ms, "exposed_ms": exposed_ms}
@@ -417,6 +352,10 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type, problem.attention_seconds)
     cluster = replace(_cluster_of(problem, options), transfer_waits=problem.transfer_waits)
+    if problem.speeds:
+        known = cluster.speeds or (1.0,) * problem.num_ranks
+        speeds = tuple(map(operator.mul, known, problem.speeds))
+        cluster = replace(cluster, speeds=speeds)
     if not problem.may_keep:
         cluster = replace(cluster, kept_cap_bytes=0)
     if problem.has_halves:
@@ -441,10 +380,12 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     times = {
         "transfer_waits_ms": [1e3 * each for each in problem.transfer_waits],
         "hidden_ms": 1e3 * problem.hidden_seconds,
+        "measured_speeds": list(problem.speeds),
     }
     figures = {**keeping, **gb_per_s_of(cluster), **roles, **times}
     report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
-    return Solution(*laid_out, pieces, encoded, shape, num_parts, report)
+    own = after[problem.rank] * (speeds[problem.rank] if speeds else 1.0)
+    return Solution(*laid_out, pieces, encoded, shape, num_parts, own, report)
 
 
 def _cluster_of(problem: Problem, options: Options) -> Cluster:

@@ -156,7 +156,8 @@ def _solve_half(
     shape, num_parts = solution.shape, solution.num_parts
     laid_out = plans.lay_out(problem, *held, session.options, shape, num_parts)
     plans.agree_on_plan(halves_of(session)[idx], problem, laid_out[0])
-    return Solution(*laid_out, *held, shape, num_parts, solution.report)
+    seconds = solution.rank_seconds
+    return Solution(*laid_out, *held, shape, num_parts, seconds, solution.report)
 
 
 def half_of(

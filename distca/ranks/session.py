@@ -18,6 +18,7 @@ from distca.ranks.hiding import WorkBeforeAttention
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, measure
 from distca.ranks.memory import KeptMemory
+from distca.ranks.pace import Pace
 from distca.ranks.peers import Way, check_transport, choose_way
 from distca.ranks.planner_thread import PlannerThread
 from distca.ranks.waits import Waits
@@ -54,6 +55,7 @@ class Session:
     memory: KeptMemory = field(default_factory=KeptMemory)
     waits: Waits = field(default_factory=Waits)
     hiding: WorkBeforeAttention = field(default_factory=WorkBeforeAttention)
+    pace: Pace = field(init=False)
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)
     halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of
@@ -67,6 +69,9 @@ class Session:
     """What was timed last: attention, and of that waiting for other ranks."""
     pools_stages: bool = False  # ranks hold stages of a pipeline, whose schedule makes all plans
     has_failed: bool = False  # this rank has told the others of an error
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.num_ranks)
 
     def time_step(self, step: int) -> None:
         """Keep the times of a timed step once they are known. Time the attention of step `step` if

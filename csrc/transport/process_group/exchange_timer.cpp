@@ -10,13 +10,6 @@ namespace distca::transport {
 namespace {
 
 constexpr size_t kMaxSpans = 4096;  // of calls whose times nobody takes
-// One call of this many is timed, because events delay the computing stream by a microsecond.
-constexpr int64_t kCallsToOneTimed = 4;
-
-// Every layer gets its turn over the steps, in its forward and its backward pass.
-bool is_timed(const Where& where) {
-  return (where.step + where.layer) % kCallsToOneTimed == 0;
-}
 
 int64_t nanoseconds(cudaEvent_t begin, cudaEvent_t end) {
   float ms = 0;
@@ -66,7 +59,7 @@ void ExchangeTimer::begin(const Where& where, cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
   const bool is_alone = begun_.empty();
   std::optional<Span>& span = begun_.emplace_back();
-  if (!is_timed(where)) return;
+  if (!where.is_sampled()) return;
   span = Span{.begin = record(stream), .previous_end = is_alone ? record(ends_) : nullptr};
 }
 
