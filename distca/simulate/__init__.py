@@ -43,17 +43,17 @@ into as many packs with like sums of predicted work (attention and linear). Pack
 in one micro-batch. Nothing limits their tokens, so look at memory. With distca on top, these packs
 stay on their ranks, and attention is balanced.
 
-**distca.** Tasks come from the planner, torch.ops.distca.plan, which gets these speeds as if from
-a calibration file. Forward, a query row sends q to the server, and out and lse home; a key row
-sends k and v to the server. Backward, a query row sends q, grad_out, lse and delta to the server,
-and dq home; a key row sends k and v to the server, and dk and dv home. Inputs that the server kept
-do not travel again. Half of the home tasks run while inputs travel. Visiting tasks wait for the
-rank's own transfers and for those of its senders. Results travel when the server is done, beside
-the other home tasks. If transfers take long enough and key heads can be divided, rows travel in two
-or four parts, each with some of the heads: visiting tasks of one part run while the next part
-arrives and results of the previous part leave. A layer ends when all ranks have their results.
-Plans are computed during the previous step, so a step takes at least as long as planning does on
-the processor that simulates. Ranks agree on calls in the first step only.
+**distca.** Tasks come from the planner, torch.ops.distca.plan, which gets these speeds as if from a
+calibration file. Forward, a query row sends q to the server, and out and lse home; a key row sends
+k and v to the server. Backward, a query row sends q, grad_out, lse and delta to the server, and dq
+home; a key row sends k and v to the server, and dk and dv home. Inputs that the server kept do not
+travel again. Half of the home tasks run while inputs travel, a quarter if rows travel in four
+parts. Visiting tasks wait for the rank's own transfers and for those of its senders. Results travel
+when the server is done, beside the other home tasks. If transfers take long enough and key heads
+can be divided, rows travel in two or four parts, each with some of the heads: visiting tasks of one
+part run while the next part arrives and results of the previous part leave. A layer ends when all
+ranks have their results. Plans are computed during the previous step, so a step takes at least as
+long as planning does on the processor that simulates. Ranks agree on calls in the first step only.
 
 **Ping-pong.** The first half of a block is a third of the tokens, and the second half is the rest.
 If documents cross ranks, each rank holds two runs of the pack, and the halves are equal. A half has

@@ -183,26 +183,28 @@ def _by_kind(attention, exchange, waiting) -> np.ndarray:
 
 
 def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
-    """Return the times of a layer. A rank runs half of its home tasks while inputs travel, then
-    visiting tasks part by part as they arrive, then the other home tasks while the last results
-    travel."""
+    """Return the times of a layer. A rank runs half of its home tasks while inputs travel, or a
+    quarter if these come in four parts. Visiting tasks follow, part by part as they arrive. Then
+    the other home tasks run while the last results travel."""
     share = 1 / work.num_parts
     arrival, sent, received = exchange_seconds(scenario, work, pass_idx, share)
-    half, visiting = work.home_seconds[pass_idx] / 2, work.visiting_seconds[pass_idx]
-    served, left, arrived = half, np.zeros_like(half), np.zeros(work.home.size)
+    home, visiting = work.home_seconds[pass_idx], work.visiting_seconds[pass_idx]
+    early = home / max(2, work.num_parts)
+    late = home - early
+    served, left, arrived = early, np.zeros_like(home), np.zeros(work.home.size)
     for part in range(work.num_parts):
         there = np.where(visiting > 0, (part + 1) * arrival, 0.0)
         served = np.maximum(served, there) + share * visiting
         left = np.maximum.reduce([left, served, work.num_parts * arrival]) + sent
         back = np.maximum(sent[work.server], received[work.home])
         arrived = np.maximum(arrived, served[work.server]) + back
-    finished = np.maximum(served + half, left)
+    finished = np.maximum(served + late, left)
     np.maximum.at(finished, work.home, arrived)
     end = finished.max(initial=0.0)
-    results = np.minimum(np.maximum(0.0, np.maximum(sent, received) - half), end - served - half)
-    exposed = np.maximum(0.0, served - half - visiting) + results
+    results = np.minimum(np.maximum(0.0, np.maximum(sent, received) - late), end - served - late)
+    exposed = np.maximum(0.0, served - early - visiting) + results
     exchange = work.num_parts * (arrival.max() + max(sent.max(), received.max()))
-    attention = 2 * half + visiting
+    attention = home + visiting
     waiting = end - attention - exposed
     return _by_kind(attention, exposed, waiting), max(0.0, exchange - exposed.max())
 
