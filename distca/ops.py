@@ -225,7 +225,8 @@ def take_exchange_times(group_name: str) -> Tensor:
 @_operator
 def take_task_times(group_name: str) -> Tensor:
     """Return int64 [num_times, 4] of timed tasks of calls that moved rows, and that have ended on
-    the device since the last call: step, layer, whether in the backward pass, ns."""
+    the device since the last call: step, layer, whether in the backward pass, ns. Nothing is timed
+    before the first call."""
 
 
 @_operator

@@ -83,6 +83,16 @@ def ranks():
 
 
 @pytest.fixture(scope="module")
+def two_devices():
+    """Return two processes that each have a CUDA device of their own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices: ranks on one share its time")
+    started = Ranks(2, "nccl")
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
 def own_ranks():
     """Return own_ranks(world_size), processes for frameworks that leave state in them."""
     started: dict[int, Ranks] = {}

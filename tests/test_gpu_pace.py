@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import MOVE_ALWAYS, Ranks
+from ranks import MOVE_ALWAYS
 
 import distca
 
@@ -10,15 +10,6 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = [[16384], [4096] * 4]
 NUM_STEPS = 24
-
-
-@pytest.fixture(scope="module")
-def two():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices: ranks on one are equally slow")
-    started = Ranks(2, "nccl")
-    yield started
-    started.stop()
 
 
 def speeds_of(rank: int, world_size: int, slow_rank: int | None) -> list[list[float]]:
@@ -47,12 +38,12 @@ def speeds_of(rank: int, world_size: int, slow_rank: int | None) -> list[list[fl
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
-def test_a_busy_device_is_slow(two, slow_rank):
-    for speeds in two.run(speeds_of, slow_rank):
+def test_a_busy_device_is_slow(two_devices, slow_rank):
+    for speeds in two_devices.run(speeds_of, slow_rank):
         assert speeds[0] == []
         assert speeds[-1][1 - slow_rank] == 1 and speeds[-1][slow_rank] < 0.9
 
 
-def test_idle_devices_are_alike(two):
-    for speeds in two.run(speeds_of, None):
+def test_idle_devices_are_alike(two_devices):
+    for speeds in two_devices.run(speeds_of, None):
         assert speeds[-1] == []

@@ -62,15 +62,6 @@ def test_the_bits_are_those_of_one_part(four):
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
 
 
-@pytest.fixture(scope="module")
-def two():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices: ranks on one take turns")
-    started = Ranks(2, "nccl")
-    yield started
-    started.stop()
-
-
 def opened(rank: int, world_size: int):
     """Return documents, their plan, and q, k, v without gradients, after a first call."""
     distca.close()
@@ -102,8 +93,8 @@ def times_of_a_product(rank: int, world_size: int) -> tuple[float, float]:
     return begin.elapsed_time(other), begin.elapsed_time(end)
 
 
-def test_kernels_of_higher_priority_begin_while_attention_runs(two):
-    for other, attention in two.run(times_of_a_product):
+def test_kernels_of_higher_priority_begin_while_attention_runs(two_devices):
+    for other, attention in two_devices.run(times_of_a_product):
         assert attention > 5 and 0.5 < other < attention / 2
 
 
@@ -120,5 +111,5 @@ def ms_of_sending(rank: int, world_size: int) -> float:
     return begin.elapsed_time(end)
 
 
-def test_a_rank_that_only_sends_does_not_wait(two):
-    assert two.run(ms_of_sending)[0] < 20
+def test_a_rank_that_only_sends_does_not_wait(two_devices):
+    assert two_devices.run(ms_of_sending)[0] < 20

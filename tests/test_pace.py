@@ -102,6 +102,7 @@ def test_a_slow_rank_gets_less(ranks, given):
 def timed_calls(rank: int, world_size: int) -> torch.Tensor:
     distca.close()
     distca.init(options=distca.Options(**MOVE_ALWAYS))
+    ops.take_task_times(find().group_name)  # from now on tasks are timed
     with mock.patch.object(Pace, "word", lambda *_: UNKNOWN):  # it takes the times
         for _ in range(4):
             documents, leaves, grad_out = place(rank, world_size, CASE)

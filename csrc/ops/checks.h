@@ -83,7 +83,7 @@ auto in_phase(const Call& call, const char* phase, F&& part) {
 template <typename F>
 void in_tasks(const Call& call, const char* phase, F&& tasks) {
   in_phase(call, phase, [&] {
-    const TaskTimer timer(call.session->task_times(), call.where, call.inputs.q.device());
+    const ScopedSpan span(call.session->task_times(), call.where, call.inputs.q.device());
     tasks();
   });
 }

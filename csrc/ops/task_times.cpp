@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <exception>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -15,11 +14,12 @@ bool is_backward(const transport::Where& where) {
   return std::string_view(where.pass) == "backward";
 }
 
-bool is_timed(const transport::Where& where) {
-  return where.is_sampled() && (is_backward(where) || std::string_view(where.pass) == "forward");
-}
-
 }  // namespace
+
+bool TaskTimes::notes(const transport::Where& where) const {
+  return are_taken_ && where.is_sampled() &&
+         (is_backward(where) || std::string_view(where.pass) == "forward");
+}
 
 void TaskTimes::add(Span span) {
   const std::lock_guard lock(mutex_);
@@ -28,6 +28,7 @@ void TaskTimes::add(Span span) {
 }
 
 at::Tensor TaskTimes::take() {
+  are_taken_ = true;
   const std::lock_guard lock(mutex_);
   std::vector<int64_t> words;
   for (; !spans_.empty() && spans_.front().end.has_come(); spans_.pop_front()) {
@@ -37,20 +38,6 @@ at::Tensor TaskTimes::take() {
   const at::Tensor times = at::empty({static_cast<int64_t>(words.size()) / 4, 4}, at::kLong);
   std::copy(words.begin(), words.end(), times.mutable_data_ptr<int64_t>());
   return times;
-}
-
-TaskTimer::TaskTimer(TaskTimes& times, const transport::Where& where, c10::Device device)
-    : times_(times), where_(where), device_(device) {
-  if (is_timed(where)) begin_.emplace(device);
-}
-
-TaskTimer::~TaskTimer() {
-  if (!begin_) return;
-  try {
-    times_.add({where_, std::move(*begin_), Moment(device_)});
-  } catch (const std::exception&) {
-    // A device that fails says so at the next call; the time is lost.
-  }
 }
 
 }  // namespace distca::ops

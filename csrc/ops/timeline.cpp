@@ -116,18 +116,8 @@ std::tuple<std::vector<std::string>, at::Tensor> Timeline::finished() const {
 }
 
 Range::Range(Timeline& timeline, const transport::Where& where, c10::Device device)
-    : record_(at::RecordScope::USER_SCOPE), timeline_(timeline), where_(where), device_(device) {
+    : record_(at::RecordScope::USER_SCOPE), span_(timeline, where, device) {
   if (record_.isActive()) record_.before(range_name(where));
-  if (timeline.notes(where)) begin_.emplace(device);
-}
-
-Range::~Range() {
-  if (!begin_) return;
-  try {
-    timeline_.add({where_, std::move(*begin_), Moment(device_)});
-  } catch (const std::exception&) {
-    // A device that fails says so at the next call; the span is lost.
-  }
 }
 
 }  // namespace distca::ops

@@ -6,10 +6,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "transport/failures.h"
@@ -85,21 +87,41 @@ class Timeline {
   std::vector<Span> finished_;
 };
 
+// A span that ends with its scope, for a Timeline or TaskTimes that notes the place.
+template <typename Spans>
+class ScopedSpan {
+ public:
+  ScopedSpan(Spans& spans, const transport::Where& where, c10::Device device)
+      : spans_(spans), where_(where), device_(device) {
+    if (spans.notes(where)) begin_.emplace(device);
+  }
+  ScopedSpan(const ScopedSpan&) = delete;
+  ~ScopedSpan() {
+    if (!begin_) return;
+    try {
+      spans_.add({where_, std::move(*begin_), Moment(device_)});
+    } catch (const std::exception&) {
+      // A device that fails says so at the next call; the span is lost.
+    }
+  }
+
+ private:
+  Spans& spans_;
+  transport::Where where_;
+  c10::Device device_;
+  std::optional<Moment> begin_;
+};
+
 // A phase that ends with its scope: a range of torch's profiler, and through it of NVTX, called
 // "distca forward layer 3 dispatch"; a span of the timeline where it notes the step. Layers count
 // from 0 under each plan. Costs two flags where nobody looks.
 class Range {
  public:
   Range(Timeline& timeline, const transport::Where& where, c10::Device device);
-  Range(const Range&) = delete;
-  ~Range();
 
  private:
   at::RecordFunction record_;
-  Timeline& timeline_;
-  transport::Where where_;
-  c10::Device device_;
-  std::optional<Moment> begin_;
+  ScopedSpan<Timeline> span_;
 };
 
 }  // namespace distca::ops

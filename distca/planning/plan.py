@@ -42,7 +42,7 @@ from distca.planning.exchange import (
 )
 from distca.planning.halves import hidden_by_halves
 from distca.planning.plan_report import PlanReport
-from distca.ranks import memory
+from distca.ranks import memory, pace
 from distca.ranks.hiding import hidden_seconds
 from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.notices import Kind, tell
@@ -69,7 +69,6 @@ class Solution:
     encoded: Tensor  # as torch.ops.distca.plan returns it
     shape: AttentionShape
     num_parts: int  # in which rows travel
-    rank_seconds: float  # of this rank's tasks in a layer, at speed 1
     report: PlanReport
 
 
@@ -275,8 +274,10 @@ def _solve_together(
         about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
         sessions = session.halves if problem.has_halves else [session]
         about_waits = session.waits.words([each.group_name for each in sessions])
-        pace = session.pace.word(session.group_name)
-        about_training = [*about_memory, *about_waits, session.hiding.word(), pace]
+        pace_word = pace.UNKNOWN
+        if measures_links(session):
+            pace_word = session.pace.word(session.group_name)
+        about_training = [*about_memory, *about_waits, session.hiding.word(), pace_word]
         pieces, headers = exchange(session, pieces, [*words, *about_training])
         nodes = headers[:, NODE_WORD].tolist()
         limit = memory.common_limit(headers[:, MEMORY_WORDS])
@@ -293,7 +294,9 @@ def _solve_together(
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
     solution = _solve(problem, pieces, session.options, shape_of(headers))
-    session.pace.predict(problem.step, solution.rank_seconds)
+    speeds = _cluster_of(problem, session.options).speeds
+    speed = 1.0 if speeds is None else speeds[session.rank]
+    session.pace.predict(problem.step, speed * solution.report.seconds_after[session.rank])
     agree_on_plan(session, problem, solution.layout)
     plan_ms = 1e3 * (time.perf_counter() - start)
     measured = {"plan_ms": plan_ms, "attention_ms": attention_ms, "exposed_ms": exposed_ms}
@@ -352,10 +355,6 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type, problem.attention_seconds)
     cluster = replace(_cluster_of(problem, options), transfer_waits=problem.transfer_waits)
-    if problem.speeds:
-        known = cluster.speeds or (1.0,) * problem.num_ranks
-        speeds = tuple(map(operator.mul, known, problem.speeds))
-        cluster = replace(cluster, speeds=speeds)
     if not problem.may_keep:
         cluster = replace(cluster, kept_cap_bytes=0)
     if problem.has_halves:
@@ -384,12 +383,11 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     }
     figures = {**keeping, **gb_per_s_of(cluster), **roles, **times}
     report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
-    own = after[problem.rank] * (speeds[problem.rank] if speeds else 1.0)
-    return Solution(*laid_out, pieces, encoded, shape, num_parts, own, report)
+    return Solution(*laid_out, pieces, encoded, shape, num_parts, report)
 
 
 def _cluster_of(problem: Problem, options: Options) -> Cluster:
-    return cluster_of(
+    cluster = cluster_of(
         options,
         problem.num_ranks,
         problem.device_type,
@@ -397,6 +395,10 @@ def _cluster_of(problem: Problem, options: Options) -> Cluster:
         problem.links,
         problem.kept_limit_bytes,
     )
+    if not problem.speeds:
+        return cluster
+    expected = cluster.speeds or (1.0,) * problem.num_ranks
+    return replace(cluster, speeds=tuple(map(operator.mul, expected, problem.speeds)))
 
 
 def lay_out(

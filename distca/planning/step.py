@@ -156,8 +156,7 @@ def _solve_half(
     shape, num_parts = solution.shape, solution.num_parts
     laid_out = plans.lay_out(problem, *held, session.options, shape, num_parts)
     plans.agree_on_plan(halves_of(session)[idx], problem, laid_out[0])
-    seconds = solution.rank_seconds
-    return Solution(*laid_out, *held, shape, num_parts, seconds, solution.report)
+    return Solution(*laid_out, *held, shape, num_parts, solution.report)
 
 
 def half_of(

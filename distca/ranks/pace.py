@@ -61,15 +61,15 @@ class Pace:
     def speeds(self) -> list[float]:
         """Return the speed of each rank relative to the fastest, to two digits. Empty if all are
         alike, or if too little is known."""
-        known = {
+        medians = {
             rank: statistics.median(samples)
             for rank, samples in enumerate(self._samples)
             if len(samples) >= LEAST_SAMPLES
         }
-        if not known:
+        if not medians:
             return []
-        fastest = max(known.values())
-        speeds = [known.get(rank, fastest) / fastest for rank in range(len(self._samples))]
+        fastest = max(medians.values())
+        speeds = [medians.get(rank, fastest) / fastest for rank in range(len(self._samples))]
         speeds = [1.0 if speed >= ALIKE else round(speed, 2) for speed in speeds]
         return speeds if min(speeds) < 1 else []
 

@@ -68,6 +68,12 @@ int64_t num_before_cut(const std::vector<PlacedTask>& tasks, const Mask& mask, d
   return num_early;
 }
 
+// Returns the part of home tasks that is early: see Layout.
+double early_part_of(bool has_visiting_tasks, bool takes_results, int64_t num_parts) {
+  if (has_visiting_tasks) return 1.0 / static_cast<double>(std::max<int64_t>(2, num_parts));
+  return takes_results ? 0 : 1;
+}
+
 // Early tasks get about `early_part` of the (query, key) pairs at home.
 void fill_home_tasks(const Pack& pack, const Plan& plan, double early_part, Layout& layout) {
   std::vector<PlacedTask>& tasks = layout.early_tasks;
@@ -146,11 +152,7 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results res
   layout.movement = movement_of(pack, plan, rank);
   const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan.tasks, rank));
   const bool takes = !layout.movement.sent.empty() && results == Results::kTaken;
-  const double early_part = !visits.empty()
-                                ? 1.0 / static_cast<double>(std::max<int64_t>(2, num_parts))
-                            : takes ? 0
-                                    : 1;
-  fill_home_tasks(pack, plan, early_part, layout);
+  fill_home_tasks(pack, plan, early_part_of(!visits.empty(), takes, num_parts), layout);
   fill_visiting_tasks(pack, plan, visits, layout);
   return layout;
 }

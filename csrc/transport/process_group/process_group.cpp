@@ -281,13 +281,14 @@ class SlotTrip : public RoundTrip {
     for (size_t i = 0; i < cargo.query_results.size(); ++i) {
       arrivals[0].unpack(i, cargo.query_results[i], routes_.queries.home_row);
     }
-    const auto& sums = cargo.key_results;
-    for (size_t i = 0; i < sums.size() && !routes_.sums_keys; ++i) {
-      arrivals[1].unpack(i, sums[i], routes_.key_sums.row);
+    const Tensors& keys = cargo.key_results;
+    const size_t num_sums = routes_.sums_keys ? keys.size() : 0;
+    for (size_t i = num_sums; i < keys.size(); ++i) {
+      arrivals[1].unpack(i, keys[i], routes_.key_sums.row);
     }
     unpack(arrivals);
-    for (size_t i = 0; i < sums.size() && routes_.sums_keys; ++i) {
-      reduce_rows(arrivals[1].parts[i], routes_.key_sums, sums[i], seal_.spoiled);
+    for (size_t i = 0; i < num_sums; ++i) {
+      reduce_rows(arrivals[1].parts[i], routes_.key_sums, keys[i], seal_.spoiled);
     }
   }
 
