@@ -14,8 +14,9 @@
 namespace distca::transport {
 namespace {
 
-constexpr std::chrono::milliseconds kPatience{3000};  // how long diagnose() waits for silent ranks
-constexpr std::chrono::milliseconds kGrace{500};      // ... after one at fault is known
+// How long diagnose() waits for ranks that are silent or busy, even when it knows the rank at fault:
+// this rank may host the store, and the others can read nothing once it has ended.
+constexpr std::chrono::milliseconds kPatience{3000};
 constexpr std::chrono::milliseconds kPoll{20};
 constexpr std::chrono::milliseconds kOthersCome{1000};  // until all have published their waits
 constexpr const char* kUnknown = "unknown";
@@ -299,7 +300,6 @@ std::string FailureBoard::diagnose(const std::string& own_error,
   reported_ = true;
   publish("lost", where, kAlarm);
   const auto start = std::chrono::steady_clock::now();
-  auto patience = kPatience;
   std::vector<Finding> findings;
   Blame most;  // a rank that left may have done its part: it is named if none is at fault for sure
   bool have_answered;
@@ -315,9 +315,7 @@ std::string FailureBoard::diagnose(const std::string& own_error,
       most = std::max(most, finding.blame);
       have_answered = have_answered && finding.has_answered;
     }
-    // Others may be busy for long; once somebody is known to be at fault, they matter little.
-    if (most == Blame::kCertain) patience = std::min(patience, kGrace);
-  } while (!have_answered && std::chrono::steady_clock::now() < start + patience);
+  } while (!have_answered && std::chrono::steady_clock::now() < start + kPatience);
 
   std::ranges::stable_sort(findings, {}, &Finding::order);
   std::string text;
