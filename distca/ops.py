@@ -112,6 +112,12 @@ def layout(
 
 
 @_operator
+def head_parts(heads_q: int, heads_kv: int, most: int) -> list[int]:
+    """Return the numbers of parts of query heads and of key heads in which a call's rows travel, if
+    num_parts of its layout is `most`."""
+
+
+@_operator
 def unpack_rows(layout: Tensor, packed_rows: Tensor) -> Tensor:
     """Return the rows of a layout from their packed form, on its device."""
 

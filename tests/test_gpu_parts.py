@@ -43,7 +43,7 @@ def attend(rank: int, world_size: int, case: Case, are_short: bool, options: dic
 
 def results_of(four, case: Case, are_short: bool = False, **options) -> list[torch.Tensor]:
     per_rank, parts = zip(*four.run(attend, case, are_short, options), strict=True)
-    assert set(parts) == {1 if are_short else case.heads_kv}
+    assert set(parts) == {1 if are_short else 4}
     return [torch.cat(each) for each in zip(*per_rank, strict=True)]
 
 

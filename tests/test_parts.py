@@ -10,8 +10,17 @@ from test_core_attention import MASKS, PACKS, WHOLE, place
 
 import distca
 from distca.planning import cluster, plan
+from distca.planning.cost import AttentionShape
 
-HEADS = [(4, 2, 32, 32), (6, 6, 8, 16), (8, 4, 33, 17)]
+# heads_q, heads_kv, head_dim, head_dim_v, number of parts
+HEADS = [
+    (6, 6, 8, 16, 2),
+    (8, 4, 33, 17, 4),
+    (4, 2, 32, 32, 4),  # two parts share a key head
+    (4, 1, 16, 16, 4),
+    (8, 1, 33, 17, 4),
+    (6, 1, 16, 8, 2),
+]
 CASES = {
     **{name: Case(lengths) for name, lengths in WHOLE.items()},
     **{name: Case([lengths, [], [], []], sharded=True) for name, lengths in PACKS.items()},
@@ -47,7 +56,7 @@ def attend(
     return [out.detach(), *(leaf.grad for leaf in leaves)], num_parts(made.layout)
 
 
-def results_of(four, case: Case, options: dict, expected: int = 2, **more) -> list[torch.Tensor]:
+def results_of(four, case: Case, options: dict, expected: int = 4, **more) -> list[torch.Tensor]:
     per_rank, parts = zip(*four.run(attend, case, options, *more.values()), strict=True)
     assert set(parts) == {expected}
     return [torch.cat(each) for each in zip(*per_rank, strict=True)]
@@ -61,22 +70,42 @@ def test_equals_the_oracle_in_float64(four, mask, documents):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("heads_q, heads_kv, head_dim, head_dim_v", HEADS)
-def test_heads_in_float64(four, heads_q, heads_kv, head_dim, head_dim_v, options):
+@pytest.mark.parametrize("heads_q, heads_kv, head_dim, head_dim_v, expected", HEADS)
+def test_heads_in_float64(four, heads_q, heads_kv, head_dim, head_dim_v, expected, options):
     case = Case(WHOLE["skewed"], heads_q, heads_kv, head_dim, head_dim_v=head_dim_v)
-    results = results_of(four, case, OPTIONS[options], expected=4 if heads_kv == 4 else 2)
+    results = results_of(four, case, OPTIONS[options], expected)
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
 
 
 @pytest.mark.parametrize("documents", ["skewed", "one_over_all"])
 def test_the_bits_are_those_of_one_part(four, documents):
-    case = Case(**{**vars(CASES[documents]), "dtype": torch.bfloat16, "head_dim": 64})
+    heads = {"heads_q": 8, "heads_kv": 4}
+    case = Case(**{**vars(CASES[documents]), "dtype": torch.bfloat16, "head_dim": 64, **heads})
     parts = results_of(four, case, {"deterministic": True})
     whole = results_of(four, case, {"deterministic": True}, expected=1, are_short=True)
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
 
 
-def test_an_odd_number_of_key_heads_travels_at_once(four):
-    case = Case(WHOLE["skewed"], 6, 3, 16)
+@pytest.mark.parametrize("documents", ["skewed", "one_over_all"])
+def test_shared_key_heads_in_bfloat16(four, documents):
+    """The gradients of a shared key head are a sum of rounded ones."""
+    heads = {"heads_q": 8, "heads_kv": 1}
+    case = Case(**{**vars(CASES[documents]), "dtype": torch.bfloat16, "head_dim": 64, **heads})
+    oracle.assert_close(results_of(four, case, {}), *oracle.truths_and_limits(case))
+
+
+def test_odd_heads_travel_at_once(four):
+    case = Case(WHOLE["skewed"], 9, 3, 16)
     results = results_of(four, case, {}, expected=1)
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
+
+
+def test_bytes_during_which_no_visiting_task_runs():
+    shape = AttentionShape(8, 2, 128, 2)
+    query, key = shape.row_bytes()
+    assert cluster.parts_of(shape)["num_parts"] == 4
+    # The first of four parts has a quarter of q and half of k and v; the last, of their results.
+    exposed = (query / 4 + key / 2) / (query + key)
+    assert cluster.parts_of(shape)["exposed_part"] == pytest.approx(exposed)
+    assert cluster.parts_of(AttentionShape(8, 8))["exposed_part"] == pytest.approx(0.25)
+    assert cluster.parts_of(AttentionShape(9, 3)) == {"num_parts": 1, "exposed_part": 1.0}

@@ -88,7 +88,7 @@ def compare_in_parts(rank: int, world_size: int) -> tuple[float, set[int]]:
 
 def test_rows_of_halves_travel_in_parts(ranks):
     for worst, parts in ranks(4).run(compare_in_parts):
-        assert worst <= 1e-12 and parts == {KV_HEADS}
+        assert worst <= 1e-12 and parts == {HEADS}
 
 
 EDGES = [  # by rank: no document, one token, as many tokens as features, empty documents

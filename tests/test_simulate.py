@@ -15,6 +15,7 @@ from distca.planning.halves import hidden_by_halves
 from distca.planning.packs import Pack
 from distca.simulate import pipeline, systems
 from distca.simulate.disaggregated import (
+    Share,
     Work,
     cluster_of,
     held_bytes,
@@ -23,6 +24,7 @@ from distca.simulate.disaggregated import (
     pack_on,
     ping_pong,
     plan,
+    shares_of_parts,
     work_of,
 )
 from distca.simulate.layers import (
@@ -369,7 +371,9 @@ def linked(inside: Link, between: Link = INSTANT, per_node: int = 8) -> Scenario
 @pytest.mark.parametrize("v_head_dim", [128, 64, 200])
 def test_bytes_of_both_passes_sum_to_the_planners_row_bytes(v_head_dim):
     work, scenario = small_work(), replace(UNIT, model=replace(TINY, v_head_dim=v_head_dim))
-    total = sum(sum(moved_bytes(scenario, work, pass_idx)) for pass_idx in (FORWARD, BACKWARD))
+    total = sum(
+        sum(moved_bytes(scenario, work, pass_idx, Share())) for pass_idx in (FORWARD, BACKWARD)
+    )
     query, key = scenario.attention_shape.row_bytes()
     assert total.tolist() == [10 * query + 30 * key]
 
@@ -389,8 +393,8 @@ def test_values_of_another_width():
 def test_kept_inputs_do_not_travel_again():
     work = replace(small_work(), kept_query_rows=np.array([4]), kept_key_rows=np.array([5]))
     for pass_idx, less in ((FORWARD, 0), (BACKWARD, 4 * 256 + 5 * 512)):
-        out, back = moved_bytes(UNIT, work, pass_idx)
-        all_out, all_back = moved_bytes(UNIT, small_work(), pass_idx)
+        out, back = moved_bytes(UNIT, work, pass_idx, Share())
+        all_out, all_back = moved_bytes(UNIT, small_work(), pass_idx, Share())
         assert out == all_out - less and back == all_back
     deep = replace(UNIT, model=replace(TINY, layers=3))
     more = held_bytes(deep, work) - held_bytes(deep, small_work())
@@ -421,7 +425,8 @@ def test_late_home_tasks_hide_results():
 
 def test_parts_hide_transfers_behind_visiting_tasks():
     """Rows travel for 2 s, or in two parts of 1 s, and visiting tasks take 2 s."""
-    scenario = linked(Link(0.0, 8960.0))
+    scenario = linked(Link(0.0, 2 * 8960.0))
+    scenario = replace(scenario, model=replace(TINY, heads=2, kv_heads=2))
     whole, _ = in_turn(scenario, small_work(), FORWARD)
     assert whole.sum(axis=0) == pytest.approx([2 + 2 + 0.5] * 2)
     work = replace(small_work(), home_seconds=np.array([[0.0, 1.0]] * 2), num_parts=2)
@@ -429,6 +434,18 @@ def test_parts_hide_transfers_behind_visiting_tasks():
     # Rank 1 is done at 3 s, and computes its last 0.5 s of its own beside the results.
     assert times.sum(axis=0) == pytest.approx([1 + 1 + 1 + 0.5] * 2)
     assert times[EXCHANGE, 1] == pytest.approx(0.5)
+
+
+def test_parts_that_share_key_heads():
+    """k and v travel with the first of two parts of q. Visiting tasks of it hide the second."""
+    scenario = linked(Link(0.0, 8960.0))
+    scenario = replace(scenario, model=replace(TINY, heads=2))
+    query, key = 10 * 256 / 8960.0, 30 * 512 / 8960.0  # of a part
+    assert shares_of_parts(scenario, 2) == [Share(0.5, 1, 0), Share(0.5, 0, 1)]
+    work = replace(small_work(), home_seconds=np.zeros((2, 2)), num_parts=2)
+    times, _ = in_turn(scenario, work, FORWARD)
+    result = 10 * (256 + 4) / 8960.0
+    assert times.sum(axis=0) == pytest.approx([query + key + 1 + 1 + result] * 2)
 
 
 def test_an_exchange_between_nodes_takes_the_other_link():

@@ -8,13 +8,15 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <memory>
-#include <numeric>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "checks.h"
+#include "core/head_parts.h"
 #include "keeping.h"
 
 namespace distca::ops {
@@ -26,31 +28,84 @@ using torch::autograd::variable_list;
 using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
-// Heads of q and of k and v that travel together: part `index` of `count`.
+// Heads that travel together: a part of the query heads, with the key heads that they read. Of
+// consecutive parts that share key heads, the first brings them, and the last takes their gradients
+// home.
 struct HeadPart {
   int64_t index;
-  int64_t count;
+  HeadParts all;
 
-  // Returns this part's heads of rows [rows, heads, ...].
-  at::Tensor of(const at::Tensor& rows) const {
+  bool shares_keys() const { return all.key_count < all.count; }
+  bool brings_keys() const { return index % num_sharing() == 0; }
+  bool returns_keys() const { return (index + 1) % num_sharing() == 0; }
+
+  // Return this part's heads of rows [rows, heads, ...].
+  at::Tensor of_queries(const at::Tensor& rows) const { return of(rows, index, all.count); }
+  at::Tensor of_keys(const at::Tensor& rows) const {
+    return of(rows, index / num_sharing(), all.key_count);
+  }
+  // Returns what travels to servers.
+  transport::Inputs of(const transport::Inputs& rows) const {
+    if (!brings_keys()) return {of_queries(rows.q), {}, {}};
+    return {of_queries(rows.q), of_keys(rows.k), of_keys(rows.v)};
+  }
+
+ private:
+  static at::Tensor of(const at::Tensor& rows, int64_t index, int64_t count) {
     if (count == 1 || !rows.defined()) return rows;
     const int64_t num_heads = rows.size(1) / count;
     return rows.narrow(1, index * num_heads, num_heads);
   }
-  transport::Inputs of(const transport::Inputs& rows) const {
-    return {of(rows.q), of(rows.k), of(rows.v)};
-  }
+  int64_t num_sharing() const { return all.count / all.key_count; }
 };
 
 // Returns the parts of a call, equal on all ranks. Rows of the next part travel while visiting
 // tasks of this one run.
 std::vector<HeadPart> parts_of(const Call& call) {
   const int64_t wanted = call.transport->takes_parts() ? call.layout->num_parts : 1;
-  const int64_t count = std::gcd(call.inputs.k.size(1), wanted);
+  const auto& [q, k, v] = call.inputs;
+  const HeadParts all = divide_heads(q.size(1), k.size(1), wanted);
   std::vector<HeadPart> parts;
-  for (int64_t i = 0; i < count; ++i) parts.push_back({i, count});
+  for (int64_t i = 0; i < all.count; ++i) parts.push_back({i, all});
   return parts;
 }
+
+// The visiting key heads that several parts share, on their server.
+class SharedKeys {
+ public:
+  // Gives the visiting rows of a part the keys that came with an earlier one.
+  void complete(transport::Inputs& visiting) {
+    if (visiting.k.defined()) keys_ = visiting;
+    std::tie(visiting.k, visiting.v) = std::tie(keys_.k, keys_.v);
+  }
+
+  // Returns the tensors for the gradients of a part's keys.
+  std::vector<at::Tensor> gradients(const HeadPart& part, const transport::Visiting& visiting) {
+    if (!part.shares_keys()) return visiting.key_results;
+    if (part.brings_keys()) of_part_ = {at::empty_like(keys_.k), at::empty_like(keys_.v)};
+    return of_part_;
+  }
+
+  // Adds the gradients of a part to those of earlier ones, in their order, and rounds once.
+  void add(const HeadPart& part, const transport::Visiting& visiting) {
+    if (!part.shares_keys()) return;
+    for (size_t i = 0; i < of_part_.size(); ++i) {
+      const at::Tensor& gradient = of_part_[i];
+      const auto real = at::toOpMathType(gradient.scalar_type());
+      if (part.brings_keys()) {
+        sums_[i] = gradient.to(real, /*non_blocking=*/false, /*copy=*/true);
+      } else {
+        sums_[i].add_(gradient);
+      }
+      if (part.returns_keys()) visiting.key_results[i].copy_(sums_[i]);
+    }
+  }
+
+ private:
+  transport::Inputs keys_;
+  std::vector<at::Tensor> of_part_;
+  std::array<at::Tensor, 2> sums_;
+};
 
 attention::Params params_of(const Call& call, const attention::Scores& scores) {
   attention::Params params = attention_params(*call.layout, scores);
@@ -65,8 +120,8 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   const std::vector<HeadPart> parts = parts_of(call);
   std::vector<transport::Cargo> cargos;
   for (const HeadPart& part : parts) {
-    cargos.push_back(
-        {.inputs = part.of(call.inputs), .query_results = {part.of(out), part.of(lse)}});
+    cargos.push_back({.inputs = part.of(call.inputs),
+                      .query_results = {part.of_queries(out), part.of_queries(lse)}});
   }
   const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
@@ -76,16 +131,17 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   in_tasks(call, kEarlyTasks, [&] {
     attention::forward({q, k, v, round.early, out, lse}, params);
   });
+  SharedKeys shared;
   for (const HeadPart& part : parts) {
-    const transport::Visiting visiting =
-        in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
+    transport::Visiting visiting = in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
+    transport::keep(round.routes, visiting.inputs, part.of(kept));
+    shared.complete(visiting.inputs);
     in_tasks(call, kVisitingTasks, [&] {
       const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
       attention::forward({visiting_q, visiting_k, visiting_v, round.visiting,
                           visiting.query_results[0], visiting.query_results[1]},
                          params);
     });
-    transport::keep(round.routes, visiting.inputs, part.of(kept));
     in_phase(call, kCombine, [&] { trip->combine(); });
   }
   in_tasks(call, kLateTasks, [&] { attention::forward({q, k, v, round.late, out, lse}, params); });
@@ -162,10 +218,11 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   std::vector<transport::Cargo> cargos;
   for (const HeadPart& part : parts) {
     cargos.push_back({.inputs = part.of(call.inputs),
-                      .with_queries = {part.of(grad_out), part.of(saved.lse), part.of(delta)},
-                      .query_results = {part.of(dq)},
-                      .key_results = {part.of(dk), part.of(dv)},
+                      .with_queries = {part.of_queries(grad_out), part.of_queries(saved.lse),
+                                       part.of_queries(delta)},
+                      .query_results = {part.of_queries(dq)},
                       .kept = &kept_parts[part.index]});
+    if (part.returns_keys()) cargos.back().key_results = {part.of_keys(dk), part.of_keys(dv)};
   }
   const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
@@ -173,12 +230,14 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   in_tasks(call, kEarlyTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
   });
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const transport::Visiting visiting =
-        in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
+  SharedKeys shared;
+  for (const HeadPart& part : parts) {
+    transport::Visiting visiting = in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
+    shared.complete(visiting.inputs);
     in_tasks(call, kVisitingTasks, [&] {
       const auto& [visiting_q, visiting_k, visiting_v] = visiting.inputs;
       const auto& sent = visiting.with_queries;
+      const std::vector<at::Tensor> key_gradients = shared.gradients(part, visiting);
       attention::backward({sent[0],
                            visiting_q,
                            visiting_k,
@@ -186,9 +245,10 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
                            {sent[1], sent[2], {}},
                            round.visiting,
                            visiting.query_results[0],
-                           visiting.key_results[0],
-                           visiting.key_results[1]},
+                           key_gradients[0],
+                           key_gradients[1]},
                           params);
+      shared.add(part, visiting);
     });
     in_phase(call, kCombine, [&] { trip->combine(); });
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "core/head_parts.h"
 #include "keeping.h"
 #include "layout_tensor.h"
 #include "session.h"
@@ -76,8 +77,8 @@ TORCH_LIBRARY(distca, m) {
   // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 2]
   // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [8] (ranks
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
-  // other work hides, over the mean seconds of attention; number of parts in which rows travel,
-  // each with some of the heads; seconds that transfers wait for other traffic in the forward pass,
+  // other work hides, over the mean seconds of attention; part of a rank's transfers that travels
+  // while no visiting task runs; seconds that transfers wait for other traffic in the forward pass,
   // and in the backward pass; further seconds of transfers that other work hides, in both passes);
   // loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
@@ -104,6 +105,13 @@ TORCH_LIBRARY(distca, m) {
       "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None, "
       "bool by_peer_memory=False, int? batch=None, int ranks_per_node=0, int num_parts=1) "
       "-> (Tensor layout, Tensor packed_rows)");
+  // Returns the numbers of parts of query heads and of key heads in which a call's rows travel, if
+  // num_parts of its layout is `most`.
+  m.def("head_parts(int heads_q, int heads_kv, int most) -> int[]",
+        [](int64_t heads_q, int64_t heads_kv, int64_t most) {
+          const auto [count, key_count] = distca::divide_heads(heads_q, heads_kv, most);
+          return std::vector<int64_t>{count, key_count};
+        });
   // `rows` from their packed form, on its device.
   m.def("unpack_rows(Tensor layout, Tensor packed_rows) -> Tensor rows", of_one_step);
   // Visiting (query rows, key rows) whose inputs this rank keeps for the backward pass.

@@ -68,16 +68,23 @@ void reduce_rows(const at::Tensor& src, const Reduction& reduction, const at::Te
 void keep(const Routes& routes, const Inputs& visiting, const Inputs& kept) {
   if (!routes.keeping || !kept.q.defined()) return;
   const auto& [queries, keys, kept_q, kept_k] = *routes.keeping;
-  copy_rows(
-      {{visiting.q, kept.q, kept_q}, {visiting.k, kept.k, kept_k}, {visiting.v, kept.v, kept_k}});
+  std::vector<RowCopy> copies{{visiting.q, kept.q, kept_q}};
+  if (visiting.k.defined()) {
+    copies.push_back({visiting.k, kept.k, kept_k});
+    copies.push_back({visiting.v, kept.v, kept_k});
+  }
+  copy_rows(copies);
 }
 
 void restore(const Routes& routes, const Inputs& kept, const Inputs& visiting) {
   if (!routes.keeping || !routes.keeping->kept_q.defined()) return;
   const auto& [queries, keys, kept_q, kept_k] = *routes.keeping;
-  copy_rows({{kept.q, visiting.q, {}, kept_q},
-             {kept.k, visiting.k, {}, kept_k},
-             {kept.v, visiting.v, {}, kept_k}});
+  std::vector<RowCopy> copies{{kept.q, visiting.q, {}, kept_q}};
+  if (visiting.k.defined()) {
+    copies.push_back({kept.k, visiting.k, {}, kept_k});
+    copies.push_back({kept.v, visiting.v, {}, kept_k});
+  }
+  copy_rows(copies);
 }
 
 }  // namespace distca::transport

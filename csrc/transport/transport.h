@@ -59,7 +59,8 @@ struct NodeRoutes {
   Routes between;  // to and from ranks of other nodes
 };
 
-// q, k and v of home rows, or of visiting rows.
+// q, k and v of home rows, or of visiting rows. k and v are undefined if their heads travel with an
+// earlier part of q's.
 struct Inputs {
   at::Tensor q;  // [rows, heads_q, head_dim]
   at::Tensor k;  // [rows, heads_kv, head_dim]

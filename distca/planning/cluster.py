@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distca import ops
 from distca.options import Options
 from distca.planning.cost import AttentionShape, measured_links
 from distca.ranks.links import Link, Links
@@ -57,6 +58,8 @@ class Cluster:
     num_parts: int = 1
     """Number of parts in which a call's rows travel, each with some of the heads. Visiting tasks of
     one part hide transfers of others."""
+    exposed_part: float = 1.0
+    """Part of a rank's transfers that travels while no visiting task runs: see parts_of."""
 
     def servers(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
@@ -69,12 +72,12 @@ class Cluster:
 
     def links(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [8], ranks per node, bytes per second of a
-        rank's link within a node and between nodes, hidden part, number of parts, waits,
-        hidden seconds."""
+        rank's link within a node and between nodes, hidden part, exposed part, waits, hidden
+        seconds."""
         inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
         between = inside if between is None else between
         node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
-        hidden = self.hidden_part, self.num_parts
+        hidden = self.hidden_part, self.exposed_part
         words = [node, inside, between, *hidden, *self.transfer_waits, self.hidden_seconds]
         return torch.tensor(words, dtype=torch.float64)
 
@@ -157,9 +160,23 @@ def memory_cap_bytes(options: Options) -> int | None:
     return None if options.memory_cap_gb is None else max(1, int(1e9 * options.memory_cap_gb))
 
 
-def parts_of(shape: AttentionShape) -> int:
-    """Return the largest number of parts into which the heads can be divided: 4, 2 or 1."""
-    return math.gcd(shape.heads_kv, MAX_PARTS)
+def key_parts_of(shape: AttentionShape, num_parts: int) -> int:
+    """Return the number of parts in which key heads travel if query heads travel in num_parts."""
+    _, num_key_parts = ops.head_parts(shape.heads_q, shape.heads_kv, num_parts)
+    return num_key_parts
+
+
+def exposed_part_of(shape: AttentionShape, num_parts: int) -> float:
+    """Return the part of a layer's transfers during which no visiting task can run: the first part's
+    rows to the servers, and the last part's results. A task has about as many keys as queries."""
+    query, key = shape.row_bytes()
+    return (query / num_parts + key / key_parts_of(shape, num_parts)) / (query + key)
+
+
+def parts_of(shape: AttentionShape) -> dict[str, float]:
+    """Return num_parts, 4, 2 or 1, and exposed_part of a Cluster whose rows travel in parts."""
+    num_parts, _ = ops.head_parts(shape.heads_q, shape.heads_kv, MAX_PARTS)
+    return {"num_parts": num_parts, "exposed_part": exposed_part_of(shape, num_parts)}
 
 
 def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:

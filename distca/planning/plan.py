@@ -361,7 +361,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
         halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
         cluster = replace(cluster, **hidden_by_halves(pieces, *halves))
     if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
-        cluster = replace(cluster, num_parts=parts_of(shape))
+        cluster = replace(cluster, **parts_of(shape))
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
     num_parts = parts_worth_taking(cluster, loads)

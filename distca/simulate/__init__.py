@@ -49,9 +49,10 @@ k and v to the server. Backward, a query row sends q, grad_out, lse and delta to
 home; a key row sends k and v to the server, and dk and dv home. Inputs that the server kept do not
 travel again. Half of the home tasks run while inputs travel, a quarter if rows travel in four
 parts. Visiting tasks wait for the rank's own transfers and for those of its senders. Results travel
-when the server is done, beside the other home tasks. If transfers take long enough and key heads
-can be divided, rows travel in two or four parts, each with some of the heads: visiting tasks of one
-part run while the next part arrives and results of the previous part leave. A layer ends when all
+when the server is done, beside the other home tasks. If transfers take long enough, rows travel in
+two or four parts, each with some of the query heads and the key heads that they read: visiting
+tasks of one part run while the next part arrives and results of the previous part leave. Keys that
+parts share travel with the first of them, and their gradients with the last. A layer ends when all
 ranks have their results. Plans are computed during the previous step, so a step takes at least as
 long as planning does on the processor that simulates. Ranks agree on calls in the first step only.
 

@@ -12,8 +12,10 @@ import numpy as np
 
 from distca.planning.cluster import (
     Cluster,
+    exposed_part_of,
     held_row_bytes,
     input_row_bytes,
+    key_parts_of,
     parts_of,
     parts_worth_taking,
 )
@@ -84,7 +86,7 @@ def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
         ranks_per_node=min(scenario.groups_per_node, scenario.groups),
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,
-        num_parts=parts_of(scenario.attention_shape),
+        **parts_of(scenario.attention_shape),
         **hidden,
     )
 
@@ -135,22 +137,34 @@ def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
     return np.bincount(work.server, num_bytes, scenario.groups)
 
 
-def moved_bytes(scenario: Scenario, work: Work, pass_idx: int) -> tuple[np.ndarray, np.ndarray]:
+@dataclass(frozen=True)
+class Share:
+    """What travels together, of a layer's rows and heads."""
+
+    queries: float = 1.0
+    keys: float = 1.0
+    key_gradients: float = 1.0
+
+
+def moved_bytes(
+    scenario: Scenario, work: Work, pass_idx: int, share: Share
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes that travel to servers, and those that travel home, each [pairs]."""
     q, out, kv = scenario.attention_shape.tensor_row_bytes()
     lse = 4 * scenario.attention_shape.heads_q
-    queries, keys = work.query_rows, work.key_rows
+    queries, keys = share.queries * work.query_rows, share.keys * work.key_rows
     if pass_idx == FORWARD:
         return queries * q + keys * kv, queries * (out + lse)
-    kept = work.kept_query_rows * q + work.kept_key_rows * kv
-    return queries * (q + out + 2 * lse) + keys * kv - kept, queries * q + keys * kv
+    kept_queries, kept_keys = share.queries * work.kept_query_rows, share.keys * work.kept_key_rows
+    to_servers = queries * (q + out + 2 * lse) - kept_queries * q + (keys - kept_keys) * kv
+    return to_servers, queries * q + share.key_gradients * work.key_rows * kv
 
 
 def exchange_seconds(
-    scenario: Scenario, work: Work, pass_idx: int, share: float = 1.0
+    scenario: Scenario, work: Work, pass_idx: int, share: Share
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """When `share` of the rows travels, each [ranks], latencies included: when all that visits a
-    server is there; then how long until its results have left, and a home's have come."""
+    """When `share` travels, each [ranks], latencies included: when all that visits a server is
+    there; then how long until its results have left, and a home's have come."""
     num_ranks = scenario.groups
     machine, per_node = scenario.machine, scenario.groups_per_node
     inside = work.home // per_node == work.server // per_node
@@ -164,7 +178,7 @@ def exchange_seconds(
             by_link.append(latency + total / link.bytes_per_second)
         return np.maximum(*by_link)
 
-    out, back = (share * each for each in moved_bytes(scenario, work, pass_idx))
+    out, back = moved_bytes(scenario, work, pass_idx, share)
     arrival = seconds(work.server, out)
     np.maximum.at(arrival, work.server, seconds(work.home, out)[work.home])
     return arrival, seconds(work.server, back), seconds(work.home, back)
@@ -182,20 +196,36 @@ def _by_kind(attention, exchange, waiting) -> np.ndarray:
     return times
 
 
+def shares_of_parts(scenario: Scenario, num_parts: int) -> list[Share]:
+    """Return what travels in each part. Of consecutive parts that share key heads, the first brings
+    them, and the last takes their gradients home."""
+    num_key_parts = key_parts_of(scenario.attention_shape, num_parts)
+    sharing = num_parts // num_key_parts
+    return [
+        Share(
+            1 / num_parts,
+            (part % sharing == 0) / num_key_parts,
+            ((part + 1) % sharing == 0) / num_key_parts,
+        )
+        for part in range(num_parts)
+    ]
+
+
 def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     """Return the times of a layer. A rank runs half of its home tasks while inputs travel, or a
     quarter if these come in four parts. Visiting tasks follow, part by part as they arrive. Then
     the other home tasks run while the last results travel."""
-    share = 1 / work.num_parts
-    arrival, sent, received = exchange_seconds(scenario, work, pass_idx, share)
+    shares = shares_of_parts(scenario, work.num_parts)
+    exchanges = [exchange_seconds(scenario, work, pass_idx, share) for share in shares]
+    arrivals = np.cumsum([arrival for arrival, _, _ in exchanges], axis=0)
     home, visiting = work.home_seconds[pass_idx], work.visiting_seconds[pass_idx]
     early = home / max(2, work.num_parts)
     late = home - early
     served, left, arrived = early, np.zeros_like(home), np.zeros(work.home.size)
-    for part in range(work.num_parts):
-        there = np.where(visiting > 0, (part + 1) * arrival, 0.0)
-        served = np.maximum(served, there) + share * visiting
-        left = np.maximum.reduce([left, served, work.num_parts * arrival]) + sent
+    for arrival, (_, sent, received) in zip(arrivals, exchanges, strict=True):
+        there = np.where(visiting > 0, arrival, 0.0)
+        served = np.maximum(served, there) + visiting / work.num_parts
+        left = np.maximum.reduce([left, served, arrivals[-1]]) + sent
         back = np.maximum(sent[work.server], received[work.home])
         arrived = np.maximum(arrived, served[work.server]) + back
     finished = np.maximum(served + late, left)
@@ -203,7 +233,9 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     end = finished.max(initial=0.0)
     results = np.minimum(np.maximum(0.0, np.maximum(sent, received) - late), end - served - late)
     exposed = np.maximum(0.0, served - early - visiting) + results
-    exchange = work.num_parts * (arrival.max() + max(sent.max(), received.max()))
+    exchange = sum(
+        arrival.max() + max(sent.max(), received.max()) for arrival, sent, received in exchanges
+    )
     attention = home + visiting
     waiting = end - attention - exposed
     return _by_kind(attention, exposed, waiting), max(0.0, exchange - exposed.max())
@@ -218,13 +250,15 @@ def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     slower = 1 + min(
         1.0, fsdp_seconds_of_layer(scenario, pass_idx) / (sum(others) + attention.mean())
     )
-    first, share = work.first_part, 1 / work.num_parts
+    first, exposed_part = work.first_part, exposed_part_of(scenario.attention_shape, work.num_parts)
     total = exposed = 0.0
     for part, work_beside in ((first, others[0]), (1 - first, others[1])):
-        arrival, sent, received = exchange_seconds(scenario, work, pass_idx, part)
+        arrival, sent, received = exchange_seconds(
+            scenario, work, pass_idx, Share(part, part, part)
+        )
         alone = arrival + np.maximum(sent, received)
         visiting = part * work.visiting_seconds[pass_idx]
-        unhidden = np.maximum(slower * alone - visiting, share * slower * alone).max()
+        unhidden = np.maximum(slower * alone - visiting, exposed_part * slower * alone).max()
         total += alone.max()
         exposed += max(0.0, unhidden - (1 - part) * (work_beside + attention.mean()))
     waiting = attention.max() - attention

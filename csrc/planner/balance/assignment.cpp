@@ -33,11 +33,11 @@ double Assignment::capacity(int64_t rank) const {
 double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double speed = problem_.options.speed(rank);
   const double visiting = speed > 0 ? visiting_[rank] / speed : 0;
-  const double num_parts = problem_.options.links.num_parts;
+  const double exposed_part = problem_.options.links.exposed_part;
   const double transfers = kTransferWeight * link_seconds;
   const double hidden = problem_.hidden_seconds - problem_.transfers_wait;
   const auto left = [&](double seconds) { return limit_ - std::max(0.0, seconds - hidden); };
-  return std::min(num_parts * left(transfers), left(transfers / num_parts) - visiting);
+  return std::min(left(transfers) / exposed_part, left(transfers * exposed_part) - visiting);
 }
 
 std::span<const Item> Assignment::own_of(int64_t rank, int64_t document) const {

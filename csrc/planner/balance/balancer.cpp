@@ -117,7 +117,7 @@ class Balancer {
     const auto largest_slice = [&](double bytes_per_second) {
       const double root =
           problem_.bytes_per_root_second / (heuristics_.least_bytes_slack * bytes_per_second);
-      const double of_part = root / links.num_parts;
+      const double of_part = root * links.exposed_part;
       const double side = (std::sqrt(of_part * of_part + 4 * in_all) - of_part) / 2;
       return std::min(limit, std::min(side * side, in_all * in_all / (root * root)));
     };

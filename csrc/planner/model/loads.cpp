@@ -79,7 +79,7 @@ static double seconds_of(const Load& load, const Links& links, double hidden_sec
   const double wait = transfers > 0 ? pass.wait(links) : 0;
   const double visiting = pass.seconds_part * load.seconds_visiting;
   const double home = pass.seconds_part * load.seconds - visiting;
-  const double unhidden = std::max(transfers - visiting, transfers / links.num_parts);
+  const double unhidden = std::max(transfers - visiting, transfers * links.exposed_part);
   return visiting + std::max(home, unhidden + wait - pass.seconds_part * hidden_seconds);
 }
 

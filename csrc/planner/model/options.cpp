@@ -23,8 +23,8 @@ void check(const Links& links) {
           "; expected a positive number");
   require(links.node_bytes_per_second > 0, "options: links.node_bytes_per_second is ",
           links.node_bytes_per_second, "; expected a positive number");
-  require(links.num_parts >= 1, "options: links.num_parts is ", links.num_parts,
-          "; expected at least 1");
+  require(links.exposed_part > 0 && links.exposed_part <= 1, "options: links.exposed_part is ",
+          links.exposed_part, "; expected a positive number, at most 1");
   for (const double wait : {links.forward_wait, links.backward_wait}) {
     require(wait >= 0 && std::isfinite(wait), "options: links have a wait of ", wait,
             " seconds; expected 0 or a positive number");

@@ -27,8 +27,9 @@ struct Links {
   double bytes_per_second = 200e9;                               // to ranks of the same node
   double node_bytes_per_second = 200e9;                          // to ranks of other nodes
   double hidden_part = 0;  // seconds of transfers that other work hides, over the mean compute
-  // Parts in which rows travel: visiting tasks of one part hide transfers of others.
-  double num_parts = 1;
+  // Part of a rank's transfers that travels while no visiting task runs: less than 1 if rows travel
+  // in parts.
+  double exposed_part = 1;
   // Seconds that the transfers of a rank wait for other traffic in a pass, if it has any.
   double forward_wait = 0, backward_wait = 0;
   double hidden_seconds = 0;  // further seconds of transfers that other work hides, in both passes

@@ -226,7 +226,7 @@ class SlotTrip : public RoundTrip {
       std::vector<Load> loads;
       if (!cargo.with_queries.empty()) loads.push_back({cargo.with_queries, routes_.queries});
       loads.push_back({{q}, again ? routes_.keeping->queries : routes_.queries});
-      loads.push_back({{k, v}, again ? routes_.keeping->keys : routes_.keys});
+      if (k.defined()) loads.push_back({{k, v}, again ? routes_.keeping->keys : routes_.keys});
       dispatched_.push_back(send(std::move(loads), kDispatch, &Route::home_row));
     }
   }
@@ -343,8 +343,11 @@ class SlotTrip : public RoundTrip {
   // Returns the tensors of each load among `visiting`.
   static std::vector<Tensors> tensors_of(const Visiting& visiting, const Cargo& cargo) {
     const auto& [q, k, v] = visiting.inputs;
-    if (cargo.with_queries.empty()) return {{q}, {k, v}};
-    return {visiting.with_queries, {q}, {k, v}};
+    std::vector<Tensors> loads;
+    if (!cargo.with_queries.empty()) loads.push_back(visiting.with_queries);
+    loads.push_back({q});
+    if (cargo.inputs.k.defined()) loads.push_back({k, v});
+    return loads;
   }
 
   void place_in(const Visiting& room, const Cargo& cargo) {
@@ -375,8 +378,13 @@ class SlotTrip : public RoundTrip {
       }
     }
     unpack(arrivals);
-    const Tensors &q = rows[rows.size() - 2], &keys = rows.back();
-    return {.inputs = {q[0], keys[0], keys[1]},
+    const size_t of_q = cargo.with_queries.empty() ? 0 : 1;
+    Inputs inputs{.q = rows[of_q][0], .k = {}, .v = {}};
+    if (cargo.inputs.k.defined()) {
+      inputs.k = rows.back()[0];
+      inputs.v = rows.back()[1];
+    }
+    return {.inputs = inputs,
             .with_queries = cargo.with_queries.empty() ? Tensors{} : rows.front(),
             .query_results = rows_like(cargo.query_results, routes_.queries.num_visiting),
             .key_results = rows_like(cargo.key_results, routes_.keys.num_visiting)};
