@@ -167,8 +167,8 @@ def key_parts_of(shape: AttentionShape, num_parts: int) -> int:
 
 
 def exposed_part_of(shape: AttentionShape, num_parts: int) -> float:
-    """Return the part of a layer's transfers during which no visiting task can run: the first part's
-    rows to the servers, and the last part's results. A task has about as many keys as queries."""
+    """Return the part of a layer's transfers during which no visiting task can run: the rows of the
+    first part, and the results of the last. A task has about as many keys as queries."""
     query, key = shape.row_bytes()
     return (query / num_parts + key / key_parts_of(shape, num_parts)) / (query + key)
 
