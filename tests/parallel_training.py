@@ -44,12 +44,18 @@ class Way:
     offloads: bool = False
     dtype: torch.dtype = torch.float32
     gathers_after_attention: bool = False
+    has_halves: bool = False
+    """Whether blocks run in ping-pong."""
 
 
 WAYS = {
     "data parallel 4": Way({"dp": 4}),
     "tensor parallel 2": Way({"dp": 2, "tp": 2}),
     "tensor parallel 2, DTensors": Way({"dp": 2, "tp": 2}, uses_dtensors=True),
+    "tensor parallel 2, ping-pong": Way({"dp": 2, "tp": 2}, has_halves=True),
+    "documents across 2, tensor parallel 2, ping-pong": Way(
+        {"dp": 2, "tp": 2}, is_sharded=True, has_halves=True
+    ),
     "hybrid sharding": Way({"dp_replicate": 2, "dp_shard": 2}),
     "hybrid sharding, tensor parallel 2": Way({"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
     "documents across 4": Way({"dp": 4}, is_sharded=True),
@@ -132,6 +138,9 @@ def on_dtensors(mesh: DeviceMesh):
 def parallel_model(way: Way, mesh: DeviceMesh, data_mesh: DeviceMesh) -> nn.Module:
     attend = on_dtensors(mesh["tp"]) if way.uses_dtensors else distca.core_attention
     model = build(attend)
+    if way.has_halves:
+        for block in model.blocks:
+            distca.PingPong(block)
     if "tp" in way.axes:
         tensor_parallel(model, mesh["tp"])
     keywords = {"mesh": data_mesh}
@@ -163,7 +172,8 @@ def _step(way: Way, model: nn.Module, session) -> Result:
     num_packs = NUM_RANKS // session.num_ranks
     if way.is_sharded:
         lengths = [length for pack in PACKS for length in pack]
-        run = distca.shard_batch(tokens_of([lengths])[0], lengths)
+        runs = 2 if way.has_halves else 1
+        run = distca.shard_batch(tokens_of([lengths])[0], lengths, runs=runs)
         tokens, labels, documents, scale = run.tokens, run.labels, run.documents, run.loss_scale
         positions = run.position_ids
     else:
@@ -177,6 +187,7 @@ def _step(way: Way, model: nn.Module, session) -> Result:
         positions = documents.position_ids
     plan = distca.plan(documents)
     loss = loss_sum(model(tokens, positions, documents), labels) * scale
+    assert bool(documents._halves) == way.has_halves
     loss.backward()
     total = loss.detach() / session.num_ranks
     dist.all_reduce(total, group=session.group)
