@@ -61,7 +61,9 @@ If documents cross ranks, each rank holds two runs of the pack, and the halves a
 the same share of the attention and of the plan's bytes as of the tokens. Rows of the first half
 travel beside the second half's attention and work before it. Rows of the second half travel beside
 the first half's attention and work after it. Visiting tasks of some heads hide rows of others. An
-exchange is longer by the share of the pass in which FSDP's collectives use the links.
+exchange is longer by the share of the pass in which FSDP's collectives use the links. Tensor
+parallel collectives of one half are assumed not to wait for those of the other: see
+docs/pingpong.md.
 
 **Parameters.** fsdp: a layer's gather (in the backward pass also the reduce-scatter of its
 gradients, fp32) is hidden behind that layer's compute, as far as the exchanges beside it leave
