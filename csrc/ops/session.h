@@ -13,6 +13,7 @@
 
 #include "core/mask.h"
 #include "servers.h"
+#include "signature.h"
 #include "task_times.h"
 #include "timeline.h"
 #include "transport/failures.h"
@@ -24,33 +25,6 @@ class PeerTransport;
 }
 
 namespace distca::ops {
-
-// Values that must be equal on all ranks before rows travel; compared field by field.
-struct Signature {
-  enum Field {
-    kRefused,  // 1 where this rank's own arguments were refused; its error is on the board
-    kVersion,
-    kStep,
-    kPlanDigest,
-    kHeadsQ,
-    kHeadsKv,
-    kHeadDim,
-    kHeadDimV,
-    kDtype,
-    kSoftmaxScale,  // bits of the double
-    kSoftcap,       // likewise
-    // Number of calls that moved rows, from the first call under one plan to that under the next.
-    kForwardCalls,
-    kRecomputedCalls,
-    kBackwardCalls,
-    kNumFields
-  };
-  static constexpr Field kFirstOfCall = kHeadsQ;  // up to kFirstOfHistory: a call without its plan
-  static constexpr Field kFirstOfHistory = kForwardCalls;
-  std::array<int64_t, kNumFields> values{};
-
-  bool operator==(const Signature&) const = default;
-};
 
 #ifdef DISTCA_WITH_SM90
 constexpr bool kHasPeerTransport = true;
