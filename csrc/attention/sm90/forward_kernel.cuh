@@ -517,7 +517,7 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes;
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const int32_t num_items = call.tiles.num_tiles * heads_q;
-  const Shift shift = shift_for(num_items, call.shares_device);
+  const Blocks blocks = blocks_for(num_items, call.shares_device);
   const ForwardArguments arguments{
       .q = make_ragged_map(call.q, 64),
       .k = make_ragged_map(call.k, Shape::kKeyRows),
@@ -528,13 +528,13 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
       .fronts = call.fronts,
       .lse = call.lse,
       .num_items = num_items,
-      .tickets_of_block = shift.num_tickets,
+      .tickets_of_block = blocks.num_tickets,
       .heads_q = heads_q,
       .heads_per_key = static_cast<int32_t>(call.q.heads / call.k.heads),
       .window = call.window,
       .softmax_scale = call.softmax_scale,
       .cap = softcap_of(call)};
-  launch_kernel(forward_kernel<Shape>, {shift.num_blocks, Shape::kThreads, kSharedBytes}, stream,
+  launch_kernel(forward_kernel<Shape>, {blocks.count, Shape::kThreads, kSharedBytes}, stream,
                 arguments);
 }
 

@@ -25,22 +25,22 @@ inline int num_multiprocessors() {
   return count;
 }
 
-// How many blocks a launch has, and how many tickets for its items each block takes at most.
-struct Shift {
-  int num_blocks;
+// The blocks of a launch, and how many tickets for its items each takes at most.
+struct Blocks {
+  int count;
   int32_t num_tickets;
 };
 
 // Persistent blocks, one for each multiprocessor, occupy the device until the last item. On a
-// shared device, each block takes a kShifts-th of a persistent block's tickets. When it ends,
-// kernels of streams with a higher priority can start.
-inline Shift shift_for(int32_t num_items, bool shares_device) {
-  constexpr int32_t kShifts = 12;
+// shared device, kInTurn blocks do the work of a persistent block, one after the other. When one
+// ends, kernels of streams with a higher priority can start.
+inline Blocks blocks_for(int32_t num_items, bool shares_device) {
+  constexpr int32_t kInTurn = 12;
   const int num_persistent = num_multiprocessors();
   if (!shares_device || num_items <= num_persistent) {
     return {std::min(num_items, num_persistent), num_items};
   }
-  const int32_t num_tickets = std::max(1, num_items / (kShifts * num_persistent));
+  const int32_t num_tickets = std::max(1, num_items / (kInTurn * num_persistent));
   return {(num_items + num_tickets - 1) / num_tickets, num_tickets};
 }
 
