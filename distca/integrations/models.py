@@ -4,6 +4,7 @@ its own, layers that mix documents, positions that do not restart.
 A model's source is checked when the model is built, and its inputs before each forward pass.
 """
 
+import functools
 import inspect
 import re
 import sys
@@ -110,6 +111,7 @@ class _Traits:
                 self.first_position = table.padding_idx + 1  # as RoBERTa does
 
 
+@functools.cache
 def _is_mixer(kind: type) -> bool:
     methods = [inspect.unwrap(each) for _, each in inspect.getmembers(kind, inspect.isfunction)]
     for each in list(methods):  # of decorators that leave no __wrapped__
