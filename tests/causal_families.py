@@ -5,6 +5,8 @@ the models, and compares their losses and gradients.
 """
 
 import contextlib
+import copy
+import functools
 import inspect
 
 import torch
@@ -186,11 +188,8 @@ def model_of(name: str, attn_implementation: str) -> transformers.PreTrainedMode
 
     They are large enough that a lost mask or boundary shows.
     """
-    if name in PARTS:
-        kind, own = getattr(transformers, PARTS[name]), {"num_codebooks": 1}
-    else:
-        kind, own = CONFIG_MAPPING[name], OWN_SIZES.get(name, {})
-    config = kind(**_small(kind, own))
+    kind, sizes = _small_config(name)
+    config = kind(**copy.deepcopy(sizes))
     torch.manual_seed(0)
     if name in PARTS:
         config._attn_implementation = attn_implementation
@@ -205,6 +204,16 @@ def model_of(name: str, attn_implementation: str) -> transformers.PreTrainedMode
             if parameter.dim() >= 2:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+@functools.cache
+def _small_config(name: str) -> tuple[type, dict]:
+    """Return the configuration's class of a family, and its arguments."""
+    if name in PARTS:
+        kind, own = getattr(transformers, PARTS[name]), {"num_codebooks": 1}
+    else:
+        kind, own = CONFIG_MAPPING[name], OWN_SIZES.get(name, {})
+    return kind, _small(kind, own)
 
 
 def _small(kind: type, own: dict) -> dict:
