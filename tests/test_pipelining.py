@@ -46,12 +46,14 @@ def test_a_pipeline_equals_one_process(ranks, name):
 
 
 def test_gradients_are_never_lost(own_ranks):
-    """From torch 2.12 on, stages rely on examples, of which none need gradients here."""
+    """From torch 2.12 on, stages rely on examples, of which none need gradients here. On torch
+    2.12, the last stage notices it itself."""
     outcomes = own_ranks(4).outcomes(pipelined.train_step, Pipeline(examples={}), 1)
-    if any(outcome.error is not None for outcome in outcomes):
-        for outcome in outcomes:
-            assert "stage 0 gets 0 gradients" in outcome.error, outcome
-            assert "with requires_grad=True" in outcome.error, outcome
+    errors = [outcome.error for outcome in outcomes]
+    if any(errors):
+        for error in errors:
+            is_ours = "stage 0 gets 0 gradients" in error and "requires_grad=True" in error
+            assert is_ours or "expecting to send gradients to stage 0" in error, outcomes
         return
     truth = pipelined.true_step(5, (CAUSAL,), 4, 2)
     for loss, gradients, _ in (each.result for each in outcomes):
