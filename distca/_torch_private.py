@@ -4,6 +4,7 @@ They may change with any release. The tests cover them on PyTorch 2.11, and on t
 and 2.15. Look here first when a new release breaks distca.
 """
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable
@@ -105,6 +106,37 @@ def end_group(group: ProcessGroup) -> None:
     """End a group of `new_group`."""
     torch._C._distributed_c10d._unregister_process_group(group.group_name)
     group.shutdown()
+
+
+def sharded_layers() -> list[tuple[int, int, int, int]]:
+    """Return (parameters, bytes gathered, bytes of gradients, ranks that share it) for each module
+    in this process that `fully_shard` sharded and that contains no other such module. With tensor
+    parallelism, these are of this rank's part."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    sharded = [each for each in gc.get_objects() if issubclass(type(each), fsdp.FSDPModule)]
+    layers = []
+    for module in sharded:
+        inner = (isinstance(each, fsdp.FSDPModule) for each in module.modules())
+        group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+        if group is not None and sum(inner) == 1:
+            layers.append(_traffic_of(group))
+    return layers
+
+
+def _traffic_of(group) -> tuple[int, int, int, int]:
+    num_params = gathered_bytes = reduced_bytes = 0
+    policy = group.mp_policy
+    for each in group.fsdp_params:
+        numel, sharded = each._orig_size.numel(), each.sharded_param
+        dtype = policy.param_dtype or sharded.dtype
+        num_params += numel
+        gathered_bytes += numel * dtype.itemsize
+        if sharded.requires_grad:
+            reduced_bytes += numel * (policy.reduce_dtype or dtype).itemsize
+    num_ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
+    return num_params, gathered_bytes, reduced_bytes, num_ranks
 
 
 def set_timeout(options: "dist.ProcessGroupNCCL.Options", timeout: timedelta) -> None:

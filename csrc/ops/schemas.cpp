@@ -75,11 +75,12 @@ TORCH_LIBRARY(distca, m) {
   // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
   // of which a server may keep kept_cap_bytes for the backward pass, if keeping them saves at
   // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 2]
-  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [8] (ranks
+  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [10] (ranks
   // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
   // other work hides, over the mean seconds of attention; part of a rank's transfers that travels
   // while no visiting task runs; seconds that transfers wait for other traffic in the forward pass,
-  // and in the backward pass; further seconds of transfers that other work hides, in both passes);
+  // and in the backward pass; further seconds of transfers that other work hides, in both passes;
+  // seconds of a layer's other work less those of other traffic, forward and backward);
   // loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
   // seconds_visiting, kept_bytes).

@@ -310,6 +310,30 @@ TEST(Plan, WeighsWaitsOfTransfers) {
   EXPECT_EQ(bytes_with(0.6 * seconds, 0.6 * seconds), 0);
 }
 
+// Transfers must fit into attention and the time that other traffic leaves on the links.
+TEST(Plan, LeavesLinksToOtherTraffic) {
+  Random random(2);
+  const Pack pack = make_pack(heavy_tailed_step(random, 8, 65536), 8);
+  PlanOptions options = llama_options();
+  options.links.bytes_per_second = 20e9;
+  const std::vector<Load> home = home_plan(pack, options).loads;
+  const double seconds = layer_seconds(home, options.links);
+  const auto loads_with = [&](double forward, double backward) {
+    options.links.forward_room = forward;
+    options.links.backward_room = backward;
+    return make_plan(pack, options).loads;
+  };
+  const double free = total_bytes(loads_with(seconds, seconds));
+  const std::vector<Load> tight = loads_with(-0.1 * seconds, -0.3 * seconds);
+  EXPECT_GT(total_bytes(tight), 0);
+  EXPECT_LT(total_bytes(tight), 0.9 * free);
+  for (const Load& load : tight) {
+    const double transfers = link_seconds(load, options.links);
+    EXPECT_LE(transfers + 0.4 * seconds, seconds * (1 + 1e-9));
+  }
+  EXPECT_EQ(total_bytes(loads_with(0, -seconds)), 0);  // other traffic takes longer than attention
+}
+
 TEST(Plan, HandlesNoTokens) {
   const Pack pack = make_pack({}, 3);
   const Plan plan = make_plan(pack, PlanOptions{});
@@ -361,6 +385,8 @@ TEST(Plan, RejectsBadOptions) {
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.ranks_per_node = 0; }), "ranks_per_node is 0");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.hidden_part = -1; }), "hidden_part is -1");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.forward_wait = -1; }), "wait of -1 seconds");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.links.exposed_part = 0; }), "exposed_part is 0");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.links.forward_room = std::nan(""); }), "NaN seconds");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.backward_wait = -2; }), "wait of -2 seconds");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.servers.resize(3); }), "servers is 3 entries");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.servers = {{1, 1}, {-1, 1}}; }), "servers[1].speed");

@@ -9,7 +9,8 @@ from torch import Tensor
 from distca import ops
 from distca.options import Options
 from distca.planning.cost import AttentionShape, measured_links
-from distca.ranks.links import Link, Links
+from distca.ranks.fsdp_traffic import FsdpTraffic
+from distca.ranks.links import Link, Links, gather_seconds
 
 MAX_RANKS = 65536
 MIN_KEPT_GAIN = 0.01  # of a layer's predicted seconds, if inputs are kept by default
@@ -55,6 +56,10 @@ class Cluster:
     transfer_waits: tuple[float, float] = (0.0, 0.0)
     """Seconds that the transfers of a rank wait for other traffic in the forward pass, and in the
     backward pass, if it has any."""
+    link_room: tuple[float, float] = (math.inf, math.inf)
+    """Seconds of a layer's linear work in the forward pass, and in the backward pass, less those of
+    other traffic on the links, such as FSDP's. Attention and this time must be enough for all
+    transfers of a rank; beyond it, they delay the other traffic."""
     num_parts: int = 1
     """Number of parts in which a call's rows travel, each with some of the heads. Visiting tasks of
     one part hide transfers of others."""
@@ -71,14 +76,15 @@ class Cluster:
         return torch.tensor([[speed, cap_bytes] for speed in speeds], dtype=torch.float64)
 
     def links(self) -> Tensor:
-        """Argument of torch.ops.distca.plan: float64 [8], ranks per node, bytes per second of a
+        """Argument of torch.ops.distca.plan: float64 [10], ranks per node, bytes per second of a
         rank's link within a node and between nodes, hidden part, exposed part, waits, hidden
-        seconds."""
+        seconds, room."""
         inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
         between = inside if between is None else between
         node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
         hidden = self.hidden_part, self.exposed_part
-        words = [node, inside, between, *hidden, *self.transfer_waits, self.hidden_seconds]
+        waits = *self.transfer_waits, self.hidden_seconds
+        words = [node, inside, between, *hidden, *waits, *self.link_room]
         return torch.tensor(words, dtype=torch.float64)
 
     @property
@@ -189,6 +195,28 @@ def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
     while num_parts > 1 and seconds < num_parts * LEAST_SECONDS_OF_PART:
         num_parts //= 2
     return num_parts
+
+
+def link_room(
+    cluster: Cluster, traffic: FsdpTraffic, tokens: float, flops_per_second: float
+) -> tuple[float, float]:
+    """Return Cluster.link_room for a layer of `tokens` on each rank. The backward pass gathers its
+    parameters again, and has twice the linear work. Linear work is assumed to be as fast as
+    attention."""
+    inside, between = (
+        Link(0.0, each)
+        for each in (
+            cluster.link_bytes_per_second,
+            cluster.node_link_bytes_per_second or cluster.link_bytes_per_second,
+        )
+    )
+    in_node = cluster.ranks_per_node or cluster.num_ranks
+    gather, reduce = (
+        float(gather_seconds(num_bytes, traffic.num_ranks, in_node, inside, between))
+        for num_bytes in (traffic.gathered_bytes, traffic.reduced_bytes)
+    )
+    linear = 2 * traffic.num_params * tokens / flops_per_second
+    return linear - gather, 2 * linear - gather - reduce
 
 
 def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:

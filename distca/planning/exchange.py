@@ -10,7 +10,7 @@ from distca import ops
 from distca.options import Options
 from distca.planning.cost import AttentionShape
 from distca.planning.documents import INT32_MAX
-from distca.ranks import hiding, memory, pace, waits
+from distca.ranks import fsdp_traffic, hiding, memory, pace, waits
 from distca.ranks.links import node
 from distca.ranks.session import Session
 
@@ -27,7 +27,10 @@ MEMORY_WORDS = slice(TIMES_WORDS.stop, TIMES_WORDS.stop + memory.NUM_WORDS)  # s
 WAITS_WORDS = slice(MEMORY_WORDS.stop, MEMORY_WORDS.stop + waits.NUM_WORDS)  # see Waits
 HIDING_WORD = WAITS_WORDS.stop  # see WorkBeforeAttention
 PACE_WORD = HIDING_WORD + hiding.NUM_WORDS  # see Pace
-NUM_WORDS = PACE_WORD + pace.NUM_WORDS
+TRAFFIC_WORDS = slice(
+    PACE_WORD + pace.NUM_WORDS, PACE_WORD + pace.NUM_WORDS + fsdp_traffic.NUM_WORDS
+)
+NUM_WORDS = TRAFFIC_WORDS.stop
 
 MAX_PIECES = INT32_MAX  # of all ranks
 MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps
@@ -52,6 +55,12 @@ def words_of(session: Session, step: int, key: tuple, shape: AttentionShape | No
     left, right, chunk_size = key
     header = header_of(step, session.options, (left, right), chunk_size)
     return [*header, *words, node(), *session.times_us]
+
+
+def has_attended(session: Session) -> bool:
+    """Return whether the group's attention has run on this rank."""
+    names = [each.group_name for each in (session, *session.halves)]
+    return any(any(ops.attention_shape(name)) for name in names)
 
 
 def shape_of(headers: Tensor) -> AttentionShape:

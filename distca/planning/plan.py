@@ -1,6 +1,7 @@
 """A plan of one step: its tasks for all ranks, and this rank's layout."""
 
 import functools
+import math
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +20,14 @@ from distca.planning.cluster import (
     cluster_of,
     held_row_bytes,
     input_row_bytes,
+    link_room,
     measures_memory,
     memory_cap_bytes,
     parts_of,
     parts_worth_taking,
     why_kept,
 )
-from distca.planning.cost import AttentionShape, cost_tensor
+from distca.planning.cost import AttentionShape, cost_tensor, flops_per_second
 from distca.planning.documents import Documents
 from distca.planning.exchange import (
     HEADER_WORDS,
@@ -35,14 +37,17 @@ from distca.planning.exchange import (
     PACE_WORD,
     SHAPE_WORDS,
     TIMES_WORDS,
+    TRAFFIC_WORDS,
     WAITS_WORDS,
     exchange,
+    has_attended,
     shape_of,
     words_of,
 )
 from distca.planning.halves import hidden_by_halves
 from distca.planning.plan_report import PlanReport
 from distca.ranks import memory, pace
+from distca.ranks.fsdp_traffic import FsdpTraffic, common_traffic
 from distca.ranks.hiding import hidden_seconds
 from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.notices import Kind, tell
@@ -256,6 +261,7 @@ class Problem:
     calls: Tensor | None = None  # those that ranks last agreed on for this window
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
     servers: tuple[int, ...] = ()  # ranks that run no model
+    traffic: FsdpTraffic | None = None  # of a layer, on the links of rows; None: none is known
     may_keep: bool = True  # inputs, for a backward pass under the same plan
 
 
@@ -278,10 +284,13 @@ def _solve_together(
         if measures_links(session):
             pace_word = session.pace.word(session.group_name)
         about_training = [*about_memory, *about_waits, session.hiding.word(), pace_word]
+        about_training += session.traffic.words(has_attended(session))
         pieces, headers = exchange(session, pieces, [*words, *about_training])
         nodes = headers[:, NODE_WORD].tolist()
         limit = memory.common_limit(headers[:, MEMORY_WORDS])
         problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes), kept_limit_bytes=limit)
+        if not (session.pools_stages or session.options.deterministic):
+            problem = replace(problem, traffic=common_traffic(headers[:, TRAFFIC_WORDS]))
         if measures_links(session):
             bandwidth = _cluster_of(problem, session.options).slowest_bytes_per_second
             session.waits.add(headers[:, WAITS_WORDS], bandwidth)
@@ -360,6 +369,10 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     if problem.has_halves:
         halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
         cluster = replace(cluster, **hidden_by_halves(pieces, *halves))
+    if problem.traffic is not None:
+        tokens = pieces[:, 3].sum().item() / problem.num_ranks
+        speed = flops_per_second(cost, shape)
+        cluster = replace(cluster, link_room=link_room(cluster, problem.traffic, tokens, speed))
     if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
         cluster = replace(cluster, **parts_of(shape))
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
@@ -379,6 +392,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     times = {
         "transfer_waits_ms": [1e3 * each for each in problem.transfer_waits],
         "hidden_ms": 1e3 * problem.hidden_seconds,
+        "link_room_ms": [1e3 * each for each in cluster.link_room if each < math.inf],
         "measured_speeds": list(problem.speeds),
     }
     figures = {**keeping, **gb_per_s_of(cluster), **roles, **times}

@@ -37,6 +37,10 @@ class PlanReport:
     transfer_waits_ms: list[float] = field(default_factory=list)
     """Milliseconds that transfers of a layer wait for other traffic, such as FSDP's, in the forward
     pass and in the backward pass. Measured in earlier steps; 0 until some rows have travelled."""
+    link_room_ms: list[float] = field(default_factory=list)
+    """Milliseconds of a layer's linear work in the forward pass, and in the backward pass, less
+    those of FSDP's traffic on the links; negative if its traffic takes longer. Transfers beyond
+    attention and this time would delay it. Predicted; empty until a model of FSDP2 has run."""
     hidden_ms: float = 0.0
     """Milliseconds of a layer's linear work before attention, forward and backward. Under ping-pong
     it hides transfers. Measured in earlier steps; 0 until then, and without ping-pong."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,20 @@ class Links:
     """Between ranks of one node."""
     between: Link | None = None
     """Between ranks of different nodes."""
+
+
+def gather_seconds(num_bytes, members: int, members_in_node: int, inside: Link, between: Link):
+    """Return the seconds of an all-gather to `num_bytes` on each of `members` ranks, or of a
+    reduce-scatter from them. `num_bytes` may be an array."""
+    if members == 1:
+        return 0.0
+    in_node = max(1, min(members, members_in_node))
+    seconds = num_bytes * (members - 1) / members / inside.bytes_per_second
+    if in_node == members:
+        return inside.latency_s + seconds
+    across = num_bytes * (1 - in_node / members) / (in_node * between.bytes_per_second)
+    latency = max(inside.latency_s, between.latency_s)
+    return latency + np.maximum(seconds if in_node > 1 else 0.0, across)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca import _torch_private, ops
 from distca.options import Options, check
 from distca.ranks import groups, speed
+from distca.ranks.fsdp_traffic import ModelTraffic
 from distca.ranks.hiding import WorkBeforeAttention
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, measure
@@ -55,6 +56,7 @@ class Session:
     memory: KeptMemory = field(default_factory=KeptMemory)
     waits: Waits = field(default_factory=Waits)
     hiding: WorkBeforeAttention = field(default_factory=WorkBeforeAttention)
+    traffic: ModelTraffic = field(default_factory=ModelTraffic)
     pace: Pace = field(init=False)
     num_plans: int = 0
     planner: PlannerThread = field(default_factory=PlannerThread)

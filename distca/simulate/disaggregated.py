@@ -86,9 +86,19 @@ def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
         ranks_per_node=min(scenario.groups_per_node, scenario.groups),
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,
+        link_room=link_room_of(scenario),
         **parts_of(scenario.attention_shape),
         **hidden,
     )
+
+
+def link_room_of(scenario: Scenario) -> tuple[float, float]:
+    """Return the link_room of a Cluster: other traffic is FSDP's."""
+    forward, backward = (
+        sum(scenario.seconds_around_attention(each)) - fsdp_seconds_of_layer(scenario, each)
+        for each in (FORWARD, BACKWARD)
+    )
+    return forward, backward
 
 
 def plan(

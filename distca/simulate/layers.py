@@ -148,8 +148,8 @@ def fsdp_seconds_of_layer(scenario: Scenario, pass_idx: int) -> float:
 
 
 def add_parameters(scenario: Scenario, layers: Layers) -> None:
-    """What FSDP's collectives take beyond the compute that hides them, and its meetings: in a
-    micro-batch no rank gets far ahead of another."""
+    """What FSDP's collectives take beyond the compute and the waits for attention that hide them,
+    and its meetings: in a micro-batch no rank gets far ahead of another."""
     if scenario.sharding != "fsdp" or scenario.groups == 1:
         return
     modules = scenario.model.layer_params, scenario.model.edge_params / scenario.pp
@@ -159,8 +159,9 @@ def add_parameters(scenario: Scenario, layers: Layers) -> None:
     seconds = layers.seconds
     for pass_idx in (FORWARD, BACKWARD):
         collective = fsdp_seconds_of_layer(scenario, pass_idx)
-        compute = seconds[:, pass_idx, [LINEAR, ATTENTION]].sum(axis=1)  # [micro_batches, groups]
-        exposed = np.maximum(0.0, collective + layers.beside[:, pass_idx, None] - compute)
+        # [micro_batches, groups]
+        hiding = seconds[:, pass_idx, [LINEAR, ATTENTION, WAITING]].sum(axis=1)
+        exposed = np.maximum(0.0, collective + layers.beside[:, pass_idx, None] - hiding)
         edge = edges[pass_idx] / scenario.stage_layers
         seconds[:, pass_idx, PARAMETERS] = np.minimum(exposed, collective) + edge
     total = seconds.sum(axis=2)  # [micro_batches, 2, groups]

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distca.planning.cluster import gather_seconds
 from distca.planning.cost import TILE, AttentionShape, Calibration, Link, whole_tiles
 
 FORWARD, BACKWARD = 0, 1
@@ -62,15 +63,7 @@ class Machine:
 
     def gather_seconds(self, num_bytes, members: int, members_in_node: int):
         """All-gather to (or reduce-scatter from) `num_bytes` on each of `members` ranks."""
-        if members == 1:
-            return 0.0
-        in_node = max(1, min(members, members_in_node))
-        inside = num_bytes * (members - 1) / members / self.inside.bytes_per_second
-        if in_node == members:
-            return self.inside.latency_s + inside
-        between = num_bytes * (1 - in_node / members) / (in_node * self.between.bytes_per_second)
-        latency = max(self.inside.latency_s, self.between.latency_s)
-        return latency + np.maximum(inside if in_node > 1 else 0.0, between)
+        return gather_seconds(num_bytes, members, members_in_node, self.inside, self.between)
 
     def send_seconds(self, num_bytes, inside: bool):
         link = self.inside if inside else self.between

@@ -29,7 +29,8 @@ double Assignment::capacity(int64_t rank) const {
 }
 
 // Returns the seconds that the rank has left for visiting tasks. They do not overlap with transfers
-// of the same part, and the transfers of all parts must fit into the limit.
+// of the same part, and the transfers of all parts must fit into the limit, and into the time that
+// other traffic leaves.
 double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double speed = problem_.options.speed(rank);
   const double visiting = speed > 0 ? visiting_[rank] / speed : 0;
@@ -37,7 +38,8 @@ double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double transfers = kTransferWeight * link_seconds;
   const double hidden = problem_.hidden_seconds - problem_.transfers_wait;
   const auto left = [&](double seconds) { return limit_ - std::max(0.0, seconds - hidden); };
-  return std::min(left(transfers) / exposed_part, left(transfers * exposed_part) - visiting);
+  return std::min({left(transfers) / exposed_part, left(transfers * exposed_part) - visiting,
+                   limit_ + problem_.link_room - transfers});
 }
 
 std::span<const Item> Assignment::own_of(int64_t rank, int64_t document) const {

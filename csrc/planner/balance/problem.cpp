@@ -59,6 +59,7 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
   const double mean = total_seconds / total_speed;
   hidden_seconds = options.links.hidden_part * mean + options.links.hidden_seconds;
   transfers_wait = options.links.forward_wait + options.links.backward_wait;
+  link_room = options.links.forward_room + options.links.backward_room;
   min_relief = heuristics.min_relief * mean;
 }
 

@@ -61,6 +61,7 @@ struct Problem {
   double total_speed = 0;        // of all servers
   double hidden_seconds = 0;     // of transfers that other work hides
   double transfers_wait;         // seconds, of both passes: see Links
+  double link_room;              // likewise
   double bytes_per_root_second;  // least bytes of a slice over the square root of its seconds
   double min_relief;             // seconds; a slice with less relief is not worth a task
 

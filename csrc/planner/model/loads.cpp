@@ -16,6 +16,9 @@ struct Pass {
   double wait(const Links& links) const {
     return is_forward * links.forward_wait + is_backward * links.backward_wait;
   }
+  double room(const Links& links) const {
+    return (is_forward ? links.forward_room : 0) + (is_backward ? links.backward_room : 0);
+  }
 };
 constexpr Pass kForward{2.0 / 7, 0.37, true, false}, kBackward{5.0 / 7, 0.63, false, true};
 constexpr Pass kBoth{1, kTransferWeight};
@@ -72,7 +75,8 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
 
 // Returns the seconds of a rank in a pass: visiting tasks, and home tasks beside the part of its
 // transfers that neither other work nor visiting tasks of other parts hide. No visiting task runs
-// while the first part arrives, nor while the results of the last part leave.
+// while the first part arrives, nor while the results of the last part leave. If the links need
+// longer for the transfers and other traffic than the layer takes, the rank waits for them.
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
   const double transfers = pass.bytes_part * link_seconds(load, links);
@@ -80,7 +84,9 @@ static double seconds_of(const Load& load, const Links& links, double hidden_sec
   const double visiting = pass.seconds_part * load.seconds_visiting;
   const double home = pass.seconds_part * load.seconds - visiting;
   const double unhidden = std::max(transfers - visiting, transfers * links.exposed_part);
-  return visiting + std::max(home, unhidden + wait - pass.seconds_part * hidden_seconds);
+  const double computing =
+      visiting + std::max(home, unhidden + wait - pass.seconds_part * hidden_seconds);
+  return std::max(computing, transfers - pass.room(links));
 }
 
 static double slowest(const std::vector<Load>& loads, const Links& links, double hidden_seconds,

@@ -29,6 +29,9 @@ void check(const Links& links) {
     require(wait >= 0 && std::isfinite(wait), "options: links have a wait of ", wait,
             " seconds; expected 0 or a positive number");
   }
+  for (const double room : {links.forward_room, links.backward_room}) {
+    require(!std::isnan(room), "options: links have a room of NaN seconds; expected a number");
+  }
   require(links.hidden_part >= 0, "options: links.hidden_part is ", links.hidden_part,
           "; expected 0 or a positive number");
   require(links.hidden_seconds >= 0, "options: links.hidden_seconds is ", links.hidden_seconds,

@@ -33,6 +33,10 @@ struct Links {
   // Seconds that the transfers of a rank wait for other traffic in a pass, if it has any.
   double forward_wait = 0, backward_wait = 0;
   double hidden_seconds = 0;  // further seconds of transfers that other work hides, in both passes
+  // Seconds of a layer's other work in a pass, less those of other traffic on the links. Attention
+  // and this time must be enough for all transfers of a rank.
+  double forward_room = std::numeric_limits<double>::infinity();
+  double backward_room = std::numeric_limits<double>::infinity();
 
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;
