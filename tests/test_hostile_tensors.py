@@ -26,7 +26,7 @@ TOLERANCE = 0.02
 NO_SERVERS = torch.empty(0, 2, dtype=torch.float64)
 SERVERS = torch.tensor([[1.0, 1e9], [0.5, 1e9]], dtype=torch.float64)  # speed, memory cap
 # ranks of a node, inside, between, hidden part, parts, waits forward and backward, hidden seconds
-LINKS = torch.tensor([2, 1e9, 1e9, 0, 1, 0, 0, 0], dtype=torch.float64)
+LINKS = torch.tensor([2, 1e9, 1e9, 0, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
 
 
 def _cost() -> Tensor:
@@ -87,8 +87,10 @@ def _plans():
         for value in (0.0, -1.0, float("nan")):
             yield f"links {word} {value}", lambda w=word, v=value: _plan(links=_with(LINKS, w, v))
     for value in (-1.0, float("nan")):
-        for word in (3, 4, 5, 6):
+        for word in (3, 4, 5, 6, 7):
             yield f"links {word} {value}", lambda w=word, v=value: _plan(links=_with(LINKS, w, v))
+    for word in (8, 9):
+        yield f"links {word} nan", lambda w=word: _plan(links=_with(LINKS, w, float("nan")))
     yield "two links", lambda: _plan(links=LINKS[:2])
     yield "links float32", lambda: _plan(links=LINKS.float())
     for word in range(4):
