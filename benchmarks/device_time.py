@@ -15,6 +15,7 @@ kernels, all of that time counts as communication.
 import json
 import re
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
@@ -23,6 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from intervals import Interval, length, merged, without
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity
 
 COMPUTE, ATTENTION, COMMUNICATION, WAITING = "compute", "attention", "communication", "waiting"
@@ -55,37 +58,53 @@ class Span:
         return self.begin, self.end
 
 
-def synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device, group: ProcessGroup | None = None) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    dist.barrier()
+    dist.barrier(group)
 
 
-def gathered(value: float, device: torch.device) -> list[float]:
+def gathered(value: float, device: torch.device, group: ProcessGroup | None = None) -> list[float]:
     """Return every rank's value, ordered by rank."""
-    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
-    values[dist.get_rank()] = value
-    dist.all_reduce(values)
+    values = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
+    values[dist.get_rank(group)] = value
+    dist.all_reduce(values, group=group)
     return values.tolist()
 
 
-def gathered_text(text: str, device: torch.device) -> list[str]:
+def gathered_text(text: str, device: torch.device, group: ProcessGroup | None = None) -> list[str]:
     """Return every rank's text, ordered by rank."""
     own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    sizes = [int(size) for size in gathered(own.numel(), device)]
+    sizes = [int(size) for size in gathered(own.numel(), device, group)]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
     texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
+    dist.all_gather(texts, padded, group=group)
     return [
         each[:size].cpu().numpy().tobytes().decode()
         for each, size in zip(texts, sizes, strict=True)
     ]
 
 
-def profiled(train_step: Callable[[], object], device: torch.device) -> list[list[Span]]:
+def timed(
+    train_step: Callable[[], Tensor], device: torch.device, group: ProcessGroup | None = None
+) -> tuple[float, float]:
+    """Run one step on the ranks of `group` (default: all). Return its milliseconds from barrier to
+    barrier, and the sum of the losses that `train_step` returns on each rank."""
+    synchronise(device, group)
+    start = time.perf_counter()
+    loss = train_step()
+    synchronise(device, group)
+    ms = 1e3 * (time.perf_counter() - start)
+    dist.all_reduce(loss, group=group)
+    return ms, loss.item()
+
+
+def profiled(
+    train_step: Callable[[], object], device: torch.device, group: ProcessGroup | None = None
+) -> list[list[Span]]:
     """Profile one step and return the spans of each rank, with waiting split off."""
-    synchronise(device)
+    synchronise(device, group)
     with torch.profiler.profile(activities=[ACTIVITIES[device.type]]) as profiler:
         train_step()
         if device.type == "cuda":
@@ -94,7 +113,7 @@ def profiled(train_step: Callable[[], object], device: torch.device) -> list[lis
         profiler.export_chrome_trace(file.name)
         trace = json.loads(Path(file.name).read_text())
     own = json.dumps([astuple(span) for span in spans_of(trace)])
-    ranks = [json.loads(text) for text in gathered_text(own, device)]
+    ranks = [json.loads(text) for text in gathered_text(own, device, group)]
     return with_waiting([[Span(*each) for each in spans] for spans in ranks])
 
 

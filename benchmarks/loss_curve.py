@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from step_loop import free_memory, join, leave
 from step_model import add_model_arguments
 from step_variants import PERMUTED, VARIANTS, chosen_variants
-from training_step import free_memory, join, leave, run_variant
+from training_step import run_variant
 from workloads import Workload, add_arguments, make_workload
 
 PLAIN = "plain"

@@ -20,20 +20,19 @@ import argparse
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from device_time import gathered, synchronise
+from device_time import gathered, timed
+from step_loop import free_memory, join, leave
 from step_model import add_model_arguments, dtype_of, mixed_precision, new_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from training_step import free_memory, join, leave
 from workloads import Workload, add_arguments, make_rows, make_workload
 
 import distca
@@ -188,13 +187,9 @@ def run_variant(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for step in range(args.steps):
-        synchronise(device)
-        start = time.perf_counter()
-        loss = trainer.step(step)
-        synchronise(device)
-        run.step_ms.append(1e3 * (time.perf_counter() - start))
-        dist.all_reduce(loss)
-        run.losses.append(loss.item() / mesh["dp"].size())
+        ms, loss_sum = timed(lambda step=step: trainer.step(step), device)
+        run.step_ms.append(ms)
+        run.losses.append(loss_sum / mesh["dp"].size())
     if device.type == "cuda":
         run.peak_gib = max(gathered(torch.cuda.max_memory_allocated() / 2**30, device))
     if variant == "pool":

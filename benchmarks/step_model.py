@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
@@ -84,9 +84,14 @@ def build_model(
     device: torch.device,
     core_attention: CoreAttention,
     ping_pong: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> Llama:
+    """Return the model, sharded over `group` (default: all ranks)."""
     model, precision = new_model(args, device, core_attention), mixed_precision(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if group is None:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    else:
+        mesh = DeviceMesh.from_group(group, device.type)
     for block in model.blocks:
         if ping_pong:
             block = distca.PingPong(block)  # the same module, of another class

@@ -1,4 +1,4 @@
-"""Output of benchmarks/training_step.py: table, CSV, JSON, timelines."""
+"""Output of benchmarks/training_step.py and server_step.py: table, CSV, JSON, timelines."""
 
 import csv
 import importlib.util
@@ -31,6 +31,7 @@ class Run:
     peer_memory_gib: float = 0.0  # per rank, in addition to peak_gib
     turns_ms: list[float] = field(default_factory=list)
     """Mean step time of each run, if the variant ran several times."""
+    skip: int = NUM_WARM_UP_STEPS  # first steps, which figures leave out
 
     @classmethod
     def mean_of(cls, runs: Sequence["Run"]) -> "Run":
@@ -40,7 +41,7 @@ class Run:
         return replace(runs[-1], step_ms=steps, turns_ms=turns)
 
     def measured_ms(self) -> list[float]:
-        return self.step_ms[NUM_WARM_UP_STEPS:]
+        return self.step_ms[self.skip :]
 
     def mean_profile(self) -> dict[str, list[float]]:
         """Average the profiles of the repeated steps, by rank."""
@@ -134,16 +135,17 @@ def median_ratio(run: Run, other: Run) -> float:
 
 
 def of_plans(run: Run) -> dict[str, float]:
-    plans, mean = run.plans[NUM_WARM_UP_STEPS:], statistics.fmean
+    plans, mean = run.plans[run.skip :], statistics.fmean
     if not plans:
         return {}
+    links = plans[-1].link_gb_per_s or plans[-1].node_link_gb_per_s  # None with one rank
     return {
         "imbalance before": mean(plan.imbalance_before for plan in plans),
         "imbalance after": mean(plan.imbalance_after for plan in plans),
         "bytes of a layer": mean(sum(plan.bytes_out) for plan in plans),
         "plan, median ms": statistics.median(plan.plan_ms for plan in plans),
         "plan waited for, ms": mean(plan.waited_ms for plan in plans),
-        "links, GB/s as planned with": plans[-1].link_gb_per_s or plans[-1].node_link_gb_per_s,
+        **({} if links is None else {"links, GB/s as planned with": links}),
     }
 
 

@@ -54,7 +54,7 @@ def own_share(
 ) -> Share:
     rank, packs = dist.get_rank(), workload.packs[step]
     if workload.crosses_ranks:
-        documents = distca.Documents.sharded(packs[0], rank, dist.get_world_size())
+        documents = distca.Documents.sharded(packs[0], rank, workload.num_ranks)
     else:
         documents = distca.Documents([0, *itertools.accumulate(packs[rank])])
     return Share(own_rows(workload, step, device), documents)

@@ -36,26 +36,18 @@ variant's last step, next to the JSON file.
 """
 
 import argparse
-import gc
 import os
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from device_time import Span, gathered, profiled, step_profile, synchronise
-from step_model import (
-    add_model_arguments,
-    attention_shape,
-    build_model,
-    dtype_of,
-    linear_length,
-)
+from device_time import Span, gathered, synchronise
+from step_loop import free_memory, join, leave, open_session, peer_memory_gib, run_steps
+from step_model import add_model_arguments, dtype_of, linear_length
 from step_report import NUM_WARM_UP_STEPS, Limit, Run, save, show, summarize
-from step_variants import VARIANTS, Planner, Share, Variant, chosen_variants
-from torch import Tensor
-from workloads import Rows, Workload, add_arguments, make_rows, make_workload, sorted_workload
+from step_variants import VARIANTS, Variant, chosen_variants
+from workloads import Workload, add_arguments, make_workload, sorted_workload
 
 import distca
 
@@ -114,60 +106,6 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     return args, workload
 
 
-def join(device_type: str) -> torch.device:
-    """Open the process group and return this rank's device."""
-    if device_type == "cpu":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
-
-
-def leave() -> None:
-    """Close the process group.
-
-    A thread of gloo releases tensors after the call that used them has returned. If Python ends
-    before, the process aborts, so a barrier gives the thread time.
-    """
-    distca.close()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-class Trainer:
-    """Trains a variant's model from the initial weights."""
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        variant: Variant,
-        planner: Planner | None,
-        device: torch.device,
-    ) -> None:
-        self.model = build_model(args, device, variant.core_attention, variant.ping_pong)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=args.learning_rate, fused=device.type == "cuda"
-        )
-        self.planner = planner
-        self.plans: list[distca.PlanReport] = []
-
-    def step(self, rows: Rows, share: Share) -> Tensor:
-        """Train one step. Return this rank's part of the loss times the number of ranks."""
-        documents = share.documents
-        if self.planner is not None:
-            documents, plan = self.planner.advance()
-            self.plans.append(plan.report())
-        logits = self.model(rows.tokens, rows.position_ids, documents)
-        loss_sum = F.cross_entropy(logits.float(), rows.labels, reduction="sum")
-        loss = loss_sum * rows.loss_scale
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
 def run_variant(
     args: argparse.Namespace,
     workload: Workload,
@@ -179,41 +117,12 @@ def run_variant(
 
     Return the run, and the spans of the last step by rank.
     """
-    cuda, num_steps = device.type == "cuda", len(workload.packs)
-    again = range(max(0, num_steps - num_profiled), num_steps)
-    steps, planner = [*range(num_steps), *again], None
-    group = dist.new_group()  # separate from FSDP's collectives
-    group_name = ""
+    group, session = dist.new_group(), None  # separate from FSDP's collectives
     if variant.transport is not None:
-        options = distca.Options(
-            transport=variant.transport,
-            peer_memory_gb=args.peer_memory_gb,
-            keep_inputs_gb=args.keep_inputs_gb,
-        )
-        group_name = distca.init(options=options).group_name
-        planner = Planner(variant, workload, steps, attention_shape(args, device), device)
-    trainer, run, spans = Trainer(args, variant, planner, device), Run(), []
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    for index, step in enumerate(steps):
-        share = variant.share(workload, step, group, device)
-        rows = make_rows(workload, step, args.vocab, args.seed, device).chosen(share.rows)
-        if index >= num_steps:
-            spans = profiled(lambda rows=rows, share=share: trainer.step(rows, share), device)
-            run.profiles.append(step_profile(spans))
-            continue
-        synchronise(device)
-        start = time.perf_counter()
-        loss = trainer.step(rows, share)
-        synchronise(device)
-        run.step_ms.append(1e3 * (time.perf_counter() - start))
-        dist.all_reduce(loss)
-        run.losses.append(loss.item() / dist.get_world_size())
-    run.plans = trainer.plans[:num_steps]
-    if cuda:
-        run.peak_gib = max(gathered(torch.cuda.max_memory_allocated() / 2**30, device))
-        if group_name:
-            run.peer_memory_gib = torch.ops.distca.peer_memory_bytes(group_name) / 2**30
+        session = open_session(args, variant.transport)
+    run, spans = run_steps(args, workload, device, variant, num_profiled, group)
+    if session is not None:
+        run.peer_memory_gib = peer_memory_gib(session, device)
     distca.close()
     dist.destroy_process_group(group)
     return run, spans
@@ -244,12 +153,6 @@ def attention_alone(
             ms = 1e3 * (time.perf_counter() - start)
         rows.append([each * args.layers for each in gathered(ms, device)])
     return rows
-
-
-def free_memory(device: torch.device) -> None:
-    gc.collect()  # the model's cycles hold its memory and the process group
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Documents of the steps that training_step.py, long_document.py and loss_curve.py run."""
+"""Documents of the steps that benchmarks run."""
 
 import argparse
 import itertools
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distca.simulate.packing import karmarkar_karp
@@ -40,6 +39,11 @@ class Workload:
             return range(self.tokens * rank, self.tokens * (rank + 1))
         ends = list(itertools.accumulate(map(sum, self.packs[step]), initial=0))
         return range(ends[rank], ends[rank + 1])
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks that hold the documents."""
+        return self.num_tokens // self.tokens if self.crosses_ranks else len(self.packs[0])
 
     @property
     def num_tokens(self) -> int:
@@ -172,4 +176,4 @@ def make_rows(workload: Workload, step: int, vocab: int, seed: int, device: torc
     begins = (ends - lengths).repeat_interleave(lengths)
     position_ids = (torch.arange(num_tokens) - begins).to(device)
     num_labels = num_tokens - lengths.numel()
-    return Rows(tokens, labels, position_ids, dist.get_world_size() / max(1, num_labels))
+    return Rows(tokens, labels, position_ids, workload.num_ranks / max(1, num_labels))

@@ -64,6 +64,12 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 benchmarks/loss_curve.py": (
         "test_step_benchmarks.py::test_loss_curve_against_noise"
     ),
+    "torchrun --nproc-per-node 2 benchmarks/server_step.py server": (
+        "test_server_step.py::test_a_server_takes_a_part_of_attention"
+    ),
+    "torchrun --nproc-per-node 2 benchmarks/server_step.py slow": (
+        "test_server_step.py::test_other_work_beside_one_rank"
+    ),
     "python docs/generate.py": "test_docs.py::test_generated_pages_follow_the_code",
     "python benchmarks/attention.py": "test_docs.py::test_gpu_command",
     "python benchmarks/prefix_trees.py": (
