@@ -5,8 +5,7 @@ from unittest import mock
 import parallel_training
 import pytest
 import torch
-from oracle import Case
-from test_core_attention import place
+from test_waits import SLOW, reports_of_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -16,9 +15,6 @@ from distca.planning.cluster import Cluster, link_room
 from distca.planning.cost import AttentionShape, cost_tensor, flops_per_second
 from distca.ranks import fsdp_traffic
 from distca.ranks.fsdp_traffic import UNKNOWN, FsdpTraffic, ModelTraffic, common_traffic
-
-CASE = Case([[900, 400, 100], [100, 200]])
-SLOW = {"link_gb_per_s": 1.0, "attention_tflops": 1e-3}
 
 
 def traffic_of_a_model(rank: int, world_size: int, reduce_dtype) -> tuple[list[int], int]:
@@ -92,13 +88,8 @@ def reports_of(rank: int, world_size: int, words: list[int], options: dict) -> l
     """Return the reports of plans before and after the first attention."""
     distca.close()
     distca.init(options=distca.Options(**SLOW, **options))
-    reports = []
     with mock.patch.object(ModelTraffic, "words", lambda _, has_run: words if has_run else UNKNOWN):
-        for _ in range(2):
-            documents, leaves, grad_out = place(rank, world_size, CASE)
-            plan = distca.plan(documents, shape=CASE.shape)
-            distca.core_attention(*leaves, documents).backward(grad_out)
-            reports.append(plan.report())
+        reports = reports_of_steps(rank, world_size, 2)
     distca.close()
     return reports
 

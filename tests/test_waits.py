@@ -69,20 +69,26 @@ def test_exchanges_without_backward_passes_do_not_pile_up():
     assert [len(each) for each in measured._times.values()] == [waits.MAX_TIMES]
 
 
+def reports_of_steps(rank: int, world_size: int, num_steps: int) -> list[distca.PlanReport]:
+    """Return the reports of steps with one layer of CASE."""
+    reports = []
+    for _ in range(num_steps):
+        documents, leaves, grad_out = place(rank, world_size, CASE)
+        plan = distca.plan(documents, shape=CASE.shape)
+        distca.core_attention(*leaves, documents).backward(grad_out)
+        reports.append(plan.report())
+    return reports
+
+
 def reports_of(rank: int, world_size: int, wait_ns: int) -> list[distca.PlanReport]:
     distca.close()
     distca.init(options=distca.Options(**SLOW))
     words = [0, wait_ns] * len(waits.KINDS) if rank == 0 else [0, 10 * wait_ns] * len(waits.KINDS)
-    reports = []
     with (
         mock.patch.object(plans, "measures_links", lambda _: True),
         mock.patch.object(Waits, "words", lambda *_: words),
     ):
-        for _ in range(LEAST_SAMPLES + 1):
-            documents, leaves, grad_out = place(rank, world_size, CASE)
-            plan = distca.plan(documents, shape=CASE.shape)
-            distca.core_attention(*leaves, documents).backward(grad_out)
-            reports.append(plan.report())
+        reports = reports_of_steps(rank, world_size, LEAST_SAMPLES + 1)
     distca.close()
     return reports
 

@@ -66,10 +66,10 @@ parallel collectives of one half are assumed not to wait for those of the other:
 docs/pingpong.md.
 
 **Parameters.** fsdp: a layer's gather (in the backward pass also the reduce-scatter of its
-gradients, fp32) is hidden behind that layer's compute, as far as the exchanges beside it leave
-room; ranks meet in every micro-batch. Nothing hides the first gathers and the last reductions:
-those of embedding, head and one layer. zero1: once a step, hidden behind the last backward pass;
-ranks meet once a step.
+gradients, fp32) is hidden behind that layer's compute and its waits for attention, as far as the
+exchanges beside them leave room; ranks meet in every micro-batch. Nothing hides the first gathers
+and the last reductions: those of embedding, head and one layer. zero1: once a step, hidden behind
+the last backward pass; ranks meet once a step.
 
 **Tensor parallelism**: two all-reduces of the activations a layer and pass, exposed.
 
