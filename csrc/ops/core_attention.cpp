@@ -75,7 +75,7 @@ class SharedKeys {
  public:
   // Gives the visiting rows of a part the keys that came with an earlier one.
   void complete(transport::Inputs& visiting) {
-    if (visiting.k.defined()) keys_ = visiting;
+    if (visiting.k.defined()) keys_ = {{}, visiting.k, visiting.v};
     std::tie(visiting.k, visiting.v) = std::tie(keys_.k, keys_.v);
   }
 
