@@ -24,9 +24,8 @@ rank. If attention is a part a of the step, and the other work takes a part p of
 then at most a (n - 1) / (n - p) of the cost can be saved. That is 0.53 with two ranks, a = 0.85 and
 p = 0.4, so choose long documents. The output shows this limit, with a from a profiled step of
 "even". The other work begins after the group has opened and measured its links and its attention,
-so all variants plan with like figures. Ranks time one call in four, and only under plans that move
-rows. So choose documents that cross ranks or are unequal, and let --skip cover the steps until the
-speeds are known: 6 with four layers, 10 with two.
+so all variants plan with like figures. Ranks time one call in four. Let --skip cover the steps until
+the speeds are known: 6 with four layers, 10 with two.
 
 On the CPU distca measures no speeds, and plans of "slow measured" are those of "slow". Each rank
 keeps to one core there, and the other work to that of the last rank.

@@ -99,13 +99,13 @@ def test_a_slow_rank_gets_less(ranks, given):
         assert sum(work[0]) == pytest.approx(sum(work[1])), "all work is done"
 
 
-def timed_calls(rank: int, world_size: int) -> torch.Tensor:
+def timed_calls(rank: int, world_size: int, lengths: list[list[int]]) -> torch.Tensor:
     distca.close()
     distca.init(options=distca.Options(**MOVE_ALWAYS))
     ops.take_task_times(find().group_name)  # from now on tasks are timed
     with mock.patch.object(Pace, "word", lambda *_: UNKNOWN):  # it takes the times
         for _ in range(4):
-            documents, leaves, grad_out = place(rank, world_size, CASE)
+            documents, leaves, grad_out = place(rank, world_size, Case(lengths))
             distca.plan(documents)
             distca.core_attention(*leaves, documents).backward(grad_out)
         taken = ops.take_task_times(find().group_name)
@@ -114,8 +114,9 @@ def timed_calls(rank: int, world_size: int) -> torch.Tensor:
     return taken
 
 
-def test_tasks_of_one_call_in_four_are_timed(ranks):
-    for taken in ranks(2).run(timed_calls):
+@pytest.mark.parametrize("lengths", [CASE.lengths, [[900], [900]]], ids=["moved", "balanced"])
+def test_tasks_of_one_call_in_four_are_timed(ranks, lengths):
+    for taken in ranks(2).run(timed_calls, lengths):
         step, layer, is_backward, ns = taken.unbind(1)
         assert step.unique().tolist() == [0] and layer.unique().tolist() == [0]
         assert is_backward.unique().tolist() == [0, 1]

@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,7 @@ struct Call {
   transport::Transport* transport;     // the session's, for these rows
   std::unique_lock<std::mutex> turn;   // holds Session::calls()
   std::shared_ptr<Timeline> timeline;  // of the group
+  std::shared_ptr<TaskTimes> times;    // of the session, null outside of one
   transport::Where where;              // in the step
   int64_t kept_number = 0;             // see Servers; 0 where no inputs are kept
 };
@@ -79,13 +81,18 @@ auto in_phase(const Call& call, const char* phase, F&& part) {
   return part();
 }
 
+// Runs tasks of a call. How long they take tells how fast this rank is.
+template <typename F>
+auto timed(const Call& call, F&& tasks) {
+  std::optional<ScopedSpan<TaskTimes>> span;
+  if (call.times) span.emplace(*call.times, call.where, call.inputs.q.device());
+  return tasks();
+}
+
 // Runs tasks of a call that moves rows, as a phase of it.
 template <typename F>
 void in_tasks(const Call& call, const char* phase, F&& tasks) {
-  in_phase(call, phase, [&] {
-    const ScopedSpan span(call.session->task_times(), call.where, call.inputs.q.device());
-    tasks();
-  });
+  in_phase(call, phase, [&] { timed(call, tasks); });
 }
 
 // Runs a step of a call; an exception on this rank is told to the others, which wait for it. Not

@@ -289,9 +289,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_call(
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
     const Kept nothing = new_kept(call, num_kept_queries, num_kept_keys);
-    return std::tuple_cat(
-        attention::forward(home_q, home_k, home_v, call.layout->rounds[0].early, params),
-        std::tuple(nothing.elements));
+    const Results results = timed(call, [&] {
+      return attention::forward(home_q, home_k, home_v, call.layout->rounds[0].early, params);
+    });
+    return std::tuple_cat(results, std::tuple(nothing.elements));
   }
   return announcing(*call.session, [&] {
     const Kept kept = new_kept(call, num_kept_queries, num_kept_keys);
@@ -335,8 +336,10 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
     const auto& [home_q, home_k, home_v] = call.inputs;
     kept_of(call, elements);
     const auto [grad, saved] = inputs();
-    return attention::backward(grad, home_q, home_k, home_v, saved, call.layout->rounds[0].early,
-                               params);
+    return timed(call, [&] {
+      return attention::backward(grad, home_q, home_k, home_v, saved, call.layout->rounds[0].early,
+                                 params);
+    });
   }
   return announcing(*call.session, [&] {
     const BackwardInputs home = inputs();

@@ -232,7 +232,7 @@ TORCH_LIBRARY(distca, m) {
     return distca::ops::find_session(group_name)->take_exchange_times();
   });
   m.def("take_task_times(str group_name) -> Tensor", [](const std::string& group_name) {
-    return distca::ops::find_session(group_name)->task_times().take();
+    return distca::ops::find_session(group_name)->task_times()->take();
   });
   // Turns of two streams: see turns_cuda.cu. reach_turn sets `reached`, one int32 on a CUDA device,
   // to `number` once the current stream gets here. await_turn lets the current stream wait until

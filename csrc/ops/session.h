@@ -102,7 +102,7 @@ class Session {
   Servers& notices();
   std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
-  TaskTimes& task_times() { return task_times_; }
+  const std::shared_ptr<TaskTimes>& task_times() const { return task_times_; }
 
   // Returns the calls that ranks last agreed on under a plan for this window, in their order, int64
   // [num_calls, fields of a call]. They are to be announced with plan `step`, the newest.
@@ -179,7 +179,7 @@ class Session {
   mutable std::mutex mutex_;
   std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
-  TaskTimes task_times_;
+  std::shared_ptr<TaskTimes> task_times_ = std::make_shared<TaskTimes>();
   struct Turn {
     at::Tensor reached;
     int64_t number;
