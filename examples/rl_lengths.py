@@ -140,16 +140,19 @@ def log_probs(model: Llama, batch: MicroBatch) -> Tensor:
     return -F.cross_entropy(logits.float(), batch.labels, reduction="none")
 
 
-def train_step(model: Llama, batches: list[MicroBatch], num_labels: int) -> Tensor:
-    """Accumulate gradients of the policy's objective. Return the sum of this rank's log-
-    probabilities before the step."""
-    with torch.no_grad():
-        before = [log_probs(model, batch) for batch in batches]
+@torch.no_grad()
+def pass_without_gradients(model: Llama, batches: list[MicroBatch]) -> list[Tensor]:
+    return [log_probs(model, batch) for batch in batches]
+
+
+def accumulate_gradients(
+    model: Llama, batches: list[MicroBatch], before: list[Tensor], num_labels: int
+) -> None:
+    """Accumulate gradients of the policy's objective."""
     scale = dist.get_world_size() / num_labels  # FSDP averages gradients
     for batch, old in zip(batches, before, strict=True):
         ratios = (log_probs(model, batch) - old).exp()
         (-scale * (ratios * batch.advantages).sum()).backward()
-    return torch.stack([each.sum() for each in before]).sum()
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> Llama:
@@ -176,6 +179,7 @@ class Outcome:
     imbalance: float
     """Sum of squared lengths: of the slowest rank over the mean, over all micro-batches."""
     step_ms: float
+    no_grad_ms: float  # of the step's pass without gradients
     log_prob: float  # mean over the labels of the last step
 
 
@@ -186,6 +190,7 @@ def train(args: argparse.Namespace, device: torch.device, way: str) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     milliseconds, counts, most, slowest, total = [], [], 0, 0, 0
+    no_grad_milliseconds = []
     for step in range(args.steps):
         lengths = lengths_of_step(args.samples, args.longest, args.seed + step)
         held = fill(lengths, num_ranks, args.most_tokens)
@@ -199,30 +204,40 @@ def train(args: argparse.Namespace, device: torch.device, way: str) -> Outcome:
         num_labels = sum(lengths) - len(lengths)
         dist.barrier()
         start = time.perf_counter()
-        log_prob = train_step(model, batches, num_labels) / num_labels
+        before = pass_without_gradients(model, batches)
+        log_prob = torch.stack([each.sum() for each in before]).sum() / num_labels
+        dist.all_reduce(log_prob)
+        last = log_prob.item()  # waits for all ranks' devices
+        no_grad_milliseconds.append(1e3 * (time.perf_counter() - start))
+        accumulate_gradients(model, batches, before, num_labels)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(log_prob)
-        last = log_prob.item()  # waits for the device
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         milliseconds.append(1e3 * (time.perf_counter() - start))
         counts.append(len(held))
     distca.close()
-    step_ms = statistics.median(milliseconds[1:])
-    return Outcome(statistics.fmean(counts), most, slowest / total, step_ms, last)
+    step_ms, no_grad_ms = (
+        statistics.median(each[1:]) for each in (milliseconds, no_grad_milliseconds)
+    )
+    return Outcome(statistics.fmean(counts), most, slowest / total, step_ms, no_grad_ms, last)
 
 
 def show(outcomes: dict[str, Outcome]) -> str | None:
     """Print the table. Return an error if the ways differ in more than rounding on the CPU."""
     print(
         f"{'way':<28}{'micro-batches':>14}{'most tokens':>13}{'imbalance':>11}{'step ms':>10}"
-        f"{'log-probability':>17}"
+        f"{'no-grad ms':>12}{'log-probability':>17}"
     )
     for way, each in outcomes.items():
         print(
             f"{way:<28}{each.num_micro_batches:>14.1f}{each.most_tokens:>13}"
-            f"{each.imbalance:>11.2f}{each.step_ms:>10.1f}{each.log_prob:>17.5f}"
+            f"{each.imbalance:>11.2f}{each.step_ms:>10.1f}"
+            f"{each.no_grad_ms:>12.1f}{each.log_prob:>17.5f}"
         )
     print("imbalance: squared lengths, slowest rank / mean, which distca then balances")
+    print("no-grad: the pass that computes log-probabilities before training, part of the step")
     values = [each.log_prob for each in outcomes.values()]
     difference = max(values) - min(values)
     print(f"largest difference of log-probabilities {difference:.1e}")

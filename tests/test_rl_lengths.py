@@ -47,7 +47,7 @@ def test_the_example_trains_every_way_alike(tmp_path):
 
 def test_a_way_that_trains_something_else_is_noticed(monkeypatch, capsys):
     monkeypatch.setattr(rl_lengths.torch.cuda, "is_available", lambda: False)
-    outcome = Outcome(2.0, 100, 1.5, 10.0, -6.0)
+    outcome = Outcome(2.0, 100, 1.5, 10.0, 2.0, -6.0)
     assert show({"one": outcome, "other": replace(outcome, log_prob=-6.00001)}) is None
     assert "differ by 1.0e-03" in show({"one": outcome, "other": replace(outcome, log_prob=-6.001)})
 
