@@ -91,8 +91,8 @@ def extension(with_cuda: bool):
 
 
 def join_rooms(files: list[str], folder: Path) -> list[str]:
-    """Write one C++ file for each room into `folder`, which includes the room's C++ files. Headers,
-    PyTorch's above all, take most of a file's compile time. Return the files to compile."""
+    """Write one C++ file for each room into `folder`. It includes all C++ files of the room: most
+    compile time goes into headers, above all PyTorch's. Return the files to compile."""
     rooms: dict[str, list[str]] = {}
     for file in files:
         if file.endswith(".cpp"):

@@ -48,7 +48,7 @@ struct Scores {
 struct Params : Scores {
   // Gradients equal bit by bit in every run, as under torch.use_deterministic_algorithms.
   bool deterministic = false;
-  // Let kernels of streams with a higher priority, such as those that move rows, start before this
+  // Let kernels on streams with a higher priority, such as those that move rows, start before this
   // call ends.
   bool shares_device = false;
 };

@@ -4,14 +4,14 @@
 
 namespace distca {
 
-// Parts in which the heads of a call's rows travel: `count` of query heads, and `key_count` of key
-// heads. If there are fewer of these, consecutive parts of query heads share one.
+// A call's rows travel in parts: `count` parts of the query heads, and `key_count` parts of the key
+// heads. If key_count is smaller, consecutive parts of query heads share a part of key heads.
 struct HeadParts {
   int64_t count = 1;
   int64_t key_count = 1;
 };
 
-// Returns the largest number of equal parts that divides `most`.
+// Divides heads into equal parts. Their count is the largest divisor of `most` that allows it.
 inline HeadParts divide_heads(int64_t heads_q, int64_t heads_kv, int64_t most) {
   for (int64_t count = most; count > 1; --count) {
     if (most % count != 0) continue;

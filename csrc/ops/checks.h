@@ -81,7 +81,7 @@ auto in_phase(const Call& call, const char* phase, F&& part) {
   return part();
 }
 
-// Runs tasks of a call. How long they take tells how fast this rank is.
+// Runs and times tasks of a call: their seconds tell how fast this rank is.
 template <typename F>
 auto timed(const Call& call, F&& tasks) {
   std::optional<ScopedSpan<TaskTimes>> span;
@@ -89,7 +89,7 @@ auto timed(const Call& call, F&& tasks) {
   return tasks();
 }
 
-// Runs tasks of a call that moves rows, as a phase of it.
+// Runs and times tasks of a call that moves rows, as a phase of the call.
 template <typename F>
 void in_tasks(const Call& call, const char* phase, F&& tasks) {
   in_phase(call, phase, [&] { timed(call, tasks); });

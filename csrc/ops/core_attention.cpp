@@ -28,9 +28,9 @@ using torch::autograd::variable_list;
 using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
-// Heads that travel together: a part of the query heads, with the key heads that they read. Of
-// consecutive parts that share key heads, the first brings them, and the last takes their gradients
-// home.
+// Heads that travel together: a part of the query heads, with the key heads that they read. If
+// consecutive parts share key heads, the first of them brings the key heads, and the last takes
+// their gradients home.
 struct HeadPart {
   int64_t index;
   HeadParts all;
@@ -70,23 +70,23 @@ std::vector<HeadPart> parts_of(const Call& call) {
   return parts;
 }
 
-// The visiting key heads that several parts share, on their server.
+// On a server, the visiting key heads that several parts share.
 class SharedKeys {
  public:
-  // Gives the visiting rows of a part the keys that came with an earlier one.
+  // Adds k and v to the visiting rows of a part if they came with an earlier part.
   void complete(transport::Inputs& visiting) {
     if (visiting.k.defined()) keys_ = {{}, visiting.k, visiting.v};
     std::tie(visiting.k, visiting.v) = std::tie(keys_.k, keys_.v);
   }
 
-  // Returns the tensors for the gradients of a part's keys.
+  // Returns the tensors to which backward writes the gradients of a part's k and v.
   std::vector<at::Tensor> gradients(const HeadPart& part, const transport::Visiting& visiting) {
     if (!part.shares_keys()) return visiting.key_results;
     if (part.brings_keys()) of_part_ = {at::empty_like(keys_.k), at::empty_like(keys_.v)};
     return of_part_;
   }
 
-  // Adds the gradients of a part to those of earlier ones, in their order, and rounds once.
+  // Adds the gradients of a part to the sum over earlier parts. The last part rounds the sum.
   void add(const HeadPart& part, const transport::Visiting& visiting) {
     if (!part.shares_keys()) return;
     for (size_t i = 0; i < of_part_.size(); ++i) {

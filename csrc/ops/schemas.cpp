@@ -76,11 +76,11 @@ TORCH_LIBRARY(distca, m) {
   // of which a server may keep kept_cap_bytes for the backward pass, if keeping them saves at
   // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 2]
   // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [10] (ranks
-  // of a node, bytes per second of a rank within it, and between nodes; seconds of transfers that
-  // other work hides, over the mean seconds of attention; part of a rank's transfers that travels
-  // while no visiting task runs; seconds that transfers wait for other traffic in the forward pass,
-  // and in the backward pass; further seconds of transfers that other work hides, in both passes;
-  // seconds of a layer's other work less those of other traffic, forward and backward);
+  // of a node; bytes per second of a rank within a node, and between nodes; seconds of transfers
+  // that other work hides, over the mean seconds of attention; part of a rank's transfers that
+  // travels while no visiting task runs; seconds that transfers wait for other traffic, forward and
+  // backward; more seconds of transfers that other work hides, in both passes together; seconds of
+  // a layer's other work minus those of other traffic on the links, forward and backward);
   // loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
   // seconds_visiting, kept_bytes).
@@ -106,8 +106,8 @@ TORCH_LIBRARY(distca, m) {
       "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None, "
       "bool by_peer_memory=False, int? batch=None, int ranks_per_node=0, int num_parts=1) "
       "-> (Tensor layout, Tensor packed_rows)");
-  // Returns the numbers of parts of query heads and of key heads in which a call's rows travel, if
-  // num_parts of its layout is `most`.
+  // Returns how many parts of query heads, and how many parts of key heads, a call has if num_parts
+  // of its layout is `most`.
   m.def("head_parts(int heads_q, int heads_kv, int most) -> int[]",
         [](int64_t heads_q, int64_t heads_kv, int64_t most) {
           const auto [count, key_count] = distca::divide_heads(heads_q, heads_kv, most);
@@ -234,13 +234,13 @@ TORCH_LIBRARY(distca, m) {
   m.def("take_task_times(str group_name) -> Tensor", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->task_times()->take();
   });
-  // Turns of two streams: see turns_cuda.cu. reach_turn sets `reached`, one int32 on a CUDA device,
-  // to `number` once the current stream gets here. await_turn lets the current stream wait until
-  // `reached` is at least `number`. It gives up after `max_ns`, and then adds 1 to num_late, int32
-  // [1] in pinned memory.
+  // Two streams take turns: see turns_cuda.cu. reach_turn sets `reached`, one int32 on a CUDA
+  // device, to `number` once the current stream gets here. await_turn makes the current stream wait
+  // until `reached` is at least `number`. After `max_ns` nanoseconds it gives up, and adds 1 to
+  // num_late, int32 [1] in pinned memory.
   m.def("reach_turn(Tensor(a!) reached, int number) -> ()");
-  // begin_turn lets the session's next call run reach_turn as soon as its rows are on their way.
-  // end_turn runs it on the current stream, unless a call already has.
+  // begin_turn makes the session's next call run reach_turn as soon as its rows are on their way.
+  // end_turn runs reach_turn on the current stream, unless a call already has.
   m.def("begin_turn(str group_name, Tensor(a!) reached, int number) -> ()",
         [](const std::string& group_name, const at::Tensor& reached, int64_t number) {
           distca::ops::find_session(group_name)->begin_turn(reached, number);

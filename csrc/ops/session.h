@@ -84,8 +84,8 @@ class Session {
   void mark_results(c10::Device device, bool moves_rows);
   // Lets the current stream of that device wait for the latest of them.
   void await_results();
-  // Lets the next call set `reached` to `number` once its rows are on their way: see reach_turn in
-  // schemas.cpp. The call does so with end_turn(), which does nothing without a turn to end.
+  // Makes the next call set `reached` to `number` once its rows are on their way: see reach_turn in
+  // schemas.cpp. The call does so in end_turn(), which does nothing if no turn has begun.
   void begin_turn(at::Tensor reached, int64_t number);
   void end_turn();
   // See Transport::take_times. int64 [num_exchanges, fields of an ExchangeTime].
@@ -184,7 +184,7 @@ class Session {
     at::Tensor reached;
     int64_t number;
   };
-  std::optional<Turn> turn_;           // that the next call ends
+  std::optional<Turn> turn_;           // for the next call to end
   std::optional<c10::Event> results_;  // of the latest forward call that moved rows are home
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;

@@ -10,7 +10,7 @@ namespace distca::ops {
 // Values that must be equal on all ranks before rows travel; compared field by field.
 struct Signature {
   enum Field {
-    kRefused,  // 1 where this rank's own arguments were refused; its error is on the board
+    kRefused,  // 1 if this rank's own arguments were refused; its error is on the failure board
     kVersion,
     kStep,
     kPlanDigest,

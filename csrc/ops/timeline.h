@@ -87,7 +87,7 @@ class Timeline {
   std::vector<Span> finished_;
 };
 
-// A span that ends with its scope, for a Timeline or TaskTimes that notes the place.
+// Adds a span that ends with this scope to a Timeline or to TaskTimes, if they note this place.
 template <typename Spans>
 class ScopedSpan {
  public:
@@ -101,7 +101,7 @@ class ScopedSpan {
     try {
       spans_.add({where_, std::move(*begin_), Moment(device_)});
     } catch (const std::exception&) {
-      // A device that fails says so at the next call; the span is lost.
+      // The next call reports an error of the device. Here, only the span is lost.
     }
   }
 

@@ -4,7 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-// Turns of two streams: see distca/pingpong/turns.py. A wait gives up after max_ns, because the
+// Two streams take turns: see distca/pingpong/turns.py. A wait gives up after max_ns, because the
 // kernel that would end it may be queued behind it, on the device or on the host.
 namespace distca::ops {
 namespace {

@@ -14,8 +14,8 @@
 namespace distca::transport {
 namespace {
 
-// How long diagnose() waits for ranks that are silent or busy, even when it knows the rank at
-// fault: this rank may host the store, and the others can read nothing once it has ended.
+// How long diagnose() waits for ranks that are silent or busy, even if it already knows the rank at
+// fault. The calling rank may host the store, and others can read nothing once that rank has ended.
 constexpr std::chrono::milliseconds kPatience{3000};
 constexpr std::chrono::milliseconds kPoll{20};
 constexpr std::chrono::milliseconds kOthersCome{1000};  // until all have published their waits

@@ -60,7 +60,7 @@ struct NodeRoutes {
 };
 
 // q, k and v of home rows, or of visiting rows. k and v are undefined if their heads travel with an
-// earlier part of q's.
+// earlier part of the query heads.
 struct Inputs {
   at::Tensor q;  // [rows, heads_q, head_dim]
   at::Tensor k;  // [rows, heads_kv, head_dim]
@@ -113,7 +113,7 @@ class RoundTrip {
   virtual void arrive_in(const Visiting& /*room*/) {
     TORCH_INTERNAL_ASSERT(false, "this transport has its own memory for visiting rows");
   }
-  // Sends the results for the rows of the latest arrive() home. They must have been computed.
+  // Sends the results of the latest arrive() home. They must have been computed.
   virtual void combine() = 0;
   // Waits for results and writes them to the cargos' tensors.
   virtual void collect() = 0;

@@ -25,8 +25,8 @@ struct Where {
   int64_t caller = -1;  // number of the calling module, see name_caller; -1: unknown
 
   Where in(const char* another_phase) const { return {another_phase, pass, layer, step, caller}; }
-  // Whether the call is one of those that are timed, one in four: events delay the computing stream
-  // by a microsecond. Every layer gets its turn over the steps, in both passes.
+  // Returns whether to time the call. Only one call in four is timed, because events delay the
+  // computing stream by a microsecond. Over the steps, every layer is timed in both passes.
   bool is_sampled() const { return (step + layer) % 4 == 0; }
 };
 

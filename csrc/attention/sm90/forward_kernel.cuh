@@ -12,10 +12,10 @@
 #include "tile_io.cuh"
 
 // Persistent blocks take tickets, a (tile, head) each, longest first. One thread turns tickets into
-// jobs, another copies queries, keys and values to shared memory. Warpgroups of 64 query rows each
-// compute softmax(Q K^T) V, one block of keys after another. The softmax of a block overlaps the
-// product of the block before it. Warpgroups take turns, so it also overlaps another's products.
-// The first scores of a job are computed while the previous job's results are written.
+// jobs, and another copies queries, keys and values to shared memory. Warpgroups of 64 query rows
+// each compute softmax(Q K^T) V, one block of keys after another. The softmax of a block of keys
+// overlaps the product of the block before it. Warpgroups take turns, so it also overlaps another's
+// products. The first scores of a job are computed while the previous job's results are written.
 namespace distca::attention::sm90 {
 
 template <typename T, int kHeadDim_, int kValueDim_, int kKeyRows_, int kWarpgroups_,

@@ -25,15 +25,15 @@ inline int num_multiprocessors() {
   return count;
 }
 
-// The blocks of a launch, and how many tickets for its items each takes at most.
+// Number of blocks of a launch, and the most tickets (one per item) that each block takes.
 struct Blocks {
   int count;
   int32_t num_tickets;
 };
 
 // Persistent blocks, one for each multiprocessor, occupy the device until the last item. On a
-// shared device, kInTurn blocks do the work of a persistent block, one after the other. When one
-// ends, kernels of streams with a higher priority can start.
+// shared device, kInTurn blocks take the place of each persistent block, one after the other.
+// Whenever a block ends, kernels on streams with a higher priority can start.
 inline Blocks blocks_for(int32_t num_items, bool shares_device) {
   constexpr int32_t kInTurn = 12;
   const int num_persistent = num_multiprocessors();

@@ -28,9 +28,9 @@ double Assignment::capacity(int64_t rank) const {
       {most - seconds_[rank], speed * link_seconds_left(rank, link_seconds), most * (1 - held)});
 }
 
-// Returns the seconds that the rank has left for visiting tasks. They do not overlap with transfers
-// of the same part, and the transfers of all parts must fit into the limit, and into the time that
-// other traffic leaves.
+// Returns the seconds that the rank has left for visiting tasks. Visiting tasks do not overlap with
+// transfers of their own part. The transfers of all parts must fit into the limit, and into the
+// time that other traffic leaves on the links.
 double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double speed = problem_.options.speed(rank);
   const double visiting = speed > 0 ? visiting_[rank] / speed : 0;

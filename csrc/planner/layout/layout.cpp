@@ -47,15 +47,15 @@ std::map<int64_t, Part> parts_of(const Pack& pack, const Visit& visit, int64_t s
   return parts;
 }
 
-// Returns how many of the tasks, which are in order, come before a cut. The cut separates their
-// keys, and has as close to `part` of their (query, key) pairs before it as possible.
+// Returns how many of the tasks, which are in order, come before a cut. No key is read on both
+// sides of the cut. As nearly as possible, `part` of the (query, key) pairs are before it.
 int64_t num_before_cut(const std::vector<PlacedTask>& tasks, const Mask& mask, double part) {
   const auto pairs_of = [&](const PlacedTask& task) {
     return num_pairs(mask, {task.q_offset, task.q_offset + task.num_q_rows}, task.num_k_rows);
   };
   double pairs = 0, pairs_before = 0;
   for (const PlacedTask& task : tasks) pairs += static_cast<double>(pairs_of(task));
-  const bool all_early = part >= 0.5;  // unless a cut between tasks comes closer
+  const bool all_early = part >= 0.5;  // unless a cut between tasks is closer to `part`
   auto num_early = static_cast<int64_t>(all_early ? tasks.size() : 0);
   double smallest = (all_early ? 1 - part : part) * pairs;  // difference from `part`
   for (size_t i = 0; i + 1 < tasks.size(); ++i) {
@@ -74,7 +74,7 @@ double early_part_of(bool has_visiting_tasks, bool takes_results, int64_t num_pa
   return takes_results ? 0 : 1;
 }
 
-// Early tasks get about `early_part` of the (query, key) pairs at home.
+// Early tasks get about `early_part` of the (query, key) pairs of home tasks.
 void fill_home_tasks(const Pack& pack, const Plan& plan, double early_part, Layout& layout) {
   std::vector<PlacedTask>& tasks = layout.early_tasks;
   for (const Task& task : tasks_of(plan.tasks, layout.rank)) {

@@ -15,10 +15,10 @@ namespace distca::planner {
 // A home task has its query rows and all their keys in this rank's own rows, contiguous and in
 // document order; it is read in place. Every other task of this server is visiting: all its rows
 // arrive by dispatch, rows that this rank itself is home to included (it sends them to itself).
-// Home tasks stand in two lists: early ones are for the time in which rows arrive, late ones for
-// that in which results travel home. No two tasks of different lists share rows. A rank without
-// visiting tasks that takes results (Results::kTaken) has late ones only, so that it is ready for
-// the first results. A rank that has nothing to do between the lists has early ones only.
+// Home tasks stand in two lists: early tasks run while rows arrive, and late tasks run while
+// results travel home. No two tasks of different lists share rows. If a rank has no visiting tasks
+// but takes results (Results::kTaken), all its home tasks are late, so that it is ready for the
+// first results. If it has nothing to do between the two lists, all its home tasks are early.
 //
 // A document's keys reach a server once, however many tasks read them.
 // Visiting rows are ordered by (document, position): for queries over all visiting tasks, for keys

@@ -73,10 +73,10 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
                   static_cast<double>(node_bytes) / links.node_bytes_per_second);
 }
 
-// Returns the seconds of a rank in a pass: visiting tasks, and home tasks beside the part of its
-// transfers that neither other work nor visiting tasks of other parts hide. No visiting task runs
-// while the first part arrives, nor while the results of the last part leave. If the links need
-// longer for the transfers and other traffic than the layer takes, the rank waits for them.
+// Returns the seconds of a rank in a pass: those of its visiting tasks, plus the longer of its home
+// tasks and the transfers that neither other work nor visiting tasks of other parts hide. No
+// visiting task runs while the first part arrives, nor while the results of the last part leave. If
+// transfers and other traffic need the links for longer than the layer takes, the rank waits.
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
   const double transfers = pass.bytes_part * link_seconds(load, links);

@@ -30,11 +30,11 @@ struct Links {
   // Part of a rank's transfers that travels while no visiting task runs: less than 1 if rows travel
   // in parts.
   double exposed_part = 1;
-  // Seconds that the transfers of a rank wait for other traffic in a pass, if it has any.
+  // Seconds that the transfers of a rank, if it has any, wait for other traffic in a pass.
   double forward_wait = 0, backward_wait = 0;
-  double hidden_seconds = 0;  // further seconds of transfers that other work hides, in both passes
-  // Seconds of a layer's other work in a pass, less those of other traffic on the links. Attention
-  // and this time must be enough for all transfers of a rank.
+  double hidden_seconds = 0;  // more seconds of transfers that other work hides, in both passes
+  // Seconds of a layer's other work in a pass, minus those of other traffic on the links. All
+  // transfers of a rank must fit into its attention plus this time.
   double forward_room = std::numeric_limits<double>::infinity();
   double backward_room = std::numeric_limits<double>::infinity();
 

@@ -164,8 +164,8 @@ class ProcessGroupTransport : public Transport {
                         describe(where));
   }
 
-  // On the CPU the host waits for rows. On a device the current stream does, but only if this rank
-  // receives rows. Otherwise its work goes on while its own rows leave.
+  // On the CPU the host waits for rows. On a device the current stream waits, but only if this rank
+  // receives rows. Otherwise the stream goes on while this rank's rows leave.
   void finish(const Gathering& started, const std::vector<RowBatch>& batches) {
     Patience& patience = *opening_.patience;
     const auto& [places, pending] = started;
@@ -397,7 +397,7 @@ class SlotTrip : public RoundTrip {
   Seal seal_;
   size_t num_arrived_ = 0;
   std::vector<Shipment> dispatched_;  // by cargo
-  std::vector<Load> results_;         // of the cargo that has arrived
+  std::vector<Load> results_;         // of the cargo that arrived last
   std::vector<Shipment> combined_;    // by cargo
 };
 

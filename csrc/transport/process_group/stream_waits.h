@@ -23,10 +23,10 @@ class StreamWaits {
 
   // Notes that the next exchange begins after the work on the device's current stream.
   void begin(const Where& where);
-  // Notes that a stream has just been told to wait for the first exchange that has begun, in which
-  // this rank sends or receives `num_bytes`.
+  // Notes that a stream has just been told to wait for the first exchange that has begun. In that
+  // exchange, this rank sends or receives `num_bytes`.
   void add(const Pending& pending, int64_t num_bytes);
-  // The stream that waits for every exchange and notes when it ends. No work runs on it.
+  // Returns the stream that waits for every exchange and marks its end. No other work runs on it.
   c10::cuda::CUDAStream marks() const {
     return c10::cuda::getStreamFromExternal(marks_, device_.index());
   }
