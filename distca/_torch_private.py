@@ -109,9 +109,9 @@ def end_group(group: ProcessGroup) -> None:
 
 
 def sharded_layers() -> list[tuple[int, int, int, int]]:
-    """Return (parameters, bytes gathered, bytes of gradients, ranks that share it) for each module
-    in this process that `fully_shard` sharded and that contains no other such module. With tensor
-    parallelism, these are of this rank's part."""
+    """Return (number of parameters, bytes gathered, bytes of gradients, number of ranks that share
+    it) for each innermost module that `fully_shard` has sharded in this process. With tensor
+    parallelism, the figures are those of this rank's part."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -144,9 +144,9 @@ def set_timeout(options: "dist.ProcessGroupNCCL.Options", timeout: timedelta) ->
     options._timeout = timeout
 
 
-# distca/integrations/pipelining.py, which calls the methods of stages pass by pass, needs the rest
-# of this file. If a release changes what these methods expect, a stage may compute wrong gradients
-# without an error. So this is the newest release on which the tests ran stages.
+# The rest of this file is for distca/integrations/pipelining.py, which calls the methods of stages
+# pass by pass. If a release changes what these methods expect, a stage may silently compute wrong
+# gradients. So distca refuses releases newer than this one, the newest on which tests ran stages.
 NEWEST_WITH_STAGES = (2, 15)
 
 
@@ -156,8 +156,8 @@ def check_stages() -> None:
     if release > NEWEST_WITH_STAGES:
         newest = ".".join(map(str, NEWEST_WITH_STAGES))
         raise ValueError(
-            f"torch is {torch.__version__}, but stages of a pipeline share attention only up to "
-            f"torch {newest}; expected a newer distca, an older torch, or one of torch's own "
+            f"torch is {torch.__version__}, but stages of a pipeline can share attention only up "
+            f"to torch {newest}; expected a newer distca, an older torch, or one of torch's own "
             'schedules with distca.init(mesh["dp"])'
         )
 
@@ -165,9 +165,9 @@ def check_stages() -> None:
 def initialize_stages(
     schedule, args: tuple, kwargs: dict, target: object, loss_kwargs: dict | None
 ) -> None:
-    """Let a schedule prepare the shapes and transfers of its stages for a step. Collective in the
-    first step, and at each change between training and evaluation. From PyTorch 2.12 on, it runs
-    the stages and the loss on the arguments of a micro-batch."""
+    """Make a schedule prepare the shapes and transfers of its stages for a step. Collective in the
+    first step, and at each change between training and evaluation. From PyTorch 2.12 on, the
+    schedule runs the stages and the loss on the arguments of a micro-batch."""
     arguments = {"args": args, "kwargs": kwargs, "target": target, "loss_kwargs": loss_kwargs}
     parameters = inspect.signature(schedule._initialize_stages).parameters
     schedule._initialize_stages(**{name: arguments[name] for name in parameters})
@@ -181,8 +181,8 @@ def stage_inputs(stage) -> list[torch.Tensor]:
 
 
 def drop_other_inputs(stage, micro_batch: int) -> None:
-    """Drop the inputs of a forward pass that are not tensors from a stage's cache. Stages of
-    PyTorch 2.11 cannot split a backward pass with such inputs."""
+    """Drop non-tensor inputs of a forward pass from the cache of a stage. Stages of PyTorch 2.11
+    cannot split a backward pass with such inputs."""
     if hasattr(stage, "fwd_cache"):  # before PyTorch 2.15
         outputs, inputs = stage.fwd_cache[micro_batch]
         stage.fwd_cache[micro_batch] = outputs, [each for each in inputs if torch.is_tensor(each)]

@@ -113,7 +113,7 @@ def layout(
 
 @_operator
 def head_parts(heads_q: int, heads_kv: int, most: int) -> list[int]:
-    """Return the numbers of parts of query heads and of key heads in which a call's rows travel, if
+    """Return how many parts of query heads, and how many parts of key heads, a call has if
     num_parts of its layout is `most`."""
 
 
@@ -230,26 +230,26 @@ def take_exchange_times(group_name: str) -> Tensor:
 
 @_operator
 def take_task_times(group_name: str) -> Tensor:
-    """Return int64 [num_times, 4] of timed tasks of calls that moved rows, and that have ended on
-    the device since the last call: step, layer, whether in the backward pass, ns. Nothing is timed
-    before the first call."""
+    """Return the times of tasks that have ended on the device since the last take_task_times: int64
+    [num_times, 4] of (step, layer, whether in the backward pass, ns). Only tasks of calls that move
+    rows are timed, and none before the first take_task_times."""
 
 
 @_operator
 def begin_turn(group_name: str, reached: Tensor, number: int) -> None:
-    """Let the session's next call of attention set `reached`, one int32 on a CUDA device, to
+    """Make the session's next call of attention set `reached`, one int32 on a CUDA device, to
     `number` as soon as its rows are on their way."""
 
 
 @_operator
 def end_turn(group_name: str) -> None:
-    """Let the current stream reach the turn of begin_turn, unless a call already has."""
+    """Make the current stream set `reached` of the last begin_turn, unless a call already has."""
 
 
 @_operator
 def await_turn(reached: Tensor, number: int, max_ns: int, num_late: Tensor) -> None:
-    """Let the current stream wait until `reached` is at least `number`. Give up after `max_ns`, and
-    then add 1 to `num_late`, int32 [1] in pinned memory."""
+    """Make the current stream wait until `reached` is at least `number`. After `max_ns`, it gives
+    up and adds 1 to `num_late`, int32 [1] in pinned memory."""
 
 
 @_operator

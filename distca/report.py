@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m distca.report",
         description="Shows what was balanced in a run: a table, RUN/summary.json, RUN/balance.png, "
-        "RUN/trace.json, and for pipelines that share attention RUN/ticks.png and RUN/ticks.json.",
+        "RUN/trace.json; for pipelines that share attention also RUN/ticks.png, RUN/ticks.json.",
     )
     parser.add_argument("run", metavar="RUN", help="the folder given as run_dir")
     try:

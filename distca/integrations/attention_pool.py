@@ -119,8 +119,8 @@ class AttentionPool:
         self.session, self.recompute = session, recompute
         self.running: RunningTick | None = None
         self.reports: list[tuple[str, PlanReport]] = []  # by plan of the last step: its tick
-        self.clock: TickClock | None = None  # of a step that is timed
-        self._stopped: TickClock | None = None  # of a step that has ended on the host
+        self.clock: TickClock | None = None  # of the current step, if it is timed
+        self._stopped: TickClock | None = None  # of an ended step, until its times are saved
         self._num_steps = 0
         self._calls: dict[int, list[CallKind]] = {}  # of a forward pass, by stage
 
@@ -184,7 +184,7 @@ class AttentionPool:
         ]
 
     def begin_step(self, device: torch.device) -> None:
-        """Time the ticks of this step if it is due."""
+        """Time the ticks of this step if it is one of the steps to time."""
         self._save_ticks()
         if self._stopped is None and self.session.times_ticks(self._num_steps):
             self.clock = TickClock(self._num_steps, device)
@@ -270,7 +270,7 @@ class RunningTick:
         self._next = 0  # of _steps
 
     def timed(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that times this tick if the step is timed. Wait for its plans first."""
+        """Return a context that times this tick in a timed step. Call wait_for_plans() first."""
         if self.pool.clock is None:
             return contextlib.nullcontext()
         own = "" if self._own is None else self._tick.label(self._own)

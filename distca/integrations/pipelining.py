@@ -74,8 +74,8 @@ class SchedulePooled(PipelineScheduleMulti):
 
     The first step counts the calls of attention in each stage, in a forward pass over zeros that
     computes no attention. Later passes must make the same calls. Raises ValueError on every rank if
-    ranks differ, if the group has servers that run no model, and if PyTorch is newer than the
-    newest release that the schedule was tested with.
+    ranks differ, if the group has servers that run no model, or if PyTorch is newer than the
+    releases that the schedule was tested with.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SchedulePooled(PipelineScheduleMulti):
             _check_split(stages, recompute)
         self._loss, self._num_micro_batches = loss_fn, n_microbatches
         self._max_in_flight, self._splits = max_in_flight, split_backward
-        self._finalizes = True  # whether this step reduces the gradients of FSDP when it ends
+        self._finalizes = True  # whether this step ends with FSDP's reduction of gradients
         self._pool = AttentionPool(session, recompute)
         self._is_declared = False
         self._documents: list[Documents] = []  # of this step
@@ -114,7 +114,7 @@ class SchedulePooled(PipelineScheduleMulti):
         num_stages = stages[0].num_stages
         self._rank_of_stage = [self.stage_index_to_group_rank[i] for i in range(num_stages)]
         self._num_backward: dict[int, int] = {}  # backward passes in this step, by stage
-        self._num_gradients: dict[Pass, int] = {}  # by forward pass: outputs that need them
+        self._num_gradients: dict[Pass, int] = {}  # of outputs that need one, by forward pass
 
     def step(self, *args, documents: Sequence[Documents] = (), **keywords):
         """Run a step as torch's schedules do. `documents` are those of each micro-batch, equal on
@@ -327,8 +327,9 @@ class SchedulePooled(PipelineScheduleMulti):
             previous.set_local_bwd_input(gradients, index)
 
     def _check_gradients(self, forward: Pass, num_gradients: int) -> None:
-        """Raise ValueError if fewer gradients come back than outputs of the forward pass need one.
-        From PyTorch 2.12 on, stages rely on requires_grad of input_args and output_args."""
+        """Raise ValueError if a stage gets fewer gradients than its forward pass has outputs that
+        need one. From PyTorch 2.12 on, stages rely on requires_grad of input_args and
+        output_args."""
         num_needed = self._num_gradients.pop(forward)
         if num_gradients < num_needed:
             raise ValueError(

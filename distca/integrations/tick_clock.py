@@ -1,4 +1,4 @@
-"""Times of the ticks of a pipeline's step, and of the attention in them, without device waits."""
+"""Time a pipeline step's ticks, and the attention in them, without waiting for the device."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ import torch
 
 from distca.watching.ticks import TickTimes
 
-Moment = int | torch.cuda.Event  # nanoseconds since 1970, or an event of a device's stream
+Moment = int | torch.cuda.Event  # nanoseconds since 1970, or an event on a stream
 
 
 class TickClock:
@@ -16,7 +16,7 @@ class TickClock:
 
     def __init__(self, step: int, device: torch.device) -> None:
         self.step, self._device = step, device
-        # Begin and end of each tick, and then of each call of attention in it.
+        # For each tick, its begin and end, and then those of each call of attention in it.
         self._ticks: list[tuple[TickTimes, list[Moment]]] = []
 
     def _now(self) -> Moment:
@@ -60,7 +60,7 @@ class TickClock:
         """Return nanoseconds from `first` to `later`, or to now on a device."""
         if isinstance(first, int):
             return later - first
-        if later is None:  # a stream without work reaches its event at once
+        if later is None:  # a new stream has no work, so it reaches the event at once
             later = torch.cuda.Event(enable_timing=True)
             later.record(torch.cuda.Stream(self._device))
             later.synchronize()

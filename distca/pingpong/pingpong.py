@@ -29,7 +29,7 @@ def third(documents: Documents) -> int:
 
 
 def nearest_border(documents: Documents) -> int:
-    """Return the row nearest to `third` at which a document begins or ends. No document is cut."""
+    """Return the document boundary nearest to `third`, as a row. No document is cut."""
     borders = documents.cu_seqlens.long()
     return int(borders[(borders - third(documents)).abs().argmin()])
 

@@ -11,7 +11,7 @@ from distca import ops
 from distca._torch_private import pytree
 
 MAX_WAIT_NS = 20_000_000
-ALLOWED_LATE, WAITS_TO_ONE_LATE = 16, 16  # time-outs after which halves stop waiting
+ALLOWED_LATE, WAITS_TO_ONE_LATE = 16, 16  # halves stop waiting after more time-outs
 NUM_WORDS = 4096  # two for each block whose backward pass is still to come
 MAX_CALLS = 64  # of attention in a block; calls from this number on do not wait
 
@@ -20,7 +20,7 @@ class Word:
     """A word of device memory with the number of the attention call that a half has reached."""
 
     def __init__(self, element: Tensor, first: int) -> None:
-        self._element, self._first = element, first  # values of earlier uses are at most `first`
+        self._element, self._first = element, first  # earlier uses wrote at most `first`
 
     def begin(self, group_name: str, number: int) -> None:
         """Note that the group's next call is call `number` of the half, counted from 1."""
@@ -33,15 +33,15 @@ class Word:
 
 
 class Device:
-    """The streams of the halves on a device, their words, and the number of late waits."""
+    """The halves' streams on a device, their words, and the number of waits that timed out."""
 
     def __init__(self, device: torch.device) -> None:
         # Gradients of parameters come from the halves' streams on purpose.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._words = torch.zeros(NUM_WORDS, dtype=torch.int32, device=device)
-        self._num_words = 0  # given out
-        self._num_late = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # the device counts
+        self._num_words = 0  # handed out so far
+        self._num_late = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # counted by kernels
         self._num_waits = 0
 
     def new_word(self) -> Word:
@@ -50,9 +50,9 @@ class Device:
         return Word(self._words[idx], time * MAX_CALLS)
 
     def wait(self, word: Word, number: int) -> None:
-        """Let the current stream wait until a half has reached a call. Do nothing if waits often
-        time out, for example because the host waits for the device inside a block, or streams share
-        a queue."""
+        """Make the current stream wait until a half has reached call `number`. Do nothing if waits
+        often time out, for example because the host waits for the device inside a block, or because
+        streams share a queue."""
         if self._num_late.item() > ALLOWED_LATE + self._num_waits // WAITS_TO_ONE_LATE:
             return
         self._num_waits += 1
@@ -75,9 +75,9 @@ class Turns:
     The second half follows the first to its first attention, so that one computes while rows of
     the other travel. After its attention, the first half waits until the second half's rows are on
     their way. Otherwise kernels of both halves would alternate on the device, and these rows would
-    leave when there is nothing left to compute. In the backward pass the halves swap roles.
+    leave only when nothing is left to compute. In the backward pass the halves swap roles.
 
-    `group_names` are those of the halves' sessions. With `is_timed`, `before_attention` has the
+    `group_names` are those of the halves' sessions. With `is_timed`, `before_attention` returns the
     events around the first half's work before attention.
     """
 
@@ -137,7 +137,7 @@ class Turns:
 
     @contextlib.contextmanager
     def call(self, idx: int, number: int, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Order call `number` of attention in half `idx`, counted from 1, with the other half."""
+        """Take turns with the other half at call `number` (from 1) of attention in half `idx`."""
         if not self.streams:
             yield
             return
@@ -146,7 +146,7 @@ class Turns:
             self._await_backward(inputs)
         yield
         if idx == 1:
-            ops.end_turn(self._group_names[1])  # if the call moves no rows
+            ops.end_turn(self._group_names[1])  # a call that moves no rows does not end its turn
         else:
             self._device.wait(self._second, number)
             self._end_backward(inputs)
@@ -160,8 +160,8 @@ class Turns:
         self._turned = self._turned or self._current().record_event()
 
     def begin_backward(self, out: Tensor) -> None:
-        """Let the backward pass of the first half's attention reach its turn, which the second half
-        waits for."""
+        """Begin a turn in the backward pass of the first half's attention. The second half waits
+        for this turn."""
         if self.streams and out.requires_grad:
             out.register_hook(self._begin_backward)
 
@@ -170,14 +170,14 @@ class Turns:
         self._first.begin(self._group_names[0], self._num_backward[0])
 
     def _end_backward(self, inputs: Sequence[Tensor]) -> None:
-        """Let the backward pass end the turn of a call that moves no rows: nothing else would."""
+        """End the turn in the backward pass, because a call that moves no rows does not end it."""
         for each in inputs:
             if each.requires_grad:
                 each.register_hook(lambda _: ops.end_turn(self._group_names[0]))
 
     def _await_backward(self, inputs: Sequence[Tensor]) -> None:
-        """Let the second half wait, after the backward pass of a call, until the first half has
-        reached that of its own call."""
+        """Make the second half wait after the backward pass of a call, until the first half has
+        reached the backward pass of its own call."""
         is_first = [True]
 
         def wait(_: Tensor) -> None:

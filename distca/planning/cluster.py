@@ -51,15 +51,15 @@ class Cluster:
     attention. Under ping-pong it stands for the attention of the other half: see
     hidden_by_halves."""
     hidden_seconds: float = 0.0
-    """Further seconds of a layer's transfers that other work hides, in both passes. Under ping-pong
-    they stand for the linear work of the other half."""
+    """More seconds of a layer's transfers that other work hides, in both passes together. Under
+    ping-pong they stand for the linear work of the other half."""
     transfer_waits: tuple[float, float] = (0.0, 0.0)
     """Seconds that the transfers of a rank wait for other traffic in the forward pass, and in the
     backward pass, if it has any."""
     link_room: tuple[float, float] = (math.inf, math.inf)
-    """Seconds of a layer's linear work in the forward pass, and in the backward pass, less those of
-    other traffic on the links, such as FSDP's. Attention and this time must be enough for all
-    transfers of a rank; beyond it, they delay the other traffic."""
+    """Seconds of a layer's linear work minus those of other traffic on the links, such as FSDP's,
+    in the forward pass and in the backward pass. If the transfers of a rank take longer than its
+    attention plus this time, they delay the other traffic."""
     num_parts: int = 1
     """Number of parts in which a call's rows travel, each with some of the heads. Visiting tasks of
     one part hide transfers of others."""
@@ -174,20 +174,20 @@ def key_parts_of(shape: AttentionShape, num_parts: int) -> int:
 
 def exposed_part_of(shape: AttentionShape, num_parts: int) -> float:
     """Return the part of a layer's transfers during which no visiting task can run: the rows of the
-    first part, and the results of the last. A task has about as many keys as queries."""
+    first part, and the results of the last. Assumes that tasks have as many keys as queries."""
     query, key = shape.row_bytes()
     return (query / num_parts + key / key_parts_of(shape, num_parts)) / (query + key)
 
 
 def parts_of(shape: AttentionShape) -> dict[str, float]:
-    """Return num_parts, 4, 2 or 1, and exposed_part of a Cluster whose rows travel in parts."""
+    """Return num_parts (4, 2 or 1) and exposed_part of a Cluster whose rows travel in parts."""
     num_parts, _ = ops.head_parts(shape.heads_q, shape.heads_kv, MAX_PARTS)
     return {"num_parts": num_parts, "exposed_part": exposed_part_of(shape, num_parts)}
 
 
 def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
-    """Return the number of parts for a plan with these loads, fewer than the cluster's if transfers
-    are short."""
+    """Return the number of parts for a plan with these loads. It is less than cluster.num_parts if
+    transfers are short."""
     _, inside, between, *_ = cluster.links().tolist()
     to_nodes = loads[:, 4:6]
     seconds = torch.maximum((loads[:, 2:4] - to_nodes) / inside, to_nodes / between).max().item()
@@ -200,8 +200,8 @@ def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
 def link_room(
     cluster: Cluster, traffic: FsdpTraffic, tokens: float, flops_per_second: float
 ) -> tuple[float, float]:
-    """Return Cluster.link_room for a layer of `tokens` on each rank. The backward pass gathers its
-    parameters again, and has twice the linear work. Linear work is assumed to be as fast as
+    """Return Cluster.link_room for a layer with `tokens` on each rank. The backward pass gathers
+    the parameters again, and has twice the linear work. Linear work is assumed to be as fast as
     attention."""
     inside, between = (
         Link(0.0, each)

@@ -254,10 +254,10 @@ def cost_tensor(
 
 
 def flops_per_second(cost: Tensor, shape: AttentionShape) -> float:
-    """Return the speed of long tasks in the cost of `cost_tensor`, forward and backward."""
+    """Return the FLOP/s of long tasks, forward and backward, according to `cost` of cost_tensor."""
     tile, _, seconds, _, num_rows, num_keys = cost[:6].tolist()
     num_pairs = tile * tile
-    if num_rows > 0:  # a table, whose last entry is the largest task: the last rows of its keys
+    if num_rows > 0:  # a table: its last entry is the largest task, the last rows of its keys
         rows, keys = (cost[5 + int(end)].item() for end in (num_rows, num_rows + num_keys))
         num_pairs, seconds = rows * keys - rows * (rows - 1) / 2, cost[-1].item()
     return num_pairs * sum(shape.pair_flops()) / seconds

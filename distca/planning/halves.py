@@ -1,4 +1,4 @@
-"""How much of the attention each half of ping-pong has, and what hides the halves' transfers."""
+"""The part of the attention in each half of ping-pong, and the work that hides its transfers."""
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ AFTER_OVER_BEFORE = 3.0  # of a block's linear work, after and before attention
 
 def first_part_of(pieces: Tensor) -> float:
     """Return the part of the tokens in the first half. `pieces`, int64 [num_pieces, 4 or more], are
-    those of all ranks: rank, document, first row in it, number of rows."""
+    those of all ranks: (rank, document, first row in the document, number of rows)."""
     return FIRST_PART_OF_RUNS if (pieces[:, 2] > 0).any() else FIRST_PART
 
 
 def rows_of_first_half(pieces: Tensor, rows: Tensor) -> Tensor:
-    """Return how many rows of each piece are in the first half of its rank, which has rows[rank]
-    rows: int64 [num_pieces]. `pieces` are in row order."""
+    """Return how many rows of each piece are in the first half of its rank, int64 [num_pieces]. The
+    first half of a rank has rows[rank] rows. `pieces` are in row order."""
     rank, length = pieces[:, 0], pieces[:, 3]
     ends = length.cumsum(0)
     rows_by_rank = torch.zeros_like(rows).index_add_(0, rank, length)
@@ -51,8 +51,8 @@ def hidden_by_halves(
 
     `seconds_before` is a block's linear work before attention, forward and backward. Attention and
     linear work of one half hide the transfers of the other. A half is assumed to have the same part
-    of all transfers as of all attention. For attention and for linear work, the half that hides
-    less, relative to the other's transfers, counts.
+    of all transfers as of all attention. For attention, and separately for linear work, the half
+    that hides the smaller part of the other half's transfers counts.
     """
     part = first_part_of(pieces)
     first = attention_of_first_half(pieces, num_ranks, window_size)

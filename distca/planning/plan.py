@@ -148,8 +148,8 @@ def submit(
     note: dict | None = None,
 ) -> Plan:
     """Let the planner thread plan `documents`, and attach the plan to them. Servers may keep inputs
-    (`may_keep`) if forward and backward passes have the same plan. `note` is added to the plan's
-    record."""
+    (`may_keep`) if forward and backward passes have the same plan. The plan's record includes
+    `note`."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     session.time_step(session.num_plans)
@@ -257,11 +257,11 @@ class Problem:
     attention_seconds: float | None = None
     transfer_waits: tuple[float, float] = (0.0, 0.0)  # these three measured in training
     hidden_seconds: float = 0.0
-    speeds: Sequence[float] = ()  # of ranks, relative to the fastest; empty: all alike
+    speeds: Sequence[float] = ()  # of ranks, relative to the fastest; empty: all equal
     calls: Tensor | None = None  # those that ranks last agreed on for this window
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
     servers: tuple[int, ...] = ()  # ranks that run no model
-    traffic: FsdpTraffic | None = None  # of a layer, on the links of rows; None: none is known
+    traffic: FsdpTraffic | None = None  # of a layer, on the links that rows use; None: unknown
     may_keep: bool = True  # inputs, for a backward pass under the same plan
 
 

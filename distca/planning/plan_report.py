@@ -1,4 +1,4 @@
-"""What a plan reports: its balance, its cost, and what it was made with."""
+"""What a plan reports: its balance, its cost, and the measurements that it used."""
 
 from dataclasses import dataclass, field
 
@@ -38,15 +38,17 @@ class PlanReport:
     """Milliseconds that transfers of a layer wait for other traffic, such as FSDP's, in the forward
     pass and in the backward pass. Measured in earlier steps; 0 until some rows have travelled."""
     link_room_ms: list[float] = field(default_factory=list)
-    """Milliseconds of a layer's linear work in the forward pass, and in the backward pass, less
-    those of FSDP's traffic on the links; negative if its traffic takes longer. Transfers beyond
-    attention and this time would delay it. Predicted; empty until a model of FSDP2 has run."""
+    """Milliseconds of a layer's linear work minus those of FSDP's traffic on the links, in the
+    forward pass and in the backward pass. Negative if the traffic takes longer. Transfers that take
+    longer than attention plus this time would delay FSDP. Predicted; empty until a model with FSDP2
+    has run."""
     hidden_ms: float = 0.0
-    """Milliseconds of a layer's linear work before attention, forward and backward. Under ping-pong
-    it hides transfers. Measured in earlier steps; 0 until then, and without ping-pong."""
+    """Milliseconds of a layer's linear work before attention, forward and backward. Under
+    ping-pong, this work hides transfers. Measured in earlier steps; 0 before any measurement, and
+    without ping-pong."""
     measured_speeds: list[float] = field(default_factory=list)
-    """Attention speed of each rank relative to the fastest, as measured in earlier steps. It scales
-    Options.server_speeds. Empty if ranks are alike."""
+    """Attention speed of each rank relative to the fastest rank, as measured in earlier steps. It
+    scales Options.server_speeds. Empty if all ranks are equally fast."""
     kept_bytes: list[int] = field(default_factory=list)
     """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
     keeping: str = ""

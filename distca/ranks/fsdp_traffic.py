@@ -1,5 +1,5 @@
-"""What FSDP2 moves for a layer, beside the rows of its attention: read from the model, and equal on
-all ranks."""
+"""FSDP2's traffic for a layer, which shares the links with rows of attention. It is read from the
+model, and used if all ranks agree on it."""
 
 import statistics
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ UNKNOWN = [-1] * NUM_WORDS
 
 @dataclass(frozen=True)
 class FsdpTraffic:
-    """Of a layer, on one rank."""
+    """FSDP2's traffic for a layer, on one rank."""
 
     num_params: int
-    """Parameters of the gathered layer."""
+    """Number of parameters of the gathered layer."""
     gathered_bytes: int
     reduced_bytes: int
-    """Of the gradients, before they are scattered."""
+    """Bytes of the gradients, before they are scattered."""
     num_ranks: int
-    """Ranks that hold the layer together."""
+    """Number of ranks over which the layer is sharded."""
 
 
 class ModelTraffic:
@@ -32,8 +32,8 @@ class ModelTraffic:
         self._words: list[int] | None = None
 
     def words(self, has_run: bool) -> list[int]:
-        """Return the NUM_WORDS words of FsdpTraffic, or UNKNOWN without FSDP2. They are read once,
-        when the model `has_run`. If layers differ, a word is the median of theirs."""
+        """Return the NUM_WORDS fields of FsdpTraffic, or UNKNOWN without FSDP2. They are read once,
+        when the model `has_run`. If layers differ, each field is the median over layers."""
         if self._words is None and has_run:
             layers = sharded_layers()
             self._words = [int(statistics.median(each)) for each in zip(*layers, strict=True)]
@@ -41,8 +41,8 @@ class ModelTraffic:
 
 
 def common_traffic(words: Tensor) -> FsdpTraffic | None:
-    """Return what the words of all ranks say, int64 [num_ranks, NUM_WORDS]. None if ranks differ,
-    or if it is unknown."""
+    """Return the traffic that the words of all ranks, int64 [num_ranks, NUM_WORDS], describe. None
+    if ranks differ, or if one of them does not know it."""
     if (words < 0).any() or (words != words[0]).any():
         return None
     return FsdpTraffic(*words[0].tolist())

@@ -1,5 +1,5 @@
-"""How long a block of ping-pong works before attention, while rows of the other half travel:
-measured in training, and equal on all ranks."""
+"""The time of a block's work before attention, beside which rows of the other half of ping-pong
+travel. It is measured in training, and all ranks use the same value."""
 
 import collections
 import statistics
@@ -11,12 +11,12 @@ NUM_WORDS = 1
 UNKNOWN = -1
 BLOCKS_TO_ONE_TIMED = 4
 NUM_SAMPLES = 16  # latest blocks that count
-BACKWARD_OVER_FORWARD = 2.0  # time of linear layers
+BACKWARD_OVER_FORWARD = 2.0  # of the time of linear layers
 Span = tuple[torch.cuda.Event, torch.cuda.Event, float]  # begin, end, 1 / share of the tokens
 
 
 class WorkBeforeAttention:
-    """Times of the work of a session's blocks before attention."""
+    """Times that a session's blocks take before attention."""
 
     def __init__(self) -> None:
         self._num_blocks = 0
@@ -33,7 +33,7 @@ class WorkBeforeAttention:
         self._spans.append((begin, end, 1 / share))
 
     def word(self) -> int:
-        """Return the median of the latest blocks in ns, or UNKNOWN. For the planner thread."""
+        """Return the median time of the latest blocks in ns, or UNKNOWN. For the planner thread."""
         while self._spans and self._spans[0][1].query():
             begin, end, factor = self._spans.popleft()
             self._ns.append(1e6 * begin.elapsed_time(end) * factor)
@@ -42,6 +42,7 @@ class WorkBeforeAttention:
 
 def hidden_seconds(words: Tensor) -> float:
     """Return the seconds of a layer's work before attention, forward and backward, on the rank with
-    the least work. `words`, int64 [num_ranks], are those of all ranks. 0 until all are known."""
+    the least work, or 0 until all ranks have measured it. `words`, int64 [num_ranks], are those of
+    all ranks."""
     least = words.min().item()
     return 0.0 if least < 0 else 1e-9 * least * (1 + BACKWARD_OVER_FORWARD)

@@ -54,8 +54,8 @@ class Links:
 
 
 def gather_seconds(num_bytes, members: int, members_in_node: int, inside: Link, between: Link):
-    """Return the seconds of an all-gather to `num_bytes` on each of `members` ranks, or of a
-    reduce-scatter from them. `num_bytes` may be an array."""
+    """Return the seconds of an all-gather after which each of `members` ranks has `num_bytes`, or
+    of a reduce-scatter of `num_bytes` on each of them. `num_bytes` may be an array."""
     if members == 1:
         return 0.0
     in_node = max(1, min(members, members_in_node))

@@ -1,5 +1,5 @@
-"""How fast each rank computes its tasks, compared with what plans predicted: measured in training,
-and equal on all ranks."""
+"""The speed at which each rank computes its tasks, relative to the predictions of plans. It is
+measured in training, and all ranks use the same values."""
 
 import collections
 import statistics
@@ -16,7 +16,7 @@ MAX_PLANS = 64  # latest plans whose predictions are remembered
 MAX_TIMES = 4096
 NUM_SAMPLES = 8  # latest samples of a rank that count
 LEAST_SAMPLES = 3
-LEAST_SECONDS = 2e-4  # of a layer's tasks; launches make shorter ones look slow
+LEAST_SECONDS = 2e-4  # of a layer's tasks; shorter ones look slow because of launches
 ALIKE = 0.9  # of the fastest rank's speed: ranks above it count as equally fast
 
 
@@ -37,12 +37,12 @@ class Pace:
             del self._predicted[next(iter(self._predicted))]
 
     def word(self, group_name: str) -> int:
-        """Return predicted over measured seconds of this rank's tasks under plans that were used
-        since it was last known, or UNKNOWN."""
+        """Return SCALE times the predicted over the measured seconds of this rank's tasks, under
+        plans whose measurements were completed since the last call. UNKNOWN if there are none."""
         times = torch.cat([self._times, ops.take_task_times(group_name)])[-MAX_TIMES:]
         if not len(times):
             return UNKNOWN
-        # The last calls under the latest plan may be still to come.
+        # The latest plan may still be in use, so its last calls may not have run yet.
         seconds = layer_seconds(times[times[:, 0] < times[:, 0].max()])
         self._times = times[~torch.isin(times[:, 0], torch.tensor([*seconds]))]
         speeds = [
@@ -59,8 +59,8 @@ class Pace:
                 samples.append(word)
 
     def speeds(self) -> list[float]:
-        """Return the speed of each rank relative to the fastest, to two digits. Empty if all are
-        alike, or if too little is known."""
+        """Return the speed of each rank relative to the fastest, rounded to two digits. Empty if
+        all are equally fast, or if too little is known."""
         medians = {
             rank: statistics.median(samples)
             for rank, samples in enumerate(self._samples)

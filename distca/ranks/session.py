@@ -89,7 +89,7 @@ class Session:
             self.timed_step = step
 
     def times_ticks(self, step: int) -> bool:
-        """Return whether the ticks of a pipeline's step are timed."""
+        """Return whether to time the ticks of step `step` of a pipeline."""
         return self._keeps_times() and step % (self.watching.log_every or TIMED_EVERY) == 0
 
     def _keeps_times(self) -> bool:

@@ -47,29 +47,30 @@ stay on their ranks, and attention is balanced.
 calibration file. Forward, a query row sends q to the server, and out and lse home; a key row sends
 k and v to the server. Backward, a query row sends q, grad_out, lse and delta to the server, and dq
 home; a key row sends k and v to the server, and dk and dv home. Inputs that the server kept do not
-travel again. Half of the home tasks run while inputs travel, a quarter if rows travel in four
+travel again. Half of the home tasks run while inputs travel, or a quarter if rows travel in four
 parts. Visiting tasks wait for the rank's own transfers and for those of its senders. Results travel
 when the server is done, beside the other home tasks. If transfers take long enough, rows travel in
-two or four parts, each with some of the query heads and the key heads that they read: visiting
-tasks of one part run while the next part arrives and results of the previous part leave. Keys that
-parts share travel with the first of them, and their gradients with the last. A layer ends when all
-ranks have their results. Plans are computed during the previous step, so a step takes at least as
-long as planning does on the processor that simulates. Ranks agree on calls in the first step only.
+two or four parts, each with some of the query heads and the key heads that they read. Visiting
+tasks of one part run while the next part arrives and results of the previous part leave. If several
+parts share keys, these travel with the first of the parts, and their gradients with the last. A
+layer ends when all ranks have their results. Plans are computed during the previous step, so a step
+takes at least as long as planning does on the processor that simulates. Ranks agree on calls in the
+first step only.
 
 **Ping-pong.** The first half of a block is a third of the tokens, and the second half is the rest.
 If documents cross ranks, each rank holds two runs of the pack, and the halves are equal. A half has
 the same share of the attention and of the plan's bytes as of the tokens. Rows of the first half
 travel beside the second half's attention and work before it. Rows of the second half travel beside
-the first half's attention and work after it. Visiting tasks of some heads hide rows of others. An
-exchange is longer by the share of the pass in which FSDP's collectives use the links. Tensor
-parallel collectives of one half are assumed not to wait for those of the other: see
+the first half's attention and work after it. Visiting tasks of some heads hide transfers of other
+heads. An exchange is longer by the share of the pass in which FSDP's collectives use the links.
+Tensor parallel collectives of one half are assumed not to wait for those of the other: see
 docs/pingpong.md.
 
 **Parameters.** fsdp: a layer's gather (in the backward pass also the reduce-scatter of its
 gradients, fp32) is hidden behind that layer's compute and its waits for attention, as far as the
-exchanges beside them leave room; ranks meet in every micro-batch. Nothing hides the first gathers
-and the last reductions: those of embedding, head and one layer. zero1: once a step, hidden behind
-the last backward pass; ranks meet once a step.
+exchanges beside them leave room. Ranks wait for each other in every micro-batch. Nothing hides the
+first gathers and the last reductions: those of embedding, head and one layer. zero1: once a step,
+hidden behind the last backward pass. Ranks wait for each other once a step.
 
 **Tensor parallelism**: two all-reduces of the activations a layer and pass, exposed.
 

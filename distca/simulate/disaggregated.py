@@ -75,7 +75,7 @@ class Work:
 
 
 def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
-    """Return the cluster that the planner gets. `in_halves` is the pack to plan under ping-pong."""
+    """Return the planner's cluster. Under ping-pong, `in_halves` is the pack to plan."""
     machine, hidden = scenario.machine, {}
     if in_halves is not None:
         before = sum(scenario.seconds_around_attention(each)[0] for each in (FORWARD, BACKWARD))
@@ -93,7 +93,7 @@ def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
 
 
 def link_room_of(scenario: Scenario) -> tuple[float, float]:
-    """Return the link_room of a Cluster: other traffic is FSDP's."""
+    """Return Cluster.link_room, where FSDP's is the only other traffic."""
     forward, backward = (
         sum(scenario.seconds_around_attention(each)) - fsdp_seconds_of_layer(scenario, each)
         for each in (FORWARD, BACKWARD)
@@ -149,7 +149,7 @@ def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Share:
-    """What travels together, of a layer's rows and heads."""
+    """The fraction of a layer's rows and heads that travels together."""
 
     queries: float = 1.0
     keys: float = 1.0
@@ -173,8 +173,9 @@ def moved_bytes(
 def exchange_seconds(
     scenario: Scenario, work: Work, pass_idx: int, share: Share
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """When `share` travels, each [ranks], latencies included: when all that visits a server is
-    there; then how long until its results have left, and a home's have come."""
+    """Return seconds for the transfers of `share`, latencies included, as three arrays [ranks]:
+    until all inputs of a server have arrived, to send the results of a server, and to receive the
+    results of a home rank."""
     num_ranks = scenario.groups
     machine, per_node = scenario.machine, scenario.groups_per_node
     inside = work.home // per_node == work.server // per_node
@@ -207,8 +208,8 @@ def _by_kind(attention, exchange, waiting) -> np.ndarray:
 
 
 def shares_of_parts(scenario: Scenario, num_parts: int) -> list[Share]:
-    """Return what travels in each part. Of consecutive parts that share key heads, the first brings
-    them, and the last takes their gradients home."""
+    """Return what travels in each part. If consecutive parts share key heads, the first of them
+    brings the key heads, and the last takes their gradients home."""
     num_key_parts = key_parts_of(scenario.attention_shape, num_parts)
     sharing = num_parts // num_key_parts
     return [
@@ -254,8 +255,8 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
 def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     """Return the times of a layer in ping-pong. The exchange of the first half runs beside the
     second half's attention and work before attention. The exchange of the second half runs beside
-    the first half's attention and work after it. Visiting tasks of some heads hide rows of others.
-    FSDP's collectives share the links."""
+    the first half's attention and work after it. Visiting tasks of some heads hide transfers of
+    other heads. FSDP's collectives share the links."""
     attention, others = work.seconds[pass_idx], scenario.seconds_around_attention(pass_idx)
     slower = 1 + min(
         1.0, fsdp_seconds_of_layer(scenario, pass_idx) / (sum(others) + attention.mean())

@@ -148,8 +148,8 @@ def fsdp_seconds_of_layer(scenario: Scenario, pass_idx: int) -> float:
 
 
 def add_parameters(scenario: Scenario, layers: Layers) -> None:
-    """What FSDP's collectives take beyond the compute and the waits for attention that hide them,
-    and its meetings: in a micro-batch no rank gets far ahead of another."""
+    """Add the time of FSDP's collectives that neither compute nor waits for attention hide. Also
+    add waits of ranks for each other: in a micro-batch no rank gets far ahead of another."""
     if scenario.sharding != "fsdp" or scenario.groups == 1:
         return
     modules = scenario.model.layer_params, scenario.model.edge_params / scenario.pp

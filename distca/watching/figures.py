@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 STEPS_FILE = "steps.jsonl"  # of a run's records, a JSON object a line
 SPANS_FOLDER = "spans"  # of a run: when a step's phases began and ended, a file a rank
-TICKS_FOLDER = "ticks"  # of a run: when a step's ticks began and ended, a file a rank
+TICKS_FOLDER = "ticks"  # of a run: when a step's ticks began and ended, one file per rank
 LINKS = ("link_gb_per_s", "node_link_gb_per_s")  # left out if there is no such link
 MEASURED = ("attention_ms", "exposed_ms")  # lists by rank that are measured, not predicted
 

@@ -15,7 +15,7 @@ class Watching:
 
     run_dir: str | None = None
     """Folder for records: steps.jsonl with a line per step, and at the end summary.json,
-    balance.png and trace.json, and ticks.png and ticks.json for a pipeline that shares attention.
+    balance.png and trace.json. A pipeline that shares attention also gets ticks.png and ticks.json.
     `python -m distca.report RUN_DIR` shows them at any time. None: no records."""
 
     tensorboard: bool = False

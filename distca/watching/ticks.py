@@ -8,7 +8,7 @@ from pathlib import Path
 from distca.watching.figures import TICKS_FOLDER
 from distca.watching.trace import event, name_event, save_times
 
-# Rows of a rank in the trace. Planned attention is drawn from the beginning of its tick.
+# Rows of a rank in the trace. Planned attention begins where its tick was measured to begin.
 ROWS = ("planned attention", "ticks", "measured attention")
 FORWARD_COLOR, BACKWARD_COLOR, TICK_COLOR = "#2a7f8e", "#c44e52", "#e3e3e3"
 MAX_LABELS = 1000  # of a picture; more are slow to draw, and cannot be read
@@ -21,7 +21,7 @@ class TickTimes:
     name: str  # "tick 4: 0F3 1F2", the passes of all ranks
     own: str  # "1F2", the pass of this rank; "" if it only serves
     is_forward: bool
-    planned_ms: float  # of this rank's attention, also for other stages
+    planned_ms: float  # of attention on this rank, including that of other stages
     begin: int = 0
     end: int = 0
     attention: list[tuple[int, int]] = field(default_factory=list)  # begin and end of each call
