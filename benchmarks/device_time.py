@@ -90,7 +90,7 @@ def timed(
     train_step: Callable[[], Tensor], device: torch.device, group: ProcessGroup | None = None
 ) -> tuple[float, float]:
     """Run one step on the ranks of `group` (default: all). Return its milliseconds from barrier to
-    barrier, and the sum of the losses that `train_step` returns on each rank."""
+    barrier, and the sum over ranks of the losses that `train_step` returns."""
     synchronise(device, group)
     start = time.perf_counter()
     loss = train_step()

@@ -1,12 +1,12 @@
-"""Other work on the device of a rank, which takes a fixed part of its time.
+"""Other work that takes a fixed part of the time of a rank's device.
 
-It is a process of its own, so it shares the device and nothing else with the rank: not the stream,
-not Python's lock. It computes matrix products on its own device memory. In each period of 20 ms it
-runs as many as take `part` of the period on an idle device, and rests until the next period. By
-default, a GPU divides its time equally between processes that have work, and so does Linux that of
-a core. So the work reaches any part below one half, even beside a rank that never rests. If it
-falls behind, it does not rest until it has caught up. The part that it took is known in the end,
-because only runs beside equal work can be compared.
+The work is a process of its own. It shares the device with the rank, but neither a stream nor
+Python's global interpreter lock. It computes matrix products in its own device memory. In each
+period of 20 ms, it runs as many products as take `part` of the period on an idle device, and rests
+until the next period. By default, a GPU divides its time equally between processes that have work,
+and Linux does the same with a core. So the work reaches any part below one half, even beside a rank
+that never rests. If it falls behind, it does not rest until it has caught up. At the end it reports
+the part that it took, because only runs beside equal work can be compared.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ BEGIN, END = b"+", b"-"
 
 
 class OtherWork:
-    """The process, as seen by the rank that starts it. It ends with the rank at the latest."""
+    """Starts and controls the process, which ends when the rank ends, or before."""
 
     def __init__(self, device: torch.device, part: float) -> None:
-        """Start the process, and wait until it knows what its products cost on the device, which
-        must be idle meanwhile."""
+        """Start the process, and wait until it has timed its products. Until then, the device must
+        be idle."""
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(device), str(part)],
             stdin=subprocess.PIPE,
@@ -46,7 +46,7 @@ class OtherWork:
         self._process.stdin.write(BEGIN)
 
     def end(self) -> float:
-        """Let it rest. Return the part of the device's time that it took since `begin`."""
+        """Stop the work. Return the part of the device's time that it took since `begin`."""
         self._process.stdin.write(END)
         return self._answer()
 
@@ -64,8 +64,8 @@ class OtherWork:
 
 @contextlib.contextmanager
 def own_core(number: int) -> Iterator[None]:
-    """Let this thread and the processes that it starts run on one core, chosen by `number` among
-    those that it may use."""
+    """Pin this thread, and the processes that it starts, to one core. `number` selects it among the
+    cores that the thread may use."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[number % len(cores)]})
     try:
@@ -75,13 +75,14 @@ def own_core(number: int) -> Iterator[None]:
 
 
 def num_products(part: float, seconds: float) -> int:
-    """Return how many products of `seconds` take `part` of a period, at least one."""
+    """Return how many products, of `seconds` each, take `part` of a period; at least 1."""
     return max(1, round(part * PERIOD_S / seconds))
 
 
 def work(burst: Callable[[], None], burst_s: float, is_over: Callable[[float], bool]) -> float:
-    """Run a burst in each period, until is_over(seconds to the next period) waits and returns True.
-    Return the part of the time that bursts of `burst_s` on an idle device have taken."""
+    """Run a burst in each period until is_over returns True. is_over gets the seconds to the next
+    period, and waits for at most as long. Return the part of the time that bursts have taken, if
+    each counts as `burst_s`, its seconds on an idle device."""
     start = time.perf_counter()
     for num_bursts in range(1, sys.maxsize):
         burst()
@@ -108,7 +109,7 @@ class Products:
             torch.cuda.synchronize(self._device)
 
     def seconds(self) -> float:
-        """Measure a product on the idle device: the least of several means."""
+        """Return the seconds of a product on the idle device: the least of several means."""
         self.run(1)
         least, start = math.inf, time.perf_counter()
         while (begin := time.perf_counter()) < start + WARM_UP_S:
@@ -118,8 +119,8 @@ class Products:
 
 
 def main() -> None:
-    """Work from each BEGIN on the standard input to the next END, and print what part that took.
-    Return at the end of the input."""
+    """Work from each BEGIN on standard input to the next END, and then print the part of the time
+    that the work took. Return at the end of the input."""
     device, part = torch.device(sys.argv[1]), float(sys.argv[2])
     torch.set_num_threads(1)
     products = Products(device)

@@ -1,34 +1,34 @@
-"""Time training steps with a server of attention, and beside other work on one rank's device.
+"""Time training steps with an attention server, or beside other work on one rank's device.
 
     torchrun --nproc-per-node 2 benchmarks/server_step.py server --document 131072
     torchrun --nproc-per-node 2 benchmarks/server_step.py slow --document 327680 --layers 2 \\
         --vocab 1024 --steps 16
 
-Model, documents and the measurement of a step are those of training_step.py. --document counts the
-tokens of all ranks that train.
+The model, the documents and the timing of a step are those of training_step.py. --document is the
+number of tokens of all ranks that train.
 
 In the mode "server", the last rank serves attention and runs no model (docs/servers.md). The others
-train. In the variant "alone" they balance attention among themselves, and the last rank does
-nothing. In "served" it computes its part of their attention. The output shows how many times faster
-that is, and the memory of the fullest trainer and of the server.
+train. In the variant "alone", they balance attention among themselves, and the last rank does
+nothing. In "served", the last rank computes its part of their attention. The output shows how many
+times faster "served" is, the memory of the trainer that uses most, and the memory of the server.
 
 In the mode "slow", all ranks train, and another process computes on the device of the last rank
-(other_work.py). It takes --part of the device's time. In the variant "even" it rests. In "slow" it
-works, and plans take all ranks to be equally fast. In "slow measured" it works, and plans follow
+(other_work.py). It takes --part of the device's time. In the variant "even", the process rests. In
+"slow", it works, and plans assume equally fast ranks. In "slow measured", it works, and plans use
 the measured speeds of the ranks (distca/ranks/pace.py). The cost of the other work is the time by
-which steps of "slow" exceed those of "even". The output shows the part of it that "slow measured"
-saves.
+which steps of "slow" exceed those of "even". The output shows the part of this cost that "slow
+measured" saves.
 
 Other work slows down linear layers as much as attention, but only attention can move to another
 rank. If attention is a part a of the step, and the other work takes a part p of one of n devices,
 then at most a (n - 1) / (n - p) of the cost can be saved. That is 0.53 with two ranks, a = 0.85 and
-p = 0.4, so choose long documents. The output shows this limit, with a from a profiled step of
-"even". The other work begins after the group has opened and measured its links and its attention,
-so all variants plan with like figures. Ranks time one call in four. Let --skip cover the steps until
-the speeds are known: 6 with four layers, 10 with two.
+p = 0.4, so choose long documents. The output shows this limit, for the a that was measured in a
+profiled step of "even". The other work begins after the group has opened and measured its links and
+its attention, so all variants plan with similar figures. Ranks time one call in four.
+Let --skip cover the steps until the speeds are known: 6 with four layers, 10 with two.
 
-On the CPU distca measures no speeds, and plans of "slow measured" are those of "slow". Each rank
-keeps to one core there, and the other work to that of the last rank.
+On the CPU, distca measures no speeds, so "slow measured" has the same plans as "slow". Each rank
+then runs on one core, and the other work on the core of the last rank.
 
 All variants of a mode train on the same documents and tokens, from the same initial weights. If
 losses differ by more than 2e-5 in float32 (on the CPU), or by more than 1e-2 in bfloat16, the
@@ -69,9 +69,9 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
     parser.add_argument("mode", choices=VARIANTS)
     add_arguments(parser)
     add_model_arguments(parser)
-    parser.add_argument("--steps", type=int, default=20, help="including those of --skip")
+    parser.add_argument("--steps", type=int, default=20, help="how many, including those of --skip")
     parser.add_argument(
-        "--skip", type=int, help=f"first steps that do not count (default: {NUM_WARM_UP_STEPS})"
+        "--skip", type=int, help=f"first steps to leave out (default: {NUM_WARM_UP_STEPS})"
     )
     parser.add_argument(
         "--turns", type=int, default=1, help="runs of each variant, in turns with the others"
@@ -80,7 +80,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
         "--part",
         type=float,
         default=0.4,
-        help="of the last rank's device that other work takes (default: %(default)s)",
+        help="part of the last rank's device that other work takes (default: %(default)s)",
     )
     parser.add_argument("--transport", default="auto", help="distca's option of this name")
     parser.add_argument("--out", type=Path, help="JSON file; CSV and PNG files go beside it")
@@ -115,7 +115,7 @@ class Result:
 
 
 class Mode:
-    """The steps of all variants of a mode."""
+    """Runs the steps of each variant of a mode."""
 
     def __init__(self, args: argparse.Namespace, workload: Workload, device: torch.device) -> None:
         self.args, self.workload, self.device = args, workload, device
@@ -125,7 +125,7 @@ class Mode:
     def train(
         self, num_profiled: int, trainers: dist.ProcessGroup | None = None
     ) -> tuple[Run, list[list[Span]]]:
-        """Run all steps in the open session, on each rank of `trainers` (default: all ranks)."""
+        """Run all steps in the open session. All ranks of `trainers` (default: all) call this."""
         variant = Variant(distca.core_attention, own_share, self.args.transport)
         run, timeline = run_steps(
             self.args, self.workload, self.device, variant, num_profiled, trainers=trainers
@@ -163,8 +163,7 @@ class ServerMode(Mode):
 
 
 class UnknownPace(Pace):
-    """The pace of a group that does not time its tasks, so that plans take all ranks to be equally
-    fast."""
+    """The pace of a group that does not time its tasks, so that plans assume equally fast ranks."""
 
     def word(self, group_name: str) -> int:
         return UNKNOWN
@@ -208,18 +207,18 @@ def part_of_servers(plan: distca.PlanReport) -> float:
 
 
 def part_taken_back(even_ms: float, slow_ms: float, measured_ms: float) -> float:
-    """Return the part of the cost of slow steps that steps with measured speeds save."""
+    """Return the part of the other work's cost that plans with measured speeds save."""
     return (slow_ms - measured_ms) / (slow_ms - even_ms)
 
 
 def largest_part_taken_back(attention: float, other_work: float, num_ranks: int) -> float:
-    """Return the part that perfect balance of attention saves, if attention is that part of a step
-    and other work takes that part of one rank's device."""
+    """Return the part of the cost that perfectly balanced attention saves. `attention` is its part
+    of a step, and `other_work` is the part of one rank's device that other work takes."""
     return attention * (num_ranks - 1) / (num_ranks - other_work)
 
 
 def attention_of_step(run: Run) -> float:
-    """Return the part of the profiled steps that the mean rank spends in attention."""
+    """Return the part of the profiled steps that ranks spend in attention on average."""
     profile = run.mean_profile()
     return statistics.fmean(profile["attention_ms"]) / max(profile["step_ms"])
 
@@ -233,7 +232,7 @@ def server_figures(runs: dict[str, Run]) -> dict[str, float]:
 
 
 def slow_figures(runs: dict[str, Run], other_work: float, num_ranks: int) -> dict:
-    """Return the figures of the mode "slow" beside other work that took this part of a device."""
+    """Return the figures of the mode "slow", where other work took `other_work` of a device."""
     even, slow, measured = (mean_ms(runs[name]) for name in VARIANTS["slow"])
     attention, plans = attention_of_step(runs[EVEN]), runs[MEASURED].plans
     known = [step for step, plan in enumerate(plans) if plan.measured_speeds]
@@ -250,7 +249,7 @@ def slow_figures(runs: dict[str, Run], other_work: float, num_ranks: int) -> dic
 
 
 def summary_of(args: argparse.Namespace, results: dict[str, Result], num_ranks: int) -> dict:
-    """Summarize the last result of each variant, whose run holds the means over its turns."""
+    """Summarize a result of each variant. Its run holds the means over the turns."""
     runs = {name: result.run for name, result in results.items()}
     of_results = {
         f"{name}: {key}": value
@@ -265,7 +264,7 @@ def summary_of(args: argparse.Namespace, results: dict[str, Result], num_ranks: 
 
 
 def disagreement(runs: dict[str, Run], tolerance: float) -> str | None:
-    """Return what is wrong with the losses, or None."""
+    """Return how the losses of the variants differ, or None if they agree."""
     first, *others = runs
     for name in others:
         pairs = zip(runs[first].losses, runs[name].losses, strict=True)
@@ -281,7 +280,7 @@ def disagreement(runs: dict[str, Run], tolerance: float) -> str | None:
 def run_mode(
     args: argparse.Namespace, workload: Workload, device: torch.device
 ) -> dict[str, Result] | None:
-    """Run all variants. Return a result of each on rank 0, with means over turns."""
+    """Run all variants. On rank 0, return a result of each, with means over turns."""
     mode = (ServerMode if args.mode == "server" else SlowMode)(args, workload, device)
     results: dict[str, list[Result]] = {name: [] for name in VARIANTS[args.mode]}
     for num_profiled in [*[0] * (args.turns - 1), NUM_PROFILED_STEPS]:

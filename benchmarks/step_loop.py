@@ -34,7 +34,7 @@ def leave() -> None:
     """Close the process group.
 
     A thread of gloo releases tensors after the call that used them has returned. If Python ends
-    before, the process aborts, so a barrier gives the thread time.
+    before that, the process aborts. So a barrier gives the thread time.
     """
     distca.close()
     dist.barrier()
@@ -56,7 +56,7 @@ def open_session(
 
 
 def peer_memory_gib(session: Session, device: torch.device) -> float:
-    """Return the peer memory of each rank of an open session."""
+    """Return the peer memory of each rank of an open session, in GiB."""
     if device.type == "cpu" or not session.group_name:
         return 0.0
     return torch.ops.distca.peer_memory_bytes(session.group_name) / 2**30
@@ -106,8 +106,8 @@ def run_steps(
 ) -> tuple[Run, list[list[Span]]]:
     """Run all steps from the initial weights, and profile the last ones again.
 
-    `group` is for the variant's attention. `trainers` are the ranks that call this (None: all). A
-    variant with a transport needs an open session. Return the run, and the spans of the last step
+    `group` is for the variant's own attention. `trainers` are the ranks that call this (None: all).
+    A variant with a transport needs an open session. Return the run, and the spans of the last step
     by rank.
     """
     cuda, num_steps = device.type == "cuda", len(workload.packs)

@@ -31,7 +31,7 @@ class Run:
     peer_memory_gib: float = 0.0  # per rank, in addition to peak_gib
     turns_ms: list[float] = field(default_factory=list)
     """Mean step time of each run, if the variant ran several times."""
-    skip: int = NUM_WARM_UP_STEPS  # first steps, which figures leave out
+    skip: int = NUM_WARM_UP_STEPS  # number of first steps that figures leave out
 
     @classmethod
     def mean_of(cls, runs: Sequence["Run"]) -> "Run":

@@ -11,8 +11,8 @@ STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|programs|run_command|Ranks|torchrun|init_process_group)\b"
 )
 
-# Files that take longest run first, so that workers of pytest-xdist end together. It keeps this
-# order only with --no-loadscope-reorder. Otherwise it runs files with few tests last.
+# The slowest files run first, so that the workers of pytest-xdist end together. pytest-xdist keeps
+# this order only with --no-loadscope-reorder. Otherwise it runs files with few tests last.
 LONGEST = (
     "test_transformers_families.py",
     "test_transformers_training.py",

@@ -131,7 +131,7 @@ def wrap(stage: nn.Module, case: Pipeline, mesh: DeviceMesh) -> nn.Module:
 
 
 def examples_of(case: Pipeline, index: int) -> dict:
-    """Return input_args and output_args of PipelineStage, with which it need not infer them."""
+    """Return input_args and output_args, so that PipelineStage need not infer them."""
     if case.examples is None:
         return {}
     tokens = torch.zeros(TOKENS, dtype=torch.int64, device=case.device)
@@ -222,7 +222,7 @@ def timed_step(
     rank: int, world_size: int, case: Pipeline, folder: str, slow_rank: int, seconds: float
 ) -> list[tuple[str, list[float]]]:
     """Run two steps, and time the first. Each call of attention on `slow_rank` is delayed by
-    `seconds`. Return the tick and the predicted seconds of each plan of the first step."""
+    `seconds`. For each plan of the first step, return its tick and its predicted seconds."""
 
     def attend(q: Tensor, *arguments, **keywords) -> Tensor:
         time.sleep(seconds if rank == slow_rank else 0.0)
@@ -235,7 +235,7 @@ def timed_step(
         run_step(case, mesh, parts, schedule)
         plans = [(name, report.seconds_after) for name, report in schedule.reports()]
         if case.device == "cuda":
-            torch.cuda.synchronize()  # so that the next step keeps the times of this one
+            torch.cuda.synchronize()  # so that the next step can save the times of this one
         run_step(case, mesh, parts, schedule)
         return plans
     finally:
@@ -245,7 +245,7 @@ def timed_step(
 
 
 def accumulate(rank: int, world_size: int, case: Pipeline) -> dict[str, Tensor]:
-    """Return the gradients of two steps, which are reduced over ranks once."""
+    """Return the gradients of two steps, reduced over ranks once at the end."""
     mesh, parts, schedule = open_pipeline(case, world_size)
     try:
         for is_last in (False, True):

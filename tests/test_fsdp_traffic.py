@@ -1,4 +1,4 @@
-"""The planner leaves links to FSDP2's traffic where they are slow."""
+"""On slow links, the planner leaves room for FSDP2's traffic."""
 
 from unittest import mock
 
@@ -18,7 +18,7 @@ from distca.ranks.fsdp_traffic import UNKNOWN, FsdpTraffic, ModelTraffic, common
 
 
 def traffic_of_a_model(rank: int, world_size: int, reduce_dtype) -> tuple[list[int], int]:
-    """Return the words of a Llama of two blocks, and the parameters of a block."""
+    """Return the words of a Llama with two blocks, and the number of parameters of a block."""
     mesh = init_device_mesh("cpu", (world_size,))
     model = parallel_training.build(distca.core_attention)
     num_params = sum(each.numel() for each in model.blocks[0].parameters())
@@ -31,14 +31,14 @@ def traffic_of_a_model(rank: int, world_size: int, reduce_dtype) -> tuple[list[i
 
 
 def layers_of(model: torch.nn.Module) -> list[tuple[int, int, int, int]]:
-    """Other tests leave models in the processes."""
+    """Search only this model, because other tests leave models in the processes."""
     with mock.patch.object(_torch_private.gc, "get_objects", lambda: list(model.modules())):
         return _torch_private.sharded_layers()
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
 def test_the_traffic_of_a_block(ranks, reduce_dtype):
-    """Embedding and head, which the root gathers, are no layers."""
+    """The root gathers embedding and head, so they do not count as layers."""
     for words, num_params in ranks(2).run(traffic_of_a_model, reduce_dtype):
         reduced_bytes = num_params * (2 if reduce_dtype is None else 4)
         assert words == [num_params, 2 * num_params, reduced_bytes, 2]

@@ -1,4 +1,4 @@
-"""On CUDA devices: a rank whose device runs other work is found to be slow, and gets less."""
+"""On CUDA devices: a rank is measured to be slow if its device runs other work."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NUM_STEPS = 24
 def speeds_of(rank: int, world_size: int, slow_rank: int | None) -> list[list[float]]:
     """Return the measured speeds of all steps, with work on another stream of one rank's device."""
     distca.close()
-    # Options that measure, unlike deterministic ones.
+    # Unlike deterministic options, these measure speeds.
     distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS))
     offsets = torch.tensor([0, *LENGTHS[rank]]).cumsum(0)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""How much of the attention each half of ping-pong has, and what hides the halves' transfers."""
+"""The part of the attention in each half of ping-pong, and the work that hides its transfers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Linear work of blocks before attention is measured, and plans count on it under ping-pong."""
+"""Linear work before attention is measured, and plans under ping-pong take it into account."""
 
 from unittest import mock
 

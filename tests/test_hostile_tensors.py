@@ -25,7 +25,8 @@ PIECES = torch.tensor([[0, 1, 0, 900], [1, 2, 0, 8]])  # rank, document, start, 
 TOLERANCE = 0.02
 NO_SERVERS = torch.empty(0, 2, dtype=torch.float64)
 SERVERS = torch.tensor([[1.0, 1e9], [0.5, 1e9]], dtype=torch.float64)  # speed, memory cap
-# ranks of a node, inside, between, hidden part, parts, waits forward and backward, hidden seconds
+# Ranks of a node, inside, between, hidden part, exposed part, waits forward and backward, hidden
+# seconds, room forward and backward.
 LINKS = torch.tensor([2, 1e9, 1e9, 0, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
 
 

@@ -70,7 +70,7 @@ def test_one_slow_step_does_not_count():
 
 
 def reports_of(rank: int, world_size: int, options: dict) -> list[distca.PlanReport]:
-    """Return the reports of plans on ranks of which the second is half as fast."""
+    """Return the reports of plans in a group whose second rank is half as fast."""
     distca.close()
     distca.init(options=distca.Options(**MOVE_ALWAYS, **options))
     with (

@@ -88,7 +88,7 @@ def test_the_bits_are_those_of_one_part(four, documents):
 
 @pytest.mark.parametrize("documents", ["skewed", "one_over_all"])
 def test_shared_key_heads_in_bfloat16(four, documents):
-    """The gradients of a shared key head are a sum of rounded ones."""
+    """The gradient of a shared key head is a sum of rounded gradients."""
     heads = {"heads_q": 8, "heads_kv": 1}
     case = Case(**{**vars(CASES[documents]), "dtype": torch.bfloat16, "head_dim": 64, **heads})
     oracle.assert_close(results_of(four, case, {}), *oracle.truths_and_limits(case))
@@ -104,7 +104,8 @@ def test_bytes_during_which_no_visiting_task_runs():
     shape = AttentionShape(8, 2, 128, 2)
     query, key = shape.row_bytes()
     assert cluster.parts_of(shape)["num_parts"] == 4
-    # The first of four parts has a quarter of q and half of k and v; the last, of their results.
+    # The first of four parts has a quarter of q and half of k and v. The last has the same parts of
+    # their results.
     exposed = (query / 4 + key / 2) / (query + key)
     assert cluster.parts_of(shape)["exposed_part"] == pytest.approx(exposed)
     assert cluster.parts_of(AttentionShape(8, 8))["exposed_part"] == pytest.approx(0.25)

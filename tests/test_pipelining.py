@@ -46,8 +46,8 @@ def test_a_pipeline_equals_one_process(ranks, name):
 
 
 def test_gradients_are_never_lost(own_ranks):
-    """From torch 2.12 on, stages rely on examples, of which none need gradients here. On torch
-    2.12, the last stage notices it itself."""
+    """From torch 2.12 on, stages rely on the examples, and here no example needs gradients. On
+    torch 2.12, the last stage notices this itself."""
     outcomes = own_ranks(4).outcomes(pipelined.train_step, Pipeline(examples={}), 1)
     errors = [outcome.error for outcome in outcomes]
     if any(errors):

@@ -93,7 +93,7 @@ def test_other_work_beside_one_rank(tmp_path):
 
 
 def speeds_by_variant(rank: int, world_size: int) -> dict[str, list[list[float]]]:
-    """Return the speeds that plans use, in a group that measures a half for the second rank."""
+    """Return the speeds that plans use in a group whose second rank is measured at half speed."""
     distca.close()
     flags = ["slow", "--device", "cpu", *MODEL, "--document", "1024", "--steps", "5", "--skip", "1"]
     with mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)):
@@ -248,8 +248,8 @@ def test_products_of_a_period():
 
 
 def worked(burst_periods: float, num_bursts: int) -> tuple[float, list[float]]:
-    """Return the part that bursts took that cost a quarter of a period alone, but last
-    `burst_periods` periods, and the rests between them, in periods."""
+    """Return the part of the time that bursts took, and the rests between them, in periods. On an
+    idle device a burst takes a quarter of a period, but here it takes `burst_periods`."""
     now, rests = [0.0], []
 
     def burst() -> None:

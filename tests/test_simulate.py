@@ -437,7 +437,7 @@ def test_parts_hide_transfers_behind_visiting_tasks():
 
 
 def test_parts_that_share_key_heads():
-    """k and v travel with the first of two parts of q. Visiting tasks of it hide the second."""
+    """k and v travel with the first of two parts of q, whose visiting tasks hide the second."""
     scenario = linked(Link(0.0, 8960.0))
     scenario = replace(scenario, model=replace(TINY, heads=2))
     query, key = 10 * 256 / 8960.0, 30 * 512 / 8960.0  # of a part
@@ -493,7 +493,7 @@ def test_ping_pong_hides_a_half_behind_the_other():
     exposed = exposed_in_ping_pong(exchanges, 0)
     assert exposed > 0 and times[EXCHANGE] == pytest.approx([exposed] * 2)
     assert beside == pytest.approx(2 / 3 * BEFORE + 1 / 3 * AFTER)
-    # Attention of 3.5 s (mean) hides more, and all of the first half's exchange.
+    # Attention of 3.5 s (mean) hides more: all of the first half's exchange, too.
     times, beside = ping_pong(scenario, small_work(), FORWARD)
     less = exposed_in_ping_pong(exchanges, 3.5)
     assert less < exposed and exchanges[0] < 2 / 3 * (BEFORE + 3.5)
@@ -884,7 +884,7 @@ def filled(filler: int, *lengths: int) -> list[int]:
 
 @pytest.mark.parametrize("case", range(len(MEASURED)))
 def test_predictions_of_measured_steps(case, monkeypatch):
-    """The measured plans assumed links of 200 GB/s, whatever the links were, rows traveled in one
+    """The plans of the measured steps assumed 200 GB/s over any link. Their rows travelled in one
     part, and ping-pong ran on equal halves."""
     monkeypatch.setattr(halves, "FIRST_PART", 0.5)
     (filler, longest), gb_per_s, measured_ms = MEASURED[case]
