@@ -6,6 +6,7 @@ import pipelined
 import pytest
 from pipelined import Pipeline
 
+from distca.ranks.planner_thread import PlannerThread
 from distca.watching import report
 from distca.watching.figures import FORWARD_SHARE
 from distca.watching.ticks import TickTimes, draw_ticks, save_ticks, trace_of_ticks
@@ -39,6 +40,16 @@ def test_ticks_are_recorded_as_planned_and_as_measured(own_ranks, tmp_path):
     events = json.loads((tmp_path / "ticks.json").read_text())["traceEvents"]
     assert {each["name"] for each in events if each.get("tid") == 1} >= {"tick 0: 0F0 (serves)"}
     assert (tmp_path / "ticks.png").stat().st_size > 10_000
+
+
+def test_times_that_cannot_be_saved_end_in_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    thread = PlannerThread()
+    with caplog.at_level("WARNING"):
+        thread.save("ticks of step 3", save_ticks, tmp_path / "file", 0, 3, [])
+        assert thread.submit(lambda: "alive").result(10) == "alive"
+    thread.close()
+    assert "ticks of step 3 not saved: NotADirectoryError: " in caplog.text
 
 
 def check_tick(rank: int, tick: dict, plans: list[list[float]]) -> None:

@@ -200,7 +200,9 @@ class AttentionPool:
         clock, session = self._stopped, self.session
         if clock is not None and clock.has_stopped():
             self._stopped, place = None, (session.watching.run_dir, session.rank, clock.step)
-            session.planner.submit(lambda: save_ticks(*place, clock.times()))
+            session.planner.save(
+                f"ticks of step {clock.step}", lambda: save_ticks(*place, clock.times())
+            )
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that times a call of attention if the step is timed."""

@@ -15,6 +15,9 @@ class TickClock:
     """The times of one step's ticks on this rank."""
 
     def __init__(self, step: int, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:
+            # Each thread has a current device of its own, and the planner thread takes the times.
+            device = torch.device("cuda", torch.cuda.current_device())
         self.step, self._device = step, device
         # For each tick, its begin and end, and then those of each call of attention in it.
         self._ticks: list[tuple[TickTimes, list[Moment]]] = []

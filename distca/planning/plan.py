@@ -192,7 +192,8 @@ def _record(
     is_assumed = session.num_ranks > 1 and astuple(shape) != tuple(words[HEADER_WORDS:NODE_WORD])
     work = (shape.tile_flops(1), sum(shape.row_bytes()))
     record = {**report.record(), **note}
-    session.planner.submit(session.monitor.record, step, record, work, is_assumed)
+    what = f"record of step {step}"
+    session.planner.save(what, session.monitor.record, step, record, work, is_assumed)
 
 
 def group_of(documents: Documents) -> ProcessGroup | None:

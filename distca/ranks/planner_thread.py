@@ -1,9 +1,12 @@
 """The thread that makes a group's plans."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+
+_log = logging.getLogger("distca")
 
 
 class PlannerThread:
@@ -26,6 +29,18 @@ class PlannerThread:
             self._thread = threading.Thread(target=self._serve, name="distca-planner", daemon=True)
             self._thread.start()
         return future
+
+    def save(self, what: str, function: Callable, *args) -> None:
+        """Calls function(*args), which saves `what`. An error ends in a warning, because training
+        can go on without."""
+
+        def try_to_save() -> None:
+            try:
+                function(*args)
+            except Exception as error:
+                _log.warning("%s not saved: %s: %s", what, type(error).__name__, error)
+
+        self.submit(try_to_save)
 
     def close(self) -> None:
         """Ends the thread after the calls submitted so far. Does not wait for them."""

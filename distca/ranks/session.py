@@ -82,7 +82,7 @@ class Session:
         if times:
             self.times_us, timed, self.timed_step = tuple(times), self.timed_step, None
             if self._keeps_times():
-                self.planner.submit(self._save_spans, timed)
+                self.planner.save(f"times of step {timed}", self._save_spans, timed)
         every = self.watching.log_every or TIMED_EVERY
         if self.watching.is_on and self.timed_step is None and step % every == 0:
             ops.watch_step(self.group_name, step)
