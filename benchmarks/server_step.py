@@ -20,12 +20,12 @@ which steps of "slow" exceed those of "even". The output shows the part of this 
 measured" saves.
 
 Other work slows down linear layers as much as attention, but only attention can move to another
-rank. If attention is a part a of the step, and the other work takes a part p of one of n devices,
-then at most a (n - 1) / (n - p) of the cost can be saved. That is 0.53 with two ranks, a = 0.85 and
-p = 0.4, so choose long documents. The output shows this limit, for the a that was measured in a
-profiled step of "even". The other work begins after the group has opened and measured its links and
-its attention, so all variants plan with similar figures. Ranks time one call in four.
-Let --skip cover the steps until the speeds are known: 6 with four layers, 10 with two.
+rank. If the other work takes a part p of one of n devices, and all ranks finish their steps
+together, then (n - 1) / (n - p) of the cost is saved: 0.63 with two ranks and p = 0.4. Less is
+possible if the slow rank needs longer for its linear layers alone. The output shows this limit. The
+other work begins after the group has opened and measured its links and its attention, so all
+variants plan with similar figures. Ranks time attention in one call of four, and all other work in
+one step of two. Let --skip cover the steps until both are known: 6 with four layers, 10 with two.
 
 On the CPU, distca measures no speeds, so "slow measured" has the same plans as "slow". Each rank
 then runs on one core, and the other work on the core of the last rank.
@@ -54,7 +54,7 @@ from step_variants import Variant, own_share
 from workloads import Workload, add_arguments, make_workload
 
 import distca
-from distca.ranks.pace import UNKNOWN, Pace
+from distca.ranks.pace import NUM_WORDS, UNKNOWN, Pace
 
 ALONE, SERVED = "alone", "served"
 EVEN, SLOW, MEASURED = "even", "slow", "slow measured"
@@ -163,10 +163,10 @@ class ServerMode(Mode):
 
 
 class UnknownPace(Pace):
-    """The pace of a group that does not time its tasks, so that plans assume equally fast ranks."""
+    """The pace of a group that times nothing, so that plans assume equally fast ranks."""
 
-    def word(self, group_name: str) -> int:
-        return UNKNOWN
+    def words(self, group_name: str) -> list[int]:
+        return [UNKNOWN] * NUM_WORDS
 
 
 class SlowMode(Mode):
@@ -212,9 +212,12 @@ def part_taken_back(even_ms: float, slow_ms: float, measured_ms: float) -> float
 
 
 def largest_part_taken_back(attention: float, other_work: float, num_ranks: int) -> float:
-    """Return the part of the cost that perfectly balanced attention saves. `attention` is its part
-    of a step, and `other_work` is the part of one rank's device that other work takes."""
-    return attention * (num_ranks - 1) / (num_ranks - other_work)
+    """Return the part of the cost that ideal plans save: those with which all ranks finish their
+    steps together, or with which the slow rank computes no attention at all. `attention` is its
+    part of a step, and `other_work` is the part of one rank's device that other work takes."""
+    even, slow = 1.0, 1 / (1 - other_work)
+    ideal = max(num_ranks / (num_ranks - other_work), (1 - attention) * slow)
+    return part_taken_back(even, slow, ideal)
 
 
 def attention_of_step(run: Run) -> float:
@@ -244,6 +247,7 @@ def slow_figures(runs: dict[str, Run], other_work: float, num_ranks: int) -> dic
         ),
         f"{EVEN}: attention, part of the profiled step": attention,
         f"{MEASURED}: speeds of the last plan": plans[-1].measured_speeds,
+        f"{MEASURED}: lags of the last plan, ms": plans[-1].lags_ms,
         f"{MEASURED}: first step planned with speeds": known[0] if known else "none",
     }
 

@@ -231,8 +231,14 @@ def take_exchange_times(group_name: str) -> Tensor:
 @_operator
 def take_task_times(group_name: str) -> Tensor:
     """Return the times of tasks that have ended on the device since the last take_task_times: int64
-    [num_times, 4] of (step, layer, whether in the backward pass, ns). Only tasks of calls that move
-    rows are timed, and none before the first take_task_times."""
+    [num_times, 4] of (step, layer, whether in the backward pass, ns). None are timed before the
+    first take_task_times."""
+
+
+@_operator
+def take_gap_times(group_name: str) -> Tensor:
+    """Like take_task_times, for the work between calls of attention, with step, layer and pass of
+    the call that follows. The work between the two passes is left out."""
 
 
 @_operator

@@ -1,4 +1,5 @@
-"""On CUDA devices: a rank is measured to be slow if its device runs other work."""
+"""On CUDA devices: a rank is measured to be slow if its device runs other work. A rank that reaches
+attention late gets less of it."""
 
 import pytest
 import torch
@@ -47,3 +48,37 @@ def test_a_busy_device_is_slow(two_devices, slow_rank):
 def test_idle_devices_are_alike(two_devices):
     for speeds in two_devices.run(speeds_of, None):
         assert speeds[-1] == []
+
+
+def reports_of(rank: int, world_size: int, late_rank: int | None) -> list[distca.PlanReport]:
+    """Return the reports of all steps of two layers. Between these, one rank has more work."""
+    distca.close()
+    distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS))
+    q, k, v = (
+        torch.randn(16384, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (32, 8, 8)
+    )
+    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64
+    reports = []
+    for _ in range(NUM_STEPS):
+        documents = distca.Documents([0, 8192, 16384])
+        reports.append(distca.plan(documents, device="cuda").report())
+        out = distca.core_attention(q, k, v, documents).flatten(1)
+        for _ in range(3 if rank == late_rank else 2):
+            out = out @ weight
+        distca.core_attention(out.view_as(q), k, v, documents).float().square().sum().backward()
+        torch.cuda.synchronize()
+    distca.close()
+    return reports
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_rank_that_lags_gets_less(two_devices, late_rank):
+    for first, *_, last in two_devices.run(reports_of, late_rank):
+        assert first.lags_ms == [] and first.imbalance_after < 1.01
+        lag_ms = last.lags_ms[late_rank]
+        # A product takes 0.55 TFLOP in each pass.
+        assert 1 < lag_ms < 20 and last.lags_ms[1 - late_rank] == 0
+        less, more = last.seconds_after[late_rank], last.seconds_after[1 - late_rank]
+        assert more - less == pytest.approx(1e-3 * lag_ms, rel=0.2)
+        assert last.imbalance_after < 1.02

@@ -23,8 +23,8 @@ HUGE = (-(2**63), -1, 2**31, 2**40, OVERFLOWING, 2**62, 2**63 - 1)
 
 PIECES = torch.tensor([[0, 1, 0, 900], [1, 2, 0, 8]])  # rank, document, start, length
 TOLERANCE = 0.02
-NO_SERVERS = torch.empty(0, 2, dtype=torch.float64)
-SERVERS = torch.tensor([[1.0, 1e9], [0.5, 1e9]], dtype=torch.float64)  # speed, memory cap
+NO_SERVERS = torch.empty(0, 3, dtype=torch.float64)
+SERVERS = torch.tensor([[1.0, 1e9, 0.0], [0.5, 1e9, 1e-3]], dtype=torch.float64)  # as in Cluster
 # Ranks of a node, inside, between, hidden part, exposed part, waits forward and backward, hidden
 # seconds, room forward and backward.
 LINKS = torch.tensor([2, 1e9, 1e9, 0, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
@@ -94,14 +94,15 @@ def _plans():
         yield f"links {word} nan", lambda w=word: _plan(links=_with(LINKS, w, float("nan")))
     yield "two links", lambda: _plan(links=LINKS[:2])
     yield "links float32", lambda: _plan(links=LINKS.float())
-    for word in range(4):
+    for word in range(6):
         for value in (-1.0, float("nan")):
             yield (
                 f"servers {word} {value}",
                 lambda w=word, v=value: _plan(servers=_with(SERVERS, w, v)),
             )
     yield "infinite speed", lambda: _plan(servers=_with(SERVERS, 0, float("inf")))
-    yield "no server", lambda: _plan(servers=torch.zeros(2, 2, dtype=torch.float64))
+    yield "infinite lag", lambda: _plan(servers=_with(SERVERS, 2, float("inf")))
+    yield "no server", lambda: _plan(servers=torch.zeros(2, 3, dtype=torch.float64))
     yield "one server", lambda: _plan(servers=SERVERS[:1])
     yield "servers 1-D", lambda: _plan(servers=SERVERS.flatten())
     yield "servers float32", lambda: _plan(servers=SERVERS.float())

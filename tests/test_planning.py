@@ -299,7 +299,7 @@ def test_ranks_of_a_node(nodes, size):
     "fields, message",
     [
         ({"num_ranks": 0}, "num_ranks is 0"),
-        ({"speeds": (1.0,)}, r"servers: expected \[2, 2\] .*, got \[1, 2\]"),
+        ({"speeds": (1.0,)}, r"servers: expected \[2, 3\] .*, got \[1, 3\]"),
         ({"speeds": (1.0, -1.0)}, r"servers\[1\].speed is -1;"),
         ({"speeds": (0.0, 0.0)}, "servers is without any speed above 0"),
         ({"memory_cap_bytes": -1}, r"servers\[0\].cap_bytes is -1;"),

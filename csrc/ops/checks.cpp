@@ -217,7 +217,7 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
   const PlanIdentity plan = identity_of(*call.layout);
   call.session->agree(signature_of(plan, call.inputs, scores), plan.mask, moves_rows);
   call.where = call.session->enter(pass, {step, batch}, caller, moves_rows);
-  call.times = call.session->task_times();
+  call.times = call.session->times();
   call.transport = &call.session->transport(attention::reads_in_place(q, v, scores));
   if (moves_rows) return call;
   call.turn = {};

@@ -6,7 +6,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,7 +56,7 @@ struct Call {
   transport::Transport* transport;     // the session's, for these rows
   std::unique_lock<std::mutex> turn;   // holds Session::calls()
   std::shared_ptr<Timeline> timeline;  // of the group
-  std::shared_ptr<TaskTimes> times;    // of the session, null outside of one
+  std::shared_ptr<CallTimes> times;    // of the session, null outside of one
   transport::Where where;              // in the step
   int64_t kept_number = 0;             // see Servers; 0 where no inputs are kept
 };
@@ -74,6 +73,29 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
                 const at::Tensor& layout, const at::Tensor& rows, const attention::Scores& scores,
                 const std::string& group_name, int64_t caller = -1, const KeptOfCall& kept = {});
 
+// The time of a call that has begun: a phase that ends with its scope, and no part of the gaps
+// between calls.
+class WholeCall {
+ public:
+  explicit WholeCall(const Call& call)
+      : call_(call), range_(*call.timeline, call.where.in(kAttention), call.inputs.q.device()) {
+    if (call.times) call.times->gaps.begin(call.where, call.layout->batch, call.inputs.q.device());
+  }
+  WholeCall(const WholeCall&) = delete;
+  ~WholeCall() {
+    if (!call_.times) return;
+    try {
+      call_.times->gaps.end(call_.where, call_.layout->batch, call_.inputs.q.device());
+    } catch (const std::exception&) {
+      // A device that fails says so at the next call; the gap is lost.
+    }
+  }
+
+ private:
+  const Call& call_;
+  Range range_;
+};
+
 // Runs a part of a call as a phase of it.
 template <typename F>
 auto in_phase(const Call& call, const char* phase, F&& part) {
@@ -84,8 +106,8 @@ auto in_phase(const Call& call, const char* phase, F&& part) {
 // Runs and times tasks of a call: their seconds tell how fast this rank is.
 template <typename F>
 auto timed(const Call& call, F&& tasks) {
-  std::optional<ScopedSpan<TaskTimes>> span;
-  if (call.times) span.emplace(*call.times, call.where, call.inputs.q.device());
+  if (!call.times) return tasks();
+  const ScopedSpan span(call.times->tasks, call.where, call.inputs.q.device());
   return tasks();
 }
 

@@ -285,7 +285,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_call(
   const Call call =
       begin_call(pass, q, k, v, layout, rows, scores, std::string(group_name), caller, keeps);
   const attention::Params params = params_of(call, scores);
-  const Range range(*call.timeline, call.where.in(kAttention), q.device());
+  const WholeCall whole_call(call);
   if (!call.session) {
     const auto& [home_q, home_k, home_v] = call.inputs;
     const Kept nothing = new_kept(call, num_kept_queries, num_kept_keys);
@@ -325,7 +325,7 @@ Gradients core_attention_backward(const at::Tensor& grad_out, const at::Tensor& 
   const Call call = begin_call(Pass::kBackward, q, k, v, layout, rows, scores,
                                std::string(group_name), caller, {.was = elements});
   const attention::Params params = params_of(call, scores);
-  const Range range(*call.timeline, call.where.in(kAttention), q.device());
+  const WholeCall whole_call(call);
   const auto inputs = [&] {
     check_saved(grad_out, out, lse, q, v);
     if (grad_lse) check_grad_lse(*grad_lse, lse);

@@ -110,12 +110,15 @@ planner::CostModel decode_cost(const at::Tensor& cost) {
 std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t num_ranks) {
   const auto values = words_of<double>(servers, "servers");
   if (values.empty()) return {};
-  TORCH_CHECK_VALUE(servers.dim() == 2 && servers.size(0) == num_ranks && servers.size(1) == 2,
+  TORCH_CHECK_VALUE(servers.dim() == 2 && servers.size(0) == num_ranks && servers.size(1) == 3,
                     "servers: expected [", num_ranks,
-                    ", 2] (speed, memory cap in bytes) or nothing, got ", servers.sizes());
+                    ", 3] (speed, memory cap in bytes, lag in seconds) or nothing, got ",
+                    servers.sizes());
   std::vector<planner::Server> decoded;
   decoded.reserve(num_ranks);
-  for (size_t i = 0; i < values.size(); i += 2) decoded.push_back({values[i], values[i + 1]});
+  for (size_t i = 0; i < values.size(); i += 3) {
+    decoded.push_back({values[i], values[i + 1], values[i + 2]});
+  }
   return decoded;
 }
 

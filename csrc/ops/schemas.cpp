@@ -74,8 +74,9 @@ TORCH_LIBRARY(distca, m) {
   // without queries, the first positions of a document; bytes of a (query, key) row that
   // travel for a layer, that a server holds of it (by default as many), and that its inputs take,
   // of which a server may keep kept_cap_bytes for the backward pass, if keeping them saves at
-  // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 2]
-  // (speed, memory cap in bytes), or empty: all of speed 1 without a cap; links float64 [10] (ranks
+  // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 3]
+  // (speed, memory cap in bytes, seconds by which a layer's other work takes longer than on the
+  // fastest rank), or empty: all of speed 1 without a cap; links float64 [10] (ranks
   // of a node; bytes per second of a rank within a node, and between nodes; seconds of transfers
   // that other work hides, over the mean seconds of attention; part of a rank's transfers that
   // travels while no visiting task runs; seconds that transfers wait for other traffic, forward and
@@ -232,7 +233,10 @@ TORCH_LIBRARY(distca, m) {
     return distca::ops::find_session(group_name)->take_exchange_times();
   });
   m.def("take_task_times(str group_name) -> Tensor", [](const std::string& group_name) {
-    return distca::ops::find_session(group_name)->task_times()->take();
+    return distca::ops::find_session(group_name)->times()->tasks.take();
+  });
+  m.def("take_gap_times(str group_name) -> Tensor", [](const std::string& group_name) {
+    return distca::ops::find_session(group_name)->times()->gaps.take();
   });
   // Two streams take turns: see turns_cuda.cu. reach_turn sets `reached`, one int32 on a CUDA
   // device, to `number` once the current stream gets here. await_turn makes the current stream wait

@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "call_times.h"
 #include "core/mask.h"
 #include "servers.h"
 #include "signature.h"
-#include "task_times.h"
 #include "timeline.h"
 #include "transport/failures.h"
 #include "transport/process_group/control.h"
@@ -102,7 +102,7 @@ class Session {
   Servers& notices();
   std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
-  const std::shared_ptr<TaskTimes>& task_times() const { return task_times_; }
+  const std::shared_ptr<CallTimes>& times() const { return times_; }
 
   // Returns the calls that ranks last agreed on under a plan for this window, in their order, int64
   // [num_calls, fields of a call]. They are to be announced with plan `step`, the newest.
@@ -179,7 +179,7 @@ class Session {
   mutable std::mutex mutex_;
   std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
-  std::shared_ptr<TaskTimes> task_times_ = std::make_shared<TaskTimes>();
+  std::shared_ptr<CallTimes> times_ = std::make_shared<CallTimes>();
   struct Turn {
     at::Tensor reached;
     int64_t number;

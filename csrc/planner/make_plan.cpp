@@ -14,7 +14,7 @@ namespace distca::planner {
 
 namespace {
 
-// Excess of the makespan over the mean compute time, as a fraction, above which we plan again.
+// Excess of the makespan over that of perfect balance, as a fraction, above which we plan again.
 constexpr double kExposed = 0.01;
 
 Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& problem) {
@@ -50,7 +50,7 @@ Plan keeping_plan(const Pack& pack, const PlanOptions& options, const Problem& p
   const double seconds = makespan(plan.loads, options.links, hidden);
   Plan kept = plan;
   double kept_seconds = keep_inputs(pack, options, hidden, kept);
-  if (seconds > (1 + kExposed) * problem.total_seconds / problem.total_speed) {
+  if (seconds > (1 + kExposed) * problem.balanced_seconds) {
     if (std::optional<Plan> other = plan_of_kept_rows(pack, options)) {
       const double other_seconds = keep_inputs(pack, options, hidden, *other);
       if (other_seconds < kept_seconds) kept = std::move(*other);

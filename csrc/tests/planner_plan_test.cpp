@@ -310,6 +310,27 @@ TEST(Plan, WeighsWaitsOfTransfers) {
   EXPECT_EQ(bytes_with(0.6 * seconds, 0.6 * seconds), 0);
 }
 
+// All ranks finish a layer together, even if some of them begin attention late.
+TEST(Plan, GivesLessToRanksThatLag) {
+  Random random(2);
+  const Pack pack = make_pack(heavy_tailed_step(random, 8, 65536), 8);
+  PlanOptions options = without_links(llama_options());
+  const double even = make_plan(pack, options).loads[0].seconds;
+  options.servers.assign(8, Server{});
+  for (int64_t per_node : {8, 4}) {
+    options.links.ranks_per_node = per_node;
+    options.links.node_bytes_per_second = per_node == 4 ? 1e14 : 1e15;
+    options.servers[3].lag_seconds = 0.4 * even;
+    for (const Load& load : make_plan(pack, options).loads) {
+      EXPECT_NEAR(load.seconds_lag + load.seconds, 1.05 * even, 0.04 * even);
+    }
+    options.servers[3].lag_seconds = 2 * even;  // no plan makes this rank as fast as the others
+    for (const Load& load : make_plan(pack, options).loads) {
+      EXPECT_LE(load.seconds_lag + load.seconds, 2.02 * even);
+    }
+  }
+}
+
 // Transfers must fit into attention and the time that other traffic leaves on the links.
 TEST(Plan, LeavesLinksToOtherTraffic) {
   Random random(2);
@@ -392,6 +413,7 @@ TEST(Plan, RejectsBadOptions) {
   EXPECT_REJECTED(with([](PlanOptions& o) { o.servers = {{1, 1}, {-1, 1}}; }), "servers[1].speed");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.servers = {{1, -1}, {1, 1}}; }), "servers[0].cap");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.servers = {{0, 1}, {0, 1}}; }), "any speed");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.servers = {{1, 1}, {1, 1, -1}}; }), "servers[1].lag");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.held_bytes.key = -1; }), "held_bytes.key");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.row_bytes.query = -1; }), "row_bytes.query");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.row_bytes.key = -1; }), "row_bytes.key");

@@ -20,7 +20,7 @@ namespace {
 
 double slowest_seconds(const std::vector<Load>& loads) {
   double most = 0;
-  for (const Load& load : loads) most = std::max(most, load.seconds);
+  for (const Load& load : loads) most = std::max(most, load.seconds_lag + load.seconds);
   return most;
 }
 
@@ -75,13 +75,16 @@ std::string check_same(const Plan& a, const Plan& b) {
 
 // Seconds if work were divisible: of all servers together.
 double fair_seconds(const Pack& pack, const PlanOptions& options) {
-  double work = 0, speed = 0;
+  double work = 0, speed = 0, lag = 0;
   for (const Task& task : home_tasks(pack)) {
     work += options.cost.seconds(options.mask, {task.q_begin, task.q_end},
                                  pack.documents[task.document].length);
   }
-  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) speed += options.speed(rank);
-  return work / speed;
+  for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    speed += options.speed(rank);
+    lag += options.speed(rank) * options.lag_seconds(rank);
+  }
+  return (work + lag) / speed;
 }
 
 // A step that is balanced as it lies fetches keys alone, and keys only for crossing documents.

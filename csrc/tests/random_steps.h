@@ -141,17 +141,20 @@ inline PlanOptions draw_options(Random& random) {
   return options;
 }
 
-// Servers of several speeds, some that serve nothing, caps, and nodes; each now and then.
+// Servers of several speeds, some that serve nothing, caps, lags, and nodes; each now and then.
 inline void draw_cluster(Random& random, int64_t num_ranks, PlanOptions& options) {
   options.held_bytes = {draw(random, 0, 300), draw(random, 0, 200)};
   if (draw(random, 0, 1) == 0) {
     constexpr double kSpeeds[] = {0, 0.5, 1, 1, 2};
-    const bool capped = draw(random, 0, 1) == 0;
+    const bool capped = draw(random, 0, 1) == 0, lagging = draw(random, 0, 1) == 0;
+    const double tile = options.cost.seconds_per_tile;
     for (int64_t rank = 0; rank < num_ranks; ++rank) {
       options.servers.push_back({kSpeeds[draw(random, 0, 4)]});
       if (capped) {
         options.servers.back().cap_bytes = static_cast<double>(draw(random, 0, 20000));
       }
+      if (lagging)
+        options.servers.back().lag_seconds = tile * static_cast<double>(draw(random, 0, 200));
     }
     options.servers[draw(random, 0, num_ranks - 1)].speed = 1;
   }

@@ -46,6 +46,9 @@ class Cluster:
     """One direction, of each rank, to ranks of other nodes; both links work at once. None: as
     link_bytes_per_second."""
 
+    lags: tuple[float, ...] | None = None
+    """Seconds by which a layer's work outside of attention, forward and backward, takes longer than
+    on the fastest rank, [num_ranks]. None: all 0."""
     hidden_part: float = 0.0
     """Seconds of a layer's transfers that other work hides, over the mean seconds of a rank's
     attention. Under ping-pong it stands for the attention of the other half: see
@@ -67,13 +70,15 @@ class Cluster:
     """Part of a rank's transfers that travels while no visiting task runs: see parts_of."""
 
     def servers(self) -> Tensor:
-        """Argument of torch.ops.distca.plan: float64 [num_ranks, 2], speed and memory cap in bytes
-        (inf: none); empty, [0, 2], where all servers are alike and without a cap."""
-        if self.speeds is None and self.memory_cap_bytes is None:
-            return torch.empty(0, 2, dtype=torch.float64)
+        """Argument of torch.ops.distca.plan: float64 [num_ranks, 3], speed, memory cap in bytes
+        (inf: none) and lag; empty, [0, 3], where all servers are alike and without a cap."""
+        if self.speeds is None and self.memory_cap_bytes is None and self.lags is None:
+            return torch.empty(0, 3, dtype=torch.float64)
         speeds = (1.0,) * self.num_ranks if self.speeds is None else self.speeds
+        lags = (0.0,) * len(speeds) if self.lags is None else self.lags
         cap_bytes = math.inf if self.memory_cap_bytes is None else self.memory_cap_bytes
-        return torch.tensor([[speed, cap_bytes] for speed in speeds], dtype=torch.float64)
+        servers = [[speed, cap_bytes, lag] for speed, lag in zip(speeds, lags, strict=True)]
+        return torch.tensor(servers, dtype=torch.float64)
 
     def links(self) -> Tensor:
         """Argument of torch.ops.distca.plan: float64 [10], ranks per node, bytes per second of a

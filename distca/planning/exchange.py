@@ -26,10 +26,8 @@ TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
 MEMORY_WORDS = slice(TIMES_WORDS.stop, TIMES_WORDS.stop + memory.NUM_WORDS)  # see KeptMemory
 WAITS_WORDS = slice(MEMORY_WORDS.stop, MEMORY_WORDS.stop + waits.NUM_WORDS)  # see Waits
 HIDING_WORD = WAITS_WORDS.stop  # see WorkBeforeAttention
-PACE_WORD = HIDING_WORD + hiding.NUM_WORDS  # see Pace
-TRAFFIC_WORDS = slice(
-    PACE_WORD + pace.NUM_WORDS, PACE_WORD + pace.NUM_WORDS + fsdp_traffic.NUM_WORDS
-)
+PACE_WORDS = slice(HIDING_WORD + hiding.NUM_WORDS, HIDING_WORD + hiding.NUM_WORDS + pace.NUM_WORDS)
+TRAFFIC_WORDS = slice(PACE_WORDS.stop, PACE_WORDS.stop + fsdp_traffic.NUM_WORDS)
 NUM_WORDS = TRAFFIC_WORDS.stop
 
 MAX_PIECES = INT32_MAX  # of all ranks

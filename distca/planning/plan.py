@@ -34,7 +34,7 @@ from distca.planning.exchange import (
     HIDING_WORD,
     MEMORY_WORDS,
     NODE_WORD,
-    PACE_WORD,
+    PACE_WORDS,
     SHAPE_WORDS,
     TIMES_WORDS,
     TRAFFIC_WORDS,
@@ -259,6 +259,7 @@ class Problem:
     transfer_waits: tuple[float, float] = (0.0, 0.0)  # these three measured in training
     hidden_seconds: float = 0.0
     speeds: Sequence[float] = ()  # of ranks, relative to the fastest; empty: all equal
+    lags: Sequence[float] = ()  # of ranks, behind the fastest, in seconds; empty: none
     calls: Tensor | None = None  # those that ranks last agreed on for this window
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
     servers: tuple[int, ...] = ()  # ranks that run no model
@@ -281,10 +282,10 @@ def _solve_together(
         about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
         sessions = session.halves if problem.has_halves else [session]
         about_waits = session.waits.words([each.group_name for each in sessions])
-        pace_word = pace.UNKNOWN
+        about_pace = [pace.UNKNOWN] * pace.NUM_WORDS
         if measures_links(session):
-            pace_word = session.pace.word(session.group_name)
-        about_training = [*about_memory, *about_waits, session.hiding.word(), pace_word]
+            about_pace = session.pace.words(session.group_name)
+        about_training = [*about_memory, *about_waits, session.hiding.word(), *about_pace]
         about_training += session.traffic.words(has_attended(session))
         pieces, headers = exchange(session, pieces, [*words, *about_training])
         nodes = headers[:, NODE_WORD].tolist()
@@ -295,22 +296,32 @@ def _solve_together(
         if measures_links(session):
             bandwidth = _cluster_of(problem, session.options).slowest_bytes_per_second
             session.waits.add(headers[:, WAITS_WORDS], bandwidth)
-            session.pace.add(headers[:, PACE_WORD])
+            session.pace.add(headers[:, PACE_WORDS])
             measured = {"transfer_waits": session.waits.seconds(), "speeds": session.pace.speeds()}
             problem = replace(problem, **measured)
             if problem.has_halves:
                 hidden = hidden_seconds(headers[:, HIDING_WORD])
                 problem = replace(problem, hidden_seconds=hidden)
+            elif not (session.pools_stages or session.servers):
+                tokens = tokens_of(pieces, session.num_ranks)
+                problem = replace(problem, lags=session.pace.lags(tokens))
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
     solution = _solve(problem, pieces, session.options, shape_of(headers))
     speeds = _cluster_of(problem, session.options).speeds
     speed = 1.0 if speeds is None else speeds[session.rank]
-    session.pace.predict(problem.step, speed * solution.report.seconds_after[session.rank])
+    seconds = speed * solution.report.seconds_after[session.rank]
+    session.pace.note(problem.step, seconds, documents.num_tokens)
     agree_on_plan(session, problem, solution.layout)
     plan_ms = 1e3 * (time.perf_counter() - start)
     measured = {"plan_ms": plan_ms, "attention_ms": attention_ms, "exposed_ms": exposed_ms}
     return replace(solution, report=replace(solution.report, **measured))
+
+
+def tokens_of(pieces: Tensor, num_ranks: int) -> list[int]:
+    """Return the tokens that each rank holds, context left out. `pieces` are those of all ranks."""
+    tokens = torch.zeros(num_ranks, dtype=torch.int64)
+    return tokens.scatter_add(0, pieces[:, 0], pieces[:, 3] - pieces[:, 4]).tolist()
 
 
 def agree_on_plan(session: Session, problem: Problem, layout: Tensor) -> None:
@@ -395,6 +406,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
         "hidden_ms": 1e3 * problem.hidden_seconds,
         "link_room_ms": [1e3 * each for each in cluster.link_room if each < math.inf],
         "measured_speeds": list(problem.speeds),
+        "lags_ms": [1e3 * each for each in problem.lags],
     }
     figures = {**keeping, **gb_per_s_of(cluster), **roles, **times}
     report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
@@ -410,6 +422,8 @@ def _cluster_of(problem: Problem, options: Options) -> Cluster:
         problem.links,
         problem.kept_limit_bytes,
     )
+    if problem.lags:
+        cluster = replace(cluster, lags=tuple(problem.lags))
     if not problem.speeds:
         return cluster
     expected = cluster.speeds or (1.0,) * problem.num_ranks

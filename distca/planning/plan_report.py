@@ -49,6 +49,10 @@ class PlanReport:
     measured_speeds: list[float] = field(default_factory=list)
     """Attention speed of each rank relative to the fastest rank, as measured in earlier steps. It
     scales Options.server_speeds. Empty if all ranks are equally fast."""
+    lags_ms: list[float] = field(default_factory=list)
+    """Milliseconds by which a layer's work outside of attention, forward and backward, takes longer
+    on each rank than on the fastest. Ranks that lag get less attention. Predicted for the rank's
+    tokens from measurements of earlier steps; empty before any, and if ranks are alike."""
     kept_bytes: list[int] = field(default_factory=list)
     """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
     keeping: str = ""
@@ -60,13 +64,17 @@ class PlanReport:
 
     @property
     def imbalance_before(self) -> float:
-        """max / mean of seconds_before, of the ranks that train. 1 is perfect balance."""
-        return max_over_mean(without(self.servers, self.seconds_before))
+        """max / mean of seconds_before and lags, of the ranks that train. 1 is perfect balance."""
+        return max_over_mean(without(self.servers, self._with_lags(self.seconds_before)))
 
     @property
     def imbalance_after(self) -> float:
-        """max / mean of seconds_after, of the ranks that compute attention."""
-        return max_over_mean(without(self.idle, self.seconds_after))
+        """max / mean of seconds_after and lags, of the ranks that compute attention."""
+        return max_over_mean(without(self.idle, self._with_lags(self.seconds_after)))
+
+    def _with_lags(self, seconds: list[float]) -> list[float]:
+        lags_ms = self.lags_ms or [0.0] * len(seconds)
+        return [each + 1e-3 * lag for each, lag in zip(seconds, lags_ms, strict=True)]
 
     def figures(self) -> dict[str, float]:
         """Return the figures that logs show. moved_mb: what all ranks send for one layer, forward

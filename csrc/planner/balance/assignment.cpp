@@ -37,7 +37,9 @@ double Assignment::link_seconds_left(int64_t rank, double link_seconds) const {
   const double exposed_part = problem_.options.links.exposed_part;
   const double transfers = kTransferWeight * link_seconds;
   const double hidden = problem_.hidden_seconds - problem_.transfers_wait;
-  const auto left = [&](double seconds) { return limit_ - std::max(0.0, seconds - hidden); };
+  const auto left = [&](double seconds) {
+    return time_left(rank) - std::max(0.0, seconds - hidden);
+  };
   return std::min({left(transfers) / exposed_part, left(transfers * exposed_part) - visiting,
                    limit_ + problem_.link_room - transfers});
 }
@@ -82,7 +84,7 @@ int64_t Assignment::bytes_of(int64_t document, Range rows, const RangeSet& keys)
 
 double Assignment::node_bytes_left(int64_t rank) const {
   const Links& links = problem_.options.links;
-  const double seconds = limit_ + problem_.hidden_seconds - problem_.transfers_wait;
+  const double seconds = time_left(rank) + problem_.hidden_seconds - problem_.transfers_wait;
   return seconds / kTransferWeight * links.node_bytes_per_second -
          static_cast<double>(load(rank).node_bytes_out);
 }
@@ -103,7 +105,7 @@ bool Assignment::links_fit(const Move& move) const {
   if (link_seconds_left(move.receiver, seconds_of_receiver) < move.seconds / speed) return false;
   // The donor's own visiting tasks do not count, since it still gives some away.
   const double transfers_out = kTransferWeight * seconds_out + problem_.transfers_wait;
-  if (transfers_out > limit_ + problem_.hidden_seconds) return false;
+  if (transfers_out > time_left(move.donor) + problem_.hidden_seconds) return false;
   const Range keys = problem_.keys_of(document, move.slice);
   const int64_t held = in.held_bytes + num_rows(move.slice) * options.held_bytes.query +
                        num_rows(keys) * options.held_bytes.key;

@@ -41,7 +41,7 @@ class Assignment {
 
   // Returns the seconds at speed 1 above the rank's limit; negative below it.
   double surplus(int64_t rank) const { return seconds_[rank] - limit(rank); }
-  double limit(int64_t rank) const { return limit_ * problem_.options.speed(rank); }
+  double limit(int64_t rank) const { return problem_.most_seconds(rank, limit_); }
   double seconds(int64_t rank) const { return seconds_[rank]; }
   // Returns the seconds that the rank can still receive. The scarcest of compute, transfers and
   // memory decides.
@@ -111,6 +111,7 @@ class Assignment {
   void receive(int64_t rank, Item item);
   void add_seconds(int64_t rank, const Item& item, int times);
   void settle(int64_t rank);
+  double time_left(int64_t rank) const { return limit_ - problem_.options.lag_seconds(rank); }
   double link_seconds_left(int64_t rank, double link_seconds) const;
   void count(int64_t document, int64_t rank, int64_t times);
   double give_all_of(int64_t document, int64_t donor, int64_t receiver, double max_seconds);

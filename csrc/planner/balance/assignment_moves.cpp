@@ -156,7 +156,7 @@ double Assignment::give_whole_documents(int64_t donor, int64_t receiver, double 
   };
   if (first < own.size() && is_shared_[own[first].document]) {
     if (is_budget_spent()) {
-      if (limit(donor) > 0) return 0;
+      if (problem_.options.speed(donor) > 0) return 0;
       return give_all_of(own[first].document, donor, receiver, max_seconds);
     }
     const Move whole = move_of(own[first]);

@@ -69,14 +69,14 @@ class Balancer {
       : problem_(problem),
         heuristics_(problem.heuristics),
         budget_(budget_for(problem)),
-        goal_(problem.total_seconds / problem.total_speed * (1 + problem.options.tolerance)) {
-    take(Assignment(problem, problem.total_seconds / problem.total_speed, budget_));
+        goal_(problem.balanced_seconds * (1 + problem.options.tolerance)) {
+    take(Assignment(problem, problem.balanced_seconds, budget_));
   }
 
   std::vector<Task> run() {
     const std::vector<Load> loads = best_->loads();
     const bool is_balanced = std::all_of(loads.begin(), loads.end(), [&](const Load& load) {
-      return load.seconds <= goal_;  // at any link time, since keys must travel
+      return load.seconds_lag + load.seconds <= goal_;  // at any link time, since keys must travel
     });
     if (!is_valid_ || !is_balanced) search();
     return best_->tasks();
@@ -131,7 +131,7 @@ class Balancer {
     double surplus_of_node = 0, relief_of_node = 0, all_surplus = 0, all_capacity = 0;
     const int64_t num_ranks = problem_.pack.num_ranks, size = links.ranks_per_node;
     for (int64_t rank = 0; rank < num_ranks; ++rank) {
-      const double surplus = problem_.home_seconds[rank] - limit * problem_.options.speed(rank);
+      const double surplus = problem_.home_seconds[rank] - problem_.most_seconds(rank, limit);
       if (surplus > inside + between) return false;
       surplus_of_node += surplus;
       relief_of_node += std::min(problem_.home_seconds[rank], between);

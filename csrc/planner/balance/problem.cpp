@@ -40,7 +40,9 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
     }
   }
   std::vector<Range> rows;
+  double lag_seconds = 0;  // at speed 1
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
+    lag_seconds += options.lag_seconds(rank) * options.speed(rank);
     total_seconds += home_seconds[rank];
     total_speed += options.speed(rank);
     const std::span<const Item> own = home_items(rank);
@@ -57,6 +59,7 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
       static_cast<double>(options.row_bytes.query) * static_cast<double>(options.row_bytes.key);
   bytes_per_root_second = total_seconds > 0 ? 2 * std::sqrt(bytes * pairs / total_seconds) : 0;
   const double mean = total_seconds / total_speed;
+  balanced_seconds = mean + lag_seconds / total_speed;
   hidden_seconds = options.links.hidden_part * mean + options.links.hidden_seconds;
   transfers_wait = options.links.forward_wait + options.links.backward_wait;
   link_room = options.links.forward_room + options.links.backward_room;

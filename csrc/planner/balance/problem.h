@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -37,6 +38,10 @@ struct Problem {
   double seconds(int64_t document_idx, Range rows) const {
     return options.cost.seconds(options.mask, rows, document(document_idx).length);
   }
+  // Returns the seconds, at speed 1, that a rank may compute if it must finish within `limit`.
+  double most_seconds(int64_t rank, double limit) const {
+    return std::max(0.0, limit - options.lag_seconds(rank)) * options.speed(rank);
+  }
   // Returns whether the rank needs rows of other homes to compute these rows.
   bool are_visiting(int64_t document_idx, Range rows, int64_t rank) const {
     return !is_home(pack.segments_of(document(document_idx)), rows, keys_of(document_idx, rows),
@@ -59,6 +64,7 @@ struct Problem {
   Traffic home_traffic;
   double total_seconds = 0;      // at speed 1
   double total_speed = 0;        // of all servers
+  double balanced_seconds;       // in which all servers could finish together
   double hidden_seconds = 0;     // of transfers that other work hides
   double transfers_wait;         // seconds, of both passes: see Links
   double link_room;              // likewise

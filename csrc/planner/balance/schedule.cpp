@@ -72,7 +72,8 @@ bool is_hopeless(const Assignment& assignment, double most) {
   for (int64_t first = 0; first < num_ranks; first += size) {
     double seconds = 0, speed = 0;
     for (int64_t rank = first; rank < std::min(num_ranks, first + size); ++rank) {
-      seconds += assignment.seconds(rank);
+      const double lag = problem.options.lag_seconds(rank) * problem.options.speed(rank);
+      seconds += lag + assignment.seconds(rank);
       speed += problem.options.speed(rank);
     }
     if (seconds > most * speed) return true;

@@ -60,6 +60,7 @@ std::vector<Load> Traffic::loads(std::span<const double> seconds,
                                  std::span<const double> visiting) const {
   std::vector<Load> loads = ranks_;
   for (size_t rank = 0; rank < loads.size(); ++rank) {
+    loads[rank].seconds_lag = options_.lag_seconds(static_cast<int64_t>(rank));
     if (seconds[rank] <= 0) continue;
     const double speed = options_.speed(static_cast<int64_t>(rank));
     loads[rank].seconds = seconds[rank] / speed;
@@ -73,19 +74,21 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
                   static_cast<double>(node_bytes) / links.node_bytes_per_second);
 }
 
-// Returns the seconds of a rank in a pass: those of its visiting tasks, plus the longer of its home
-// tasks and the transfers that neither other work nor visiting tasks of other parts hide. No
-// visiting task runs while the first part arrives, nor while the results of the last part leave. If
-// transfers and other traffic need the links for longer than the layer takes, the rank waits.
+// Returns the seconds of a rank in a pass: its lag and those of its visiting tasks, plus the longer
+// of its home tasks and the transfers that neither other work nor visiting tasks of other parts
+// hide. No visiting task runs while the first part arrives, nor while the results of the last part
+// leave. If transfers and other traffic need the links for longer than the layer takes, the rank
+// waits.
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
   const double transfers = pass.bytes_part * link_seconds(load, links);
   const double wait = transfers > 0 ? pass.wait(links) : 0;
+  const double lag = pass.seconds_part * load.seconds_lag;
   const double visiting = pass.seconds_part * load.seconds_visiting;
   const double home = pass.seconds_part * load.seconds - visiting;
   const double unhidden = std::max(transfers - visiting, transfers * links.exposed_part);
   const double computing =
-      visiting + std::max(home, unhidden + wait - pass.seconds_part * hidden_seconds);
+      lag + visiting + std::max(home, unhidden + wait - pass.seconds_part * hidden_seconds);
   return std::max(computing, transfers - pass.room(links));
 }
 

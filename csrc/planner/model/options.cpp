@@ -44,11 +44,13 @@ void check(const std::vector<Server>& servers, int64_t num_ranks) {
           " entries; expected one for each of ", num_ranks, " ranks, or none");
   bool any = false;
   for (size_t i = 0; i < servers.size(); ++i) {
-    const auto& [speed, cap_bytes] = servers[i];
+    const auto& [speed, cap_bytes, lag_seconds] = servers[i];
     require(speed >= 0 && std::isfinite(speed), "options: servers[", i, "].speed is ", speed,
             "; expected 0 or a positive number");
     require(cap_bytes >= 0, "options: servers[", i, "].cap_bytes is ", cap_bytes,
             "; expected 0 or more");
+    require(lag_seconds >= 0 && std::isfinite(lag_seconds), "options: servers[", i,
+            "].lag_seconds is ", lag_seconds, "; expected 0 or a positive number");
     any = any || speed > 0;
   }
   require(any,

@@ -19,6 +19,8 @@ struct RowBytes {
 struct Server {
   double speed = 1;  // CostModel's seconds are those of speed 1; 0 serves nothing
   double cap_bytes = std::numeric_limits<double>::infinity();  // of visiting rows, one layer
+  // By which its other work of a layer takes longer than on the fastest rank, in both passes.
+  double lag_seconds = 0;
 };
 
 // Two links of each rank, one direction: both carry at once.
@@ -57,6 +59,9 @@ struct PlanOptions {
   double tolerance = 0.005;
 
   double speed(int64_t rank) const { return servers.empty() ? 1.0 : servers[rank].speed; }
+  double lag_seconds(int64_t rank) const {
+    return servers.empty() ? 0.0 : servers[rank].lag_seconds;
+  }
   double cap_bytes(int64_t rank) const {
     return servers.empty() ? std::numeric_limits<double>::infinity() : servers[rank].cap_bytes;
   }
