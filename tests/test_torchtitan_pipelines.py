@@ -1,5 +1,7 @@
 """Steps of torchtitan's trainer with pipelines, balanced over all stages and in each stage."""
 
+import json
+import os
 import re
 import shlex
 import types
@@ -12,6 +14,8 @@ pytest.importorskip("torchtitan", reason="needs torchtitan, and this environment
 import titan_model as tm  # noqa: E402
 import titan_pipelines  # noqa: E402
 import torch  # noqa: E402
+from programs import run_ranks  # noqa: E402
+from titan_losses import OURS, OWN, WRONG  # noqa: E402
 from titan_pipelines import Case  # noqa: E402
 from torchtitan.config import ConfigManager, ParallelismConfig  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
@@ -43,6 +47,20 @@ def test_the_trainer_equals_one_process(own_ranks, name):
 def test_stages_share_attention_without_data_parallel_ranks(own_ranks):
     for error, moved_mb in own_ranks(2).run(titan_pipelines.train, Case(backend="spmd_types")):
         assert error <= TOLERANCE and moved_mb > 0
+
+
+def test_the_trainer_has_the_losses_of_its_own_schedule(tmp_path):
+    out = tmp_path / "losses.json"
+    command = [Path(__file__).parent / "titan_losses.py", "--device", "cpu", "--dtype", "float32"]
+    result = run_ranks([*command, "--steps", 2, "--out", out], 2, dict(os.environ))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert all(last < first for first, last in found["losses"].values())
+    differences = found["differences"]
+    for name in (OURS, *OWN):
+        assert differences.get(name, 0) <= TOLERANCE, name
+    assert differences[WRONG] > TOLERANCE
+    assert found["moved_mb"][OURS] > 0, "plans must move rows"
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_mask
 
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-    # torchtitan 0.3.0 imports this name, but only its trainer uses it, which no test runs.
+    # torchtitan 0.3.0 imports this name, but uses it only for FSDP over several ranks under its
+    # backend spmd_types, which no test runs.
     torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
 
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
