@@ -27,7 +27,8 @@ using TaskWords = Words<at::Tensor>;
 // Tasks on the host, and the words of back ends. Built once per plan and used by all layers.
 struct TaskList {
   std::vector<PlacedTask> tasks;
-  Mask mask;  // of all tasks
+  Mask mask;              // of all tasks
+  int64_t num_pairs = 0;  // visible (query, key) pairs of all tasks
   std::vector<TaskWords> words;
 };
 

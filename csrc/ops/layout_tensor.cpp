@@ -157,6 +157,10 @@ attention::TaskList read_tasks(const Mask& mask, Reader& reader) {
   reader.list(list.tasks);
   reader.list(list.words);
   attention::check_words(list);
+  for (const PlacedTask& task : list.tasks) {
+    const distca::Range queries{task.q_offset, task.q_offset + task.num_q_rows};
+    list.num_pairs += num_pairs(mask, queries, task.num_k_rows);
+  }
   return list;
 }
 

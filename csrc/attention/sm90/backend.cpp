@@ -113,6 +113,11 @@ bool is_deterministic(const Params& params) {
   return params.deterministic || at::globalContext().deterministicAlgorithms();
 }
 
+// Returns the FLOPs of one matrix product of queries and keys.
+double flops_of_products(const TaskList& tasks, const at::Tensor& q) {
+  return 2.0 * static_cast<double>(tasks.num_pairs * q.size(1) * q.size(2));
+}
+
 void forward(const ForwardRows& rows, const Params& params) {
   const DeviceTiles tiles =
       tiles_of(rows.tasks, forward_tile_rows(width_of(rows.q, rows.v, params)));
@@ -132,6 +137,7 @@ void forward(const ForwardRows& rows, const Params& params) {
                       .window = window_of(rows.tasks.mask),
                       .softmax_scale = static_cast<float>(params.softmax_scale),
                       .softcap = static_cast<float>(params.softcap),
+                      .flops = 2 * flops_of_products(rows.tasks, rows.q),
                       .shares_device = params.shares_device},
           stream);
 }
@@ -163,6 +169,7 @@ void backward(const BackwardRows& rows, const Params& params) {
                     .softmax_scale = static_cast<float>(params.softmax_scale),
                     .softcap = static_cast<float>(params.softcap),
                     .deterministic = is_deterministic(params),
+                    .flops = 5 * flops_of_products(rows.tasks, rows.q),
                     .shares_device = params.shares_device};
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   const BackwardSizes sizes = backward_sizes(call);

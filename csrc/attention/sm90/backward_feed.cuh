@@ -2,6 +2,7 @@
 
 #include "backward_shape.cuh"
 #include "order.cuh"
+#include "turns.cuh"
 
 // The warps of the backward kernel that move data: a thread of one takes tickets and brings keys
 // and values, of one brings queries and dO, of one takes dK and dV away.
@@ -74,10 +75,10 @@ struct BackwardFeed {
   // enough to hide the way of the keys, late enough to leave work to blocks that are ahead, and not
   // before the other thread has read that item.
   __device__ __forceinline__ void bring_keys() {
-    const auto most = static_cast<uint32_t>(arguments.tickets_of_block);
+    const Turn turn(arguments.num_in_turn);
     for (uint32_t n = 0;; ++n) {
       if (n > 0) slot_ring(kItemAsked).wait_idle(n - 1);
-      const int32_t number = n < most ? atomicAdd(arguments.ticket, 1) : arguments.num_items;
+      const int32_t number = turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
       slot_ring(kSlotEmpty).wait_before(n);
       BackwardItem& item = item_slot(n);
       item.num_rows = -1;

@@ -48,7 +48,7 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const auto heads_kv = static_cast<int32_t>(call.k.heads);
   const int32_t num_items = call.tiles.num_blocks * (kKeyBlockRows / Shape::kKeyRows) * heads_kv;
-  const Blocks blocks = blocks_for(num_items, call.shares_device);
+  const Blocks blocks = blocks_for(num_items, call.flops, call.shares_device);
   const BackwardArguments arguments{.q = make_ragged_map(call.q, Shape::kRows),
                                     .k = make_ragged_map(call.k, Shape::kKeyRows),
                                     .v = make_ragged_map(call.v, Shape::kKeyRows),
@@ -59,7 +59,7 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
                                     .blocks = call.tiles.blocks,
                                     .ticket = call.ticket,
                                     .num_items = num_items,
-                                    .tickets_of_block = blocks.num_tickets,
+                                    .num_in_turn = blocks.num_in_turn,
                                     .heads_q = heads_q,
                                     .heads_kv = heads_kv,
                                     .heads_per_key = heads_q / heads_kv,

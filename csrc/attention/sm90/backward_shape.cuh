@@ -16,7 +16,7 @@ struct BackwardArguments {
   const KeyBlock* blocks;
   int32_t* ticket;
   int32_t num_items;
-  int32_t tickets_of_block;  // maximum that one block takes
+  int32_t num_in_turn;  // see Blocks
   int32_t heads_q;
   int32_t heads_kv;
   int32_t heads_per_key;

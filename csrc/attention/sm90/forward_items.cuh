@@ -21,7 +21,7 @@ struct ForwardArguments {
   uint64_t* fronts;
   float* lse;
   int32_t num_items;
-  int32_t tickets_of_block;  // maximum that one block takes
+  int32_t num_in_turn;  // see Blocks
   int32_t heads_q;
   int32_t heads_per_key;
   Window window;

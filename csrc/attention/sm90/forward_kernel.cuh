@@ -10,6 +10,7 @@
 #include "softcap.cuh"
 #include "softmax.cuh"
 #include "tile_io.cuh"
+#include "turns.cuh"
 
 // Persistent blocks take tickets, a (tile, head) each, longest first. One thread turns tickets into
 // jobs, and another copies queries, keys and values to shared memory. Warpgroups of 64 query rows
@@ -76,12 +77,12 @@ struct ForwardMemory {
 // Takes tickets, one job ahead of the threads that work on them.
 template <typename Shape>
 __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, uint32_t barriers) {
-  int32_t left = arguments.tickets_of_block;
+  const Turn turn(arguments.num_in_turn);
   for (uint32_t i = 0;; ++i) {
     ring_at(barriers, kJobEmpty).wait_before(i);
     Job job;
     do {
-      const int32_t item = left-- > 0 ? atomicAdd(arguments.ticket, 1) : arguments.num_items;
+      const int32_t item = turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
       job = item < arguments.num_items ? job_of<Shape::kKeyRows>(item, arguments) : Job{.head = -1};
     } while (job.pairs_heads && job.head % 2 != 0);
     in_block<Job>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)] = job;
@@ -517,7 +518,7 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = ForwardMemory<Shape>::kBytes;
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const int32_t num_items = call.tiles.num_tiles * heads_q;
-  const Blocks blocks = blocks_for(num_items, call.shares_device);
+  const Blocks blocks = blocks_for(num_items, call.flops, call.shares_device);
   const ForwardArguments arguments{
       .q = make_ragged_map(call.q, 64),
       .k = make_ragged_map(call.k, Shape::kKeyRows),
@@ -528,7 +529,7 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
       .fronts = call.fronts,
       .lse = call.lse,
       .num_items = num_items,
-      .tickets_of_block = blocks.num_tickets,
+      .num_in_turn = blocks.num_in_turn,
       .heads_q = heads_q,
       .heads_per_key = static_cast<int32_t>(call.q.heads / call.k.heads),
       .window = call.window,

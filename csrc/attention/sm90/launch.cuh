@@ -25,25 +25,6 @@ inline int num_multiprocessors() {
   return count;
 }
 
-// Number of blocks of a launch, and the most tickets (one per item) that each block takes.
-struct Blocks {
-  int count;
-  int32_t num_tickets;
-};
-
-// Persistent blocks, one for each multiprocessor, occupy the device until the last item. On a
-// shared device, kInTurn blocks take the place of each persistent block, one after the other.
-// Whenever a block ends, kernels on streams with a higher priority can start.
-inline Blocks blocks_for(int32_t num_items, bool shares_device) {
-  constexpr int32_t kInTurn = 12;
-  const int num_persistent = num_multiprocessors();
-  if (!shares_device || num_items <= num_persistent) {
-    return {std::min(num_items, num_persistent), num_items};
-  }
-  const int32_t num_tickets = std::max(1, num_items / (kInTurn * num_persistent));
-  return {(num_items + num_tickets - 1) / num_tickets, num_tickets};
-}
-
 struct LaunchShape {
   int num_blocks;
   int num_threads;
