@@ -9,7 +9,7 @@ import distca
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = [[16384], [4096] * 4]
+LENGTHS = [[32768], [8192] * 4]
 NUM_STEPS = 24
 
 
@@ -20,7 +20,7 @@ def speeds_of(rank: int, world_size: int, slow_rank: int | None) -> list[list[fl
     distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS))
     offsets = torch.tensor([0, *LENGTHS[rank]]).cumsum(0)
     q, k, v = (
-        torch.randn(16384, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(32768, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (32, 8, 8)
     )
     factor = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -30,7 +30,7 @@ def speeds_of(rank: int, world_size: int, slow_rank: int | None) -> list[list[fl
         speeds.append(distca.plan(documents, device="cuda").report().measured_speeds)
         if rank == slow_rank:
             with torch.cuda.stream(stream):
-                for _ in range(12):
+                for _ in range(24):
                     factor @ factor
         distca.core_attention(q, k, v, documents).float().square().sum().backward()
         torch.cuda.synchronize()
@@ -42,7 +42,7 @@ def speeds_of(rank: int, world_size: int, slow_rank: int | None) -> list[list[fl
 def test_a_busy_device_is_slow(two_devices, slow_rank):
     for speeds in two_devices.run(speeds_of, slow_rank):
         assert speeds[0] == []
-        assert speeds[-1][1 - slow_rank] == 1 and speeds[-1][slow_rank] < 0.9
+        assert speeds[-1][1 - slow_rank] == 1 and speeds[-1][slow_rank] < 0.8
 
 
 def test_idle_devices_are_alike(two_devices):
@@ -53,7 +53,8 @@ def test_idle_devices_are_alike(two_devices):
 def reports_of(rank: int, world_size: int, late_rank: int | None) -> list[distca.PlanReport]:
     """Return the reports of all steps of two layers. Between these, one rank has more work."""
     distca.close()
-    distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS))
+    links = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5}  # attention is measured
+    distca.init(options=distca.Options(transport="process_group", **links))
     q, k, v = (
         torch.randn(16384, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (32, 8, 8)

@@ -295,6 +295,8 @@ def main() -> None:
     distca.configure(distca.Options(**MOVE_ALWAYS))
     losses, moved = {}, {}
     with stand_ins(args.device), tempfile.TemporaryDirectory() as folder:
+        # On CUDA devices, the first trainer of a process draws other weights than later ones.
+        train(WAYS[REFERENCE], argparse.Namespace(**{**vars(args), "steps": 1}), folder)
         for name in args.ways:
             losses[name], moved[name] = train(WAYS[name], args, folder)
             if dist.get_rank() == 0:

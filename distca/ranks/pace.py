@@ -18,7 +18,7 @@ MAX_TIMES = 4096
 NUM_SAMPLES = 8  # latest samples of a rank that count
 LEAST_SAMPLES = 3
 LEAST_SECONDS = 2e-4  # of a layer's tasks; launches make shorter ones look slow
-ALIKE = 0.9  # of the fastest rank's speed: ranks above it count as equally fast
+ALIKE = 0.8  # of the fastest rank's speed: ranks above it count as equally fast
 LEAST_LAG = 0.003  # of a layer's other work; below it, nothing is worth its transfer
 
 
