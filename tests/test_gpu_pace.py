@@ -1,20 +1,27 @@
 """On CUDA devices: a rank is measured to be slow if its device runs other work. A rank that reaches
 attention late gets less of it."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import MOVE_ALWAYS
 
 import distca
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from other_work import OtherWork  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [[32768], [8192] * 4]
 NUM_STEPS = 24
+OTHER_PART = 0.4  # of the slow device's time
 
 
 def speeds_of(rank: int, world_size: int, slow_rank: int | None) -> list[list[float]]:
-    """Return the measured speeds of all steps, with work on another stream of one rank's device."""
+    """Return the measured speeds of all steps, with another process on one rank's device."""
     distca.close()
     # Unlike deterministic options, these measure speeds.
     distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS))
@@ -23,17 +30,18 @@ def speeds_of(rank: int, world_size: int, slow_rank: int | None) -> list[list[fl
         torch.randn(32768, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (32, 8, 8)
     )
-    factor = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    stream, speeds = torch.cuda.Stream(), []
+    other, speeds = None, []
+    if rank == slow_rank:
+        other = OtherWork(torch.device("cuda", rank), OTHER_PART)
+        other.begin()
     for _ in range(NUM_STEPS):
         documents = distca.Documents(offsets)
         speeds.append(distca.plan(documents, device="cuda").report().measured_speeds)
-        if rank == slow_rank:
-            with torch.cuda.stream(stream):
-                for _ in range(24):
-                    factor @ factor
         distca.core_attention(q, k, v, documents).float().square().sum().backward()
         torch.cuda.synchronize()
+    if other is not None:
+        other.end()
+        other.close()
     distca.close()
     return speeds
 

@@ -14,6 +14,7 @@ import distca
 from distca import ops
 from distca.planning import plan as plans
 from distca.ranks.pace import (
+    LEAST_LAG_SAMPLES,
     LEAST_SAMPLES,
     LEAST_SECONDS,
     NUM_WORDS,
@@ -98,7 +99,7 @@ def test_the_fastest_rank_has_speed_1():
 
 def test_one_slow_step_does_not_count():
     pace = Pace(2)
-    for word in [1_000_000] * 4 + [100_000]:
+    for word in [1_000_000] * 7 + [100_000]:
         add(pace, [1_000_000, word], [1_000_000, 10**12 // word])
     assert pace.speeds() == []
     assert pace.lags([1000, 1000]) == []
@@ -106,7 +107,7 @@ def test_one_slow_step_does_not_count():
 
 def test_ranks_lag_by_their_tokens_and_their_speed():
     pace = Pace(2)
-    for ps in (1_800_000, 2_000_000, 2_000_000):
+    for ps in [1_800_000] + [2_000_000] * (LEAST_LAG_SAMPLES - 1):
         assert pace.lags([1000, 1000]) == []
         add(pace, [UNKNOWN] * 2, [1_000_000, ps])
     add(pace, [UNKNOWN] * 2, [1_000_000, 9_000_000])  # it waited for the other rank
@@ -116,9 +117,16 @@ def test_ranks_lag_by_their_tokens_and_their_speed():
     assert pace.lags([0, 1000]) == [0.0, pytest.approx(2e-3)]
 
 
+def test_ranks_that_lag_by_turns_are_alike():
+    pace = Pace(2)
+    for step in range(8):
+        add(pace, [UNKNOWN] * 2, [1_000_000, 1_030_000][:: 1 if step % 2 else -1])
+    assert pace.lags([1000, 1000]) == []
+
+
 def test_lags_wait_for_all_ranks():
     pace = Pace(2)
-    for _ in range(LEAST_SAMPLES):
+    for _ in range(LEAST_LAG_SAMPLES):
         add(pace, [UNKNOWN] * 2, [1_000_000, UNKNOWN])
     assert pace.lags([1, 9]) == []
 
@@ -134,7 +142,8 @@ def reports_of(
         mock.patch.object(Pace, "words", lambda self, _: words[rank]),
     ):
         reports = [
-            distca.plan(place(rank, world_size, CASE)[0]).report() for _ in range(LEAST_SAMPLES + 1)
+            distca.plan(place(rank, world_size, CASE)[0]).report()
+            for _ in range(LEAST_LAG_SAMPLES + 1)
         ]
     distca.close()
     return reports

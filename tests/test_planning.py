@@ -333,7 +333,7 @@ def test_heavy_tailed_packs_in_a_group(ranks, world_size):
 
 def bytes_without_and_with_halves(rank: int, world_size: int) -> list[int]:
     distca.close()
-    distca.init(options=distca.Options(link_gb_per_s=0.005))
+    distca.init(options=distca.Options(link_gb_per_s=0.01))
     lengths = [2048] * 4 if rank == 0 else [128] * 8
     offsets, causal = torch.tensor([0, *lengths]).cumsum(0), (-1, 0)
     moved = []

@@ -19,6 +19,7 @@ NUM_SAMPLES = 8  # latest samples of a rank that count
 LEAST_SAMPLES = 3
 LEAST_SECONDS = 2e-4  # of a layer's tasks; launches make shorter ones look slow
 ALIKE = 0.8  # of the fastest rank's speed: ranks above it count as equally fast
+LEAST_LAG_SAMPLES = 5
 LEAST_LAG = 0.003  # of a layer's other work; below it, nothing is worth its transfer
 
 
@@ -41,28 +42,6 @@ class LayerTimes:
         return seconds
 
 
-class Samples:
-    """The latest words of all ranks."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._of_rank: list[collections.deque[int]] = [
-            collections.deque(maxlen=NUM_SAMPLES) for _ in range(num_ranks)
-        ]
-
-    def add(self, words: Sequence[int]) -> None:
-        for samples, word in zip(self._of_rank, words, strict=True):
-            if word != UNKNOWN:
-                samples.append(word)
-
-    def known(self, typical: Callable[[Sequence[int]], float]) -> dict[int, float]:
-        """Return the typical sample of each rank that has enough of them."""
-        return {
-            rank: typical(samples)
-            for rank, samples in enumerate(self._of_rank)
-            if len(samples) >= LEAST_SAMPLES
-        }
-
-
 class Pace:
     """Speeds of a group's ranks. Used on the planner thread."""
 
@@ -72,7 +51,11 @@ class Pace:
         self._plans: dict[int, tuple[float, int]] = {}
         self._tasks = LayerTimes(lambda name: ops.take_task_times(name))
         self._gaps = LayerTimes(lambda name: ops.take_gap_times(name))
-        self._speeds, self._others = Samples(num_ranks), Samples(num_ranks)
+        self._speeds: list[collections.deque[int]] = [  # words of each rank
+            collections.deque(maxlen=NUM_SAMPLES) for _ in range(num_ranks)
+        ]
+        # Words of all ranks, by sample.
+        self._others: collections.deque[list[int]] = collections.deque(maxlen=NUM_SAMPLES)
 
     def note(self, step: int, seconds: float, num_tokens: int) -> None:
         """Note plan `step`: the predicted seconds of this rank's tasks in a layer at speed 1, and
@@ -103,13 +86,20 @@ class Pace:
     def add(self, words: Tensor) -> None:
         """Note the words of all ranks, int64 [num_ranks, NUM_WORDS]."""
         speeds, others = words.T.tolist()
-        self._speeds.add(speeds)
-        self._others.add(others)
+        for samples, word in zip(self._speeds, speeds, strict=True):
+            if word != UNKNOWN:
+                samples.append(word)
+        if UNKNOWN not in others:
+            self._others.append(others)
 
     def speeds(self) -> list[float]:
         """Return the speed of each rank's attention relative to the fastest, to two digits. Empty
         if all are alike, or if too little is known."""
-        medians = self._speeds.known(statistics.median)
+        medians = {
+            rank: statistics.median(samples)
+            for rank, samples in enumerate(self._speeds)
+            if len(samples) >= LEAST_SAMPLES
+        }
         if not medians:
             return []
         fastest = max(medians.values())
@@ -120,18 +110,26 @@ class Pace:
     def lags(self, num_tokens: Sequence[int]) -> list[float]:
         """Return the seconds by which a layer's other work takes longer on each rank than on the
         rank with the least, forward and backward, if ranks hold `num_tokens`. Empty if all are
-        alike, or if too little is known."""
-        of_token = self._others.known(lower_quartile)
-        if len(of_token) < self._num_ranks:
+        alike, or if too little is known.
+
+        Times vary from step to step, and include waits for other ranks. So a rank counts as slower
+        than the fastest by what it was in three samples of four."""
+        if len(self._others) < LEAST_LAG_SAMPLES:
             return []
-        seconds = [1e-12 * of_token[rank] * count for rank, count in enumerate(num_tokens)]
+        fastest = [max(1, min(words)) for words in self._others]
+        of_token = 1e-12 * statistics.median(fastest)
+        factors = [
+            lower_quartile([word / least for word, least in zip(words, fastest, strict=True)])
+            for words in zip(*self._others, strict=True)
+        ]
+        pairs = zip(factors, num_tokens, strict=True)
+        seconds = [factor * of_token * count for factor, count in pairs]
         least = min(seconds)
         lags = [round(each - least, 6) for each in seconds]
         return lags if max(lags) > LEAST_LAG * max(seconds) else []
 
 
-def lower_quartile(samples: Sequence[int]) -> float:
-    """Return the quartile of the samples with the least waits for other ranks."""
+def lower_quartile(samples: Sequence[float]) -> float:
     return sorted(samples)[len(samples) // 4]
 
 
