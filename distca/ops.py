@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distca import _library  # noqa: F401  the operators must be there first
 
+NOT_BACKWARD = -1  # see backward_pass
 CORE_ATTENTION = torch.ops.distca.core_attention.default  # as activation checkpointing names it
 
 P, R = ParamSpec("P"), TypeVar("R")
@@ -242,20 +243,20 @@ def take_gap_times(group_name: str) -> Tensor:
 
 
 @_operator
-def begin_turn(group_name: str, reached: Tensor, number: int) -> None:
-    """Make the session's next call of attention set `reached`, one int32 on a CUDA device, to
-    `number` as soon as its rows are on their way."""
+def await_dispatch(group_name: str) -> None:
+    """Let the current stream wait until rows of a session's latest call of attention are on their
+    way. Calls before the first await_dispatch do not count."""
 
 
 @_operator
-def end_turn(group_name: str) -> None:
-    """Make the current stream set `reached` of the last begin_turn, unless a call already has."""
+def backward_pass() -> int:
+    """Return a number for the backward pass that runs on this thread, or for which this thread
+    runs. NOT_BACKWARD outside of one."""
 
 
 @_operator
-def await_turn(reached: Tensor, number: int, max_ns: int, num_late: Tensor) -> None:
-    """Make the current stream wait until `reached` is at least `number`. After `max_ns`, it gives
-    up and adds 1 to `num_late`, int32 [1] in pinned memory."""
+def raise_sequence_number(number: int) -> int:
+    """Raise the number of this thread's next autograd node to at least `number`, and return it."""
 
 
 @_operator

@@ -1,58 +1,66 @@
-"""Streams of a CUDA device take turns: one waits for the other, but not for long."""
+"""A stream of a CUDA device waits until rows that another stream sends are on their way."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import MOVE_ALWAYS, Ranks
+
+import distca
+from distca import ops
+from distca.ranks.session import find
 
 pytestmark = pytest.mark.gpu
 
-CYCLES = 20_000_000  # of a delay: about 10 ms
-MS = 1_000_000  # ns
+CYCLES = 60_000_000  # of a delay: about 30 ms
+LENGTHS = [[8192], [1024] * 8]
 
 
-def ms_of_wait(max_ns: int, cycles: int) -> tuple[float, float, int]:
-    """Return the milliseconds of a stream's wait, those of the other stream's delay, and the number
-    of waits that timed out."""
-    word = torch.zeros((), dtype=torch.int32, device="cuda")
-    num_late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    begin, reached, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    torch.cuda.synchronize()
-    with torch.cuda.stream(first):
-        begin.record()
-        torch.ops.distca.await_turn(word, 3, max_ns, num_late)
-        end.record()
-    with torch.cuda.stream(second):
-        torch.cuda._sleep(cycles)
-        torch.ops.distca.reach_turn(word, 3)
-        reached.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end), begin.elapsed_time(reached), num_late.item()
+@pytest.fixture(scope="module")
+def two_ranks():
+    started = Ranks(2, "nccl")
+    yield started
+    started.stop()
 
 
-def test_a_stream_waits_for_the_other():
-    ms_of_wait(MS, 1000)  # loads kernels
-    waited, delay, num_late = ms_of_wait(1000 * MS, CYCLES)
-    assert delay > 2 and delay - 0.1 <= waited <= delay + 2
-    assert num_late == 0
+def ms_of_waits(rank: int, world_size: int, late_rank: int) -> tuple[float, float, float]:
+    """Return the milliseconds until the other stream's rows are on their way, until its attention
+    ends, and of a delay before attention on `late_rank`."""
+    distca.close()
+    distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS))
+    name = find().group_name
+    offsets = torch.tensor([0, *LENGTHS[rank]]).cumsum(0)
+    q, k, v = (
+        torch.randn(8192, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
+    )
+    ops.await_dispatch(name)  # from now on calls are noted
+    follower, sender = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(2):  # the first step connects ranks
+        documents = distca.Documents(offsets)
+        assert any(distca.plan(documents, device="cuda").report().bytes_out)
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, delayed, followed, ended = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        with torch.cuda.stream(sender):
+            begin.record()
+            if rank == late_rank:
+                torch.cuda._sleep(CYCLES)
+            delayed.record()
+            distca.core_attention(q, k, v, documents)
+            ended.record()
+        with torch.cuda.stream(follower):
+            ops.await_dispatch(name)
+            followed.record()
+        torch.cuda.synchronize()
+    distca.close()
+    return tuple(begin.elapsed_time(each) for each in (followed, ended, delayed))
 
 
-def test_a_stream_does_not_wait_for_long():
-    ms_of_wait(MS, 1000)
-    waited, delay, num_late = ms_of_wait(2 * MS, 10 * CYCLES)
-    assert 2 <= waited < delay and num_late == 1
-
-
-def test_earlier_turns_count():
-    word = torch.full((), 7, dtype=torch.int32, device="cuda")
-    num_late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    torch.ops.distca.await_turn(word, 7, 1000 * MS, num_late)
-    torch.cuda.synchronize()
-    assert num_late.item() == 0
-
-
-def test_words_elsewhere_are_refused():
-    late = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="num_late: expected int32 in pinned memory"):
-        torch.ops.distca.await_turn(torch.zeros(1, dtype=torch.int32, device="cuda"), 1, 1, late)
-    with pytest.raises(ValueError, match="expected one int32 on a CUDA device"):
-        torch.ops.distca.reach_turn(torch.zeros(2, dtype=torch.int32, device="cuda"), 1)
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_stream_waits_for_rows_to_leave_but_not_to_arrive(two_ranks, late_rank):
+    waits = two_ranks.run(ms_of_waits, late_rank)
+    followed, ended, delay = waits[late_rank]
+    assert delay > 10 and delay <= followed <= ended
+    followed, ended, _ = waits[1 - late_rank]
+    assert ended > 0.8 * delay, "this rank's attention waits for the late rank's rows"
+    assert followed < 0.5 * delay

@@ -265,7 +265,7 @@ def test_an_interrupted_pass_leaves_no_state(model, packed, monkeypatch):
         model(**packed.keywords())
     logits = model(**packed.keywords()).logits
     assert pm.relative_error(logits, pm.true_logits(model, packed)) < 1e-5
-    assert not models._under_way.passes
+    assert not models._under_way()
 
 
 PACKED = {"position_ids": torch.cat([torch.arange(4), torch.arange(7)])[None]}

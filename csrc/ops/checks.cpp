@@ -2,12 +2,12 @@
 
 #include <ATen/OpMathType.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include <bit>
 #include <cmath>
 #include <string>
 
+#include "thread_state.h"
 #include "version.h"
 #ifdef DISTCA_WITH_CUDA
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -186,7 +186,7 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
                 const at::Tensor& layout, const at::Tensor& rows, const attention::Scores& scores,
                 const std::string& group_name, int64_t caller, const KeptOfCall& kept) {
   Call call{.timeline = timeline_of(group_name), .where = {"", name_of(pass), -1, -1, caller}};
-  if (pass == Pass::kForward && torch::autograd::get_current_graph_task_id() != -1) {
+  if (pass == Pass::kForward && backward_pass() != -1) {
     pass = Pass::kRecomputed;  // by activation checkpointing, inside the backward pass
   }
   if (!group_name.empty()) {

@@ -125,7 +125,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
   }
   const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
-  call.session->end_turn();
+  call.session->mark_dispatch(q.device());
   // One launch for both lists would be slower by a tenth or more: blocks that alternate between the
   // lists do not share keys in L2.
   in_tasks(call, kEarlyTasks, [&] {
@@ -226,7 +226,7 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   }
   const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
-  call.session->end_turn();
+  call.session->mark_dispatch(q.device());
   in_tasks(call, kEarlyTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
   });

@@ -238,20 +238,10 @@ TORCH_LIBRARY(distca, m) {
   m.def("take_gap_times(str group_name) -> Tensor", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->times()->gaps.take();
   });
-  // Two streams take turns: see turns_cuda.cu. reach_turn sets `reached`, one int32 on a CUDA
-  // device, to `number` once the current stream gets here. await_turn makes the current stream wait
-  // until `reached` is at least `number`. After `max_ns` nanoseconds it gives up, and adds 1 to
-  // num_late, int32 [1] in pinned memory.
-  m.def("reach_turn(Tensor(a!) reached, int number) -> ()");
-  // begin_turn makes the session's next call run reach_turn as soon as its rows are on their way.
-  // end_turn runs reach_turn on the current stream, unless a call already has.
-  m.def("begin_turn(str group_name, Tensor(a!) reached, int number) -> ()",
-        [](const std::string& group_name, const at::Tensor& reached, int64_t number) {
-          distca::ops::find_session(group_name)->begin_turn(reached, number);
-        });
-  m.def("end_turn(str group_name) -> ()",
-        [](const std::string& group_name) { distca::ops::find_session(group_name)->end_turn(); });
-  m.def("await_turn(Tensor reached, int number, int max_ns, Tensor(a!) num_late) -> ()");
+  // Lets the current stream wait until rows of the session's latest call are on their way.
+  m.def("await_dispatch(str group_name) -> ()", [](const std::string& group_name) {
+    distca::ops::find_session(group_name)->await_dispatch();
+  });
   m.def("spans(str group_name) -> (str[] phases, Tensor times)", [](const std::string& group_name) {
     return distca::ops::timeline_of(group_name)->finished();
   });

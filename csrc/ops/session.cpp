@@ -1,7 +1,6 @@
 #include "session.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -45,6 +44,12 @@ Registry& registry() {
   // Never destroyed: process groups must not be torn down by static destructors.
   static Registry* instance = new Registry;
   return *instance;
+}
+
+// Lets the current stream of the event's device wait for it.
+void block_on(std::optional<c10::Event>& event) {
+  if (!event) return;
+  event->block(c10::impl::VirtualGuardImpl(event->device().type()).getStream(event->device()));
 }
 
 }  // namespace
@@ -124,23 +129,19 @@ void Session::mark_results(c10::Device device, bool moves_rows) {
   results_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
-void Session::begin_turn(at::Tensor reached, int64_t number) {
-  turn_ = Turn{std::move(reached), number};
-}
-
-void Session::end_turn() {
-  if (!turn_) return;
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("distca::reach_turn", "")
-                             .typed<void(const at::Tensor&, int64_t)>();
-  const auto [reached, number] = *std::exchange(turn_, std::nullopt);
-  op.call(reached, number);
-}
-
 void Session::await_results() {
-  if (!results_) return;
-  const c10::Device device = results_->device();
-  results_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  block_on(results_);
+}
+
+void Session::mark_dispatch(c10::Device device) {
+  if (device.is_cpu() || !is_followed_) return;
+  if (!dispatch_) dispatch_.emplace(device.type());
+  dispatch_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+void Session::await_dispatch() {
+  is_followed_ = true;
+  block_on(dispatch_);
 }
 
 at::Tensor Session::take_exchange_times() {

@@ -84,10 +84,11 @@ class Session {
   void mark_results(c10::Device device, bool moves_rows);
   // Lets the current stream of that device wait for the latest of them.
   void await_results();
-  // Makes the next call set `reached` to `number` once its rows are on their way: see reach_turn in
-  // schemas.cpp. The call does so in end_turn(), which does nothing if no turn has begun.
-  void begin_turn(at::Tensor reached, int64_t number);
-  void end_turn();
+  // Notes that rows of a call are on their way once the current stream of the device gets here, but
+  // not before the first await_dispatch().
+  void mark_dispatch(c10::Device device);
+  // Lets the current stream wait for the latest of these.
+  void await_dispatch();
   // See Transport::take_times. int64 [num_exchanges, fields of an ExchangeTime].
   at::Tensor take_exchange_times();
   int64_t peer_memory_bytes() const;
@@ -180,12 +181,9 @@ class Session {
   std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
   std::shared_ptr<CallTimes> times_ = std::make_shared<CallTimes>();
-  struct Turn {
-    at::Tensor reached;
-    int64_t number;
-  };
-  std::optional<Turn> turn_;           // for the next call to end
-  std::optional<c10::Event> results_;  // of the latest forward call that moved rows are home
+  bool is_followed_ = false;            // by streams that wait for rows to be on their way
+  std::optional<c10::Event> dispatch_;  // rows of the latest call are on their way
+  std::optional<c10::Event> results_;   // of the latest forward call that moved rows are home
   std::shared_ptr<transport::FailureBoard> failures_;
   std::unique_ptr<transport::ControlPlane> control_;
   std::unique_ptr<transport::ControlPlane> planning_;

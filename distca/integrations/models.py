@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import sys
-import threading
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distca._torch_private import NOT_BACKWARD, backward_pass
+from distca import ops
 from distca.integrations.boundaries import read_boundaries, remember
 from distca.planning.documents import Documents
 from distca.ranks import session as sessions
@@ -142,15 +142,17 @@ class _Pass:
     rows: dict[int, Tensor] = field(default_factory=dict)  # positions of a row, by its tokens
 
 
-class _UnderWay(threading.local):
-    """Forward passes of this thread, outermost first. A backward pass on a GPU runs on another
-    thread, where the list is empty."""
-
-    def __init__(self) -> None:
-        self.passes: list[_Pass] = []
+# Forward passes that run in this context, outermost first. A backward pass on a GPU runs on another
+# thread, where there are none.
+_passes: ContextVar[list["_Pass"] | None] = ContextVar("distca_passes", default=None)
 
 
-_under_way = _UnderWay()
+def _under_way() -> list["_Pass"]:
+    if _passes.get() is None:
+        _passes.set([])
+    return _passes.get()
+
+
 _traits: WeakKeyDictionary[nn.Module, _Traits] = WeakKeyDictionary()
 
 
@@ -162,7 +164,7 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | 
         return None
     if model not in _traits:
         _traits[model] = _Traits(model)
-    traits, passes = _traits[model], _under_way.passes
+    traits, passes = _traits[model], _under_way()
     interrupted = [each.model is model for each in passes]  # by Ctrl-C, so that _leave did not run
     if any(interrupted):
         del passes[interrupted.index(True) :]
@@ -191,7 +193,7 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | 
 
 @torch.compiler.disable
 def _leave(model: nn.Module, args: tuple, output: object) -> None:
-    passes = _under_way.passes
+    passes = _under_way()
     if not passes or passes[-1].model is not model:
         return
     ended = passes.pop()
@@ -317,7 +319,7 @@ def open_session() -> sessions.Session | None:
 
 def outermost() -> _Pass:
     """Returns the outermost forward pass that runs, else one that nothing else sees."""
-    return _under_way.passes[0] if _under_way.passes else _Pass(None, {}, has_tokens=False)
+    return _under_way()[0] if _under_way() else _Pass(None, {}, has_tokens=False)
 
 
 def is_balanced(module: nn.Module, outer: _Pass | None = None) -> bool:
@@ -329,12 +331,12 @@ def is_balanced(module: nn.Module, outer: _Pass | None = None) -> bool:
 
 def innermost_boundaries() -> dict[str, object]:
     """Returns what the innermost model that runs was told of documents, {} without one."""
-    return _under_way.passes[-1].boundaries if _under_way.passes else {}
+    return _under_way()[-1].boundaries if _under_way() else {}
 
 
 def needs_mask(config: object) -> bool:
     """Returns whether layers of `config` cannot do without their mask in the current pass."""
-    return any(id(config) in _traits[each.model].masked for each in _under_way.passes)
+    return any(id(config) in _traits[each.model].masked for each in _under_way())
 
 
 def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
@@ -344,7 +346,7 @@ def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
     Raises ValueError if the layer is recomputed in the backward pass: nothing says then which
     forward pass the recomputation belongs to.
     """
-    passes, is_recomputed = _under_way.passes, backward_pass() != NOT_BACKWARD
+    passes, is_recomputed = _under_way(), ops.backward_pass() != ops.NOT_BACKWARD
     if not passes and not is_recomputed:
         return {}
     if not is_recomputed and module.training and torch.is_grad_enabled():

@@ -10,6 +10,7 @@ from torch import nn
 
 from distca import attention, scope
 from distca._torch_private import CheckpointWrapper, checkpoint_hooks, not_compiled, pytree
+from distca.pingpong.relay import Relay
 from distca.pingpong.token_rows import TokenRows
 from distca.pingpong.turns import Turns
 from distca.planning.documents import Documents
@@ -136,18 +137,17 @@ class PingPong(nn.Module):
         # one, so that whoever takes them up in the backward pass, as FSDP does, finds them there.
         accumulators = _accumulators(self) if turns.streams else None
         step = _Step(documents, settings.cut, turns)
-        results = []
-        with turns:
-            for idx in range(2):
-                torch.clear_autocast_cache()  # casts of the other half may not be there yet
-                route = functools.partial(step.attend, idx)
-                with turns.half(idx), attention.routed(documents, route):
-                    results.append(self._run(*rows.args[idx], **rows.kwargs[idx]))
-            torch.clear_autocast_cache()
+
+        def half(idx: int):
+            with turns.half(idx):
+                return self._run(*rows.args[idx], **rows.kwargs[idx])
+
+        with turns, attention.routed(documents, step.attend):
+            results = step.relay.run(*(functools.partial(half, idx) for idx in range(2)))
             step.check_calls()
             if turns.before_attention is not None and row > 0:
                 session.hiding.add(*turns.before_attention, row / documents.num_tokens)
-            turns.follow(results[0])
+            turns.follow_backward(0, results[0])
             turns.join()
             del accumulators
             return rows.joined(results)
@@ -219,19 +219,21 @@ def _accumulators(block: nn.Module) -> list:
 
 @dataclass
 class _Step:
-    """Attention calls of one forward pass: the first half's leave keys for the second's."""
+    """Attention calls of one forward pass. The first half's leave keys for the second's."""
 
     documents: Documents
     cut: Callable[[Documents], int]
     turns: Turns
+    relay: Relay = field(default_factory=Relay)
     left: list = field(default_factory=list)  # by call: k, v of the first half, and their event
     num_calls: int = 0  # of the second half
 
     def __post_init__(self) -> None:
         self._grad_mode, self._hooks = torch.is_grad_enabled(), checkpoint_hooks()
 
-    def attend(self, idx: int, q, k, v, documents: Documents, *settings):
-        """attend_rows as core_attention calls it in half `idx`."""
+    def attend(self, q, k, v, documents: Documents, *settings):
+        """attend_rows as core_attention calls it in a half."""
+        idx = self.relay.number
         if documents is not self.documents:
             raise ValueError(
                 f"documents are {documents} in a PingPong block of {self.documents}; expected those"
@@ -240,7 +242,8 @@ class _Step:
             raise ValueError(
                 f"PingPong: attention is called inside torch.utils.checkpoint; {INSIDE}"
             )
-        *_, window_size, return_lse = settings
+        *_, window_size, _ = settings
+        self.relay.call()
         own = plan_halves(documents, self.cut, window_size, q.device)[idx]
         inputs = q, k, v
         if idx == 0:
@@ -253,14 +256,10 @@ class _Step:
                     torch.cuda.current_stream(k.device).wait_event(event)
                 first = left_k.shape[0] - own.num_context_rows
                 k, v = torch.cat([left_k[first:], k]), torch.cat([left_v[first:], v])
-        number = self.num_calls if idx == 1 else len(self.left)
-        with self.turns.call(idx, number, inputs):
-            results = attention.attend_rows(q, k, v, own, *settings)
-        out = results[0] if return_lse else results
-        if idx == 0:
-            self.turns.begin_backward(out)
-        else:
-            self.turns.mark_backward(out)
+        self.turns.follow_backward(idx, inputs)
+        results = attention.attend_rows(q, k, v, own, *settings)
+        self.relay.hand_over()
+        self.turns.follow(idx)
         return results
 
     def check_calls(self) -> None:

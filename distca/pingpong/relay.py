@@ -1,0 +1,147 @@
+"""Two functions that run by turns, on two host threads."""
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from distca import ops
+from distca.ranks.planner_thread import PlannerThread
+
+AUTOCAST_DEVICES = ("cuda", "cpu")
+NODES_OF_A_SLOT = 1024  # autograd nodes between two calls of attention in a half, at most
+NUM_SLOTS = 4  # for each call of attention: see Relay
+
+
+class Stopped(BaseException):
+    """Ends the second function after the first has raised."""
+
+
+class _Threads(threading.local):
+    """The thread that runs second functions for this thread."""
+
+    def __init__(self) -> None:
+        self.second = PlannerThread()
+
+
+_threads = _Threads()
+
+
+class Relay:
+    """Runs a first function on this thread and a second one on another thread. Only one of them
+    runs at a time: the first until it calls hand_over, then the second until it does, and so on.
+
+    Both see the same state of torch's threads (grad mode, autocast, modes, hooks of saved tensors)
+    and the same context variables, those of `run`.
+
+    The backward pass takes up autograd nodes by their numbers, the highest first, and each thread
+    counts nodes by itself. So the numbers of both functions are set in slots. If a function calls
+    attention once, in the order of slots: what the first does before it calls attention, what the
+    second does, attention of the first and what follows it, attention of the second and what
+    follows it. Then the backward pass takes up the second's attention before what follows that of
+    the first, and the first's attention before what precedes that of the second. Further calls
+    continue the pattern.
+    """
+
+    def __init__(self) -> None:
+        self._turns = threading.Semaphore(0), threading.Semaphore(0)
+        self._are_over = [False, False]
+        self._error: BaseException | None = None
+        self._first_ident = threading.get_ident()
+        self._base = ops.raise_sequence_number(0)
+        self._num_calls = [0, 0]
+
+    @property
+    def number(self) -> int:
+        """0 in the first function, and 1 in the second."""
+        return int(threading.get_ident() != self._first_ident)
+
+    def run(self, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+        """Return the results of both. If one raises, the other one ends at its next turn, and the
+        error is raised here."""
+        state, context = _State(), contextvars.copy_context()
+        ended = _threads.second.submit(context.run, self._run_second, second, state)
+        try:
+            result = first()
+        except BaseException as error:
+            self._error = self._error or error
+            raise
+        finally:
+            self._are_over[0] = True
+            self._turns[1].release()
+            ended.exception()  # waits
+            torch.clear_autocast_cache()
+        other = ended.result()
+        last = self._base + NODES_OF_A_SLOT * self._slot_after(1)
+        ops.raise_sequence_number(last + NODES_OF_A_SLOT)
+        return result, other
+
+    def _run_second(self, second: Callable[[], Any], state: "_State") -> Any:
+        try:
+            self._turns[1].acquire()
+            if self._error is not None:
+                return None
+            with state.applied():
+                self._raise_number(1)
+                return second()
+        except Stopped:
+            return None
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._are_over[1] = True
+            self._turns[0].release()
+
+    def call(self) -> None:
+        """Note that this function is about to call attention."""
+        number = self.number
+        self._num_calls[number] += 1
+        self._raise_number(NUM_SLOTS * self._num_calls[number] - 2 + 2 * number)
+
+    def hand_over(self) -> None:
+        """Let the other function run until its next turn is over, after a call of attention."""
+        number = self.number
+        if not self._are_over[1 - number]:
+            torch.clear_autocast_cache()  # casts of one function may not be there for the other
+            self._turns[1 - number].release()
+            self._turns[number].acquire()
+            torch.clear_autocast_cache()
+        if self._error is not None:
+            raise Stopped if number == 1 else self._error
+        self._raise_number(self._slot_after(number))
+
+    def _slot_after(self, number: int) -> int:
+        return NUM_SLOTS * self._num_calls[number] - 1 + 2 * number
+
+    def _raise_number(self, slot: int) -> None:
+        if torch.is_grad_enabled():
+            ops.raise_sequence_number(self._base + NODES_OF_A_SLOT * slot)
+
+
+class _State:
+    """What torch keeps for the thread that creates this."""
+
+    def __init__(self) -> None:
+        self._state = torch.classes.distca.ThreadState()
+        self._dtypes = {each: torch.get_autocast_dtype(each) for each in AUTOCAST_DEVICES}
+        self._caches = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give this thread the same state, and its own back at the end."""
+        own = _State()
+        self._apply()
+        try:
+            yield
+        finally:
+            own._apply()
+
+    def _apply(self) -> None:
+        self._state.apply()
+        for device, dtype in self._dtypes.items():
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._caches)
