@@ -1,8 +1,8 @@
 """Time training steps with an attention server, or beside other work on one rank's device.
 
-    torchrun --nproc-per-node 2 benchmarks/server_step.py server --document 131072
-    torchrun --nproc-per-node 2 benchmarks/server_step.py slow --document 327680 --layers 2 \\
-        --vocab 1024 --steps 16
+    torchrun --nproc-per-node 2 benchmarks/server_step.py server --document 65536
+    torchrun --nproc-per-node 2 benchmarks/server_step.py slow --document 131072 --hidden 2048 \\
+        --ffn 7168 --layers 2 --vocab 1024 --steps 18
 
 The model, the documents and the timing of a step are those of training_step.py. --document is the
 number of tokens of all ranks that train.
