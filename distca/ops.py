@@ -107,7 +107,7 @@ def layout(
     pieces: Tensor, plan: Tensor, rank: int, step: int, device_type: str,
     deterministic: bool = False, held_bytes: Sequence[int] = (), round_bytes: float | None = None,
     by_peer_memory: bool = False, batch: int | None = None, ranks_per_node: int = 0,
-    num_parts: int = 1,
+    num_parts: int = 1, early_part: float = 0.5,
 ) -> Two:
     """Return a rank's layout and the packed form of its rows."""
 

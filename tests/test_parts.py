@@ -110,3 +110,34 @@ def test_bytes_during_which_no_visiting_task_runs():
     assert cluster.parts_of(shape)["exposed_part"] == pytest.approx(exposed)
     assert cluster.parts_of(AttentionShape(8, 8))["exposed_part"] == pytest.approx(0.25)
     assert cluster.parts_of(AttentionShape(9, 3)) == {"num_parts": 1, "exposed_part": 1.0}
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("visiting", [0.1, 1.0, 4.0])
+def test_visiting_tasks_after_early_ones_do_not_wait(num_parts, visiting):
+    """A schedule by hand, in seconds of the forward pass."""
+    home, arrival = 10.0, 2.0
+    loads = torch.zeros(2, 9, dtype=torch.float64)
+    loads[0, 1], loads[0, 7] = 3.5 * (home + visiting), 3.5 * visiting  # of both passes
+    loads[0, 3] = (arrival - 0.5) / cluster.FORWARD_DISPATCH * 1e9
+    plans_for = cluster.Cluster(2, link_bytes_per_second=1e9, transfer_waits=(0.5, 9.0))
+
+    def waits_after(early: float) -> float:
+        now, waited = early, 0.0
+        for part in range(num_parts):
+            here = (part + 1) * arrival / num_parts
+            waited += max(0.0, here - now)
+            now = max(now, here) + visiting / num_parts
+        return waited
+
+    of_server, of_sender = cluster.early_parts(plans_for, loads, num_parts).tolist()
+    assert waits_after(home * of_server) == pytest.approx(0, abs=1e-9)
+    assert waits_after(home * of_server - 1e-3) > 5e-4, "no more tasks than needed are early"
+    assert of_sender == 1.0, "without home tasks, all are early"
+
+
+def test_all_home_tasks_are_early_if_rows_arrive_late():
+    loads = torch.zeros(1, 9, dtype=torch.float64)
+    loads[0, 1], loads[0, 3] = 1.0, 1e12
+    late = cluster.Cluster(1, link_bytes_per_second=1e9)
+    assert cluster.early_parts(late, loads, 4).tolist() == [1.0]

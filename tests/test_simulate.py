@@ -544,7 +544,7 @@ def test_work_of_a_plan_equals_the_planners_report(least_cp, runs):
         cluster.links(),
         scenario.tolerance,
     )
-    tasks, _, _ = plan(scenario, pack, cluster, cost)
+    tasks, *_ = plan(scenario, pack, cluster, cost)
     work = work_of(pack, tasks, cost)
     seconds = work.home_seconds + work.visiting_seconds
     assert seconds.sum(axis=0) == pytest.approx(loads[:, 1].numpy())

@@ -326,7 +326,7 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
                                           bool deterministic, at::IntArrayRef held_bytes,
                                           std::optional<double> round_bytes, bool by_peer_memory,
                                           std::optional<int64_t> batch, int64_t ranks_per_node,
-                                          int64_t num_parts) {
+                                          int64_t num_parts, double early_part) {
   const auto words = words_of<int64_t>(plan, "plan");
   TORCH_CHECK_VALUE(!words.empty(), "plan: empty; make it with distca.plan");
   const planner::Pack pack = decode_pack(pieces, words[kNumRanks]);
@@ -335,11 +335,13 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
                     ranks_per_node, "; expected 0 to the plan's ", pack.num_ranks, " ranks");
   TORCH_CHECK_VALUE(1 <= num_parts && num_parts <= kMaxParts, "num_parts is ", num_parts,
                     "; expected 1 to ", kMaxParts);
+  TORCH_CHECK_VALUE(0 <= early_part && early_part <= 1, "early_part is ", early_part,
+                    "; expected 0 to 1");
   const auto results = by_peer_memory ? planner::Results::kWritten : planner::Results::kTaken;
   std::vector<planner::Layout> rounds;
   const auto add_round = [&](const planner::Plan& round) {
     rounds.push_back(as_value_error(
-        [&] { return planner::make_layout(pack, round, rank, results, num_parts); }));
+        [&] { return planner::make_layout(pack, round, rank, results, early_part); }));
   };
   if (round_bytes) {
     const planner::RowBytes held = decode_row_bytes(held_bytes, "held_bytes");

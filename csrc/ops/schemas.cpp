@@ -99,13 +99,14 @@ TORCH_LIBRARY(distca, m) {
       "int window_right) -> Tensor plan");
   // by_peer_memory: rows go by peer memory, so that results come home without this rank's stream.
   // ranks_per_node: as in open_session. num_parts: the number of parts of heads in which rows
-  // travel, if the transport and the number of heads allow it.
+  // travel, if the transport and the number of heads allow it. early_part: see make_layout.
   // batch: the step of the first plan for the same documents, under which layers are counted; None:
   // this one's.
   m.def(
       "layout(Tensor pieces, Tensor plan, int rank, int step, str device_type, "
       "bool deterministic=False, int[] held_bytes=[], float? round_bytes=None, "
-      "bool by_peer_memory=False, int? batch=None, int ranks_per_node=0, int num_parts=1) "
+      "bool by_peer_memory=False, int? batch=None, int ranks_per_node=0, int num_parts=1, "
+      "float early_part=0.5) "
       "-> (Tensor layout, Tensor packed_rows)");
   // Returns how many parts of query heads, and how many parts of key heads, a call has if num_parts
   // of its layout is `most`.

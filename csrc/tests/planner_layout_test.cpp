@@ -288,10 +288,11 @@ TEST(Layout, EarlyTasksAreAsLargeAsAPartOfTheRows) {
     plan.tasks.push_back({document, 0, 400, 1});
   }
   const Pack pack = make_pack(pieces, 2);
-  for (const auto& [num_parts, num_early] : {std::pair{1, 4u}, {2, 4u}, {4, 2u}, {8, 1u}}) {
-    const Layout layout = make_layout(pack, plan, 1, Results::kTaken, num_parts);
-    EXPECT_EQ(layout.early_tasks.size(), num_early) << num_parts;
-    EXPECT_EQ(layout.late_tasks.size(), 8 - num_early) << num_parts;
+  for (const auto& [part, num_early] :
+       {std::pair{0.5, 4u}, {0.25, 2u}, {0.9, 7u}, {0.0, 0u}, {1.0, 8u}}) {
+    const Layout layout = make_layout(pack, plan, 1, Results::kTaken, part);
+    EXPECT_EQ(layout.early_tasks.size(), num_early) << part;
+    EXPECT_EQ(layout.late_tasks.size(), 8 - num_early) << part;
   }
 }
 
@@ -299,10 +300,10 @@ TEST(Layout, TasksOfADocumentAreNotCut) {
   const std::vector<Piece> pieces = {{0, 0, 0, 4096}, {1, 1, 0, 3000}};
   const Pack pack = make_pack(pieces, 2);
   const Plan plan{2, {}, {{0, 0, 3000, 0}, {0, 3000, 4096, 1}, {1, 0, 3000, 1}}, {}, 0};
-  for (const int64_t num_parts : {1, 4}) {
-    const Layout layout = make_layout(pack, plan, 1, Results::kTaken, num_parts);
-    EXPECT_EQ(layout.early_tasks.size(), num_parts == 1 ? 1u : 0u);
-    EXPECT_EQ(layout.late_tasks.size(), num_parts == 1 ? 0u : 1u);
+  for (const double part : {0.5, 0.25}) {
+    const Layout layout = make_layout(pack, plan, 1, Results::kTaken, part);
+    EXPECT_EQ(layout.early_tasks.size(), part == 0.5 ? 1u : 0u);
+    EXPECT_EQ(layout.late_tasks.size(), part == 0.5 ? 0u : 1u);
   }
 }
 

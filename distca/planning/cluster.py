@@ -11,12 +11,16 @@ from distca.options import Options
 from distca.planning.cost import AttentionShape, measured_links
 from distca.ranks.fsdp_traffic import FsdpTraffic
 from distca.ranks.links import Link, Links, gather_seconds
+from distca.watching.figures import FORWARD_SHARE
 
 MAX_RANKS = 65536
 MIN_KEPT_GAIN = 0.01  # of a layer's predicted seconds, if inputs are kept by default
 MAX_PARTS = 4  # in which a call's rows travel, each with some of the heads
 DEVICES_OF_PARTS = ("cuda",)  # on which rows travel in parts, beside compute
 LEAST_SECONDS_OF_PART = 0.5e-3  # of a part's transfers in a layer; below it, latency dominates
+# Part of a layer's bytes that a server receives in the forward pass. A query moves 5 rows of its
+# size (q twice, grad_out, out and dq back) and a key 3. Slices have as many bytes of both.
+FORWARD_DISPATCH = 0.27
 DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, between nodes
 
 
@@ -200,6 +204,25 @@ def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
     while num_parts > 1 and seconds < num_parts * LEAST_SECONDS_OF_PART:
         num_parts //= 2
     return num_parts
+
+
+def early_parts(cluster: Cluster, loads: Tensor, num_parts: int) -> Tensor:
+    """Return the part of each rank's home tasks that runs while rows of visiting tasks arrive,
+    [num_ranks], under a plan with these loads.
+
+    With n parts, visiting tasks of V seconds and rows that arrive in D, part i (from 0) arrives at
+    (i + 1) D / n. If visiting tasks begin after E seconds, they come to part i at E + i V / n. So
+    none waits if E is at least D / n and D - (n - 1) V / n. The forward pass counts, in which rows
+    are more for the same work."""
+    _, inside, between, *_ = cluster.links().tolist()
+    bytes_in, node_bytes_in, visiting = loads[:, 3], loads[:, 5], loads[:, 7]
+    arrival = torch.maximum((bytes_in - node_bytes_in) / inside, node_bytes_in / between)
+    arrival = FORWARD_DISPATCH * arrival + cluster.transfer_waits[0] * (bytes_in > 0)
+    home = FORWARD_SHARE * (loads[:, 1] - visiting)
+    early = torch.maximum(
+        arrival / num_parts, arrival - (num_parts - 1) / num_parts * FORWARD_SHARE * visiting
+    )
+    return torch.where(home > 0, early / home, 1.0).clamp(max=1.0)
 
 
 def link_room(

@@ -18,6 +18,7 @@ from distca.planning.cluster import (
     DEVICES_OF_PARTS,
     Cluster,
     cluster_of,
+    early_parts,
     held_row_bytes,
     input_row_bytes,
     link_room,
@@ -74,6 +75,7 @@ class Solution:
     encoded: Tensor  # as torch.ops.distca.plan returns it
     shape: AttentionShape
     num_parts: int  # in which rows travel
+    early_part: float  # of this rank's home tasks, if it has visiting tasks
     report: PlanReport
 
 
@@ -390,7 +392,8 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
     encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
     num_parts = parts_worth_taking(cluster, loads)
-    laid_out = lay_out(problem, pieces, encoded, options, shape, num_parts)
+    early_part = early_parts(cluster, loads, num_parts)[problem.rank].item()
+    laid_out = lay_out(problem, pieces, encoded, options, shape, num_parts, early_part)
     before, after, bytes_out, bytes_in, *_, kept = loads.T.tolist()
     moved = (list(map(int, bytes_out)), list(map(int, bytes_in)))
     plan_ms = 1e3 * (time.perf_counter() - start)
@@ -410,7 +413,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     }
     figures = {**keeping, **gb_per_s_of(cluster), **roles, **times}
     report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
-    return Solution(*laid_out, pieces, encoded, shape, num_parts, report)
+    return Solution(*laid_out, pieces, encoded, shape, num_parts, early_part, report)
 
 
 def _cluster_of(problem: Problem, options: Options) -> Cluster:
@@ -437,6 +440,7 @@ def lay_out(
     options: Options,
     shape: AttentionShape,
     num_parts: int = 1,
+    early_part: float = 0.5,
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Return this rank's layout, its packed rows for the upload to its device, and the numbers of
     visiting query and key rows whose inputs core_attention may keep for the backward pass."""
@@ -453,6 +457,7 @@ def lay_out(
         problem.batch,
         problem.way.ranks_per_node,
         num_parts,
+        early_part,
     )
     if problem.device_type == "cuda":
         packed_rows = packed_rows.pin_memory()

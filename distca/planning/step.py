@@ -153,10 +153,10 @@ def _solve_half(
         )
     tasks = plans.tasks_of(solution.encoded)
     held = half_of(solution.pieces, tasks, cuts, problem.window_size, idx)
-    shape, num_parts = solution.shape, solution.num_parts
-    laid_out = plans.lay_out(problem, *held, session.options, shape, num_parts)
+    shape, rest = solution.shape, (solution.num_parts, solution.early_part)
+    laid_out = plans.lay_out(problem, *held, session.options, shape, *rest)
     plans.agree_on_plan(halves_of(session)[idx], problem, laid_out[0])
-    return Solution(*laid_out, *held, shape, num_parts, solution.report)
+    return Solution(*laid_out, *held, shape, *rest, solution.report)
 
 
 def half_of(

@@ -12,6 +12,7 @@ import numpy as np
 
 from distca.planning.cluster import (
     Cluster,
+    early_parts,
     exposed_part_of,
     held_row_bytes,
     input_row_bytes,
@@ -66,6 +67,7 @@ class Work:
     kept_query_rows: np.ndarray  # [pairs] those whose q the server keeps for the backward pass
     kept_key_rows: np.ndarray  # [pairs] those whose k and v it keeps
     num_parts: int = 1  # in which rows travel, each with some of the heads
+    early_part: np.ndarray | float = 0.5  # of home tasks [ranks], those before visiting tasks
     first_part: float = FIRST_PART  # of the tokens, in the first half under ping-pong
 
     @property
@@ -103,17 +105,25 @@ def link_room_of(scenario: Scenario) -> tuple[float, float]:
 
 def plan(
     scenario: Scenario, pack: Pack, cluster: Cluster, cost: TileCost | TableCost
-) -> tuple[np.ndarray, int, float]:
+) -> tuple[np.ndarray, int, np.ndarray, float]:
     """Return tasks, int64 [num_tasks, 5] (see tasks_of), the number of parts in which their rows
-    travel, and the planner's processor time in seconds."""
+    travel, early_parts, and the planner's processor time in seconds."""
     shape, tolerance = scenario.attention_shape, scenario.tolerance
     start = time.thread_time()
     encoded, loads = balance(pack.as_tensor(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
     seconds = time.thread_time() - start
-    return tasks_of(encoded).numpy(), parts_worth_taking(cluster, loads), seconds
+    num_parts = parts_worth_taking(cluster, loads)
+    early = early_parts(cluster, loads, num_parts).numpy()
+    return tasks_of(encoded).numpy(), num_parts, early, seconds
 
 
-def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost, num_parts: int = 1) -> Work:
+def work_of(
+    pack: Pack,
+    tasks: np.ndarray,
+    cost: TileCost | TableCost,
+    num_parts: int = 1,
+    early_part: np.ndarray | float = 0.5,
+) -> Work:
     """Count the rows of tasks, as `plan` returns them."""
     _, begin, end, server, is_kept = tasks.T
     rows = rows_of_tasks(pack, tasks[:, :4], CAUSAL)
@@ -134,7 +144,8 @@ def work_of(pack: Pack, tasks: np.ndarray, cost: TileCost | TableCost, num_parts
         for each in (rows.queries, rows.new_keys)
     ]
     first = first_part_of(pack.as_tensor())
-    return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts, num_parts, first)
+    rest = num_parts, early_part, first
+    return Work(*by_place, *np.divmod(pairs, pack.num_ranks), *counts, *rest)
 
 
 def held_bytes(scenario: Scenario, work: Work) -> np.ndarray:
@@ -223,14 +234,14 @@ def shares_of_parts(scenario: Scenario, num_parts: int) -> list[Share]:
 
 
 def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
-    """Return the times of a layer. A rank runs half of its home tasks while inputs travel, or a
-    quarter if these come in four parts. Visiting tasks follow, part by part as they arrive. Then
-    the other home tasks run while the last results travel."""
+    """Return the times of a layer. A rank runs early home tasks while inputs travel. Visiting tasks
+    follow, part by part as they arrive. Then the other home tasks run while the last results
+    travel."""
     shares = shares_of_parts(scenario, work.num_parts)
     exchanges = [exchange_seconds(scenario, work, pass_idx, share) for share in shares]
     arrivals = np.cumsum([arrival for arrival, _, _ in exchanges], axis=0)
     home, visiting = work.home_seconds[pass_idx], work.visiting_seconds[pass_idx]
-    early = home / max(2, work.num_parts)
+    early = work.early_part * home
     late = home - early
     served, left, arrived = early, np.zeros_like(home), np.zeros(work.home.size)
     for arrival, (_, sent, received) in zip(arrivals, exchanges, strict=True):

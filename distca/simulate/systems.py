@@ -90,8 +90,8 @@ class Step:
         seconds."""
         scenario = self.scenario
         cluster = cluster_of(scenario, pack if is_ping_pong else None)
-        tasks, num_parts, seconds = plan(scenario, pack, cluster, self.cost)
-        return work_of(pack, tasks, self.cost, num_parts), seconds
+        tasks, *parts, seconds = plan(scenario, pack, cluster, self.cost)
+        return work_of(pack, tasks, self.cost, *parts), seconds
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ int64_t num_before_cut(const std::vector<PlacedTask>& tasks, const Mask& mask, d
 }
 
 // Returns the part of home tasks that is early: see Layout.
-double early_part_of(bool has_visiting_tasks, bool takes_results, int64_t num_parts) {
-  if (has_visiting_tasks) return 1.0 / static_cast<double>(std::max<int64_t>(2, num_parts));
+double early_part_of(bool has_visiting_tasks, bool takes_results, double of_server) {
+  if (has_visiting_tasks) return of_server;
   return takes_results ? 0 : 1;
 }
 
@@ -141,7 +141,7 @@ Movement movement_of(const Pack& pack, const Plan& plan, int64_t rank) {
 }
 
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results results,
-                   int64_t num_parts) {
+                   double early_part) {
   require(0 <= rank && rank < pack.num_ranks, "rank is ", rank, "; expected 0 <= rank < ",
           pack.num_ranks);
   Layout layout;
@@ -152,7 +152,7 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank, Results res
   layout.movement = movement_of(pack, plan, rank);
   const std::vector<Visit> visits = visits_of(pack, plan.mask, tasks_of(plan.tasks, rank));
   const bool takes = !layout.movement.sent.empty() && results == Results::kTaken;
-  fill_home_tasks(pack, plan, early_part_of(!visits.empty(), takes, num_parts), layout);
+  fill_home_tasks(pack, plan, early_part_of(!visits.empty(), takes, early_part), layout);
   fill_visiting_tasks(pack, plan, visits, layout);
   return layout;
 }

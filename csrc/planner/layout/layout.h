@@ -38,10 +38,10 @@ struct Layout {
 // rank's own stream has a part in it.
 enum class Results { kWritten, kTaken };
 
-// `plan` must be valid for `pack` (see validate). If rows travel in `num_parts` parts, early tasks
-// only need to last until the first part arrives. Throws std::invalid_argument for a bad rank.
+// `plan` must be valid for `pack` (see validate). If the rank has visiting tasks, about
+// `early_part` of the work of its home tasks is early. Throws std::invalid_argument for a bad rank.
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank,
-                   Results results = Results::kTaken, int64_t num_parts = 1);
+                   Results results = Results::kTaken, double early_part = 0.5);
 
 // Returns the rows that a rank sends and those that visit it. `plan` must be valid for `pack`.
 // Linear in the plan of all ranks, because places depend on the rows of other ranks.
