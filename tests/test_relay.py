@@ -1,10 +1,12 @@
 """Two functions that take turns on two host threads."""
 
 import contextvars
+import gc
 import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from distca import ops
 from distca.pingpong.relay import Relay
@@ -63,6 +65,36 @@ def test_an_error_of_one_ends_the_other(who, calls_before):
     # The second has not begun if the first raises at once.
     assert sorted(ended) == ["first", "second"][: 1 if (who, calls_before) == ("first", 0) else 2]
     assert run_both(Relay(), str.upper) == ("FIRST", "SECOND"), "the thread lives on"
+
+
+def top_hooks() -> object:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@pytest.mark.parametrize("who", ["first", "second", "both"])
+def test_an_error_inside_a_checkpoint_leaves_no_hooks(who):
+    """Its hooks are gone with its frames, on the thread that runs them. No cycle may keep these."""
+    relay, hooks = Relay(), []
+
+    def attend(x: torch.Tensor, name: str) -> torch.Tensor:
+        relay.call()
+        relay.hand_over()
+        if who in (name, "both"):
+            raise KeyError(who)
+        return x * x
+
+    def function(name: str) -> torch.Tensor:
+        return checkpoint(attend, torch.ones(1, requires_grad=True), name, use_reentrant=False)
+
+    gc.disable()
+    try:
+        with pytest.raises(KeyError, match=who) as raised:
+            run_both(relay, function)
+        del raised
+        hooks = top_hooks(), *run_both(Relay(), lambda _: top_hooks())
+    finally:
+        gc.enable()
+    assert hooks == (None, None, None)
 
 
 def test_both_see_the_state_of_the_caller():

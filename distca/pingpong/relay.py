@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,20 +65,26 @@ class Relay:
         error is raised here."""
         state, context = _State(), contextvars.copy_context()
         ended = _threads.second.submit(context.run, self._run_second, second, state)
+        results = []
         try:
-            result = first()
+            results.append(first())
         except BaseException as error:
             self._error = self._error or error
             raise
         finally:
             self._are_over[0] = True
             self._turns[1].release()
-            ended.exception()  # waits
+            results.append(ended.result())
             torch.clear_autocast_cache()
-        other = ended.result()
+            error, self._error = self._error, None
+            try:
+                if error is not None and len(results) == 2:  # of the second alone
+                    raise error
+            finally:
+                del error  # or its traceback would keep this frame, and with it itself, alive
         last = self._base + NODES_OF_A_SLOT * self._slot_after(1)
         ops.raise_sequence_number(last + NODES_OF_A_SLOT)
-        return result, other
+        return tuple(results)
 
     def _run_second(self, second: Callable[[], Any], state: "_State") -> Any:
         try:
@@ -86,15 +93,24 @@ class Relay:
                 return None
             with state.applied():
                 self._raise_number(1)
-                return second()
+                return self._ended_here(second)
         except Stopped:
             return None
         except BaseException as error:
             self._error = error
-            raise
+            return None
         finally:
             self._are_over[1] = True
             self._turns[0].release()
+
+    def _ended_here(self, function: Callable[[], Any]) -> Any:
+        """Call a function. If it raises, contexts that its frames have entered end on this thread,
+        as those of torch.utils.checkpoint do once their frames are gone."""
+        try:
+            return function()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
 
     def call(self) -> None:
         """Note that this function is about to call attention."""
