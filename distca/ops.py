@@ -243,6 +243,12 @@ def take_gap_times(group_name: str) -> Tensor:
 
 
 @_operator
+def layer_seconds(loads: Tensor, servers: Tensor, links: Tensor) -> float:
+    """Return the predicted seconds of a layer under a plan with these loads, with `servers` and
+    `links` as `plan` takes them."""
+
+
+@_operator
 def await_dispatch(group_name: str) -> None:
     """Let the current stream wait until rows of a session's latest call of attention are on their
     way. Calls before the first await_dispatch do not count."""

@@ -1,16 +1,25 @@
 """The part of the attention in each half of ping-pong, and the work that hides its transfers."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
+import distca
+from distca.planning.cluster import Cluster
+from distca.planning.cost import AttentionShape, cost_tensor
 from distca.planning.halves import (
+    COST,
     FIRST_PART,
     FIRST_PART_OF_RUNS,
     attention_of_first_half,
     first_part_of,
     hidden_by_halves,
+    pay,
     rows_of_first_half,
 )
+from distca.planning.plan import balance
 
 # Rank, document, first row in the document, number of rows.
 WHOLE = torch.tensor([[0, 0, 0, 7], [0, 1, 0, 5], [1, 2, 0, 12], [2, 3, 0, 1], [2, 4, 0, 2]])
@@ -76,3 +85,42 @@ def test_the_half_that_hides_less_counts():
 def test_steps_without_rows_hide_nothing():
     hidden = hidden_by_halves(torch.empty(0, 5, dtype=torch.int64), 2, CAUSAL, 0.0)
     assert hidden == {"hidden_part": 0.0, "hidden_seconds": 0.0}
+
+
+def choice(gb_per_s: float, seconds_before: float) -> bool:
+    """Return whether halves pay for a rank of one long document and a rank of short ones."""
+    lengths = [[65536], [4096] * 16]
+    pieces = torch.tensor(
+        [
+            [rank, 100 * rank + i, 0, length, 0]
+            for rank, own in enumerate(lengths)
+            for i, length in enumerate(own)
+        ]
+    )
+    shape = AttentionShape()
+    cost = cost_tensor(distca.Options(attention_tflops=500.0), shape, "cuda")
+    whole = Cluster(2, link_bytes_per_second=1e9 * gb_per_s)
+    in_halves = replace(whole, **hidden_by_halves(pieces, 2, CAUSAL, seconds_before))
+    loads, whole_loads = (
+        balance(pieces, CAUSAL, cost, shape, each, 0.005)[1] for each in (in_halves, whole)
+    )
+    return pay(in_halves, loads, whole, whole_loads, seconds_before)
+
+
+def test_halves_pay_where_links_are_slow():
+    assert choice(10.0, 0.02) and choice(20.0, 0.02)
+    assert not choice(300.0, 0.02), "nothing is exposed"
+    assert not choice(0.01, 0.02), "nothing moves"
+
+
+def test_halves_must_save_more_than_smaller_products_cost():
+    """The same plan in halves saves what was exposed."""
+    loads = torch.zeros(2, 9, dtype=torch.float64)
+    loads[:, 1] = 10e-3
+    loads[0, 2] = loads[1, 3] = 20e6  # 20 ms at 1 GB/s, of which 10 ms are exposed
+    whole = Cluster(2, link_bytes_per_second=1e9)
+    in_halves = replace(whole, hidden_seconds=1.0)
+    saved = 20e-3 * (0.37 + 0.63) - 10e-3
+    for seconds_before, pays in ((0.9 * saved / COST / 4, True), (1.1 * saved / COST / 4, False)):
+        assert pay(in_halves, loads, whole, loads, seconds_before) == pays
+    assert not pay(whole, loads, whole, loads, math.ulp(1.0))

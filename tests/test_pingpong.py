@@ -69,6 +69,25 @@ def compare(rank: int, world_size: int, windows, cuts: list[str]) -> float:
     return worst
 
 
+def takes_the_faster(rank: int, world_size: int) -> float:
+    """Return the largest error of a block that runs whole after a step in halves."""
+    bare, block = pair_of()
+    with (
+        mock.patch.object(plans, "DEVICES_OF_CHOICE", ("cpu",)),
+        mock.patch.object(plans, "pay", lambda *_: False),
+    ):
+        for is_first in (True, False):
+            step = step_of(rank, LENGTHS[rank])
+            # No block was in ping-pong before the first plan, so there was no choice.
+            assert distca.plan(step.documents).report().pays_in_halves == is_first
+            if is_first:
+                step.run(block, step.documents)
+                assert halves_ran()
+        truth = step.run(bare, step.documents)
+        with mock.patch.object(pingpong, "Relay", side_effect=AssertionError("in halves")):
+            return max(errors(step.run(block, step.documents), truth))
+
+
 def compare_in_parts(rank: int, world_size: int) -> tuple[float, set[int]]:
     """Return the largest error, and into how many parts the halves' rows were divided."""
     with (
@@ -84,6 +103,10 @@ def compare_in_parts(rank: int, world_size: int) -> tuple[float, set[int]]:
     (halves,) = step.documents._halves.values()
     layouts = [plan.layout for half in halves for plan in half._plans.values()]
     return worst, {num_parts(layout) for layout in layouts}
+
+
+def test_blocks_run_whole_if_that_is_faster(own_ranks):
+    assert max(own_ranks(2).run(takes_the_faster)) <= 1e-12
 
 
 def test_rows_of_halves_travel_in_parts(ranks):

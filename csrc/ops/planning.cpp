@@ -306,6 +306,32 @@ std::tuple<at::Tensor, at::Tensor> plan(const at::Tensor& pieces, int64_t num_ra
   return {encode_plan(plan), encode_loads(plan.loads)};
 }
 
+double layer_seconds(const at::Tensor& loads, const at::Tensor& servers, const at::Tensor& links) {
+  const auto values = words_of<double>(loads, "loads");
+  TORCH_CHECK_VALUE(loads.dim() == 2 && loads.size(1) == kLoadColumns, "loads has shape ",
+                    loads.sizes(), "; expected [num_ranks, ", kLoadColumns,
+                    "], as plan returns it");
+  planner::PlanOptions options;
+  options.servers = decode_servers(servers, loads.size(0));
+  options.links = decode_links(links);
+  std::vector<planner::Load> decoded;
+  double seconds = 0, speed = 0;  // at speed 1, and of all servers
+  for (int64_t rank = 0; rank < loads.size(0); ++rank) {
+    const double* row = values.data() + rank * kLoadColumns;
+    const auto bytes = [row](int64_t column) { return static_cast<int64_t>(row[column]); };
+    decoded.push_back({.seconds = row[1],
+                       .seconds_visiting = row[7],
+                       .seconds_lag = options.lag_seconds(rank),
+                       .bytes_out = bytes(2),
+                       .bytes_in = bytes(3),
+                       .node_bytes_out = bytes(4),
+                       .node_bytes_in = bytes(5)});
+    seconds += row[1] * options.speed(rank);
+    speed += options.speed(rank);
+  }
+  return planner::makespan(decoded, options.links, options.links.hidden(seconds / speed));
+}
+
 at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,
                          int64_t window_left, int64_t window_right) {
   const auto words = words_of<int64_t>(tasks, "tasks");
@@ -363,6 +389,7 @@ std::tuple<at::Tensor, at::Tensor> layout(const at::Tensor& pieces, const at::Te
 TORCH_LIBRARY_IMPL(distca, CPU, m) {
   m.impl("gather", distca::ops::gather);
   m.impl("plan", distca::ops::plan);
+  m.impl("layer_seconds", distca::ops::layer_seconds);
   m.impl("plan_of_tasks", distca::ops::plan_of_tasks);
   m.impl("layout", distca::ops::layout);
 }

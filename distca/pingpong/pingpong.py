@@ -81,7 +81,8 @@ class PingPong(nn.Module):
 
     The block runs whole if nothing travels: without documents, without a plan, if the plan moves no
     row, in a group of one rank, or with options.enabled False. It also runs whole for chunks of
-    documents, which are short.
+    documents, which are short, and for plans that are predicted to be faster in whole blocks, for
+    instance over fast links.
 
     Shard, checkpoint and compile the block after PingPong. Raises ValueError for a block that is
     already sharded, checkpointed or compiled, for documents that cross ranks with one run per rank,
@@ -184,8 +185,8 @@ def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> No
 
 
 def _pays(documents: Documents | None) -> bool:
-    """Return whether rows travel between ranks, which is equal on all ranks. Raises ValueError for
-    documents that cross ranks with one run per rank."""
+    """Return whether rows travel between ranks and halves are predicted to be faster, equal on all
+    ranks. Raises ValueError for documents that cross ranks with one run per rank."""
     if documents is None:
         session = sessions.find()
         if session is not None and session.num_ranks > 1 and torch.is_grad_enabled():
@@ -205,7 +206,8 @@ def _pays(documents: Documents | None) -> bool:
             f"PingPong: {documents} cross ranks in one run for each; expected two, as "
             "distca.shard_batch(..., runs=2) or Documents.sharded(..., runs=2) cuts them"
         )
-    return any(any(plan.report().bytes_out) for plan in documents._plans.values())
+    reports = [plan.report() for plan in documents._plans.values()]
+    return any(any(each.bytes_out) and each.pays_in_halves for each in reports)
 
 
 def _accumulators(block: nn.Module) -> list:

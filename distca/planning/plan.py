@@ -45,7 +45,7 @@ from distca.planning.exchange import (
     shape_of,
     words_of,
 )
-from distca.planning.halves import hidden_by_halves
+from distca.planning.halves import hidden_by_halves, pay
 from distca.planning.plan_report import PlanReport
 from distca.ranks import memory, pace
 from distca.ranks.fsdp_traffic import FsdpTraffic, common_traffic
@@ -57,6 +57,7 @@ from distca.ranks.session import Session, configured, measures_links
 from distca.watching.figures import LINKS
 
 CAUSAL = (-1, 0)
+DEVICES_OF_CHOICE = ("cuda",)  # on which blocks in ping-pong may run whole; others hide nothing
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
 
 
@@ -380,9 +381,6 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     cluster = replace(_cluster_of(problem, options), transfer_waits=problem.transfer_waits)
     if not problem.may_keep:
         cluster = replace(cluster, kept_cap_bytes=0)
-    if problem.has_halves:
-        halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
-        cluster = replace(cluster, **hidden_by_halves(pieces, *halves))
     if problem.traffic is not None:
         tokens = pieces[:, 3].sum().item() / problem.num_ranks
         speed = flops_per_second(cost, shape)
@@ -390,7 +388,21 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
         cluster = replace(cluster, **parts_of(shape))
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
-    encoded, loads = balance(pieces, problem.window_size, cost, shape, cluster, tolerance)
+
+    def balanced(on: Cluster) -> tuple[Tensor, Tensor]:
+        return balance(pieces, problem.window_size, cost, shape, on, tolerance)
+
+    encoded, loads = balanced(cluster)
+    pays_in_halves = True  # unless it is known better
+    if problem.has_halves:
+        halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
+        in_halves = replace(cluster, **hidden_by_halves(pieces, *halves))
+        others = balanced(in_halves)
+        pays_in_halves = problem.device_type not in DEVICES_OF_CHOICE or pay(
+            in_halves, others[1], cluster, loads, problem.hidden_seconds
+        )
+        if pays_in_halves:
+            cluster, (encoded, loads) = in_halves, others
     num_parts = parts_worth_taking(cluster, loads)
     early_part = early_parts(cluster, loads, num_parts)[problem.rank].item()
     laid_out = lay_out(problem, pieces, encoded, options, shape, num_parts, early_part)
@@ -412,6 +424,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
         "lags_ms": [1e3 * each for each in problem.lags],
     }
     figures = {**keeping, **gb_per_s_of(cluster), **roles, **times}
+    figures["pays_in_halves"] = pays_in_halves
     report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
     return Solution(*laid_out, pieces, encoded, shape, num_parts, early_part, report)
 

@@ -46,6 +46,9 @@ class PlanReport:
     """Milliseconds of a layer's linear work before attention, forward and backward. Under
     ping-pong, this work hides transfers. Measured in earlier steps; 0 before any measurement, and
     without ping-pong."""
+    pays_in_halves: bool = True
+    """Whether blocks in ping-pong run in halves. False if the plan is predicted to be faster in
+    blocks that run whole."""
     measured_speeds: list[float] = field(default_factory=list)
     """Attention speed of each rank relative to the fastest rank, as measured in earlier steps. It
     scales Options.server_speeds. Empty if all ranks are equally fast."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from distca.planning.cluster import (
     Cluster,
@@ -80,7 +81,7 @@ def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
     """Return the planner's cluster. Under ping-pong, `in_halves` is the pack to plan."""
     machine, hidden = scenario.machine, {}
     if in_halves is not None:
-        before = sum(scenario.seconds_around_attention(each)[0] for each in (FORWARD, BACKWARD))
+        before = scenario.seconds_before_attention()
         hidden = hidden_by_halves(in_halves.as_tensor(), scenario.groups, CAUSAL, before)
     return Cluster(
         scenario.groups,
@@ -105,16 +106,16 @@ def link_room_of(scenario: Scenario) -> tuple[float, float]:
 
 def plan(
     scenario: Scenario, pack: Pack, cluster: Cluster, cost: TileCost | TableCost
-) -> tuple[np.ndarray, int, np.ndarray, float]:
+) -> tuple[np.ndarray, int, np.ndarray, Tensor, float]:
     """Return tasks, int64 [num_tasks, 5] (see tasks_of), the number of parts in which their rows
-    travel, early_parts, and the planner's processor time in seconds."""
+    travel, early_parts, the loads of ranks, and the planner's processor time in seconds."""
     shape, tolerance = scenario.attention_shape, scenario.tolerance
     start = time.thread_time()
     encoded, loads = balance(pack.as_tensor(), CAUSAL, cost.tensor(), shape, cluster, tolerance)
     seconds = time.thread_time() - start
     num_parts = parts_worth_taking(cluster, loads)
     early = early_parts(cluster, loads, num_parts).numpy()
-    return tasks_of(encoded).numpy(), num_parts, early, seconds
+    return tasks_of(encoded).numpy(), num_parts, early, loads, seconds
 
 
 def work_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distca.options import Options
 from distca.planning.cost import AttentionShape
-from distca.simulate.machine import Machine, TableCost, TileCost
+from distca.simulate.machine import BACKWARD, FORWARD, Machine, TableCost, TileCost
 
 MAX_RANKS = 65536
 SHARDINGS = ("fsdp", "zero1")
@@ -278,6 +278,10 @@ class Scenario:
         reduce = float(self.tensor_parallel_seconds(self.tokens))
         share = self.model.share_before_attention
         return share * linear + reduce / 4, (1 - share) * linear + 3 * reduce / 4
+
+    def seconds_before_attention(self) -> float:
+        """Return the seconds of a layer's work on attention's input side, forward and backward."""
+        return sum(self.seconds_around_attention(each)[0] for each in (FORWARD, BACKWARD))
 
     @property
     def stage_params(self) -> float:

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from distca.planning.halves import pay
 from distca.planning.packs import Pack
 from distca.planning.ticks import Tick, ticks_of
 from distca.simulate.disaggregated import (
@@ -85,13 +86,21 @@ class Step:
         attention = self.cost.seconds(np.zeros_like(lengths), lengths).sum(axis=0) / cp
         return attention + sum(self.scenario.linear_seconds(lengths / cp))
 
-    def work(self, pack: Pack, is_ping_pong: bool) -> tuple[Work, float]:
-        """Return the work of a plan for a micro-batch, and the planner's processor time in
-        seconds."""
-        scenario = self.scenario
-        cluster = cluster_of(scenario, pack if is_ping_pong else None)
-        tasks, *parts, seconds = plan(scenario, pack, cluster, self.cost)
-        return work_of(pack, tasks, self.cost, *parts), seconds
+    def work(self, pack: Pack, attend: Attend) -> tuple[Work, Attend, float]:
+        """Return the work of a plan for a micro-batch, how ranks attend, and the planner's
+        processor time in seconds. Blocks in ping-pong run whole if that is predicted to be
+        faster."""
+        scenario, whole = self.scenario, cluster_of(self.scenario)
+        tasks, *parts, loads, seconds = plan(scenario, pack, whole, self.cost)
+        if attend is ping_pong:
+            in_halves, before = cluster_of(scenario, pack), scenario.seconds_before_attention()
+            others, *their_parts, their_loads, more = plan(scenario, pack, in_halves, self.cost)
+            seconds += more
+            if pay(in_halves, their_loads, whole, loads, before):
+                tasks, parts = others, their_parts
+            else:
+                attend = in_turn
+        return work_of(pack, tasks, self.cost, *parts), attend, seconds
 
 
 @dataclass(frozen=True)
@@ -160,10 +169,10 @@ def distca(
     tokens = np.stack([each.tokens for each in held])
     layers = layers_of(scenario, tokens, np.zeros((len(held), NUM_PASSES, scenario.groups)))
     for i, pack in enumerate(held):
-        work, seconds = step.work(pack, attend is ping_pong)
+        work, how, seconds = step.work(pack, attend)
         planning += seconds
         for pass_idx in (FORWARD, BACKWARD):
-            times, layers.beside[i, pass_idx] = attend(scenario, work, pass_idx)
+            times, layers.beside[i, pass_idx] = how(scenario, work, pass_idx)
             layers.seconds[i, pass_idx] += times
         workspace = held_bytes(scenario, work)
         layers.workspace_bytes = np.maximum(layers.workspace_bytes, workspace)
@@ -185,7 +194,7 @@ def distca_in_ticks(step: Step, cp: int) -> Outcome:
     layers, workspace = [], np.zeros(pool.scenario.groups)
     for tick in ticks:
         pack = joined([_pack_in(tick, stage, held) for stage in range(scenario.pp)])
-        work, seconds = pool.work(pack, is_ping_pong=False)
+        work, _, seconds = pool.work(pack, in_turn)
         planning += seconds
         workspace = np.maximum(workspace, held_bytes(pool.scenario, work))
         layers.append(_layer_in(tick, scenario, pack, work))

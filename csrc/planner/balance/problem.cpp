@@ -60,7 +60,7 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
   bytes_per_root_second = total_seconds > 0 ? 2 * std::sqrt(bytes * pairs / total_seconds) : 0;
   const double mean = total_seconds / total_speed;
   balanced_seconds = mean + lag_seconds / total_speed;
-  hidden_seconds = options.links.hidden_part * mean + options.links.hidden_seconds;
+  hidden_seconds = options.links.hidden(mean);
   transfers_wait = options.links.forward_wait + options.links.backward_wait;
   link_room = options.links.forward_room + options.links.backward_room;
   min_relief = heuristics.min_relief * mean;

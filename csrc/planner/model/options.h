@@ -40,6 +40,8 @@ struct Links {
   double forward_room = std::numeric_limits<double>::infinity();
   double backward_room = std::numeric_limits<double>::infinity();
 
+  // Seconds of transfers that other work hides, if a rank computes for `mean` seconds on average.
+  double hidden(double mean) const { return hidden_part * mean + hidden_seconds; }
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;
   }
