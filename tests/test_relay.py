@@ -2,6 +2,8 @@
 
 import contextvars
 import gc
+import os
+import signal
 import threading
 
 import pytest
@@ -11,6 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from distca import ops
 from distca.pingpong.relay import Relay
 
+
+def new_relay() -> Relay:
+    def stop(error: BaseException) -> None:
+        raise AssertionError("nothing interrupts this test") from error
+
+    return Relay(stop)
+
+
 SETTING = contextvars.ContextVar("setting", default="none")
 
 
@@ -19,7 +29,7 @@ def run_both(relay: Relay, function) -> tuple:
 
 
 def test_functions_take_turns():
-    relay, log = Relay(), []
+    relay, log = new_relay(), []
 
     def attend(name: str, num_calls: int) -> str:
         for call in range(num_calls):
@@ -39,7 +49,7 @@ def test_functions_take_turns():
 
 def test_the_second_runs_after_a_first_that_calls_nothing():
     log = []
-    relay = Relay()
+    relay = new_relay()
     run_both(relay, log.append)
     assert log == ["first", "second"]
 
@@ -47,7 +57,7 @@ def test_the_second_runs_after_a_first_that_calls_nothing():
 @pytest.mark.parametrize("who", ["first", "second"])
 @pytest.mark.parametrize("calls_before", [0, 1])
 def test_an_error_of_one_ends_the_other(who, calls_before):
-    relay, ended = Relay(), []
+    relay, ended = new_relay(), []
 
     def function(name: str) -> None:
         try:
@@ -64,7 +74,29 @@ def test_an_error_of_one_ends_the_other(who, calls_before):
         run_both(relay, function)
     # The second has not begun if the first raises at once.
     assert sorted(ended) == ["first", "second"][: 1 if (who, calls_before) == ("first", 0) else 2]
-    assert run_both(Relay(), str.upper) == ("FIRST", "SECOND"), "the thread lives on"
+    assert run_both(new_relay(), str.upper) == ("FIRST", "SECOND"), "the thread lives on"
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_ctrl_c_ends_both(calls):
+    """It comes while the first waits for the second, after a call of attention or at the end."""
+    stopped = threading.Event()
+    relay = Relay(lambda error: stopped.set())
+
+    def first() -> None:
+        for _ in range(calls):
+            relay.call()
+            relay.hand_over()
+
+    def second() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopped.wait(30), "the second waits for other ranks"
+        relay.call()
+        relay.hand_over()
+
+    with pytest.raises(KeyboardInterrupt):
+        relay.run(first, second)
+    assert run_both(new_relay(), str.upper) == ("FIRST", "SECOND"), "the thread lives on"
 
 
 def top_hooks() -> object:
@@ -74,7 +106,7 @@ def top_hooks() -> object:
 @pytest.mark.parametrize("who", ["first", "second", "both"])
 def test_an_error_inside_a_checkpoint_leaves_no_hooks(who):
     """Its hooks are gone with its frames, on the thread that runs them. No cycle may keep these."""
-    relay, hooks = Relay(), []
+    relay, hooks = new_relay(), []
 
     def attend(x: torch.Tensor, name: str) -> torch.Tensor:
         relay.call()
@@ -91,7 +123,7 @@ def test_an_error_inside_a_checkpoint_leaves_no_hooks(who):
         with pytest.raises(KeyError, match=who) as raised:
             run_both(relay, function)
         del raised
-        hooks = top_hooks(), *run_both(Relay(), lambda _: top_hooks())
+        hooks = top_hooks(), *run_both(new_relay(), lambda _: top_hooks())
     finally:
         gc.enable()
     assert hooks == (None, None, None)
@@ -110,7 +142,7 @@ def test_both_see_the_state_of_the_caller():
             SETTING.get(),
         )
 
-    plain = run_both(Relay(), state)
+    plain = run_both(new_relay(), state)
     assert plain == ((True, False, torch.bfloat16, True, False, 0, "none"),) * 2
     SETTING.set("mine")
     with (
@@ -119,10 +151,10 @@ def test_both_see_the_state_of_the_caller():
         torch.autograd.graph.save_on_cpu(),
         torch.device("cpu"),
     ):
-        inside = run_both(Relay(), state)
+        inside = run_both(new_relay(), state)
     assert inside == ((False, True, torch.float16, False, True, 1, "mine"),) * 2
     SETTING.set("none")
-    assert run_both(Relay(), state) == plain, "nothing is left on the thread"
+    assert run_both(new_relay(), state) == plain, "nothing is left on the thread"
 
 
 def test_the_backward_pass_takes_turns_too():
@@ -141,7 +173,7 @@ def test_the_backward_pass_takes_turns_too():
 
     x = torch.ones(1, requires_grad=True)
     halves = x.expand(2).split(1)
-    relay = Relay()
+    relay = new_relay()
 
     def block(idx: int) -> torch.Tensor:
         y = halves[idx]
@@ -171,10 +203,12 @@ def test_a_relay_in_the_backward_pass_knows_of_it():
 
         @staticmethod
         def backward(ctx, grad):
-            passes.append((ops.backward_pass(), *run_both(Relay(), lambda _: ops.backward_pass())))
+            passes.append(
+                (ops.backward_pass(), *run_both(new_relay(), lambda _: ops.backward_pass()))
+            )
             return grad
 
     Recomputed.apply(torch.ones(1, requires_grad=True)).backward()
     (outside, first, second) = passes[0]
     assert outside == first == second >= 0
-    assert run_both(Relay(), lambda _: ops.backward_pass()) == (-1, -1)
+    assert run_both(new_relay(), lambda _: ops.backward_pass()) == (-1, -1)

@@ -137,7 +137,7 @@ class PingPong(nn.Module):
         # Gradients of parameters come from both streams. Their accumulators belong to the current
         # one, so that whoever takes them up in the backward pass, as FSDP does, finds them there.
         accumulators = _accumulators(self) if turns.streams else None
-        step = _Step(documents, settings.cut, turns)
+        step = _Step(documents, settings.cut, turns, Relay(session.announce))
 
         def half(idx: int):
             with turns.half(idx):
@@ -226,7 +226,7 @@ class _Step:
     documents: Documents
     cut: Callable[[Documents], int]
     turns: Turns
-    relay: Relay = field(default_factory=Relay)
+    relay: Relay
     left: list = field(default_factory=list)  # by call: k, v of the first half, and their event
     num_calls: int = 0  # of the second half
 

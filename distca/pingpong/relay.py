@@ -47,7 +47,10 @@ class Relay:
     continue the pattern.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop: Callable[[BaseException], Any]) -> None:
+        """Ctrl-C reaches the first function while it waits for the second. Then `stop` gets the
+        exception, and must end what the second waits for."""
+        self._stop = stop
         self._turns = threading.Semaphore(0), threading.Semaphore(0)
         self._are_over = [False, False]
         self._error: BaseException | None = None
@@ -74,7 +77,7 @@ class Relay:
         finally:
             self._are_over[0] = True
             self._turns[1].release()
-            results.append(ended.result())
+            results.append(self._uninterrupted(ended.result))
             torch.clear_autocast_cache()
             error, self._error = self._error, None
             try:
@@ -103,6 +106,14 @@ class Relay:
             self._are_over[1] = True
             self._turns[0].release()
 
+    def _uninterrupted(self, wait: Callable[[], Any]) -> Any:
+        """Wait for the other function, which must not outlive an interrupted wait."""
+        try:
+            return wait()
+        except BaseException as error:
+            self._stop(error)
+            raise
+
     def _ended_here(self, function: Callable[[], Any]) -> Any:
         """Call a function. If it raises, contexts that its frames have entered end on this thread,
         as those of torch.utils.checkpoint do once their frames are gone."""
@@ -124,7 +135,7 @@ class Relay:
         if not self._are_over[1 - number]:
             torch.clear_autocast_cache()  # casts of one function may not be there for the other
             self._turns[1 - number].release()
-            self._turns[number].acquire()
+            self._uninterrupted(self._turns[number].acquire)
             torch.clear_autocast_cache()
         if self._error is not None:
             raise Stopped if number == 1 else self._error
