@@ -43,7 +43,7 @@ bool TaskTimes::notes(const transport::Where& where) const {
   return are_taken() && where.is_sampled() && !is_recomputed(where);
 }
 
-// All calls of one batch in two, because a gap needs both of its calls.
+// Times all calls of every second batch, because a gap needs both of its calls.
 bool GapTimes::notes(int64_t batch) const {
   return are_taken() && batch >= 0 && batch % 2 == 0;
 }

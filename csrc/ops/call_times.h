@@ -12,11 +12,11 @@
 
 namespace distca::ops {
 
-// Times that plans are made with. None are noted before the first take(). For any thread.
+// Times on this rank that plans depend on. None are noted before the first take(). Thread-safe.
 class Times {
  public:
   void add(Span span);
-  // Returns the times of spans that the device has come to the end of since the last call: int64
+  // Returns the times of spans that have ended on the device since the last call: int64
   // [num_spans, 4] of (step, layer, whether in the backward pass, nanoseconds).
   at::Tensor take();
 
@@ -24,26 +24,27 @@ class Times {
   bool are_taken() const { return are_taken_; }
 
  private:
-  static constexpr size_t kMaxSpans = 4096;  // of calls whose times nobody takes any more
+  static constexpr size_t kMaxSpans = 4096;  // that are kept until take()
 
   std::atomic<bool> are_taken_ = false;
   std::mutex mutex_;
   std::deque<Span> spans_;
 };
 
-// How long tasks of some calls take on this rank, waits for rows left out.
+// How long the tasks of some calls take, without waits for rows.
 class TaskTimes : public Times {
  public:
-  // Whether tasks are to be noted: those of sampled calls, but not recomputed ones.
+  // Returns whether to time a call's tasks: those of sampled calls, but not of recomputed ones.
   bool notes(const transport::Where& where) const;
 };
 
-// How long the work between one call of attention and the next takes, for calls of the same
-// documents: linear layers, and waits for collectives that they need. Recomputed calls belong to
-// the backward pass. The work between the two passes is left out.
+// How long the work between two consecutive calls of attention takes, if both are for the same
+// documents. It consists of linear layers and of waits for the collectives that these need.
+// Recomputed calls count as calls of the backward pass. The work between the two passes is left
+// out.
 class GapTimes : public Times {
  public:
-  // A call begins, or has ended, under a plan for the documents of `batch`.
+  // Notes that a call begins, or that it has ended, under a plan for the documents of `batch`.
   void begin(const transport::Where& where, int64_t batch, c10::Device device);
   void end(const transport::Where& where, int64_t batch, c10::Device device);
 

@@ -73,8 +73,8 @@ Call begin_call(Pass pass, const at::Tensor& q, const at::Tensor& k, const at::T
                 const at::Tensor& layout, const at::Tensor& rows, const attention::Scores& scores,
                 const std::string& group_name, int64_t caller = -1, const KeptOfCall& kept = {});
 
-// The time of a call that has begun: a phase that ends with its scope, and no part of the gaps
-// between calls.
+// Times a call that has begun, until the end of this scope. The call is a phase of the timeline,
+// and it separates two gaps between calls.
 class WholeCall {
  public:
   explicit WholeCall(const Call& call)
@@ -87,7 +87,7 @@ class WholeCall {
     try {
       call_.times->gaps.end(call_.where, call_.layout->batch, call_.inputs.q.device());
     } catch (const std::exception&) {
-      // A device that fails says so at the next call; the gap is lost.
+      // The next call reports an error of the device. Here, only the gap is lost.
     }
   }
 

@@ -84,10 +84,10 @@ class Session {
   void mark_results(c10::Device device, bool moves_rows);
   // Lets the current stream of that device wait for the latest of them.
   void await_results();
-  // Notes that rows of a call are on their way once the current stream of the device gets here, but
-  // not before the first await_dispatch().
+  // Marks the point in the current stream of the device at which rows of a call are on their way.
+  // Does nothing before the first await_dispatch().
   void mark_dispatch(c10::Device device);
-  // Lets the current stream wait for the latest of these.
+  // Lets the current stream wait for the latest of these points.
   void await_dispatch();
   // See Transport::take_times. int64 [num_exchanges, fields of an ExchangeTime].
   at::Tensor take_exchange_times();
@@ -181,7 +181,7 @@ class Session {
   std::mutex calls_;  // held by one operator at a time: threads share the transports
   std::shared_ptr<Timeline> timeline_ = std::make_shared<Timeline>();
   std::shared_ptr<CallTimes> times_ = std::make_shared<CallTimes>();
-  bool is_followed_ = false;            // by streams that wait for rows to be on their way
+  bool is_followed_ = false;            // whether await_dispatch() has been called
   std::optional<c10::Event> dispatch_;  // rows of the latest call are on their way
   std::optional<c10::Event> results_;   // of the latest forward call that moved rows are home
   std::shared_ptr<transport::FailureBoard> failures_;

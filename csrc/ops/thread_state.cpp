@@ -13,11 +13,11 @@ namespace {
 
 thread_local int64_t applied_backward_pass = -1;
 
-// What torch keeps for each thread: grad mode, dispatch modes, hooks of saved tensors and the like,
-// and the backward pass that runs.
+// State that torch keeps for each thread: grad mode, dispatch modes, hooks of saved tensors and so
+// on, and the backward pass that runs.
 class ThreadState : public torch::CustomClassHolder {
  public:
-  // Gives the calling thread the state of the thread that created this.
+  // Gives the calling thread the state of the thread that created this object.
   void apply() {
     at::ThreadLocalState::setThreadLocalState(state_);
     applied_backward_pass = backward_pass_;

@@ -14,7 +14,7 @@ namespace distca::planner {
 
 namespace {
 
-// Excess of the makespan over that of perfect balance, as a fraction, above which we plan again.
+// If the makespan exceeds that of perfect balance by more than this fraction, we plan again.
 constexpr double kExposed = 0.01;
 
 Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& problem) {

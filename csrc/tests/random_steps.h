@@ -141,7 +141,8 @@ inline PlanOptions draw_options(Random& random) {
   return options;
 }
 
-// Servers of several speeds, some that serve nothing, caps, lags, and nodes; each now and then.
+// Draws servers of several speeds, some of which serve nothing, caps, lags and nodes. Each of these
+// occurs in some steps only.
 inline void draw_cluster(Random& random, int64_t num_ranks, PlanOptions& options) {
   options.held_bytes = {draw(random, 0, 300), draw(random, 0, 200)};
   if (draw(random, 0, 1) == 0) {

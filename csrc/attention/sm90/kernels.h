@@ -62,7 +62,7 @@ struct ForwardCall {
   Window window;
   float softmax_scale;
   float softcap;       // 0: none
-  double flops;        // about, of all tasks
+  double flops;        // of all tasks, approximately
   bool shares_device;  // see Params
 };
 
@@ -90,7 +90,7 @@ struct BackwardCall {
   float softmax_scale;
   float softcap;  // 0: none
   bool deterministic;
-  double flops;        // about, of all tasks
+  double flops;        // of all tasks, approximately
   bool shares_device;  // see Params
 };
 

@@ -10,12 +10,12 @@
 // device, several blocks take the place of each persistent block, one after the other.
 namespace distca::attention::sm90 {
 
-// Long enough that the 6 us between two blocks of a multiprocessor hardly matter, and short beside
-// the transfers of a layer.
+// The time for which a block takes tickets. Long enough that the 6 us between two blocks of a
+// multiprocessor hardly matter, and short compared with the transfers of a layer.
 constexpr uint32_t kTurnNs = 500'000;
 
-// Blocks of a launch. Those with an index below `num_in_turn` take tickets, one per item, for
-// kTurnNs. All others take tickets until none is left.
+// Blocks of a launch. The first `num_in_turn` of them take tickets, one per item, for kTurnNs. The
+// others take tickets until none are left.
 struct Blocks {
   int count;
   int32_t num_in_turn;
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t timer_ns() {
   return ns;
 }
 
-// The turn of a block, from its construction on.
+// The time for which a block takes tickets. It starts when a Turn is constructed.
 class Turn {
  public:
   __device__ __forceinline__ explicit Turn(int32_t num_in_turn)

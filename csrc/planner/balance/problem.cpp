@@ -40,7 +40,7 @@ Problem::Problem(const Pack& pack, const PlanOptions& options, const Heuristics&
     }
   }
   std::vector<Range> rows;
-  double lag_seconds = 0;  // at speed 1
+  double lag_seconds = 0;  // of all ranks, as work at speed 1
   for (int64_t rank = 0; rank < pack.num_ranks; ++rank) {
     lag_seconds += options.lag_seconds(rank) * options.speed(rank);
     total_seconds += home_seconds[rank];

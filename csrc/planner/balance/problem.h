@@ -64,7 +64,7 @@ struct Problem {
   Traffic home_traffic;
   double total_seconds = 0;      // at speed 1
   double total_speed = 0;        // of all servers
-  double balanced_seconds;       // in which all servers could finish together
+  double balanced_seconds;       // until all servers finish, if balanced perfectly; with lags
   double hidden_seconds = 0;     // of transfers that other work hides
   double transfers_wait;         // seconds, of both passes: see Links
   double link_room;              // likewise

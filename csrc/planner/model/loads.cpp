@@ -22,7 +22,7 @@ struct Pass {
   }
 };
 
-// Part of the seconds of transfers by which they slow a rank down even if other work hides them:
+// Transfers slow a rank down by this part of their seconds even if other work hides them, because
 // they delay FSDP's traffic, and attention runs in more and shorter kernels. Measured on two H100.
 constexpr double kFriction = 0.3;
 
@@ -81,11 +81,11 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
                   static_cast<double>(node_bytes) / links.node_bytes_per_second);
 }
 
-// Returns the seconds of a rank in a pass: its lag and those of its visiting tasks, plus the longer
-// of its home tasks and the transfers that neither other work nor visiting tasks of other parts
-// hide. No visiting task runs while the first part arrives, nor while the results of the last part
-// leave. If transfers and other traffic need the links for longer than the layer takes, the rank
-// waits.
+// Returns the seconds of a rank in a pass: its lag, its visiting tasks and the friction of its
+// transfers, plus the longer of its home tasks and the transfers that neither other work nor
+// visiting tasks of other parts hide. No visiting task runs while the first part arrives, nor while
+// the results of the last part leave. If transfers and other traffic need the links for longer than
+// the layer takes, the rank waits.
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
   const double transfers = pass.bytes_part * link_seconds(load, links);

@@ -19,7 +19,8 @@ struct RowBytes {
 struct Server {
   double speed = 1;  // CostModel's seconds are those of speed 1; 0 serves nothing
   double cap_bytes = std::numeric_limits<double>::infinity();  // of visiting rows, one layer
-  // By which its other work of a layer takes longer than on the fastest rank, in both passes.
+  // By how much a layer's work outside of attention, in both passes, takes longer than on the
+  // fastest rank.
   double lag_seconds = 0;
 };
 
@@ -40,7 +41,8 @@ struct Links {
   double forward_room = std::numeric_limits<double>::infinity();
   double backward_room = std::numeric_limits<double>::infinity();
 
-  // Seconds of transfers that other work hides, if a rank computes for `mean` seconds on average.
+  // Returns the seconds of transfers that other work hides, if ranks compute attention for `mean`
+  // seconds on average.
   double hidden(double mean) const { return hidden_part * mean + hidden_seconds; }
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;

@@ -23,7 +23,7 @@ struct Load {
   double seconds_home = 0;  // attention of its own tokens, at its own speed, or at 1 if that is 0
   double seconds = 0;       // attention of the tasks it serves, at its speed
   double seconds_visiting = 0;  // part of them that needs rows of other homes
-  double seconds_lag = 0;       // by which its other work delays them, see Server
+  double seconds_lag = 0;       // by which its other work delays its tasks, see Server
   int64_t bytes_out = 0;  // RowBytes of its rows on other servers, whichever way they travel; of
                           // rows that are kept without their inputs, which travel once
   int64_t bytes_in = 0;   // RowBytes of other homes' rows here
