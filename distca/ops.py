@@ -232,32 +232,33 @@ def take_exchange_times(group_name: str) -> Tensor:
 @_operator
 def take_task_times(group_name: str) -> Tensor:
     """Return the times of tasks that have ended on the device since the last take_task_times: int64
-    [num_times, 4] of (step, layer, whether in the backward pass, ns). None are timed before the
+    [num_times, 4] of (step, layer, whether in the backward pass, ns). No tasks are timed before the
     first take_task_times."""
 
 
 @_operator
 def take_gap_times(group_name: str) -> Tensor:
-    """Like take_task_times, for the work between calls of attention, with step, layer and pass of
-    the call that follows. The work between the two passes is left out."""
+    """Return the times of the work between calls of attention, as take_task_times does for tasks.
+    Step, layer and pass are those of the call that follows. The work between the two passes is left
+    out."""
 
 
 @_operator
 def layer_seconds(loads: Tensor, servers: Tensor, links: Tensor) -> float:
-    """Return the predicted seconds of a layer under a plan with these loads, with `servers` and
-    `links` as `plan` takes them."""
+    """Return the predicted seconds of a layer, forward and backward, under a plan with these loads.
+    `plan` describes `servers` and `links`."""
 
 
 @_operator
 def await_dispatch(group_name: str) -> None:
     """Let the current stream wait until rows of a session's latest call of attention are on their
-    way. Calls before the first await_dispatch do not count."""
+    way. Calls of attention before the first await_dispatch do not count."""
 
 
 @_operator
 def backward_pass() -> int:
-    """Return a number for the backward pass that runs on this thread, or for which this thread
-    runs. NOT_BACKWARD outside of one."""
+    """Return a number that identifies the backward pass that runs on this thread, or on the thread
+    whose state this thread has taken over. NOT_BACKWARD outside of a backward pass."""
 
 
 @_operator

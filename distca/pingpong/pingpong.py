@@ -81,7 +81,7 @@ class PingPong(nn.Module):
 
     The block runs whole if nothing travels: without documents, without a plan, if the plan moves no
     row, in a group of one rank, or with options.enabled False. It also runs whole for chunks of
-    documents, which are short, and for plans that are predicted to be faster in whole blocks, for
+    documents, which are short, and if the planner predicts that whole blocks are faster, for
     instance over fast links.
 
     Shard, checkpoint and compile the block after PingPong. Raises ValueError for a block that is
@@ -185,8 +185,9 @@ def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> No
 
 
 def _pays(documents: Documents | None) -> bool:
-    """Return whether rows travel between ranks and halves are predicted to be faster, equal on all
-    ranks. Raises ValueError for documents that cross ranks with one run per rank."""
+    """Return whether rows travel between ranks and halves are predicted to be faster. The result is
+    the same on all ranks. Raises ValueError for documents that cross ranks with one run per
+    rank."""
     if documents is None:
         session = sessions.find()
         if session is not None and session.num_ranks > 1 and torch.is_grad_enabled():
@@ -234,7 +235,7 @@ class _Step:
         self._grad_mode, self._hooks = torch.is_grad_enabled(), checkpoint_hooks()
 
     def attend(self, q, k, v, documents: Documents, *settings):
-        """attend_rows as core_attention calls it in a half."""
+        """Compute what attend_rows would, for a call of core_attention in a half."""
         idx = self.relay.number
         if documents is not self.documents:
             raise ValueError(

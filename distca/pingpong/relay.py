@@ -1,4 +1,4 @@
-"""Two functions that run by turns, on two host threads."""
+"""Run two functions on two host threads that take turns."""
 
 import contextlib
 import contextvars
@@ -13,16 +13,16 @@ from distca import ops
 from distca.ranks.planner_thread import PlannerThread
 
 AUTOCAST_DEVICES = ("cuda", "cpu")
-NODES_OF_A_SLOT = 1024  # autograd nodes between two calls of attention in a half, at most
+NODES_OF_A_SLOT = 1024  # most autograd nodes between two calls of attention in a half
 NUM_SLOTS = 4  # for each call of attention: see Relay
 
 
 class Stopped(BaseException):
-    """Ends the second function after the first has raised."""
+    """Ends the second function after the first has raised an error."""
 
 
 class _Threads(threading.local):
-    """The thread that runs second functions for this thread."""
+    """Holds the thread that runs second functions for the current thread."""
 
     def __init__(self) -> None:
         self.second = PlannerThread()
@@ -33,18 +33,27 @@ _threads = _Threads()
 
 class Relay:
     """Runs a first function on this thread and a second one on another thread. Only one of them
-    runs at a time: the first until it calls hand_over, then the second until it does, and so on.
+    runs at a time: the first until it calls hand_over, then the second until it calls hand_over,
+    and so on.
 
-    Both see the same state of torch's threads (grad mode, autocast, modes, hooks of saved tensors)
-    and the same context variables, those of `run`.
+    Both functions see the state that torch keeps for the thread that calls `run` (grad mode,
+    autocast, modes, hooks of saved tensors), and the context variables of that thread.
 
-    The backward pass takes up autograd nodes by their numbers, the highest first, and each thread
-    counts nodes by itself. So the numbers of both functions are set in slots. If a function calls
-    attention once, in the order of slots: what the first does before it calls attention, what the
-    second does, attention of the first and what follows it, attention of the second and what
-    follows it. Then the backward pass takes up the second's attention before what follows that of
-    the first, and the first's attention before what precedes that of the second. Further calls
-    continue the pattern.
+    Of the autograd nodes that are ready, the backward pass runs the one with the highest sequence
+    number. Each thread numbers its nodes by itself. So each part of a function starts with the
+    first number of a slot, which is a range of numbers. If both functions call attention once, the
+    slots are those of
+
+    0. what the first function does before it calls attention,
+    1. what the second function does before it calls attention,
+    2. attention of the first function,
+    3. what follows attention in the first function,
+    4. attention of the second function,
+    5. what follows attention in the second function.
+
+    Then the backward pass runs attention of the second function (4) before what follows attention
+    in the first (3), and attention of the first (2) before what precedes it in the second (1). Each
+    further call adds NUM_SLOTS slots in the order of slots 2 to 5.
     """
 
     def __init__(self, stop: Callable[[BaseException], Any]) -> None:
@@ -64,8 +73,8 @@ class Relay:
         return int(threading.get_ident() != self._first_ident)
 
     def run(self, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-        """Return the results of both. If one raises, the other one ends at its next turn, and the
-        error is raised here."""
+        """Run both functions, and return their results. If one of them raises an error, the other
+        one ends at its next turn, and `run` raises the error."""
         state, context = _State(), contextvars.copy_context()
         ended = _threads.second.submit(context.run, self._run_second, second, state)
         results = []
@@ -81,10 +90,10 @@ class Relay:
             torch.clear_autocast_cache()
             error, self._error = self._error, None
             try:
-                if error is not None and len(results) == 2:  # of the second alone
+                if error is not None and len(results) == 2:  # only the second has raised
                     raise error
             finally:
-                del error  # or its traceback would keep this frame, and with it itself, alive
+                del error  # its traceback holds this frame, which would hold the error
         last = self._base + NODES_OF_A_SLOT * self._slot_after(1)
         ops.raise_sequence_number(last + NODES_OF_A_SLOT)
         return tuple(results)
@@ -115,8 +124,8 @@ class Relay:
             raise
 
     def _ended_here(self, function: Callable[[], Any]) -> Any:
-        """Call a function. If it raises, contexts that its frames have entered end on this thread,
-        as those of torch.utils.checkpoint do once their frames are gone."""
+        """Call a function. If it raises an error, clear its frames on this thread. Contexts that
+        end with their frames, such as those of torch.utils.checkpoint, then end here."""
         try:
             return function()
         except BaseException as error:
@@ -124,16 +133,17 @@ class Relay:
             raise
 
     def call(self) -> None:
-        """Note that this function is about to call attention."""
+        """Note that the function on this thread is about to call attention."""
         number = self.number
         self._num_calls[number] += 1
         self._raise_number(NUM_SLOTS * self._num_calls[number] - 2 + 2 * number)
 
     def hand_over(self) -> None:
-        """Let the other function run until its next turn is over, after a call of attention."""
+        """Let the other function run until it hands over or ends. For use after each call of
+        attention."""
         number = self.number
         if not self._are_over[1 - number]:
-            torch.clear_autocast_cache()  # casts of one function may not be there for the other
+            torch.clear_autocast_cache()  # the other stream does not wait for these casts
             self._turns[1 - number].release()
             self._uninterrupted(self._turns[number].acquire)
             torch.clear_autocast_cache()
@@ -150,7 +160,7 @@ class Relay:
 
 
 class _State:
-    """What torch keeps for the thread that creates this."""
+    """The state that torch keeps for the thread that creates this object."""
 
     def __init__(self) -> None:
         self._state = torch.classes.distca.ThreadState()
@@ -159,7 +169,7 @@ class _State:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Give this thread the same state, and its own back at the end."""
+        """Give the current thread this state, and restore its own state at the end."""
         own = _State()
         self._apply()
         try:

@@ -1,4 +1,4 @@
-"""Streams of two halves that take turns, and the events between them."""
+"""The streams of two halves, and the events by which they wait for each other."""
 
 import contextlib
 import functools
@@ -19,20 +19,22 @@ def _streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Str
 
 
 class Turns:
-    """The streams of the halves; on the CPU they run one after the other.
+    """The streams of the halves. On the CPU, there are none.
 
-    Both wait for the current stream when they start; when they end, it waits for both, and both
-    wait for it. So no half touches memory before all who used it are done, whichever stream it was
-    allocated for: nothing needs record_stream. In the backward pass autograd runs each node on its
-    stream of the forward pass, and does the same at every edge between streams.
+    Both streams wait for the current stream when they start. At the end, the current stream waits
+    for both, and both wait for it. So no half touches memory before all earlier uses of it have
+    ended, whichever stream it was allocated for, and record_stream is not needed. In the backward
+    pass, autograd runs each node on its stream of the forward pass, and adds such waits at every
+    edge between streams.
 
-    The second half follows the first to its first attention, so that one computes while rows of
-    the other travel. After each attention, a half waits until rows of the other's attention are on
-    their way. Otherwise kernels of both halves would alternate on the device, and these rows would
-    leave only when nothing is left to compute. In the backward pass the halves swap roles.
+    The second half starts when the first has the inputs of its first attention, so that one
+    computes while rows of the other travel. After each attention, a half waits until rows of the
+    other half's attention are on their way. Otherwise kernels of both halves would alternate on the
+    device, and these rows would leave only when nothing is left to compute. In the backward pass,
+    the halves swap roles.
 
-    `group_names` are those of the halves' sessions. With `is_timed`, `before_attention` returns the
-    events around the first half's work before attention.
+    `group_names` are the names of the groups of the halves' sessions. With `is_timed`,
+    `before_attention` returns the events around the first half's work before attention.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Turns:
 
     @contextlib.contextmanager
     def half(self, idx: int):
-        """The stream of a half as the current one, on the thread of the half."""
+        """Make the stream of half `idx` the current one, on the thread that runs the half."""
         if not self.streams:
             yield
             return
@@ -69,12 +71,12 @@ class Turns:
             yield
 
     def join(self) -> None:
-        """The current stream waits for both halves."""
+        """Let the current stream wait for both halves."""
         for stream in self.streams:
             self._current().wait_stream(stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """What the first half has computed so far, when it calls attention."""
+        """Return an event after what the first half has computed until it calls attention."""
         if not self.streams:
             return None
         event = self._current().record_event(torch.cuda.Event(enable_timing=self._is_timed))
@@ -93,8 +95,8 @@ class Turns:
             ops.await_dispatch(self._group_names[1 - idx])
 
     def follow_backward(self, idx: int, tensors: object) -> None:
-        """Let half `idx` follow the other one in the backward pass, once it has the gradients of
-        these tensors: of the inputs of its attention, and of the results of the first half."""
+        """Let half `idx` wait for the other one in the backward pass, as `follow` does, once it has
+        the gradients of these tensors: inputs of its attention, or results of the first half."""
         for leaf in pytree.tree_leaves(tensors):
             if self.streams and isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: self.follow(idx))

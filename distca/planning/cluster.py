@@ -18,8 +18,9 @@ MIN_KEPT_GAIN = 0.01  # of a layer's predicted seconds, if inputs are kept by de
 MAX_PARTS = 4  # in which a call's rows travel, each with some of the heads
 DEVICES_OF_PARTS = ("cuda",)  # on which rows travel in parts, beside compute
 LEAST_SECONDS_OF_PART = 0.5e-3  # of a part's transfers in a layer; below it, latency dominates
-# Part of a layer's bytes that a server receives in the forward pass. A query moves 5 rows of its
-# size (q twice, grad_out, out and dq back) and a key 3. Slices have as many bytes of both.
+# Part of a layer's bytes that servers receive in the forward pass: one of the five rows that travel
+# for a query (q twice, grad_out, out and dq), and one of three for a key (k and v together: twice,
+# and their gradients). A slice has about as many bytes of queries as of keys.
 FORWARD_DISPATCH = 0.27
 DEFAULT_LINKS_GB_PER_S = {"cuda": (200.0, 50.0), "cpu": (2.0, 2.0)}  # inside, between nodes
 
@@ -210,10 +211,10 @@ def early_parts(cluster: Cluster, loads: Tensor, num_parts: int) -> Tensor:
     """Return the part of each rank's home tasks that runs while rows of visiting tasks arrive,
     [num_ranks], under a plan with these loads.
 
-    With n parts, visiting tasks of V seconds and rows that arrive in D, part i (from 0) arrives at
-    (i + 1) D / n. If visiting tasks begin after E seconds, they come to part i at E + i V / n. So
-    none waits if E is at least D / n and D - (n - 1) V / n. The forward pass counts, in which rows
-    are more for the same work."""
+    If rows travel in n parts and arrive within D seconds, part i (from 0) arrives after
+    (i + 1) D / n. If visiting tasks take V seconds and begin after E, they reach part i after
+    E + i V / n. So no task waits if E is at least D / n and D - (n - 1) V / n. Times are those of
+    the forward pass, in which more rows travel for the same work."""
     _, inside, between, *_ = cluster.links().tolist()
     bytes_in, node_bytes_in, visiting = loads[:, 3], loads[:, 5], loads[:, 7]
     arrival = torch.maximum((bytes_in - node_bytes_in) / inside, node_bytes_in / between)

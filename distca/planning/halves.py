@@ -13,8 +13,8 @@ from distca.planning.cluster import Cluster
 # runs of equal length.
 FIRST_PART, FIRST_PART_OF_RUNS = 1 / 3, 1 / 2
 AFTER_OVER_BEFORE = 3.0  # of a block's linear work, after and before attention
-# Part of a block's linear work by which two halves take longer, because matrix products are smaller
-# and launches twice as many. Measured on two H100, with 65,536 tokens on each.
+# Two halves take longer than a whole block by this part of its linear work, because matrix products
+# are smaller, and there are twice as many launches. Measured on two H100 with 65,536 tokens each.
 COST = 0.01
 
 
@@ -53,8 +53,9 @@ def attention_of_first_half(pieces: Tensor, num_ranks: int, window_size: tuple[i
 def pay(
     in_halves: Cluster, loads: Tensor, whole: Cluster, whole_loads: Tensor, seconds_before: float
 ) -> bool:
-    """Return whether a block is predicted to be faster in halves than whole, each with its own
-    cluster and the loads of its own plan. `seconds_before`: see hidden_by_halves."""
+    """Return whether a block is predicted to be faster in halves than whole. Each way has a cluster
+    and a plan of its own, and `loads` are those of its plan. hidden_by_halves describes
+    `seconds_before`."""
     cost = COST * (1 + AFTER_OVER_BEFORE) * seconds_before
     seconds, whole_seconds = (
         ops.layer_seconds(each_loads, each.servers(), each.links())

@@ -57,7 +57,8 @@ from distca.ranks.session import Session, configured, measures_links
 from distca.watching.figures import LINKS
 
 CAUSAL = (-1, 0)
-DEVICES_OF_CHOICE = ("cuda",)  # on which blocks in ping-pong may run whole; others hide nothing
+# On these, blocks in ping-pong run whole if that is faster. On others, halves hide nothing.
+DEVICES_OF_CHOICE = ("cuda",)
 ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
 
 
@@ -393,7 +394,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
         return balance(pieces, problem.window_size, cost, shape, on, tolerance)
 
     encoded, loads = balanced(cluster)
-    pays_in_halves = True  # unless it is known better
+    pays_in_halves = True  # unless a comparison shows otherwise
     if problem.has_halves:
         halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
         in_halves = replace(cluster, **hidden_by_halves(pieces, *halves))

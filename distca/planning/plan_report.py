@@ -47,15 +47,16 @@ class PlanReport:
     ping-pong, this work hides transfers. Measured in earlier steps; 0 before any measurement, and
     without ping-pong."""
     pays_in_halves: bool = True
-    """Whether blocks in ping-pong run in halves. False if the plan is predicted to be faster in
-    blocks that run whole."""
+    """Whether blocks in ping-pong run in halves. False if the planner predicts that they are
+    faster whole."""
     measured_speeds: list[float] = field(default_factory=list)
     """Attention speed of each rank relative to the fastest rank, as measured in earlier steps. It
     scales Options.server_speeds. Empty if all ranks are equally fast."""
     lags_ms: list[float] = field(default_factory=list)
     """Milliseconds by which a layer's work outside of attention, forward and backward, takes longer
     on each rank than on the fastest. Ranks that lag get less attention. Predicted for the rank's
-    tokens from measurements of earlier steps; empty before any, and if ranks are alike."""
+    tokens from measurements in earlier steps. Empty before any measurement, and if ranks are
+    alike."""
     kept_bytes: list[int] = field(default_factory=list)
     """Bytes of inputs that each rank keeps in a layer from the forward to the backward pass."""
     keeping: str = ""
@@ -67,12 +68,12 @@ class PlanReport:
 
     @property
     def imbalance_before(self) -> float:
-        """max / mean of seconds_before and lags, of the ranks that train. 1 is perfect balance."""
+        """max / mean of seconds_before plus lags, of the ranks that train. 1 is perfect balance."""
         return max_over_mean(without(self.servers, self._with_lags(self.seconds_before)))
 
     @property
     def imbalance_after(self) -> float:
-        """max / mean of seconds_after and lags, of the ranks that compute attention."""
+        """max / mean of seconds_after plus lags, of the ranks that compute attention."""
         return max_over_mean(without(self.idle, self._with_lags(self.seconds_after)))
 
     def _with_lags(self, seconds: list[float]) -> list[float]:

@@ -1,5 +1,5 @@
-"""How fast each rank computes attention, and how fast everything between calls of attention:
-measured in training, and equal on all ranks."""
+"""How fast each rank computes attention, and how fast it does the work between calls of attention.
+Ranks measure both in training, and all of them use the same figures."""
 
 import collections
 import statistics
@@ -20,7 +20,7 @@ LEAST_SAMPLES = 3
 LEAST_SECONDS = 2e-4  # of a layer's tasks; launches make shorter ones look slow
 ALIKE = 0.8  # of the fastest rank's speed: ranks above it count as equally fast
 LEAST_LAG_SAMPLES = 5
-LEAST_LAG = 0.003  # of a layer's other work; below it, nothing is worth its transfer
+LEAST_LAG = 0.003  # of a layer's other work; smaller lags are not worth a transfer
 
 
 class LayerTimes:
@@ -36,7 +36,7 @@ class LayerTimes:
         times = torch.cat([self._times, self._take(group_name)])[-MAX_TIMES:]
         if not len(times):
             return {}
-        # The last calls under the latest plan may be still to come.
+        # The last calls under the latest plan may still be to come.
         seconds = layer_seconds(times[times[:, 0] < times[:, 0].max()])
         self._times = times[~torch.isin(times[:, 0], torch.tensor([*seconds]))]
         return seconds
@@ -65,9 +65,9 @@ class Pace:
             del self._plans[next(iter(self._plans))]
 
     def words(self, group_name: str) -> list[int]:
-        """Return the NUM_WORDS words of this rank for plans that were used since it last knew them:
-        predicted over measured seconds of attention, and picoseconds of other work for each token
-        and layer. UNKNOWN where nothing was measured."""
+        """Return the NUM_WORDS words of this rank for plans whose times have become known since the
+        last call: predicted over measured seconds of attention, in units of 1 / SCALE, and
+        picoseconds of other work per token and layer. UNKNOWN where nothing was measured."""
         speeds = [
             self._plans[step][0] / seconds
             for step, seconds in self._tasks.take(group_name).items()
@@ -108,12 +108,12 @@ class Pace:
         return speeds if min(speeds) < 1 else []
 
     def lags(self, num_tokens: Sequence[int]) -> list[float]:
-        """Return the seconds by which a layer's other work takes longer on each rank than on the
-        rank with the least, forward and backward, if ranks hold `num_tokens`. Empty if all are
-        alike, or if too little is known.
+        """Return the seconds by which a layer's other work, forward and backward, takes longer on
+        each rank than on the rank with the least other work, if ranks hold `num_tokens`. Empty if
+        all are alike, or if too little is known.
 
         Times vary from step to step, and include waits for other ranks. So a rank counts as slower
-        than the fastest by what it was in three samples of four."""
+        than the fastest only by as much as it was in three samples of four."""
         if len(self._others) < LEAST_LAG_SAMPLES:
             return []
         fastest = [max(1, min(words)) for words in self._others]

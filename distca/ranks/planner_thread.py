@@ -31,8 +31,8 @@ class PlannerThread:
         return future
 
     def save(self, what: str, function: Callable, *args) -> None:
-        """Calls function(*args), which saves `what`. An error ends in a warning, because training
-        can go on without."""
+        """Calls function(*args) in the background, which saves `what`. Turns an error into a
+        warning, because training can go on without `what`."""
 
         def try_to_save() -> None:
             try:

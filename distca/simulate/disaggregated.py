@@ -68,7 +68,7 @@ class Work:
     kept_query_rows: np.ndarray  # [pairs] those whose q the server keeps for the backward pass
     kept_key_rows: np.ndarray  # [pairs] those whose k and v it keeps
     num_parts: int = 1  # in which rows travel, each with some of the heads
-    early_part: np.ndarray | float = 0.5  # of home tasks [ranks], those before visiting tasks
+    early_part: np.ndarray | float = 0.5  # [ranks] of home tasks, before visiting ones
     first_part: float = FIRST_PART  # of the tokens, in the first half under ping-pong
 
     @property

@@ -280,7 +280,8 @@ class Scenario:
         return share * linear + reduce / 4, (1 - share) * linear + 3 * reduce / 4
 
     def seconds_before_attention(self) -> float:
-        """Return the seconds of a layer's work on attention's input side, forward and backward."""
+        """Return the seconds of a layer's linear work and all-reduces on attention's input side, of
+        both passes together."""
         return sum(self.seconds_around_attention(each)[0] for each in (FORWARD, BACKWARD))
 
     @property

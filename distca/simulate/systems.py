@@ -87,9 +87,9 @@ class Step:
         return attention + sum(self.scenario.linear_seconds(lengths / cp))
 
     def work(self, pack: Pack, attend: Attend) -> tuple[Work, Attend, float]:
-        """Return the work of a plan for a micro-batch, how ranks attend, and the planner's
-        processor time in seconds. Blocks in ping-pong run whole if that is predicted to be
-        faster."""
+        """Return the work of a micro-batch under a plan, how ranks attend, and the planner's
+        processor time in seconds. Under ping-pong, blocks run whole if that is predicted to be
+        faster, and ranks then attend as in in_turn."""
         scenario, whole = self.scenario, cluster_of(self.scenario)
         tasks, *parts, loads, seconds = plan(scenario, pack, whole, self.cost)
         if attend is ping_pong:
