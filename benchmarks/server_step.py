@@ -19,13 +19,16 @@ the measured speeds of the ranks (distca/ranks/pace.py). The cost of the other w
 which steps of "slow" exceed those of "even". The output shows the part of this cost that "slow
 measured" saves.
 
-Other work slows down linear layers as much as attention, but only attention can move to another
-rank. If the other work takes a part p of one of n devices, and all ranks finish their steps
-together, then (n - 1) / (n - p) of the cost is saved: 0.63 with two ranks and p = 0.4. Less is
-possible if the slow rank needs longer for its linear layers alone. The output shows this limit. The
-other work begins after the group has opened and measured its links and its attention, so all
-variants plan with similar figures. Ranks time attention in one call of four, and all other work in
-one step of two. Let --skip cover the steps until both are known: 6 with four layers, 10 with two.
+The output also shows the largest part that plans could save. Other work slows down linear layers as
+much as attention, but only attention can move to another rank. If the other work takes a part p of
+one of n devices, and all ranks finish their steps together, plans save (n - 1) / (n - p) of the
+cost: 0.63 with two ranks and p = 0.4. They save less if the slow rank's linear layers alone take
+longer than such a step.
+
+The other work begins after the group has opened and measured its links and its attention, so all
+variants plan with similar figures. Ranks time attention in one call of four, and the work between
+calls in one step of two. Choose --skip so that it covers the steps until both are known: 6 with
+four layers, 10 with two.
 
 On the CPU, distca measures no speeds, so "slow measured" has the same plans as "slow". Each rank
 then runs on one core, and the other work on the core of the last rank.
@@ -212,9 +215,9 @@ def part_taken_back(even_ms: float, slow_ms: float, measured_ms: float) -> float
 
 
 def largest_part_taken_back(attention: float, other_work: float, num_ranks: int) -> float:
-    """Return the part of the cost that ideal plans save: those with which all ranks finish their
-    steps together, or with which the slow rank computes no attention at all. `attention` is its
-    part of a step, and `other_work` is the part of one rank's device that other work takes."""
+    """Return the part of the cost that ideal plans save. Under these, all ranks finish their steps
+    together, or the slow rank computes no attention at all. `attention` is the part of a step that
+    is attention, and `other_work` is the part of one rank's device that other work takes."""
     even, slow = 1.0, 1 / (1 - other_work)
     ideal = max(num_ranks / (num_ranks - other_work), (1 - attention) * slow)
     return part_taken_back(even, slow, ideal)

@@ -101,7 +101,7 @@ def test_keys_against_counting(window):
 @pytest.mark.parametrize("seed", range(3))
 def test_tasks_add_up_to_the_planners_report(crossing, window, seed):
     pack = draw_pack(heavy_tailed(seed), 13, 8192, seed, crossing)
-    fast = (1e13, 1e13)  # so that rows travel for windows, too
+    fast = (1e13, 1e13)  # so that rows travel with windows, too
     plan = account.explain(step_of(pack, window, links=fast))
     tasks, transfers = plan.tasks, plan.transfers
     assert plan.is_moved.any()

@@ -1,5 +1,5 @@
-"""On CUDA devices: a rank is measured to be slow if its device runs other work. A rank that reaches
-attention late gets less of it."""
+"""Pace of ranks on CUDA devices: a rank whose device runs other work is measured to be slow, and a
+rank that reaches attention late gets less attention."""
 
 import sys
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_idle_devices_are_alike(two_devices):
 
 
 def reports_of(rank: int, world_size: int, late_rank: int | None) -> list[distca.PlanReport]:
-    """Return the reports of all steps of two layers. Between these, one rank has more work."""
+    """Return the reports of all steps of two layers. `late_rank` has more work between these."""
     distca.close()
     links = {"link_gb_per_s": 1e5, "node_link_gb_per_s": 1e5}  # attention is measured
     distca.init(options=distca.Options(transport="process_group", **links))

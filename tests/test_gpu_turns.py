@@ -23,8 +23,8 @@ def two_ranks():
 
 
 def ms_of_waits(rank: int, world_size: int, late_rank: int) -> tuple[float, float, float]:
-    """Return the milliseconds until the other stream's rows are on their way, until its attention
-    ends, and of a delay before attention on `late_rank`."""
+    """Return three times in milliseconds: until the other stream's rows are on their way, until its
+    attention ends, and until the end of a delay before attention on `late_rank`."""
     distca.close()
     distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS))
     name = find().group_name
@@ -32,7 +32,7 @@ def ms_of_waits(rank: int, world_size: int, late_rank: int) -> tuple[float, floa
     q, k, v = (
         torch.randn(8192, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
     )
-    ops.await_dispatch(name)  # from now on calls are noted
+    ops.await_dispatch(name)  # from now on, it waits for calls
     follower, sender = torch.cuda.Stream(), torch.cuda.Stream()
     for _ in range(2):  # the first step connects ranks
         documents = distca.Documents(offsets)

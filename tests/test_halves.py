@@ -88,7 +88,7 @@ def test_steps_without_rows_hide_nothing():
 
 
 def choice(gb_per_s: float, seconds_before: float) -> bool:
-    """Return whether halves pay for a rank of one long document and a rank of short ones."""
+    """Return whether halves pay if one rank holds a long document and one holds short ones."""
     lengths = [[65536], [4096] * 16]
     pieces = torch.tensor(
         [
@@ -114,7 +114,7 @@ def test_halves_pay_where_links_are_slow():
 
 
 def test_halves_must_save_more_than_smaller_products_cost():
-    """The same plan in halves saves what was exposed."""
+    """Under the same plan, halves save the transfers that are exposed in whole blocks."""
     loads = torch.zeros(2, 9, dtype=torch.float64)
     loads[:, 1] = 10e-3
     loads[0, 2] = loads[1, 3] = 20e6  # 20 ms at 1 GB/s, of which 10 ms are exposed

@@ -197,7 +197,7 @@ def timed_calls(
     name = find().group_name
     ops.take_task_times(name)  # from now on both are timed
     ops.take_gap_times(name)
-    with mock.patch.object(Pace, "words", lambda *_: [UNKNOWN] * NUM_WORDS):  # it takes the times
+    with mock.patch.object(Pace, "words", lambda *_: [UNKNOWN] * NUM_WORDS):  # takes no times
         for _ in range(4):
             documents, (x, *keys), grad_out = place(rank, world_size, Case(lengths))
             distca.plan(documents)
@@ -229,7 +229,7 @@ def test_gaps_between_calls_of_one_step_in_two_are_timed(ranks, recomputes):
         assert gaps[:, 0].unique().tolist() == [0, 2]
         forward = [[1, 0], [2, 0]]
         backward = [[1, 1], [0, 1]]
-        if recomputes:  # from a layer's backward call to the recomputed one of the layer before
+        if recomputes:  # each layer has a recomputed call before its backward call
             backward = [[2, 1], [1, 1], [1, 1], [0, 1], [0, 1]]
         assert gaps[gaps[:, 0] == 2, 1:3].tolist() == forward + backward
         assert (gaps[gaps[:, 2] == 0, 3] >= 1e9 * GAP_S).all(), "the layer's other work"

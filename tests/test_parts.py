@@ -115,7 +115,8 @@ def test_bytes_during_which_no_visiting_task_runs():
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 @pytest.mark.parametrize("visiting", [0.1, 1.0, 4.0])
 def test_visiting_tasks_after_early_ones_do_not_wait(num_parts, visiting):
-    """A schedule by hand, in seconds of the forward pass."""
+    """Compare with a schedule by hand. `home`, `arrival` and `visiting` are seconds of the forward
+    pass."""
     home, arrival = 10.0, 2.0
     loads = torch.zeros(2, 9, dtype=torch.float64)
     loads[0, 1], loads[0, 7] = 3.5 * (home + visiting), 3.5 * visiting  # of both passes

@@ -105,7 +105,7 @@ def top_hooks() -> object:
 
 @pytest.mark.parametrize("who", ["first", "second", "both"])
 def test_an_error_inside_a_checkpoint_leaves_no_hooks(who):
-    """Its hooks are gone with its frames, on the thread that runs them. No cycle may keep these."""
+    """Its hooks end with its frames, on the thread that runs them. So no cycle may hold frames."""
     relay, hooks = new_relay(), []
 
     def attend(x: torch.Tensor, name: str) -> torch.Tensor:

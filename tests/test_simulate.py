@@ -807,7 +807,7 @@ def test_the_planner_is_told_of_ping_pong(monkeypatch):
         hidden_by_halves(pack.as_tensor(), REAL.groups, (-1, 0), 0.0)["hidden_part"]
         for pack in Step(REAL, step.documents).drawn(runs=1)
     ]
-    # In ping-pong, plans for whole blocks are made, too.
+    # Under ping-pong, each micro-batch has a plan for whole blocks, too.
     assert hidden_parts == [0, 0, 0, expected[0], 0, expected[1]]
     assert all(0 < each <= 1 for each in expected)
 

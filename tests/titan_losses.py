@@ -2,17 +2,17 @@
 
     torchrun --nproc-per-node 2 tests/titan_losses.py --steps 20
 
-Two pipeline ranks train torchtitan's debug model, from the same weights on the same documents.
-"1F1B" is the run with torchtitan's own schedule and its own varlen attention. Other runs of its own
-show the noise: "1F1B again" repeats it, "GPipe" changes the schedule, "reversed" trains on the
-micro-batches of a step in reverse order, in "pairs" a micro-batch has two rows, and "flex", which
---flex adds, has its other attention. "float32" shows the error of bfloat16 itself. In "1 document",
-boundaries of documents are lost, so that its losses must differ by more than noise. Documents are
-parts of Python's standard library, and a token is a byte.
+Two pipeline ranks train torchtitan's debug model in several runs, from the same weights on the same
+documents. "1F1B" is the run with torchtitan's own schedule and its varlen attention. Further runs
+without distca show the noise. "1F1B again" repeats the first run, and "GPipe" changes the schedule.
+"reversed" trains on the micro-batches of a step in reverse order. In "pairs", a micro-batch has two
+rows. "flex" uses torchtitan's flex attention, and runs only with --flex. "float32" shows the error
+of bfloat16 itself. "1 document" ignores the boundaries of documents, so its losses must differ by
+more than noise. Documents are parts of Python's standard library, and a token is a byte.
 
 The optimizer, its learning rates, mixed precision and selective checkpointing are those of the
-debug configuration. Its loss is computed in one chunk. Under PyTorch 2.11, interfaces that
-torchtitan 0.3.0 needs are added as in titan_pipelines.py.
+debug configuration, but the loss is computed in one chunk. Under PyTorch 2.11, this program adds
+interfaces that torchtitan 0.3.0 needs, as titan_pipelines.py does.
 """
 
 import argparse
@@ -66,13 +66,13 @@ class Way:
     is_pooled: bool = False
     attention: str = "varlen"
     num_rows: int = 1  # of a micro-batch
-    is_reversed: bool = False  # the micro-batches of a step
-    is_one_document: bool = False  # in each row
+    is_reversed: bool = False  # whether the micro-batches of a step are
+    is_one_document: bool = False  # whether each row counts as one
     is_exact: bool = False  # whether it computes in float32, apart from attention
 
 
 REFERENCE, OURS, WRONG = "1F1B", "pooled", "1 document"
-OWN = {  # runs of torchtitan's own that show the noise
+OWN = {  # runs without distca, which show the noise
     "1F1B again": Way(),
     "GPipe": Way("GPipe"),
     "reversed": Way(is_reversed=True),
@@ -89,7 +89,7 @@ WAYS = {
 
 
 class PackLoader(BaseDataLoader):
-    """Micro-batches of rows that are filled with documents, which are cut where a row ends."""
+    """Micro-batches of rows that are full of documents. These are cut where a row ends."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -207,21 +207,21 @@ def train(way: Way, args: argparse.Namespace, folder: str) -> tuple[list[float],
 
 
 def own_varlen(*args, num_splits: int, enable_gqa: bool = False, **keywords):
-    """Call varlen_attn of a torch that lacks `num_splits`, which only matters to paged keys, and
-    `enable_gqa`, which the debug model does not need."""
+    """Call varlen_attn of a torch that lacks `num_splits` and `enable_gqa`. The former only matters
+    to paged keys, and the debug model does not need the latter."""
     assert num_splits == 1 and not enable_gqa
     return varlen_attn(*args, **keywords)
 
 
 def own_block_mask(*args, separate_full_blocks: bool, **keywords):
-    """Call create_block_mask of a torch that lacks `separate_full_blocks`, and always does so."""
+    """Call create_block_mask of a torch that always separates full blocks, without an argument."""
     assert separate_full_blocks
     return titan.create_block_mask(*args, **keywords)
 
 
 @contextlib.contextmanager
 def stand_ins(device: str) -> Iterator[None]:
-    """Add what torchtitan needs, if this torch lacks it or the device is the CPU."""
+    """Provide what torchtitan needs and this torch, or the CPU, lacks."""
     with contextlib.ExitStack() as patches:
 
         def patch(owner, name: str, value) -> None:
@@ -240,7 +240,7 @@ def stand_ins(device: str) -> Iterator[None]:
             patch(titan, "varlen_attn", own_varlen)
             patch(utils, "get_cuda_flash_attention_impl", lambda: None)  # torch's own, not FA3
             patch(titan, "_compiled_create_block_mask", own_block_mask)
-            # As in torchtitan's deterministic mode: to tune kernels takes minutes.
+            # As in torchtitan's deterministic mode, because tuning of kernels takes minutes.
             untuned = {"max_autotune": False, "coordinate_descent_tuning": False}
             options = {**titan.FlexAttention.inductor_configs, **untuned}
             compiled = torch.compile(flex_attention, options=options)
@@ -249,7 +249,7 @@ def stand_ins(device: str) -> Iterator[None]:
 
 
 class NoMemoryMonitor:
-    """Stand in for the monitor of a CUDA device's memory."""
+    """Stands in for the monitor of a CUDA device's memory."""
 
     device_name = "cpu"
 
