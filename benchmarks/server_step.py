@@ -27,8 +27,7 @@ longer than such a step.
 
 The other work begins after the group has opened and measured its links and its attention, so all
 variants plan with similar figures. Ranks time attention in one call of four, and the work between
-calls in one step of two. Choose --skip so that it covers the steps until both are known: 6 with
-four layers, 10 with two.
+calls in one step of two. Choose --skip so that it covers the steps until both are known: about 10.
 
 On the CPU, distca measures no speeds, so "slow measured" has the same plans as "slow". Each rank
 then runs on one core, and the other work on the core of the last rank.

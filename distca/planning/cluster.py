@@ -218,6 +218,8 @@ def early_parts(cluster: Cluster, loads: Tensor, num_parts: int) -> Tensor:
     _, inside, between, *_ = cluster.links().tolist()
     bytes_in, node_bytes_in, visiting = loads[:, 3], loads[:, 5], loads[:, 7]
     arrival = torch.maximum((bytes_in - node_bytes_in) / inside, node_bytes_in / between)
+    # Kept inputs do not travel in the backward pass, and bytes_in leaves them out.
+    arrival = arrival * (1 + loads[:, 8] / bytes_in.clamp(min=1))
     arrival = FORWARD_DISPATCH * arrival + cluster.transfer_waits[0] * (bytes_in > 0)
     home = FORWARD_SHARE * (loads[:, 1] - visiting)
     early = torch.maximum(

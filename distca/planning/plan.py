@@ -47,7 +47,7 @@ from distca.planning.exchange import (
 )
 from distca.planning.halves import hidden_by_halves, pay
 from distca.planning.plan_report import PlanReport
-from distca.ranks import memory, pace
+from distca.ranks import memory, pace, waits
 from distca.ranks.fsdp_traffic import FsdpTraffic, common_traffic
 from distca.ranks.hiding import hidden_seconds
 from distca.ranks.links import Links, ranks_of_a_node
@@ -284,8 +284,11 @@ def _solve_together(
     if session.num_ranks > 1:
         is_measured = measures_memory(session.options)
         about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
-        sessions = session.halves if problem.has_halves else [session]
-        about_waits = session.waits.words([each.group_name for each in sessions])
+        about_waits = waits.UNKNOWN
+        if problem.has_halves:
+            about_waits = session.waits.words([each.group_name for each in session.halves])
+        if about_waits == waits.UNKNOWN:  # blocks in ping-pong may also run whole
+            about_waits = session.waits.words([session.group_name])
         about_pace = [pace.UNKNOWN] * pace.NUM_WORDS
         if measures_links(session):
             about_pace = session.pace.words(session.group_name)
@@ -399,7 +402,9 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
         halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
         in_halves = replace(cluster, **hidden_by_halves(pieces, *halves))
         others = balanced(in_halves)
-        pays_in_halves = problem.device_type not in DEVICES_OF_CHOICE or pay(
+        # The work before attention is measured in blocks that run in halves.
+        has_choice = problem.device_type in DEVICES_OF_CHOICE and problem.hidden_seconds > 0
+        pays_in_halves = not has_choice or pay(
             in_halves, others[1], cluster, loads, problem.hidden_seconds
         )
         if pays_in_halves:
