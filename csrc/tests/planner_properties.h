@@ -217,9 +217,8 @@ inline double layer_seconds(const std::vector<Load>& loads, const Links& links) 
       const double transfers = bytes_part * std::max(inside / links.bytes_per_second,
                                                      between / links.node_bytes_per_second);
       const double home = seconds_part * (load.seconds - load.seconds_visiting);
-      most =
-          std::max(most, seconds_part * (load.seconds_lag + load.seconds_visiting) +
-                             0.3 * transfers + std::max(home, transfers - seconds_part * hidden));
+      most = std::max(most, seconds_part * (load.seconds_lag + load.seconds_visiting) +
+                                std::max(home, transfers - seconds_part * hidden));
     }
     return most;
   };

@@ -91,10 +91,13 @@ double fair_seconds(const Pack& pack, const PlanOptions& options) {
 std::string check_moves(const Pack& pack, const PlanOptions& options, const Plan& plan) {
   const Plan home = plan_at_home(pack, options);
   if (!check_servers(options, home).empty()) return "";
-  if (layer_seconds(plan.loads, options.links) >
-      layer_seconds(home.loads, options.links) * (1 + 1e-9)) {
-    return "slower than home";
-  }
+  // Even hidden transfers cost three tenths of their time, on the mean rank.
+  const auto seconds = [&](const std::vector<Load>& loads) {
+    double sum = 0;
+    for (const Load& load : loads) sum += link_seconds(load, options.links);
+    return layer_seconds(loads, options.links) + 0.3 * sum / static_cast<double>(loads.size());
+  };
+  if (seconds(plan.loads) > seconds(home.loads) * (1 + 1e-9)) return "slower than home";
   const double limit = fair_seconds(pack, options) * (1 + options.tolerance);
   if (slowest_seconds(home.loads) > limit * (1 - 1e-9)) return "";
   const Homes homes = homes_of(pack);

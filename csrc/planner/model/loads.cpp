@@ -11,7 +11,6 @@ namespace {
 struct Pass {
   double seconds_part;
   double bytes_part;
-  double friction = 0;  // see kFriction
   bool is_forward = true, is_backward = true;
 
   double wait(const Links& links) const {
@@ -22,12 +21,8 @@ struct Pass {
   }
 };
 
-// Transfers slow a rank down by this part of their seconds even if other work hides them, because
-// they delay FSDP's traffic, and attention runs in more and shorter kernels. Measured on two H100.
-constexpr double kFriction = 0.3;
-
-constexpr Pass kForward{2.0 / 7, 0.37, kFriction, true, false};
-constexpr Pass kBackward{5.0 / 7, 0.63, kFriction, false, true};
+constexpr Pass kForward{2.0 / 7, 0.37, true, false};
+constexpr Pass kBackward{5.0 / 7, 0.63, false, true};
 constexpr Pass kBoth{1, kTransferWeight};
 
 }  // namespace
@@ -81,11 +76,10 @@ double link_seconds(int64_t bytes, int64_t node_bytes, const Links& links) {
                   static_cast<double>(node_bytes) / links.node_bytes_per_second);
 }
 
-// Returns the seconds of a rank in a pass: its lag, its visiting tasks and the friction of its
-// transfers, plus the longer of its home tasks and the transfers that neither other work nor
-// visiting tasks of other parts hide. No visiting task runs while the first part arrives, nor while
-// the results of the last part leave. If transfers and other traffic need the links for longer than
-// the layer takes, the rank waits.
+// Returns the seconds of a rank in a pass: its lag and its visiting tasks, plus the longer of its
+// home tasks and the transfers that neither other work nor visiting tasks of other parts hide. No
+// visiting task runs while the first part arrives, nor while the results of the last part leave. If
+// transfers and other traffic need the links for longer than the layer takes, the rank waits.
 static double seconds_of(const Load& load, const Links& links, double hidden_seconds,
                          const Pass& pass) {
   const double transfers = pass.bytes_part * link_seconds(load, links);
@@ -94,8 +88,8 @@ static double seconds_of(const Load& load, const Links& links, double hidden_sec
   const double visiting = pass.seconds_part * load.seconds_visiting;
   const double home = pass.seconds_part * load.seconds - visiting;
   const double unhidden = std::max(transfers - visiting, transfers * links.exposed_part);
-  const double computing = lag + visiting + pass.friction * transfers +
-                           std::max(home, unhidden + wait - pass.seconds_part * hidden_seconds);
+  const double computing =
+      lag + visiting + std::max(home, unhidden + wait - pass.seconds_part * hidden_seconds);
   return std::max(computing, transfers - pass.room(links));
 }
 
