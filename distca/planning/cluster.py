@@ -214,10 +214,14 @@ def early_parts(cluster: Cluster, loads: Tensor, num_parts: int) -> Tensor:
     If rows travel in n parts and arrive within D seconds, part i (from 0) arrives after
     (i + 1) D / n. If visiting tasks take V seconds and begin after E, they reach part i after
     E + i V / n. So no task waits if E is at least D / n and D - (n - 1) V / n. Times are those of
-    the forward pass, in which more rows travel for the same work."""
+    the forward pass, in which more rows travel for the same work. Rows may come from the rank that
+    sends most, so D is not less than that rank takes."""
     _, inside, between, *_ = cluster.links().tolist()
     bytes_in, node_bytes_in, visiting = loads[:, 3], loads[:, 5], loads[:, 7]
+    bytes_out, node_bytes_out = loads[:, 2], loads[:, 4]
     arrival = torch.maximum((bytes_in - node_bytes_in) / inside, node_bytes_in / between)
+    leaving = torch.maximum((bytes_out - node_bytes_out) / inside, node_bytes_out / between)
+    arrival = torch.where(bytes_in > 0, torch.maximum(arrival, leaving.max()), 0.0)
     # Kept inputs do not travel in the backward pass, and bytes_in leaves them out.
     arrival = arrival * (1 + loads[:, 8] / bytes_in.clamp(min=1))
     arrival = FORWARD_DISPATCH * arrival + cluster.transfer_waits[0] * (bytes_in > 0)
