@@ -756,9 +756,9 @@ def test_a_sorting_loader_balances_work_but_not_tokens():
     assert sorted(busy[LINEAR]) == pytest.approx([3 * 5, 3 * 8])
     assert np.ptp(sorted_.memory_bytes) > 0
     balanced = distca.schedule.busy(scenario)
-    assert sorted(balanced[ATTENTION]) == pytest.approx([27, 30]), "whole tiles"
+    assert balanced[ATTENTION] == pytest.approx(busy[ATTENTION]), "the rank of more tokens lags"
     assert balanced[LINEAR] == pytest.approx(busy[LINEAR])
-    assert distca.schedule.seconds > sorted_.schedule.seconds, "tokens are not equal"
+    assert distca.schedule.seconds == pytest.approx(sorted_.schedule.seconds)
 
 
 @pytest.mark.parametrize("level", ["inside", "between"])

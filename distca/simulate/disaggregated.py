@@ -70,6 +70,11 @@ class Work:
     num_parts: int = 1  # in which rows travel, each with some of the heads
     early_part: np.ndarray | float = 0.5  # [ranks] of home tasks, before visiting ones
     first_part: float = FIRST_PART  # of the tokens, in the first half under ping-pong
+    starts: np.ndarray | float = 0.0  # [2, ranks] of attention, after that of the first rank
+
+    def start(self, pass_idx: int) -> np.ndarray:
+        """[ranks]"""
+        return np.broadcast_to(self.starts, self.home_seconds.shape)[pass_idx]
 
     @property
     def seconds(self) -> np.ndarray:
@@ -244,9 +249,12 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     home, visiting = work.home_seconds[pass_idx], work.visiting_seconds[pass_idx]
     early = work.early_part * home
     late = home - early
-    served, left, arrived = early, np.zeros_like(home), np.zeros(work.home.size)
+    start = work.start(pass_idx)
+    sent_at = np.zeros_like(home)  # by the last home of a server's rows
+    np.maximum.at(sent_at, work.server, start[work.home])
+    served, left, arrived = start + early, np.zeros_like(home), np.zeros(work.home.size)
     for arrival, (_, sent, received) in zip(arrivals, exchanges, strict=True):
-        there = np.where(visiting > 0, arrival, 0.0)
+        there = np.where(visiting > 0, sent_at + arrival, 0.0)
         served = np.maximum(served, there) + visiting / work.num_parts
         left = np.maximum.reduce([left, served, arrivals[-1]]) + sent
         back = np.maximum(sent[work.server], received[work.home])
@@ -255,12 +263,12 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     np.maximum.at(finished, work.home, arrived)
     end = finished.max(initial=0.0)
     results = np.minimum(np.maximum(0.0, np.maximum(sent, received) - late), end - served - late)
-    exposed = np.maximum(0.0, served - early - visiting) + results
+    exposed = np.maximum(0.0, served - start - early - visiting) + results
     exchange = sum(
         arrival.max() + max(sent.max(), received.max()) for arrival, sent, received in exchanges
     )
     attention = home + visiting
-    waiting = end - attention - exposed
+    waiting = end - start - attention - exposed
     return _by_kind(attention, exposed, waiting), max(0.0, exchange - exposed.max())
 
 
@@ -284,5 +292,6 @@ def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
         unhidden = np.maximum(slower * alone - visiting, exposed_part * slower * alone).max()
         total += alone.max()
         exposed += max(0.0, unhidden - (1 - part) * (work_beside + attention.mean()))
-    waiting = attention.max() - attention
+    ends = work.start(pass_idx) + attention
+    waiting = ends.max() - ends
     return _by_kind(attention, exposed, waiting), max(0.0, total - exposed)

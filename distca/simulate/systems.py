@@ -86,11 +86,22 @@ class Step:
         attention = self.cost.seconds(np.zeros_like(lengths), lengths).sum(axis=0) / cp
         return attention + sum(self.scenario.linear_seconds(lengths / cp))
 
-    def work(self, pack: Pack, attend: Attend) -> tuple[Work, Attend, float]:
+    def late_starts(self, pack: Pack) -> np.ndarray:
+        """Return the seconds by which attention of a layer begins later on each rank than on the
+        first, [2, ranks], because the rank holds more tokens."""
+        linear = np.stack(self.scenario.linear_seconds(pack.tokens))
+        return linear - linear.min(axis=1, keepdims=True)
+
+    def work(
+        self, pack: Pack, attend: Attend, starts: np.ndarray | float = 0.0
+    ) -> tuple[Work, Attend, float]:
         """Return the work of a micro-batch under a plan, how ranks attend, and the planner's
         processor time in seconds. Under ping-pong, blocks run whole if that is predicted to be
         faster, and ranks then attend as in in_turn."""
         scenario, whole = self.scenario, cluster_of(self.scenario)
+        lags = np.sum(starts, axis=0)
+        if np.any(lags > 0):
+            whole = replace(whole, lags=tuple(lags.tolist()))
         tasks, *parts, loads, seconds = plan(scenario, pack, whole, self.cost)
         if attend is ping_pong:
             in_halves, before = cluster_of(scenario, pack), scenario.seconds_before_attention()
@@ -100,7 +111,7 @@ class Step:
                 tasks, parts = others, their_parts
             else:
                 attend = in_turn
-        return work_of(pack, tasks, self.cost, *parts), attend, seconds
+        return replace(work_of(pack, tasks, self.cost, *parts), starts=starts), attend, seconds
 
 
 @dataclass(frozen=True)
@@ -169,7 +180,7 @@ def distca(
     tokens = np.stack([each.tokens for each in held])
     layers = layers_of(scenario, tokens, np.zeros((len(held), NUM_PASSES, scenario.groups)))
     for i, pack in enumerate(held):
-        work, how, seconds = step.work(pack, attend)
+        work, how, seconds = step.work(pack, attend, step.late_starts(pack))
         planning += seconds
         for pass_idx in (FORWARD, BACKWARD):
             times, layers.beside[i, pass_idx] = how(scenario, work, pass_idx)
