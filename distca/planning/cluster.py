@@ -195,12 +195,18 @@ def parts_of(shape: AttentionShape) -> dict[str, float]:
     return {"num_parts": num_parts, "exposed_part": exposed_part_of(shape, num_parts)}
 
 
+def transfer_seconds(cluster: Cluster, loads: Tensor) -> Tensor:
+    """Return the seconds of a layer's transfers from and to each rank under a plan with these
+    loads, [num_ranks, 2]. Links within a node and between nodes work at once."""
+    _, inside, between, *_ = cluster.links().tolist()
+    to_nodes = loads[:, 4:6]
+    return torch.maximum((loads[:, 2:4] - to_nodes) / inside, to_nodes / between)
+
+
 def parts_worth_taking(cluster: Cluster, loads: Tensor) -> int:
     """Return the number of parts for a plan with these loads. It is less than cluster.num_parts if
     transfers are short."""
-    _, inside, between, *_ = cluster.links().tolist()
-    to_nodes = loads[:, 4:6]
-    seconds = torch.maximum((loads[:, 2:4] - to_nodes) / inside, to_nodes / between).max().item()
+    seconds = transfer_seconds(cluster, loads).max().item()
     num_parts = cluster.num_parts
     while num_parts > 1 and seconds < num_parts * LEAST_SECONDS_OF_PART:
         num_parts //= 2
@@ -216,11 +222,8 @@ def early_parts(cluster: Cluster, loads: Tensor, num_parts: int) -> Tensor:
     E + i V / n. So no task waits if E is at least D / n and D - (n - 1) V / n. Times are those of
     the forward pass, in which more rows travel for the same work. Rows may come from the rank that
     sends most, so D is not less than that rank takes."""
-    _, inside, between, *_ = cluster.links().tolist()
-    bytes_in, node_bytes_in, visiting = loads[:, 3], loads[:, 5], loads[:, 7]
-    bytes_out, node_bytes_out = loads[:, 2], loads[:, 4]
-    arrival = torch.maximum((bytes_in - node_bytes_in) / inside, node_bytes_in / between)
-    leaving = torch.maximum((bytes_out - node_bytes_out) / inside, node_bytes_out / between)
+    bytes_in, visiting = loads[:, 3], loads[:, 7]
+    leaving, arrival = transfer_seconds(cluster, loads).unbind(1)
     arrival = torch.where(bytes_in > 0, torch.maximum(arrival, leaving.max()), 0.0)
     # Kept inputs do not travel in the backward pass, and bytes_in leaves them out.
     arrival = arrival * (1 + loads[:, 8] / bytes_in.clamp(min=1))
@@ -238,16 +241,10 @@ def link_room(
     """Return Cluster.link_room for a layer with `tokens` on each rank. The backward pass gathers
     the parameters again, and has twice the linear work. Linear work is assumed to be as fast as
     attention."""
-    inside, between = (
-        Link(0.0, each)
-        for each in (
-            cluster.link_bytes_per_second,
-            cluster.node_link_bytes_per_second or cluster.link_bytes_per_second,
-        )
-    )
-    in_node = cluster.ranks_per_node or cluster.num_ranks
+    in_node, inside, between, *_ = cluster.links().tolist()
+    links = Link(0.0, inside), Link(0.0, between)
     gather, reduce = (
-        float(gather_seconds(num_bytes, traffic.num_ranks, in_node, inside, between))
+        float(gather_seconds(num_bytes, traffic.num_ranks, in_node, *links))
         for num_bytes in (traffic.gathered_bytes, traffic.reduced_bytes)
     )
     linear = 2 * traffic.num_params * tokens / flops_per_second
