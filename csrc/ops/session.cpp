@@ -52,6 +52,12 @@ void block_on(std::optional<c10::Event>& event) {
   event->block(c10::impl::VirtualGuardImpl(event->device().type()).getStream(event->device()));
 }
 
+// Records the current stream of `device` in an event, which is created at first.
+void record(std::optional<c10::Event>& event, c10::Device device) {
+  if (!event) event.emplace(device.type());
+  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
 }  // namespace
 
 const char* name_of(Pass pass) {
@@ -125,8 +131,7 @@ transport::Transport& Session::transport(bool in_place) {
 
 void Session::mark_results(c10::Device device, bool moves_rows) {
   if (device.is_cpu() || !moves_rows) return;
-  if (!results_) results_.emplace(device.type());
-  results_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  record(results_, device);
 }
 
 void Session::await_results() {
@@ -135,8 +140,7 @@ void Session::await_results() {
 
 void Session::mark_dispatch(c10::Device device) {
   if (device.is_cpu() || !is_followed_) return;
-  if (!dispatch_) dispatch_.emplace(device.type());
-  dispatch_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  record(dispatch_, device);
 }
 
 void Session::await_dispatch() {
