@@ -47,15 +47,16 @@ stay on their ranks, and attention is balanced.
 calibration file. Forward, a query row sends q to the server, and out and lse home; a key row sends
 k and v to the server. Backward, a query row sends q, grad_out, lse and delta to the server, and dq
 home; a key row sends k and v to the server, and dk and dv home. Inputs that the server kept do not
-travel again. Half of the home tasks run while inputs travel, or a quarter if rows travel in four
-parts. Visiting tasks wait for the rank's own transfers and for those of its senders. Results travel
-when the server is done, beside the other home tasks. If transfers take long enough, rows travel in
-two or four parts, each with some of the query heads and the key heads that they read. Visiting
-tasks of one part run while the next part arrives and results of the previous part leave. If several
-parts share keys, these travel with the first of the parts, and their gradients with the last. A
-layer ends when all ranks have their results. Plans are computed during the previous step, so a step
-takes at least as long as planning does on the processor that simulates. Ranks agree on calls in the
-first step only.
+travel again. While inputs travel, as many home tasks run as early_parts
+(distca/planning/cluster.py) predicts to be needed, and the others run last. Attention starts later
+on ranks with more tokens, which have more linear work. Visiting tasks wait for the rank's own
+transfers and for those of its senders. Results travel when the server is done, beside the other
+home tasks. If transfers take long enough, rows travel in two or four parts, each with some of the
+query heads and the key heads that they read. Visiting tasks of one part run while the next part
+arrives and results of the previous part leave. If several parts share keys, these travel with the
+first of the parts, and their gradients with the last. A layer ends when all ranks have their
+results. Plans are computed during the previous step, so a step takes at least as long as planning
+does on the processor that simulates. Ranks agree on calls in the first step only.
 
 **Ping-pong.** The first half of a block is a third of the tokens, and the second half is the rest.
 If documents cross ranks, each rank holds two runs of the pack, and the halves are equal. A half has
@@ -63,8 +64,8 @@ the same share of the attention and of the plan's bytes as of the tokens. Rows o
 travel beside the second half's attention and work before it. Rows of the second half travel beside
 the first half's attention and work after it. Visiting tasks of some heads hide transfers of other
 heads. An exchange is longer by the share of the pass in which FSDP's collectives use the links.
-Tensor parallel collectives of one half are assumed not to wait for those of the other: see
-docs/pingpong.md.
+Tensor parallel collectives of one half are assumed not to delay the other half. As in training,
+blocks run whole if the planner predicts that whole blocks are faster.
 
 **Parameters.** fsdp: a layer's gather (in the backward pass also the reduce-scatter of its
 gradients, fp32) is hidden behind that layer's compute and its waits for attention, as far as the
