@@ -240,7 +240,7 @@ def slow_figures(runs: dict[str, Run], other_work: float, num_ranks: int) -> dic
     """Return the figures of the mode "slow", where other work took `other_work` of a device."""
     even, slow, measured = (mean_ms(runs[name]) for name in VARIANTS["slow"])
     attention, plans = attention_of_step(runs[EVEN]), runs[MEASURED].plans
-    known = [step for step, plan in enumerate(plans) if plan.measured_speeds]
+    with_speeds = [step for step, plan in enumerate(plans) if plan.measured_speeds]
     return {
         f"{SLOW}: cost of the other work, ms": slow - even,
         f"{MEASURED}: part of the cost taken back": part_taken_back(even, slow, measured),
@@ -250,7 +250,7 @@ def slow_figures(runs: dict[str, Run], other_work: float, num_ranks: int) -> dic
         f"{EVEN}: attention, part of the profiled step": attention,
         f"{MEASURED}: speeds of the last plan": plans[-1].measured_speeds,
         f"{MEASURED}: lags of the last plan, ms": plans[-1].lags_ms,
-        f"{MEASURED}: first step planned with speeds": known[0] if known else "none",
+        f"{MEASURED}: first step planned with speeds": with_speeds[0] if with_speeds else "none",
     }
 
 
