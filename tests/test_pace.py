@@ -17,6 +17,7 @@ from distca.ranks.pace import (
     LEAST_LAG_SAMPLES,
     LEAST_SAMPLES,
     LEAST_SECONDS,
+    LEAST_TOKEN_SAMPLES,
     NUM_WORDS,
     SCALE,
     UNKNOWN,
@@ -115,6 +116,15 @@ def test_ranks_lag_by_their_tokens_and_their_speed():
     assert pace.lags([3000, 1000]) == [pytest.approx(1e-3), 0.0]
     assert pace.lags([2000, 1000]) == []
     assert pace.lags([0, 1000]) == [0.0, pytest.approx(2e-3)]
+
+
+def test_tokens_count_before_speeds_are_known():
+    pace = Pace(2)
+    for ps in [50_000_000] + [1_000_000] * (LEAST_TOKEN_SAMPLES - 1):  # the first step warms up
+        assert pace.lags([3000, 1000]) == []
+        add(pace, [UNKNOWN] * 2, [ps, 2 * ps])
+    assert pace.lags([3000, 1000]) == [pytest.approx(2e-3), 0.0]
+    assert pace.lags([1000, 1000]) == []
 
 
 def test_ranks_that_lag_by_turns_are_alike():

@@ -19,6 +19,7 @@ NUM_SAMPLES = 8  # latest samples of a rank that count
 LEAST_SAMPLES = 3
 LEAST_SECONDS = 2e-4  # of a layer's tasks; launches make shorter ones look slow
 ALIKE = 0.8  # of the fastest rank's speed: ranks above it count as equally fast
+LEAST_TOKEN_SAMPLES = 2  # one may be of a first step, which warms up
 LEAST_LAG_SAMPLES = 5
 LEAST_LAG = 0.003  # of a layer's other work; smaller lags are not worth a transfer
 
@@ -113,15 +114,18 @@ class Pace:
         all are alike, or if too little is known.
 
         Times vary from step to step, and include waits for other ranks. So a rank counts as slower
-        than the fastest only by as much as it was in three samples of four."""
-        if len(self._others) < LEAST_LAG_SAMPLES:
+        than the fastest only by as much as it was in three samples of four. Until there are
+        LEAST_LAG_SAMPLES, only the ranks' numbers of tokens make a difference."""
+        if len(self._others) < LEAST_TOKEN_SAMPLES:
             return []
         fastest = [max(1, min(words)) for words in self._others]
-        of_token = 1e-12 * statistics.median(fastest)
-        factors = [
-            lower_quartile([word / least for word, least in zip(words, fastest, strict=True)])
-            for words in zip(*self._others, strict=True)
-        ]
+        of_token = 1e-12 * statistics.median_low(fastest)
+        factors = [1.0] * self._num_ranks
+        if len(self._others) >= LEAST_LAG_SAMPLES:
+            factors = [
+                lower_quartile([word / least for word, least in zip(words, fastest, strict=True)])
+                for words in zip(*self._others, strict=True)
+            ]
         pairs = zip(factors, num_tokens, strict=True)
         seconds = [factor * of_token * count for factor, count in pairs]
         least = min(seconds)
