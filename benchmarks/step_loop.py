@@ -3,6 +3,7 @@
 import argparse
 import functools
 import gc
+import itertools
 import os
 
 import torch
@@ -118,6 +119,7 @@ def run_steps(
     trainer, run, spans = Trainer(args, variant, planner, device, trainers), Run(), []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    allocations = [num_allocations(device)]
     for index, step in enumerate(steps):
         share = variant.share(workload, step, group, device)
         rows = make_rows(workload, step, args.vocab, args.seed, device).chosen(share.rows)
@@ -129,10 +131,26 @@ def run_steps(
         ms, loss_sum = timed(train_step, device, trainers)
         run.step_ms.append(ms)
         run.losses.append(loss_sum / workload.num_ranks)
+        allocations.append(num_allocations(device))
+    run.most_tokens = max(
+        len(workload.rows_of(step, rank))
+        for step in range(num_steps)
+        for rank in range(workload.num_ranks)
+    )
     run.plans = trainer.plans[:num_steps]
     if cuda:
         run.peak_gib = max(gathered(torch.cuda.max_memory_allocated() / 2**30, device, trainers))
+        run.reserved_gib = max(gathered(torch.cuda.max_memory_reserved() / 2**30, device, trainers))
+        for before, after in itertools.pairwise(allocations):
+            run.allocations.append(int(max(gathered(after - before, device, trainers))))
     return run, spans
+
+
+def num_allocations(device: torch.device) -> int:
+    """Return how many blocks of memory PyTorch's allocator got from the device until now."""
+    if device.type == "cpu":
+        return 0
+    return torch.cuda.memory_stats(device)["num_device_alloc"]
 
 
 def free_memory(device: torch.device) -> None:

@@ -28,6 +28,10 @@ class Run:
     profiles: list[dict[str, list[float]]] = field(default_factory=list)
     """device_time.step_profile of the repeated steps."""
     peak_gib: float = 0.0  # on the rank that needs most
+    reserved_gib: float = 0.0  # by PyTorch's allocator at most, on the rank that needs most
+    allocations: list[int] = field(default_factory=list)
+    """Blocks that PyTorch's allocator got from the device in each step, on the rank with most."""
+    most_tokens: int = 0  # of a rank in a step
     peer_memory_gib: float = 0.0  # per rank, in addition to peak_gib
     turns_ms: list[float] = field(default_factory=list)
     """Mean step time of each run, if the variant ran several times."""
@@ -111,7 +115,10 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
             exposed, plain = (each.mean_profile()["exposed_ms"] for each in (run, runs["plain"]))
             above = mean(exposed) - mean(plain)
             figures["exposed communication above plain's, mean rank, ms"] = above
+        figures["most tokens of a rank"] = run.most_tokens
         figures["peak, GiB"] = run.peak_gib
+        figures["peak reserved, GiB"] = run.reserved_gib
+        figures["allocations on the device after warm-up"] = sum(run.allocations[run.skip :])
         if run.peer_memory_gib:
             figures["peer memory, GiB"] = run.peer_memory_gib
         if len(run.turns_ms) > 1:

@@ -332,6 +332,8 @@ def test_training_step_against_a_sorting_loader(lengths_file, tmp_path):
         assert summary[f"{name}: times the balanced limit"] > 0
         assert f"{name}: times plain, median of steps" not in summary
     assert "sorted: max loss difference" not in summary
+    assert summary["plain: most tokens of a rank"] == 512
+    assert summary["sorted: most tokens of a rank"] > 512
     refused = run_ranks([*command, "--window", "3"], 2, dict(os.environ))
     assert "--window is 3; needs a divisor of --steps without the 3" in refused.stderr
 
