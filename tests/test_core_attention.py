@@ -143,6 +143,7 @@ def attend_with_nan(rank, world_size, case, poisoned_rank, poisoned_rows):
 
 def test_nan_in_one_document_leaves_all_others_bit_identical(ranks):
     case = Case(WHOLE["skewed"], dtype=torch.float32)
+    ranks(4).run(attend, case)  # plans go by the shape of the last call
     clean = ranks(4).run(attend, case)
     poisoned_rows = slice(0, 300)  # rank 0's first document; other ranks compute a part of it
     poisoned = ranks(4).run(attend_with_nan, case, 0, poisoned_rows)
