@@ -20,6 +20,8 @@ pytestmark = pytest.mark.gpu
 NUM_STEPS = int(os.environ.get("DISTCA_NUM_MEMORY_STEPS", "200"))
 LARGEST = 300  # tokens of a document
 MAX_CYCLES = 3_000_000  # of a delay: about 2 ms
+SLEEP_CYCLES = 300_000_000  # about 150 ms, in which the host makes all calls
+NUM_CALLS_AHEAD = 16
 
 
 @pytest.fixture(scope="module", params=["peer", "process_group"])
@@ -119,6 +121,32 @@ def test_memory_is_flat(two_ranks):
         allocated, reserved = zip(*used, strict=True)
         assert max(allocated) < 2**23  # a step's own tensors at most
         assert reserved[-1] <= reserved[1]
+
+
+def run_ahead(rank, world_size):
+    """Call attention many times while the device is busy. Return by how many bytes the reserved
+    memory grew, and the bytes of rows that this rank sends and receives in a layer."""
+    lengths = [8192] if rank == 0 else [1024] * 8
+    documents = distca.Documents([0, *itertools.accumulate(lengths)])
+    leaves, _ = leaves_of(documents.num_tokens, (8, 2), 128)
+    report = distca.plan(documents, device="cuda").report()
+    for _ in range(2):  # connects ranks, and gets the memory of a call
+        distca.core_attention(*leaves, documents)
+        torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    for _ in range(NUM_CALLS_AHEAD):
+        distca.core_attention(*leaves, documents)
+    grown = torch.cuda.memory_reserved() - before
+    torch.cuda.synchronize()
+    return grown, report.bytes_out[rank] + report.bytes_in[rank]
+
+
+def test_a_host_that_runs_ahead_takes_no_more_memory(two_ranks):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices: on one, the host waits for rows")
+    for grown, row_bytes in two_ranks.run(run_ahead):
+        assert row_bytes > 0 and grown <= 2 * row_bytes
 
 
 def attend_to_2_31_elements(rank, world_size):

@@ -177,10 +177,11 @@ class ProcessGroupTransport : public Transport {
       });
       if (receives) {
         patience.wait_on_stream(pending);
+        streams_->release();
       } else {
+        for (const RowBatch& batch : batches) streams_->hold(batch.sent);
         const c10::cuda::CUDAStreamGuard aside(streams_->marks());
         patience.wait_on_stream(pending);
-        for (const RowBatch& batch : batches) batch.sent.record_stream(streams_->marks());
       }
       patience.guard(where, [&] { streams_->add(pending, most_bytes(batches)); });
       return;

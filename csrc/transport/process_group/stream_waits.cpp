@@ -31,6 +31,8 @@ StreamWaits::StreamWaits(const Opening& opening, c10::Device device)
 }
 
 StreamWaits::~StreamWaits() {
+  for (const auto& [stream, sent] : held_) sent.record_stream(marks());
+  held_.clear();
   C10_CUDA_CHECK_WARN(cudaStreamDestroy(marks_));
 }
 
@@ -46,6 +48,18 @@ void StreamWaits::add(const Pending& pending, int64_t num_bytes) {
   for (const auto& work : pending.works) work->wait();
   timer_.end(pending.wait.where, num_bytes);
   write_on_stream(words_.on_device() + static_cast<int>(HostWord::kFinished), number, marks_);
+}
+
+void StreamWaits::hold(const at::Tensor& sent) {
+  held_.emplace_back(c10::cuda::getCurrentCUDAStream(device_.index()), sent);
+}
+
+void StreamWaits::release() {
+  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device_.index());
+  for (const auto& [stream, sent] : held_) {
+    if (stream != current) sent.record_stream(marks());
+  }
+  held_.clear();
 }
 
 Seal StreamWaits::seal(const Where& where) {

@@ -4,6 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <utility>
+#include <vector>
+
 #include "../registry.h"
 #include "../watchdog.h"
 #include "exchange_timer.h"
@@ -26,6 +29,12 @@ class StreamWaits {
   // Notes that a stream has just been told to wait for the first exchange that has begun. In that
   // exchange, this rank sends or receives `num_bytes`.
   void add(const Pending& pending, int64_t num_bytes);
+  // Holds rows that leave while the current stream goes on without waiting for them. release() lets
+  // go of them after the current stream was told to wait for a later exchange: exchanges of a group
+  // end in order, so that stream may use their memory again. The host can be many layers ahead of
+  // the device, and record_stream would take new memory in every layer until the device catches up.
+  void hold(const at::Tensor& sent);
+  void release();
   // Returns the stream that waits for every exchange and marks its end. No other work runs on it.
   c10::cuda::CUDAStream marks() const {
     return c10::cuda::getStreamFromExternal(marks_, device_.index());
@@ -47,6 +56,7 @@ class StreamWaits {
   cudaStream_t marks_;
   ExchangeTimer timer_;
   Watchdog watchdog_;
+  std::vector<std::pair<c10::cuda::CUDAStream, at::Tensor>> held_;  // stream whose memory they use
 };
 
 }  // namespace distca::transport
