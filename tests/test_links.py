@@ -1,5 +1,6 @@
 """Links: measured when a group opens, equal on all ranks, and used by its plans."""
 
+import functools
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ from ranks import Outcome, Ranks
 from small_step import SHARDED, small_step
 
 import distca
+from distca import ops
 from distca.planning.cluster import cluster_of
 from distca.planning.exchange import SHAPE_WORDS
 from distca.ranks import links, session
@@ -137,6 +139,31 @@ def test_plans_use_the_links_of_the_opening(ranks):
         f"distca: links {level} nodes: {link}" for level, link in vars(measured_links).items()
     ]
     assert not any("links" in line for _, _, lines, _ in outcomes[1:] for line in lines)
+
+
+def open_halves(rank: int, world_size: int) -> tuple:
+    """Return the groups of ping-pong's halves, those over which rows went when they opened, and
+    what that leaves behind."""
+    distca.close()
+    went = []
+
+    def noted(call, *arguments):
+        went.append(arguments[-1])
+        return call(*arguments)
+
+    with as_on_devices():
+        opened = distca.init(options=distca.Options(ranks_per_node=2))
+        with mock.patch.object(links.ops, "exchange", functools.partial(noted, ops.exchange)):
+            halves = [half.group_name for half in session.halves_of(opened)]
+    left = [torch.ops.distca.attention_shape(name) for name in halves]
+    distca.close()
+    return halves, went, left
+
+
+def test_groups_of_halves_are_connected_when_they_open(ranks):
+    for halves, went, left in ranks(3).run(open_halves):
+        assert sorted(went) == sorted(2 * halves), "inside nodes, and between them"
+        assert left == [[0] * SHAPE_WORDS] * 2
 
 
 def open_on_the_cpu(rank: int, world_size: int) -> tuple:

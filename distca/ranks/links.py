@@ -101,15 +101,28 @@ def measure(session, device: torch.device) -> Links:
     ranks. A link whose bandwidth the options name is left out. Collective."""
     options = session.options
     told = {"inside": options.link_gb_per_s, "between": options.node_link_gb_per_s}
-    nodes = _gather(session, node())
-    levels = peers_of_ranks(session.num_ranks, options.ranks_per_node or ranks_of_a_node(nodes))
     return Links(
         **{
             level: _measure_link(session, device, peers)
-            for level, peers in levels.items()
+            for level, peers in _levels(session).items()
             if told[level] is None and any(peers)
         }
     )
+
+
+def connect(session, device: torch.device) -> None:
+    """Send a few rows over the links of an open session. NCCL connects two ranks when they first
+    exchange rows, so without this, the first step that moves rows would take longer. Collective."""
+    for peers in _levels(session).values():
+        if any(peers):
+            call, _ = _exchange(session, device, peers, SMALL_BYTES)
+            call()
+
+
+def _levels(session) -> dict[str, Peers]:
+    """Return peers_of_ranks for an open session. Collective."""
+    per_node = session.options.ranks_per_node or ranks_of_a_node(_gather(session, node()))
+    return peers_of_ranks(session.num_ranks, per_node)
 
 
 def _measure_link(session, device: torch.device, peers: Peers) -> Link:

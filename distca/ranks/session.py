@@ -17,7 +17,7 @@ from distca.ranks import groups, speed
 from distca.ranks.fsdp_traffic import ModelTraffic
 from distca.ranks.hiding import WorkBeforeAttention
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
-from distca.ranks.links import Links, measure
+from distca.ranks.links import Links, connect, measure
 from distca.ranks.memory import KeptMemory
 from distca.ranks.pace import Pace
 from distca.ranks.peers import Way, check_transport, choose_way
@@ -340,9 +340,7 @@ def _measure_links(session: Session) -> None:
     session.links = measure(session, device)
     if session.options.attention_tflops is None and device_type == "cuda":
         session.attention_seconds = speed.measure(session, device)
-    # Open a new session, without the calls and the peer memory of the measurement.
-    ops.close_session(session.group_name)
-    _open_transport(session)
+    _open_transport_again(session)
     for level, link in vars(session.links).items():
         if link is not None and session.rank == 0:
             _log.info("distca: links %s nodes: %s", level, link)
@@ -350,6 +348,12 @@ def _measure_links(session: Session) -> None:
         ms = 1e3 * session.attention_seconds
         size = (speed.NUM_ROWS, speed.HEADS_Q, speed.HEAD_DIM)
         _log.info("distca: attention of %d tokens, %d query heads of %d: %.2g ms", *size, ms)
+
+
+def _open_transport_again(session: Session) -> None:
+    """Forget the calls and the peer memory of a measurement."""
+    ops.close_session(session.group_name)
+    _open_transport(session)
 
 
 def _open_groups(session: Session) -> None:
@@ -444,6 +448,9 @@ def halves_of(session: Session) -> list[Session]:
         half.planning, half.planner = session.planning, session.planner
         _open_groups(half)
         session.halves.append(half)
+        if measures_links(half):
+            connect(half, torch.device(half.device_type))
+            _open_transport_again(half)
     return session.halves
 
 
