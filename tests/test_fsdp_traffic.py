@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
 from distca import _torch_private
+from distca.planning import plan as plans
 from distca.planning.cluster import Cluster, link_room
 from distca.planning.cost import AttentionShape, cost_tensor, flops_per_second
 from distca.ranks import fsdp_traffic
@@ -71,6 +72,22 @@ def test_room_on_links():
     link = {"link_bytes_per_second": 1e9, "node_link_bytes_per_second": 10.0}
     two_nodes = Cluster(4, ranks_per_node=2, **link)
     assert link_room(two_nodes, traffic, 2.0, 6.0) == pytest.approx((2 - 2, 4 - 2 - 4))
+
+
+def test_linear_layers_do_not_see_context_rows():
+    """Rank 1 has 100 tokens too, behind the keys of 50 others."""
+    traffic = FsdpTraffic(num_params=10**6, gathered_bytes=0, reduced_bytes=0, num_ranks=2)
+    problem = plans.Problem(0, 2, (-1, 0), "cpu", 0, traffic=traffic)
+    rooms = [
+        plans._solve(
+            problem,
+            torch.tensor([[0, 0, 0, 100, 0], [1, 1, 0, 100 + context, context]]),
+            distca.Options(),
+            AttentionShape(),
+        ).report.link_room_ms
+        for context in (0, 50)
+    ]
+    assert rooms[0] == rooms[1] and rooms[0][0] > 0
 
 
 def test_speed_of_the_cost():

@@ -386,7 +386,7 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     if not problem.may_keep:
         cluster = replace(cluster, kept_cap_bytes=0)
     if problem.traffic is not None:
-        tokens = pieces[:, 3].sum().item() / problem.num_ranks
+        tokens = sum(tokens_of(pieces, problem.num_ranks)) / problem.num_ranks
         speed = flops_per_second(cost, shape)
         cluster = replace(cluster, link_room=link_room(cluster, problem.traffic, tokens, speed))
     if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
