@@ -52,8 +52,9 @@ from distca.ranks.fsdp_traffic import FsdpTraffic, common_traffic
 from distca.ranks.hiding import hidden_seconds
 from distca.ranks.links import Links, ranks_of_a_node
 from distca.ranks.notices import Kind, tell
+from distca.ranks.opening import measures_links
 from distca.ranks.peers import Way
-from distca.ranks.session import Session, configured, measures_links
+from distca.ranks.session import Session, configured
 from distca.watching.figures import LINKS
 
 CAUSAL = (-1, 0)

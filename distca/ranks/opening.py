@@ -1,0 +1,158 @@
+"""Open and end the process groups of a session, and measure the links between its ranks."""
+
+import logging
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from distca import _torch_private, ops
+from distca.ranks import speed
+from distca.ranks.links import measure
+from distca.ranks.peers import check_transport, choose_way
+
+_log = logging.getLogger("distca")
+
+
+def measures_links(session) -> bool:
+    """Return whether links are measured when the group opens, for the planner to use. On the CPU
+    they would vary with the machine's load, and so would plans. In deterministic mode, plans must
+    not vary at all."""
+    options = session.options
+    on_device = session.way.device is not None or session.device_type == "cuda"
+    return on_device and options.enabled and not options.deterministic
+
+
+def open_groups(session) -> None:
+    """Open the process groups of a session's ranks, and its transport. Collective. Raises
+    ValueError on every rank for a transport that they cannot use."""
+    group, options, world = session.group, session.options, session.world
+    check_transport(options.transport)
+    timeout = timedelta(seconds=options.timeout_s)
+    if world is None:
+        ranks = dist.get_process_group_ranks(group)
+        # Ranks outside a subgroup do not take part. Torch then names it by each rank's own count.
+        is_subgroup = len(ranks) < dist.get_world_size()
+        if is_subgroup:
+            _check_equal_group_counts(group)
+    else:
+        ranks = list(range(session.num_ranks))
+
+    def new_group(backend: str, timeout: timedelta = timeout, options=None) -> ProcessGroup:
+        if world is not None:
+            return world.new_group(ranks, backend, timeout, options)
+        return dist.new_group(
+            ranks, timeout, backend, pg_options=options, use_local_synchronization=is_subgroup
+        )
+
+    def new_node_group(size: int) -> ProcessGroup:
+        first = session.rank // size * size
+        node = ranks[first : first + size]
+        if world is not None:
+            return world.new_group(node, "gloo", timeout)
+        return dist.new_group(node, timeout, "gloo", use_local_synchronization=True)
+
+    backend = session.backend  # "cpu:gloo,cuda:gloo"
+    # When torch destroys a group of several devices, it warns unless one of them uses NCCL.
+    if all(each.endswith(":gloo") for each in backend.split(",")):
+        backend = "gloo"
+    data_options, data_timeout = None, timeout
+    if "nccl" in backend:
+        # NCCL's timeout ends the process without naming rank and layer, so ours expires first.
+        data_timeout = 2 * timeout
+        # If both are ready, its kernels run before those of attention.
+        data_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        _torch_private.set_timeout(data_options, data_timeout)
+    session.data = new_group(backend, data_timeout, data_options)
+    session.planning = session.planning or new_group("gloo")
+    session.control = new_group("gloo")
+    session.way = choose_way(options, backend, session.control)
+    if session.way.ranks_per_node > 0:
+        session.node = new_node_group(session.way.ranks_per_node)
+    if session.rank in (0, *session.servers) and session.servers:
+        session.notices = _new_notices(session, timeout)
+    _open_transport(session)
+
+
+def _new_notices(session, timeout: timedelta) -> ProcessGroup:
+    store, name = session.control.get_group_store(), f"{session.group_name}/notices"
+    ranks = (0, *sorted(session.servers))
+    group = _torch_private.new_group(
+        store, name, ranks.index(session.rank), len(ranks), "gloo", timeout
+    )
+    _torch_private.wait_without_limit(group)  # nobody may need servers for long
+    return group
+
+
+def _open_transport(session) -> None:
+    options = session.options
+    ops.open_session(
+        *(own.group_name for own in (session.data, session.control, session.planning)),
+        f"version {ops.version()} {options}"
+        + f" servers {session.servers}" * bool(session.servers),
+        options.timeout_s,
+        options.transport if options.transport in ops.transports() else "process_group",
+        session.way.device,
+        int(1e9 * options.peer_memory_gb),
+        "" if session.node is None else session.node.group_name,
+        session.way.ranks_per_node,
+        None if not session.servers else getattr(session.notices, "group_name", ""),
+    )
+
+
+def _check_equal_group_counts(group: ProcessGroup) -> None:
+    """Raise ValueError unless all ranks of `group` are in equally many groups. Torch names a
+    subgroup by that number, so ranks would wait for each other under different names."""
+    device = "cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"
+    own = torch.tensor([_torch_private.num_groups()], device=device)
+    counts = own.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(counts, own, group=group)
+    if (counts != own).any():
+        raise ValueError(
+            f"distca.init: the ranks of this group are in {counts.tolist()} process groups; create "
+            "groups that only some ranks are in after distca.init, or give every rank as many"
+        )
+
+
+def open_transport_again(session) -> None:
+    """Open a session's transport again, so that it forgets the calls and the peer memory of a
+    measurement."""
+    ops.close_session(session.group_name)
+    _open_transport(session)
+
+
+def measure_links(session) -> None:
+    """Measure the links of an open session, and on CUDA its speed of attention. Collective."""
+    device_type = "cuda" if session.way.device is not None else session.device_type
+    device = torch.device(device_type)
+    session.links = measure(session, device)
+    if session.options.attention_tflops is None and device_type == "cuda":
+        session.attention_seconds = speed.measure(session, device)
+    open_transport_again(session)
+    for level, link in vars(session.links).items():
+        if link is not None and session.rank == 0:
+            _log.info("distca: links %s nodes: %s", level, link)
+    if session.attention_seconds is not None and session.rank == 0:
+        ms = 1e3 * session.attention_seconds
+        size = (speed.NUM_ROWS, speed.HEADS_Q, speed.HEAD_DIM)
+        _log.info("distca: attention of %d tokens, %d query heads of %d: %.2g ms", *size, ms)
+
+
+def groups_of(session) -> list[ProcessGroup]:
+    """Return the groups of a session and of its halves, those of nodes and notices left out."""
+    return [own for each in session.parts for own in (each.data, each.control)] + [session.planning]
+
+
+def destroy_groups(session) -> None:
+    """End the process groups of a session, unless it has only some of the default group's ranks."""
+    # Torch names a subgroup by the number of groups. If this one were destroyed, a later one would
+    # get its name, and with it what its ranks left in the store.
+    if session.notices is not None:
+        _torch_private.end_group(session.notices)
+    if session.world is not None:
+        for own in (*groups_of(session), *filter(None, [session.node])):
+            _torch_private.end_group(own)
+    elif session.num_ranks == dist.get_world_size():
+        for own in groups_of(session):
+            dist.destroy_process_group(own)
