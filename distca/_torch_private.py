@@ -4,7 +4,6 @@ They may change with any release. The tests cover them on PyTorch 2.11, and on t
 and 2.15. Look here first when a new release breaks distca.
 """
 
-import gc
 import inspect
 import sys
 from collections.abc import Callable
@@ -115,9 +114,13 @@ def sharded_layers() -> list[tuple[int, int, int, int]]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
-    sharded = [each for each in gc.get_objects() if issubclass(type(each), fsdp.FSDPModule)]
+    from torch.distributed._composable_state import _module_state_mapping
+
+    modules = [reference() for reference in _module_state_mapping.keyrefs()]
     layers = []
-    for module in sharded:
+    for module in modules:
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
         inner = (isinstance(each, fsdp.FSDPModule) for each in module.modules())
         group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
         if group is not None and sum(inner) == 1:

@@ -1,11 +1,13 @@
 """On slow links, the planner leaves room for FSDP2's traffic."""
 
+import weakref
 from unittest import mock
 
 import parallel_training
 import pytest
 import torch
 from test_waits import SLOW, reports_of_steps
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -33,7 +35,10 @@ def traffic_of_a_model(rank: int, world_size: int, reduce_dtype) -> tuple[list[i
 
 def layers_of(model: torch.nn.Module) -> list[tuple[int, int, int, int]]:
     """Search only this model, because other tests leave models in the processes."""
-    with mock.patch.object(_torch_private.gc, "get_objects", lambda: list(model.modules())):
+    states = _composable_state._module_state_mapping
+    own = {module: states[module] for module in model.modules() if module in states}
+    own = weakref.WeakKeyDictionary(own)
+    with mock.patch.object(_composable_state, "_module_state_mapping", own):
         return _torch_private.sharded_layers()
 
 
