@@ -33,7 +33,7 @@ PYTHON_FILES := setup.py distca tests benchmarks examples tools docs/generate.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: train test test-cpp test-python test-quick test-transformers test-stacks test-megatron wheels docs fuzz tidy install format check-format clean googletest
+.PHONY: train test test-cpp test-python test-quick test-gpu test-transformers test-stacks test-megatron wheels docs fuzz tidy install format check-format clean googletest
 .DELETE_ON_ERROR:
 
 train: $(LIBRARY)
@@ -67,6 +67,11 @@ test-python: $(LIBRARY)
 # What starts no processes: two thirds of the code's tests in half a minute.
 test-quick: $(LIBRARY)
 	$(BIN)/python -m pytest -m "not processes" $(PYTEST_FLAGS)
+
+# Tests that need a GPU for themselves run after those that share it.
+test-gpu: $(LIBRARY)
+	$(BIN)/python -m pytest -m "gpu and not whole_gpu" -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m whole_gpu $(PYTEST_FLAGS)
 
 # With older releases of transformers, with stacks that train its models, and with Megatron-Core,
 # each in an environment of its own. They take 10, 8 and 3 minutes; the stacks need 4 GB of packages

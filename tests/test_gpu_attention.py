@@ -421,6 +421,7 @@ def test_two_streams_at_once(head_dim):
     assert all(same_bits(results, expected[i]) == [True] * 5 for i, results in all_results)
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs tens of GB")
 def test_rows_past_the_2_to_the_31st_element():
     """Of 524288 rows of 32 x 128, only those of the last document have tasks; the rest is NaN."""

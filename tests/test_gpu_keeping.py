@@ -76,6 +76,7 @@ def test_nothing_is_kept_where_links_are_fast(two_ranks):
         assert figures[-1][0] == "saves less than 1%" and not any(figures[-1][1])
 
 
+@pytest.mark.whole_gpu
 def test_spare_memory_is_what_is_free_beyond_the_margin():
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()

@@ -165,6 +165,7 @@ def attend_to_2_31_elements(rank, world_size):
     return worst, bool(torch.stack([result.isfinite().all() for result in results]).all())
 
 
+@pytest.mark.whole_gpu
 def test_2_31_elements(two_ranks):
     if torch.cuda.device_count() < 2 or torch.cuda.mem_get_info()[1] < 130e9:
         pytest.skip("needs two devices of 140 GB")

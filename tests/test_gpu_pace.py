@@ -13,7 +13,7 @@ import distca
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from other_work import OtherWork  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 
 LENGTHS = [[32768], [8192] * 4]
 NUM_STEPS = 24
