@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace distca::transport {
@@ -28,6 +29,9 @@ struct Where {
   // Returns whether to time the call. Only one call in four is timed, because events delay the
   // computing stream by a microsecond. Over the steps, every layer is timed in both passes.
   bool is_sampled() const { return (step + layer) % 4 == 0; }
+  // Returns whether this is the backward pass of the first layer, after which no call comes under
+  // the same plan.
+  bool is_last() const { return layer == 0 && std::string_view(pass) == "backward"; }
 };
 
 std::string describe(const Where& where);

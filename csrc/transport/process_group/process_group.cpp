@@ -180,6 +180,7 @@ class ProcessGroupTransport : public Transport {
         streams_->release();
       } else {
         for (const RowBatch& batch : batches) streams_->hold(batch.sent);
+        if (where.is_last()) streams_->release_later();
         const c10::cuda::CUDAStreamGuard aside(streams_->marks());
         patience.wait_on_stream(pending);
       }

@@ -31,8 +31,7 @@ StreamWaits::StreamWaits(const Opening& opening, c10::Device device)
 }
 
 StreamWaits::~StreamWaits() {
-  for (const auto& [stream, sent] : held_) sent.record_stream(marks());
-  held_.clear();
+  release_later();
   C10_CUDA_CHECK_WARN(cudaStreamDestroy(marks_));
 }
 
@@ -56,9 +55,12 @@ void StreamWaits::hold(const at::Tensor& sent) {
 
 void StreamWaits::release() {
   const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device_.index());
-  for (const auto& [stream, sent] : held_) {
-    if (stream != current) sent.record_stream(marks());
-  }
+  std::erase_if(held_, [&](const auto& held) { return held.first == current; });
+  release_later();
+}
+
+void StreamWaits::release_later() {
+  for (const auto& [stream, sent] : held_) sent.record_stream(marks());
   held_.clear();
 }
 

@@ -29,12 +29,15 @@ class StreamWaits {
   // Notes that a stream has just been told to wait for the first exchange that has begun. In that
   // exchange, this rank sends or receives `num_bytes`.
   void add(const Pending& pending, int64_t num_bytes);
-  // Holds rows that leave while the current stream goes on without waiting for them. release() lets
-  // go of them after the current stream was told to wait for a later exchange: exchanges of a group
-  // end in order, so that stream may use their memory again. The host can be many layers ahead of
-  // the device, and record_stream would take new memory in every layer until the device catches up.
+  // Holds rows that leave while the current stream goes on without waiting for them. With
+  // record_stream instead, every layer would take new memory until the device has caught up with
+  // the host, which can be many layers ahead.
   void hold(const at::Tensor& sent);
+  // Lets go of all rows that are held after the current stream was told to wait for a later
+  // exchange. Exchanges of a group end in order, so that stream may use their memory again.
   void release();
+  // Lets go of all rows that are held, although no stream waits for them.
+  void release_later();
   // Returns the stream that waits for every exchange and marks its end. No other work runs on it.
   c10::cuda::CUDAStream marks() const {
     return c10::cuda::getStreamFromExternal(marks_, device_.index());
