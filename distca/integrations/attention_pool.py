@@ -113,20 +113,20 @@ class PlannedCall:
 
 
 class AttentionPool:
-    """The stages of all ranks of a session: which calls they make, and the tick that runs."""
+    """The calls of attention of all stages of a session, and the tick that runs."""
 
     def __init__(self, session: Session, recompute: bool) -> None:
         self.session, self.recompute = session, recompute
         self.running: RunningTick | None = None
-        self.reports: list[tuple[str, PlanReport]] = []  # by plan of the last step: its tick
+        self.reports: list[tuple[str, PlanReport]] = []  # of the last step, by tick
         self.clock: TickClock | None = None  # of the current step, if it is timed
         self._stopped: TickClock | None = None  # of an ended step, until its times are saved
         self._num_steps = 0
         self._calls: dict[int, list[CallKind]] = {}  # of a forward pass, by stage
 
     def declare(self, own: dict[int, list[CallKind]], settings: Sequence[int]) -> None:
-        """Tell all ranks which calls the stages of this rank make, and with which settings it
-        was built. Collective. Raises ValueError on every rank if ranks differ."""
+        """Tell all ranks the calls that the stages of this rank make, and the settings of its
+        schedule. Collective. Raises ValueError on every rank if ranks differ."""
         words = [*settings]
         for stage, kinds in own.items():
             words += [stage, len(kinds), *(word for kind in kinds for word in kind)]
@@ -291,7 +291,7 @@ class RunningTick:
             call.plan.wait()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *settings):
-        """attend_rows as core_attention calls it in this tick."""
+        """Compute what attend_rows would, for a call of core_attention in this tick."""
         whole = self._documents
         if documents.chunk_size is not None and whole is not None:
             whole = whole.chunked(documents.chunk_size)
@@ -308,7 +308,7 @@ class RunningTick:
             plan = self.take(Kind.FORWARD, kind)
         elif self.pool.recompute:
             plan = self.take(Kind.RECOMPUTED, kind)
-        else:  # selective checkpointing knows the result, and the operator does not run
+        else:  # selective checkpointing has the result, so the operator does not run
             plan = next(call.plan for _, call in self._steps if self._stage in call.stages)
         return _Attention.apply(q, k, v, self.pool, plan, *others[2:])
 

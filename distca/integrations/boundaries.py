@@ -25,7 +25,7 @@ PACK = (
 MAX_UNMARKED = 5  # batches in a row, before a hint
 
 _known = WeakTensorKeyDictionary()  # Boundaries by cu_seq_lens_q or position_ids
-_taken: weakref.WeakSet[Documents] = weakref.WeakSet()  # that a forward pass was called with
+_taken: weakref.WeakSet[Documents] = weakref.WeakSet()  # that have served a forward pass
 _latest: dict[tuple, dict] = {}  # arguments of plan in the latest pass, by window and chunk size
 
 
@@ -258,7 +258,7 @@ def offsets_of_positions(position_ids: Tensor, batch: int, num_tokens: int) -> T
             f"position_ids is {int(positions.flatten()[at])} at token {at % num_tokens} of row "
             f"{at // num_tokens}; expected 0, where a document begins, or one more than at the "
             "token before: keys before it would be lost. Pass cu_seq_lens_q where positions are "
-            "numbered otherwise, and shard no sequence over ranks"
+            "numbered otherwise, and do not shard sequences over ranks"
         )
     starts = begins.flatten().nonzero()[:, 0]
     return torch.cat([starts, torch.tensor([batch * num_tokens])])

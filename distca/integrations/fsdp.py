@@ -13,7 +13,7 @@ from distca.ranks import session as sessions
 
 
 class _AllGather:
-    """FSDP's own all-gather, after the rows of the attention before it."""
+    """Runs FSDP's own all-gather once the results of the latest attention are home."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -35,7 +35,7 @@ from distca.ranks import session as sessions
 from distca.ranks.hints import hint
 
 CAUSAL_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal)
-# Settings that change what attention computes or reports, with the reason why distca has none.
+# Settings that change what attention computes or reports, with the reason why distca refuses them.
 UNSUPPORTED = {
     "qk_clip": "the largest score of a head is not known",
     "log_max_attention_logit": "the largest score of a head is not known",
@@ -43,7 +43,7 @@ UNSUPPORTED = {
     "fp8_multi_head_attention": "attention is computed in the dtype of q, k and v",
     "batch_invariant_mode": "the order of sums follows the plan, which differs from step to step",
 }
-# Settings of models that need more of a document than attention, if it crosses ranks.
+# Settings of models that cannot train on documents that cross ranks, with the reason.
 NOT_ACROSS = {
     "multi_latent_attention": "it computes positions of this rank's rows only",
     "mtp_num_layers": "its layers need tokens of other ranks",
@@ -107,9 +107,9 @@ class _Balanced:
         rows after the last document are 0.
 
         Training passes, also those that Megatron recomputes later, are balanced over the data
-        parallel ranks and collective. The first layer of a micro-batch plans it. Other passes stay
-        on this rank unless Options.balance_no_grad is set. Raises ValueError for settings and
-        arguments of a packed call that it would have to ignore.
+        parallel ranks, so they are collective. The first layer of a micro-batch plans it. Other
+        passes stay on this rank unless Options.balance_no_grad is set. Raises ValueError for
+        settings and arguments of a packed call that it would have to ignore.
         """
         mask_type = attn_mask_type or self._mask_type
         is_packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
@@ -209,7 +209,7 @@ class _Balanced:
 
 
 class _LocalAttention(DotProductAttention):
-    """Megatron's own, which multi-latent attention can build, too."""
+    """Megatron's own attention, in a form that multi-latent attention can build, too."""
 
     def __init__(self, *args, k_channels=None, v_channels=None, **keywords) -> None:
         super().__init__(*args, **keywords)

@@ -19,7 +19,7 @@ def packed_seq_params(
 ) -> PackedSeqParams:
     """Return the PackedSeqParams of a micro-batch that holds `documents`, on `device`. They may
     cross ranks, as those of distca.shard_batch do: rotary embeddings then count positions from the
-    start of a document on another rank. One object serves one micro-batch."""
+    start of a document on another rank. Make a new object for each micro-batch."""
     check_documents(documents)
     cu_seqlens = documents.cu_seqlens.to(device or "cpu", torch.int32)
     longest = int(documents.cu_seqlens.diff().max()) if documents.cu_seqlens.numel() > 1 else 0

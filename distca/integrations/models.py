@@ -99,7 +99,7 @@ class _Traits:
         self.mixers = {_name(kind) for kind in kinds if _is_mixer(kind)}  # they carry a state
         self.is_rotary = any("Rotary" in kind.__name__ for kind in kinds)
         self.masked: set[int] = set()  # ids of configurations whose layers cannot do without a mask
-        self.first_position = 0  # that the model counts from when it is given none
+        self.first_position = 0  # from which the model counts if it is given no positions
         for path, module in model.named_modules():
             config = getattr(module, "config", None)
             types = set(getattr(config, "layer_types", None) or ())
@@ -318,7 +318,7 @@ def open_session() -> sessions.Session | None:
 
 
 def outermost() -> _Pass:
-    """Returns the outermost forward pass that runs, else one that nothing else sees."""
+    """Returns the outermost forward pass that runs, or an empty one if none runs."""
     return _under_way()[0] if _under_way() else _Pass(None, {}, has_tokens=False)
 
 
@@ -357,8 +357,8 @@ def boundaries_of_pass(module: nn.Module, num_tokens: int) -> dict:
     if is_recomputed:
         raise ValueError(
             f"position_ids is None and cu_seq_lens_q None in {type(module).__name__}: its model "
-            "hands it no document boundaries, so that they are not there where gradient "
-            "checkpointing computes it again; expected no gradient checkpointing for this model"
+            "hands it no document boundaries, so they are missing when gradient checkpointing "
+            "computes it again; expected no gradient checkpointing for this model"
         )
     for each in reversed(passes):
         if "cu_seq_lens_q" in each.boundaries or "position_ids" in each.boundaries:

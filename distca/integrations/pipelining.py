@@ -160,8 +160,8 @@ class SchedulePooled(PipelineScheduleMulti):
         )
 
     def reports(self) -> list[tuple[str, PlanReport]]:
-        """Return the plans of the last step, with the ticks that they are for: "tick 4: 0F3 1F2"
-        means that stage 0 runs micro-batch 3 and stage 1 runs micro-batch 2."""
+        """Return the reports of the last step's plans, each with the name of its tick. In this
+        name, "0F3 1F2" means that stage 0 runs micro-batch 3 and stage 1 runs micro-batch 2."""
         return list(self._pool.reports)
 
     def _step_microbatches(

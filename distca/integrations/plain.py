@@ -1,9 +1,9 @@
-"""Documents for plain code that calls scaled_dot_product_attention, read from what its model is
-called with: the launcher's --document-end-id and --document-positions.
+"""Documents for plain code that calls scaled_dot_product_attention, read from the arguments of its
+model: the launcher's --document-end-id and --document-positions.
 
-The model is the outermost module that is called with a tensor to read documents from. They hold for
-its forward pass and, from the moment that gradients come back to its outputs, for its backward
-pass, where checkpointing calls attention again.
+The model is the outermost module that is called with a tensor to read documents from. The documents
+hold for its forward pass and, from the moment that gradients come back to its outputs, for its
+backward pass, where checkpointing calls attention again.
 """
 
 import functools
@@ -30,8 +30,8 @@ def derive_documents(end_id: int | None, positions: str | None) -> Callable[[], 
 
     In training, with gradients enabled, and everywhere under Options.balance_no_grad, documents are
     balanced over the ranks. This is collective: all ranks must call their models equally often.
-    Otherwise documents stay on this rank. If one
-    rank's tensor cannot be read, the call raises ValueError on every rank of the group.
+    Otherwise documents stay on this rank. If the tensor of a rank cannot be read, the call raises
+    ValueError on every rank of the group.
     """
     torchs_call, is_running = nn.Module.__call__, False
     first = FirstBatches(

@@ -42,7 +42,8 @@ from distca.ranks.hints import hint
 
 
 def _titans(name: str, later: str) -> type:
-    """Return a class of torchtitan 0.3.0, or the one that bears another name later."""
+    """Return a class by its name in torchtitan 0.3.0, or by the name that later versions give
+    it."""
     cls = getattr(titan, later, getattr(titan, name, None))
     if cls is None:
         raise ImportError(
@@ -191,7 +192,7 @@ class BalancedAttention(VarlenAttention):
             session = sessions.find()
             if session is None and dist.is_initialized() and dist.get_world_size() > 1:
                 raise ValueError(
-                    f"{type(self).__name__} was not parallelized, so that it knows no group; add "
+                    f"{type(self).__name__} was not parallelized, so it knows no group; add "
                     "the override distca.integrations.torchtitan.metrics, or call "
                     "distca.init(group) first"
                 )
@@ -317,7 +318,8 @@ def attention(config: BaseAttention.Config, ping_pong: bool = False) -> BaseAtte
 
 
 def _window_of(config: BaseAttention.Config) -> tuple[int, int]:
-    """Return the window of a layer with flex attention: sliding_window_size keys, its own too."""
+    """Return the window of a layer with flex attention: sliding_window_size keys, including the
+    query's own."""
     size = getattr(config, "sliding_window_size", None)
     named = {each.name: getattr(config, each.name) for each in fields(config)}
     others = [name for name in named if "window" in name and named[name] not in (None, size)]
@@ -331,11 +333,11 @@ def _window_of(config: BaseAttention.Config) -> tuple[int, int]:
 
 @override(target=SelectiveAC.Config, exact=True, description="distca: keeps attention's results")
 def selective_checkpoint(config: SelectiveAC.Config) -> SavingAC.Config:
-    """Activates SavingAC."""
+    """Use SavingAC."""
     return derive(config, SavingAC.Config)
 
 
 @override(target=MetricsProcessor.Config, exact=True, description="distca: what was balanced")
 def metrics(config: MetricsProcessor.Config) -> BalanceMetrics.Config:
-    """Activates BalanceMetrics."""
+    """Use BalanceMetrics."""
     return derive(config, BalanceMetrics.Config)

@@ -28,7 +28,7 @@ from distca.ranks import session as sessions
 MAX_LOADED = 1024  # batches that are not trained yet
 
 _loaded: collections.deque[Documents | ValueError] = collections.deque(maxlen=MAX_LOADED)
-"""Documents of batches that are not trained yet, or the error of a batch that cannot be."""
+"""Documents of batches that are not trained yet, or the error of a batch that cannot be trained."""
 _stock = Decoder.get_attention_masks
 
 

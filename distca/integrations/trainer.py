@@ -75,8 +75,8 @@ def _check_loss(trainer: Any) -> None:
 
 
 def _planned(loader: DataLoaderShard, ranks_per_batch: int, runs: int) -> DataLoaderShard:
-    """Return the loader after it was changed to deal whole batches to groups of ranks, to cut them
-    in the collator, and to plan them."""
+    """Make the loader deal whole batches to groups of ranks, cut them in the collator, and plan
+    them. Return it."""
     if not isinstance(loader, DataLoaderShard):
         raise ValueError(
             f"the training data loader is a {type(loader).__name__}, which reads batches on one "

@@ -73,7 +73,7 @@ _latest_plan: Plan | None = None
 
 def latest_plan() -> Plan | None:
     """Return the plan of this rank's latest training pass, whose `report()` says what was balanced.
-    None before the first pass, and if nothing is balanced."""
+    Return None before the first pass, and if nothing is balanced."""
     return _latest_plan
 
 
@@ -96,10 +96,10 @@ def attention_forward(
     where `position_ids` [1 or batch, tokens] are 0. A layer that gets neither uses its model's.
     `sliding_window` is the number of keys that a query sees, itself included. `s_aux` [heads_q] are
     attention sinks, and `softcap` caps scores. While `module` trains with gradients, the call is
-    balanced over ranks and collective, and the first layer of a forward pass plans it. So are other
-    passes without a key-value cache under Options.balance_no_grad. Otherwise the call stays on this
-    rank. So does bidirectional attention in a model that is told of no documents, such as a vision
-    tower: ranks may run it different numbers of times.
+    balanced over ranks and collective, and the first layer of a forward pass plans it. Other passes
+    without a key-value cache are balanced under Options.balance_no_grad. Otherwise the call stays
+    on this rank. So does bidirectional attention in a model that is told of no documents, such as a
+    vision tower: ranks may run it different numbers of times.
 
     Raises ValueError for arguments that it would have to ignore: dropout, a bias, and if balanced
     masks, padding, bidirectional attention of packed documents, keys of a cache, and boundaries
@@ -272,8 +272,8 @@ def _layer_type(module: nn.Module) -> str | None:
 
 def _window_of(module: nn.Module, keywords: dict | None) -> tuple[int, int]:
     """Return the causal window (left, right) that `module` passes in `keywords`, or that of its
-    configuration. None: it has not been called yet. If it then asks for another window, that window
-    is planned, too."""
+    configuration if `keywords` is None, because it has not been called yet. If it then asks for
+    another window, that window is planned, too."""
     width = getattr(module, "sliding_window", None)
     config, layer_type = getattr(module, "config", None), _layer_type(module)
     if keywords is not None and "sliding_window" in keywords:
@@ -432,7 +432,8 @@ def ping_pong_built_models() -> None:
 
 
 def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
-    """Return the documents of a decoder layer's balanced call, planned by a pass's first."""
+    """Return the documents of a decoder layer's balanced call. The first call of a forward pass
+    plans them."""
     session = open_session()
     if session is None or not models.is_balanced(layer):
         return None

@@ -39,8 +39,8 @@ Finder = Callable[[nn.Module, tuple, dict], Documents | None]
 
 
 def documents_of_call(block: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
-    """The documents among a call's arguments, or in force. Raises ValueError where there are
-    several."""
+    """Return the documents among a call's arguments, or those in force. Raises ValueError if there
+    are several among the arguments."""
     leaves = pytree.tree_leaves((args, kwargs))
     documents = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Documents)}.values())
     if len(documents) > 1:
@@ -54,7 +54,7 @@ class _Settings:
     split: Mapping[int | str, int | None]
     find: Finder
     compiled: Callable | None = None  # what each half runs, once compiled
-    is_checked: bool = False  # whether the parts of the block are as they must be, when it runs
+    is_checked: bool = False  # whether the block's parts were checked, at its first run
 
 
 class PingPong(nn.Module):
@@ -86,7 +86,7 @@ class PingPong(nn.Module):
 
     Shard, checkpoint and compile the block after PingPong. Raises ValueError for a block that is
     already sharded, checkpointed or compiled, for documents that cross ranks with one run per rank,
-    for x without their tokens, and for results without rows.
+    for an x without their tokens, and for results without a row for each token.
     """
 
     def __new__(
@@ -105,7 +105,7 @@ class PingPong(nn.Module):
         return block
 
     def __init__(self, *_, **__) -> None:
-        """The block is initialised."""
+        """Do nothing, because the block is initialised already."""
 
     def compile(self, *args, **kwargs) -> None:
         """Compile, by torch.compile, what each half runs. Attention breaks the graph."""
@@ -129,13 +129,13 @@ class PingPong(nn.Module):
         if not 0 <= row <= documents.num_tokens:
             most = documents.num_tokens
             error = ValueError(f"cut is {row} for {documents}; expected 0 to {most}")
-            session.announce(error)  # other ranks may not have it
+            session.announce(error)  # other ranks may not raise it
             raise error
         rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
         names = [each.group_name for each in session.halves]
         turns = Turns(rows.device, names, is_timed=session.hiding.is_due())
         # Gradients of parameters come from both streams. Their accumulators belong to the current
-        # one, so that whoever takes them up in the backward pass, as FSDP does, finds them there.
+        # stream, where FSDP reads gradients in the backward pass.
         accumulators = _accumulators(self) if turns.streams else None
         step = _Step(documents, settings.cut, turns, Relay(session.announce))
 
@@ -212,8 +212,8 @@ def _pays(documents: Documents | None) -> bool:
 
 
 def _accumulators(block: nn.Module) -> list:
-    """Nodes that add up the gradients of the block's parameters, of the current stream from now on
-    and as long as they are held."""
+    """Return the nodes that accumulate the gradients of the block's parameters. They belong to the
+    current stream as long as the caller holds them."""
     if not torch.is_grad_enabled():
         return []
     parameters = (parameter for parameter in block.parameters() if parameter.requires_grad)
@@ -222,7 +222,8 @@ def _accumulators(block: nn.Module) -> list:
 
 @dataclass
 class _Step:
-    """Attention calls of one forward pass. The first half's leave keys for the second's."""
+    """The attention calls of one forward pass. Calls of the first half leave keys and values for
+    those of the second."""
 
     documents: Documents
     cut: Callable[[Documents], int]

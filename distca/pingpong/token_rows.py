@@ -9,7 +9,7 @@ from distca._torch_private import pytree
 
 
 class TokenRows:
-    """A block's arguments by half, and how its results are put together."""
+    """Splits a block's arguments into those of two halves, and joins the results of the halves."""
 
     def __init__(
         self, num_tokens: int, row: int, args: tuple, kwargs: dict, split: Mapping
@@ -31,7 +31,7 @@ class TokenRows:
         self.kwargs = [{name: pair[idx] for name, pair in named.items()} for idx in range(2)]
 
     def _dim(self, tensor: Tensor) -> int | None:
-        """The dimension of tokens; None where there is none."""
+        """Return the dimension of tokens, or None if there is none."""
         sizes = ((dim, _num_rows(tensor, dim)) for dim in self.dims)
         return next((dim for dim, num_rows in sizes if num_rows == self.num_tokens), None)
 
@@ -50,14 +50,15 @@ class TokenRows:
                     f"split[{key!r}] is {dim}, but that argument has shape {list(leaf.shape)}; "
                     f"expected the dimension of the {self.num_tokens} tokens, or None"
                 )
-            # One node for both halves: its backward waits for both streams before memory of the
-            # inputs, which the halves read on theirs, can be used again on the current one.
+            # One node for both halves. The halves read the inputs on their own streams. The
+            # backward pass of this node waits for both before the current stream can use the memory
+            # of the inputs again.
             pairs.append(leaf.split([self.row, self.num_tokens - self.row], dim))
         first, second = zip(*pairs, strict=True) if pairs else ((), ())
         return pytree.tree_unflatten(first, spec), pytree.tree_unflatten(second, spec)
 
     def joined(self, results: list) -> object:
-        """The results of both halves as those of the whole."""
+        """Return the results of the whole block from those of both halves."""
         (first, spec), (second, other_spec) = (pytree.tree_flatten(result) for result in results)
         if spec != other_spec:
             raise ValueError(f"PingPong: the block returned {spec} and {other_spec} for its halves")
@@ -79,7 +80,8 @@ class TokenRows:
 
 
 def _num_rows(tensor: Tensor, dim: int) -> int | None:
-    """The size of a dimension that may be that of tokens: 0, or 1 behind one of size 1."""
+    """Return the size of a dimension that may be that of tokens: dimension 0, or dimension 1 behind
+    one of size 1. None for other dimensions."""
     may_be_tokens = tensor.dim() > dim and (dim == 0 or tensor.shape[0] == 1)
     return tensor.shape[dim] if may_be_tokens else None
 

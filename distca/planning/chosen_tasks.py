@@ -1,4 +1,4 @@
-"""Layouts of tasks that a test or a benchmark chose: the planner would move and join them."""
+"""Layouts of tasks that a test or a benchmark chose. The planner would choose other tasks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,8 +17,9 @@ def layout_of_server(
     window_size: tuple[int, int],
     device_type: str,
 ) -> tuple[Tensor, Tensor]:
-    """Rank 0's layout and rows, of two ranks. Rank `home` holds documents of these lengths, none 0;
-    rank 0 computes the queries `served`, each shard a task, and rank 1 the rest."""
+    """Return the layout and rows of rank 0 in a group of two. Rank `home` holds documents of these
+    lengths, none of them 0. Rank 0 computes the queries `served`, each shard as a task, and rank 1
+    computes the rest."""
     pieces = [(home, document, 0, length) for document, length in enumerate(lengths)]
     held = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 4)
     tasks = [(*shard, 0) for shard in sorted(served)]
@@ -30,7 +31,7 @@ def layout_of_server(
 
 
 def _rest(lengths: Sequence[int], served: Sequence[Shard]) -> Iterator[Shard]:
-    """Queries of no shard."""
+    """Yield the queries that no shard has."""
     ends = [(document, length, length) for document, length in enumerate(lengths)]
     last, served_to = -1, 0
     for document, begin, end in sorted([*served, *ends]):

@@ -34,22 +34,22 @@ class Cluster:
     """Relative attention speed of each rank as a server, [num_ranks]. The cost model's seconds are
     those of speed 1; 0 serves nothing. None: all 1."""
     memory_cap_bytes: int | None = None
-    """What a server may hold of other homes' rows for one layer: queries with their results, and
-    keys once, see held_row_bytes. None: no limit."""
+    """Bytes of visiting rows that a server may hold for one layer: queries with their results, and
+    each key once (see held_row_bytes). None: no limit."""
     rounds: int = 1
-    """Of a layer, about: each holds no more than memory_cap_bytes."""
+    """Number of rounds of a layer, about. Each holds no more than memory_cap_bytes."""
     kept_cap_bytes: int = 0
-    """What a server may keep of visiting rows' q, k and v for one layer, from the forward to the
-    backward pass."""
+    """Bytes of visiting rows' q, k and v that a server may keep for one layer, from the forward to
+    the backward pass."""
     kept_gain: float = 0.0
     """The smallest fraction of a layer's predicted seconds for which servers keep inputs."""
     ranks_per_node: int | None = None
     """Consecutive ranks share a node; the last may have fewer. None: one node."""
     link_bytes_per_second: float = 200e9
-    """One direction, of each rank, to ranks of its own node."""
+    """Bandwidth of each rank to the ranks of its node, in one direction."""
     node_link_bytes_per_second: float | None = None
-    """One direction, of each rank, to ranks of other nodes; both links work at once. None: as
-    link_bytes_per_second."""
+    """Bandwidth of each rank to the ranks of other nodes, in one direction; both links work at
+    once. None: as link_bytes_per_second."""
 
     lags: tuple[float, ...] | None = None
     """Seconds by which a layer's work outside of attention, forward and backward, takes longer than
@@ -221,7 +221,7 @@ def early_parts(cluster: Cluster, loads: Tensor, num_parts: int) -> Tensor:
     (i + 1) D / n. If visiting tasks take V seconds and begin after E, they reach part i after
     E + i V / n. So no task waits if E is at least D / n and D - (n - 1) V / n. Times are those of
     the forward pass, in which more rows travel for the same work. Rows may come from the rank that
-    sends most, so D is not less than that rank takes."""
+    sends most, so D is at least the time that this rank takes."""
     bytes_in, visiting = loads[:, 3], loads[:, 7]
     leaving, arrival = transfer_seconds(cluster, loads).unbind(1)
     arrival = torch.where(bytes_in > 0, torch.maximum(arrival, leaving.max()), 0.0)
@@ -252,7 +252,8 @@ def link_room(
 
 
 def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:
-    """Bytes that a server holds for a visiting query row and key row in one layer's backward pass.
+    """Return the bytes that a server holds for a visiting query row and for a visiting key row in
+    one layer's backward pass.
 
     Query: q, grad_out, dq, lse, delta. Key: k, v, dk, dv. The forward pass holds less.
     """
@@ -261,6 +262,7 @@ def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:
 
 
 def input_row_bytes(shape: AttentionShape) -> tuple[int, int]:
-    """Bytes of q of a query row, and of k and v of a key row: what a server keeps of them."""
+    """Return the bytes of inputs that a server keeps: of q for a query row, and of k and v for a
+    key row."""
     q, _, kv = shape.tensor_row_bytes()
     return q, kv

@@ -22,8 +22,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 CALIBRATION_FORMAT = 1
 MAX_TABLE_POINTS = 4096
 MAX_TABLE_POINT = 2**31 - 1
-# Up to here a table for the planner has both ends of every tile; beyond, a tile of rows and one of
-# keys that are only begun are 5 % of a task.
+# Number of tiles of which the planner's table has both ends. In longer tasks, a tile of rows and a
+# tile of keys that are partly filled are at most 5 % of the task.
 TILES_APART = 40
 
 
@@ -68,7 +68,7 @@ class AttentionShape:
         return 3 * q + 2 * out + 3 * lse, 3 * kv
 
     def least_bytes(self, num_pairs: float) -> float:
-        """Return the least bytes that move any task of `num_pairs` (query, key) pairs.
+        """Return the least bytes with which a task of `num_pairs` (query, key) pairs can move.
 
         n query rows of A bytes and m key rows of B bytes have at most n * m pairs. Their bytes,
         A * n + B * m, are least when both terms are equal.
@@ -92,9 +92,8 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What `python -m distca.calibrate` measured on a machine: the content of its file, whose
-    fields these are; distca.calibrate documents them. Raises ValueError naming a field that is
-    wrong."""
+    """What `python -m distca.calibrate` measured on a machine. The fields are those of its file,
+    which distca.calibrate documents. Raises ValueError naming a field that is wrong."""
 
     device_type: str
     device_name: str
@@ -112,7 +111,7 @@ class Calibration:
     """[rows][keys] of one layer; tasks are full rectangles."""
     backward_seconds: list[list[float]]
     seconds_per_task: float
-    """Part of every entry, forward and backward, that a task costs whatever its size."""
+    """Part of every entry, forward and backward, that does not depend on the size of the task."""
     links: Links = Links()
 
     def __post_init__(self) -> None:
@@ -188,7 +187,7 @@ class Calibration:
         return cls(**measured, links=Links(**by_level))
 
     def save(self, path: str | Path) -> None:
-        """Writes the file; folders on the way are made."""
+        """Writes the file, and creates missing folders."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"format": CALIBRATION_FORMAT, **asdict(self)}) + "\n")
@@ -224,7 +223,7 @@ calibration_of = functools.lru_cache(maxsize=8)(Calibration.load)  # once a proc
 
 
 def measured_links(options: Options) -> Links:
-    """Of the cost table; none of them without it."""
+    """Return the links of the cost table, or no links without a table."""
     return calibration_of(options.cost_table).links if options.cost_table is not None else Links()
 
 
@@ -234,9 +233,9 @@ def cost_tensor(
     device_type: str,
     measured_seconds: float | None = None,
 ) -> Tensor:
-    """float64, as torch.ops.distca.plan takes it: tiles, or the measured table of the options,
-    forward + backward. `measured_seconds` is the time of the document of speed.measure, where the
-    options do not say how fast attention is.
+    """Return the cost model as torch.ops.distca.plan takes it, float64: tiles, or the measured
+    table of the options, forward + backward. `measured_seconds` is the time of the document of
+    speed.measure. It is used if the options do not say how fast attention is.
 
     A table of other heads is scaled by FLOPs, with a warning. Raises ValueError for a file that
     cannot be read or was measured on another type of device.
@@ -289,11 +288,13 @@ def _measured_cost(path: str, shape: AttentionShape, device_type: str) -> Tensor
 
 
 def whole_tiles(measured: Calibration, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(rows, keys, seconds [rows, keys]) for the planner, which interpolates between entries.
+    """Return (rows, keys, seconds [rows, keys]) for the planner, which interpolates between
+    entries.
 
-    Kernels work in whole tiles, so a task of one row more than a tile costs two. Where that counts,
-    up to TILES_APART tiles, the table has an entry at the first and at the last row (key) of each;
-    beyond are the file's own. Each entry is the file's at the end of its tile, interpolated.
+    Kernels work in whole tiles, so a task of one row more than a tile costs two. For up to
+    TILES_APART tiles, where that counts, the table has an entry at the first and at the last row
+    (key) of each tile. Beyond them, it has entries at the rows (keys) of the file. The seconds of
+    an entry are those of the file at the end of its tile, interpolated.
     """
     rows, keys = (_ends_of_tiles(axis, tile) for axis in (measured.rows, measured.keys))
     up_rows, up_keys = (-(-axis // tile) * tile for axis in (rows, keys))
@@ -310,7 +311,7 @@ def _ends_of_tiles(axis: list[int], tile: int) -> np.ndarray:
 
 
 def _interpolated(points: np.ndarray, axis: list[int], values: Sequence[float]) -> np.ndarray:
-    """Linear between entries; before the first and beyond the last in proportion to them, as the
-    planner does."""
+    """Interpolate linearly between entries. Before the first entry and beyond the last, values are
+    proportional to the points, as in the planner."""
     inside = np.interp(points, axis, values)
     return inside * np.where(points < axis[0], points / axis[0], np.maximum(points / axis[-1], 1))

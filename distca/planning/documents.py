@@ -155,7 +155,8 @@ class Documents:
         windows are: each by distca.plan, or by the first layer that attends to it. The same size
         returns the same object.
 
-        Raises ValueError for a size below 1, for chunks, halves and documents with context rows.
+        Raises ValueError for a size below 1, for chunks and halves, and for documents with context
+        rows, parents or spans.
         """
         is_size = isinstance(size, numbers.Integral) and 1 <= size <= INT32_MAX
         check("size", size, is_size, f"1 to {INT32_MAX} tokens")
@@ -287,10 +288,10 @@ class Documents:
         second half then begins with context rows: the last `second.num_context_rows` keys and
         values of the first half. Documents that cross ranks are halved between their two runs.
 
-        Raises ValueError for a row outside [0, num_tokens], for documents with context rows, for
-        chunks, and for a window to the right (or full) if a document is cut. For documents that
-        cross ranks, also raises ValueError if they are in one run, if `row` is not their
-        `run_border`, or if the window sees to the right.
+        Raises ValueError for a row outside [0, num_tokens], for documents with context rows,
+        parents or spans, for chunks, and for a window to the right (or full) if a document is cut.
+        For documents that cross ranks, also raises ValueError if they are in one run, if `row` is
+        not their `run_border`, or if the window sees to the right.
         """
         is_in_one_run = self.crosses_ranks and self.run_border is None
         if self._has_more_keys or self.chunk_size is not None or is_in_one_run:

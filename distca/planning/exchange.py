@@ -31,7 +31,7 @@ TRAFFIC_WORDS = slice(PACE_WORDS.stop, PACE_WORDS.stop + fsdp_traffic.NUM_WORDS)
 NUM_WORDS = TRAFFIC_WORDS.stop
 
 MAX_PIECES = INT32_MAX  # of all ranks
-MEAN_COUNTS = 4  # pieces per rank and exchange, over the mean: one exchange in most steps
+MEAN_COUNTS = 4  # most pieces of a rank in one exchange, over the mean: most steps need only one
 LEAST_PIECES = 65536  # of all ranks, that fit in any exchange: 2.6 MB
 
 
@@ -42,8 +42,8 @@ def header_of(
 
 
 def words_of(session: Session, step: int, key: tuple, shape: AttentionShape | None) -> list[int]:
-    """Return what this rank tells the others about itself, up to MEMORY_WORDS, with the plan's key.
-    `shape` defaults to that of the last attention, or to 0 before any attention."""
+    """Return the words about the plan and this rank that travel before MEMORY_WORDS. `key` is the
+    plan's. `shape` defaults to that of the last attention, or to 0 before any attention."""
     words = [0] * SHAPE_WORDS
     if shape is not None:
         words = astuple(shape)
@@ -127,8 +127,8 @@ def check_counts(counts: list[int]) -> None:
 
 
 def pieces_at_a_time(counts: list[int]) -> int:
-    """Return how many pieces each rank sends in one exchange, equal on all ranks. All together are
-    at most MEAN_COUNTS times the number of all pieces, or LEAST_PIECES if that is more."""
+    """Return how many pieces each rank sends in one exchange, equal on all ranks. Together, ranks
+    send at most MEAN_COUNTS times the number of all pieces, or LEAST_PIECES if that is more."""
     most = max(LEAST_PIECES, MEAN_COUNTS * sum(counts)) // len(counts)
     return max(1, min(most, max(counts)))
 

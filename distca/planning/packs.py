@@ -18,7 +18,7 @@ MAX_LENGTH = 2**31 - 1
 
 @dataclass(frozen=True)
 class Pack:
-    """A step of all ranks, each with equally many tokens (up to one)."""
+    """A step of all ranks, whose numbers of tokens differ by at most one."""
 
     num_ranks: int
     num_documents: int
@@ -27,7 +27,7 @@ class Pack:
     from 0 in that order."""
 
     def as_tensor(self) -> Tensor:
-        """`pieces` as torch.ops.distca.plan takes them."""
+        """Return `pieces` as torch.ops.distca.plan takes them."""
         return torch.from_numpy(self.pieces)
 
     @property
@@ -42,7 +42,8 @@ class Pack:
 
 
 def check_lengths(lengths: object, name: str) -> list[int]:
-    """`lengths` without zeros. Raises ValueError naming `name` and the value that is wrong."""
+    """Return `lengths` without zeros. Raises ValueError naming `name` and the value that is
+    wrong."""
     if not isinstance(lengths, list):
         raise ValueError(f"{name}: holds {lengths!r:.80}; expected a list of document lengths")
     for idx, length in enumerate(lengths):
@@ -55,8 +56,8 @@ def check_lengths(lengths: object, name: str) -> list[int]:
 
 
 def read_lengths(path: str | Path) -> list[int]:
-    """The JSON list of document lengths in a file, without zeros; raises ValueError naming the file
-    and what is wrong."""
+    """Return the document lengths in a file, a JSON list, without zeros. Raises ValueError naming
+    the file and what is wrong."""
     try:
         lengths = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -67,9 +68,9 @@ def read_lengths(path: str | Path) -> list[int]:
 def draw_pack(
     lengths: Sequence[int], num_ranks: int, tokens: int, seed: int, crossing: bool = False
 ) -> Pack:
-    """`tokens` tokens for each rank: documents in shuffled order, over and over, cut into equal
-    runs. The rest of one that was cut starts the next run as a document of its own, or, with
-    `crossing`, as the same document."""
+    """Return a pack of `tokens` tokens for each rank. It has the documents in shuffled order, over
+    and over, cut into equal runs. The rest of a document that is cut begins the next run as a
+    document of its own or, with `crossing`, as the same document."""
     shuffled = list(lengths)
     random.Random(seed).shuffle(shuffled)
     total = num_ranks * tokens
@@ -78,7 +79,8 @@ def draw_pack(
 
 
 def cut_pack(lengths: Sequence[int], num_ranks: int, total: int, crossing: bool = False) -> Pack:
-    """The first `total` tokens of documents in the order given, cut as draw_pack does."""
+    """Return a pack of the first `total` tokens of documents in the order of `lengths`, cut as
+    draw_pack does."""
     ends = np.cumsum(lengths, dtype=np.int64)
     edges = np.arange(num_ranks + 1, dtype=np.int64) * total // num_ranks
     cuts = np.union1d(ends[ends < total], edges)

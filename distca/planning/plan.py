@@ -73,7 +73,7 @@ class Solution:
 
     layout: Tensor
     packed_rows: Tensor
-    kept_rows: tuple[int, int]  # room for so many queries, keys: see lay_out
+    kept_rows: tuple[int, int]  # numbers of query and key rows that may be kept: see lay_out
     pieces: Tensor  # of all ranks
     encoded: Tensor  # as torch.ops.distca.plan returns it
     shape: AttentionShape
@@ -375,8 +375,8 @@ def gb_per_s_of(cluster: Cluster) -> dict[str, float]:
 
 
 def tasks_of(encoded: Tensor) -> Tensor:
-    """int64 [num_tasks, 5]: document, first query, last query + 1, server, whether the server keeps
-    their inputs for the backward pass; a view of the plan."""
+    """Return the tasks of a plan, a view of it, int64 [num_tasks, 5]: document, first query, last
+    query + 1, server, whether the server keeps their inputs for the backward pass."""
     return encoded[PLAN_HEADER_WORDS:].reshape(-1, TASK_WORDS)
 
 
@@ -485,5 +485,5 @@ def lay_out(
     if not may_keep:
         return layout, packed_rows, (0, 0)
     queries, keys = ops.kept_rows(layout)
-    # Two at least where any may be: torch.compile specialises 0 and 1.
+    # At least two of each if any may be kept, because torch.compile specialises 0 and 1.
     return layout, packed_rows, (max(2, queries), max(2, keys))

@@ -116,7 +116,7 @@ def _submit_halves(
     window_size: tuple[int, int],
     device: torch.device,
 ) -> None:
-    """The part of every rank in planning halves; attaches plans to this rank's."""
+    """Take part in planning the halves of all ranks, and attach plans to this rank's."""
     whole = documents._plans.get(documents.plan_key(window_size))
     if whole is None:
         whole = plans.submit(session, documents, window_size, device, None)
@@ -131,7 +131,8 @@ def _submit_halves(
 
 
 def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
-    """On the planner thread: where each rank cuts its documents, int64 [num_ranks]."""
+    """Return the row at which each rank cuts its documents, int64 [num_ranks]. Runs on the planner
+    thread."""
     step = -1 - problem.step  # no plan has it: a rank that plans another step instead is found out
     header = header_of(step, session.options, problem.window_size)
     words = torch.tensor([*header, *[0] * (NUM_WORDS - HEADER_WORDS), row])
@@ -144,7 +145,8 @@ def _exchange_rows(session: Session, problem: Problem, row: int) -> Tensor:
 def _solve_half(
     session: Session, problem: Problem, idx: int, whole: Plan, rows: Future
 ) -> Solution:
-    """On the planner thread: a half's part of a plan. Its figures are those of the plan."""
+    """Return a half's part of a plan, with the figures of the whole plan. Runs on the planner
+    thread."""
     solution, cuts = whole.solution(), rows.result()
     if (cuts == NO_ROW).any():
         raise ValueError(

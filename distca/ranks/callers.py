@@ -18,7 +18,7 @@ from distca import ops
 
 UNKNOWN = -1
 MAX_FRAMES = 16  # between attention and the module that calls it
-OWN_FRAMES = 4  # of current() and of core_attention() and its parts, which are no modules
+OWN_FRAMES = 4  # of current(), and of core_attention() and its parts, which are not modules
 _OWN_FOLDER = str(Path(__file__).parents[1])
 
 # By id, which takes half as long as a WeakKeyDictionary: its number, and a reference that removes
@@ -44,7 +44,7 @@ def _keep(module: nn.Module, number: int) -> None:
 
 
 def current() -> int:
-    """Returns the number of the module whose method is innermost on the stack, distca's own aside.
+    """Returns the number of the module whose method is innermost on the stack, apart from distca's.
 
     Returns UNKNOWN if there is no such module, and in compiled code, which serves many layers.
     """

@@ -41,8 +41,8 @@ class ModelTraffic:
 
 
 def common_traffic(words: Tensor) -> FsdpTraffic | None:
-    """Return the traffic that the words of all ranks, int64 [num_ranks, NUM_WORDS], describe. None
-    if ranks differ, or if one of them does not know it."""
+    """Return the traffic that the words of all ranks, int64 [num_ranks, NUM_WORDS], describe.
+    Return None if ranks differ, or if one of them does not know it."""
     if (words < 0).any() or (words != words[0]).any():
         return None
     return FsdpTraffic(*words[0].tolist())

@@ -32,9 +32,10 @@ def resolve(group: ProcessGroup | DeviceMesh | None = None) -> ProcessGroup:
     default.
 
     A mesh with several axes, such as the replicas and shards of HSDP, stands for all of its ranks.
-    If these are not all ranks, the first call is collective over the mesh that it was sliced from.
-    Raises ValueError for another type, for a mesh without this rank, and for a mesh with a tensor
-    or expert parallel axis, each coordinate of which is a group of its own.
+    If such a mesh lacks some ranks of the run, the first call is collective over the mesh that it
+    was sliced from. Raises ValueError for another type, for a mesh without this rank, for several
+    axes without names, and for a mesh with a tensor or expert parallel axis: each coordinate of
+    such an axis needs a group of its own.
     """
     if group is None:
         return _default if _torch_private.is_alive(_default) else dist.group.WORLD

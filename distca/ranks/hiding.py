@@ -1,5 +1,5 @@
-"""The time of a block's work before attention, beside which rows of the other half of ping-pong
-travel. It is measured in training, and all ranks use the same value."""
+"""The time of a block's work before attention. In ping-pong, rows of the other half travel during
+this work. It is measured in training, and all ranks use the same value."""
 
 import collections
 import statistics

@@ -30,7 +30,7 @@ def leave(session, how: str) -> None:
 def failure_under_way() -> BaseException | None:
     """Returns the exception that is being handled, also in a `finally` block.
 
-    Returns None for exceptions that are no failure, such as the end of an iteration or exit code 0.
+    Returns None for exceptions that are not failures: the end of an iteration, and exit code 0.
     """
     error = sys.exc_info()[1]
     is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
@@ -43,7 +43,7 @@ def watch_exits(sessions: Callable[[], Collection]) -> None:
     ranks of an uncaught exception.
 
     Call it whenever a session opens: exit handlers run in reverse order of registration, and this
-    one must run before the program's records end.
+    one must run before the handler that ends the records of plans.
     """
     _exits.sessions, _exits.process = sessions, os.getpid()
     atexit.unregister(_leave_all)

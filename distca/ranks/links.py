@@ -33,7 +33,7 @@ class Link:
 
     latency_s: float
     bytes_per_second: float
-    """What one rank sends while all ranks send."""
+    """The rate at which one rank sends while all ranks send."""
 
     def __post_init__(self) -> None:
         check_number("latency_s", self.latency_s, zero=True)
@@ -76,13 +76,13 @@ def node() -> int:
 def ranks_of_a_node(nodes: Sequence[int | str]) -> int:
     """Return the number of ranks that share a node. `nodes` names the node of each rank, in rank
     order. If nodes hold unequal runs of ranks, returns the greatest common divisor of their
-    lengths. The planner then takes some links for slower than they are."""
+    lengths. The planner then assumes that some links are slower than they are."""
     return math.gcd(*(len(list(run)) for _, run in itertools.groupby(nodes)))
 
 
 def peers_of_ranks(num_ranks: int, ranks_per_node: int) -> dict[str, Peers]:
-    """Return the peers of each rank by level: inside, the other ranks of its node; between, the
-    ranks in the same place of up to MAX_PEER_NODES other nodes."""
+    """Return the peers of each rank by level. Peers "inside" are the other ranks of its node, and
+    peers "between" are the ranks at the same position in up to MAX_PEER_NODES other nodes."""
     ranks, nodes = range(num_ranks), [rank // ranks_per_node for rank in range(num_ranks)]
     shifts = range(ranks_per_node, num_ranks, ranks_per_node)[:MAX_PEER_NODES]
     first = [node * ranks_per_node for node in nodes]
@@ -141,7 +141,8 @@ def _measure_link(session, device: torch.device, peers: Peers) -> Link:
 
 
 def largest(session, seconds: float) -> float:
-    """Return the most of what ranks pass, at least a nanosecond. Collective."""
+    """Return the largest number of seconds that a rank passes, at least a nanosecond.
+    Collective."""
     return 1e-9 * max(1, *_gather(session, int(1e9 * seconds)))
 
 

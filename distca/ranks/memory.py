@@ -16,7 +16,7 @@ from distca import ops
 MARGIN = 0.05  # of a device's memory, left free for later peaks
 WARM_UP_PLANS = 8  # after the first optimizer step, in which memory reaches its peak
 NUM_PEAKS = 32  # latest plans whose peaks of kept inputs count
-NUM_WORDS = 4  # device, its spare bytes or NOT_YET, peak bytes of kept inputs, peak of calls
+NUM_WORDS = 4  # device, its spare bytes or NOT_YET, peaks of kept bytes and of calls to come
 NOT_YET = -(2**62)
 UNKNOWN = [0, NOT_YET, 0, 0]
 

@@ -29,7 +29,8 @@ class Way:
     device: int | None = None
     """Index of this rank's device if rows travel through peer memory. None: by process group."""
     ranks_per_node: int = 0
-    """Ranks of a node if rows between nodes travel separately, by process group. 0: they do not."""
+    """Number of ranks on a node if rows between nodes travel separately, by process group. 0: they
+    do not."""
 
     @property
     def is_peer(self) -> bool:

@@ -34,7 +34,7 @@ from distca.watching.monitor import Monitor
 from distca.watching.settings import Watching
 from distca.watching.trace import save_spans
 
-TIMED_EVERY = 10  # steps, where log_every does not say it
+TIMED_EVERY = 10  # steps, if log_every is 0
 NOT_TIMED = (-1, -1)
 
 
@@ -52,7 +52,7 @@ class Session:
     node: ProcessGroup | None = None  # gloo, of the ranks of this node; None unless hybrid
     servers: tuple[int, ...] = ()  # ranks that run no model
     notices: ProcessGroup | None = None  # gloo, of rank 0 and the servers; None on other ranks
-    world: World | None = None  # the launcher's: the session's ranks, beside those of `group`
+    world: World | None = None  # the launcher's: all ranks, with servers that `group` lacks
     backend: str = ""  # of rows, "cpu:gloo,cuda:nccl"
     way: Way = Way()  # how rows travel, if the attention allows it
     links: Links = Links()  # as measured when it was opened
@@ -72,7 +72,7 @@ class Session:
     monitor: Monitor | None = None  # records every plan, on rank 0 if `watching` asks for it
     timed_step: int | None = None  # whose attention is being timed
     times_us: tuple[int, int] = NOT_TIMED
-    """What was timed last: attention, and of that waiting for other ranks."""
+    """Latest times in microseconds: of attention, and of the waits for other ranks in it."""
     pools_stages: bool = False  # ranks hold stages of a pipeline, whose schedule makes all plans
     has_failed: bool = False  # this rank has told the others of an error
 
@@ -108,7 +108,8 @@ class Session:
 
     @property
     def parts(self) -> list["Session"]:
-        """The sessions with groups of their own for rows: of the halves, and this."""
+        """The sessions that have groups of their own for rows: those of the halves, and this
+        one."""
         return [each for each in (*self.halves, self) if each.data is not None]
 
     @property
@@ -137,8 +138,8 @@ class Session:
         return "cuda" if "nccl" in self.backend else "cpu"
 
     def announce(self, error: BaseException, place: str = "") -> None:
-        """Tells the other ranks what went wrong on this one, and at which place, whatever they are
-        waiting in."""
+        """Tells the other ranks what went wrong on this one, and at which place, even if they are
+        waiting in a call."""
         self.has_failed = True
         where = f"{place}: " if place and not str(error).startswith(place) else ""
         message = f"{where}{type(error).__name__}: {error}".removesuffix(": ")
@@ -188,7 +189,8 @@ def options_of(group: ProcessGroup | DeviceMesh | None = None) -> Options:
 
 
 def is_balanced(is_training: bool, group: ProcessGroup | DeviceMesh | None = None) -> bool:
-    """Return whether ranks share a pass that is made now, by a model that `is_training` or not."""
+    """Return whether ranks share the attention of a pass that runs now. `is_training`: its model is
+    in training mode."""
     return (is_training and torch.is_grad_enabled()) or options_of(group).balance_no_grad
 
 
@@ -278,7 +280,8 @@ def opened(
 
 
 def serve_in_world() -> Session | None:
-    """Open the next session of the launcher's servers. None: the ranks that train have ended."""
+    """Open the next session of the launcher's servers. Return None if the ranks that train have
+    ended."""
     described = _world.next_session()
     if described is None:
         return None

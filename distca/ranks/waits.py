@@ -30,8 +30,9 @@ class Waits:
         self._times: dict[str, Tensor] = {}  # by group, not told yet
 
     def words(self, group_names: Sequence[str]) -> list[int]:
-        """Return the NUM_WORDS words of this rank's exchanges since it last knew them, for the
-        groups whose calls make up a layer. UNKNOWN until each group has exchanges of all kinds."""
+        """Return the NUM_WORDS words of this rank's exchanges since it last returned times. The
+        calls of these groups make up a layer. Return UNKNOWN until each group has exchanges of all
+        kinds."""
         if not group_names:
             return UNKNOWN
         totals = torch.zeros(len(KINDS), 2, dtype=torch.int64)

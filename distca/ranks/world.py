@@ -51,7 +51,8 @@ class World:
         self.num_sessions += 1
 
     def next_session(self) -> dict | None:
-        """Wait, on a server, for the next session. None: the ranks that train have ended."""
+        """Wait, on a server, for the next session. Return None if the ranks that train have
+        ended."""
         key = f"session {self.num_sessions}"
         self.num_sessions += 1
         try:
