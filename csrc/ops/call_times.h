@@ -12,7 +12,7 @@
 
 namespace distca::ops {
 
-// Times on this rank that plans depend on. None are noted before the first take(). Thread-safe.
+// Times on this rank that plans depend on. No times are noted before the first take(). Thread-safe.
 class Times {
  public:
   void add(Span span);

@@ -45,7 +45,7 @@ static_assert(std::is_trivially_copyable_v<Notice>);
 class Servers {
  public:
   // `group` consists of rank 0 and the servers; null on all other ranks. It has no timeout, because
-  // servers wait as long as nobody needs them.
+  // servers wait for as long as no rank needs them.
   Servers(c10::intrusive_ptr<c10d::ProcessGroup> group,
           std::shared_ptr<transport::FailureBoard> failures, double timeout_s);
 

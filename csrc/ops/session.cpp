@@ -361,7 +361,7 @@ void Session::agree(const Signature& mine, const Mask& mask, bool moves_rows) {
 void Session::refuse(int64_t step, const std::string& error) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    // Without a readable layout (step -1) the others are taken to be further on already.
+    // Without a readable layout (step -1), assume that the other ranks are further on already.
     if (agreement_on(step) || (step < 0 && !agreements_.empty())) return failures_->announce(error);
   }
   if (servers_) servers_->tell({.kind = Notice::kRefused, .step = step});

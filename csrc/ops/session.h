@@ -43,14 +43,14 @@ struct GroupNames {
   std::string control;
   std::string planning;
   std::string node;
-  std::optional<std::string> servers{};  // see Servers; empty on ranks outside, nullopt: no servers
+  std::optional<std::string> servers{};  // see Servers; empty: not in its group; nullopt: none
 };
 
-// Where rows go straight to the other ranks' memory.
+// Whether rows go straight to other ranks' memory, and how.
 struct PeerChoice {
-  std::optional<int64_t> device;  // nullopt: they go by the process group
-  int64_t num_bytes = 0;          // that a rank takes for them at least
-  int64_t ranks_per_node = 0;     // of the hybrid transport; 0: all ranks are of one node
+  std::optional<int64_t> device;  // of this rank; nullopt: they go by the process group
+  int64_t num_bytes = 0;          // least memory that a rank takes for them
+  int64_t ranks_per_node = 0;     // of the hybrid transport; 0: not hybrid
 };
 
 // How many plans and batches calls may alternate between, as they do under gradient accumulation,
@@ -79,10 +79,10 @@ class Session {
   // Returns the transport for calls whose back end reads and writes visiting rows in place
   // (`in_place`), or for all other calls.
   transport::Transport& transport(bool in_place);
-  // Notes that results of a forward call are home once the current stream of the device gets here,
-  // if it moves rows.
+  // Notes that results of a forward call are home once the current stream of the device gets here.
+  // Does nothing if the call moves no rows.
   void mark_results(c10::Device device, bool moves_rows);
-  // Lets the current stream of that device wait for the latest of them.
+  // Lets the current stream of that device wait for the results of the latest call so noted.
   void await_results();
   // Marks the point in the current stream of the device at which rows of a call are on their way.
   // Does nothing before the first await_dispatch().
@@ -92,14 +92,14 @@ class Session {
   // See Transport::take_times. int64 [num_exchanges, fields of an ExchangeTime].
   at::Tensor take_exchange_times();
   int64_t peer_memory_bytes() const;
-  // What others write to, uint8 [peer_memory_bytes()]: both buffers, which calls use by turns.
-  // Throws ValueError where there is none (yet).
+  // Returns the memory that other ranks write to, uint8 [peer_memory_bytes()]: two buffers, which
+  // calls use in turn. Throws ValueError if there is none (yet).
   at::Tensor peer_memory() const;
   transport::FailureBoard& failures() { return *failures_; }
   transport::ControlPlane& planning() { return *planning_; }
   // Null in a group without servers.
   Servers* servers() { return servers_.get(); }
-  // Throws ValueError in such a group.
+  // Throws ValueError in a group without servers.
   Servers& notices();
   std::mutex& calls() { return calls_; }
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
@@ -172,9 +172,9 @@ class Session {
   void check_history(const std::vector<Signature>& all, Signature::Field first,
                      const transport::Where& where);
 
-  // What every rank says, [num_ranks]. On the control plane, as agreements: a call meets after its
-  // own agreement and before the next call's, on every rank, so that the order is one. Holds no
-  // lock while it waits but that of the channel.
+  // Collective: returns what every rank says, [num_ranks]. Ranks meet on the control plane, as for
+  // agreements. On every rank, a call meets after its own agreement and before that of the next
+  // call, so the order is the same. While it waits, it holds no lock but that of the channel.
   std::vector<int64_t> meet(int64_t says, const transport::Where& where);
 
   mutable std::mutex mutex_;
@@ -203,14 +203,15 @@ class Session {
   Signature latest_;  // the last new call under a plan, and the counts since then
 };
 
-// Sessions by group name. `find` throws when there is none, naming the call that opens one.
-// `configuration` is what all ranks must have set alike, as text.
+// Sessions by group name. find_session throws ValueError if there is none, and names the call that
+// opens one. `configuration` is a text of the settings that must be equal on all ranks.
 void open_session(const GroupNames& names, const std::string& configuration, double timeout_s,
                   const std::string& transport, const PeerChoice& peer);
 void close_session(const std::string& group_name);
 std::shared_ptr<Session> find_session(const std::string& group_name);
 
-// That of a session; without a group name, that of all calls under plans of one rank.
+// Returns the timeline of a session or, without a group name, that of all calls under plans of a
+// single rank.
 std::shared_ptr<Timeline> timeline_of(const std::string& group_name);
 
 }  // namespace distca::ops

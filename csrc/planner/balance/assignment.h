@@ -47,9 +47,9 @@ class Assignment {
   // memory decides.
   double capacity(int64_t rank) const;
 
-  // Returns the donor's home rows that it still computes, the largest first.
+  // Returns the home rows that a rank still computes, the largest item first.
   const std::deque<Item>& own(int64_t rank);
-  // Returns those of one document, in no order.
+  // Returns those of one document, in any order.
   std::span<const Item> own_of(int64_t rank, int64_t document) const;
   // Returns the rows of the document that the receiver already has.
   const RangeSet& keys_on(int64_t receiver, int64_t document);

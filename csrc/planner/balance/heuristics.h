@@ -6,7 +6,7 @@ namespace distca::planner {
 
 // The search's rules of thumb and their constants. Plans use the defaults; planner_ablation
 // measures the gain of each rule. Least bytes are the bytes of the cheapest slice for a number of
-// seconds. A surplus is measured in largest items of its donor.
+// seconds. many_documents counts a surplus in items as large as the largest one of its donor.
 struct Heuristics {
   // The search for the least limit, see balancer.cpp.
   int max_limits = 9;              // limits to try: the wanted one, then by bisection

@@ -14,11 +14,11 @@ namespace distca::planner {
 //
 // A home task has its query rows and all their keys in this rank's own rows, contiguous and in
 // document order; it is read in place. Every other task of this server is visiting: all its rows
-// arrive by dispatch, rows that this rank itself is home to included (it sends them to itself).
-// Home tasks stand in two lists: early tasks run while rows arrive, and late tasks run while
-// results travel home. No two tasks of different lists share rows. If a rank has no visiting tasks
-// but takes results (Results::kTaken), all its home tasks are late, so that it is ready for the
-// first results. If it has nothing to do between the two lists, all its home tasks are early.
+// arrive by dispatch, even those whose home is this rank, which sends them to itself. Home tasks
+// stand in two lists: early tasks run while rows arrive, and late tasks run while results travel
+// home. No two tasks of different lists share rows. If a rank has no visiting tasks but takes
+// results (Results::kTaken), all its home tasks are late, so that it is ready for the first
+// results. If it has nothing to do between the two lists, all its home tasks are early.
 //
 // A document's keys reach a server once, however many tasks read them.
 // Visiting rows are ordered by (document, position): for queries over all visiting tasks, for keys
@@ -34,12 +34,13 @@ struct Layout {
   std::vector<PlacedTask> visiting_tasks;           // by q_row; visiting rows
 };
 
-// How results come home: written by their server alone, or taken in between home tasks, where the
-// rank's own stream has a part in it.
+// How results come home: their server writes them without this rank's help, or this rank's stream
+// takes them between home tasks.
 enum class Results { kWritten, kTaken };
 
-// `plan` must be valid for `pack` (see validate). If the rank has visiting tasks, about
-// `early_part` of the work of its home tasks is early. Throws std::invalid_argument for a bad rank.
+// Returns one rank's layout. `plan` must be valid for `pack` (see validate). If the rank has
+// visiting tasks, about `early_part` of the work of its home tasks is early. Throws
+// std::invalid_argument for a bad rank.
 Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank,
                    Results results = Results::kTaken, double early_part = 0.5);
 
@@ -47,11 +48,12 @@ Layout make_layout(const Pack& pack, const Plan& plan, int64_t rank,
 // Linear in the plan of all ranks, because places depend on the rows of other ranks.
 Movement movement_of(const Pack& pack, const Plan& plan, int64_t rank);
 
-// The plan's tasks in rounds, in each of which no server holds more than `cap_bytes` of visiting
-// rows; tasks with too many queries are cut. Home tasks are of the first round. At least one round;
-// one server may need fewer than another. Each has the plan's digest and covers a part of the pack.
-// `held` is what a visiting row occupies, as in PlanOptions. Throws std::invalid_argument naming
-// server and bytes where the keys of a single query take more.
+// Deals the plan's tasks out to rounds, and returns a plan for each round, at least one. In a
+// round, no server holds more than `cap_bytes` of visiting rows; tasks with too many queries are
+// cut. Home tasks belong to the first round. Servers may need different numbers of rounds. Each
+// plan has the digest of the whole plan and covers a part of the pack. `held` is what a visiting
+// row occupies, as in PlanOptions. Throws std::invalid_argument naming server and bytes if the keys
+// of a single query take more.
 std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& held,
                             double cap_bytes);
 

@@ -14,10 +14,10 @@ struct Visit {
   int64_t document;
   std::vector<Range> queries;  // of its tasks, in order
   RangeSet keys;               // the union of its tasks' keys
-  bool is_kept;                // whether their inputs are
+  bool is_kept;                // whether the server keeps their inputs
 };
 
-// The tasks of one server, in plan order. `Tasks` may be const.
+// Returns the tasks of one server. `tasks` are in plan order, and may be const.
 template <typename Tasks>
 auto tasks_of(Tasks& tasks, int64_t server) {
   const auto [first, last] =
@@ -26,7 +26,7 @@ auto tasks_of(Tasks& tasks, int64_t server) {
   return std::span(first, last);
 }
 
-// Visits of one server, given its tasks in plan order.
+// Returns the visits of one server. `tasks` are its tasks, in plan order.
 inline std::vector<Visit> visits_of(const Pack& pack, const Mask& mask,
                                     std::span<const Task> tasks) {
   std::vector<Visit> visits;

@@ -12,7 +12,7 @@ namespace distca::planner {
 // Without a table: kernel tiles of tile_q x tile_k that hold any visible pair, times
 // seconds_per_tile, plus seconds_per_task. With a table: `table_seconds[i][j]` is the time of
 // table_rows[i] queries over table_keys[j] keys (full rectangle), seconds_per_task included,
-// interpolated linearly in both directions; what is above seconds_per_task is scaled by the share
+// interpolated linearly in both directions. The time above seconds_per_task is scaled by the share
 // of the rectangle's tiles that the mask leaves.
 struct CostModel {
   int64_t tile_q = 128;

@@ -56,8 +56,8 @@ inline double link_seconds(const Load& load, const Links& links) {
   return std::max(link_seconds_in(load, links), link_seconds_out(load, links));
 }
 
-// Of every rank under `tasks`, which are in plan order. seconds are those of the server's speed;
-// seconds_home is left 0.
+// Returns the load of every rank under `tasks`, which are in plan order. `seconds` take the
+// server's speed into account; seconds_home is left 0.
 std::vector<Load> loads_of(const Pack& pack, const PlanOptions& options,
                            std::span<const Task> tasks);
 
@@ -77,7 +77,7 @@ double makespan(std::vector<Load> loads, const Traffic& spared, const Links& lin
 // Subtracts `times` the bytes of `spared` from the load.
 void take_off(Load& load, const Load& spared, double times);
 
-// Bytes that all ranks move.
+// Returns the bytes that all ranks move.
 double total_bytes(const std::vector<Load>& loads);
 
 }  // namespace distca::planner

@@ -24,7 +24,7 @@ struct Server {
   double lag_seconds = 0;
 };
 
-// Two links of each rank, one direction: both carry at once.
+// The two links of each rank, in one direction. Both carry rows at once.
 struct Links {
   int64_t ranks_per_node = std::numeric_limits<int64_t>::max();  // consecutive ranks
   double bytes_per_second = 200e9;                               // to ranks of the same node
@@ -55,11 +55,12 @@ struct PlanOptions {
   RowBytes row_bytes;
   RowBytes held_bytes;          // what a visiting row occupies on its server
   std::vector<Server> servers;  // [num_ranks], or empty: all of speed 1 without a cap
-  RowBytes kept_bytes;          // of a row's inputs: what a server holds that keeps them
-  double kept_cap_bytes = 0;    // of them, most that any server may keep for one layer
+  RowBytes kept_bytes;          // of a row's inputs, on a server that keeps them
+  double kept_cap_bytes = 0;    // the most bytes of inputs that a server may keep for one layer
   double kept_gain = 0;         // least fraction of a layer's seconds for which inputs are kept
   Links links;
-  // Excess of the slowest server's seconds, or link's, over the mean compute to be left alone.
+  // Imbalance that is left alone: the excess of the slowest server's or link's seconds over the
+  // mean compute.
   double tolerance = 0.005;
 
   double speed(int64_t rank) const { return servers.empty() ? 1.0 : servers[rank].speed; }

@@ -22,14 +22,15 @@ struct Task {
 struct Load {
   double seconds_home = 0;  // attention of its own tokens, at its own speed, or at 1 if that is 0
   double seconds = 0;       // attention of the tasks it serves, at its speed
-  double seconds_visiting = 0;  // part of them that needs rows of other homes
+  double seconds_visiting = 0;  // part of `seconds` that needs rows of other homes
   double seconds_lag = 0;       // by which its other work delays its tasks, see Server
-  int64_t bytes_out = 0;  // RowBytes of its rows on other servers, whichever way they travel; of
-                          // rows that are kept without their inputs, which travel once
-  int64_t bytes_in = 0;   // RowBytes of other homes' rows here
+  // RowBytes of its rows on other servers, out and back. Inputs that a server keeps travel once,
+  // and count once.
+  int64_t bytes_out = 0;
+  int64_t bytes_in = 0;        // RowBytes of other homes' rows here
   int64_t node_bytes_out = 0;  // part of bytes_out that goes to other nodes
   int64_t node_bytes_in = 0;   // part of bytes_in that comes from other nodes
-  int64_t held_bytes = 0;      // of all visiting rows, its own among them: they arrive as well
+  int64_t held_bytes = 0;      // of all visiting rows, also those that it sends to itself
   int64_t kept_bytes = 0;      // of the inputs that it keeps for the backward pass
 };
 

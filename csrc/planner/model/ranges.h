@@ -14,7 +14,7 @@ inline Range positions(const Segment& segment) {
   return {segment.start, segment.start + segment.length};
 }
 
-// Positions of its queries.
+// Returns the positions of the segment's queries.
 inline Range queries(const Segment& segment, const Document& document) {
   const Range held = positions(segment);
   return {std::clamp(document.first_query, held.begin, held.end), held.end};

@@ -23,8 +23,7 @@ struct Pending {
 };
 
 // Waits for the exchanges of one process group. Gives up as soon as a peer is known to be gone or
-// to wait for something else: otherwise a rank that never sends would hold us until the group's
-// timeout.
+// to wait for something else. Otherwise this rank would wait for it until the group's timeout.
 class Patience {
  public:
   Patience(std::shared_ptr<FailureBoard> failures, const std::string& channel)

@@ -20,11 +20,11 @@ class ExchangeTimer {
   ExchangeTimer(const ExchangeTimer&) = delete;
   ~ExchangeTimer();
 
-  // An exchange begins once the stream gets here, and the exchange before it has ended.
+  // Notes that an exchange begins once the stream gets here and the exchange before it has ended.
   void begin(const Where& where, cudaStream_t stream);
-  // Ends the first exchange that has begun. Call it once `ends` waits for it.
+  // Notes the end of the oldest exchange that is under way. Call it once `ends` waits for it.
   void end(const Where& where, int64_t num_bytes);
-  // Returns the exchanges that the device has come to the end of since the last call.
+  // Returns the exchanges that have ended on the device since the last call.
   std::vector<ExchangeTime> take();
 
  private:

@@ -26,12 +26,12 @@ class StreamWaits {
 
   // Notes that the next exchange begins after the work on the device's current stream.
   void begin(const Where& where);
-  // Notes that a stream has just been told to wait for the first exchange that has begun. In that
-  // exchange, this rank sends or receives `num_bytes`.
+  // Notes that a stream has just been told to wait for the oldest exchange that is under way. In
+  // that exchange, this rank sends or receives `num_bytes`.
   void add(const Pending& pending, int64_t num_bytes);
-  // Holds rows that leave while the current stream goes on without waiting for them. With
-  // record_stream instead, every layer would take new memory until the device has caught up with
-  // the host, which can be many layers ahead.
+  // Keeps the memory of rows that leave while the current stream goes on without waiting for them.
+  // With record_stream instead, every layer would take new memory until the device has caught up
+  // with the host, which can be many layers ahead.
   void hold(const at::Tensor& sent);
   // Lets go of all rows that are held after the current stream was told to wait for a later
   // exchange. Exchanges of a group end in order, so that stream may use their memory again.
@@ -53,13 +53,14 @@ class StreamWaits {
   at::Tensor spoiled_;  // see Seal
   uint32_t rank_;
   uint32_t num_waits_ = 0;
-  // Marks waits that have ended; on the caller's stream that write would delay compute. It is not
-  // from PyTorch's pool, because user work on a pooled stream would wait for other ranks.
+  // Marks waits that have ended. On the caller's stream, the writes of the marks would delay
+  // compute. It is not from PyTorch's pool, because user work on a pooled stream would wait for
+  // other ranks.
   c10::Device device_;
   cudaStream_t marks_;
   ExchangeTimer timer_;
   Watchdog watchdog_;
-  std::vector<std::pair<c10::cuda::CUDAStream, at::Tensor>> held_;  // stream whose memory they use
+  std::vector<std::pair<c10::cuda::CUDAStream, at::Tensor>> held_;  // sent rows, by stream
 };
 
 }  // namespace distca::transport
