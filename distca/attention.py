@@ -42,7 +42,7 @@ def routed(packed: Documents, route: Callable[..., Results]) -> Iterator[None]:
 
 
 def routed_documents() -> Documents | None:
-    """Those that calls of core_attention are for inside a `routed` scope; None outside."""
+    """Return the documents of a `routed` scope, or None outside."""
     return None if _route is None else _route[0]
 
 

@@ -65,7 +65,7 @@ def prepare(
     *,
     is_balanced: bool,
 ) -> None:
-    """Makes plans that are missing, of all ranks (collective) or of this one; waits for them."""
+    """Make a missing plan, for all ranks (collective) or for this one, and wait for all plans."""
     if is_balanced and packed.plan_key(window_size) not in packed._plans:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and sessions.opened(group).options.enabled:
@@ -79,8 +79,8 @@ def prepare(
 
 
 def put_in_force(packed: Documents | None, batch: tuple[int, int] | None = None) -> None:
-    """What `distca.documents` does on entry and exit. `batch` (rows, tokens) is what calls of
-    scaled_dot_product_attention must have; None: any."""
+    """Put documents in force, as `distca.documents` does on entry and exit. Calls of
+    scaled_dot_product_attention must have the shape `batch`, (rows, tokens); None: any."""
     global _in_force
     _in_force = packed, batch
 
@@ -93,14 +93,14 @@ def patch_torch() -> None:
 
 
 def require_documents(reason: str | None) -> None:
-    """From now on scaled_dot_product_attention outside any documents is an error that says
-    `reason`; None: it is torch's again."""
+    """Let scaled_dot_product_attention outside documents raise an error that says `reason`. None:
+    let it be torch's function again."""
     global _missing
     _missing = reason
 
 
 def documents_in_force() -> Documents | None:
-    """Those that `distca.documents` put in force."""
+    """Return the documents in force, or None."""
     return _in_force[0]
 
 

@@ -62,8 +62,8 @@ class Cluster:
     """More seconds of a layer's transfers that other work hides, in both passes together. Under
     ping-pong they stand for the linear work of the other half."""
     transfer_waits: tuple[float, float] = (0.0, 0.0)
-    """Seconds that the transfers of a rank wait for other traffic in the forward pass, and in the
-    backward pass, if it has any."""
+    """Seconds that a rank's transfers, if it has any, wait for other traffic: in the forward pass
+    and in the backward pass."""
     link_room: tuple[float, float] = (math.inf, math.inf)
     """Seconds of a layer's linear work minus those of other traffic on the links, such as FSDP's,
     in the forward pass and in the backward pass. If the transfers of a rank take longer than its

@@ -16,9 +16,9 @@ _log = logging.getLogger("distca")
 
 
 def measures_links(session) -> bool:
-    """Return whether links are measured when the group opens, for the planner to use. On the CPU
-    they would vary with the machine's load, and so would plans. In deterministic mode, plans must
-    not vary at all."""
+    """Return whether links are measured when the group opens, for the planner to use. On the CPU,
+    measurements would vary with the machine's load, and so would plans. In deterministic mode,
+    plans must not vary at all."""
     options = session.options
     on_device = session.way.device is not None or session.device_type == "cuda"
     return on_device and options.enabled and not options.deterministic
