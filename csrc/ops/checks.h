@@ -117,8 +117,8 @@ void in_tasks(const Call& call, const char* phase, F&& tasks) {
   in_phase(call, phase, [&] { timed(call, tasks); });
 }
 
-// Runs a step of a call; an exception on this rank is told to the others, which wait for it. Not
-// one that they throw too: what is announced ends the group.
+// Runs a step of a call. An exception is announced to the other ranks, which wait for this one, and
+// that ends the group. GroupOutOfMemory is not announced, because all ranks throw it.
 template <typename F>
 auto announcing(Session& session, F&& step) {
   try {

@@ -15,8 +15,9 @@ struct Kept {
   std::vector<transport::Inputs> rounds;
 };
 
-// Throws ValueError if the rows that the layout keeps do not fit. If both are
-// 0, nothing is kept, and the backward pass of this call is an error.
+// Returns room for the inputs of so many visiting rows. Throws ValueError if the layout keeps more.
+// If both numbers are 0, nothing is kept, and the backward pass raises an error if the layout keeps
+// rows.
 Kept new_kept(const Call& call, int64_t num_queries, int64_t num_keys);
 
 // Peaks over all groups of this process since the previous take_kept_peak().
