@@ -58,7 +58,7 @@ std::vector<Plan> rounds_of(const Pack& pack, const Plan& plan, const RowBytes& 
                             double cap_bytes);
 
 // Marks the tasks whose inputs their servers keep from the forward to the backward pass, so that
-// they travel once: documents of which a server has most bytes first, as long as they fit in its
+// they travel once. A server keeps the documents with most bytes first, as long as they fit in
 // kept_cap_bytes. Subtracts the bytes that do not travel again from the loads. Returns the makespan
 // with kept inputs.
 double keep_inputs(const Pack& pack, const PlanOptions& options, double hidden_seconds, Plan& plan);
