@@ -414,7 +414,7 @@ def no_documents(rank: int, world_size: int) -> bool:
     distca.init()
     _, block = pair_of(Plain)
     x = torch.ones(4, 24, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="no documents among the block's arguments nor in force"):
+    with pytest.warns(UserWarning, match="no documents are in the block's arguments or in force"):
         block(x)
     return True
 

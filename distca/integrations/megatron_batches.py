@@ -48,8 +48,8 @@ def plan_ahead(packed_seq_params: PackedSeqParams) -> None:
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, config, cu_seqlens: Tensor | None = None, **others
 ) -> Tensor:
-    """Megatron's function of this name, for rows `t` [tokens, heads, head_dim] whose documents may
-    cross ranks."""
+    """Do what Megatron's function of this name does, also for rows `t` [tokens, heads, head_dim]
+    whose documents cross ranks."""
     positions = None if cu_seqlens is None else _positions.get(cu_seqlens)
     if positions is None:
         return _stock_rotary(t, freqs, config, cu_seqlens=cu_seqlens, **others)

@@ -304,7 +304,7 @@ def _chunk_size_of(module: nn.Module) -> int | None:
 
 
 def _has_boundaries(call: _Call) -> bool:
-    """Whether rows of the batch may hold several documents, or a half of them."""
+    """Return whether rows of the batch may hold several documents, or a half of them."""
     boundaries = {**call.keywords, **models.innermost_boundaries()}
     is_told = any(boundaries.get(name) is not None for name in BOUNDARIES)
     return is_told or routed_documents() is not None

@@ -192,7 +192,7 @@ def _pays(documents: Documents | None) -> bool:
         session = sessions.find()
         if session is not None and session.num_ranks > 1 and torch.is_grad_enabled():
             warnings.warn(
-                "distca.PingPong: no documents among the block's arguments nor in force, so it "
+                "distca.PingPong: no documents are in the block's arguments or in force, so it "
                 "runs whole; pass them to the block or enter distca.documents",
                 stacklevel=4,
             )

@@ -57,7 +57,7 @@ class Relay:
     """
 
     def __init__(self, stop: Callable[[BaseException], Any]) -> None:
-        """Ctrl-C reaches the first function while it waits for the second. Then `stop` gets the
+        """If Ctrl-C reaches the first function while it waits for the second, `stop` gets the
         exception, and must end what the second waits for."""
         self._stop = stop
         self._turns = threading.Semaphore(0), threading.Semaphore(0)

@@ -75,8 +75,8 @@ class Cluster:
     """Part of a rank's transfers that travels while no visiting task runs: see parts_of."""
 
     def servers(self) -> Tensor:
-        """Argument of torch.ops.distca.plan: float64 [num_ranks, 3], speed, memory cap in bytes
-        (inf: none) and lag; empty, [0, 3], where all servers are alike and without a cap."""
+        """Return `servers` of torch.ops.distca.plan, float64 [num_ranks, 3]: speed, memory cap in
+        bytes (inf: none) and lag; empty, [0, 3], where all servers are alike and without a cap."""
         if self.speeds is None and self.memory_cap_bytes is None and self.lags is None:
             return torch.empty(0, 3, dtype=torch.float64)
         speeds = (1.0,) * self.num_ranks if self.speeds is None else self.speeds
@@ -86,8 +86,8 @@ class Cluster:
         return torch.tensor(servers, dtype=torch.float64)
 
     def links(self) -> Tensor:
-        """Argument of torch.ops.distca.plan: float64 [10], ranks per node, bytes per second of a
-        rank's link within a node and between nodes, hidden part, exposed part, waits, hidden
+        """Return `links` of torch.ops.distca.plan, float64 [10]: ranks per node, bytes per second
+        of a rank's link within a node and between nodes, hidden part, exposed part, waits, hidden
         seconds, room."""
         inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
         between = inside if between is None else between

@@ -22,8 +22,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 CALIBRATION_FORMAT = 1
 MAX_TABLE_POINTS = 4096
 MAX_TABLE_POINT = 2**31 - 1
-# Number of tiles of which the planner's table has both ends. In longer tasks, a tile of rows and a
-# tile of keys that are partly filled are at most 5 % of the task.
+# The planner's table has entries at both ends of this many tiles. In longer tasks, a tile of rows
+# and a tile of keys that are partly filled are at most 5 % of the task.
 TILES_APART = 40
 
 

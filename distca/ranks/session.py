@@ -149,8 +149,8 @@ class Session:
 
 @contextlib.contextmanager
 def announced(session: Session | None) -> Iterator[None]:
-    """Announce a ValueError inside to the group. It may concern this rank's batch alone, and the
-    other ranks are about to wait for its plan."""
+    """Announce a ValueError that is raised in this context to the group. It may concern this rank's
+    batch alone, and the other ranks are about to wait for its plan."""
     try:
         yield
     except ValueError as error:
