@@ -5,6 +5,7 @@ import contextvars
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from distca.ranks.planner_thread import PlannerThread
 
 AUTOCAST_DEVICES = ("cuda", "cpu")
 NODES_OF_A_SLOT = 1024  # most autograd nodes between two calls of attention in a half
+POLL_S = 0.5  # a lock does not notice Ctrl-C that comes just before the system waits for it
 NUM_SLOTS = 4  # for each call of attention: see Relay
 
 
@@ -85,8 +87,8 @@ class Relay:
             raise
         finally:
             self._are_over[0] = True
-            self._turns[1].release()
-            results.append(self._uninterrupted(ended.result))
+            self._wait_in_turn(lambda seconds: bool(futures.wait([ended], seconds).done))
+            results.append(ended.result())
             torch.clear_autocast_cache()
             error, self._error = self._error, None
             try:
@@ -115,10 +117,13 @@ class Relay:
             self._are_over[1] = True
             self._turns[0].release()
 
-    def _uninterrupted(self, wait: Callable[[], Any]) -> Any:
-        """Wait for the other function, which must not outlive an interrupted wait."""
+    def _wait_in_turn(self, has_come: Callable[[float], bool]) -> None:
+        """Let the other function run, and wait until `has_come`, which waits for some seconds. The
+        other function must not outlive an interrupted wait."""
         try:
-            return wait()
+            self._turns[1 - self.number].release()
+            while not has_come(POLL_S):
+                pass
         except BaseException as error:
             self._stop(error)
             raise
@@ -144,8 +149,7 @@ class Relay:
         number = self.number
         if not self._are_over[1 - number]:
             torch.clear_autocast_cache()  # the other stream does not wait for these casts
-            self._turns[1 - number].release()
-            self._uninterrupted(self._turns[number].acquire)
+            self._wait_in_turn(lambda seconds: self._turns[number].acquire(timeout=seconds))
             torch.clear_autocast_cache()
         if self._error is not None:
             raise Stopped if number == 1 else self._error
