@@ -434,8 +434,9 @@ def ping_pong_built_models() -> None:
 def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Documents | None:
     """Return the documents of a decoder layer's balanced call. The first call of a forward pass
     plans them."""
-    session = open_session()
-    if session is None or not models.is_balanced(layer):
+    # Opening a session is collective, and a rank may evaluate alone.
+    session = open_session() if models.is_balanced(layer) else None
+    if session is None:
         return None
     hidden = args[0] if args else kwargs["hidden_states"]
     with sessions.announced(session):
