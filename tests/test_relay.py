@@ -78,8 +78,11 @@ def test_an_error_of_one_ends_the_other(who, calls_before):
 
 
 @pytest.mark.parametrize("calls", [0, 1])
-def test_ctrl_c_ends_both(calls):
+def test_ctrl_c_ends_both(request, calls):
     """It comes while the first waits for the second, after a call of attention or at the end."""
+    # Processes that a shell has started in the background ignore Ctrl-C.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, previous))
     stopped = threading.Event()
     relay = Relay(lambda error: stopped.set())
 
