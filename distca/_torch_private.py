@@ -122,23 +122,29 @@ def sharded_layers() -> list[tuple[int, int, int, int]]:
         if not isinstance(module, fsdp.FSDPModule):
             continue
         inner = (isinstance(each, fsdp.FSDPModule) for each in module.modules())
-        group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-        if group is not None and sum(inner) == 1:
-            layers.append(_traffic_of(group))
+        groups = _parameter_groups(module)
+        if groups and sum(inner) == 1:
+            layers.append(_traffic_of(groups))
     return layers
 
 
-def _traffic_of(group) -> tuple[int, int, int, int]:
+def _parameter_groups(module) -> list:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # PyTorch 2.12: it may have several
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _traffic_of(groups: list) -> tuple[int, int, int, int]:
     num_params = gathered_bytes = reduced_bytes = 0
-    policy = group.mp_policy
-    for each in group.fsdp_params:
-        numel, sharded = each._orig_size.numel(), each.sharded_param
+    for each in (parameter for group in groups for parameter in group.fsdp_params):
+        numel, sharded, policy = each._orig_size.numel(), each.sharded_param, each.mp_policy
         dtype = policy.param_dtype or sharded.dtype
         num_params += numel
         gathered_bytes += numel * dtype.itemsize
         if sharded.requires_grad:
             reduced_bytes += numel * (policy.reduce_dtype or dtype).itemsize
-    num_ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
+    num_ranks = max(getattr(group.mesh_info, "shard_mesh_size", 1) for group in groups)
     return num_params, gathered_bytes, reduced_bytes, num_ranks
 
 

@@ -21,8 +21,14 @@ VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 BUILD_TOOLS = ("numpy", "setuptools>=77,<82", "wheel", "ninja", "packaging")
 TEST_TOOLS = ("pytest==9.2.0",)
 SOURCES = ("csrc", "distca", "setup.py", "pyproject.toml", "README.md", "LICENSE", "tools")
-# Tests of the core, and of pipelines, which depend most on private names of PyTorch.
-TESTS = ("test_core_attention.py", "test_operators.py", "test_planning.py", "test_pipelining.py")
+# Tests of the core, and of pipelines and FSDP2, which depend most on private names of PyTorch.
+TESTS = (
+    "test_core_attention.py",
+    "test_operators.py",
+    "test_planning.py",
+    "test_pipelining.py",
+    "test_fsdp_traffic.py",
+)
 # As in the Makefile. The PyTorch of the Makefile is too old for torchtitan's pipelines.
 TORCHTITAN = ("torchtitan==0.3.0", "datasets==4.7.0")
 TORCHTITANS_PYTHON = (3, 11)  # or newer
