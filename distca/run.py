@@ -4,6 +4,7 @@ module, as Python's own -m does."""
 
 import argparse
 import importlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -140,6 +141,10 @@ def serve_all_sessions() -> None:
 
 
 SETTINGS = (Options, Watching, Launch)  # a flag for each field
+PACKAGES = {  # that flags need
+    "transformers": 'transformers (pip install "distca[transformers]")',
+    "megatron": "Megatron-Core (pip install megatron-core)",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -167,6 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options, watching, launch = (from_flags(parsed, kind) for kind in SETTINGS)
     except ValueError as error:
         flags.error(str(error))
+    for package in PACKAGES:
+        if getattr(launch, package) and importlib.util.find_spec(package) is None:
+            flags.error(f"--{package} needs {PACKAGES[package]}, which is not installed")
     session.configure(options, watching)
     world = None
     if launch.attention_servers is not None:
@@ -203,9 +211,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_shared = options.enabled and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if (watching.is_on or is_shared) and not session.has_opened():
         hint(
-            f"{parsed.script} ended without a plan, so nothing was balanced or recorded; pass "
-            "--patch-sdpa, --transformers or --megatron, or call distca.plan in the script"
+            f"{parsed.script} ended without a plan, so nothing was balanced or recorded; "
+            + ways_to_plan(launch)
         )
+
+
+def ways_to_plan(launch: Launch) -> str:
+    """Return how the script could have got plans."""
+    ways = ["--transformers"] * (not launch.transformers) + ["--megatron"] * (not launch.megatron)
+    if not launch.patch_sdpa:
+        ways = ["--patch-sdpa", *ways]
+    elif launch.document_end_id is None and launch.document_positions is None:
+        ways = ["--document-end-id", "--document-positions"]
+    return f"pass {' or '.join(ways)}, or call distca.plan in the script"
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ def join_beside_a_plan(rank: int, world_size: int) -> str:
     return ""
 
 
+def test_an_empty_batch_in_place_of_its_function_is_refused_at_once():
+    with pytest.raises(ValueError, match="empty is 1; expected a function"):
+        distca.join([1, 2], 1)
+
+
 def test_ranks_that_do_not_join_raise_an_error(ranks):
     for error in ranks(3).run(join_beside_a_plan, timeout_s=20):
         assert "ranks disagree on what comes next" in error

@@ -103,6 +103,29 @@ def test_a_script_that_never_calls_distca_is_told_so(script, tmp_path, flags, nu
     result = launch_forked([*flags, script("")], tmp_path, num_ranks)
     assert result.returncode == 0
     assert result.stderr.count("train.py ended without a plan, so nothing was balanced") == 1
+    assert "pass --patch-sdpa or --transformers or --megatron, or call distca.plan" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "given, ways",
+    [
+        ({"patch_sdpa": True}, "pass --document-end-id or --document-positions, or call"),
+        ({"transformers": True}, "pass --patch-sdpa or --megatron, or call"),
+        (
+            {"patch_sdpa": True, "document_end_id": 2},
+            "pass --transformers or --megatron, or call",
+        ),
+    ],
+)
+def test_the_hint_leaves_out_flags_that_were_given(given, ways):
+    assert run.ways_to_plan(run.Launch(**given)).startswith(ways)
+
+
+def test_a_missing_package_is_named_before_the_script_runs(script, monkeypatch, capsys):
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        run.main(["--transformers", str(script("raise KeyError"))])
+    assert "--transformers needs transformers (pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", run.SETTINGS)

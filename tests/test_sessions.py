@@ -69,6 +69,31 @@ def open_twice(rank: int, world_size: int) -> str:
     return str(raised.value)
 
 
+def open_with(rank: int, world_size: int, settings: dict) -> str:
+    with pytest.raises(ValueError) as refused:
+        distca.init(**settings)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name, kind", [("options", "Options"), ("watching", "Watching")])
+def test_settings_of_another_type_are_refused(ranks, name, kind):
+    for message in ranks(2).run(open_with, {name: {"log_every": 1}}):
+        assert message == f"{name} is {{'log_every': 1}}; expected a distca.{kind}, or None"
+
+
+def open_with_a_file_for_a_folder(rank: int, world_size: int, file: str) -> None:
+    distca.init(watching=distca.Watching(run_dir=f"{file}/run"))
+    distca.plan(distca.Documents([0, 10])).report()
+
+
+def test_a_folder_that_cannot_be_written_is_named_on_all_ranks(fresh_ranks, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for outcome in fresh_ranks.outcomes(open_with_a_file_for_a_folder, str(file)):
+        expected = f"run_dir is '{file}/run'; expected a folder to write records to"
+        assert outcome.error is not None and expected in outcome.error, outcome
+
+
 def test_other_options_are_refused_by_their_difference(fresh_ranks):
     for message in fresh_ranks.run(open_twice):
         assert message == (

@@ -292,7 +292,7 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
     }
   }
   return {Blame::kPossible, false, kSilent,
-          name + " has not answered for " + std::to_string(kPatience.count()) + " ms"};
+          name + " has not answered: it is late, stuck or gone; timeout_s sets how long ranks wait"};
 }
 
 std::string FailureBoard::diagnose(const std::string& own_error,

@@ -42,9 +42,9 @@ class FirstBatches:
 
 
 _first = FirstBatches(
-    f"the first {MAX_UNMARKED} training batches hold one document a row, so attention crosses "
-    'documents that were joined without boundaries (packing_strategy="wrapped" of TRL does); '
-    f"{PACK}"
+    f"the first {MAX_UNMARKED} training batches hold one document a row. If documents were joined "
+    "in these rows without boundaries, attention crosses them: let the collator pass boundaries, "
+    'or with TRL use packing_strategy="bfd", not "wrapped"'
 )
 
 

@@ -8,8 +8,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import ops
+from distca.options import check
 from distca.ranks.notices import Kind, tell
-from distca.ranks.session import opened
+from distca.ranks.session import Session, opened
 
 Batch = TypeVar("Batch")
 NONE_LEFT = object()
@@ -31,8 +32,14 @@ def join(
     too. Ranks tell each other in the background whether they have data left. This happens one batch
     early, so `batches` is read one batch ahead.
     """
-    session = opened(group)
-    source = iter(batches)
+    expected = "a function that returns a new empty batch"
+    check("empty", empty, callable(empty), expected)
+    return _joined(opened(group), iter(batches), empty)
+
+
+def _joined(
+    session: Session, source: Iterator[Batch], empty: Callable[[], Batch]
+) -> Iterator[Batch]:
 
     def any_rank_has(batch: object) -> Future:
         has_batch = batch is not NONE_LEFT

@@ -236,6 +236,9 @@ def opened(
             "distca.init: torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first (under torchrun)"
         )
+    for name, given, kind in (("options", options, Options), ("watching", watching, Watching)):
+        expected = f"a distca.{kind.__name__}, or None"
+        check(name, given, given is None or isinstance(given, kind), expected)
     pools_stages, group = groups.has_stages(group), groups.resolve(group)
     session = find(group)
     if session is not None:
@@ -314,17 +317,17 @@ def _start(session: Session) -> None:
             if session.control is not None:
                 destroy_groups(session)
             raise
-    if session.watching.is_on and session.group is not None and dist.get_rank() == 0:
-        session.monitor = Monitor(session.watching)
     global _has_opened
     _sessions[session.name], _has_opened = session, True
     watch_exits(_sessions.values)
-    if session.num_ranks > 1 and measures_links(session):
-        try:
+    try:
+        if session.watching.is_on and session.group is not None and dist.get_rank() == 0:
+            session.monitor = Monitor(session.watching)
+        if session.num_ranks > 1 and measures_links(session):
             measure_links(session)
-        except BaseException:
-            close_session(session)  # tells the others
-            raise
+    except BaseException:
+        close_session(session)  # tells the others
+        raise
 
 
 def has_opened() -> bool:

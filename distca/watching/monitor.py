@@ -39,9 +39,15 @@ class Monitor:
         self._lock = threading.RLock()
         self._file = self._writer = None
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            forget_times(self._folder)
-            self._file = (self._folder / STEPS_FILE).open("w", buffering=1)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                forget_times(self._folder)
+                self._file = (self._folder / STEPS_FILE).open("w", buffering=1)
+            except OSError as error:
+                raise ValueError(
+                    f"run_dir is {str(self._folder)!r}; expected a folder to write records to: "
+                    f"{error}"
+                ) from error
         if watching.tensorboard:
             self._writer = _tensorboard_writer(self._folder / "tensorboard")
         _show_lines()
