@@ -119,7 +119,10 @@ def join_world(servers: str, options: Options) -> World:
             f"not nodes of {ranks_per_node}; expected a list of ranks"
         )
     chosen = ranks_of(servers, num_ranks, ranks_per_node)
-    check_servers(chosen, num_ranks, options)
+    try:
+        check_servers(chosen, num_ranks, options)
+    except ValueError as error:
+        raise ValueError(f"attention_servers is {servers!r}: {error}") from error
     store, *_ = next(dist.rendezvous("env://"))
     if rank not in chosen:
         trainers = [each for each in range(num_ranks) if each not in chosen]
@@ -150,6 +153,7 @@ PACKAGES = {  # that flags need
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="python -m distca.run",
+        usage="torchrun ... -m distca.run [flags] script.py [arguments], with flags as in --help",
         description="Runs a training script with balanced attention. Flags before the script are "
         "distca's, everything after it is the script's own.",
     )

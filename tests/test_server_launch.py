@@ -142,7 +142,7 @@ def test_wrong_servers_are_refused_before_the_script(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     "servers, flags, message",
     [
-        ("4", [], "servers is (0, 1, 2, 3); expected ranks from 1 to 3, each once. Rank 0 trains"),
+        ("4", [], "attention_servers is '4': servers is (0, 1, 2, 3); expected ranks from 1 to 3"),
         ("9,", [], "servers is (9,); expected ranks from 1 to 3"),
         ("1", ["--no-enabled"], "under enabled False rank(s) [3] compute nothing"),
         ("1", ["--server-speeds", "1*3,0"], "the ranks that hold tokens would compute all"),
