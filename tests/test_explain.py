@@ -277,6 +277,7 @@ def test_a_rank_and_a_cost_table(tmp_path, capsys):
         (["--lengths", "1,99999999999"], "--lengths: length 1 is 99999999999; expected"),
         (["--cost-table", "nowhere.json"], "cost_table nowhere.json: "),
         (["--json", "/dev/null/x.json"], "'/dev/null'"),
+        (["--lengths", "9000,a"], "--lengths is '9000,a'; expected lengths separated by commas"),
     ],
 )
 def test_bad_flags_are_named(capsys, flags, named):

@@ -53,6 +53,18 @@ def test_a_table_and_its_json(tmp_path, capsys):
     assert data["assumptions"] and all(line in words for line in data["assumptions"])
 
 
+def test_lengths_may_be_given_one_by_one(tmp_path):
+    few = ["--ranks", "4", "--layers", "1", "--tokens", "16384", "--steps", "2"]
+    path, out = tmp_path / "lengths.json", tmp_path / "all.json"
+    path.write_text("[9000, 400]")
+    found = []
+    for lengths in ("9000,400", str(path)):
+        cli.main(["--lengths", lengths, *few, "--json", str(out)])
+        found.append(json.loads(out.read_text()))
+    assert found[0]["systems"] == found[1]["systems"]
+    assert "documents of 9000,400 up to" in found[0]["scenario"]
+
+
 def test_pipelines_and_the_picture(tmp_path):
     flags = ["--ranks", "32", "--tp", "2", "--pp", "4", "--layers", "4", "--context", "32768"]
     data = simulated(tmp_path, *flags, "--out", str(tmp_path / "out"))

@@ -15,7 +15,7 @@ from distca.explain.text import as_data, report
 from distca.planning.cluster import MAX_RANKS, cluster_of
 from distca.planning.cost import TILE, AttentionShape, calibration_of, cost_tensor
 from distca.planning.documents import INT32_MAX, check_window
-from distca.planning.packs import Pack, check_lengths, cut_pack, draw_pack, read_lengths
+from distca.planning.packs import Pack, cut_pack, draw_pack, listed_lengths, read_lengths
 from distca.planning.plan import ANY_IMBALANCE, CAUSAL
 
 DEFAULT_TOKENS = 65536
@@ -98,13 +98,10 @@ def _step(args: argparse.Namespace) -> Step:
 
 
 def _pack(args: argparse.Namespace) -> Pack:
-    listed, tokens = [part.strip() for part in args.lengths.split(",")], args.tokens
-    if all(part.isdecimal() for part in listed):
-        lengths = check_lengths([int(part) for part in listed], "--lengths")
-        if tokens is None:
-            return cut_pack(lengths, args.ranks, sum(lengths), args.sharded)
-    else:
-        lengths = read_lengths(args.lengths)
+    listed, tokens = listed_lengths(args.lengths), args.tokens
+    if listed is not None and tokens is None:
+        return cut_pack(listed, args.ranks, sum(listed), args.sharded)
+    lengths = listed or read_lengths(args.lengths)
     return draw_pack(lengths, args.ranks, tokens or DEFAULT_TOKENS, args.seed, args.sharded)
 
 

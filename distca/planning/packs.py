@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,17 @@ def read_lengths(path: str | Path) -> list[int]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a readable JSON file: {error}") from error
     return check_lengths(lengths, str(path))
+
+
+def listed_lengths(text: str) -> list[int] | None:
+    """Return the document lengths that the flag --lengths lists, such as 9000,400, without zeros.
+    None: it names a file. Raises ValueError for a list with something else."""
+    parts = [part.strip() for part in text.split(",")]
+    if all(part.isdecimal() for part in parts):
+        return check_lengths([int(part) for part in parts], "--lengths")
+    expected = "lengths separated by commas, such as 9000,400, or a JSON file"
+    check("--lengths", text, len(parts) == 1 or os.path.exists(text), expected)
+    return None
 
 
 def draw_pack(

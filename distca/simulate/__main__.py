@@ -22,7 +22,7 @@ from pathlib import Path
 
 from distca.options import add_flags, make_writable, values_of
 from distca.planning.cost import Calibration, Link
-from distca.planning.packs import read_lengths
+from distca.planning.packs import listed_lengths, read_lengths
 from distca.simulate import paper, pictures, report
 from distca.simulate.machine import Machine
 from distca.simulate.packing import DISTRIBUTIONS, Documents, distribution, draw
@@ -55,7 +55,10 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_documents(group: argparse._ArgumentGroup) -> None:
     source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--lengths", type=Path, help="JSON list of document lengths")
+    source.add_argument(
+        "--lengths",
+        help="JSON file with a list of document lengths, or the lengths themselves: 9000,400",
+    )
     source.add_argument("--distribution", help=DISTRIBUTIONS)
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--steps", type=int, default=20)
@@ -130,7 +133,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
     if args.lengths is not None:
-        return read_lengths(args.lengths)
+        return listed_lengths(args.lengths) or read_lengths(args.lengths)
     return distribution(args.distribution, args.seed)
 
 
@@ -156,7 +159,7 @@ def simulate(args: argparse.Namespace) -> None:
     if args.fit_step_ms is not None:
         scenario = fitted(scenario, drawn, 1e-3 * args.fit_step_ms)
     results = run(scenario, [Step(scenario, documents) for documents in drawn], args.systems)
-    source = args.distribution if args.lengths is None else args.lengths.name
+    source = args.distribution if args.lengths is None else Path(args.lengths).name
     heading = report.heading(scenario, source, args.steps)
     print("\n".join([heading, "", report.table(results), "", report.assumed(scenario)]))
     if args.json is not None:
