@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import contextlib
 import errno
 import hashlib
 import inspect
@@ -9,7 +10,9 @@ import itertools
 import math
 import os
 import sys
+import tempfile
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -161,11 +164,30 @@ class Options:
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
 
-def make_writable(file: Path) -> None:
-    """Create the folder of a file that a command writes at its end. Raises OSError if it cannot."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+def make_writable(flag: str, path: Path | None, *names: str) -> None:
+    """Create the folder of what a command writes at its end: the file `path`, or files of these
+    names in the folder `path`. None: it writes nothing. Raises ValueError as `writing` does."""
+    if path is None:
+        return
+    with writing(flag, path):
+        for file in [path / name for name in names] or [path]:
+            with contextlib.suppress(FileExistsError):  # one that is no folder is named below
+                file.parent.mkdir(parents=True)
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not file.exists():  # some folders, as /proc, take no new files even of root
+                tempfile.TemporaryFile(dir=file.parent).close()
+            elif not os.access(file, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Raise ValueError naming the flag, its value and the cause for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written: {error.strerror or error}") from error
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ reads the records in the folder RUN (Watching.run_dir) and writes its files ther
 import argparse
 from collections.abc import Sequence
 
+from distca._output import show
 from distca.watching.report import draw_run
 
 
@@ -19,9 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("run", metavar="RUN", help="the folder given as run_dir")
     try:
-        print(draw_run(parser.parse_args(arguments).run))
+        table = draw_run(parser.parse_args(arguments).run)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    show(table)
 
 
 if __name__ == "__main__":

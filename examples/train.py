@@ -68,8 +68,8 @@ def arguments() -> argparse.Namespace:
     if args.out is not None:
         try:  # before it trains
             new_figure(1, 1)
-            make_writable(args.out / "summary.json")
-        except (ImportError, OSError) as error:
+            make_writable("--out", args.out, "summary.json", "balance.png")
+        except (ImportError, ValueError) as error:
             parser.error(str(error))
     args.device_type = "cuda" if torch.cuda.is_available() else "cpu"
     for name, size in SIZES[args.device_type].items():

@@ -343,8 +343,8 @@ def test_the_planner_reads_the_commands_file(tmp_path, capsys):
             "--dtype is float32; expected bfloat16 or float16 on cuda",
         ),
         (["--dtype", "int8"], "--dtype"),
-        (["--out", "."], "--out . is a folder; expected a file"),
-        (["--out", "/dev/null/x.json"], "--out /dev/null/x.json cannot be written"),
+        (["--out", "."], "--out . cannot be written: Is a directory"),
+        (["--out", "/dev/null/x.json"], "--out /dev/null/x.json cannot be written: Not a"),
     ],
 )
 def test_bad_flags_are_named(capsys, monkeypatch, flags, named):

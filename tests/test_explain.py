@@ -1,14 +1,18 @@
 """distca.explain: packs, and a plan's bytes, seconds, bounds and tables."""
 
 import json
+import os
 import random
+import tempfile
 
 import calibrations
 import numpy as np
+import programs
 import pytest
 import torch
 
 import distca
+from distca.explain import __main__ as cli
 from distca.explain import account
 from distca.explain.__main__ import main
 from distca.explain.text import as_data, report
@@ -273,17 +277,38 @@ def test_a_rank_and_a_cost_table(tmp_path, capsys):
         (["--window", "-2", "0"], "window_size is [-2, 0]; expected"),
         (["--tolerance", "1.5"], "tolerance is 1.5"),
         (["--lengths", "nowhere.json"], "nowhere.json: not a readable JSON file"),
+        (["--lengths", "9000,a"], "--lengths is '9000,a'; expected lengths separated by commas"),
         (["--lengths", "0,0"], "--lengths: no document has a token"),
         (["--lengths", "1,99999999999"], "--lengths: length 1 is 99999999999; expected"),
         (["--cost-table", "nowhere.json"], "cost_table nowhere.json: "),
-        (["--json", "/dev/null/x.json"], "'/dev/null'"),
-        (["--lengths", "9000,a"], "--lengths is '9000,a'; expected lengths separated by commas"),
+        (["--json", "/dev/null/x.json"], "--json /dev/null/x.json cannot be written: Not a dir"),
     ],
 )
 def test_bad_flags_are_named(capsys, flags, named):
     with pytest.raises(SystemExit):
         main(["--lengths", "100", "--ranks", "2", *flags])
     assert named in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "account_of", lambda step: pytest.fail("it was planned"))
+    with pytest.raises(SystemExit):
+        main(["--lengths", "100", "--ranks", "2", "--json", "/proc/x"])
+    assert "--json /proc/x cannot be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, more", [("explain", []), ("simulate", ["--layers", "1"])])
+def test_a_reader_that_closes_the_pipe_ends_a_command_quietly(name, more, tmp_path):
+    out = tmp_path / "all.json"
+    flags = ["--lengths", "9000,400", "--ranks", "2", "--json", out, *more]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        command = programs.start(["-m", f"distca.{name}", *flags], {**os.environ}, stdout, stderr)
+        assert command.wait(timeout=120) == 1
+        stderr.seek(0)
+        assert stderr.read() == ""
+    assert json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "3", "[]", "[0]", "[5, -1]", "[1.5]", "[true]"])

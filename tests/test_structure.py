@@ -41,6 +41,7 @@ PYTHON_RULES = {
     "_library": set(),
     "ops": {"_library"},
     "_torch_private": set(),
+    "_output": set(),
     "options": set(),
     "watching": set(),
     "ranks": {"_torch_private", "ops", "options", "watching"},
@@ -61,9 +62,9 @@ PYTHON_RULES = {
     },
     "integrations/__init__": set(),
     "calibrate": {"ops", "options", "planning", "ranks"},
-    "explain": {"options", "planning"},
-    "simulate": {"options", "planning", "watching"},
-    "report": {"watching"},
+    "explain": {"_output", "options", "planning"},
+    "simulate": {"_output", "options", "planning", "watching"},
+    "report": {"_output", "watching"},
     "run": {"integrations", "options", "planning", "ranks", "scope", "watching"},
 }
 # Where alone a library may be imported.
@@ -83,11 +84,9 @@ LIBRARY_HOMES = {
 PRIVATE_TORCH = re.compile(r"(torch|dist)\.(\w+\.)*_(?!_)")
 LAUNCHER = "run.py"  # reads and sets the variables of torchrun
 MAY_PRINT = (
-    "report.py",
+    "_output.py",
     "run.py",
     "calibrate/__main__.py",
-    "explain/__main__.py",
-    "simulate/__main__.py",
 )
 
 

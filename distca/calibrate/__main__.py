@@ -65,13 +65,10 @@ def arguments(command_line: Sequence[str] | None) -> argparse.Namespace:
     ):
         if not 1 <= value <= most:
             flags.error(f"{flag} is {value}; expected 1 to {most}")
-    out = Path(args.out)
-    if out.is_dir():
-        flags.error(f"--out {args.out} is a folder; expected a file")
     try:
-        make_writable(out)
-    except OSError as error:
-        flags.error(f"--out {args.out} cannot be written: {error}")
+        make_writable("--out", Path(args.out))
+    except ValueError as error:
+        flags.error(str(error))
     if args.heads_q % args.heads_kv != 0:
         flags.error(
             f"--heads-q is {args.heads_q}; expected a multiple of --heads-kv {args.heads_kv}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from distca import explain, options
+from distca._output import show
 from distca.explain.account import Step
 from distca.explain.account import explain as account_of
 from distca.explain.text import as_data, report
@@ -70,13 +71,14 @@ def main(command_line: Sequence[str] | None = None) -> None:
         if value is not None and not least <= value <= most:
             flags.error(f"{flag} is {value}; expected {least} to {most}")
     try:
+        options.make_writable("--json", args.json)
         account = account_of(_step(args))
-        print(report(account, args.rank, args.all))
         if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(as_data(account)) + "\n")
+            with options.writing("--json", args.json):
+                args.json.write_text(json.dumps(as_data(account)) + "\n")
     except (OSError, ValueError) as error:
         flags.error(str(error))
+    show(report(account, args.rank, args.all))
 
 
 def _step(args: argparse.Namespace) -> Step:

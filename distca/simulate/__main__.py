@@ -20,16 +20,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca.options import add_flags, make_writable, values_of
+from distca._output import show
+from distca.options import add_flags, make_writable, values_of, writing
 from distca.planning.cost import Calibration, Link
 from distca.planning.packs import listed_lengths, read_lengths
 from distca.simulate import paper, pictures, report
 from distca.simulate.machine import Machine
 from distca.simulate.packing import DISTRIBUTIONS, Documents, distribution, draw
-from distca.simulate.results import fitted, run
+from distca.simulate.results import Result, fitted, run
 from distca.simulate.scenario import PRESETS, ModelShape, Scenario
 from distca.simulate.systems import Step
 from distca.watching.report import new_figure
+
+TIMELINE = "timeline.png"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,13 +150,12 @@ def simulate(args: argparse.Namespace) -> None:
     if args.steps < 1:
         raise ValueError(f"steps is {args.steps}; expected 1 or more")
     if args.paper:
-        print(paper.table(lengths_of(args), machine_of(args), args.steps, args.seed))
+        show(paper.table(lengths_of(args), machine_of(args), args.steps, args.seed))
         return
     if args.out is not None:  # all of this before the simulation, which may take minutes
         new_figure(1, 1)
-        make_writable(args.out / "timeline.png")
-    if args.json is not None:
-        make_writable(args.json)
+        make_writable("--out", args.out, TIMELINE)
+    make_writable("--json", args.json)
     scenario = scenario_of(args)
     drawn = drawn_steps(args, scenario)
     if args.fit_step_ms is not None:
@@ -161,12 +163,20 @@ def simulate(args: argparse.Namespace) -> None:
     results = run(scenario, [Step(scenario, documents) for documents in drawn], args.systems)
     source = args.distribution if args.lengths is None else Path(args.lengths).name
     heading = report.heading(scenario, source, args.steps)
-    print("\n".join([heading, "", report.table(results), "", report.assumed(scenario)]))
+    try:
+        save(args, report.as_data(heading, scenario, results), results)
+    finally:
+        show("\n".join([heading, "", report.table(results), "", report.assumed(scenario)]))
+
+
+def save(args: argparse.Namespace, data: dict, results: list[Result]) -> None:
+    """Write the files that flags ask for. Raises ValueError naming the flag of one that fails."""
     if args.json is not None:
-        content = json.dumps(report.as_data(heading, scenario, results), indent=2)
-        args.json.write_text(content + "\n")
+        with writing("--json", args.json):
+            args.json.write_text(json.dumps(data, indent=2) + "\n")
     if args.out is not None:
-        pictures.draw_timeline(args.out / "timeline.png", results)
+        with writing("--out", args.out):
+            pictures.draw_timeline(args.out / TIMELINE, results)
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
