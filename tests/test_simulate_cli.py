@@ -101,8 +101,20 @@ def test_the_table_marks_slow_systems_and_those_that_do_not_fit():
     slower = replace(results[1], step_seconds=[2 * x for x in results[0].step_seconds])
     shown = table([results[0], slower]).rsplit("<1 = slower", 1)[0]
     assert "<1 0.50x" in shown and "!" not in shown
+    alike = replace(results[1], step_seconds=[1.004 * x for x in results[0].step_seconds])
+    shown = table([results[0], alike]).rsplit("<1 = slower", 1)[0]
+    assert " 1.00x" in shown and "<1" not in shown
     heavy = replace(results[0], memory_max=1e15)
     assert "!" in table([heavy, slower]).rsplit("<1 = slower", 1)[0]
+
+
+def test_columns_of_long_figures_do_not_run_together():
+    _, results = small_results()
+    means = {name: 1e12 * value for name, value in results[0].means.items()}
+    seconds = [1e12 * x for x in results[0].step_seconds]
+    long = replace(results[0], step_seconds=seconds, means=means, memory_max=1e25)
+    short, row = (table([each]).splitlines()[2].split() for each in (results[0], long))
+    assert len(row) == len(short)
 
 
 def test_the_table_says_what_to_change_where_distca_does_not_pay():

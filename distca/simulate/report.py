@@ -68,19 +68,21 @@ def _figures(result: Result) -> str:
     cp = result.cp if result.system.is_baseline else "-"
     attention, compute, exposed_ms, waiting_ms, memory_mean = result.means.values()
     memory = f"{result.memory_max / 1e9:.1f} / {memory_mean / 1e9:.1f}"
-    return (
-        f"{result.system.label:<30}{cp:>4}{1e3 * result.mean:>10.1f}"
-        f"{1e3 * result.slowest_decile:>10.1f}{attention:>7.2f}{compute:>8.2f}{exposed_ms:>9.1f}"
-        f"{max(0.0, waiting_ms):>9.1f}{memory:>15}"
-        f"{'' if result.fits else '!':1}{result.tokens_per_second:>13,.0f}"
+    return (  # with a space before each figure, however long it is
+        f"{result.system.label:<30} {cp:>3} {1e3 * result.mean:>9.1f} "
+        f"{1e3 * result.slowest_decile:>9.1f} {attention:>6.2f} {compute:>7.2f} {exposed_ms:>8.1f} "
+        f"{max(0.0, waiting_ms):>8.1f} {memory:>14}"
+        f"{'' if result.fits else '!':1} {result.tokens_per_second:>12,.0f}"
     )
 
 
 def _gains(result: Result, baselines: list[Result]) -> str:
     line = f"{result.system.label:<30}"
     for baseline in baselines:
-        gain = result.speed_up_over(baseline)
-        line += f"{NO_GAIN + ' ' if gain < 1 else '':>7}{gain:.2f}x"
+        factor = f"{result.speed_up_over(baseline):.2f}"
+        # A figure of 1.00 is not marked, although the step may be slower by less than it shows.
+        mark = f"{NO_GAIN} " if float(factor) < 1 else ""
+        line += f" {mark + factor + 'x':>11}"
     return line
 
 
