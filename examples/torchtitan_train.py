@@ -14,9 +14,12 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import stdlib_corpus
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 MODULE = "distca.integrations.torchtitan"
@@ -71,14 +74,28 @@ def prepare(folder: Path) -> None:
         write(folder / part)
 
 
+def trainer() -> Callable[[], None]:
+    """Return the main function of torchtitan's trainer. Raises ImportError naming the PyTorch that
+    it needs if this one is too old."""
+    try:
+        from torchtitan import train
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise ImportError(
+            f"torchtitan {metadata.version('torchtitan')} does not run on PyTorch "
+            f"{torch.__version__}; it needs one newer than 2.11: {error}"
+        ) from error
+    return train.main
+
+
 def main() -> None:
     args, others = arguments()
+    train = trainer()
     folder = args.out / f"assets-{os.environ.get('RANK', '0')}"  # per rank, so that none waits
     prepare(folder)
     sys.argv = [sys.argv[0], *titan_flags(args, folder), *others]
-    from torchtitan import train
-
-    train.main()
+    train()
 
 
 if __name__ == "__main__":

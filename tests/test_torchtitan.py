@@ -17,6 +17,7 @@ from ranks import Ranks
 pytest.importorskip("torchtitan", reason="needs torchtitan, and this environment has none")
 
 import titan_model as tm  # noqa: E402
+import torchtitan  # noqa: E402
 from titan_model import titan  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
@@ -188,6 +189,17 @@ def attention(**arguments) -> torch.Tensor:
     bounds = torch.tensor([0, 8], dtype=torch.int32)
     defaults = {"attention_masks": titan.VarlenMetadata(bounds, bounds, 8, 8)}
     return module(q, k, k, **{**defaults, **arguments})
+
+
+@pytest.mark.parametrize("missing, message", [("torch", "PyTorch 2"), ("os", "'Missing' from")])
+def test_the_example_names_the_pytorch_it_needs(missing, message, monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text(f"from {missing} import Missing\n")
+    monkeypatch.setattr(torchtitan, "__path__", [str(tmp_path)])
+    monkeypatch.delattr(torchtitan, "train", raising=False)
+    monkeypatch.delitem(sys.modules, "torchtitan.train", raising=False)
+    with pytest.raises(ImportError, match=message) as raised:
+        torchtitan_train.trainer()
+    assert ("it needs one newer than 2.11" in str(raised.value)) == (missing == "torch")
 
 
 def test_metadata_has_two_names():
