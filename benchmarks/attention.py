@@ -56,6 +56,7 @@ from attention_peers import (
 from attention_report import Timing, kernel_table, left_out_table, ratio_table, ratios, save, table
 
 from distca._library import LIBRARY
+from distca.options import make_writable
 
 KINDS = ("dense", "shards", "documents")
 DENSE_LENGTHS = (2048, 8192, 32768, 65536)
@@ -96,6 +97,10 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.repeats < 1 or min(args.tokens) < 1:
         parser.error("--repeats and --tokens must be positive")
+    try:
+        make_writable("--out", args.out, "attention.csv", "attention.json", "attention.png")
+    except ValueError as error:
+        parser.error(str(error))
     if args.quick:
         args.repeats, args.tokens = min(args.repeats, QUICK_REPEATS), args.tokens[:1]
     return args

@@ -31,15 +31,17 @@ import torch.distributed as dist
 from attention_peers import Unavailable
 from device_time import FIGURES, gathered, profiled, step_profile, synchronise
 from long_document_ways import Way, alone_way, variant_way
-from step_model import add_attention_arguments, attention_shape, dtype_of
+from step_model import add_attention_arguments, attention_shape, check_device, dtype_of
 from torch import Tensor
 from torch_context_parallel import BACKENDS, torch_way
 from training_step import free_memory, join, leave
 from workloads import Workload, add_arguments, make_workload
 
+from distca.options import make_writable
 from distca.watching.figures import BACKWARD_OVER_FORWARD
 
 ALONE = "alone"
+FILES = ("long_document.csv", "long_document_ranks.csv")
 WAYS = (ALONE, "peer", "process_group", "context", *BACKENDS)
 
 
@@ -56,6 +58,8 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
     try:
         workload = make_workload(args, world_size, num_steps=1)
+        check_device(args)
+        make_writable("--out", args.out, *FILES)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not workload.crosses_ranks:
@@ -259,11 +263,12 @@ def rank_figures(benchmark: Benchmark) -> Iterator[tuple[str, str, list[float]]]
 
 def save(folder: Path, benchmark: Benchmark) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "long_document.csv").open("w", newline="") as file:
+    ways, ranks = (folder / name for name in FILES)
+    with ways.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=[field.name for field in fields(Result)])
         writer.writeheader()
         writer.writerows(asdict(each) for each in benchmark.results)
-    with (folder / "long_document_ranks.csv").open("w", newline="") as file:
+    with ranks.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["way", "figure", *range(dist.get_world_size())])
         writer.writerows([way, name, *each] for way, name, each in rank_figures(benchmark))

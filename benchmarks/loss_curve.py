@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from step_loop import free_memory, join, leave
-from step_model import add_model_arguments
+from step_model import add_model_arguments, check_device
 from step_variants import PERMUTED, VARIANTS, chosen_variants
 from training_step import run_variant
 from workloads import Workload, add_arguments, make_workload
+
+from distca.options import make_writable
 
 PLAIN = "plain"
 COLORS = {PLAIN: "#7a7a7a", PERMUTED: "#e1a32f"}
@@ -48,6 +50,8 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
         chosen_variants([PLAIN, PERMUTED, args.variant], workload, args.device)
         if VARIANTS[args.variant].is_sorted:
             raise ValueError(f"--variant is {args.variant!r}; expected one with the same documents")
+        check_device(args)
+        make_writable("--out", args.out, "loss.csv", "loss.png")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return args, workload

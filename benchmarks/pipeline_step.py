@@ -28,7 +28,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from device_time import gathered, timed
 from step_loop import free_memory, join, leave
-from step_model import add_model_arguments, dtype_of, mixed_precision, new_model
+from step_model import (
+    add_model_arguments,
+    check_device,
+    dtype_of,
+    mixed_precision,
+    new_model,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -86,9 +92,11 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         parser.error("documents would cross ranks; expected --lengths without --mixed, or --equal")
     num_packs = world_size // args.stages * args.micro_batches
     try:
-        return args, make_workload(args, num_packs, args.steps)
+        workload = make_workload(args, num_packs, args.steps)
+        check_device(args)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    return args, workload
 
 
 def build_stage(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> LlamaStage:

@@ -52,6 +52,7 @@ from planner_report import ALIKE, OURS, Figures, Result, save, save_json, table
 from torch import Tensor
 
 import distca
+from distca.options import make_writable
 from distca.planning.cluster import Cluster, cluster_of
 from distca.planning.cost import AttentionShape
 from distca.planning.packs import read_lengths
@@ -108,6 +109,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.options = distca.Options(tolerance=args.tolerance)
     except ValueError as error:
         parser.error(f"--{error}")
+    try:  # before minutes of planning
+        make_writable("--json", args.json)
+        make_writable("--out", args.out, "planner.csv", "planner.png")
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

@@ -50,12 +50,13 @@ import torch.distributed as dist
 from device_time import Span, gathered
 from other_work import LARGEST_PART, OtherWork, own_core
 from step_loop import free_memory, join, leave, open_session, peer_memory_gib, run_steps
-from step_model import add_model_arguments, dtype_of
+from step_model import add_model_arguments, check_device, dtype_of
 from step_report import Run, save, show, summarize
 from step_variants import Variant, own_share
 from workloads import Workload, add_arguments, make_workload
 
 import distca
+from distca.options import make_writable
 from distca.ranks.pace import NUM_WORDS, UNKNOWN, Pace
 
 ALONE, SERVED = "alone", "served"
@@ -102,9 +103,12 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
             "processes get half of a device each"
         )
     try:
-        return args, make_workload(args, num_ranks - (args.mode == "server"), args.steps)
+        workload = make_workload(args, num_ranks - (args.mode == "server"), args.steps)
+        check_device(args)
+        make_writable("--out", args.out)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    return args, workload
 
 
 @dataclass

@@ -26,6 +26,12 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-inputs-gb", type=float, help="distca's option of this name")
 
 
+def check_device(args: argparse.Namespace) -> None:
+    """Raise ValueError if --device is cuda, the default, and this machine has no CUDA device."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, and torch finds no CUDA device; pass --device cpu")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=4096)

@@ -44,12 +44,13 @@ import torch
 import torch.distributed as dist
 from device_time import Span, gathered, synchronise
 from step_loop import free_memory, join, leave, open_session, peer_memory_gib, run_steps
-from step_model import add_model_arguments, dtype_of, linear_length
+from step_model import add_model_arguments, check_device, dtype_of, linear_length
 from step_report import NUM_WARM_UP_STEPS, Limit, Run, save, show, summarize
 from step_variants import VARIANTS, Variant, chosen_variants
 from workloads import Workload, add_arguments, make_workload, sorted_workload
 
 import distca
+from distca.options import make_writable
 
 NUM_PROFILED_STEPS = 3
 HOST_LINKS = {"NCCL_P2P_DISABLE": "1"}
@@ -101,6 +102,8 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     try:
         workload = make_workload(args, world_size, args.steps)
         args.variants = chosen_variants(args.variants, workload, args.device, not emulates)
+        check_device(args)
+        make_writable("--out", args.out)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return args, workload

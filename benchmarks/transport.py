@@ -33,6 +33,7 @@ from device_time import FIGURES, profiled, step_profile
 from torch import Tensor
 
 import distca
+from distca.options import make_writable
 from distca.planning.plan import local_plan
 from distca.ranks.session import Session
 
@@ -42,6 +43,7 @@ SCALE = HEAD_DIM**-0.5
 ROW_BYTES = 2 * HEAD_DIM * (HEADS_Q + 2 * HEADS_KV)  # a query with its own key and value
 CALLS = 10  # in a batch
 NUM_PROFILED = 4
+CSV_FILE = "transport.csv"
 WAKING_ROWS = round(MIB / ROW_BYTES)
 Task = tuple[int, int, int, int]  # document, first query, last query + 1, server
 
@@ -59,6 +61,12 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
+    if not torch.cuda.is_available():
+        parser.error("it measures links of CUDA devices, and torch finds none")
+    try:
+        make_writable("--out", args.out, CSV_FILE)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -265,7 +273,7 @@ def main() -> None:
                 add(name, f"longer than {way}, %", 100 * (ms["moved"] / ms[way] - 1))
     if is_first and args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-        with (args.out / "transport.csv").open("w", newline="") as file:
+        with (args.out / CSV_FILE).open("w", newline="") as file:
             csv.writer(file).writerows([("what", "figure", "value"), *table])
     dist.destroy_process_group()
 

@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import distca
+from distca.options import make_writable
+from distca.watching.figures import STEPS_FILE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from llama import Llama, LlamaConfig  # noqa: E402
@@ -38,6 +40,10 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 2 " + __file__)
+    try:
+        make_writable("--out", args.out, STEPS_FILE)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

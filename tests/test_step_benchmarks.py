@@ -1,4 +1,5 @@
-"""benchmarks/training_step.py, pipeline_step.py, long_document.py and loss_curve.py on the CPU."""
+"""benchmarks/training_step.py, pipeline_step.py, long_document.py and loss_curve.py on the CPU, and
+arguments of every benchmark."""
 
 import argparse
 import contextlib
@@ -23,12 +24,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import attention  # noqa: E402
 import long_document  # noqa: E402
 import loss_curve  # noqa: E402
 import pipeline_step  # noqa: E402
+import planner  # noqa: E402
+import server_step  # noqa: E402
 import step_model  # noqa: E402
 import step_variants  # noqa: E402
 import training_step  # noqa: E402
+import transport  # noqa: E402
+import watching  # noqa: E402
 from attention_peers import Unavailable  # noqa: E402
 from context_parallel import HeadTail, context_attention, rows_of  # noqa: E402
 from step_model import add_model_arguments, linear_length  # noqa: E402
@@ -158,6 +164,7 @@ def test_emulated_links_are_those_of_two_gpus(lengths_file, monkeypatch, capsys)
 
     def parse(*flags: str, num_gpus: int) -> argparse.Namespace:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
         monkeypatch.setattr(sys, "argv", [*command, *flags])
         return training_step.arguments()[0]
 
@@ -176,6 +183,55 @@ def test_emulated_links_are_those_of_two_gpus(lengths_file, monkeypatch, capsys)
     assert "on cuda over emulated links" in capsys.readouterr().err
     for name in ("host", "socket"):
         assert training_step.LINKS[name]["NCCL_P2P_DISABLE"] == "1"
+
+
+LIST = ["--lengths", "LENGTHS", "--tokens", "512"]
+BENCHMARKS = {  # flags that each needs
+    attention: [],
+    long_document: ["--document", "1024"],
+    loss_curve: LIST,
+    pipeline_step: LIST,
+    planner: ["--lengths", "LENGTHS"],
+    server_step: ["server", *LIST],
+    training_step: LIST,
+    transport: [],
+    watching: [],
+}
+
+
+@pytest.fixture
+def refusal(lengths_file, monkeypatch, capsys):
+    """A function that parses flags of a benchmark, and returns why it refuses them."""
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "2")
+
+    def refused(module, *flags: str, has_gpu: bool) -> str:
+        needed = [str(lengths_file) if flag == "LENGTHS" else flag for flag in BENCHMARKS[module]]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+        monkeypatch.setattr(sys, "argv", ["benchmark", *needed, *flags])
+        with pytest.raises(SystemExit):
+            module.arguments()
+        return capsys.readouterr().err
+
+    return refused
+
+
+WITH_OUT = [module for module in BENCHMARKS if module is not pipeline_step]
+
+
+@pytest.mark.parametrize("module", WITH_OUT, ids=lambda module: module.__name__)
+def test_benchmarks_refuse_files_that_they_cannot_write(module, refusal):
+    assert "--out /proc/x cannot be written: " in refusal(module, "--out", "/proc/x", has_gpu=True)
+
+
+ON_CPU_TOO = [long_document, loss_curve, pipeline_step, server_step, training_step]
+
+
+@pytest.mark.parametrize("module", [*ON_CPU_TOO, transport], ids=lambda module: module.__name__)
+def test_benchmarks_without_a_gpu_say_so(module, refusal):
+    why = refusal(module, has_gpu=False)
+    assert ("finds no CUDA device; pass --device cpu" in why) == (module in ON_CPU_TOO)
+    assert ("measures links of CUDA devices, and torch finds none" in why) == (module is transport)
 
 
 # Context parallelism.
