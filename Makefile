@@ -13,7 +13,7 @@ TOOLS := numpy "setuptools>=77,<82" wheel ninja matplotlib cmake==3.31.10 pytest
 	pytest-xdist==3.8.0 ruff==0.17.5 clang-format==14.0.6
 # What distca integrates with; their tests skip where they are missing. 40 s, 620 MB. torchtitan
 # wants datasets below 4.8.
-FRAMEWORKS := transformers==5.23.0 accelerate==1.15.0 datasets==4.7.0 trl==1.16.0 \
+FRAMEWORKS := transformers==5.24.0 accelerate==1.15.0 datasets==4.7.0 trl==1.16.0 \
 	"torchtitan==0.3.0; python_version >= '3.11'"
 BIN := $(VENV)/bin
 PLANNER_BUILD := build/planner

@@ -109,6 +109,10 @@ OWN_SIZES = {
         **{"o_groups": 2, "o_lora_rank": 8},
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    "dory": {
+        **{"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "dots1": _WINDOWS,
     "dots3_note": {
         "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},

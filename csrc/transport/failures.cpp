@@ -291,8 +291,9 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
               name + " is stopped (process " + pid + ", SIGSTOP or a debugger)"};
     }
   }
-  return {Blame::kPossible, false, kSilent,
-          name + " has not answered: it is late, stuck or gone; timeout_s sets how long ranks wait"};
+  return {
+      Blame::kPossible, false, kSilent,
+      name + " has not answered: it is late, stuck or gone; timeout_s sets how long ranks wait"};
 }
 
 std::string FailureBoard::diagnose(const std::string& own_error,

@@ -25,6 +25,7 @@ NAME = "distca"
 NAMES = {NAME}  # with the names that `transformers.replace` took over
 USE_ANOTHER = 'use another attn_implementation for this model, such as "sdpa" or "eager"'
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "seq_idx")
+CACHES = ("past_key_values", "cache")  # the second name since transformers 5.24
 
 # Of config.layer_types. transformers called them "attention" and "mamba", too, before 5.15.
 PLAIN_LAYERS = (
@@ -173,7 +174,7 @@ def _enter(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | 
     documents, name = kwargs.get("documents"), type(model).__name__
     crosses_ranks = getattr(documents, "crosses_ranks", False)
     has_tokens = any(arguments.get(each) is not None for each in ("input_ids", "inputs_embeds"))
-    has_cache = arguments.get("past_key_values") is not None
+    has_cache = any(arguments.get(each) is not None for each in CACHES)
     entered = _Pass(model, boundaries, has_tokens, crosses_ranks, has_cache)
     is_shared = crosses_ranks or is_balanced(model, passes[0] if passes else entered)
     with sessions.announced(open_session() if is_shared else None):

@@ -502,7 +502,7 @@ def _check_batch(call: _Call, mask: Tensor | None) -> None:
         raise ValueError(
             f"key has {call.key.shape[2]} tokens, query {call.num_tokens}, "
             f"{_mode(call.module)}; expected as many: set use_cache=False and pass no "
-            "past_key_values or encoder states"
+            "key-value cache or encoder states"
         )
 
 
