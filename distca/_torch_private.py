@@ -56,8 +56,15 @@ def is_alive(group: ProcessGroup | None) -> bool:
 
 
 def num_groups() -> int:
-    """Return how many process groups this rank is in."""
-    return len(dist.distributed_c10d._world.pg_names)
+    """Return the number from which torch makes the name of the next group of some ranks: of groups
+    that this rank is in, or since PyTorch 2.14 of groups that it has helped to create."""
+    world = dist.distributed_c10d._world
+    return len(world.pg_names) if release() < (2, 14) else world.group_count
+
+
+def release() -> tuple[int, ...]:
+    """Return the major and the minor version of PyTorch."""
+    return tuple(int(each) for each in torch.__version__.split(".")[:2])
 
 
 def flat_group(mesh: DeviceMesh) -> ProcessGroup:
@@ -161,8 +168,7 @@ NEWEST_WITH_STAGES = (2, 15)
 
 def check_stages() -> None:
     """Raise ValueError if PyTorch is newer than NEWEST_WITH_STAGES."""
-    release = tuple(int(each) for each in torch.__version__.split(".")[:2])
-    if release > NEWEST_WITH_STAGES:
+    if release() > NEWEST_WITH_STAGES:
         newest = ".".join(map(str, NEWEST_WITH_STAGES))
         raise ValueError(
             f"torch is {torch.__version__}, but stages of a pipeline can share attention only up "

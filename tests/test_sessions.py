@@ -11,6 +11,7 @@ from ranks import Ranks
 from small_step import SHARDED, small_step
 
 import distca
+from distca import _torch_private
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def train_in_a_subgroup(rank: int, world_size: int, uneven: bool) -> str:
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_subgroup_trains_or_raises_an_error(fresh_ranks, uneven):
     outcomes = fresh_ranks.run(train_in_a_subgroup, uneven, timeout_s=40)
-    if uneven:
+    if uneven and _torch_private.release() < (2, 14):
         assert all("process groups; create groups that only some" in each for each in outcomes[:2])
     else:
         assert outcomes == ["trained", "trained", ""]

@@ -102,7 +102,7 @@ def _open_transport(session) -> None:
 
 
 def _check_equal_group_counts(group: ProcessGroup) -> None:
-    """Raise ValueError unless all ranks of `group` are in equally many groups. Torch names a
+    """Raise ValueError unless all ranks of `group` count equally many groups. Torch names a
     subgroup by that number, so ranks would wait for each other under different names."""
     device = "cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"
     own = torch.tensor([_torch_private.num_groups()], device=device)
@@ -110,7 +110,7 @@ def _check_equal_group_counts(group: ProcessGroup) -> None:
     dist.all_gather_into_tensor(counts, own, group=group)
     if (counts != own).any():
         raise ValueError(
-            f"distca.init: the ranks of this group are in {counts.tolist()} process groups; create "
+            f"distca.init: the ranks of this group count {counts.tolist()} process groups; create "
             "groups that only some ranks are in after distca.init, or give every rank as many"
         )
 
