@@ -10,4 +10,4 @@ def show(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
-        sys.exit(1)
+        sys.exit(1)  # as Python ends if it finds the pipe closed, without the traceback

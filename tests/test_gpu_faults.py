@@ -20,7 +20,6 @@ import distca
 pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).parent / "gpu_fault_script.py"
-FILLS_MEMORY = "run_out_of_memory"
 START_S = 40  # of processes with CUDA
 MESSAGES = {
     "die": "is dead",
@@ -81,19 +80,18 @@ def last_named(error: str) -> str:
 
 
 @pytest.mark.parametrize("failing_pass", ["forward", "backward"])
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != FILLS_MEMORY])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(fault for fault in FAULTS if fault != "run_out_of_memory"),
+        pytest.param("run_out_of_memory", marks=pytest.mark.whole_gpu),
+    ],
+)
 @pytest.mark.parametrize("transport", ["peer", "process_group"])
 def test_the_others_name_the_rank_at_fault(fault, failing_pass, transport):
     message = last_named(errors_of_survivor(fault, "fail_between_calls", failing_pass, transport))
     assert f"rank {VICTIM} " in message and MESSAGES[fault] in message
     assert f"{failing_pass} pass" in message
-
-
-@pytest.mark.whole_gpu
-@pytest.mark.parametrize("failing_pass", ["forward", "backward"])
-@pytest.mark.parametrize("transport", ["peer", "process_group"])
-def test_a_rank_that_fills_its_device_is_named(failing_pass, transport):
-    test_the_others_name_the_rank_at_fault(FILLS_MEMORY, failing_pass, transport)
 
 
 @pytest.mark.parametrize("transport", ["peer", "process_group"])

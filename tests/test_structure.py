@@ -61,7 +61,7 @@ PYTHON_RULES = {
         "watching",
     },
     "integrations/__init__": set(),
-    "calibrate": {"ops", "options", "planning", "ranks"},
+    "calibrate": {"_output", "ops", "options", "planning", "ranks"},
     "explain": {"_output", "options", "planning"},
     "simulate": {"_output", "options", "planning", "watching"},
     "report": {"_output", "watching"},
@@ -86,7 +86,6 @@ LAUNCHER = "run.py"  # reads and sets the variables of torchrun
 MAY_PRINT = (
     "_output.py",
     "run.py",
-    "calibrate/__main__.py",
 )
 
 

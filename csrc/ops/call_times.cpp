@@ -15,7 +15,7 @@ bool is_forward(const transport::Where& where) {
 }
 
 bool is_recomputed(const transport::Where& where) {
-  return !is_forward(where) && std::string_view(where.pass) != "backward";
+  return !is_forward(where) && !where.is_backward();
 }
 
 }  // namespace

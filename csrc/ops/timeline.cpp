@@ -67,7 +67,7 @@ void Timeline::watch(int64_t step) {
 bool Timeline::notes(const transport::Where& where) {
   const int64_t step = step_;
   if (step < 0) return false;
-  if (where.step > step && std::string_view(where.pass) == "backward") is_over_ = true;
+  if (where.step > step && where.is_backward()) is_over_ = true;
   return where.step == step && !is_full_;
 }
 

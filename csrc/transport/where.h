@@ -31,7 +31,8 @@ struct Where {
   bool is_sampled() const { return (step + layer) % 4 == 0; }
   // Returns whether this is the backward pass of the first layer, after which no call comes under
   // the same plan.
-  bool is_last() const { return layer == 0 && std::string_view(pass) == "backward"; }
+  bool is_last() const { return layer == 0 && is_backward(); }
+  bool is_backward() const { return std::string_view(pass) == "backward"; }
 };
 
 std::string describe(const Where& where);

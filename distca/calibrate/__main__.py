@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distca import calibrate
+from distca._output import show
 from distca.calibrate import attention
 from distca.calibrate.timing import ProgressBar
 from distca.options import Options, make_writable
@@ -98,7 +99,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     bar.finish()
     calibration = _calibration(args, device, seconds, links)
     calibration.save(args.out)
-    print(f"{_summary(calibration)}\nwrote {args.out}")
+    show(f"{_summary(calibration)}\nwrote {args.out}")
 
 
 def _links(device: torch.device) -> Links:

@@ -236,9 +236,9 @@ def opened(
             "distca.init: torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first (under torchrun)"
         )
-    for name, given, kind in (("options", options, Options), ("watching", watching, Watching)):
+    for name, setting, kind in (("options", options, Options), ("watching", watching, Watching)):
         expected = f"a distca.{kind.__name__}, or None"
-        check(name, given, given is None or isinstance(given, kind), expected)
+        check(name, setting, setting is None or isinstance(setting, kind), expected)
     pools_stages, group = groups.has_stages(group), groups.resolve(group)
     session = find(group)
     if session is not None:

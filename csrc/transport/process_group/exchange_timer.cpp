@@ -69,9 +69,8 @@ void ExchangeTimer::end(const Where& where, int64_t num_bytes) {
   begun_.pop_front();
   if (!begun_.empty() && begun_.front()) begun_.front()->previous_end = record(ends_);
   if (!span) return;
-  const bool is_backward = std::string_view(where.pass) == "backward";
   const bool is_combine = std::string_view(where.phase) == kCombine;
-  span->time = {is_backward, is_combine, num_bytes, 0};
+  span->time = {where.is_backward(), is_combine, num_bytes, 0};
   span->end = record(ends_);
   ended_.push_back(*span);
   if (ended_.size() <= kMaxSpans) return;
