@@ -57,12 +57,12 @@ def samples_of(case: Case) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of a sample in float32: out, dq [rows, group, head_dim], dk, dv [keys, head_dim]."""
+    """Results of a sample in float32, where value_dim is the head_dim of v."""
 
-    out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    out: Tensor  # [rows, group, value_dim]
+    dq: Tensor  # [rows, group, head_dim]
+    dk: Tensor  # [keys, head_dim]
+    dv: Tensor  # [keys, value_dim]
     lse: Tensor  # [rows, group]
 
     def named(self) -> dict[str, Tensor]:
@@ -74,8 +74,8 @@ def reference(sample: Sample, inputs: tuple[Tensor, ...], scale: float, dtype: t
     all_q, all_k, all_v, all_grad = inputs
     k, v = sample.keys(all_k).to(dtype), sample.keys(all_v).to(dtype)
     q, grad_out = sample.queries(all_q).to(dtype), sample.queries(all_grad).to(dtype)
-    num_rows, group, head_dim = q.shape
-    dk, dv = (torch.zeros(k.shape, device=k.device) for _ in range(2))
+    num_rows, group, _ = q.shape
+    dk, dv = (torch.zeros(tensor.shape, device=k.device) for tensor in (k, v))
     parts = []
     block = max(1, MAX_SCORES // (group * k.shape[0]))
     for begin in range(0, num_rows, block):
@@ -84,7 +84,7 @@ def reference(sample: Sample, inputs: tuple[Tensor, ...], scale: float, dtype: t
         hidden = torch.arange(num_keys, device=k.device) > positions.to(k.device)[:, None]
         # [rows * group, ...], so that one product serves all heads of the group.
         q_rows, grad_rows = (
-            tensor[begin : begin + block].reshape(-1, head_dim) for tensor in (q, grad_out)
+            tensor[begin : begin + block].flatten(end_dim=1) for tensor in (q, grad_out)
         )
         keys, values = k[:num_keys], v[:num_keys]
         hidden = hidden.repeat_interleave(group, dim=0)
@@ -98,8 +98,7 @@ def reference(sample: Sample, inputs: tuple[Tensor, ...], scale: float, dtype: t
         dv[:num_keys] += probabilities.T @ grad_rows
         dk[:num_keys] += (grad_scores.T @ q_rows).float() * scale
         dq = (grad_scores @ keys).float() * scale
-        shape = (-1, group, head_dim)
-        parts.append((out.float().view(shape), dq.view(shape), lse.view(-1, group)))
+        parts.append([rows.unflatten(0, (-1, group)) for rows in (out.float(), dq, lse)])
     out, dq, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return Result(out, dq, dk, dv, lse)
 
