@@ -21,7 +21,7 @@ NUM_STEPS = int(os.environ.get("DISTCA_NUM_MEMORY_STEPS", "200"))
 LARGEST = 300  # tokens of a document
 MAX_CYCLES = 3_000_000  # of a delay: about 2 ms
 SLEEP_CYCLES = 300_000_000  # about 150 ms, in which the host makes all calls
-NUM_CALLS_AHEAD = 16
+NUM_LAYERS_AHEAD = 16
 
 
 @pytest.fixture(scope="module", params=["peer", "process_group"])
@@ -124,23 +124,27 @@ def test_memory_is_flat(two_ranks):
 
 
 def run_ahead(rank, world_size):
-    """Call attention many times while the device is busy. Return by how many bytes the reserved
+    """Run a step of many layers while the device is busy. Return by how many bytes the reserved
     memory grew, and the bytes of rows that this rank sends and receives in a layer."""
     lengths = [8192] if rank == 0 else [1024] * 8
     documents = distca.Documents([0, *itertools.accumulate(lengths)])
     leaves, grad_out = leaves_of(documents.num_tokens, (8, 2), 128)
     report = distca.plan(documents, device="cuda").report()
 
-    def call() -> None:
-        torch.autograd.grad(distca.core_attention(*leaves, documents), leaves, grad_out)
+    def run_step(end_layer) -> None:
+        outs = []
+        for _ in range(NUM_LAYERS_AHEAD):
+            outs.append(distca.core_attention(*leaves, documents))
+            end_layer()
+        while outs:
+            torch.autograd.grad(outs.pop(), leaves, grad_out)
+            end_layer()
 
-    for _ in range(2):  # connects ranks, and gets the memory of a call
-        call()
-        torch.cuda.synchronize()
+    for _ in range(2):  # connects ranks, and gets the memory of a step
+        run_step(end_layer=torch.cuda.synchronize)
     before = torch.cuda.memory_reserved()
     torch.cuda._sleep(SLEEP_CYCLES)
-    for _ in range(NUM_CALLS_AHEAD):
-        call()
+    run_step(end_layer=lambda: None)
     grown = torch.cuda.memory_reserved() - before
     torch.cuda.synchronize()
     return grown, report.bytes_out[rank] + report.bytes_in[rank]

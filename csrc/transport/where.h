@@ -29,8 +29,7 @@ struct Where {
   // Returns whether to time the call. Only one call in four is timed, because events delay the
   // computing stream by a microsecond. Over the steps, every layer is timed in both passes.
   bool is_sampled() const { return (step + layer) % 4 == 0; }
-  // Returns whether this is the backward pass of the first layer, after which no call comes under
-  // the same plan.
+  // Returns whether this is the backward pass of the first layer, with which a batch ends.
   bool is_last() const { return layer == 0 && is_backward(); }
   bool is_backward() const { return std::string_view(pass) == "backward"; }
 };
