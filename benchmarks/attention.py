@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=Path, action="append", default=[], help="JSON list")
     parser.add_argument("--tokens", type=listed(int), default=[32768, 131072], help="of documents")
     parser.add_argument("--repeats", type=int, default=20, help="rounds per case")
-    parser.add_argument("--quick", action="store_true", help="few rounds, few shards and tokens")
+    parser.add_argument("--quick", action="store_true", help="few rounds and short cases")
     parser.add_argument("--flex", action="store_true", help="also time compiled FlexAttention")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for attention.csv, .json and .png")
@@ -111,7 +111,7 @@ def cases_of(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     heads = HEADS[args.head_dims[0]]
     if "dense" in args.cases:
         for head_dim in args.head_dims:
-            for length in DENSE_LENGTHS:
+            for length in DENSE_LENGTHS[:2] if args.quick else DENSE_LENGTHS:
                 yield dense_case(HEADS[head_dim], length, device)
     if "shards" in args.cases:
         for keys in SHARD_KEYS[:1] if args.quick else SHARD_KEYS:

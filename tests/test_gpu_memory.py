@@ -22,6 +22,9 @@ LARGEST = 300  # tokens of a document
 MAX_CYCLES = 3_000_000  # of a delay: about 2 ms
 SLEEP_CYCLES = 300_000_000  # about 150 ms, in which the host makes all calls
 NUM_LAYERS_AHEAD = 16
+# The least that PyTorch's allocator reserves. How many small tensors exist at once depends on how
+# far the planner's thread is ahead.
+SMALL_SEGMENT = 2**21
 
 
 @pytest.fixture(scope="module", params=["peer", "process_group"])
@@ -120,7 +123,7 @@ def test_memory_is_flat(two_ranks):
     for used in two_ranks.run(run_steps, NUM_STEPS):
         allocated, reserved = zip(*used, strict=True)
         assert max(allocated) < 2**23  # a step's own tensors at most
-        assert reserved[-1] <= reserved[1]
+        assert reserved[-1] <= reserved[1] + SMALL_SEGMENT
 
 
 def run_ahead(rank, world_size):
