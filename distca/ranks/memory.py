@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from distca import ops
 
 MARGIN = 0.05  # of a device's memory, left free for later peaks
-WARM_UP_PLANS = 8  # after the first optimizer step, in which memory reaches its peak
+WARM_UP_PLANS = 3  # after the first optimizer step, in which memory comes near its peak
 NUM_PEAKS = 32  # latest plans whose peaks of kept inputs count
 NUM_WORDS = 4  # device, its spare bytes or NOT_YET, peaks of kept bytes and of calls to come
 NOT_YET = -(2**62)
