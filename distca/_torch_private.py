@@ -55,13 +55,6 @@ def is_alive(group: ProcessGroup | None) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def num_groups() -> int:
-    """Return the number from which torch makes the name of the next group of some ranks: of groups
-    that this rank is in, or since PyTorch 2.14 of groups that it has helped to create."""
-    world = dist.distributed_c10d._world
-    return len(world.pg_names) if release() < (2, 14) else world.group_count
-
-
 def release() -> tuple[int, ...]:
     """Return the major and the minor version of PyTorch."""
     return tuple(int(each) for each in torch.__version__.split(".")[:2])

@@ -11,7 +11,6 @@ from ranks import Ranks
 from small_step import SHARDED, small_step
 
 import distca
-from distca import _torch_private
 
 
 @pytest.fixture
@@ -106,28 +105,32 @@ def test_other_options_are_refused_by_their_difference(fresh_ranks):
 PAIR = Case([[300, 11], [5]], dtype=torch.float32)
 
 
-def train_in_a_subgroup(rank: int, world_size: int, uneven: bool) -> str:
+def train_in_a_subgroup(rank: int, world_size: int, uneven: bool) -> float:
+    """Train in the group of ranks 0 and 1, and return what all ranks add up in a later group. If
+    `uneven`, the ranks know different numbers of groups."""
     group = dist.new_group([0, 1])
     if uneven:
         dist.new_group([0])
-    if rank == 2:
-        return ""
-    try:
+    for _ in range(2 * (rank < 2)):
         step = small_step(rank, 2, PAIR)
         distca.plan(step.documents, group=group)
         step.attend().sum().backward()
-    except ValueError as error:
-        return str(error)
-    return "trained"
+        distca.close(group)
+    total = torch.ones(())
+    dist.all_reduce(total, group=dist.new_group())
+    return total.item()
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_a_subgroup_trains_or_raises_an_error(fresh_ranks, uneven):
-    outcomes = fresh_ranks.run(train_in_a_subgroup, uneven, timeout_s=40)
-    if uneven and _torch_private.release() < (2, 14):
-        assert all("process groups; create groups that only some" in each for each in outcomes[:2])
-    else:
-        assert outcomes == ["trained", "trained", ""]
+def test_a_subgroup_leaves_no_trace_in_other_groups(fresh_ranks, uneven):
+    num_groups = fresh_ranks.run(count_groups)
+    assert fresh_ranks.run(train_in_a_subgroup, uneven, timeout_s=40) == [3.0] * 3
+    added = [2 + uneven, 2, 1]  # by this test
+    assert fresh_ranks.run(count_groups) == [a + b for a, b in zip(num_groups, added, strict=True)]
+
+
+def count_groups(rank: int, world_size: int) -> int:
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def open_close_and_start_again(rank: int, world_size: int, port: int) -> bool:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from distca import _torch_private, ops
 from distca.ranks import speed
 from distca.ranks.links import measure
+from distca.ranks.own_groups import own_groups_of
 from distca.ranks.peers import check_transport, choose_way
 
 _log = logging.getLogger("distca")
@@ -27,31 +28,14 @@ def measures_links(session) -> bool:
 def open_groups(session) -> None:
     """Open the process groups of a session's ranks, and its transport. Collective. Raises
     ValueError on every rank for a transport that they cannot use."""
-    group, options, world = session.group, session.options, session.world
+    options, timeout = session.options, timedelta(seconds=session.options.timeout_s)
     check_transport(options.transport)
-    timeout = timedelta(seconds=options.timeout_s)
-    if world is None:
-        ranks = dist.get_process_group_ranks(group)
-        # Ranks outside a subgroup do not take part. Torch then names it by each rank's own count.
-        is_subgroup = len(ranks) < dist.get_world_size()
-        if is_subgroup:
-            _check_equal_group_counts(group)
-    else:
-        ranks = list(range(session.num_ranks))
+    ranks = list(range(session.num_ranks))
 
     def new_group(backend: str, timeout: timedelta = timeout, options=None) -> ProcessGroup:
-        if world is not None:
-            return world.new_group(ranks, backend, timeout, options)
-        return dist.new_group(
-            ranks, timeout, backend, pg_options=options, use_local_synchronization=is_subgroup
-        )
-
-    def new_node_group(size: int) -> ProcessGroup:
-        first = session.rank // size * size
-        node = ranks[first : first + size]
-        if world is not None:
-            return world.new_group(node, "gloo", timeout)
-        return dist.new_group(node, timeout, "gloo", use_local_synchronization=True)
+        if session.own_groups is not None:
+            return session.own_groups.open(ranks, backend, timeout, options)
+        return dist.new_group(None, timeout, backend, pg_options=options)
 
     backend = session.backend  # "cpu:gloo,cuda:gloo"
     # When torch destroys a group of several devices, it warns unless one of them uses NCCL.
@@ -69,10 +53,18 @@ def open_groups(session) -> None:
     session.control = new_group("gloo")
     session.way = choose_way(options, backend, session.control)
     if session.way.ranks_per_node > 0:
-        session.node = new_node_group(session.way.ranks_per_node)
+        session.node = _new_node_group(session, timeout)
     if session.rank in (0, *session.servers) and session.servers:
         session.notices = _new_notices(session, timeout)
     _open_transport(session)
+
+
+def _new_node_group(session, timeout: timedelta) -> ProcessGroup:
+    size = session.way.ranks_per_node
+    first = session.rank // size * size
+    node = range(first, min(first + size, session.num_ranks))
+    own_groups = session.own_groups or own_groups_of(session.control)
+    return own_groups.open(node, "gloo", timeout)
 
 
 def _new_notices(session, timeout: timedelta) -> ProcessGroup:
@@ -99,20 +91,6 @@ def _open_transport(session) -> None:
         session.way.ranks_per_node,
         None if not session.servers else getattr(session.notices, "group_name", ""),
     )
-
-
-def _check_equal_group_counts(group: ProcessGroup) -> None:
-    """Raise ValueError unless all ranks of `group` count equally many groups. Torch names a
-    subgroup by that number, so ranks would wait for each other under different names."""
-    device = "cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"
-    own = torch.tensor([_torch_private.num_groups()], device=device)
-    counts = own.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(counts, own, group=group)
-    if (counts != own).any():
-        raise ValueError(
-            f"distca.init: the ranks of this group count {counts.tolist()} process groups; create "
-            "groups that only some ranks are in after distca.init, or give every rank as many"
-        )
 
 
 def open_transport_again(session) -> None:
@@ -145,14 +123,13 @@ def groups_of(session) -> list[ProcessGroup]:
 
 
 def destroy_groups(session) -> None:
-    """End the process groups of a session, unless it has only some of the default group's ranks."""
-    # Torch names a subgroup by the number of groups. If this one were destroyed, a later one would
-    # get its name, and with it what its ranks left in the store.
+    """End the process groups of a session."""
     if session.notices is not None:
         _torch_private.end_group(session.notices)
-    if session.world is not None:
-        for own in (*groups_of(session), *filter(None, [session.node])):
+    if session.node is not None:
+        _torch_private.end_group(session.node)
+    for own in groups_of(session):
+        if session.own_groups is not None:
             _torch_private.end_group(own)
-    elif session.num_ranks == dist.get_world_size():
-        for own in groups_of(session):
+        else:
             dist.destroy_process_group(own)

@@ -25,6 +25,7 @@ from distca.ranks.opening import (
     open_groups,
     open_transport_again,
 )
+from distca.ranks.own_groups import OwnGroups, own_groups_of
 from distca.ranks.pace import Pace
 from distca.ranks.peers import Way
 from distca.ranks.planner_thread import PlannerThread
@@ -53,6 +54,7 @@ class Session:
     servers: tuple[int, ...] = ()  # ranks that run no model
     notices: ProcessGroup | None = None  # gloo, of rank 0 and the servers; None on other ranks
     world: World | None = None  # the launcher's: all ranks, with servers that `group` lacks
+    own_groups: OwnGroups | None = None  # open all groups above; None: torch.distributed does
     backend: str = ""  # of rows, "cpu:gloo,cuda:nccl"
     way: Way = Way()  # how rows travel, if the attention allows it
     links: Links = Links()  # as measured when it was opened
@@ -275,6 +277,8 @@ def opened(
     if _world is not None:
         _check_trains_with(_world, session)
         session = replace(session, **_world.members())
+    elif session.num_ranks < dist.get_world_size():
+        session.own_groups = own_groups_of(group)
     check_servers(session.servers, session.num_ranks, session.options)
     if _world is not None:
         _world.announce(session.backend, session.options, session.watching)
@@ -348,7 +352,7 @@ def halves_of(session: Session) -> list[Session]:
     options = replace(session.options, transport="process_group")
     while len(session.halves) < 2:
         half = Session(options, session.group, session.rank, session.num_ranks)
-        half.backend = session.backend
+        half.backend, half.own_groups = session.backend, session.own_groups
         half.planning, half.planner = session.planning, session.planner
         open_groups(half)
         session.halves.append(half)
@@ -374,8 +378,6 @@ def all_open() -> list[Session]:
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     """End the session of `group` (default: as for `init`). A group that is not open is left alone.
-    If the group has only some of the ranks, its process groups stay until torch.distributed ends,
-    and so does the process group of a node.
 
     Every rank calls it, and waits at most a moment for the others. If an exception is being
     handled, as in a `finally` block, the other ranks are told of it. Ranks that go on after a rank

@@ -4,13 +4,11 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from distca import _torch_private
 from distca.options import Options
+from distca.ranks.own_groups import OwnGroups
 from distca.watching.settings import Watching
 
 LOOK_S = 0.1  # from one look for a session to the next
@@ -19,28 +17,20 @@ ENDED = "ended"
 
 @dataclass
 class World:
-    """Ranks that meet in a store of their own. Their process groups do not belong to the default
-    process group, and have the same numbers on all ranks."""
+    """Ranks that meet in a store of their own, beside the default process group."""
 
     store: dist.Store
     rank: int
     num_ranks: int
     servers: tuple[int, ...]
-    num_groups: int = field(default=0, init=False)
     num_sessions: int = field(default=0, init=False)
 
-    def new_group(
-        self, ranks: Sequence[int], backend: str, timeout: timedelta, options=None
-    ) -> ProcessGroup:
-        """Open a group of some ranks. All ranks of the world open one at the same time."""
-        self.num_groups += 1
-        name = f"distca/{self.num_groups}/{ranks[0]}"
-        place = (ranks.index(self.rank), len(ranks))
-        return _torch_private.new_group(self.store, name, *place, backend, timeout, options)
+    def __post_init__(self) -> None:
+        self.own_groups = OwnGroups("distca", self.store, self.rank)
 
     def members(self) -> dict:
         """Return the fields of a session that name its ranks."""
-        names = ("rank", "num_ranks", "servers")
+        names = ("rank", "num_ranks", "servers", "own_groups")
         return {"world": self, **{name: getattr(self, name) for name in names}}
 
     def announce(self, backend: str, options: Options, watching: Watching) -> None:
