@@ -206,6 +206,7 @@ def results_of_cut_batches(
     """Train on batches that are cut over ranks. Return the largest difference from one process in
     losses, relative to them, and in gradients, relative to their norms; also what was cut, and
     whether each plan was made ahead."""
+    distca.close()  # an earlier model may have been in ping-pong
     join(rank, world_size)
     gradients, seen = Gradients(), []
     trainer = trainer_of(kind, name, options)
