@@ -276,14 +276,25 @@ def test_tables_list_exactly_the_documented_commands():
     assert of_gpus == set(GPU_COMMANDS)
 
 
+def need_torchtitan(monkeypatch) -> None:
+    """Skip the test without torchtitan, and with a PyTorch that is too old for it."""
+    pytest.importorskip("torchtitan", reason="needs torchtitan, and this environment has none")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    try:
+        module_of(ROOT / "examples" / "torchtitan_train.py").trainer()
+    except ImportError as error:
+        if "does not run on PyTorch" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("command", [c for c in COMMANDS if beginning(c) in GPU_COMMANDS])
-def test_gpu_command(command, tmp_path):
+def test_gpu_command(command, tmp_path, monkeypatch):
     if command.startswith("torchrun") and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices, and this machine has one")
     if "torchtitan" in command:
-        reason = "needs torchtitan, and a PyTorch that it runs on"
-        pytest.importorskip("torchtitan.train", reason=reason, exc_type=ImportError)
+        need_torchtitan(monkeypatch)
     program, *arguments = shlex.split(command)
     short = shlex.split(GPU_COMMANDS[beginning(command)])
     if program == "torchrun":
