@@ -11,6 +11,7 @@ from ranks import Ranks
 from small_step import SHARDED, small_step
 
 import distca
+from distca.integrations import boundaries
 
 
 @pytest.fixture
@@ -131,6 +132,27 @@ def test_a_subgroup_leaves_no_trace_in_other_groups(fresh_ranks, uneven):
 
 def count_groups(rank: int, world_size: int) -> int:
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def plan_after_a_pass(rank: int, world_size: int, reopens: bool) -> int:
+    """Return how many plans a session makes ahead after a forward pass, perhaps of another session
+    of the same group."""
+    offsets = torch.tensor([0, 10], dtype=torch.int32)
+    keywords = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    read = boundaries.read_boundaries(keywords, 1, 10, "test")
+    session = distca.init()
+    read.of_pass(torch.nn.Identity(), session, (-1, 0), torch.device("cpu"))
+    if reopens:
+        distca.close()
+        session = distca.init()
+    before = session.num_plans
+    boundaries.plan_ahead(distca.Documents([0, 10]))
+    return session.num_plans - before
+
+
+def test_a_new_session_forgets_the_passes_of_the_old_one(fresh_ranks):
+    assert fresh_ranks.run(plan_after_a_pass, False) == [1, 1, 1]
+    assert fresh_ranks.run(plan_after_a_pass, True) == [0, 0, 0]
 
 
 def open_close_and_start_again(rank: int, world_size: int, port: int) -> bool:

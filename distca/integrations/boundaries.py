@@ -26,7 +26,8 @@ MAX_UNMARKED = 5  # batches in a row, before a hint
 
 _known = WeakTensorKeyDictionary()  # Boundaries by cu_seq_lens_q or position_ids
 _taken: weakref.WeakSet[Documents] = weakref.WeakSet()  # that have served a forward pass
-_latest: dict[tuple, dict] = {}  # arguments of plan in the latest pass, by window and chunk size
+# The session and the arguments of plan in the latest pass, by window and chunk size.
+_latest: dict[tuple, tuple[weakref.ref[Session], dict]] = {}
 
 
 class FirstBatches:
@@ -96,7 +97,7 @@ class Boundaries:
         how = {"window_size": window_size, "group": session.group, "device": device, "shape": shape}
         documents = chunks_of(self.balanced, chunk_size)
         key = documents.plan_key(window_size)
-        _latest.setdefault(key, how)
+        _latest.setdefault(key, (weakref.ref(session), how))
         if not is_first:
             return documents, None
         _first.see(self.is_packed or self.here.crosses_ranks)
@@ -160,11 +161,13 @@ def check_cut(name: str, value: object, shape: list[int]) -> None:
 
 def plan_ahead(documents: Documents) -> None:
     """Plan documents in the background, for the windows, chunks and heads of the latest forward
-    pass. Does nothing if there was no such pass or its group is closed. Collective, like
+    pass. Does nothing if there was no such pass or its session is closed. Collective, like
     `distca.plan`."""
-    for (*_, chunk_size), how in list(_latest.items()):
+    for (*_, chunk_size), (session_of, how) in list(_latest.items()):
         session = sessions.find(how["group"])
-        if session is not None and (session.options.enabled or documents.crosses_ranks):
+        if session is None or session is not session_of():
+            continue
+        if session.options.enabled or documents.crosses_ranks:
             plan(chunks_of(documents, chunk_size), **how, ahead=True)
 
 
