@@ -10,6 +10,7 @@ from ranks import Ranks
 STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|programs|run_command|Ranks|torchrun|init_process_group)\b"
 )
+STARTED = {"ranks", "own_ranks", "fresh_ranks", "fresh_pair"}  # fixtures that start processes
 
 # The slowest files run first, so that the workers of pytest-xdist end together. pytest-xdist keeps
 # this order only with --no-loadscope-reorder. Otherwise it runs files with few tests last.
@@ -28,7 +29,7 @@ LONGEST = (
 
 def uses_processes(item: pytest.Item) -> bool:
     """Return whether a test starts processes, uses fixtures that do, or needs a GPU."""
-    if {"ranks", "own_ranks"} & set(item.fixturenames) or "gpu" in item.keywords:
+    if STARTED & set(item.fixturenames) or "gpu" in item.keywords:
         return True
     return STARTS_PROCESSES.search(item.path.read_text()) is not None
 
@@ -105,6 +106,24 @@ def own_ranks():
     yield get
     for processes in started.values():
         processes.stop()
+
+
+def _fresh(world_size: int):
+    started = Ranks(world_size)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def fresh_ranks():
+    """Return three processes for a test that may break their group."""
+    yield from _fresh(3)
+
+
+@pytest.fixture
+def fresh_pair():
+    """Return two processes for a test that may break their group."""
+    yield from _fresh(2)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Case
-from ranks import Ranks
 from small_step import SHARDED, Step, small_step
 
 import distca
@@ -23,14 +22,6 @@ NUM_STEPS = 3
 PLANS_IN_FLIGHT = 256  # kPlansInFlight
 EVEN = Case([[64], [64], [64]], dtype=torch.float32)  # its plan moves no rows
 SMALL = Case([[300], [5]], dtype=torch.float32)
-
-
-@pytest.fixture
-def fresh_ranks():
-    """Return a group of three ranks that the test may break."""
-    started = Ranks(3)
-    yield started
-    started.stop()
 
 
 def planned(rank: int, world_size: int, windows: list[tuple[int, int]], ahead: bool) -> Step:

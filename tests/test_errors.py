@@ -131,14 +131,6 @@ def test_ranks_disagree_on_core_attention(ranks, difference):
     assert_group_works(ranks(3))
 
 
-@pytest.fixture
-def fresh_ranks():
-    """A group of three that the test may break."""
-    started = Ranks(3)
-    yield started
-    started.stop()
-
-
 def test_ranks_disagree_in_a_later_layer(fresh_ranks):
     outcomes = fresh_ranks.outcomes(
         attend_differently, "heads_q: 2 on rank 1, 4 on ranks 0 2", 2, timeout_s=HANG_S

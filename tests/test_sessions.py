@@ -7,18 +7,10 @@ import torch
 import torch.distributed as dist
 from oracle import Case
 from programs import free_port
-from ranks import Ranks
 from small_step import SHARDED, small_step
 
 import distca
 from distca.integrations import boundaries
-
-
-@pytest.fixture
-def fresh_ranks():
-    started = Ranks(3)
-    yield started
-    started.stop()
 
 
 def train(rank: int, world_size: int, group=None) -> list[float]:

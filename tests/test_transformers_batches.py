@@ -17,7 +17,6 @@ from accelerate.data_loader import (  # noqa: E402
     IterableDatasetShard,
     skip_first_batches,
 )
-from ranks import Ranks  # noqa: E402
 from transformers import DataCollatorWithFlattening  # noqa: E402
 
 import distca  # noqa: E402
@@ -176,14 +175,6 @@ def test_trainers_that_cannot_share_batches_are_refused(
 ):
     for outcome in own_ranks(2).outcomes(runs.train_over, ranks_per_batch, options):
         assert outcome.error_type == "ValueError" and message in outcome.error
-
-
-@pytest.fixture
-def fresh_pair():
-    """Two processes for a test after which their group cannot be used."""
-    started = Ranks(2)
-    yield started
-    started.stop()
 
 
 def test_all_ranks_learn_of_a_batch_that_one_cannot_load(fresh_pair):

@@ -17,7 +17,6 @@ import causal_families as families  # noqa: E402
 import packed_models as pm  # noqa: E402
 import transformers  # noqa: E402
 from packed_models import Packed  # noqa: E402
-from ranks import Ranks  # noqa: E402
 
 import distca  # noqa: E402
 from distca.integrations import boundaries, models  # noqa: E402
@@ -360,14 +359,6 @@ def test_a_capture_on_a_device():
         integration.attention_forward(Layer(), query, query, query, None, position_ids=positions)
 
 
-@pytest.fixture
-def fresh_ranks():
-    """A group of two that the test breaks."""
-    started = Ranks(2)
-    yield started
-    started.stop()
-
-
 def train(model, seed: int, **changes) -> None:
     packed = Packed.of([40, 3], seed)
     model(**{**packed.keywords(), **changes}).logits.sum().backward()
@@ -381,8 +372,8 @@ def fail_on_one_rank(rank: int, world_size: int) -> None:
     train(model, 1, **changes)
 
 
-def test_a_bad_batch_on_one_rank_is_an_error_on_all(fresh_ranks):
-    outcomes = fresh_ranks.outcomes(fail_on_one_rank, timeout_s=HANG_S)
+def test_a_bad_batch_on_one_rank_is_an_error_on_all(fresh_pair):
+    outcomes = fresh_pair.outcomes(fail_on_one_rank, timeout_s=HANG_S)
     assert outcomes[1].error_type == "ValueError", outcomes
     for outcome in outcomes:
         assert "attention_mask has shape [1, 1, 43, 43]" in outcome.error, outcomes
@@ -401,8 +392,8 @@ def skip_a_batch(rank: int, world_size: int) -> None:
         model.eval()(**Packed.of([5]).keywords())
 
 
-def test_a_rank_that_skips_a_batch_is_an_error_not_a_hang(fresh_ranks):
-    outcomes = fresh_ranks.outcomes(skip_a_batch, timeout_s=HANG_S)
+def test_a_rank_that_skips_a_batch_is_an_error_not_a_hang(fresh_pair):
+    outcomes = fresh_pair.outcomes(skip_a_batch, timeout_s=HANG_S)
     assert outcomes[1].error is None, outcomes
     assert "rank 1" in outcomes[0].error and "plan" in outcomes[0].error, outcomes
     assert outcomes[0].seconds < LIMIT_S, outcomes

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from distca import _torch_private, ops
 from distca.ranks import speed
 from distca.ranks.links import measure
-from distca.ranks.own_groups import own_groups_of
+from distca.ranks.own_groups import OwnGroups, own_groups_of
 from distca.ranks.peers import check_transport, choose_way
 
 _log = logging.getLogger("distca")
@@ -68,11 +68,11 @@ def _new_node_group(session, timeout: timedelta) -> ProcessGroup:
 
 
 def _new_notices(session, timeout: timedelta) -> ProcessGroup:
-    store, name = session.control.get_group_store(), f"{session.group_name}/notices"
-    ranks = (0, *sorted(session.servers))
-    group = _torch_private.new_group(
-        store, name, ranks.index(session.rank), len(ranks), "gloo", timeout
+    # The other ranks open none, so it does not count among their groups.
+    own_groups = OwnGroups(
+        f"{session.group_name}/notices", session.control.get_group_store(), session.rank
     )
+    group = own_groups.open((0, *sorted(session.servers)), "gloo", timeout)
     _torch_private.wait_without_limit(group)  # nobody may need servers for long
     return group
 
