@@ -10,10 +10,12 @@ namespace distca::attention::sm90 {
 
 // Run by run, so that the queries in use stay in cache; in a run as many heads at once as give
 // every multiprocessor several items, the longest first.
-template <int kKeyRows>
+template <typename Shape>
 __device__ __forceinline__ BackwardItem item_of(int32_t number,
                                                 const BackwardArguments& arguments) {
+  constexpr int32_t kKeyRows = Shape::kKeyRows;
   constexpr int32_t kParts = kKeyBlockRows / kKeyRows;  // of a block
+  static_assert(!Shape::kSkipsUnseen || kKeyRows == kKeyPartRows);
   const KeyBlock* any = arguments.blocks + number / (arguments.heads_kv * kParts);
   const int32_t first = any->first_of_run, count = any->num_of_run;
   const HeadGroup group = head_group(number - first * kParts * arguments.heads_kv, count * kParts,
@@ -21,12 +23,20 @@ __device__ __forceinline__ BackwardItem item_of(int32_t number,
   const int32_t part = group.in_group / group.num_heads;
   const KeyBlock& block = arguments.blocks[first + part / kParts];
   const int32_t first_row = part % kParts * kKeyRows;
+  int32_t first_tile = block.first_tile, last_tile = block.last_tile;
+  if constexpr (Shape::kSkipsUnseen) {
+    if (first_row == 0) {
+      last_tile -= block.unseen_by_first;
+    } else {
+      first_tile += block.unseen_by_second;
+    }
+  }
   return {block.k_row + first_row,
           kParts == 1 ? block.num_rows : max(0, min(kKeyRows, block.num_rows - first_row)),
           group.first_head + group.in_group % group.num_heads,
-          (block.last_tile - block.first_tile) * arguments.heads_per_key,
-          block.first_tile,
-          block.last_tile};
+          (last_tile - first_tile) * arguments.heads_per_key,
+          first_tile,
+          last_tile};
 }
 
 __device__ __forceinline__ RowRange rows_of(const BackwardItem& item) {
@@ -82,7 +92,7 @@ struct BackwardFeed {
       slot_ring(kSlotEmpty).wait_before(n);
       BackwardItem& item = item_slot(n);
       item.num_rows = -1;
-      if (number < arguments.num_items) item = item_of<Shape::kKeyRows>(number, arguments);
+      if (number < arguments.num_items) item = item_of<Shape>(number, arguments);
       slot_ring(kItemFull).arrive(n);
       if (item.num_rows < 0) return;
       bring<Keys>(&arguments.k, slot_ring(kKeyFull).barrier(n), Memory::key(n), rows_of(item));

@@ -42,6 +42,8 @@ struct BackwardShape {
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   static constexpr int kKeyRows = kIsWide ? 64 : kKeyBlockRows;  // of an item
   static constexpr int kSlots = kIsWide ? 1 : 2;                 // of items
+  // Whether an item leaves out tiles that see others of its block's keys but none of its own.
+  static constexpr bool kSkipsUnseen = kHeadDim == 192;
   static constexpr int kStages = kHeadDim == 192 && (kValueDim == 128 || !kDeterministic) ? 3 : 2;
   static constexpr int kQuanta = kStages == 2 ? 4 : 8;  // of quanta, which live longer
   static constexpr int kThreads = 3 * 128;

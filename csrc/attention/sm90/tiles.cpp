@@ -1,6 +1,7 @@
 #include "tiles.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -100,6 +101,31 @@ std::vector<Range> blocks_seen(const Run& run, const Mask& mask) {
   return seen;
 }
 
+// Returns how many tiles of [begin, end), from `begin` on, see none of `keys`. Goes through no more
+// than kMostUnseen of them.
+template <typename Iterator>
+int16_t count_unseen(Iterator begin, Iterator end, const Range& keys, const Mask& mask) {
+  int16_t count = 0;
+  for (; begin != end && count < kMostUnseen; ++begin, ++count) {
+    const Range seen = visible_keys(*begin, mask);
+    if (std::max(seen.begin, keys.begin) < std::min(seen.end, keys.end)) break;
+  }
+  return count;
+}
+
+// Counts what the two parts of a block need not take of its tiles, which start at index
+// `first_tile` of the lists for the run's first.
+void set_unseen(const Run& run, const Mask& mask, int32_t first_tile, KeyBlock& block) {
+  const Range keys{block.k_row, int64_t{block.k_row} + block.num_rows};
+  const int64_t middle = std::min(keys.end, keys.begin + kKeyPartRows);
+  const auto begin = run.tiles.begin() + (block.first_tile - first_tile);
+  const auto end = run.tiles.begin() + (block.last_tile - first_tile);
+  block.unseen_by_first =
+      count_unseen(std::make_reverse_iterator(end), std::make_reverse_iterator(begin),
+                   {keys.begin, middle}, mask);
+  block.unseen_by_second = count_unseen(begin, end, {middle, keys.end}, mask);
+}
+
 // Appends the run's blocks, whose tiles start at index `first_tile` of the lists.
 void append_blocks(const Run& run, const Mask& mask, int32_t first_tile, TileLists& lists) {
   const int64_t num_rows = distca::num_rows(run.keys);
@@ -122,6 +148,7 @@ void append_blocks(const Run& run, const Mask& mask, int32_t first_tile, TileLis
     block.run = lists.num_runs;
     block.first_of_run = first_block;
     block.num_of_run = static_cast<int32_t>(num_blocks);
+    set_unseen(run, mask, first_tile, block);
     lists.blocks.push_back(block);
   }
   std::stable_sort(lists.blocks.begin() + first_block, lists.blocks.end(),
