@@ -10,7 +10,7 @@ the forward and backward passes of all micro-batches, and the optimizer. The hos
 barrier to barrier, with the device synchronised.
 
 distca.simulate draws the same documents. Pass 1F1B's step time as MS to predict the other
-schedules:
+schedules, and also pass --recompute if the steps were run with --checkpoint:
 
     python -m distca.simulate --lengths lengths.json --ranks 2 --pp 2 --model 8B --layers 8 \\
         --vocab 8192 --micro-batches 8 --skip 2 --steps 6 --fit-step-ms MS
