@@ -40,9 +40,10 @@ struct BackwardShape {
   // 64 this gains up to 3 %; at 128 it costs as much in deterministic mode on short documents.
   static constexpr bool kSoftmaxFirst = kHeadDim_ == 64;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
-  static constexpr int kKeyRows = kIsWide ? 64 : kKeyBlockRows;  // of an item
-  static constexpr int kSlots = kIsWide ? 1 : 2;                 // of items
-  // Whether an item leaves out tiles that see others of its block's keys but none of its own.
+  static constexpr int kKeyRows = kIsWide ? kKeyPartRows : kKeyBlockRows;  // of an item
+  static constexpr int kSlots = kIsWide ? 1 : 2;                           // of items
+  // Whether an item leaves out tiles that see others of its block's keys but none of its own. This
+  // has not been tried at 256.
   static constexpr bool kSkipsUnseen = kHeadDim == 192;
   static constexpr int kStages = kHeadDim == 192 && (kValueDim == 128 || !kDeterministic) ? 3 : 2;
   static constexpr int kQuanta = kStages == 2 ? 4 : 8;  // of quanta, which live longer
