@@ -107,6 +107,17 @@ def close_while_others_attend(rank: int) -> None:
     step.attend()
 
 
+def close_before_another_attends(rank: int) -> None:
+    """Close on rank ODD. Rank 0, which hosts the store, notices it before rank 2 attends."""
+    step = opened_step(rank)
+    if rank == ODD:
+        distca.close()
+        return time.sleep(4)
+    if rank != 0:
+        time.sleep(1.5)
+    step.attend()
+
+
 def interrupt(rank: int, others_sleep_s: float) -> None:
     """Send SIGINT to rank SIGNALLED while it waits for rank ODD."""
     if rank == ODD:
@@ -177,6 +188,7 @@ WAYS: dict[str, Callable[[int], None]] = {
         close_while_others_plan,
         end_while_others_plan,
         close_while_others_attend,
+        close_before_another_attends,
         interrupt_agreement,
         interrupt_forward,
         interrupt_backward,

@@ -57,6 +57,7 @@ MESSAGES = {  # the odd rank's exit code, and a part of the others' error
     "close_while_others_plan": (0, "plan, step 1: rank 1 has closed its session"),
     "end_while_others_plan": (0, "plan, step 1: rank 1 has ended its process"),
     "close_while_others_attend": (0, "forward pass, step 0: rank 1 has closed its session"),
+    "close_before_another_attends": (0, "forward pass, step 0: rank 1 has closed its session"),
 }
 
 

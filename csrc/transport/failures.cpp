@@ -15,7 +15,8 @@ namespace distca::transport {
 namespace {
 
 // How long diagnose() waits for ranks that are silent or busy, even if it already knows the rank at
-// fault. The calling rank may host the store, and others can read nothing once that rank has ended.
+// fault, and again for those that have yet to find the cause. The calling rank may host the store,
+// and others can read nothing once that rank has ended.
 constexpr std::chrono::milliseconds kPatience{3000};
 constexpr std::chrono::milliseconds kPoll{20};
 constexpr std::chrono::milliseconds kOthersCome{1000};  // until all have published their waits
@@ -296,10 +297,29 @@ FailureBoard::Finding FailureBoard::examine(int64_t rank) noexcept {
       name + " has not answered: it is late, stuck or gone; timeout_s sets how long ranks wait"};
 }
 
+// Returns whether a rank has noticed a failure, and does not know its cause yet.
+bool FailureBoard::still_reads(int64_t rank) noexcept {
+  if (!published(key_of("lost", rank)) || published(key_of("informed", rank))) return false;
+  const auto peer = pids_.find(rank);
+  return peer == pids_.end() || !is_dead(process_state(peer->second));
+}
+
 std::string FailureBoard::diagnose(const std::string& own_error,
                                    const std::string& where) noexcept {
   reported_ = true;
   publish("lost", where, kAlarm);
+  const std::string cause = find_cause(own_error);
+  publish("informed", "1");
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    while (rank != rank_ && still_reads(rank) && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(kPoll);
+    }
+  }
+  return cause;
+}
+
+std::string FailureBoard::find_cause(const std::string& own_error) noexcept {
   const auto start = std::chrono::steady_clock::now();
   std::vector<Finding> findings;
   Blame most;  // a rank that left may have done its part: it is named if none is at fault for sure

@@ -94,8 +94,9 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   bool may_be_busy() const noexcept { return has_abandoned_ || reported_; }
 
   // Finds the cause after communication failed here, at `where`. Waits shortly until the other
-  // ranks have reported, have noticed a failure too, or are seen to be gone. Returns a sentence
-  // that names the ranks at fault, first error first, or says where each rank gave up.
+  // ranks have reported, have noticed a failure too, or are seen to be gone, and then until those
+  // that noticed it have found its cause. Returns a sentence that names the ranks at fault, first
+  // error first, or says where each rank gave up.
   std::string diagnose(const std::string& own_error, const std::string& where) noexcept;
 
  private:
@@ -115,6 +116,8 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   Progress progress(const Wait& wait) const;
   Channel& channel(const std::string& name);
   Finding examine(int64_t rank) noexcept;
+  std::string find_cause(const std::string& own_error) noexcept;
+  bool still_reads(int64_t rank) noexcept;
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string group_;
