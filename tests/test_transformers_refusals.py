@@ -19,7 +19,7 @@ import transformers  # noqa: E402
 from packed_models import Packed  # noqa: E402
 
 import distca  # noqa: E402
-from distca.integrations import boundaries, models  # noqa: E402
+from distca.integrations import boundaries, models, transformers_calls  # noqa: E402
 from distca.integrations import transformers as integration  # noqa: E402
 
 LENGTHS = [4, 7]
@@ -196,7 +196,7 @@ CALLS = {
     "window of nothing": ({"sliding_window": 0}, "sliding_window is 0; expected at least 1"),
     **{
         name: ({name: torch.ones(2)}, f"{name} is of shape \\[2\\] in Layer")
-        for name in integration.UNSUPPORTED
+        for name in transformers_calls.UNSUPPORTED
     },
 }
 
@@ -260,7 +260,7 @@ def test_an_interrupted_pass_leaves_no_state(model, packed, monkeypatch):
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(boundaries, "plan", interrupt)
-        patched.setattr(integration, "core_attention", interrupt)
+        patched.setattr(transformers_calls, "core_attention", interrupt)
         model(**packed.keywords())
     logits = model(**packed.keywords()).logits
     assert pm.relative_error(logits, pm.true_logits(model, packed)) < 1e-5
@@ -343,12 +343,12 @@ def test_dtensors(ranks):
 def test_a_capture(monkeypatch):
     """The layer checks for a capture by itself, here without a device."""
     query = torch.ones(1, 4, NUM_TOKENS, 8)
-    call = integration._Call(Layer(), query, query, query, None, {})
-    integration._check_model(call, is_causal=True)
+    call = transformers_calls.Call(Layer(), query, query, query, None, {})
+    transformers_calls.check_model(call, is_causal=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     with refused("Layer is captured into a CUDA graph; expected a call outside"):
-        integration._check_model(call, is_causal=True)
+        transformers_calls.check_model(call, is_causal=True)
 
 
 @pytest.mark.gpu

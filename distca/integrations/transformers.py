@@ -6,29 +6,19 @@ cache, padding, bidirectional layers) by torch's own attention under transformer
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from distca.attention import FULL, check_no_capture, core_attention, routed_documents
+from distca.attention import FULL, routed_documents
 from distca.integrations import models
 from distca.integrations.boundaries import PACK, Boundaries, chunks_of, read_boundaries
-from distca.integrations.models import (
-    BOUNDARIES,
-    NAME,
-    PLAIN_LAYERS,
-    USE_ANOTHER,
-    open_session,
-)
+from distca.integrations.models import NAME, open_session
 from distca.options import check
 from distca.pingpong.pingpong import PingPong, third
-from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
 from distca.planning.plan import CAUSAL, Plan
 from distca.ranks import session as sessions
@@ -43,31 +33,24 @@ if Version(transformers.__version__) < Version("5.17"):  # layers of older relea
     models.TOLD_OF_DOCUMENTS.clear()
 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
-from transformers.masking_utils import sdpa_mask  # noqa: E402
 
-# Keywords that change what attention computes, with their meaning. None of them is supported.
-UNSUPPORTED = {
-    "sinks": "attention sinks of each query",
-    "position_bias": "a bias on scores",
-    "head_mask": "masked heads",
-    "indices": "chosen keys by query",
-    "block_indices": "chosen blocks of keys by query",
-    "block_table": "a paged key-value cache",
-    "cache": "a paged key-value cache",
-    "output_attentions": "attention weights, which are never formed",
-}
+from distca.integrations.transformers_calls import (  # noqa: E402
+    Call,
+    autocast,
+    check_keywords,
+    check_layer_type,
+    check_model,
+    chunk_size_of,
+    has_boundaries,
+    why_balanced,
+    window_of,
+)
+from distca.integrations.transformers_masks import (  # noqa: E402
+    check_own_mask,
+    forward_mask,
+    reason_of,
+)
 
-# What transformers.masking_utils makes causal masks of windows, chunks and packed documents from.
-PLAIN_MASKS = {
-    "causal_mask_function",
-    "sliding_window_overlay",
-    "chunked_overlay",
-    "packed_sequence_mask_function",
-    "remap_positions_for_packed_sequence",
-    "and_masks",
-}
-
-_mask_reasons = WeakTensorKeyDictionary()  # masks that we made: why documents do not express them
 _latest_plan: Plan | None = None
 
 
@@ -106,211 +89,18 @@ def attention_forward(
     that are missing or contradict each other.
     """
     models.outermost().num_calls += 1
-    _check_keywords(module, dropout, kwargs)
-    call = _Call(module, *_autocast(query, key, value), scaling, kwargs)
+    check_keywords(module, dropout, kwargs)
+    call = Call(module, *autocast(query, key, value), scaling, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_shared = models.is_balanced(module) or models.outermost().crosses_ranks
-    if not is_causal and not _has_boundaries(call):
+    if not is_causal and not has_boundaries(call):
         is_shared = False
     attend = _attend_balanced if is_shared else _attend_here
     return attend(call, attention_mask, is_causal), None
 
 
-@torch.compiler.disable
-def forward_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable | None = None,
-    attention_mask: Tensor | None = None,
-    **kwargs,
-) -> Tensor | None:
-    """Return the mask of a forward pass that transformers asks for. It is None if documents,
-    causality and window say it all, otherwise sdpa's boolean mask [batch, 1, q_length, kv_length].
-    """
-    parts = set(_parts(mask_function)) if mask_function is not None else set()
-    unknown = parts - PLAIN_MASKS
-    if "chunked_attention" not in (getattr(kwargs.get("config"), "layer_types", None) or ()):
-        unknown |= parts & {"chunked_overlay"}  # layers do not say which of them have chunks
-    # For packed documents transformers asks for a mask that may not be skipped. They need none.
-    may_skip = "packed_sequence_mask_function" in parts or kwargs.get("allow_is_causal_skip", True)
-    num_padding = 0 if attention_mask is None else int((~attention_mask.bool()).sum())
-    if unknown:
-        reason = f"transformers asks for {', '.join(sorted(unknown))}"
-        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    elif num_padding:
-        reason = f"{num_padding} of {attention_mask.numel()} tokens are padding"
-    elif q_length != kv_length or kv_offset != 0 or q_offset != 0:
-        reason = f"{q_length} queries see {kv_length} keys: a key-value cache"
-    elif models.needs_mask(kwargs.get("config")) or not may_skip:
-        reason = "the model's layers read their mask, or choose keys by it"
-        kwargs.update(allow_is_causal_skip=False)
-    else:
-        models.outermost().unmasked.add(id(kwargs.get("config")))
-        return None
-    if mask_function is not None:
-        kwargs["mask_function"] = mask_function
-    lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    mask = sdpa_mask(*lengths, attention_mask=attention_mask, **kwargs)
-    if mask is not None:
-        _mask_reasons[mask] = reason
-    return mask
-
-
-def _parts(function: Callable) -> Iterator[str]:
-    """Yield the names of the functions that a mask function consists of."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    ours = getattr(function, "__module__", "") == "transformers.masking_utils"
-    yield name.split(".")[0] if ours else f"{function.__module__}.{name}"
-    for cell in getattr(function, "__closure__", None) or ():
-        content = cell.cell_contents
-        for inner in content if isinstance(content, tuple) else (content,):
-            if callable(inner) and not isinstance(inner, Tensor):
-                yield from _parts(inner)
-
-
-def _check_keywords(module: nn.Module, dropout: float, keywords: dict) -> None:
-    for name, meaning in UNSUPPORTED.items():
-        value = keywords.get(name)
-        if value is not None and value is not False:
-            shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(
-                f"{name} is {shown:.80} in {type(module).__name__} ({meaning}); "
-                f"expected None under attn_implementation={NAME!r}: {USE_ANOTHER}"
-            )
-    if dropout != 0.0:
-        raise ValueError(
-            f"dropout is {dropout} in {type(module).__name__}; expected 0.0 under "
-            f"attn_implementation={NAME!r}: set config.attention_dropout = 0.0"
-        )
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does for scaled_dot_product_attention: rotary embeddings may be float32."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(each if each.dtype == torch.float64 else each.to(dtype) for each in tensors)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One layer's attention."""
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float | None
-    keywords: dict
-
-    @property
-    def num_tokens(self) -> int:
-        """Of one row of the batch."""
-        return self.query.shape[2]
-
-    @property
-    def sinks(self) -> Tensor | None:
-        return self.keywords.get("s_aux")
-
-    @property
-    def softcap(self) -> float | None:
-        return self.keywords.get("softcap")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's own attention supports these scores."""
-        return self.sinks is None and self.softcap is None
-
-    @property
-    def shape(self) -> AttentionShape:
-        heads = (self.query.shape[1], self.key.shape[1])
-        dims = (self.query.shape[3], self.query.element_size(), self.value.shape[3])
-        return AttentionShape(*heads, *dims)
-
-    def boundaries(self) -> Boundaries:
-        keywords = self.keywords
-        if all(keywords.get(each) is None for each in ("cu_seq_lens_q", "position_ids")):
-            keywords = models.boundaries_of_pass(self.module, self.num_tokens)
-        rows = (self.query.shape[0], self.num_tokens)
-        return read_boundaries(keywords, *rows, type(self.module).__name__)
-
-    def attend(self, documents: Documents, window_size: tuple[int, int]) -> Tensor:
-        """Returns [batch, tokens, heads_q, head_dim of value]."""
-        q, k, v = (
-            each.transpose(1, 2).flatten(0, 1) for each in (self.query, self.key, self.value)
-        )
-        if _is_tuned_by_position(self.module):
-            q = (q * self._temperature(documents)).to(q.dtype)
-        settings = {"softcap": self.softcap, "sinks": self.sinks, "window_size": window_size}
-        out = core_attention(q, k, v, documents, softmax_scale=self.scaling, **settings)
-        return out.unflatten(0, (len(self.query), self.num_tokens))
-
-    def _temperature(self, documents: Documents) -> Tensor:
-        """Returns [rows, 1, 1]: Llama 4's factor of queries by their position in the document, over
-        the factor by their position in the row, which the layer has applied."""
-        module = self.module
-        in_row = torch.arange(self.num_tokens).repeat(len(self.query))
-        factors = (
-            module.attn_scale * torch.log1p((each.float() + 1).div(module.floor_scale).floor()) + 1
-            for each in (documents.position_ids, in_row)
-        )
-        return torch.div(*factors).to(self.query.device, non_blocking=True)[:, None, None]
-
-
-def _layer_type(module: nn.Module) -> str | None:
-    types = getattr(getattr(module, "config", None), "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    # -1 in layers that are used in several places (Zamba 2)
-    is_known = types is not None and index is not None and 0 <= index < len(types)
-    return types[index] if is_known else None
-
-
-def _window_of(module: nn.Module, keywords: dict | None) -> tuple[int, int]:
-    """Return the causal window (left, right) that `module` passes in `keywords`, or that of its
-    configuration if `keywords` is None, because it has not been called yet. If it then asks for
-    another window, that window is planned, too."""
-    width = getattr(module, "sliding_window", None)
-    config, layer_type = getattr(module, "config", None), _layer_type(module)
-    if keywords is not None and "sliding_window" in keywords:
-        width = keywords["sliding_window"]
-    elif layer_type == "sliding_attention":
-        width = config.sliding_window
-    elif width is None and layer_type is None:
-        width = getattr(config, "sliding_window", None) or None
-        # Some models window their mask and tell the layers nothing; others ignore the setting.
-        if keywords is not None and width is not None:
-            raise ValueError(
-                f"config.sliding_window is {width}, but {type(module).__name__} passes no "
-                f"sliding_window to its attention; set it to None or {USE_ANOTHER}"
-            )
-    if width is None:
-        return CAUSAL
-    check("sliding_window", width, width >= 1, "at least 1, the query itself")
-    return (int(width) - 1, 0)
-
-
-def _is_tuned_by_position(module: nn.Module) -> bool:
-    return getattr(module, "attn_temperature_tuning", False) and not module.use_rope
-
-
-def _chunk_size_of(module: nn.Module) -> int | None:
-    is_chunked = _layer_type(module) == "chunked_attention"
-    return module.config.attention_chunk_size if is_chunked else None
-
-
-def _has_boundaries(call: _Call) -> bool:
-    """Return whether rows of the batch may hold several documents, or a half of them."""
-    boundaries = {**call.keywords, **models.innermost_boundaries()}
-    is_told = any(boundaries.get(name) is not None for name in BOUNDARIES)
-    return is_told or routed_documents() is not None
-
-
-def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
+def _attend_here(call: Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     """Compute attention on this rank alone, under any mask that transformers builds."""
     if mask is not None:
         if mask.dim() != 4:
@@ -319,23 +109,23 @@ def _attend_here(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
                 f"heads, {call.num_tokens}, {call.key.shape[2]}], as transformers makes it of "
                 "padding"
             )
-        _check_own_mask(call, mask)
+        check_own_mask(call.module, mask)
     packed = call.keywords.get("cu_seq_lens_q") is not None
     if mask is None and call.key.shape[2] == call.num_tokens and (is_causal or packed):
-        window_size = _window_of(call.module, call.keywords) if is_causal else FULL
-        boundaries, chunk_size = call.boundaries(), _chunk_size_of(call.module)
+        window_size = window_of(call.module, call.keywords) if is_causal else FULL
+        boundaries, chunk_size = call.boundaries(), chunk_size_of(call.module)
         is_torchs = window_size == CAUSAL and chunk_size is None and call.is_plain
         if boundaries.is_packed or not is_torchs:
             return call.attend(chunks_of(boundaries.here, chunk_size), window_size)
     if not call.is_plain:
-        _check_layer_type(call.module)  # DeepSeek-V4's compressed layers write biases to the mask
+        check_layer_type(call.module)  # DeepSeek-V4's compressed layers write biases to the mask
         return _attend_to_matrix(call, mask, is_causal)
     rows = (call.query, call.key, call.value, mask)
     how = {"scaling": call.scaling, "is_causal": is_causal}
     return sdpa_attention_forward(call.module, *rows, **how)[0]
 
 
-def _attend_to_matrix(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
+def _attend_to_matrix(call: Call, mask: Tensor | None, is_causal: bool) -> Tensor:
     """Compute attention from the whole matrix of scores, with softcap and sinks."""
     num_groups = call.query.shape[1] // call.key.shape[1]
     key, value = (each.repeat_interleave(num_groups, 1) for each in (call.key, call.value))
@@ -356,21 +146,10 @@ def _attend_to_matrix(call: _Call, mask: Tensor | None, is_causal: bool) -> Tens
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
-def _check_own_mask(call: _Call, mask: Tensor) -> None:
-    """Raises ValueError if a layer derived a mask from the model's, which distca left out."""
-    is_left_out = id(getattr(call.module, "config", None)) in models.outermost().unmasked
-    if mask not in _mask_reasons and is_left_out:
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)} and was made by "
-            f"{type(call.module).__name__} itself; expected None for packed documents, which are "
-            f"the mask: {USE_ANOTHER}"
-        )
-
-
-def _attend_balanced(call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
-    _check_model(call, is_causal)
-    window_size, session = _window_of(call.module, call.keywords), open_session()
-    chunk_size = _chunk_size_of(call.module)
+def _attend_balanced(call: Call, mask: Tensor | None, is_causal: bool) -> Tensor:
+    check_model(call, is_causal)
+    window_size, session = window_of(call.module, call.keywords), open_session()
+    chunk_size = chunk_size_of(call.module)
     in_halves = routed_documents()  # of a layer in ping-pong
     with sessions.announced(session):
         _check_batch(call, mask)
@@ -446,62 +225,24 @@ def _documents_of_layer(layer: nn.Module, args: tuple, kwargs: dict) -> Document
                 f"{PACK}"
             )
         boundaries = read_boundaries(kwargs, 1, hidden.shape[1], type(layer).__name__)
-    window_size, chunk_size = _window_of(layer.self_attn, None), _chunk_size_of(layer.self_attn)
+    window_size, chunk_size = window_of(layer.self_attn, None), chunk_size_of(layer.self_attn)
     how = (session, window_size, hidden.device, None, chunk_size)
     return _documents_of_pass(boundaries, layer, *how)
 
 
-def _check_model(call: _Call, is_causal: bool) -> None:
-    """Raise ValueError for what is alike on all ranks, because they train the same model."""
-    name = type(call.module).__name__
-    if not is_causal:
-        raise ValueError(
-            f"is_causal is False in {name}, which is told of documents; expected causal attention "
-            f"{_mode(call.module)}, or no boundaries: {USE_ANOTHER}; by part of the model: "
-            f'{{"text_config": "{NAME}", "vision_config": "sdpa"}}'
-        )
-    for argument in ("query", "key", "value"):
-        if isinstance(getattr(call, argument), DTensor):
-            raise ValueError(
-                f"{argument} is a DTensor in {name}; expected this rank's own heads: .to_local()"
-            )
-    if routed_documents() is not None and _is_tuned_by_position(call.module):
-        raise ValueError(
-            f"attn_temperature_tuning is True in {name} in ping-pong, whose halves count positions "
-            "from 0; expected False, or the model without ping_pong"
-        )
-    check_no_capture(call.query, name)
-    _check_layer_type(call.module)
-
-
-def _check_layer_type(module: nn.Module) -> None:
-    layer_type = _layer_type(module)
-    if layer_type not in PLAIN_LAYERS:
-        raise ValueError(
-            f"layer_types[{module.layer_idx}] is {layer_type!r} in {type(module).__name__}; "
-            f"expected one of {PLAIN_LAYERS[1:]}: {USE_ANOTHER}"
-        )
-
-
-def _mode(module: nn.Module) -> str:
-    """Return why the call of `module` is balanced."""
-    is_trained = module.training and torch.is_grad_enabled()
-    return "in training" if is_trained else "under balance_no_grad"
-
-
-def _check_batch(call: _Call, mask: Tensor | None) -> None:
+def _check_batch(call: Call, mask: Tensor | None) -> None:
     """Raise ValueError for what may be wrong on one rank only."""
     if mask is not None:
-        _check_own_mask(call, mask)
-        reason = _mask_reasons.get(mask, "given by the caller")
+        check_own_mask(call.module, mask)
+        reason = reason_of(mask)
         raise ValueError(
-            f"attention_mask has shape {list(mask.shape)} {_mode(call.module)} ({reason}); "
+            f"attention_mask has shape {list(mask.shape)} {why_balanced(call.module)} ({reason}); "
             f"expected None, because documents are the mask: {PACK}"
         )
     if call.key.shape[2] != call.num_tokens:
         raise ValueError(
             f"key has {call.key.shape[2]} tokens, query {call.num_tokens}, "
-            f"{_mode(call.module)}; expected as many: set use_cache=False and pass no "
+            f"{why_balanced(call.module)}; expected as many: set use_cache=False and pass no "
             "key-value cache or encoder states"
         )
 
