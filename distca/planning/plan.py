@@ -283,36 +283,9 @@ def _solve_together(
     start = time.perf_counter()
     pieces, headers = documents.pieces(session.rank), torch.tensor([words])
     if session.num_ranks > 1:
-        is_measured = measures_memory(session.options)
-        about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
-        about_waits = waits.UNKNOWN
-        if problem.has_halves:
-            about_waits = session.waits.words([each.group_name for each in session.halves])
-        if about_waits == waits.UNKNOWN:  # blocks in ping-pong may also run whole
-            about_waits = session.waits.words([session.group_name])
-        about_pace = [pace.UNKNOWN] * pace.NUM_WORDS
-        if measures_links(session):
-            about_pace = session.pace.words(session.group_name)
-        about_training = [*about_memory, *about_waits, session.hiding.word(), *about_pace]
-        about_training += session.traffic.words(has_attended(session))
-        pieces, headers = exchange(session, pieces, [*words, *about_training])
-        nodes = headers[:, NODE_WORD].tolist()
-        limit = memory.common_limit(headers[:, MEMORY_WORDS])
-        problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes), kept_limit_bytes=limit)
-        if not (session.pools_stages or session.options.deterministic):
-            problem = replace(problem, traffic=common_traffic(headers[:, TRAFFIC_WORDS]))
-        if measures_links(session):
-            bandwidth = _cluster_of(problem, session.options).slowest_bytes_per_second
-            session.waits.add(headers[:, WAITS_WORDS], bandwidth)
-            session.pace.add(headers[:, PACE_WORDS])
-            measured = {"transfer_waits": session.waits.seconds(), "speeds": session.pace.speeds()}
-            problem = replace(problem, **measured)
-            if problem.has_halves:
-                hidden = hidden_seconds(headers[:, HIDING_WORD])
-                problem = replace(problem, hidden_seconds=hidden)
-            elif not (session.pools_stages or session.servers):
-                tokens = tokens_of(pieces, session.num_ranks)
-                problem = replace(problem, lags=session.pace.lags(tokens))
+        measured = _words_of_measurements(session, problem, device)
+        pieces, headers = exchange(session, pieces, [*words, *measured])
+        problem = _with_measurements(problem, session, pieces, headers)
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
     solution = _solve(problem, pieces, session.options, shape_of(headers))
@@ -324,6 +297,44 @@ def _solve_together(
     plan_ms = 1e3 * (time.perf_counter() - start)
     measured = {"plan_ms": plan_ms, "attention_ms": attention_ms, "exposed_ms": exposed_ms}
     return replace(solution, report=replace(solution.report, **measured))
+
+
+def _words_of_measurements(session: Session, problem: Problem, device: torch.device) -> list[int]:
+    """Return what this rank has measured in training, in the order of the exchange's words."""
+    is_measured = measures_memory(session.options)
+    about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
+    about_waits = waits.UNKNOWN
+    if problem.has_halves:
+        about_waits = session.waits.words([each.group_name for each in session.halves])
+    if about_waits == waits.UNKNOWN:  # blocks in ping-pong may also run whole
+        about_waits = session.waits.words([session.group_name])
+    about_pace = [pace.UNKNOWN] * pace.NUM_WORDS
+    if measures_links(session):
+        about_pace = session.pace.words(session.group_name)
+    about_traffic = session.traffic.words(has_attended(session))
+    return [*about_memory, *about_waits, session.hiding.word(), *about_pace, *about_traffic]
+
+
+def _with_measurements(
+    problem: Problem, session: Session, pieces: Tensor, headers: Tensor
+) -> Problem:
+    """Return the problem with what all ranks have measured, from their headers."""
+    nodes = headers[:, NODE_WORD].tolist()
+    limit = memory.common_limit(headers[:, MEMORY_WORDS])
+    problem = replace(problem, ranks_per_node=ranks_of_a_node(nodes), kept_limit_bytes=limit)
+    if not (session.pools_stages or session.options.deterministic):
+        problem = replace(problem, traffic=common_traffic(headers[:, TRAFFIC_WORDS]))
+    if not measures_links(session):
+        return problem
+    bandwidth = _cluster_of(problem, session.options).slowest_bytes_per_second
+    session.waits.add(headers[:, WAITS_WORDS], bandwidth)
+    session.pace.add(headers[:, PACE_WORDS])
+    measured = {"transfer_waits": session.waits.seconds(), "speeds": session.pace.speeds()}
+    if problem.has_halves:
+        measured["hidden_seconds"] = hidden_seconds(headers[:, HIDING_WORD])
+    elif not (session.pools_stages or session.servers):
+        measured["lags"] = session.pace.lags(tokens_of(pieces, session.num_ranks))
+    return replace(problem, **measured)
 
 
 def tokens_of(pieces: Tensor, num_ranks: int) -> list[int]:
@@ -383,15 +394,7 @@ def tasks_of(encoded: Tensor) -> Tensor:
 def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> Solution:
     start = time.perf_counter()
     cost = cost_tensor(options, shape, problem.device_type, problem.attention_seconds)
-    cluster = replace(_cluster_of(problem, options), transfer_waits=problem.transfer_waits)
-    if not problem.may_keep:
-        cluster = replace(cluster, kept_cap_bytes=0)
-    if problem.traffic is not None:
-        tokens = sum(tokens_of(pieces, problem.num_ranks)) / problem.num_ranks
-        speed = flops_per_second(cost, shape)
-        cluster = replace(cluster, link_room=link_room(cluster, problem.traffic, tokens, speed))
-    if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
-        cluster = replace(cluster, **parts_of(shape))
+    cluster = _cluster_of_pass(problem, pieces, options, cost, shape)
     tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
 
     def balanced(on: Cluster) -> tuple[Tensor, Tensor]:
@@ -413,27 +416,59 @@ def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionS
     num_parts = parts_worth_taking(cluster, loads)
     early_part = early_parts(cluster, loads, num_parts)[problem.rank].item()
     laid_out = lay_out(problem, pieces, encoded, options, shape, num_parts, early_part)
+    plan_ms = 1e3 * (time.perf_counter() - start)
+    report = _report_of(problem, cluster, loads, options, plan_ms, pays_in_halves)
+    return Solution(*laid_out, pieces, encoded, shape, num_parts, early_part, report)
+
+
+def _report_of(
+    problem: Problem,
+    cluster: Cluster,
+    loads: Tensor,
+    options: Options,
+    plan_ms: float,
+    pays_in_halves: bool,
+) -> PlanReport:
     before, after, bytes_out, bytes_in, *_, kept = loads.T.tolist()
     moved = (list(map(int, bytes_out)), list(map(int, bytes_in)))
-    plan_ms = 1e3 * (time.perf_counter() - start)
-    keeping = {"kept_bytes": list(map(int, kept))}
+    figures = {"kept_bytes": list(map(int, kept))}
     if problem.num_ranks > 1 and problem.may_keep:
         limit = problem.kept_limit_bytes
-        keeping["keeping"] = why_kept(options, problem.device_type, limit, any(kept))
+        figures["keeping"] = why_kept(options, problem.device_type, limit, any(kept))
     speeds = cluster.speeds or ()
-    idle = [rank for rank, speed in enumerate(speeds) if speed == 0]
-    roles = {"servers": list(problem.servers), "idle": idle}
-    times = {
-        "transfer_waits_ms": [1e3 * each for each in problem.transfer_waits],
-        "hidden_ms": 1e3 * problem.hidden_seconds,
-        "link_room_ms": [1e3 * each for each in cluster.link_room if each < math.inf],
-        "measured_speeds": list(problem.speeds),
-        "lags_ms": [1e3 * each for each in problem.lags],
-    }
-    figures = {**keeping, **gb_per_s_of(cluster), **roles, **times}
-    figures["pays_in_halves"] = pays_in_halves
-    report = PlanReport(before, after, *moved, plan_ms, 0.0, **figures)
-    return Solution(*laid_out, pieces, encoded, shape, num_parts, early_part, report)
+    return PlanReport(
+        before,
+        after,
+        *moved,
+        plan_ms,
+        0.0,
+        **figures,
+        **gb_per_s_of(cluster),
+        servers=list(problem.servers),
+        idle=[rank for rank, speed in enumerate(speeds) if speed == 0],
+        transfer_waits_ms=[1e3 * each for each in problem.transfer_waits],
+        hidden_ms=1e3 * problem.hidden_seconds,
+        link_room_ms=[1e3 * each for each in cluster.link_room if each < math.inf],
+        measured_speeds=list(problem.speeds),
+        lags_ms=[1e3 * each for each in problem.lags],
+        pays_in_halves=pays_in_halves,
+    )
+
+
+def _cluster_of_pass(
+    problem: Problem, pieces: Tensor, options: Options, cost: Tensor, shape: AttentionShape
+) -> Cluster:
+    """Return the cluster with what its links and servers can do for these pieces."""
+    cluster = replace(_cluster_of(problem, options), transfer_waits=problem.transfer_waits)
+    if not problem.may_keep:
+        cluster = replace(cluster, kept_cap_bytes=0)
+    if problem.traffic is not None:
+        tokens = sum(tokens_of(pieces, problem.num_ranks)) / problem.num_ranks
+        speed = flops_per_second(cost, shape)
+        cluster = replace(cluster, link_room=link_room(cluster, problem.traffic, tokens, speed))
+    if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
+        cluster = replace(cluster, **parts_of(shape))
+    return cluster
 
 
 def _cluster_of(problem: Problem, options: Options) -> Cluster:
