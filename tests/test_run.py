@@ -203,7 +203,7 @@ def test_the_launcher_returns_the_scripts_exit_code(script, tmp_path):
         (["--timeout-s", "-1", "SCRIPT"], "timeout_s is -1"),
         (["--attention-tflops", "nan", "SCRIPT"], "attention_tflops is nan"),
         (["--no-such-flag", "SCRIPT"], "--no-such-flag"),
-        (["--tolerance", "0.1"], "script"),
+        (["--tolerance", "0.1"], "required: script\n"),
         (["no_such_script.py"], "no_such_script.py"),
     ],
 )
