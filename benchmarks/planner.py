@@ -56,7 +56,8 @@ from distca.options import make_writable
 from distca.planning.cluster import Cluster, cluster_of
 from distca.planning.cost import AttentionShape
 from distca.planning.packs import read_lengths
-from distca.planning.plan import CAUSAL, balance, tasks_of
+from distca.planning.plan import CAUSAL
+from distca.planning.solver import balance, tasks_of
 from distca.watching.figures import max_over_mean
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

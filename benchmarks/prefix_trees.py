@@ -12,7 +12,8 @@ import torch
 import distca
 from distca.planning.cluster import Cluster
 from distca.planning.cost import AttentionShape, cost_tensor
-from distca.planning.plan import CAUSAL, balance
+from distca.planning.plan import CAUSAL
+from distca.planning.solver import balance
 
 
 def predict(documents: distca.Documents, num_ranks: int) -> tuple[float, float]:

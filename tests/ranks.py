@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from programs import preloaded
 
 import distca
-from distca.planning import plan as plans
+from distca.planning import solver
 
 TIMEOUT_S = 120
 MAX_THREADS = 60  # of a rank
@@ -58,7 +58,7 @@ def _join_group(rank: int, world_size: int, port: int, backend: str) -> None:
     if torch.cuda.is_available():
         take_device(rank, world_size)
         distca.configure(distca.Options(**MOVE_ALWAYS))
-        plans.pay = lambda *_: True  # over such links, halves would never be chosen
+        solver.pay = lambda *_: True  # over such links, halves would never be chosen
     timeout = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -26,7 +26,7 @@ from distca.planning.cost import (
     Links,
     cost_tensor,
 )
-from distca.planning.plan import ANY_IMBALANCE
+from distca.planning.solver import ANY_IMBALANCE
 
 SHAPE = AttentionShape()
 NOT_A_NUMBER, INFINITE = float("nan"), float("inf")

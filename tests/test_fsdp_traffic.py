@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
 from distca import _torch_private
-from distca.planning import plan as plans
 from distca.planning.cluster import Cluster, link_room
 from distca.planning.cost import AttentionShape, cost_tensor, flops_per_second
+from distca.planning.solver import Problem, solve
 from distca.ranks import fsdp_traffic
 from distca.ranks.fsdp_traffic import UNKNOWN, FsdpTraffic, ModelTraffic, common_traffic
 
@@ -82,9 +82,9 @@ def test_room_on_links():
 def test_linear_layers_do_not_see_context_rows():
     """Rank 1 has 100 tokens too, behind the keys of 50 others."""
     traffic = FsdpTraffic(num_params=10**6, gathered_bytes=0, reduced_bytes=0, num_ranks=2)
-    problem = plans.Problem(0, 2, (-1, 0), "cpu", 0, traffic=traffic)
+    problem = Problem(0, 2, (-1, 0), "cpu", 0, traffic=traffic)
     rooms = [
-        plans._solve(
+        solve(
             problem,
             torch.tensor([[0, 0, 0, 100, 0], [1, 1, 0, 100 + context, context]]),
             distca.Options(),

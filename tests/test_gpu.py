@@ -9,7 +9,7 @@ from oracle import Case
 from ranks import MOVE_ALWAYS, Ranks
 
 import distca
-from distca.planning import plan as planning
+from distca.planning.solver import Problem, solve
 
 pytestmark = pytest.mark.gpu
 
@@ -177,8 +177,8 @@ def test_rows_are_unpacked_alike_on_device_and_host():
     pieces = torch.cat(
         [distca.Documents.sharded([40, 3000, 1, 9000, 59], r, 4).pieces(r) for r in range(4)]
     )
-    problem = planning.Problem(1, 4, (-1, 0), "cuda", 0)
-    plan = planning._solve(problem, pieces, distca.Options(), distca.AttentionShape())
+    problem = Problem(1, 4, (-1, 0), "cuda", 0)
+    plan = solve(problem, pieces, distca.Options(), distca.AttentionShape())
     unpack = torch.ops.distca.unpack_rows
     on_host = unpack(plan.layout, plan.packed_rows.cpu())
     assert on_host.numel() > plan.packed_rows.numel(), "nothing was packed"

@@ -19,7 +19,7 @@ from distca.planning.halves import (
     pay,
     rows_of_first_half,
 )
-from distca.planning.plan import balance
+from distca.planning.solver import balance
 
 # Rank, document, first row in the document, number of rows.
 WHOLE = torch.tensor([[0, 0, 0, 7], [0, 1, 0, 5], [1, 2, 0, 12], [2, 3, 0, 1], [2, 4, 0, 2]])

@@ -18,7 +18,7 @@ from test_core_attention import MASKS, PACKS, WHOLE, attend, gathered, place
 import distca
 from distca.planning.cluster import cluster_of
 from distca.planning.cost import cost_tensor
-from distca.planning.plan import balance
+from distca.planning.solver import balance
 from distca.ranks import session
 
 NODE = 2  # ranks

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import distca
-from distca.planning.plan import tasks_of
+from distca.planning.solver import tasks_of
 
 ops = torch.ops.distca
 CASES = {

@@ -25,7 +25,7 @@ from torch import nn
 
 import distca
 from distca.pingpong import pingpong
-from distca.planning import cluster
+from distca.planning import cluster, solver
 from distca.planning import plan as plans
 from distca.ranks import session as sessions
 from distca.ranks.hiding import UNKNOWN, WorkBeforeAttention
@@ -78,9 +78,9 @@ def takes_the_faster(rank: int, world_size: int) -> float:
     # Without the time of work before attention, there is no choice. It is measured in halves.
     for ns in (UNKNOWN, UNKNOWN, 1_000_000):
         with (
-            mock.patch.object(plans, "DEVICES_OF_CHOICE", ("cpu",)),
+            mock.patch.object(solver, "DEVICES_OF_CHOICE", ("cpu",)),
             mock.patch.object(plans, "measures_links", lambda _: True),
-            mock.patch.object(plans, "pay", lambda *_: False),
+            mock.patch.object(solver, "pay", lambda *_: False),
             mock.patch.object(WorkBeforeAttention, "word", lambda _, ns=ns: ns),
             mock.patch.object(pingpong, "Relay", wraps=pingpong.Relay) as relay,
         ):
@@ -97,7 +97,7 @@ def compare_in_parts(rank: int, world_size: int) -> tuple[float, set[int]]:
     """Return the largest error, and into how many parts the halves' rows were divided."""
     distca.close()  # plans of a session that has run blocks cut the halves of these, too
     with (
-        mock.patch.object(plans, "DEVICES_OF_PARTS", ("cpu",)),
+        mock.patch.object(solver, "DEVICES_OF_PARTS", ("cpu",)),
         mock.patch.object(cluster, "LEAST_SECONDS_OF_PART", 0.0),
     ):
         bare, block = pair_of()

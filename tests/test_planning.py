@@ -12,7 +12,7 @@ from distca.options import parse_speeds
 from distca.pingpong import nearest_border
 from distca.planning.cluster import Cluster, cluster_of, held_row_bytes
 from distca.planning.cost import AttentionShape, cost_tensor
-from distca.planning.plan import balance
+from distca.planning.solver import balance
 from distca.planning.step import plan_halves
 from distca.ranks.links import ranks_of_a_node
 

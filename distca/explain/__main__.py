@@ -17,7 +17,8 @@ from distca.planning.cluster import MAX_RANKS, cluster_of
 from distca.planning.cost import TILE, AttentionShape, calibration_of, cost_tensor
 from distca.planning.documents import INT32_MAX, check_window
 from distca.planning.packs import Pack, cut_pack, draw_pack, listed_lengths, read_lengths
-from distca.planning.plan import ANY_IMBALANCE, CAUSAL
+from distca.planning.plan import CAUSAL
+from distca.planning.solver import ANY_IMBALANCE
 
 DEFAULT_TOKENS = 65536
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from distca.planning.cluster import MAX_RANKS, Cluster
 from distca.planning.cost import AttentionShape
 from distca.planning.packs import Pack
-from distca.planning.plan import ANY_IMBALANCE, balance, tasks_of
+from distca.planning.solver import ANY_IMBALANCE, balance, tasks_of
 from distca.planning.task_rows import TaskRows, keys_of, rows_of_tasks
 
 

@@ -1,34 +1,20 @@
 """A plan of one step: its tasks for all ranks, and this rank's layout."""
 
 import functools
-import math
-import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distca import _torch_private, ops
-from distca.options import Options
 from distca.planning.cluster import (
-    DEVICES_OF_PARTS,
-    Cluster,
-    cluster_of,
-    early_parts,
-    held_row_bytes,
-    input_row_bytes,
-    link_room,
     measures_memory,
-    memory_cap_bytes,
-    parts_of,
-    parts_worth_taking,
-    why_kept,
 )
-from distca.planning.cost import AttentionShape, cost_tensor, flops_per_second
+from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
 from distca.planning.exchange import (
     HEADER_WORDS,
@@ -45,41 +31,17 @@ from distca.planning.exchange import (
     shape_of,
     words_of,
 )
-from distca.planning.halves import hidden_by_halves, pay
 from distca.planning.plan_report import PlanReport
+from distca.planning.solver import Problem, Solution, cluster_of_problem, solve, tokens_of
 from distca.ranks import memory, pace, waits
-from distca.ranks.fsdp_traffic import FsdpTraffic, common_traffic
+from distca.ranks.fsdp_traffic import common_traffic
 from distca.ranks.hiding import hidden_seconds
-from distca.ranks.links import Links, ranks_of_a_node
+from distca.ranks.links import ranks_of_a_node
 from distca.ranks.notices import Kind, tell
 from distca.ranks.opening import measures_links
-from distca.ranks.peers import Way
 from distca.ranks.session import Session, configured
-from distca.watching.figures import LINKS
 
 CAUSAL = (-1, 0)
-# On these, blocks in ping-pong run whole if that is faster. On others, halves hide nothing.
-DEVICES_OF_CHOICE = ("cuda",)
-ANY_IMBALANCE = 1e9  # a tolerance that nothing exceeds: max / mean is at most the number of ranks
-
-
-PLAN_HEADER_WORDS = 5  # of an encoded plan; its tasks follow
-TASK_WORDS = 5
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The planner thread's result, on the host."""
-
-    layout: Tensor
-    packed_rows: Tensor
-    kept_rows: tuple[int, int]  # numbers of query and key rows that may be kept: see lay_out
-    pieces: Tensor  # of all ranks
-    encoded: Tensor  # as torch.ops.distca.plan returns it
-    shape: AttentionShape
-    num_parts: int  # in which rows travel
-    early_part: float  # of this rank's home tasks, if it has visiting tasks
-    report: PlanReport
 
 
 class Plan:
@@ -241,35 +203,9 @@ def local_plan(documents: Documents, window_size: tuple[int, int], device: torch
         )
     pending: Future = Future()
     problem = Problem(0, 1, tuple(window_size), device.type, step=-1)
-    pending.set_result(_solve(problem, documents.pieces(0), configured(), AttentionShape()))
+    pending.set_result(solve(problem, documents.pieces(0), configured(), AttentionShape()))
     plan = documents._local_plans[key] = Plan(pending, device)
     return plan.wait()
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The input of a plan, apart from the pieces."""
-
-    rank: int
-    num_ranks: int
-    window_size: tuple[int, int]
-    device_type: str
-    step: int
-    batch: int | None = None  # step of the first plan for the same documents; None: this one
-    ranks_per_node: int | None = None  # as host names say
-    way: Way = Way()  # how rows travel
-    has_halves: bool = False  # ping-pong: each half hides transfers of the other
-    links: Links = Links()  # these two measured when the group opened
-    attention_seconds: float | None = None
-    transfer_waits: tuple[float, float] = (0.0, 0.0)  # these three measured in training
-    hidden_seconds: float = 0.0
-    speeds: Sequence[float] = ()  # of ranks, relative to the fastest; empty: all equal
-    lags: Sequence[float] = ()  # of ranks, behind the fastest, in seconds; empty: none
-    calls: Tensor | None = None  # those that ranks last agreed on for this window
-    kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
-    servers: tuple[int, ...] = ()  # ranks that run no model
-    traffic: FsdpTraffic | None = None  # of a layer, on the links that rows use; None: unknown
-    may_keep: bool = True  # inputs, for a backward pass under the same plan
 
 
 def _solve_together(
@@ -288,8 +224,8 @@ def _solve_together(
         problem = _with_measurements(problem, session, pieces, headers)
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
-    solution = _solve(problem, pieces, session.options, shape_of(headers))
-    speeds = _cluster_of(problem, session.options).speeds
+    solution = solve(problem, pieces, session.options, shape_of(headers))
+    speeds = cluster_of_problem(problem, session.options).speeds
     speed = 1.0 if speeds is None else speeds[session.rank]
     seconds = speed * solution.report.seconds_after[session.rank]
     session.pace.note(problem.step, seconds, documents.num_tokens)
@@ -326,7 +262,7 @@ def _with_measurements(
         problem = replace(problem, traffic=common_traffic(headers[:, TRAFFIC_WORDS]))
     if not measures_links(session):
         return problem
-    bandwidth = _cluster_of(problem, session.options).slowest_bytes_per_second
+    bandwidth = cluster_of_problem(problem, session.options).slowest_bytes_per_second
     session.waits.add(headers[:, WAITS_WORDS], bandwidth)
     session.pace.add(headers[:, PACE_WORDS])
     measured = {"transfer_waits": session.waits.seconds(), "speeds": session.pace.speeds()}
@@ -337,188 +273,8 @@ def _with_measurements(
     return replace(problem, **measured)
 
 
-def tokens_of(pieces: Tensor, num_ranks: int) -> list[int]:
-    """Return the tokens that each rank holds, context left out. `pieces` are those of all ranks."""
-    tokens = torch.zeros(num_ranks, dtype=torch.int64)
-    return tokens.scatter_add(0, pieces[:, 0], pieces[:, 3] - pieces[:, 4]).tolist()
-
-
 def agree_on_plan(session: Session, problem: Problem, layout: Tensor) -> None:
     """Raise ValueError on every rank if plans differ, on the planner thread. Announce the calls of
     attention that this rank expects, so that training does not wait for agreement on them."""
     if problem.calls is not None:
         ops.agree_on_plan(layout, problem.calls, session.group_name)
-
-
-def balance(
-    pieces: Tensor,
-    window_size: tuple[int, int],
-    cost: Tensor,
-    shape: AttentionShape,
-    cluster: Cluster,
-    tolerance: float,
-) -> tuple[Tensor, Tensor]:
-    """Return (plan, loads) of torch.ops.distca.plan for the ranks of a cluster. `pieces` are those
-    of all ranks, and `cost` comes from cost_tensor. Raises ValueError as the operator does."""
-    return ops.plan(
-        pieces,
-        cluster.num_ranks,
-        *window_size,
-        cost,
-        shape.row_bytes(),
-        cluster.servers(),
-        cluster.links(),
-        tolerance,
-        cluster.rounds,
-        cluster.kept_cap_bytes,
-        held_row_bytes(shape),
-        input_row_bytes(shape),
-        cluster.kept_gain,
-    )
-
-
-def gb_per_s_of(cluster: Cluster) -> dict[str, float]:
-    """Return the bandwidths of the links that a cluster has, under their names in PlanReport."""
-    ranks_per_node, inside, between, *_ = cluster.links().tolist()
-    exist = (min(ranks_per_node, cluster.num_ranks) > 1, ranks_per_node < cluster.num_ranks)
-    each = zip(LINKS, (inside, between), exist, strict=True)
-    return {name: 1e-9 * bandwidth for name, bandwidth, exists in each if exists}
-
-
-def tasks_of(encoded: Tensor) -> Tensor:
-    """Return the tasks of a plan, a view of it, int64 [num_tasks, 5]: document, first query, last
-    query + 1, server, whether the server keeps their inputs for the backward pass."""
-    return encoded[PLAN_HEADER_WORDS:].reshape(-1, TASK_WORDS)
-
-
-def _solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionShape) -> Solution:
-    start = time.perf_counter()
-    cost = cost_tensor(options, shape, problem.device_type, problem.attention_seconds)
-    cluster = _cluster_of_pass(problem, pieces, options, cost, shape)
-    tolerance = options.tolerance if options.enabled else ANY_IMBALANCE
-
-    def balanced(on: Cluster) -> tuple[Tensor, Tensor]:
-        return balance(pieces, problem.window_size, cost, shape, on, tolerance)
-
-    encoded, loads = balanced(cluster)
-    pays_in_halves = True  # unless a comparison shows otherwise
-    if problem.has_halves:
-        halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
-        in_halves = replace(cluster, **hidden_by_halves(pieces, *halves))
-        others = balanced(in_halves)
-        # The work before attention is measured in blocks that run in halves.
-        has_choice = problem.device_type in DEVICES_OF_CHOICE and problem.hidden_seconds > 0
-        pays_in_halves = not has_choice or pay(
-            in_halves, others[1], cluster, loads, problem.hidden_seconds
-        )
-        if pays_in_halves:
-            cluster, (encoded, loads) = in_halves, others
-    num_parts = parts_worth_taking(cluster, loads)
-    early_part = early_parts(cluster, loads, num_parts)[problem.rank].item()
-    laid_out = lay_out(problem, pieces, encoded, options, shape, num_parts, early_part)
-    plan_ms = 1e3 * (time.perf_counter() - start)
-    report = _report_of(problem, cluster, loads, options, plan_ms, pays_in_halves)
-    return Solution(*laid_out, pieces, encoded, shape, num_parts, early_part, report)
-
-
-def _report_of(
-    problem: Problem,
-    cluster: Cluster,
-    loads: Tensor,
-    options: Options,
-    plan_ms: float,
-    pays_in_halves: bool,
-) -> PlanReport:
-    before, after, bytes_out, bytes_in, *_, kept = loads.T.tolist()
-    moved = (list(map(int, bytes_out)), list(map(int, bytes_in)))
-    figures = {"kept_bytes": list(map(int, kept))}
-    if problem.num_ranks > 1 and problem.may_keep:
-        limit = problem.kept_limit_bytes
-        figures["keeping"] = why_kept(options, problem.device_type, limit, any(kept))
-    speeds = cluster.speeds or ()
-    return PlanReport(
-        before,
-        after,
-        *moved,
-        plan_ms,
-        0.0,
-        **figures,
-        **gb_per_s_of(cluster),
-        servers=list(problem.servers),
-        idle=[rank for rank, speed in enumerate(speeds) if speed == 0],
-        transfer_waits_ms=[1e3 * each for each in problem.transfer_waits],
-        hidden_ms=1e3 * problem.hidden_seconds,
-        link_room_ms=[1e3 * each for each in cluster.link_room if each < math.inf],
-        measured_speeds=list(problem.speeds),
-        lags_ms=[1e3 * each for each in problem.lags],
-        pays_in_halves=pays_in_halves,
-    )
-
-
-def _cluster_of_pass(
-    problem: Problem, pieces: Tensor, options: Options, cost: Tensor, shape: AttentionShape
-) -> Cluster:
-    """Return the cluster with what its links and servers can do for these pieces."""
-    cluster = replace(_cluster_of(problem, options), transfer_waits=problem.transfer_waits)
-    if not problem.may_keep:
-        cluster = replace(cluster, kept_cap_bytes=0)
-    if problem.traffic is not None:
-        tokens = sum(tokens_of(pieces, problem.num_ranks)) / problem.num_ranks
-        speed = flops_per_second(cost, shape)
-        cluster = replace(cluster, link_room=link_room(cluster, problem.traffic, tokens, speed))
-    if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
-        cluster = replace(cluster, **parts_of(shape))
-    return cluster
-
-
-def _cluster_of(problem: Problem, options: Options) -> Cluster:
-    cluster = cluster_of(
-        options,
-        problem.num_ranks,
-        problem.device_type,
-        problem.ranks_per_node,
-        problem.links,
-        problem.kept_limit_bytes,
-    )
-    if problem.lags:
-        cluster = replace(cluster, lags=tuple(problem.lags))
-    if not problem.speeds:
-        return cluster
-    expected = cluster.speeds or (1.0,) * problem.num_ranks
-    return replace(cluster, speeds=tuple(map(operator.mul, expected, problem.speeds)))
-
-
-def lay_out(
-    problem: Problem,
-    pieces: Tensor,
-    encoded: Tensor,
-    options: Options,
-    shape: AttentionShape,
-    num_parts: int = 1,
-    early_part: float = 0.5,
-) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return this rank's layout, its packed rows for the upload to its device, and the numbers of
-    visiting query and key rows whose inputs core_attention may keep for the backward pass."""
-    layout, packed_rows = ops.layout(
-        pieces,
-        encoded,
-        problem.rank,
-        problem.step,
-        problem.device_type,
-        options.deterministic,
-        held_row_bytes(shape),
-        memory_cap_bytes(options),
-        problem.way.is_peer,
-        problem.batch,
-        problem.way.ranks_per_node,
-        num_parts,
-        early_part,
-    )
-    if problem.device_type == "cuda":
-        packed_rows = packed_rows.pin_memory()
-    may_keep = options.keep_inputs_gb or tasks_of(encoded)[:, 4].any()
-    if not may_keep:
-        return layout, packed_rows, (0, 0)
-    queries, keys = ops.kept_rows(layout)
-    # At least two of each if any may be kept, because torch.compile specialises 0 and 1.
-    return layout, packed_rows, (max(2, queries), max(2, keys))

@@ -23,7 +23,8 @@ from distca.planning.documents import (
 )
 from distca.planning.exchange import HEADER_WORDS, NUM_WORDS, check_headers, header_of
 from distca.planning.halves import rows_of_first_half
-from distca.planning.plan import CAUSAL, Plan, Problem, Solution
+from distca.planning.plan import CAUSAL, Plan
+from distca.planning.solver import Problem, Solution, lay_out, tasks_of
 from distca.ranks.session import Session, announced, halves_of, opened
 
 NO_ROW = -1  # of a rank that cannot cut its documents
@@ -153,10 +154,10 @@ def _solve_half(
             f"distca: rank(s) {(cuts == NO_ROW).nonzero()[:, 0].tolist()} cannot cut their "
             "documents in two; see the error there"
         )
-    tasks = plans.tasks_of(solution.encoded)
+    tasks = tasks_of(solution.encoded)
     held = half_of(solution.pieces, tasks, cuts, problem.window_size, idx)
     shape, rest = solution.shape, (solution.num_parts, solution.early_part)
-    laid_out = plans.lay_out(problem, *held, session.options, shape, *rest)
+    laid_out = lay_out(problem, *held, session.options, shape, *rest)
     plans.agree_on_plan(halves_of(session)[idx], problem, laid_out[0])
     return Solution(*laid_out, *held, shape, *rest, solution.report)
 

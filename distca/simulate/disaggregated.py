@@ -23,7 +23,8 @@ from distca.planning.cluster import (
 )
 from distca.planning.halves import FIRST_PART, first_part_of, hidden_by_halves
 from distca.planning.packs import Pack, cut_pack
-from distca.planning.plan import CAUSAL, balance, tasks_of
+from distca.planning.plan import CAUSAL
+from distca.planning.solver import balance, tasks_of
 from distca.planning.task_rows import rows_of_tasks
 from distca.simulate.layers import (
     ATTENTION,
