@@ -1,0 +1,145 @@
+#pragma once
+
+#include "forward_shape.cuh"
+#include "turns.cuh"
+
+// The warps of the forward kernel that move data: a thread of one takes tickets, of another brings
+// queries, keys and values.
+namespace distca::attention::sm90 {
+
+// Takes tickets, one job ahead of the threads that work on them.
+template <typename Shape>
+__device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, uint32_t barriers) {
+  using Barriers = ForwardBarriers<Shape>;
+  const Turn turn(arguments.num_in_turn);
+  for (uint32_t i = 0;; ++i) {
+    ring_at(barriers, Barriers::kJobEmpty).wait_before(i);
+    Job job;
+    do {
+      const int32_t item = turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
+      job = item < arguments.num_items ? job_of<Shape::kKeyRows>(item, arguments) : Job{.head = -1};
+    } while (job.pairs_heads && job.head % 2 != 0);
+    in_block<Job>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)] = job;
+    ring_at(barriers, Barriers::kJobFull).arrive(i);
+    if (job.head < 0) return;
+  }
+}
+
+// The part of the producer thread.
+template <typename Shape>
+struct ForwardProducer {
+  using Memory = ForwardMemory<Shape>;
+  using Barriers = ForwardBarriers<Shape>;
+  using Keys = typename Shape::Keys;
+  using Values = typename Shape::Values;
+  using Queries = typename Shape::Queries;
+  using QueryRing = Ring<Shape::kQueryStages>;
+  using BlockRing = Ring<Shape::kStages>;
+
+  const ForwardArguments& arguments;
+  uint32_t shared;
+  uint32_t barriers;
+  uint32_t num_blocks = 0, num_queries = 0;
+
+  __device__ __forceinline__ BlockRing block_ring(uint32_t which) const {
+    return {barriers, which};
+  }
+
+  __device__ __forceinline__ void bring(const Job& job) {
+    const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
+    const uint32_t stage = QueryRing::stage(num_queries);
+    const QueryRing empty = ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty);
+    const uint32_t query_full =
+        ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryFull).barrier(num_queries);
+    if constexpr (!Memory::kOutIsQuery) empty.wait_before(num_queries++);
+    const int32_t start = job.front.start<Shape::kKeyRows>(job.tile, blocks);
+    if constexpr (Memory::kOutIsQuery) {
+      bring_keys(rows_of(job, start), num_blocks);
+      empty.wait_before(num_queries++);
+    }
+    in_block<int32_t>(Memory::kStarts)[stage] = start;
+    constexpr uint32_t kPartBytes = Queries::kBytes / Shape::kWarpgroups;
+    uint32_t num_parts = 0;
+    for (int32_t i = 0; i < Shape::kWarpgroups; ++i) num_parts += part_of(job, i).tile.num_rows > 0;
+    barrier_arrive_expecting(query_full, num_parts * kPartBytes);
+    for (int32_t i = 0; i < static_cast<int32_t>(num_parts); ++i) {
+      const JobPart part = part_of(job, i);
+      load_tile<Queries>(shared + Memory::kQuery + stage * Queries::kBytes + i * 64 * 128,
+                         &arguments.q, {part.head, part.tile.q_row, part.tile.num_rows},
+                         query_full);
+    }
+    if constexpr (Memory::kOutIsQuery) {
+      bring_rest(job, blocks, start);
+    } else {
+      bring_blocks(job, start, blocks.first);
+      if (start + 1 < blocks.last) bring_blocks(job, blocks.last - 1, start + 1);
+    }
+  }
+
+  // Rows of a block of keys.
+  __device__ __forceinline__ RowRange rows_of(const Job& job, int32_t block) const {
+    RowRange rows{job.head / arguments.heads_per_key, job.tile.k_begin + block * Shape::kKeyRows,
+                  0};
+    rows.num_rows = max(0, min(Shape::kKeyRows, job.tile.k_end - rows.row));
+    return rows;
+  }
+
+  __device__ __forceinline__ void bring_keys(const RowRange& rows, uint32_t i) {
+    bring_block<Keys>(&arguments.k, Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, rows, i);
+  }
+  __device__ __forceinline__ void bring_values(const RowRange& rows, uint32_t i) {
+    bring_block<Values>(&arguments.v, Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue,
+                        rows, i);
+  }
+  template <typename Tile>
+  __device__ __forceinline__ void bring_block(const CUtensorMap* map, uint32_t full, uint32_t empty,
+                                              uint32_t at, const RowRange& rows, uint32_t i) {
+    block_ring(empty).wait_before(i);
+    const uint32_t is_full = block_ring(full).barrier(i);
+    barrier_arrive_expecting(is_full, Tile::kBytes);
+    load_tile<Tile>(shared + at + BlockRing::stage(i) * Tile::kBytes, map, rows, is_full);
+  }
+
+  // From block `from` down to block `to`. With two stages, what this loop takes per block is not
+  // hidden.
+  __device__ __forceinline__ void bring_blocks(const Job& job, int32_t from, int32_t to) {
+    RowRange rows = rows_of(job, from);
+    const int32_t first_row = job.tile.k_begin + to * Shape::kKeyRows;
+#pragma unroll 1
+    for (; rows.row >= first_row; ++num_blocks) {
+      bring_keys(rows, num_blocks);
+      bring_values(rows, num_blocks);
+      if (num_blocks % Front::kBlocksBetween == 0) job.front.say(rows.row);
+      rows.row -= Shape::kKeyRows;
+      rows.num_rows = Shape::kKeyRows;
+    }
+  }
+
+  // All but the first keys, which came before the queries. Keys come before the values of the block
+  // before, in the order of use.
+  __device__ __forceinline__ void bring_rest(const Job& job, const BlockRange& blocks,
+                                             int32_t block) {
+#pragma unroll 1
+    for (int32_t left = blocks.count(); left > 0; --left, ++num_blocks) {
+      const int32_t next = (block == blocks.first ? blocks.last : block) - 1;
+      if (left > 1) bring_keys(rows_of(job, next), num_blocks + 1);
+      bring_values(rows_of(job, block), num_blocks);
+      if (num_blocks % Front::kBlocksBetween == 0) {
+        job.front.say(job.tile.k_begin + block * Shape::kKeyRows);
+      }
+      block = next;
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    for (uint32_t i = 0;; ++i) {
+      ring_at(barriers, Barriers::kJobFull).wait(i);
+      const Job job = in_block<Job>(Memory::kJobs)[Ring<2>::stage(i)];
+      ring_at(barriers, Barriers::kJobEmpty).arrive(i);
+      if (job.head < 0) return;
+      bring(job);
+    }
+  }
+};
+
+}  // namespace distca::attention::sm90

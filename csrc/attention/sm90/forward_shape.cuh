@@ -1,0 +1,73 @@
+#pragma once
+
+#include "forward_items.cuh"
+#include "kernels.h"
+#include "ring.cuh"
+#include "tile_io.cuh"
+
+// What the warps of the forward kernel agree on: sizes, barriers and places in shared memory.
+namespace distca::attention::sm90 {
+
+template <typename T, int kHeadDim_, int kValueDim_, int kKeyRows_, int kStages_, int kWarpgroups_,
+          int kRegisters_, int kProducerRegisters_, bool kHasPolynomials_>
+struct ForwardShape {
+  using Element = T;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
+  static constexpr int kKeyRows = kKeyRows_;
+  static constexpr int kStages = kStages_;  // of keys, and of values
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kRegisters = kRegisters_;
+  static constexpr int kProducerRegisters = kProducerRegisters_;
+  static constexpr bool kHasPolynomials = kHasPolynomials_;
+  static constexpr bool kIsCapped = false;
+  static constexpr int kRows = 64 * kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  // Wide heads leave room for one tile of queries. Results take its place.
+  static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
+  // In tiles with more rows than a block has keys, most causal tiles have blocks that only some
+  // warpgroups see. In others such blocks are rare, and the code to skip them costs 3 %.
+  static constexpr bool kSkipsBlocks = kRows > kKeyBlockRows;
+  using Queries = SharedTile<kRows, kHeadDim>;
+  using Results = SharedTile<kRows, kValueDim>;
+  using Keys = SharedTile<kKeyRows, kHeadDim>;
+  using Values = SharedTile<kKeyRows, kValueDim>;
+};
+
+// Hardware barriers, one of each for a warpgroup.
+constexpr uint32_t kTurnBarrier = 1;
+constexpr uint32_t kWriteBarrier = 4;
+
+// Indices of barriers in shared memory, one for each stage.
+template <typename Shape>
+struct ForwardBarriers {
+  static constexpr uint32_t kQueryFull = 0;
+  static constexpr uint32_t kQueryEmpty = kQueryFull + 2;
+  static constexpr uint32_t kKeyFull = kQueryEmpty + 2;
+  static constexpr uint32_t kKeyEmpty = kKeyFull + Shape::kStages;
+  static constexpr uint32_t kValueFull = kKeyEmpty + Shape::kStages;
+  static constexpr uint32_t kValueEmpty = kValueFull + Shape::kStages;
+  static constexpr uint32_t kJobFull = kValueEmpty + Shape::kStages;
+  static constexpr uint32_t kJobEmpty = kJobFull + 2;
+  static constexpr uint32_t kCount = kJobEmpty + 2;
+};
+
+// Offsets in shared memory: stages of queries, keys and values, and two jobs.
+template <typename Shape>
+struct ForwardMemory {
+  static constexpr bool kOutIsQuery = Shape::kQueryStages == 1;
+  static constexpr uint32_t kQuery = 0;
+  static constexpr uint32_t kQueryEnd = kQuery + Shape::kQueryStages * Shape::Queries::kBytes;
+  static constexpr uint32_t kOut = kOutIsQuery ? kQuery : kQueryEnd;
+  static constexpr uint32_t kKey = kOutIsQuery ? kQueryEnd : kOut + Shape::Results::kBytes;
+  static constexpr uint32_t kValue = kKey + Shape::kStages * Shape::Keys::kBytes;
+  static constexpr uint32_t kJobs = kValue + Shape::kStages * Shape::Values::kBytes;
+  static constexpr uint32_t kStarts = kJobs + 2 * sizeof(Job);
+  static constexpr uint32_t kBarriers = kStarts + 2 * sizeof(int32_t);
+  static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * ForwardBarriers<Shape>::kCount;
+  static_assert(!kOutIsQuery || Shape::Results::kBytes <= Shape::Queries::kBytes);
+  static_assert(kJobs % alignof(Job) == 0 && kBarriers % kBarrierBytes == 0);
+  static_assert(kBytes <= kMaxSharedBytes);
+};
+
+}  // namespace distca::attention::sm90

@@ -1,0 +1,284 @@
+#pragma once
+
+#include "columns.cuh"
+#include "forward_shape.cuh"
+#include "softcap.cuh"
+#include "softmax.cuh"
+
+namespace distca::attention::sm90 {
+
+// A warpgroup of the forward kernel: 64 query rows of each job.
+template <typename Shape>
+struct ForwardConsumer {
+  using T = typename Shape::Element;
+  using Memory = ForwardMemory<Shape>;
+  using Barriers = ForwardBarriers<Shape>;
+  using Keys = typename Shape::Keys;
+  using Values = typename Shape::Values;
+  using Queries = typename Shape::Queries;
+  using Results = typename Shape::Results;
+  using QueryRing = Ring<Shape::kQueryStages>;
+  using BlockRing = Ring<Shape::kStages>;
+
+  const ForwardArguments& arguments;
+  uint32_t shared;
+  uint32_t barriers;
+  int warpgroup, warp, lane;
+  float scale_log2;
+  uint32_t num_keys_seen = 0, num_values_seen = 0, num_queries = 0, num_jobs = 0;
+
+  float out[Shape::kValueDim / 2];
+  float scores[Shape::kKeyRows / 2];
+  uint32_t probabilities[Shape::kKeyRows / 4];
+  RowSoftmax<Shape::kKeyRows, Shape::kHasPolynomials> softmax;
+
+  __device__ __forceinline__ BlockRing block_ring(uint32_t which) const {
+    return {barriers, which};
+  }
+
+  // scores = Q K^T of the next block of keys; asynchronous.
+  __device__ __forceinline__ void begin_scores() {
+    const Operand query =
+        operand_at(shared + Memory::kQuery + QueryRing::stage(num_queries) * Queries::kBytes +
+                       warpgroup * 64 * 128,
+                   0);
+    const Operand key =
+        operand_at(shared + Memory::kKey + BlockRing::stage(num_keys_seen) * Keys::kBytes, 0);
+    pin(scores);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
+      const uint32_t inside = (k % 4) * 32;
+      product<T, false, false>(scores, descriptor(query, (k / 4) * Queries::kPanelBytes + inside),
+                               descriptor(key, (k / 4) * Keys::kPanelBytes + inside), k > 0);
+    }
+    products_commit();
+  }
+  // Gives the keys back, but only once probabilities exist: `known` is 0, which ptxas cannot know.
+  // It moves a wait for products up to the preceding access to shared memory, but the softmax
+  // should run before that wait, so that it overlaps the product with values.
+  __device__ __forceinline__ void end_scores() {
+    const uint32_t zero = static_cast<uint32_t>(arguments.num_items) >> 31;
+    const uint32_t known =
+        (__float_as_uint(softmax.sum[0]) | __float_as_uint(softmax.sum[1])) & zero;
+    arrive_as_warp(block_ring(Barriers::kKeyEmpty).barrier(num_keys_seen) + known);
+    ++num_keys_seen;
+  }
+
+  // out = P V of the next block of values, added to `out` if `accumulate`; asynchronous.
+  __device__ __forceinline__ void begin_out(bool accumulate) {
+    block_ring(Barriers::kValueFull).wait(num_values_seen);
+    const Operand value =
+        operand_at(shared + Memory::kValue + BlockRing::stage(num_values_seen) * Values::kBytes,
+                   Values::kPanelBytes);
+    pin(out);
+    pin(probabilities);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < Shape::kKeyRows / 16; ++k) {
+      product<T, true>(out, probabilities + 4 * k, descriptor(value, k * 16 * 128),
+                       k > 0 || accumulate);
+    }
+    products_commit();
+  }
+  __device__ __forceinline__ void give_values_back() {
+    block_ring(Barriers::kValueEmpty).arrive_as_warp(num_values_seen);
+    ++num_values_seen;
+  }
+
+  __device__ __forceinline__ void give_queries_back() {
+    ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty).arrive_as_warp(num_queries++);
+  }
+  // Waits for the queries of a job. Returns its first block of keys.
+  __device__ __forceinline__ int32_t await_queries() const {
+    ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryFull).wait(num_queries);
+    return in_block<int32_t>(Memory::kStarts)[QueryRing::stage(num_queries)];
+  }
+
+  // Hides keys that the thread's rows may not see.
+  __device__ __forceinline__ void mask(const QueryTile& tile, int32_t block) {
+    const auto& [left, right] = arguments.window;
+    const int32_t first_row = tile.position - tile.k_begin;
+    const int32_t num_keys = tile.k_end - tile.k_begin;
+    const int32_t first_key = block * Shape::kKeyRows;
+    const int32_t end = right >= 0 ? min(num_keys, first_row + right + 1) : num_keys;
+    const bool hides_left = left >= 0 && first_key < first_row + 63 - left;
+    if (first_key + Shape::kKeyRows <= end && !hides_left) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t row = first_row + 16 * warp + lane / 4 + 8 * r;
+      const int32_t column = first_key + 2 * (lane % 4);
+      const int32_t row_end = right >= 0 ? min(num_keys, row + right + 1) : num_keys;
+      const int32_t row_begin = left >= 0 ? row - left : 0;
+      hide(scores, r,
+           columns_below<Shape::kKeyRows>(row_end - column) &
+               ~columns_below<Shape::kKeyRows>(row_begin - column));
+    }
+  }
+
+  __device__ __forceinline__ void pack_probabilities() {
+#pragma unroll
+    for (int i = 0; i < Shape::kKeyRows / 4; ++i) {
+      probabilities[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void rescale_out() {
+#pragma unroll
+    for (int i = 0; i < Shape::kValueDim / 2; ++i) out[i] *= softmax.correction[(i >> 1) & 1];
+  }
+
+  // Frees the slot of the previous job, so that a block holds at most one ticket that other blocks
+  // could work on.
+  __device__ __forceinline__ Job next_job() {
+    ring_at(barriers, Barriers::kJobFull).wait(num_jobs);
+    if (num_jobs > 0) ring_at(barriers, Barriers::kJobEmpty).arrive_as_warp(num_jobs - 1);
+    return in_block<Job>(Memory::kJobs)[Ring<2>::stage(num_jobs++)];
+  }
+
+  // Warpgroups take turns to issue products, so that one's softmax overlaps another's products.
+  // Otherwise all of them may run their softmax at the same time.
+  __device__ __forceinline__ void await_turn() {
+    named_sync(kTurnBarrier + warpgroup, 256);
+  }
+  __device__ __forceinline__ void end_turn() {
+    static_assert(kTurnBarrier + Shape::kWarpgroups <= kWriteBarrier);
+    named_arrive(kTurnBarrier + (warpgroup + 1) % Shape::kWarpgroups, 256);
+  }
+
+  // Gives a block of keys and values back unused. All warpgroups take equally many turns in a job.
+  __device__ __forceinline__ void skip_block() {
+    await_turn();
+    end_turn();
+    block_ring(Barriers::kKeyFull).wait(num_keys_seen);
+    block_ring(Barriers::kKeyEmpty).arrive_as_warp(num_keys_seen++);
+    block_ring(Barriers::kValueFull).wait(num_values_seen);
+    block_ring(Barriers::kValueEmpty).arrive_as_warp(num_values_seen++);
+  }
+
+  // Returns how many blocks come before the first that the rows of `part` see. At least one block
+  // is left, even without rows.
+  __device__ __forceinline__ int32_t num_skipped(const JobPart& part, const BlockRange& blocks,
+                                                 int32_t start) const {
+    if (part.tile.num_rows <= 0) return blocks.count() - 1;
+    return max(0, start - max(blocks_of<Shape::kKeyRows>(part.tile, arguments.window).last - 1,
+                              blocks.first));
+  }
+
+  // From the first scores, which are under way already, to the last product, which comes after.
+  __device__ __forceinline__ void attend(const QueryTile& tile, const BlockRange& blocks,
+                                         int32_t block, int32_t count) {
+    products_wait<0>();
+    pin(scores);
+    if constexpr (Shape::kIsCapped) cap_scores(scores, arguments.cap);
+    mask(tile, block);
+    softmax.start(scores, scale_log2);
+    end_scores();
+    pack_probabilities();
+    for (int32_t i = 1; i < count; ++i) {
+      block = (block == blocks.first ? blocks.last : block) - 1;
+      block_ring(Barriers::kKeyFull).wait(num_keys_seen);
+      await_turn();
+      begin_scores();
+      begin_out(i > 1);
+      end_turn();
+      products_wait<1>();
+      pin(scores);
+      if constexpr (Shape::kIsCapped) cap_scores(scores, arguments.cap);
+      mask(tile, block);
+      const bool moves = softmax.step(scores, scale_log2);
+      end_scores();
+      products_wait<0>();
+      pin(out);
+      give_values_back();
+      if (moves) rescale_out();
+      pack_probabilities();
+    }
+    if constexpr (!Memory::kOutIsQuery) give_queries_back();
+    begin_out(count > 1);
+  }
+
+  __device__ __forceinline__ void write(const JobPart& part) {
+    const auto& [tile, head] = part;
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = softmax.sum[r];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
+      const int32_t row = 16 * warp + lane / 4 + 8 * r;
+      if (lane % 4 == 0 && row < tile.num_rows) {
+        const float lse = sum == 0.f ? -INFINITY : softmax.shift[r] * kLn2 + __logf(sum);
+        arguments.lse[static_cast<int64_t>(tile.q_row + row) * arguments.heads_q + head] = lse;
+      }
+    }
+    const bool leads = warp == 0 && lane == 0;
+    if (leads) copies_wait_read();
+    named_sync(kWriteBarrier + warpgroup, 128);
+    const uint32_t staged = shared + Memory::kOut, first_row = 64 * warpgroup;
+    stage_rows<T, Results>(staged, first_row, out, inverse);
+    named_sync(kWriteBarrier + warpgroup, 128);
+    if (!leads || tile.num_rows <= 0) return;
+    store_tile<Results>(&arguments.out, {head, tile.q_row, tile.num_rows},
+                        staged + first_row * 128);
+    copies_commit();
+  }
+
+  __device__ __forceinline__ void run() {
+    if (warpgroup == Shape::kWarpgroups - 1) end_turn();
+    JobPart part{.head = -1};  // whose last product is under way
+    while (true) {
+      const Job job = next_job();
+      const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
+      const JobPart next = part_of(job, warpgroup);
+      int32_t block = 0, num_unseen = 0;
+      if (job.head >= 0) {
+        block = await_queries();
+        if constexpr (Shape::kSkipsBlocks) {
+          num_unseen = num_skipped(next, blocks, block);
+          block -= num_unseen;
+          if (num_unseen > 0) {
+            products_wait<0>();
+            if (part.head >= 0) give_values_back();
+            for (int32_t i = 0; i < num_unseen; ++i) skip_block();
+          }
+        }
+        block_ring(Barriers::kKeyFull).wait(num_keys_seen);
+      }
+      begin_scores();  // of no use after the last job
+      products_wait<1>();
+      if (part.head >= 0) {
+        pin(out);
+        if (num_unseen == 0) give_values_back();
+        write(part);
+      }
+      if (job.head < 0) break;
+      part = next;
+      attend(part.tile, blocks, block, blocks.count() - num_unseen);
+    }
+    products_wait<0>();
+    if (warp == 0 && lane == 0) copies_wait_read();
+  }
+
+  // The same where results take the place of queries, and so end a job before the next can begin.
+  __device__ __forceinline__ void run_in_place() {
+    if (warpgroup == Shape::kWarpgroups - 1) end_turn();
+    for (Job job = next_job(); job.head >= 0; job = next_job()) {
+      const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
+      const JobPart part = part_of(job, warpgroup);
+      const int32_t block = await_queries();
+      block_ring(Barriers::kKeyFull).wait(num_keys_seen);
+      begin_scores();
+      attend(part.tile, blocks, block, blocks.count());
+      products_wait<0>();
+      pin(out);
+      give_values_back();
+      write(part);
+      if (warp == 0 && lane == 0) copies_wait_read();
+      give_queries_back();
+    }
+  }
+};
+
+}  // namespace distca::attention::sm90
