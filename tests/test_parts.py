@@ -9,7 +9,7 @@ from ranks import Ranks
 from test_core_attention import MASKS, PACKS, WHOLE, place
 
 import distca
-from distca.planning import cluster, plan
+from distca.planning import cluster, solver
 from distca.planning.cost import AttentionShape
 
 # heads_q, heads_kv, head_dim, head_dim_v, number of parts
@@ -45,7 +45,7 @@ def attend(
 ) -> tuple[list[torch.Tensor], int]:
     """Return out, dq, dk, dv, and the number of parts, which are taken if transfers are not too
     short."""
-    plan.DEVICES_OF_PARTS = ("cpu",)
+    solver.DEVICES_OF_PARTS = ("cpu",)
     cluster.LEAST_SECONDS_OF_PART = 1e9 if are_short else 0.0
     distca.close()
     distca.init(options=distca.Options(**options))
