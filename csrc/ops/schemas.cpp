@@ -253,12 +253,14 @@ TORCH_LIBRARY(distca, m) {
   m.def("check_ranks(str group_name, str doing) -> ()",
         [](const std::string& group_name, const std::string& doing) {
           auto& failures = distca::ops::find_session(group_name)->failures();
-          const std::string departed = failures.find_departed(distca::transport::kLayers);
-          if (departed.empty() && !failures.alarmed() && !failures.has_dead_peer()) return;
+          const char* channel = distca::transport::kLayers;
+          if (failures.find_departed(channel).empty() && !failures.alarmed() &&
+              !failures.has_dead_peer()) {
+            return;
+          }
           const std::string cause =
-              failures.diagnose("given up, because a rank of the group has failed", doing);
-          TORCH_CHECK_WITH(DistBackendError, false, "distca: ", doing, ": ",
-                           departed.empty() ? cause : departed);
+              failures.diagnose(channel, "given up, because a rank of the group has failed", doing);
+          TORCH_CHECK_WITH(DistBackendError, false, "distca: ", doing, ": ", cause);
         });
   m.def("announce_failure(str group_name, str message) -> ()",
         [](const std::string& group_name, const std::string& message) {

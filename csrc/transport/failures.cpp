@@ -319,6 +319,13 @@ std::string FailureBoard::diagnose(const std::string& own_error,
   return cause;
 }
 
+std::string FailureBoard::diagnose(const std::string& channel, const std::string& own_error,
+                                   const std::string& where) noexcept {
+  const std::string departed = find_departed(channel);
+  const std::string cause = diagnose(own_error, where);  // even so: it waits for other ranks
+  return departed.empty() ? cause : departed;
+}
+
 std::string FailureBoard::find_cause(const std::string& own_error) noexcept {
   const auto start = std::chrono::steady_clock::now();
   std::vector<Finding> findings;

@@ -99,6 +99,11 @@ class FailureBoard : public std::enable_shared_from_this<FailureBoard> {
   // error first, or says where each rank gave up.
   std::string diagnose(const std::string& own_error, const std::string& where) noexcept;
 
+  // The same after an exchange of `channel` failed, which ranks may have left. Returns the sentence
+  // of find_departed() if there are such ranks.
+  std::string diagnose(const std::string& channel, const std::string& own_error,
+                       const std::string& where) noexcept;
+
  private:
   enum class Blame { kNone, kPossible, kCertain };
   // What is known about another rank.

@@ -96,9 +96,7 @@ void check_phases(const std::vector<FrameHeader>& headers, const Where& where) {
 }  // namespace
 
 void Patience::fail(const Where& where, const std::string& error) {
-  const std::string departed = failures_->find_departed(channel_);
-  const std::string cause = failures_->diagnose(error, describe(where));
-  part(where, departed.empty() ? cause : departed);
+  part(where, failures_->diagnose(channel_, error, describe(where)));
 }
 
 void Patience::fail_together(const Where& where, const std::string& mismatch) {
@@ -119,8 +117,9 @@ void Patience::wait_in_slices(c10d::Work& work, Wait wait) {
     const Clock::time_point now = Clock::now();
     if (now < next_look) continue;
     next_look = now + kLook;
-    if (!failures_->find_departed(channel_).empty()) fail(wait.where, "a rank has left");
-    if (failures_->alarmed()) fail(wait.where, "given up, because a rank of the group has failed");
+    if (!failures_->find_departed(channel_).empty() || failures_->alarmed()) {
+      fail(wait.where, "given up, because a rank of the group has failed");
+    }
     if (now < next_question || !is_awaited_) continue;
     next_question = now + pause_after(now - start);
     wait.seconds = std::chrono::duration<double>(now - start).count();
