@@ -41,10 +41,6 @@ struct ForwardProducer {
   uint32_t barriers;
   uint32_t num_blocks = 0, num_queries = 0;
 
-  __device__ __forceinline__ BlockRing block_ring(uint32_t which) const {
-    return {barriers, which};
-  }
-
   __device__ __forceinline__ void bring(const Job& job) {
     const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
     const uint32_t stage = QueryRing::stage(num_queries);
@@ -94,8 +90,8 @@ struct ForwardProducer {
   template <typename Tile>
   __device__ __forceinline__ void bring_block(const CUtensorMap* map, uint32_t full, uint32_t empty,
                                               uint32_t at, const RowRange& rows, uint32_t i) {
-    block_ring(empty).wait_before(i);
-    const uint32_t is_full = block_ring(full).barrier(i);
+    ring_at<Shape::kStages>(barriers, empty).wait_before(i);
+    const uint32_t is_full = ring_at<Shape::kStages>(barriers, full).barrier(i);
     barrier_arrive_expecting(is_full, Tile::kBytes);
     load_tile<Tile>(shared + at + BlockRing::stage(i) * Tile::kBytes, map, rows, is_full);
   }

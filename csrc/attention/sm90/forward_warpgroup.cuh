@@ -32,10 +32,6 @@ struct ForwardConsumer {
   uint32_t probabilities[Shape::kKeyRows / 4];
   RowSoftmax<Shape::kKeyRows, Shape::kHasPolynomials> softmax;
 
-  __device__ __forceinline__ BlockRing block_ring(uint32_t which) const {
-    return {barriers, which};
-  }
-
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
     const Operand query =
@@ -61,13 +57,14 @@ struct ForwardConsumer {
     const uint32_t zero = static_cast<uint32_t>(arguments.num_items) >> 31;
     const uint32_t known =
         (__float_as_uint(softmax.sum[0]) | __float_as_uint(softmax.sum[1])) & zero;
-    arrive_as_warp(block_ring(Barriers::kKeyEmpty).barrier(num_keys_seen) + known);
+    arrive_as_warp(ring_at<Shape::kStages>(barriers, Barriers::kKeyEmpty).barrier(num_keys_seen) +
+                   known);
     ++num_keys_seen;
   }
 
   // out = P V of the next block of values, added to `out` if `accumulate`; asynchronous.
   __device__ __forceinline__ void begin_out(bool accumulate) {
-    block_ring(Barriers::kValueFull).wait(num_values_seen);
+    ring_at<Shape::kStages>(barriers, Barriers::kValueFull).wait(num_values_seen);
     const Operand value =
         operand_at(shared + Memory::kValue + BlockRing::stage(num_values_seen) * Values::kBytes,
                    Values::kPanelBytes);
@@ -82,7 +79,7 @@ struct ForwardConsumer {
     products_commit();
   }
   __device__ __forceinline__ void give_values_back() {
-    block_ring(Barriers::kValueEmpty).arrive_as_warp(num_values_seen);
+    ring_at<Shape::kStages>(barriers, Barriers::kValueEmpty).arrive_as_warp(num_values_seen);
     ++num_values_seen;
   }
 
@@ -150,10 +147,10 @@ struct ForwardConsumer {
   __device__ __forceinline__ void skip_block() {
     await_turn();
     end_turn();
-    block_ring(Barriers::kKeyFull).wait(num_keys_seen);
-    block_ring(Barriers::kKeyEmpty).arrive_as_warp(num_keys_seen++);
-    block_ring(Barriers::kValueFull).wait(num_values_seen);
-    block_ring(Barriers::kValueEmpty).arrive_as_warp(num_values_seen++);
+    ring_at<Shape::kStages>(barriers, Barriers::kKeyFull).wait(num_keys_seen);
+    ring_at<Shape::kStages>(barriers, Barriers::kKeyEmpty).arrive_as_warp(num_keys_seen++);
+    ring_at<Shape::kStages>(barriers, Barriers::kValueFull).wait(num_values_seen);
+    ring_at<Shape::kStages>(barriers, Barriers::kValueEmpty).arrive_as_warp(num_values_seen++);
   }
 
   // Returns how many blocks come before the first that the rows of `part` see. At least one block
@@ -177,7 +174,7 @@ struct ForwardConsumer {
     pack_probabilities();
     for (int32_t i = 1; i < count; ++i) {
       block = (block == blocks.first ? blocks.last : block) - 1;
-      block_ring(Barriers::kKeyFull).wait(num_keys_seen);
+      ring_at<Shape::kStages>(barriers, Barriers::kKeyFull).wait(num_keys_seen);
       await_turn();
       begin_scores();
       begin_out(i > 1);
@@ -244,7 +241,7 @@ struct ForwardConsumer {
             for (int32_t i = 0; i < num_unseen; ++i) skip_block();
           }
         }
-        block_ring(Barriers::kKeyFull).wait(num_keys_seen);
+        ring_at<Shape::kStages>(barriers, Barriers::kKeyFull).wait(num_keys_seen);
       }
       begin_scores();  // of no use after the last job
       products_wait<1>();
@@ -268,7 +265,7 @@ struct ForwardConsumer {
       const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
       const JobPart part = part_of(job, warpgroup);
       const int32_t block = await_queries();
-      block_ring(Barriers::kKeyFull).wait(num_keys_seen);
+      ring_at<Shape::kStages>(barriers, Barriers::kKeyFull).wait(num_keys_seen);
       begin_scores();
       attend(part.tile, blocks, block, blocks.count());
       products_wait<0>();
