@@ -161,8 +161,10 @@ def parser() -> argparse.ArgumentParser:
         add_flags(flags, kind)
     flags.add_argument("-m", dest="is_module", action="store_true", help="run script as a module")
     flags.add_argument("script", help="path of the Python script to run; with -m a module's name")
-    rest = {"nargs": argparse.REMAINDER, "help": "the script's own arguments"}
-    flags.add_argument("arguments", **rest).required = False  # Python 3.11 says otherwise in errors
+    rest = flags.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
+    rest.required = False  # Python 3.11 says otherwise in errors
     return flags
 
 

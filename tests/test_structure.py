@@ -70,10 +70,7 @@ PYTHON_RULES = {
 # Where alone a library may be imported.
 LIBRARY_HOMES = {
     "matplotlib": ("watching/report.py",),
-    "transformers": (
-        "integrations/transformers.py",
-        "integrations/transformers_masks.py",
-    ),
+    "transformers": ("integrations/transformers.py", "integrations/transformers_masks.py"),
     "megatron": ("integrations/megatron.py", "integrations/megatron_batches.py"),
     "accelerate": ("integrations/trainer.py",),
     "torchtitan": (

@@ -219,8 +219,8 @@ def _solve_together(
     start = time.perf_counter()
     pieces, headers = documents.pieces(session.rank), torch.tensor([words])
     if session.num_ranks > 1:
-        measured = _words_of_measurements(session, problem, device)
-        pieces, headers = exchange(session, pieces, [*words, *measured])
+        about_training = _words_of_measurements(session, problem, device)
+        pieces, headers = exchange(session, pieces, [*words, *about_training])
         problem = _with_measurements(problem, session, pieces, headers)
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])

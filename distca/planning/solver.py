@@ -193,6 +193,7 @@ def _cluster_of_pass(
 
 
 def cluster_of_problem(problem: Problem, options: Options) -> Cluster:
+    """Return the cluster that options describe, with the speeds and lags that ranks measured."""
     cluster = cluster_of(
         options,
         problem.num_ranks,
