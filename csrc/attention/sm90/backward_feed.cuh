@@ -5,38 +5,32 @@
 #include "turns.cuh"
 
 // The warps of the backward kernel that move data: a thread of one takes tickets and brings keys
-// and values, of one brings queries and dO, of one takes dK and dV away.
+// and values, of one brings queries and dO, of one takes dK and dV away. In a pair, a thread of the
+// last sends dS to the partner.
 namespace distca::attention::sm90 {
 
 // Run by run, so that the queries in use stay in cache; in a run as many heads at once as give
-// every multiprocessor several items, the longest first.
+// every multiprocessor several items, the longest first. Of what a pair takes, the item for `rank`.
 template <typename Shape>
-__device__ __forceinline__ BackwardItem item_of(int32_t number,
-                                                const BackwardArguments& arguments) {
+__device__ __forceinline__ BackwardItem item_of(int32_t number, const BackwardArguments& arguments,
+                                                uint32_t rank) {
   constexpr int32_t kKeyRows = Shape::kKeyRows;
-  constexpr int32_t kParts = kKeyBlockRows / kKeyRows;  // of a block
-  static_assert(!Shape::kSkipsUnseen || kKeyRows == kKeyPartRows);
+  constexpr int32_t kParts = kKeyBlockRows / (Shape::kBlocks * kKeyRows);  // of a block of keys
   const KeyBlock* any = arguments.blocks + number / (arguments.heads_kv * kParts);
   const int32_t first = any->first_of_run, count = any->num_of_run;
   const HeadGroup group = head_group(number - first * kParts * arguments.heads_kv, count * kParts,
                                      arguments.heads_kv, 1);
   const int32_t part = group.in_group / group.num_heads;
   const KeyBlock& block = arguments.blocks[first + part / kParts];
-  const int32_t first_row = part % kParts * kKeyRows;
-  int32_t first_tile = block.first_tile, last_tile = block.last_tile;
-  if constexpr (Shape::kSkipsUnseen) {
-    if (first_row == 0) {
-      last_tile -= block.unseen_by_first;
-    } else {
-      first_tile += block.unseen_by_second;
-    }
-  }
+  const int32_t first_row =
+      (Shape::kIsPaired ? static_cast<int32_t>(rank) : part % kParts) * kKeyRows;
   return {block.k_row + first_row,
-          kParts == 1 ? block.num_rows : max(0, min(kKeyRows, block.num_rows - first_row)),
+          kKeyRows == kKeyBlockRows ? block.num_rows
+                                    : max(0, min(kKeyRows, block.num_rows - first_row)),
           group.first_head + group.in_group % group.num_heads,
-          (last_tile - first_tile) * arguments.heads_per_key,
-          first_tile,
-          last_tile};
+          (block.last_tile - block.first_tile) * arguments.heads_per_key,
+          block.first_tile,
+          block.last_tile};
 }
 
 __device__ __forceinline__ RowRange rows_of(const BackwardItem& item) {
@@ -50,6 +44,8 @@ struct BackwardFeed {
   using Values = typename Shape::Values;
   using Queries = typename Shape::Queries;
   using GradOuts = typename Shape::GradOuts;
+  using GradScores = typename Shape::GradScores;
+  using PartnerKeys = typename Shape::PartnerKeys;
 
   const BackwardArguments& arguments;
   uint32_t shared;
@@ -81,21 +77,65 @@ struct BackwardFeed {
     load_tile<Tile>(shared + to, map, rows, full);
   }
 
+  // The n-th ticket of a block or pair; num_items or more when there is none. In a pair the leader
+  // takes it. It tells the partner, which must have read the ticket before.
+  __device__ __forceinline__ int32_t ticket(const Turn& turn, [[maybe_unused]] uint32_t n) {
+    const auto take = [&] {
+      return turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
+    };
+    if constexpr (!Shape::kIsPaired) {
+      return take();
+    } else {
+      const Pair pair;
+      const auto full = ring_at<1>(shared + Memory::kBarriers, kTicketFull);
+      const auto read = ring_at<1>(shared + Memory::kBarriers, kTicketRead);
+      const uint32_t slot = shared + Memory::kTicket;
+      if (pair.leads()) {
+        const int32_t number = take();
+        read.wait_before(n);
+        send_there(pair.partner(slot), number, pair.partner(full.barrier(n)));
+        return number;
+      }
+      barrier_arrive_expecting(full.barrier(n), sizeof(int32_t));
+      full.wait(n);
+      const int32_t number = *in_block<volatile int32_t>(Memory::kTicket);
+      barrier_arrive_there(pair.partner(read.barrier(n)));
+      return number;
+    }
+  }
+
+  // The columns of the partner's keys whose dQ this block computes: see Pair.
+  __device__ __forceinline__ void bring_partner_keys(uint32_t n, int32_t number) {
+    const Pair pair;
+    const RowRange rows = rows_of(item_of<Shape>(number, arguments, pair.other()));
+    const uint32_t full = slot_ring(kKeyFull).barrier(n), to = shared + Memory::kPartnerKey;
+    const auto bring_piece = [&](uint32_t panel, int piece) {
+      copy_to_shared(to + panel * PartnerKeys::kPanelBytes, &arguments.k,
+                     {64 * piece, rows.head, rows.row, rows.num_rows}, full);
+    };
+    barrier_arrive_expecting(full, PartnerKeys::kBytes);
+    bring_piece(0, pair.own_piece());
+    bring_piece(1, kMiddlePiece);
+  }
+
   // Takes the next ticket when the last queries of the item before have been asked for: early
   // enough to hide the way of the keys, late enough to leave work to blocks that are ahead, and not
-  // before the other thread has read that item.
+  // before the other threads have read that item.
   __device__ __forceinline__ void bring_keys() {
     const Turn turn(arguments.num_in_turn);
     for (uint32_t n = 0;; ++n) {
       if (n > 0) slot_ring(kItemAsked).wait_idle(n - 1);
-      const int32_t number = turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
+      const int32_t number = ticket(turn, n);
       slot_ring(kSlotEmpty).wait_before(n);
       BackwardItem& item = item_slot(n);
       item.num_rows = -1;
-      if (number < arguments.num_items) item = item_of<Shape>(number, arguments);
+      if (number < arguments.num_items) {
+        item = item_of<Shape>(number, arguments, Shape::kIsPaired ? cluster_rank() : 0);
+      }
       slot_ring(kItemFull).arrive(n);
       if (item.num_rows < 0) return;
       bring<Keys>(&arguments.k, slot_ring(kKeyFull).barrier(n), Memory::key(n), rows_of(item));
+      if constexpr (Shape::kIsPaired) bring_partner_keys(n, number);
       bring<Values>(&arguments.v, slot_ring(kValueFull).barrier(n), Memory::value(n),
                     rows_of(item));
     }
@@ -145,6 +185,27 @@ struct BackwardFeed {
         }
       }
       slot_ring(kItemAsked).arrive(n);
+    }
+  }
+
+  // dS of every tile goes to the partner as soon as it is there. The partner has given the buffer
+  // back, or there would not be dS of this tile: see kGradScoreEmpty.
+  __device__ __forceinline__ void send_grad_scores() {
+    const Pair pair;
+    uint32_t i = 0;
+    for (uint32_t n = 0;; ++n) {
+      const BackwardItem& from = item(n);
+      if (from.num_rows < 0) return;
+      const uint32_t last = i + from.num_tiles;
+      slot_ring(kItemAsked).arrive(n);
+#pragma unroll 1
+      for (; i != last; ++i) {
+        const uint32_t full = ring(kPartnerFull).barrier(i);
+        ring(kGradScoreFull).wait(i);
+        barrier_arrive_expecting(full, GradScores::kBytes);  // the partner's dS, in turn
+        copy_there(pair.partner(shared + Memory::partner_score(i)), shared + Memory::grad_score(i),
+                   GradScores::kBytes, pair.partner(full));
+      }
     }
   }
 

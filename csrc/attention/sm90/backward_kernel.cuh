@@ -13,7 +13,8 @@
 // transposed, S^T = K Q^T, so that P^T and dS^T feed dV += P^T dO and dK += dS^T Q from registers;
 // dS also goes to shared memory, where both warpgroups take it for dQ^T = K^T dS^T one tile later,
 // so that neither waits for the other. dQ is added up in global memory: in float32, or
-// deterministic in fixed point (see backward_rows.cuh).
+// deterministic in fixed point (see backward_rows.cuh). Wider heads, see backward_wide.cuh, take 64
+// keys at a time, or 128 in two blocks, see backward_pair.cuh.
 namespace distca::attention::sm90 {
 
 template <typename Shape>
@@ -24,7 +25,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const uint32_t shared = shared_address(in_block(0));
   if ((shared & 1023) != 0) __trap();
   if (threadIdx.x == 0) init_barriers<Shape>(shared + Memory::kBarriers);
-  __syncthreads();
+  if constexpr (Shape::kIsPaired) {
+    __syncwarp();
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     give_registers<Shape::kFeedRegisters>();
@@ -32,12 +38,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (threadIdx.x == 0) feed.bring_keys();
     if (threadIdx.x == 32) feed.bring_queries();
     if (threadIdx.x == 64) feed.take_grads();
+    if constexpr (Shape::kIsPaired) {
+      if (threadIdx.x == 96) feed.send_grad_scores();
+    }
   } else {
     take_registers<Shape::kKeyRegisters>();
     using Warpgroup = std::conditional_t<Shape::kIsWide, WideWarpgroup<Shape>, KeyWarpgroup<Shape>>;
     Warpgroup keys{{arguments, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128) / 32,
                     in_register(threadIdx.x % 32), score_log2<Shape>(arguments)}};
     keys.run();
+  }
+  if constexpr (Shape::kIsPaired) {  // until the partner has sent and arrived for the last time
+    __syncwarp();
+    cluster_sync();
   }
 #endif
 }
@@ -47,8 +60,9 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = BackwardMemory<Shape>::kBytes;
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const auto heads_kv = static_cast<int32_t>(call.k.heads);
-  const int32_t num_items = call.tiles.num_blocks * (kKeyBlockRows / Shape::kKeyRows) * heads_kv;
-  const Blocks blocks = blocks_for(num_items, call.flops, call.shares_device);
+  constexpr int32_t kItemRows = Shape::kBlocks * Shape::kKeyRows;
+  const int32_t num_items = call.tiles.num_blocks * (kKeyBlockRows / kItemRows) * heads_kv;
+  const Blocks blocks = blocks_for(num_items, call.flops, call.shares_device, Shape::kBlocks);
   const BackwardArguments arguments{.q = make_ragged_map(call.q, Shape::kRows),
                                     .k = make_ragged_map(call.k, Shape::kKeyRows),
                                     .v = make_ragged_map(call.v, Shape::kKeyRows),
@@ -68,8 +82,8 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
                                     .window = call.window,
                                     .softmax_scale = call.softmax_scale,
                                     .cap = softcap_of(call)};
-  launch_kernel(backward_kernel<Shape>, {blocks.count, Shape::kThreads, kSharedBytes}, stream,
-                arguments);
+  launch_kernel(backward_kernel<Shape>,
+                {blocks.count, Shape::kThreads, kSharedBytes, Shape::kBlocks}, stream, arguments);
 }
 
 // The backward kernel for capped scores, without what surrounds it.

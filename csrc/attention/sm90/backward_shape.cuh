@@ -1,5 +1,6 @@
 #pragma once
 
+#include "backward_pair.cuh"
 #include "backward_rows.cuh"
 #include "kernels.h"
 #include "ring.cuh"
@@ -40,12 +41,13 @@ struct BackwardShape {
   // 64 this gains up to 3 %; at 128 it costs as much in deterministic mode on short documents.
   static constexpr bool kSoftmaxFirst = kHeadDim_ == 64;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
-  static constexpr int kKeyRows = kIsWide ? kKeyPartRows : kKeyBlockRows;  // of an item
-  static constexpr int kSlots = kIsWide ? 1 : 2;                           // of items
-  // Whether an item leaves out tiles that see others of its block's keys but none of its own. This
-  // has not been tried at 256.
-  static constexpr bool kSkipsUnseen = kHeadDim == 192;
-  static constexpr int kStages = kHeadDim == 192 && (kValueDim == 128 || !kDeterministic) ? 3 : 2;
+  // Of an item. The blocks of a pair take neighbouring items.
+  static constexpr int kKeyRows = kIsWide ? kKeyPartRows : kKeyBlockRows;
+  static constexpr int kSlots = kIsWide ? 1 : 2;  // of items
+  // At 256 there is no room for dS and keys of a partner.
+  static constexpr bool kIsPaired = kHeadDim == 192;
+  static constexpr int kBlocks = kIsPaired ? 2 : 1;  // of a cluster
+  static constexpr int kStages = kIsPaired && kValueDim == 128 && !kDeterministic ? 3 : 2;
   static constexpr int kQuanta = kStages == 2 ? 4 : 8;  // of quanta, which live longer
   static constexpr int kThreads = 3 * 128;
   // Of a thread of either kind. The kernel is launched with 168 for each thread of its three
@@ -57,6 +59,7 @@ struct BackwardShape {
   using Keys = SharedTile<kKeyRows, kHeadDim>;
   using Values = SharedTile<kKeyRows, kValueDim>;
   using GradScores = SharedTile<kKeyRows, kRows>;
+  using PartnerKeys = SharedTile<kKeyRows, 128>;  // two pieces: see Pair
 };
 
 // Keys of a block, kKeyRows at most, and a head; num_rows is -1 when there is no more.
@@ -94,13 +97,19 @@ enum BackwardBarrier : uint32_t {
   kGradScoreEmpty = kGradScoreFull + kMaxStages,
   kProbabilityFull = kGradScoreEmpty + kMaxStages,
   kProbabilityEmpty = kProbabilityFull + kMaxStages,
-  kNumBarriers = kProbabilityEmpty + kMaxStages
+  kNumBarriers = kProbabilityEmpty + kMaxStages,
+  // Of pairs only.
+  kPartnerFull = kNumBarriers,
+  kTicketFull = kPartnerFull + kMaxStages,
+  kTicketRead = kTicketFull + kMaxStages,
+  kNumOfPair = kTicketRead + kMaxStages
 };
 constexpr uint32_t kFirstByWarps = kSlotStaged;  // from there on all key warps arrive
 
 // Offsets in shared memory. Two slots of keys and values, if there is room, so that the next item's
 // come while this one's are in use; two stages of queries and dO, two buffers of dS. Wide shapes
-// also pass P from one warpgroup to the other.
+// also pass P from one warpgroup to the other. Pairs also have the partner's keys, two buffers of
+// its dS, and the ticket that the block of rank 1 is told.
 template <typename Shape>
 struct BackwardMemory {
   static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
@@ -108,15 +117,21 @@ struct BackwardMemory {
   static constexpr uint32_t kGradOut = kQuery + Shape::kStages * Shape::Queries::kBytes;
   static constexpr uint32_t kGradScore = kGradOut + Shape::kStages * Shape::GradOuts::kBytes;
   static constexpr uint32_t kProbability = kGradScore + 2 * Shape::GradScores::kBytes;
-  static constexpr uint32_t kStats =
+  static constexpr uint32_t kPartnerKey =
       kProbability + (Shape::kIsWide ? Shape::kKeyRows * Shape::kRows * sizeof(float) : 0);
+  static constexpr uint32_t kPartnerScore =
+      kPartnerKey + (Shape::kIsPaired ? Shape::PartnerKeys::kBytes : 0);
+  static constexpr uint32_t kStats =
+      kPartnerScore + (Shape::kIsPaired ? 2 * Shape::GradScores::kBytes : 0);
   static constexpr uint32_t kVectorBytes = 4 * stats_pitch(Shape::kRows);
   static constexpr uint32_t kQuanta = kStats + 2 * Shape::kStages * kVectorBytes;
   static constexpr uint32_t kTiles =
       kQuanta + (Shape::kDeterministic ? Shape::kQuanta * kVectorBytes : 0);
   static constexpr uint32_t kItems = kTiles + Shape::kStages * sizeof(StagedTile);
   static constexpr uint32_t kBarriers = kItems + Shape::kSlots * sizeof(BackwardItem);
-  static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * kNumBarriers;
+  static constexpr uint32_t kTicket =
+      kBarriers + kBarrierBytes * (Shape::kIsPaired ? kNumOfPair : kNumBarriers);
+  static constexpr uint32_t kBytes = kTicket + (Shape::kIsPaired ? sizeof(int32_t) : 0);
   static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
@@ -133,6 +148,9 @@ struct BackwardMemory {
   static __device__ uint32_t grad_score(uint32_t i) {
     return kGradScore + Ring<2>::stage(i) * Shape::GradScores::kBytes;
   }
+  static __device__ uint32_t partner_score(uint32_t i) {
+    return kPartnerScore + Ring<2>::stage(i) * Shape::GradScores::kBytes;
+  }
   static __device__ uint32_t stats(uint32_t i) {
     return kStats + Ring<Shape::kStages>::stage(i) * 2 * kVectorBytes;
   }
@@ -142,17 +160,24 @@ struct BackwardMemory {
   }
 };
 
-// Statistics of a stage are announced apart from its queries.
+// Statistics of a stage are announced apart from its queries. In a pair, the partner's keys are
+// announced apart from the block's own, two threads of the feed read what an item says, and the key
+// warps of both blocks read a block's dS.
 template <typename Shape>
 __device__ __forceinline__ void init_barriers(uint32_t barriers) {
-  for (uint32_t i = 0; i < kNumBarriers; ++i) {
+  for (uint32_t i = 0; i < (Shape::kIsPaired ? kNumOfPair : kNumBarriers); ++i) {
     const uint32_t which = i / kMaxStages * kMaxStages;
     const bool by_one_warpgroup =
         Shape::kIsWide && (which == kGradScoreFull || which >= kProbabilityFull);
-    const uint32_t num_arrivals = which == kQueryFull     ? 2
-                                  : which < kFirstByWarps ? 1
-                                  : by_one_warpgroup      ? 4
-                                                          : 8;
+    uint32_t num_arrivals = which == kQueryFull     ? 2
+                            : which < kFirstByWarps ? 1
+                            : by_one_warpgroup      ? 4
+                                                    : 8;
+    if constexpr (Shape::kIsPaired) {
+      if (which == kKeyFull || which == kItemAsked) num_arrivals = 2;
+      if (which == kGradScoreEmpty) num_arrivals = 16;
+      if (which >= kPartnerFull) num_arrivals = 1;
+    }
     barrier_init(ring_at(barriers, i).barrier(0), num_arrivals);
   }
   barrier_init_fence();

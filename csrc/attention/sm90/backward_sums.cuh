@@ -90,7 +90,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
       pin(dq);
       if (i > first) {
         ring(kGradScoreEmpty).arrive_as_warp(i - 1);
-        add_dq(dq, i - 1, index, warpgroup);
+        add_dq(dq, i - 1, index, warpgroup, 0);
       }
       products_wait<0>();
       pin(dk);
@@ -109,7 +109,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
     products_wait<0>();
     pin(dq);
     ring(kGradScoreEmpty).arrive_as_warp(i);
-    add_dq(dq, i, index, warpgroup);
+    add_dq(dq, i, index, warpgroup, 0);
   }
 
   __device__ __forceinline__ void run() {

@@ -80,6 +80,18 @@ struct TileSteps {
     products_commit();
   }
 
+  // dq (+)= 64 columns of the item's keys times dS of 2 kSize queries, both transposed. Adds to the
+  // open group of products.
+  template <int kSize>
+  __device__ __forceinline__ void multiply_keys(float (&dq)[kSize], const Operand& left,
+                                                const Operand& right, bool accumulate) {
+#pragma unroll
+    for (int k = 0; k < Shape::kKeyRows / 16; ++k) {
+      product<T, true, true>(dq, descriptor(left, k * 16 * 128), descriptor(right, k * 16 * 128),
+                             accumulate || k > 0);
+    }
+  }
+
   // dQ^T, kHeadDim by kRows, in pieces of 64 by 64. Adds to the open group of products.
   __device__ __forceinline__ void multiply_dq(float (&dq)[32], uint32_t keys, uint32_t i,
                                               uint32_t piece) {
@@ -88,11 +100,7 @@ struct TileSteps {
     const Operand left = operand_at(shared + keys + key_panel * Keys::kPanelBytes, 0);
     const Operand right =
         operand_at(shared + Memory::grad_score(i) + query_panel * GradScores::kPanelBytes, 0);
-#pragma unroll
-    for (int k = 0; k < Shape::kKeyRows / 16; ++k) {
-      product<T, true, true>(dq, descriptor(left, k * 16 * 128), descriptor(right, k * 16 * 128),
-                             k > 0);
-    }
+    multiply_keys(dq, left, right, false);
   }
 
   __device__ __forceinline__ void mask(float (&scores)[kScores], const StagedTile& tile,
@@ -150,18 +158,20 @@ struct TileSteps {
     fence_shared_writes();
   }
 
-  // Adds a piece of dQ of tile i of those staged so far, whose place in the sums is `index`.
-  __device__ __forceinline__ void add_dq(const float (&dq)[32], uint32_t i, int32_t index,
-                                         int piece) {
+  // Adds a piece of dQ of tile i of those staged so far, whose place in the sums is `index`, or 32
+  // of the piece's 64 queries, from `first_query` on.
+  template <int kSize>
+  __device__ __forceinline__ void add_dq(const float (&dq)[kSize], uint32_t i, int32_t index,
+                                         int piece, int first_query) {
     constexpr int kWords = Shape::kRows * Shape::kHeadDim;
-    const int64_t base = static_cast<int64_t>(index) * kWords + piece * 4096;
+    const int64_t base = static_cast<int64_t>(index) * kWords + piece * 4096 + first_query * 64;
     const int thread = 32 * warp + lane;
     if constexpr (Shape::kDeterministic) {
       uint64_t* sums = static_cast<uint64_t*>(arguments.dq_sums) + base / 2 + thread;
       const uint32_t quanta = Memory::quanta(i);
-      const int first_column = kPiecesAreKeys ? 0 : 4 * piece;
+      const int first_column = kPiecesAreKeys ? first_query / 16 : 4 * piece;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kSize / 8; ++j) {
         float inverse[8];
         spread(stats(quanta, first_column + j), inverse);
 #pragma unroll
@@ -173,7 +183,7 @@ struct TileSteps {
       }
     } else {
 #pragma unroll
-      for (int e = 0; e < 32; e += 4) {
+      for (int e = 0; e < kSize; e += 4) {
         add_to_global(static_cast<float*>(arguments.dq_sums) + base + 128 * e + 4 * thread, dq[e],
                       dq[e + 1], dq[e + 2], dq[e + 3]);
       }

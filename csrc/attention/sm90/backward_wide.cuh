@@ -7,7 +7,7 @@ namespace distca::attention::sm90 {
 // The warpgroups of the backward kernel for heads so wide that dK and dV of 64 keys do not fit in
 // one's registers. The first computes P and sums up dV, the second computes dS and sums up dK. P
 // goes from one to the other through shared memory, thread by thread, as both hold the same
-// elements of a product. Each computes a part of dQ.
+// elements of a product. Each computes a part of dQ, in a pair of blocks over the keys of both.
 template <typename Shape>
 struct WideWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
@@ -16,11 +16,14 @@ struct WideWarpgroup : TileSteps<Shape> {
   using Values = typename Shape::Values;
   using GradOuts = typename Shape::GradOuts;
   using Steps::add_dq, Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane,
-      Steps::mask, Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::ring,
-      Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
+      Steps::mask, Steps::multiply_dq, Steps::multiply_keys, Steps::needs_mask, Steps::pack_all,
+      Steps::ring, Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
       Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
-  static constexpr uint32_t kKeysReadId = 1;              // of a hardware barrier
-  static constexpr int kValuePieces = Keys::kPanels / 2;  // of dQ, by the first warpgroup
+  static constexpr uint32_t kKeysReadId = 1;                                // of a hardware barrier
+  static constexpr int kPieces = Shape::kIsPaired ? 1 : Keys::kPanels / 2;  // of dQ, a warpgroup's
+  // Registers of a piece. In a pair, the first warpgroup has 32 of the middle piece's 64 queries.
+  template <bool kIsValues>
+  static constexpr int kDq = (Shape::kIsPaired && kIsValues) ? 16 : 32;
 
   __device__ __forceinline__ Ring<1> probability_ring(BackwardBarrier which) const {
     return ring_at<1>(shared + Memory::kBarriers, which);
@@ -110,14 +113,27 @@ struct WideWarpgroup : TileSteps<Shape> {
     ring(kGradScoreFull).arrive_as_warp(i);
   }
 
+  // Waits for dS of tile i, of a pair that of both.
+  __device__ __forceinline__ void wait_for_grad_scores(uint32_t i) const {
+    ring(kGradScoreFull).wait(i);
+    if constexpr (Shape::kIsPaired) ring(kPartnerFull).wait(i);
+  }
+
+  // This warp has read dS of tile i. In a pair it has read that of both, so the partner may send
+  // its next one, and store it where it sent from.
+  __device__ __forceinline__ void give_grad_scores_back(uint32_t i) const {
+    ring(kGradScoreEmpty).arrive_as_warp(i);
+    if constexpr (Shape::kIsPaired) {
+      if (elect_thread()) barrier_arrive_there(Pair().partner(ring(kGradScoreEmpty).barrier(i)));
+    }
+  }
+
   // Sums up dV or dK over item n's tiles, of which `first` is the first, and adds this warpgroup's
   // part of dQ a tile later. The first product of a tile is issued under the last ones of the tile
   // before. Pieces of dQ take turns in the same registers.
   template <bool kIsValues, int kSize>
   __device__ __forceinline__ void sum_up(float (&sums)[kSize], const BackwardItem& item, uint32_t n,
                                          uint32_t first) {
-    constexpr int kFirst = kIsValues ? 0 : kValuePieces;
-    constexpr int kEnd = kIsValues ? kValuePieces : Keys::kPanels;
     if (item.num_tiles == 0) return;
     const uint32_t end = first + item.num_tiles;
     int32_t index = 0;
@@ -128,15 +144,15 @@ struct WideWarpgroup : TileSteps<Shape> {
 #pragma unroll 1
     for (uint32_t i = first; i < end; ++i) {
       uint32_t packed[kScores / 2];
-      float dq[32];
+      float dq[kDq<kIsValues>];
       const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
       if constexpr (kIsValues) {
         finish_probabilities(scores, packed, tile, item, i);
       } else {
         finish_grads(scores, packed, i);
       }
-      ring(kGradScoreFull).wait(i - 1);
-      begin_dq(dq, n, i - 1, kFirst);  // of no use for the first tile
+      wait_for_grad_scores(i - 1);
+      begin_dq<kIsValues>(dq, n, i - 1, 0);  // of no use for the first tile
       if constexpr (kIsValues) {
         Steps::template begin_sums<GradOuts>(sums, packed, Memory::grad_out(i));
       } else {
@@ -144,17 +160,17 @@ struct WideWarpgroup : TileSteps<Shape> {
       }
       products_wait<1>();
       pin(dq);
-      if constexpr (kFirst + 1 < kEnd) {
-        if (i > first) add_dq(dq, i - 1, index, kFirst);
-        begin_dq(dq, n, i - 1, kFirst + 1);
+      if constexpr (kPieces == 2) {
+        if (i > first) add_piece<kIsValues>(dq, i - 1, index, 0);
+        begin_dq<kIsValues>(dq, n, i - 1, 1);
         products_wait<0>();
         pin(dq);
         pin(sums);
       }
       begin_tile<kIsValues>(scores, n, i + 1, i + 1 < end);
       if (i > first) {
-        ring(kGradScoreEmpty).arrive_as_warp(i - 1);
-        add_dq(dq, i - 1, index, kEnd - 1);
+        give_grad_scores_back(i - 1);
+        add_piece<kIsValues>(dq, i - 1, index, kPieces - 1);
       }
       products_wait<0>();
       pin(sums);
@@ -162,28 +178,53 @@ struct WideWarpgroup : TileSteps<Shape> {
       stage_ring(kIsValues ? kGradOutEmpty : kQueryEmpty).arrive_as_warp(i);
       index = tile.index;
     }
-    ring(kGradScoreFull).wait(end - 1);
-    add_last_dq<kFirst, kEnd>(n, end - 1, index);
+    wait_for_grad_scores(end - 1);
+    add_last_dq<kIsValues>(n, end - 1, index);
+  }
+
+  // Returns which of dQ's pieces is number `of_mine` of this warpgroup's.
+  template <bool kIsValues>
+  static __device__ __forceinline__ int piece(int of_mine) {
+    if constexpr (Shape::kIsPaired) return kIsValues ? kMiddlePiece : Pair().own_piece();
+    return of_mine + (kIsValues ? 0 : kPieces);
   }
 
   // A piece of dQ of tile i; asynchronous.
-  __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t n, uint32_t i, int piece) {
+  template <bool kIsValues>
+  __device__ __forceinline__ void begin_dq(float (&dq)[kDq<kIsValues>], uint32_t n, uint32_t i,
+                                           int of_mine) {
     pin(dq);
     products_begin();
-    multiply_dq(dq, Memory::key(n), i, piece);
+    if constexpr (Shape::kIsPaired) {
+      const uint32_t queries = shared + (kIsValues ? Pair().first_query() * sizeof(T) : 0);
+      const uint32_t own = shared + Memory::key(n) + piece<kIsValues>(0) * Keys::kPanelBytes;
+      const uint32_t partner = shared + Memory::kPartnerKey + (kIsValues ? Keys::kPanelBytes : 0);
+      multiply_keys(dq, operand_at(own, 0), operand_at(queries + Memory::grad_score(i), 0), false);
+      multiply_keys(dq, operand_at(partner, 0), operand_at(queries + Memory::partner_score(i), 0),
+                    true);
+    } else {
+      multiply_dq(dq, Memory::key(n), i, piece<kIsValues>(of_mine));
+    }
     products_commit();
   }
 
-  template <int kFirst, int kEnd>
+  template <bool kIsValues>
+  __device__ __forceinline__ void add_piece(const float (&dq)[kDq<kIsValues>], uint32_t i,
+                                            int32_t index, int of_mine) {
+    const int first_query = kDq<kIsValues> == 16 ? Pair().first_query() : 0;
+    add_dq(dq, i, index, piece<kIsValues>(of_mine), first_query);
+  }
+
+  template <bool kIsValues>
   __device__ __forceinline__ void add_last_dq(uint32_t n, uint32_t i, int32_t index) {
 #pragma unroll
-    for (int piece = kFirst; piece < kEnd; ++piece) {
-      float dq[32];
-      begin_dq(dq, n, i, piece);
+    for (int of_mine = 0; of_mine < kPieces; ++of_mine) {
+      float dq[kDq<kIsValues>];
+      begin_dq<kIsValues>(dq, n, i, of_mine);
       products_wait<0>();
       pin(dq);
-      if (piece == kEnd - 1) ring(kGradScoreEmpty).arrive_as_warp(i);
-      add_dq(dq, i, index, piece);
+      if (of_mine == kPieces - 1) give_grad_scores_back(i);
+      add_piece<kIsValues>(dq, i, index, of_mine);
     }
   }
 

@@ -29,6 +29,7 @@ struct LaunchShape {
   int num_blocks;
   int num_threads;
   uint32_t shared_bytes;
+  int cluster_blocks = 1;  // num_blocks is a multiple of it
 };
 
 // Does nothing for no blocks.
@@ -41,8 +42,15 @@ void launch_kernel(void (*kernel)(Arguments), const LaunchShape& shape, cudaStre
                                static_cast<int>(shape.shared_bytes)),
           "cudaFuncSetAttribute");
   }
-  kernel<<<shape.num_blocks, shape.num_threads, shape.shared_bytes, stream>>>(arguments);
-  check(cudaGetLastError(), "kernel launch");
+  cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension};
+  cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster_blocks), 1, 1};
+  const cudaLaunchConfig_t config{.gridDim = dim3(shape.num_blocks),
+                                  .blockDim = dim3(shape.num_threads),
+                                  .dynamicSmemBytes = shape.shared_bytes,
+                                  .stream = stream,
+                                  .attrs = &cluster,
+                                  .numAttrs = shape.cluster_blocks > 1 ? 1u : 0u};
+  check(cudaLaunchKernelEx(&config, kernel, arguments), "kernel launch");
 }
 
 // Calls launch.operator()<T>() for the element of q.

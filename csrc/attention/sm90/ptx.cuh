@@ -136,6 +136,54 @@ __device__ __forceinline__ void copy_bytes_to_shared(uint32_t destination, const
       : "memory");
 }
 
+// Blocks of a cluster reach each other's shared memory. Memory orderings of cluster scope would
+// wait for this thread's additions in global memory (MEMBAR.ALL.GPU) and drop the L1 cache, so
+// below only cluster_sync has one. The others need none: copies and words announce themselves to
+// the barrier that their receiver waits for, and an arrival follows reads that are complete.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Returns where the cluster's block of that rank has what this block has at `address`.
+__device__ __forceinline__ uint32_t address_in(uint32_t rank, uint32_t address) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void barrier_arrive_there(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// To another block, whose `barrier` counts the bytes; addresses and num_bytes are multiples of 16.
+__device__ __forceinline__ void copy_there(uint32_t destination, uint32_t source,
+                                           uint32_t num_bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[%0], [%1], %2, [%3];" ::"r"(destination),
+      "r"(source), "r"(num_bytes), "r"(barrier)
+      : "memory");
+}
+
+// The same for a word, 4 bytes.
+__device__ __forceinline__ void send_there(uint32_t destination, int32_t word, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   destination),
+               "r"(word), "r"(barrier)
+               : "memory");
+}
+
+// Waits for every thread of the cluster, and until what each has done in other blocks is done. All
+// threads of a warp call it together.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
 // This thread's copies to global memory: closes a group, then waits until its sources may be
 // overwritten.
 __device__ __forceinline__ void copies_commit() {
@@ -256,9 +304,9 @@ __device__ __forceinline__ int in_register(int value) {
 }
 
 // The accumulators of a thread: operands %0 to %(N / 2 - 1) of a product with N columns.
-#define DISTCA_ACCUMULATORS_64                             \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define DISTCA_ACCUMULATORS_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define DISTCA_ACCUMULATORS_64 \
+  DISTCA_ACCUMULATORS_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define DISTCA_ACCUMULATORS_80 DISTCA_ACCUMULATORS_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define DISTCA_ACCUMULATORS_112 \
   DISTCA_ACCUMULATORS_80 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
@@ -271,19 +319,18 @@ __device__ __forceinline__ int in_register(int value) {
   DISTCA_ACCUMULATORS_192                                                        \
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define DISTCA_OPERANDS_8(d, i)                                                               \
+#define DISTCA_8_FROM(d, i)                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define DISTCA_OPERANDS_32(d, i)                                                      \
-  DISTCA_OPERANDS_8(d, i), DISTCA_OPERANDS_8(d, i + 8), DISTCA_OPERANDS_8(d, i + 16), \
-      DISTCA_OPERANDS_8(d, i + 24)
-#define DISTCA_OPERANDS_64(d) DISTCA_OPERANDS_32(d, 0)
-#define DISTCA_OPERANDS_80(d) DISTCA_OPERANDS_64(d), DISTCA_OPERANDS_8(d, 32)
-#define DISTCA_OPERANDS_112(d) \
-  DISTCA_OPERANDS_80(d), DISTCA_OPERANDS_8(d, 40), DISTCA_OPERANDS_8(d, 48)
-#define DISTCA_OPERANDS_128(d) DISTCA_OPERANDS_112(d), DISTCA_OPERANDS_8(d, 56)
-#define DISTCA_OPERANDS_192(d) DISTCA_OPERANDS_128(d), DISTCA_OPERANDS_32(d, 64)
-#define DISTCA_OPERANDS_256(d) DISTCA_OPERANDS_192(d), DISTCA_OPERANDS_32(d, 96)
+#define DISTCA_32_FROM(d, i) \
+  DISTCA_8_FROM(d, i), DISTCA_8_FROM(d, i + 8), DISTCA_8_FROM(d, i + 16), DISTCA_8_FROM(d, i + 24)
+#define DISTCA_OPERANDS_32(d) DISTCA_8_FROM(d, 0), DISTCA_8_FROM(d, 8)
+#define DISTCA_OPERANDS_64(d) DISTCA_32_FROM(d, 0)
+#define DISTCA_OPERANDS_80(d) DISTCA_OPERANDS_64(d), DISTCA_8_FROM(d, 32)
+#define DISTCA_OPERANDS_112(d) DISTCA_OPERANDS_80(d), DISTCA_8_FROM(d, 40), DISTCA_8_FROM(d, 48)
+#define DISTCA_OPERANDS_128(d) DISTCA_OPERANDS_112(d), DISTCA_8_FROM(d, 56)
+#define DISTCA_OPERANDS_192(d) DISTCA_OPERANDS_128(d), DISTCA_32_FROM(d, 64)
+#define DISTCA_OPERANDS_256(d) DISTCA_OPERANDS_192(d), DISTCA_32_FROM(d, 96)
 
 // The operands after the accumulators are numbered from N / 2.
 #define DISTCA_PRODUCT_SHARED(N, type, a, b, scale, ta, tb)                                        \
@@ -327,7 +374,8 @@ __device__ __forceinline__ int in_register(int value) {
 template <typename T, bool kTransposedA, bool kTransposedB, int kSize>
 __device__ __forceinline__ void product(float (&d)[kSize], uint64_t a_matrix, uint64_t b_matrix,
                                         int accumulate) {
-  static_assert(kSize == 32 || kSize == 40 || kSize == 56 || kSize == 64);
+  static_assert(kSize == 16 || kSize == 32 || kSize == 40 || kSize == 56 || kSize == 64);
+  DISTCA_PRODUCT_OF(SHARED, 32, "16", "17", "18", "19", "20")
   DISTCA_PRODUCT_OF(SHARED, 64, "32", "33", "34", "35", "36")
   DISTCA_PRODUCT_OF(SHARED, 80, "40", "41", "42", "43", "44")
   DISTCA_PRODUCT_OF(SHARED, 112, "56", "57", "58", "59", "60")

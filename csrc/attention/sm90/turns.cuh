@@ -15,18 +15,20 @@ namespace distca::attention::sm90 {
 constexpr uint32_t kTurnNs = 500'000;
 
 // Blocks of a launch. The first `num_in_turn` of them take tickets, one per item, for kTurnNs. The
-// others take tickets until none are left.
+// others take tickets until none are left. Clusters of blocks take their tickets together.
 struct Blocks {
   int count;
   int32_t num_in_turn;
 };
 
-inline Blocks blocks_for(int32_t num_items, double flops, bool shares_device) {
+inline Blocks blocks_for(int32_t num_items, double flops, bool shares_device,
+                         int cluster_blocks = 1) {
   constexpr double kFlopsPerNs = 4.5e3;  // of a multiprocessor, in long tasks
-  const int num_persistent = std::min(num_items, num_multiprocessors());
+  const int num_persistent =
+      std::min(num_items, num_multiprocessors() / cluster_blocks) * cluster_blocks;
   if (!shares_device || num_items == 0) return {num_persistent, 0};
   const double turns = flops / (num_persistent * kFlopsPerNs * kTurnNs);
-  const auto most = static_cast<double>(num_items / num_persistent);
+  const auto most = static_cast<double>(num_items / (num_persistent / cluster_blocks));
   const int num_turns = static_cast<int>(std::clamp(turns, 1.0, most));
   return {num_turns * num_persistent, (num_turns - 1) * num_persistent};
 }
