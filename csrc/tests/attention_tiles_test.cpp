@@ -26,7 +26,7 @@ auto fields(const QueryTile& t) {
 
 auto fields(const KeyBlock& b) {
   return std::tie(b.k_row, b.num_rows, b.first_tile, b.last_tile, b.run, b.first_of_run,
-                  b.num_of_run, b.unseen_by_first, b.unseen_by_second);
+                  b.num_of_run, b.unused);
 }
 
 bool same(const TileLists& a, const TileLists& b) {
@@ -133,27 +133,6 @@ std::string check_blocks(const std::vector<PlacedTask>& tasks, const TileLists& 
   return check_places(lists.blocks, lists.num_runs);
 }
 
-// Pair by pair, `seen` being the keys of each tile: how many of the block's tiles each part of it
-// leaves out at its end of the range.
-std::string check_unseen(const KeyBlock& block, const std::vector<std::set<int64_t>>& seen) {
-  const auto is_seen = [&](int32_t tile, int64_t begin, int64_t end) {
-    const auto key = seen[tile].lower_bound(begin);
-    return key != seen[tile].end() && *key < end;
-  };
-  const int64_t end = int64_t{block.k_row} + block.num_rows;
-  const int64_t middle = std::min(end, int64_t{block.k_row} + kKeyPartRows);
-  int32_t by_first = 0, by_second = 0;
-  for (int32_t i = block.last_tile; i > block.first_tile; --i, ++by_first) {
-    if (is_seen(i - 1, block.k_row, middle)) break;
-  }
-  for (int32_t i = block.first_tile; i < block.last_tile; ++i, ++by_second) {
-    if (is_seen(i, middle, end)) break;
-  }
-  const bool same = block.unseen_by_first == std::min<int32_t>(by_first, kMostUnseen) &&
-                    block.unseen_by_second == std::min<int32_t>(by_second, kMostUnseen);
-  return same ? "" : "tiles that a part of a block does not see";
-}
-
 // Pair by pair: the range of each block is the smallest that holds all tiles which see it.
 std::string check_ranges(const Mask& mask, const TileLists& lists) {
   std::vector<std::set<int64_t>> seen;
@@ -179,8 +158,6 @@ std::string check_ranges(const Mask& mask, const TileLists& lists) {
     if (first < 0 && tiles_of_run != first_tile_of_run.end()) first = last = tiles_of_run->second;
     if (first >= 0 && (block.first_tile != first || block.last_tile != last)) return "tile range";
     if (first < 0 && block.first_tile != block.last_tile) return "range of a run without tiles";
-    const std::string wrong = check_unseen(block, seen);
-    if (!wrong.empty()) return wrong;
   }
   for (size_t i = 1; i < lists.blocks.size(); ++i) {
     const KeyBlock &a = lists.blocks[i - 1], &b = lists.blocks[i];
@@ -301,9 +278,6 @@ TEST(Tiles, EveryTamperedFieldIsFound) {
     for (const auto field : block_fields) {
       EXPECT_TRUE(is_found([&](TileLists& l) { l.blocks[1].*field += change; }));
     }
-    for (const auto field : {&KeyBlock::unseen_by_first, &KeyBlock::unseen_by_second}) {
-      EXPECT_TRUE(is_found([&](TileLists& l) { l.blocks[1].*field += change; }));
-    }
   }
   EXPECT_TRUE(is_found([](TileLists& l) { l.tiles.pop_back(); }));
   EXPECT_TRUE(is_found([](TileLists& l) { l.blocks.pop_back(); }));
@@ -315,34 +289,6 @@ TEST(Tiles, NoTasksNoTiles) {
   EXPECT_EQ(lists.num_runs, 0);
   EXPECT_TRUE(lists.tiles.empty());
   EXPECT_TRUE(lists.blocks.empty());
-}
-
-TEST(Tiles, PartsOfABlockLeaveOutTilesThatSeeNoneOfTheirKeys) {
-  // The last block has 44 keys, all of them in its first part.
-  const TileLists causal = make_tile_lists({{0, 300, 0, 300, 0}}, {-1, 0}, 64);
-  ASSERT_EQ(causal.blocks.size(), 3u);
-  for (const KeyBlock& block : causal.blocks) {
-    EXPECT_EQ(block.unseen_by_first, 0);
-    EXPECT_EQ(block.unseen_by_second, 1);
-  }
-  // Block 0: tiles 0 and 1 see keys of the first part, tiles 1 and 2 of the second.
-  const TileLists window = make_tile_lists({{0, 256, 0, 256, 0}}, {64, 0}, 64);
-  ASSERT_EQ(window.blocks.size(), 2u);
-  EXPECT_EQ(window.blocks[0].last_tile - window.blocks[0].first_tile, 3);
-  EXPECT_EQ(window.blocks[0].unseen_by_first, 1);
-  EXPECT_EQ(window.blocks[0].unseen_by_second, 1);
-  const TileLists full = make_tile_lists({{0, 256, 0, 256, 0}}, {-1, -1}, 64);
-  for (const KeyBlock& block : full.blocks) {
-    EXPECT_EQ(block.unseen_by_first + block.unseen_by_second, 0);
-  }
-}
-
-TEST(Tiles, CountsOfUnseenTilesAreBounded) {
-  const TileLists lists = make_tile_lists({{0, 64 * 300, 0, 64, 0}}, {-1, -1}, 64);
-  ASSERT_EQ(lists.blocks.size(), 1u);
-  EXPECT_EQ(lists.blocks[0].last_tile, 300);
-  EXPECT_EQ(lists.blocks[0].unseen_by_first, 0);
-  EXPECT_EQ(lists.blocks[0].unseen_by_second, kMostUnseen);
 }
 
 TEST(Tiles, ShardsOfOneDocumentAreOneRun) {
@@ -357,10 +303,10 @@ TEST(Tiles, ShardsOfOneDocumentAreOneRun) {
   EXPECT_EQ(fields(lists.tiles[2]), std::make_tuple(0, 64, 200, 0, 300, 0, 0, 4));
   EXPECT_EQ(fields(lists.tiles[3]), std::make_tuple(64, 36, 264, 0, 300, 0, 0, 4));
   EXPECT_EQ(fields(lists.tiles[4]), std::make_tuple(165, 10, 300, 300, 310, 1, 4, 1));
-  EXPECT_EQ(fields(lists.blocks[0]), std::make_tuple(0, 128, 0, 4, 0, 0, 3, 0, 1));
-  EXPECT_EQ(fields(lists.blocks[1]), std::make_tuple(128, 128, 2, 4, 0, 0, 3, 0, 0));
-  EXPECT_EQ(fields(lists.blocks[2]), std::make_tuple(256, 44, 2, 4, 0, 0, 3, 0, 2));
-  EXPECT_EQ(fields(lists.blocks[3]), std::make_tuple(300, 10, 4, 5, 1, 3, 1, 0, 1));
+  EXPECT_EQ(fields(lists.blocks[0]), std::make_tuple(0, 128, 0, 4, 0, 0, 3, 0));
+  EXPECT_EQ(fields(lists.blocks[1]), std::make_tuple(128, 128, 2, 4, 0, 0, 3, 0));
+  EXPECT_EQ(fields(lists.blocks[2]), std::make_tuple(256, 44, 2, 4, 0, 0, 3, 0));
+  EXPECT_EQ(fields(lists.blocks[3]), std::make_tuple(300, 10, 4, 5, 1, 3, 1, 0));
 }
 
 TEST(Tiles, TasksWithoutKeysOrQueries) {
@@ -377,8 +323,8 @@ TEST(Tiles, TasksWithoutKeysOrQueries) {
   EXPECT_EQ(fields(lists.tiles[2]), std::make_tuple(64, 6, 69, 5, 5, 1, 1, 2));
   EXPECT_EQ(fields(lists.tiles[3]), std::make_tuple(70, 3, 5, 5, 5, 2, 3, 1));
   ASSERT_EQ(lists.blocks.size(), 2u);
-  EXPECT_EQ(fields(lists.blocks[0]), std::make_tuple(40, 2, 0, 1, 0, 0, 1, 0, 1));
-  EXPECT_EQ(fields(lists.blocks[1]), std::make_tuple(10, 20, 4, 4, 3, 1, 1, 0, 0));
+  EXPECT_EQ(fields(lists.blocks[0]), std::make_tuple(40, 2, 0, 1, 0, 0, 1, 0));
+  EXPECT_EQ(fields(lists.blocks[1]), std::make_tuple(10, 20, 4, 4, 3, 1, 1, 0));
 }
 
 TEST(Tiles, RowsPastTheDescriptorsAreRefused) {

@@ -63,86 +63,53 @@ std::vector<Run> make_runs(const std::vector<PlacedTask>& tasks, const Mask& mas
   return runs;
 }
 
-// The first of `intervals`, in the order given, that covers each of `num_parts`; -1 where none
-// does. A part is visited once, however many intervals cover it: next[p] leads to the first part
-// from p on that none has covered yet.
+// The first of `intervals`, in the order given, that covers each of `num_blocks`; -1 where none
+// does. A block is visited once, however many intervals cover it: next[b] leads to the first block
+// from b on that none has covered yet.
 std::vector<int32_t> first_covering(const std::vector<Range>& intervals,
-                                    const std::vector<int32_t>& order, int64_t num_parts) {
-  std::vector<int32_t> first(num_parts, -1);
-  std::vector<int64_t> next(num_parts + 1);
+                                    const std::vector<int32_t>& order, int64_t num_blocks) {
+  std::vector<int32_t> first(num_blocks, -1);
+  std::vector<int64_t> next(num_blocks + 1);
   std::iota(next.begin(), next.end(), 0);
-  const auto uncovered = [&](int64_t part) {
-    while (next[part] != part) part = next[part] = next[next[part]];
-    return part;
+  const auto uncovered = [&](int64_t block) {
+    while (next[block] != block) block = next[block] = next[next[block]];
+    return block;
   };
   for (const int32_t i : order) {
-    for (int64_t part = uncovered(intervals[i].begin); part < intervals[i].end;
-         part = uncovered(part)) {
-      first[part] = i;
-      next[part] = part + 1;
+    for (int64_t block = uncovered(intervals[i].begin); block < intervals[i].end;
+         block = uncovered(block)) {
+      first[block] = i;
+      next[block] = block + 1;
     }
   }
   return first;
 }
 
-// Parts of key blocks of the run that each of its tiles sees, counted from the run's first.
-std::vector<Range> parts_seen(const Run& run, const Mask& mask) {
+// Key blocks of the run that each of its tiles sees, counted from the run's first.
+std::vector<Range> blocks_seen(const Run& run, const Mask& mask) {
   std::vector<Range> seen;
   for (const QueryTile& tile : run.tiles) {
     const Range keys = visible_keys(tile, mask);
     if (keys.begin == keys.end) {
       seen.push_back({0, 0});
     } else {
-      seen.push_back({(keys.begin - run.keys.begin) / kKeyPartRows,
-                      (keys.end - 1 - run.keys.begin) / kKeyPartRows + 1});
+      seen.push_back({(keys.begin - run.keys.begin) / kKeyBlockRows,
+                      (keys.end - 1 - run.keys.begin) / kKeyBlockRows + 1});
     }
   }
   return seen;
 }
 
-// Returns for each part of the run's key blocks the smallest range that holds every tile which sees
-// one of its keys, counted from the run's first tile. Where none does, it is empty.
-std::vector<Range> tiles_of_parts(const Run& run, const Mask& mask, int64_t num_parts) {
-  const std::vector<Range> intervals = parts_seen(run, mask);
-  std::vector<int32_t> order(run.tiles.size());
-  std::iota(order.begin(), order.end(), 0);
-  const std::vector<int32_t> first = first_covering(intervals, order, num_parts);
-  std::reverse(order.begin(), order.end());
-  const std::vector<int32_t> last = first_covering(intervals, order, num_parts);
-  std::vector<Range> tiles;
-  for (int64_t i = 0; i < num_parts; ++i) {
-    tiles.push_back(last[i] < 0 ? Range{0, 0} : Range{first[i], last[i] + 1});
-  }
-  return tiles;
-}
-
-bool is_empty(const Range& range) {
-  return range.begin == range.end;
-}
-
-// Sets the tiles of a block's parts. They are counted from index `first_tile` of the lists.
-void set_tiles(const Range& of_first, const Range& of_second, int32_t first_tile, KeyBlock& block) {
-  Range tiles = is_empty(of_first) ? of_second : of_first;
-  if (!is_empty(of_second)) {
-    tiles = {std::min(tiles.begin, of_second.begin), std::max(tiles.end, of_second.end)};
-  }
-  block.first_tile = static_cast<int32_t>(first_tile + tiles.begin);
-  block.last_tile = static_cast<int32_t>(first_tile + tiles.end);
-  const auto bounded = [](int64_t count) {
-    return static_cast<int16_t>(std::min<int64_t>(count, kMostUnseen));
-  };
-  block.unseen_by_first = bounded(tiles.end - (is_empty(of_first) ? tiles.begin : of_first.end));
-  block.unseen_by_second =
-      bounded((is_empty(of_second) ? tiles.end : of_second.begin) - tiles.begin);
-}
-
 // Appends the run's blocks, whose tiles start at index `first_tile` of the lists.
 void append_blocks(const Run& run, const Mask& mask, int32_t first_tile, TileLists& lists) {
-  constexpr int64_t kParts = kKeyBlockRows / kKeyPartRows;
-  static_assert(kParts == 2);
   const int64_t num_rows = distca::num_rows(run.keys);
   const int64_t num_blocks = ceil_div(num_rows, kKeyBlockRows);
-  const std::vector<Range> tiles = tiles_of_parts(run, mask, kParts * num_blocks);
+  const std::vector<Range> intervals = blocks_seen(run, mask);
+  std::vector<int32_t> order(run.tiles.size());
+  std::iota(order.begin(), order.end(), 0);
+  const std::vector<int32_t> first = first_covering(intervals, order, num_blocks);
+  std::reverse(order.begin(), order.end());
+  const std::vector<int32_t> last = first_covering(intervals, order, num_blocks);
 
   const auto first_block = static_cast<int32_t>(lists.blocks.size());
   for (int64_t i = 0; i < num_blocks; ++i) {
@@ -150,7 +117,8 @@ void append_blocks(const Run& run, const Mask& mask, int32_t first_tile, TileLis
     KeyBlock block{};
     block.k_row = static_cast<int32_t>(run.keys.begin + begin);
     block.num_rows = static_cast<int32_t>(std::min<int64_t>(kKeyBlockRows, num_rows - begin));
-    set_tiles(tiles[kParts * i], tiles[kParts * i + 1], first_tile, block);
+    block.first_tile = first_tile + std::max(first[i], 0);
+    block.last_tile = first_tile + last[i] + 1;
     block.run = lists.num_runs;
     block.first_of_run = first_block;
     block.num_of_run = static_cast<int32_t>(num_blocks);

@@ -33,9 +33,6 @@ struct QueryTile {
 // Up to kKeyBlockRows key rows of one run, and the smallest range [first_tile, last_tile) that
 // holds every tile which sees one of them; where none does, it is empty and starts at the first
 // tile of the run. Blocks are ordered by run, then by falling number of tiles, then by row.
-//
-// Of these tiles, the last `unseen_by_first` see none of the block's first kKeyPartRows keys, and
-// the first `unseen_by_second` see none of the others. Either is kMostUnseen at most.
 struct KeyBlock {
   int32_t k_row;
   int32_t num_rows;  // to the end of the run; kKeyBlockRows at most
@@ -44,10 +41,8 @@ struct KeyBlock {
   int32_t run;
   int32_t first_of_run;  // blocks of the run: [first_of_run, first_of_run + num_of_run)
   int32_t num_of_run;
-  int16_t unseen_by_first;
-  int16_t unseen_by_second;
+  int32_t unused;
 };
-constexpr int16_t kMostUnseen = 255;
 
 struct TileLists {
   int32_t tile_rows = 0;
