@@ -17,8 +17,9 @@ __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, 
     Job job;
     do {
       const int32_t item = turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
-      job = item < arguments.num_items ? job_of<Shape::kKeyRows>(item, arguments) : Job{.head = -1};
-    } while (job.pairs_heads && job.head % 2 != 0);
+      job = item < arguments.num_items ? job_of<Shape>(item, arguments) : Job{.head = -1};
+    } while (job.packs_heads &&
+             job.head % packing_of<Shape::kWarpgroups>(job.tile, arguments).num_heads != 0);
     in_block<Job>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)] = job;
     ring_at(barriers, Barriers::kJobFull).arrive(i);
     if (job.head < 0) return;
@@ -55,11 +56,12 @@ struct ForwardProducer {
     }
     in_block<int32_t>(Memory::kStarts)[stage] = start;
     constexpr uint32_t kPartBytes = Queries::kBytes / Shape::kWarpgroups;
+    const auto part_at = [&](int32_t i) { return part_of<Shape::kWarpgroups>(job, i, arguments); };
     uint32_t num_parts = 0;
-    for (int32_t i = 0; i < Shape::kWarpgroups; ++i) num_parts += part_of(job, i).tile.num_rows > 0;
+    for (int32_t i = 0; i < Shape::kWarpgroups; ++i) num_parts += part_at(i).tile.num_rows > 0;
     barrier_arrive_expecting(query_full, num_parts * kPartBytes);
     for (int32_t i = 0; i < static_cast<int32_t>(num_parts); ++i) {
-      const JobPart part = part_of(job, i);
+      const JobPart part = part_at(i);
       load_tile<Queries>(shared + Memory::kQuery + stage * Queries::kBytes + i * 64 * 128,
                          &arguments.q, {part.head, part.tile.q_row, part.tile.num_rows},
                          query_full);

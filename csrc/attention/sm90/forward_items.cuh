@@ -60,14 +60,29 @@ struct Front {
   }
 };
 
-// A tile and head to compute; head is -1 after the last. A tile of at most 64 rows would leave
-// warpgroups idle. If two heads share keys, it is computed for this head and the next.
+// A tile and head to compute; head is -1 after the last. A tile of at most half the rows would
+// leave warpgroups idle. If heads share keys, it is computed for this head and the next ones.
 struct Job {
   QueryTile tile;
   int32_t head;
-  bool pairs_heads;
+  bool packs_heads;
   Front front;
 };
+
+// Heads of a job that packs heads, and warpgroups of each of them.
+struct Packing {
+  int32_t num_heads;
+  int32_t warpgroups;
+};
+
+template <int kWarpgroups>
+__device__ __forceinline__ Packing packing_of(const QueryTile& tile,
+                                              const ForwardArguments& arguments) {
+  static_assert(kWarpgroups == 2 || kWarpgroups == 4);
+  if (kWarpgroups == 2) return {2, 1};
+  if (tile.num_rows > 64) return {2, 2};
+  return {arguments.heads_per_key % 4 == 0 ? 4 : 2, 1};
+}
 
 // What one warpgroup computes of a job: up to 64 rows of a head, perhaps none.
 struct JobPart {
@@ -75,13 +90,18 @@ struct JobPart {
   int32_t head;
 };
 
-__device__ __forceinline__ JobPart part_of(const Job& job, int32_t warpgroup) {
-  JobPart part{job.tile, job.pairs_heads ? job.head + warpgroup : job.head};
-  const int32_t first_row = job.pairs_heads ? 0 : 64 * warpgroup;
+template <int kWarpgroups>
+__device__ __forceinline__ JobPart part_of(const Job& job, int32_t warpgroup,
+                                           const ForwardArguments& arguments) {
+  const Packing packing = packing_of<kWarpgroups>(job.tile, arguments);
+  JobPart part{job.tile, job.packs_heads ? job.head + warpgroup / packing.warpgroups : job.head};
+  const int32_t first_row = 64 * (job.packs_heads ? warpgroup % packing.warpgroups : warpgroup);
   part.tile.q_row += first_row;
   part.tile.position += first_row;
   part.tile.num_rows = min(64, job.tile.num_rows - first_row);
-  if (job.pairs_heads && warpgroup > 1) part.tile.num_rows = 0;
+  if (job.packs_heads && warpgroup >= packing.num_heads * packing.warpgroups) {
+    part.tile.num_rows = 0;
+  }
   return part;
 }
 
@@ -98,7 +118,7 @@ __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Win
 
 // Items run by run and in a run kv heads by groups, so that the keys in use stay in cache; in a
 // group from the last position to the first, which is longest first, query heads fastest.
-template <int kKeyRows>
+template <typename Shape>
 __device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& arguments) {
   const QueryTile* any = arguments.tiles + item / arguments.heads_q;
   const int32_t first = any->first_of_run, count = any->num_of_run;
@@ -107,9 +127,9 @@ __device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& argu
   const int32_t tile = first + count - 1 - group.in_group / group.num_heads;
   Job job{.tile = arguments.tiles[tile],
           .head = group.first_head + group.in_group % group.num_heads};
-  job.pairs_heads = job.tile.num_rows <= 64 && arguments.heads_per_key % 2 == 0;
-  const BlockRange blocks = blocks_of<kKeyRows>(job.tile, arguments.window);
-  if (arguments.fronts && blocks.count() >= Front::kMinKeys / kKeyRows) {
+  job.packs_heads = job.tile.num_rows <= Shape::kRows / 2 && arguments.heads_per_key % 2 == 0;
+  const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
+  if (arguments.fronts && blocks.count() >= Front::kMinKeys / Shape::kKeyRows) {
     const int32_t number = group.first_head / group.num_heads + job.tile.run;
     job.front = {arguments.fronts + number % kNumFronts,
                  static_cast<uint32_t>(item - group.in_group) + 1};

@@ -88,15 +88,15 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
 template <typename T, int kHeadDim, int kValueDim>
 struct ShapeOf;
 template <typename T>
-struct ShapeOf<T, 64, 64> : ForwardShape<T, 64, 64, 128, 2, 3, 160, 32, true> {};
+struct ShapeOf<T, 64, 64> : ForwardShape<T, 64, 64, 64, 4, 4, 112, 32> {};
 template <typename T>
-struct ShapeOf<T, 128, 128> : ForwardShape<T, 128, 128, 128, 2, 2, 232, 40, false> {};
+struct ShapeOf<T, 128, 128> : ForwardShape<T, 128, 128, 128, 2, 2, 232, 40> {};
 template <typename T>
-struct ShapeOf<T, 192, 128> : ForwardShape<T, 192, 128, 128, 2, 2, 232, 40, false> {};
+struct ShapeOf<T, 192, 128> : ForwardShape<T, 192, 128, 128, 2, 2, 232, 40> {};
 template <typename T>
-struct ShapeOf<T, 192, 192> : ForwardShape<T, 192, 192, 112, 2, 2, 232, 40, false> {};
+struct ShapeOf<T, 192, 192> : ForwardShape<T, 192, 192, 112, 2, 2, 232, 40> {};
 template <typename T>
-struct ShapeOf<T, 256, 256> : ForwardShape<T, 256, 256, 80, 2, 2, 232, 40, false> {};
+struct ShapeOf<T, 256, 256> : ForwardShape<T, 256, 256, 80, 2, 2, 232, 40> {};
 
 void forward_capped(const ForwardCall& call, cudaStream_t stream);
 

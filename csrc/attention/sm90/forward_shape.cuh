@@ -9,7 +9,7 @@
 namespace distca::attention::sm90 {
 
 template <typename T, int kHeadDim_, int kValueDim_, int kKeyRows_, int kStages_, int kWarpgroups_,
-          int kRegisters_, int kProducerRegisters_, bool kHasPolynomials_>
+          int kRegisters_, int kProducerRegisters_>
 struct ForwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
@@ -19,10 +19,14 @@ struct ForwardShape {
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kRegisters = kRegisters_;
   static constexpr int kProducerRegisters = kProducerRegisters_;
-  static constexpr bool kHasPolynomials = kHasPolynomials_;
   static constexpr bool kIsCapped = false;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  // Warpgroups take registers from those that the kernel was launched with, at most 64K in units of
+  // 8 a thread, and wait forever for more.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kWarpgroups * kRegisters + kProducerRegisters <=
+                (kWarpgroups + 1) * kLaunchRegisters);
   // Wide heads leave room for one tile of queries. Results take its place.
   static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
   // In tiles with more rows than a block has keys, most causal tiles have blocks that only some
@@ -36,7 +40,7 @@ struct ForwardShape {
 
 // Hardware barriers, one of each for a warpgroup.
 constexpr uint32_t kTurnBarrier = 1;
-constexpr uint32_t kWriteBarrier = 4;
+constexpr uint32_t kWriteBarrier = kTurnBarrier + 4;
 
 // Indices of barriers in shared memory, one for each stage.
 template <typename Shape>

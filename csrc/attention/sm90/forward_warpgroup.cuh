@@ -30,7 +30,7 @@ struct ForwardConsumer {
   float out[Shape::kValueDim / 2];
   float scores[Shape::kKeyRows / 2];
   uint32_t probabilities[Shape::kKeyRows / 4];
-  RowSoftmax<Shape::kKeyRows, Shape::kHasPolynomials> softmax;
+  RowSoftmax<Shape::kKeyRows> softmax;
 
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
@@ -228,7 +228,7 @@ struct ForwardConsumer {
     while (true) {
       const Job job = next_job();
       const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
-      const JobPart next = part_of(job, warpgroup);
+      const JobPart next = part_of<Shape::kWarpgroups>(job, warpgroup, arguments);
       int32_t block = 0, num_unseen = 0;
       if (job.head >= 0) {
         block = await_queries();
@@ -263,7 +263,7 @@ struct ForwardConsumer {
     if (warpgroup == Shape::kWarpgroups - 1) end_turn();
     for (Job job = next_job(); job.head >= 0; job = next_job()) {
       const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
-      const JobPart part = part_of(job, warpgroup);
+      const JobPart part = part_of<Shape::kWarpgroups>(job, warpgroup, arguments);
       const int32_t block = await_queries();
       ring_at<Shape::kStages>(barriers, Barriers::kKeyFull).wait(num_keys_seen);
       begin_scores();

@@ -31,7 +31,7 @@ constexpr Widths computed_widths(int64_t head_dim, int64_t value_dim, double sof
 
 // Query rows that one forward or backward tile holds, for the width of queries.
 constexpr int32_t forward_tile_rows(int32_t width) {
-  return width == 64 ? 192 : 128;
+  return width == 64 ? 256 : 128;
 }
 constexpr int32_t backward_tile_rows(int32_t width) {
   return width == 64 ? 128 : 64;

@@ -8,23 +8,9 @@
 
 namespace distca::attention::sm90 {
 
-// 2^x for x <= 127, without the special function unit. The polynomial approximates 2^f for f in
-// [-1/2, 1/2] within 1.02e-4, the smallest error of degree 3 with a value of 1 at 0.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kRounds = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
-  x = fmaxf(x, -127.f);
-  const float rounded = x + kRounds;
-  const float f = x - (rounded - kRounds);
-  float p = fmaf(f, 0.055008866f, 0.24221097f);
-  p = fmaf(p, f, 0.69328296f);
-  p = fmaf(p, f, 1.f);
-  return __int_as_float(__float_as_int(p) + (__float_as_int(rounded) << 23));
-}
-
 // Running softmax of the two query rows whose scores a thread holds: rows lane / 4 and lane / 4 + 8
-// of its warp's 16. Element 4 * j + 2 * r + c of the scores is of row r and column 8 * j + c. With
-// kHasPolynomials, polynomials take every eighth power of 2 off the special function unit.
-template <int kKeys, bool kHasPolynomials>
+// of its warp's 16. Element 4 * j + 2 * r + c of the scores is of row r and column 8 * j + c.
+template <int kKeys>
 struct RowSoftmax {
   static constexpr int kScores = kKeys / 2;
 
@@ -40,7 +26,7 @@ struct RowSoftmax {
       shift[r] = largest(scores, r) * scale_log2;
     }
     scale(scores, scale_log2);
-    exponentiate<false>(scores);
+    exponentiate(scores);
   }
 
   // Turns scores into probabilities relative to the shift. Returns whether the shift moved in any
@@ -58,7 +44,7 @@ struct RowSoftmax {
     for (int r = 0; r < 2; ++r) moves |= shift[r] == -INFINITY;
     moves = __any_sync(0xffffffffu, moves);
     if (moves) move_shift(scores);
-    exponentiate<true>(scores);
+    exponentiate(scores);
     return moves;
   }
 
@@ -102,7 +88,6 @@ struct RowSoftmax {
     }
   }
 
-  template <bool kIsStep>
   __device__ __forceinline__ void exponentiate(float (&powers)[kScores]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -111,9 +96,8 @@ struct RowSoftmax {
       for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const bool is_polynomial = kHasPolynomials && kIsStep && c == 1 && j % 4 == 3;
           float& power = powers[4 * j + 2 * r + c];
-          power = is_polynomial ? exp2_polynomial(power) : exp2_fast(power);
+          power = exp2_fast(power);
           partial += power;
         }
       }

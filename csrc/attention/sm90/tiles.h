@@ -11,7 +11,7 @@ namespace distca::attention::sm90 {
 
 constexpr int32_t kKeyBlockRows = 128;
 constexpr int32_t kKeyPartRows = 64;             // of a block that kernels take in two parts
-constexpr int32_t kTileRows[] = {64, 128, 192};  // heights of query tiles that kernels ask for
+constexpr int32_t kTileRows[] = {64, 128, 256};  // heights of query tiles that kernels ask for
 
 // A run is a maximal range of key rows that tasks with overlapping keys cover: one copy of a
 // document's keys. A task with queries and without keys is a run of its own, of no rows. Runs are
