@@ -11,11 +11,15 @@ struct KeyWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
   using typename Steps::Keys, typename Steps::Memory, typename Steps::T;
   using Queries = typename Shape::Queries;
-  using Steps::add_dq, Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane,
-      Steps::mask, Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::ring,
+  using Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane, Steps::mask,
+      Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::quantize, Steps::ring,
       Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
-      Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
+      Steps::store_grad_scores, Steps::sums_at, Steps::warp, Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
+  // Elements of dQ that a thread adds as soon as they are known. A warp waits while its
+  // multiprocessor has too many additions under way, so the others follow as products end. In
+  // deterministic mode this costs 2 to 4 %.
+  static constexpr int kAddedAtOnce = Shape::kDeterministic ? 32 : 16;
 
   float dk[Shape::kHeadDim / 2];
   float dv[Shape::kHeadDim / 2];
@@ -42,11 +46,12 @@ struct KeyWarpgroup : TileSteps<Shape> {
   // the place of that in the sums.
   __device__ __forceinline__ int32_t sum_up(const BackwardItem& item, uint32_t n, uint32_t first) {
     int32_t index = 0;
+    float dq[32];
+    typename Steps::Sum* sums = nullptr;
 #pragma unroll 1
     for (uint32_t i = first; i < first + item.num_tiles; ++i) {
       float scores[kScores], grads[kScores];
       uint32_t probabilities[kScores / 2], packed_grads[kScores / 2];
-      float dq[32];
       stage_ring(kQueryFull).wait(i);
       const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
       const uint32_t log_sums = Memory::stats(i), minus_delta = log_sums + Memory::kVectorBytes;
@@ -70,7 +75,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
         for (int e = 0; e < kScores; ++e) grads[e] *= slope_at(scores[e]);
       }
       if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
-      exponentiate(scores, log_sums);
+      exponentiate(scores, log_sums, [] {});
       if constexpr (Shape::kSoftmaxFirst) wait_for_room(i, scores);
       products_wait<0>();
       pin(grads);
@@ -90,11 +95,21 @@ struct KeyWarpgroup : TileSteps<Shape> {
       pin(dq);
       if (i > first) {
         ring(kGradScoreEmpty).arrive_as_warp(i - 1);
-        add_dq(dq, i - 1, index, warpgroup, 0);
+        sums = sums_at(index, warpgroup, 0);
+        quantize(dq, i - 1, warpgroup, 0);
+        Steps::template add_dq<0, kAddedAtOnce>(dq, sums);
+      }
+      if constexpr (kAddedAtOnce == 16) {
+        products_wait<1>();
+        pin(dv);
+        if (i > first) Steps::template add_dq<16, 24>(dq, sums);
       }
       products_wait<0>();
       pin(dk);
       pin(dv);
+      if constexpr (kAddedAtOnce == 16) {
+        if (i > first) Steps::template add_dq<24, 32>(dq, sums);
+      }
       index = tile.index;
       stage_ring(kQueryEmpty).arrive_as_warp(i);
       stage_ring(kGradOutEmpty).arrive_as_warp(i);
@@ -109,7 +124,8 @@ struct KeyWarpgroup : TileSteps<Shape> {
     products_wait<0>();
     pin(dq);
     ring(kGradScoreEmpty).arrive_as_warp(i);
-    add_dq(dq, i, index, warpgroup, 0);
+    quantize(dq, i, warpgroup, 0);
+    Steps::template add_dq<0, 32>(dq, sums_at(index, warpgroup, 0));
   }
 
   __device__ __forceinline__ void run() {

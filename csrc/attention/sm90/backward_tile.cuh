@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "backward_shape.cuh"
 #include "columns.cuh"
 
@@ -158,16 +160,26 @@ struct TileSteps {
     fence_shared_writes();
   }
 
-  // Adds a piece of dQ of tile i of those staged so far, whose place in the sums is `index`, or 32
-  // of the piece's 64 queries, from `first_query` on.
-  template <int kSize>
-  __device__ __forceinline__ void add_dq(const float (&dq)[kSize], uint32_t i, int32_t index,
-                                         int piece, int first_query) {
+  // What dQ is summed up in: floats, or in deterministic mode pairs of integers.
+  using Sum = std::conditional_t<Shape::kDeterministic, uint64_t, float>;
+
+  // Returns where this thread's elements of a piece of dQ go, or of 32 of the piece's 64 queries,
+  // from `first_query` on. The tile's place in the sums is `index`.
+  __device__ __forceinline__ Sum* sums_at(int32_t index, int piece, int first_query) const {
     constexpr int kWords = Shape::kRows * Shape::kHeadDim;
-    const int64_t base = static_cast<int64_t>(index) * kWords + piece * 4096 + first_query * 64;
+    constexpr int kWordsOfASum = sizeof(Sum) / sizeof(float);
+    const int64_t word = static_cast<int64_t>(index) * kWords + piece * 4096 + first_query * 64;
     const int thread = 32 * warp + lane;
+    return static_cast<Sum*>(arguments.dq_sums) + word / kWordsOfASum +
+           thread * (Shape::kDeterministic ? 1 : 4);
+  }
+
+  // In deterministic mode, turns a piece of dQ of tile i, of those staged so far, into multiples of
+  // its quanta: the bits of integers.
+  template <int kSize>
+  __device__ __forceinline__ void quantize(float (&dq)[kSize], uint32_t i, int piece,
+                                           int first_query) const {
     if constexpr (Shape::kDeterministic) {
-      uint64_t* sums = static_cast<uint64_t*>(arguments.dq_sums) + base / 2 + thread;
       const uint32_t quanta = Memory::quanta(i);
       const int first_column = kPiecesAreKeys ? first_query / 16 : 4 * piece;
 #pragma unroll
@@ -175,26 +187,40 @@ struct TileSteps {
         float inverse[8];
         spread(stats(quanta, first_column + j), inverse);
 #pragma unroll
-        for (int e = 0; e < 8; e += 2) {
-          const int32_t low = __float2int_rn(dq[8 * j + e] * inverse[e]);
-          const int32_t high = __float2int_rn(dq[8 * j + e + 1] * inverse[e + 1]);
-          add_to_global(sums + 64 * (8 * j + e), pair_of(low, high));
+        for (int e = 0; e < 8; ++e) {
+          dq[8 * j + e] = __int_as_float(__float2int_rn(dq[8 * j + e] * inverse[e]));
         }
+      }
+    }
+  }
+
+  // Adds elements kBegin to kEnd of a piece, once quantized, to its sums, if the piece is there.
+  template <int kBegin, int kEnd, int kSize>
+  __device__ __forceinline__ void add_dq(const float (&dq)[kSize], Sum* sums,
+                                         bool is_there = true) const {
+    if constexpr (Shape::kDeterministic) {
+#pragma unroll
+      for (int e = kBegin; e < kEnd; e += 2) {
+        add_to_global(is_there, sums + 64 * e,
+                      pair_of(__float_as_int(dq[e]), __float_as_int(dq[e + 1])));
       }
     } else {
 #pragma unroll
-      for (int e = 0; e < kSize; e += 4) {
-        add_to_global(static_cast<float*>(arguments.dq_sums) + base + 128 * e + 4 * thread, dq[e],
-                      dq[e + 1], dq[e + 2], dq[e + 3]);
+      for (int e = kBegin; e < kEnd; e += 4) {
+        add_to_global(is_there, sums + 128 * e, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
       }
     }
   }
 
   // Scores to probabilities. None is above 1, which sums in fixed point rely on: where scores are
   // near 1e9, the rounding of lse is worth e^64 either way. The sign costs no instruction.
-  __device__ __forceinline__ void exponentiate(float (&scores)[kScores], uint32_t log_sums) {
+  // Calls `midway` once half of them are done.
+  template <typename Midway>
+  __device__ __forceinline__ void exponentiate(float (&scores)[kScores], uint32_t log_sums,
+                                               Midway midway) {
 #pragma unroll
     for (int j = 0; j < kScores / 8; ++j) {
+      if (j == kScores / 16) midway();
       float log_sum[8];
       spread(stats(log_sums, j), log_sum);
 #pragma unroll

@@ -15,15 +15,18 @@ struct WideWarpgroup : TileSteps<Shape> {
   using Queries = typename Shape::Queries;
   using Values = typename Shape::Values;
   using GradOuts = typename Shape::GradOuts;
-  using Steps::add_dq, Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane,
-      Steps::mask, Steps::multiply_dq, Steps::multiply_keys, Steps::needs_mask, Steps::pack_all,
+  using Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane, Steps::mask,
+      Steps::multiply_dq, Steps::multiply_keys, Steps::needs_mask, Steps::pack_all, Steps::quantize,
       Steps::ring, Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
-      Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
+      Steps::store_grad_scores, Steps::sums_at, Steps::warp, Steps::warpgroup;
+  using typename Steps::Sum;
   static constexpr uint32_t kKeysReadId = 1;                                // of a hardware barrier
   static constexpr int kPieces = Shape::kIsPaired ? 1 : Keys::kPanels / 2;  // of dQ, a warpgroup's
   // Registers of a piece. In a pair, the first warpgroup has 32 of the middle piece's 64 queries.
   template <bool kIsValues>
   static constexpr int kDq = (Shape::kIsPaired && kIsValues) ? 16 : 32;
+  // Parts in which a piece is added, see add_part. At 256 more than one gains nothing.
+  static constexpr int kParts = Shape::kIsPaired ? 4 : 1;
 
   __device__ __forceinline__ Ring<1> probability_ring(BackwardBarrier which) const {
     return ring_at<1>(shared + Memory::kBarriers, which);
@@ -43,10 +46,14 @@ struct WideWarpgroup : TileSteps<Shape> {
     probability_ring(kProbabilityFull).arrive_as_warp(i);
   }
 
-  __device__ __forceinline__ void multiply_by_passed(float (&grads)[kScores], uint32_t i) {
+  // Calls `midway` once half of the products are done.
+  template <typename Midway>
+  __device__ __forceinline__ void multiply_by_passed(float (&grads)[kScores], uint32_t i,
+                                                     Midway midway) {
     probability_ring(kProbabilityFull).wait(i);
 #pragma unroll
     for (int e = 0; e < kScores / 4; ++e) {
+      if (e == kScores / 8) midway();
       const float4 factors = passed()[128 * e];
       grads[4 * e] *= factors.x;
       grads[4 * e + 1] *= factors.y;
@@ -78,10 +85,12 @@ struct WideWarpgroup : TileSteps<Shape> {
   }
 
   // From scores to P of tile i, also for the other warpgroup.
+  template <typename Midway>
   __device__ __forceinline__ void finish_probabilities(float (&scores)[kScores],
                                                        uint32_t (&packed)[kScores / 2],
                                                        const StagedTile& tile,
-                                                       const BackwardItem& item, uint32_t i) {
+                                                       const BackwardItem& item, uint32_t i,
+                                                       Midway midway) {
     [[maybe_unused]] float factors[kScores];  // of dP - delta in dS
     if constexpr (Shape::kIsCapped) {
       cap_scores(scores, arguments.cap);
@@ -89,7 +98,7 @@ struct WideWarpgroup : TileSteps<Shape> {
       for (int e = 0; e < kScores; ++e) factors[e] = slope_at(scores[e]);
     }
     if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
-    exponentiate(scores, Memory::stats(i));
+    exponentiate(scores, Memory::stats(i), midway);
     stage_ring(kQueryEmpty).arrive_as_warp(i);
     if constexpr (Shape::kIsCapped) {
 #pragma unroll
@@ -103,10 +112,12 @@ struct WideWarpgroup : TileSteps<Shape> {
   }
 
   // From dP - delta to dS of tile i, also for dQ.
+  template <typename Midway>
   __device__ __forceinline__ void finish_grads(float (&grads)[kScores],
-                                               uint32_t (&packed)[kScores / 2], uint32_t i) {
+                                               uint32_t (&packed)[kScores / 2], uint32_t i,
+                                               Midway midway) {
     stage_ring(kGradOutEmpty).arrive_as_warp(i);
-    multiply_by_passed(grads, i);
+    multiply_by_passed(grads, i, midway);
     pack_all(grads, packed);
     ring(kGradScoreEmpty).wait_before(i);
     store_grad_scores(packed, i);
@@ -128,29 +139,42 @@ struct WideWarpgroup : TileSteps<Shape> {
     }
   }
 
+  // Adds a part of a piece of dQ, if the piece is there. A warp waits while its multiprocessor has
+  // too many additions under way, so parts are added one by one, with other work in between.
+  template <int kPart, int kSize>
+  __device__ __forceinline__ void add_part(const float (&dq)[kSize], Sum* sums, bool is_there) {
+    constexpr int kPartSize = kSize / kParts;
+    if constexpr (kPart < kParts) {
+      Steps::template add_dq<kPart * kPartSize, (kPart + 1) * kPartSize>(dq, sums, is_there);
+    }
+  }
+
   // Sums up dV or dK over item n's tiles, of which `first` is the first, and adds this warpgroup's
-  // part of dQ a tile later. The first product of a tile is issued under the last ones of the tile
-  // before. Pieces of dQ take turns in the same registers.
+  // part of dQ a tile later, or two for the last parts of a piece. The first product of a tile is
+  // issued under the last ones of the tile before. Pieces of dQ take turns in the same registers.
   template <bool kIsValues, int kSize>
   __device__ __forceinline__ void sum_up(float (&sums)[kSize], const BackwardItem& item, uint32_t n,
                                          uint32_t first) {
     if (item.num_tiles == 0) return;
     const uint32_t end = first + item.num_tiles;
     int32_t index = 0;
-    float scores[kScores];
+    float scores[kScores], dq[kDq<kIsValues>];
+    Sum* dq_sums = nullptr;
     begin_tile<kIsValues>(scores, n, first, true);
     products_wait<0>();
     pin(scores);
 #pragma unroll 1
     for (uint32_t i = first; i < end; ++i) {
       uint32_t packed[kScores / 2];
-      float dq[kDq<kIsValues>];
       const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
+      const bool has_parts_left = i > first + 1;
+      const auto midway = [&] { add_part<2>(dq, dq_sums, has_parts_left); };
       if constexpr (kIsValues) {
-        finish_probabilities(scores, packed, tile, item, i);
+        finish_probabilities(scores, packed, tile, item, i, midway);
       } else {
-        finish_grads(scores, packed, i);
+        finish_grads(scores, packed, i, midway);
       }
+      add_part<3>(dq, dq_sums, has_parts_left);
       wait_for_grad_scores(i - 1);
       begin_dq<kIsValues>(dq, n, i - 1, 0);  // of no use for the first tile
       if constexpr (kIsValues) {
@@ -170,14 +194,18 @@ struct WideWarpgroup : TileSteps<Shape> {
       begin_tile<kIsValues>(scores, n, i + 1, i + 1 < end);
       if (i > first) {
         give_grad_scores_back(i - 1);
-        add_piece<kIsValues>(dq, i - 1, index, kPieces - 1);
+        dq_sums = finish_piece<kIsValues>(dq, i - 1, index, kPieces - 1);
+        add_part<0>(dq, dq_sums, true);
       }
       products_wait<0>();
       pin(sums);
       pin(scores);
       stage_ring(kIsValues ? kGradOutEmpty : kQueryEmpty).arrive_as_warp(i);
+      add_part<1>(dq, dq_sums, i > first);
       index = tile.index;
     }
+    add_part<2>(dq, dq_sums, item.num_tiles > 1);
+    add_part<3>(dq, dq_sums, item.num_tiles > 1);
     wait_for_grad_scores(end - 1);
     add_last_dq<kIsValues>(n, end - 1, index);
   }
@@ -208,11 +236,20 @@ struct WideWarpgroup : TileSteps<Shape> {
     products_commit();
   }
 
+  // Makes a piece of dQ of tile i ready to be added. Returns where its sums are.
   template <bool kIsValues>
-  __device__ __forceinline__ void add_piece(const float (&dq)[kDq<kIsValues>], uint32_t i,
-                                            int32_t index, int of_mine) {
+  __device__ __forceinline__ Sum* finish_piece(float (&dq)[kDq<kIsValues>], uint32_t i,
+                                               int32_t index, int of_mine) {
     const int first_query = kDq<kIsValues> == 16 ? Pair().first_query() : 0;
-    add_dq(dq, i, index, piece<kIsValues>(of_mine), first_query);
+    quantize(dq, i, piece<kIsValues>(of_mine), first_query);
+    return sums_at(index, piece<kIsValues>(of_mine), first_query);
+  }
+
+  template <bool kIsValues>
+  __device__ __forceinline__ void add_piece(float (&dq)[kDq<kIsValues>], uint32_t i, int32_t index,
+                                            int of_mine) {
+    Sum* const dq_sums = finish_piece<kIsValues>(dq, i, index, of_mine);
+    Steps::template add_dq<0, kDq<kIsValues>>(dq, dq_sums);
   }
 
   template <bool kIsValues>

@@ -215,14 +215,22 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uin
                : "memory");
 }
 
-// Additions in global memory whose old value nobody needs; `to` is a multiple of 16 bytes for four.
-__device__ __forceinline__ void add_to_global(float* to, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a),
-               "f"(b), "f"(c), "f"(d)
-               : "memory");
+// Additions in global memory whose old value nobody needs, if `is_there`; `to` is a multiple of 16
+// bytes for four.
+__device__ __forceinline__ void add_to_global(bool is_there, float* to, float a, float b, float c,
+                                              float d) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "@p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(static_cast<int>(is_there))
+      : "memory");
 }
-__device__ __forceinline__ void add_to_global(uint64_t* to, uint64_t a) {
-  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(a) : "memory");
+__device__ __forceinline__ void add_to_global(bool is_there, uint64_t* to, uint64_t a) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n"
+      "@p red.relaxed.gpu.global.add.u64 [%0], %1;\n}" ::"l"(to),
+      "l"(a), "r"(static_cast<int>(is_there))
+      : "memory");
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
