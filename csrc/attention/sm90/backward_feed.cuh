@@ -4,13 +4,14 @@
 #include "order.cuh"
 #include "turns.cuh"
 
-// The warps of the backward kernel that move data: a thread of one takes tickets and brings keys
-// and values, of one brings queries and dO, of one takes dK and dV away. In a pair, a thread of the
-// last sends dS to the partner.
+// The warps of the backward kernel that move data, by one thread each. The first takes tickets and
+// brings keys and values, the second brings queries and dO, and the third stores dK and dV. In a
+// pair, the fourth sends dS to the partner.
 namespace distca::attention::sm90 {
 
-// Run by run, so that the queries in use stay in cache; in a run as many heads at once as give
-// every multiprocessor several items, the longest first. Of what a pair takes, the item for `rank`.
+// Returns the item of ticket `number`. Items are ordered run by run, so that the queries in use
+// stay in cache. In a run, as many heads are taken at once as give every multiprocessor several
+// items, longest first. A pair takes two items with one ticket, one for each `rank`.
 template <typename Shape>
 __device__ __forceinline__ BackwardItem item_of(int32_t number, const BackwardArguments& arguments,
                                                 uint32_t rank) {
@@ -64,7 +65,7 @@ struct BackwardFeed {
     return in_block<BackwardItem>(Memory::kItems)[Ring<Shape::kSlots>::stage(n)];
   }
 
-  // The n-th item, once it is known; num_rows is -1 after the last.
+  // Waits for the n-th item and returns it. Its num_rows is -1 after the last.
   __device__ __forceinline__ const BackwardItem& item(uint32_t n) const {
     slot_ring(kItemFull).wait(n);
     return item_slot(n);
@@ -77,8 +78,8 @@ struct BackwardFeed {
     load_tile<Tile>(shared + to, map, rows, full);
   }
 
-  // The n-th ticket of a block or pair; num_items or more when there is none. In a pair the leader
-  // takes it. It tells the partner, which must have read the ticket before.
+  // Returns the n-th ticket of a block or pair; num_items or more if none is left. In a pair, the
+  // leader takes the ticket, and sends it once the partner has read the previous one.
   __device__ __forceinline__ int32_t ticket(const Turn& turn, [[maybe_unused]] uint32_t n) {
     const auto take = [&] {
       return turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
@@ -104,7 +105,7 @@ struct BackwardFeed {
     }
   }
 
-  // The columns of the partner's keys whose dQ this block computes: see Pair.
+  // Brings those columns of the partner's keys for which this block computes dQ: see Pair.
   __device__ __forceinline__ void bring_partner_keys(uint32_t n, int32_t number) {
     const Pair pair;
     const RowRange rows = rows_of(item_of<Shape>(number, arguments, pair.other()));
@@ -118,9 +119,9 @@ struct BackwardFeed {
     bring_piece(1, kMiddlePiece);
   }
 
-  // Takes the next ticket when the last queries of the item before have been asked for: early
-  // enough to hide the way of the keys, late enough to leave work to blocks that are ahead, and not
-  // before the other threads have read that item.
+  // Takes the next ticket when the last queries of the previous item have been requested. That is
+  // early enough to hide the latency of the keys, and late enough to leave work to blocks that are
+  // ahead. By then, the threads that read the previous item in place have done so.
   __device__ __forceinline__ void bring_keys() {
     const Turn turn(arguments.num_in_turn);
     for (uint32_t n = 0;; ++n) {
@@ -141,7 +142,7 @@ struct BackwardFeed {
     }
   }
 
-  // Statistics as prepare_rows left them.
+  // Brings the statistics that prepare_rows wrote for a tile and head.
   __device__ __forceinline__ void load_stats(uint32_t i, int32_t index) {
     constexpr uint32_t kVector = Memory::kVectorBytes;
     const uint32_t full = stage_ring(kQueryFull).barrier(i);
@@ -168,8 +169,8 @@ struct BackwardFeed {
                     rows);
   }
 
-  // Item by item, the i-th tile of all. What the item says is read again as needed: registers are
-  // few.
+  // `i` counts the tiles of all items. The item is read from shared memory whenever it is needed,
+  // because registers are few.
   __device__ __forceinline__ void bring_queries() {
     uint32_t i = 0;
     for (uint32_t n = 0;; ++n) {
@@ -188,8 +189,9 @@ struct BackwardFeed {
     }
   }
 
-  // dS of every tile goes to the partner as soon as it is there. The partner has given the buffer
-  // back, or there would not be dS of this tile: see kGradScoreEmpty.
+  // Sends dS of every tile to the partner as soon as it is in shared memory. By then the partner
+  // has given back the buffer that it goes to: dS of a tile is stored only after kGradScoreEmpty,
+  // which counts the partner's warps, too.
   __device__ __forceinline__ void send_grad_scores() {
     const Pair pair;
     uint32_t i = 0;
@@ -202,14 +204,14 @@ struct BackwardFeed {
       for (; i != last; ++i) {
         const uint32_t full = ring(kPartnerFull).barrier(i);
         ring(kGradScoreFull).wait(i);
-        barrier_arrive_expecting(full, GradScores::kBytes);  // the partner's dS, in turn
+        barrier_arrive_expecting(full, GradScores::kBytes);  // for what the partner sends
         copy_there(pair.partner(shared + Memory::partner_score(i)), shared + Memory::grad_score(i),
                    GradScores::kBytes, pair.partner(full));
       }
     }
   }
 
-  // dK and dV stand where the item's keys and values were.
+  // Stores dK and dV, which have taken the place of the item's keys and values.
   __device__ __forceinline__ void take_grads() {
     for (uint32_t n = 0;; ++n) {
       const BackwardItem from = item(n);

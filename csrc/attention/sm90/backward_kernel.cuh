@@ -7,14 +7,15 @@
 #include "backward_wide.cuh"
 #include "launch.cuh"
 
-// Persistent blocks take tickets, a (key block, kv head) each. An item's keys, values, dK and dV
-// stay; all query tiles that see the keys pass by, of every task and of every query head of the kv
-// head, so that dK and dV are written once. Two warpgroups own 64 keys each. Scores are computed
-// transposed, S^T = K Q^T, so that P^T and dS^T feed dV += P^T dO and dK += dS^T Q from registers;
-// dS also goes to shared memory, where both warpgroups take it for dQ^T = K^T dS^T one tile later,
-// so that neither waits for the other. dQ is added up in global memory: in float32, or
-// deterministic in fixed point (see backward_rows.cuh). Wider heads, see backward_wide.cuh, take 64
-// keys at a time, or 128 in two blocks, see backward_pair.cuh.
+// Persistent blocks take tickets, each for an item: a block of keys and a kv head. The item's keys,
+// values, dK and dV stay on the multiprocessor, while all query tiles that see the keys pass by, of
+// every task and every query head of the kv head. So dK and dV are written once. Two warpgroups own
+// 64 keys each. Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T feed dV += P^T dO
+// and dK += dS^T Q from registers. dS also goes to shared memory. Both warpgroups read it there for
+// dQ^T = K^T dS^T, one tile later, so that neither waits for the other. dQ is added up in global
+// memory: in float32, or in deterministic mode in fixed point (see backward_rows.cuh). With heads
+// wider than 128, a block takes 64 keys at a time (backward_wide.cuh). At 192, two blocks work as a
+// pair on 128 keys (backward_pair.cuh).
 namespace distca::attention::sm90 {
 
 template <typename Shape>
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                     in_register(threadIdx.x % 32), score_log2<Shape>(arguments)}};
     keys.run();
   }
-  if constexpr (Shape::kIsPaired) {  // until the partner has sent and arrived for the last time
+  if constexpr (Shape::kIsPaired) {  // the partner may still send or arrive
     __syncwarp();
     cluster_sync();
   }

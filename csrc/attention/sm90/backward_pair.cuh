@@ -2,13 +2,13 @@
 
 #include "ptx.cuh"
 
-// Two blocks, a cluster, that take neighbouring items of 64 keys, with the same tiles in the same
-// order. They swap dS of every tile, so that each computes dQ over all 128 keys, for half of it
-// only: half as much is added in global memory. For that half, a block also holds the columns of
-// its partner's keys.
+// A pair is a cluster of two thread blocks. They take the two halves of a block of 128 keys, and
+// the same query tiles in the same order. They swap dS of every tile. Then each computes one half
+// of dQ over all 128 keys, so only half as much is added in global memory. For its half, a thread
+// block also holds columns of its partner's keys.
 //
-// dQ has three pieces of 64 columns. One is the block's own. Of the middle one, it has half of the
-// tile's queries.
+// dQ of a tile has three pieces of 64 columns. A thread block computes one of the outer pieces, and
+// the middle piece for half of the tile's queries.
 namespace distca::attention::sm90 {
 
 constexpr int kMiddlePiece = 1;
@@ -19,9 +19,10 @@ struct Pair {
   __device__ __forceinline__ uint32_t other() const { return 1 - rank; }
   __device__ __forceinline__ bool leads() const { return rank == 0; }
   __device__ __forceinline__ int own_piece() const { return static_cast<int>(2 * rank); }
-  // The middle piece's first query, of 64.
+  // The first of this block's 32 queries in the middle piece.
   __device__ __forceinline__ int first_query() const { return static_cast<int>(32 * rank); }
-  // Returns where the partner has what this block has at `address` of its shared memory.
+  // Returns the address in the partner's shared memory that corresponds to `address` in this
+  // block's.
   __device__ __forceinline__ uint32_t partner(uint32_t address) const {
     return address_in(other(), address);
   }

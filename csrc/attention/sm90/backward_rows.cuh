@@ -12,8 +12,7 @@
 // under P less the gradient of lse, which nothing else bounds. The quantum of a row and head is
 // this bound over 2^30, rounded up to a power of two: sums fit in int32 with a factor of 2 to spare
 // for rounding, and wrapping of partial sums cancels. A softcap makes terms smaller: it multiplies
-// dS_j by 1 - tanh^2. Two of them are added at a time, as one
-// number of 64 bits.
+// dS_j by 1 - tanh^2. Two integers are added at a time, as one number of 64 bits.
 namespace distca::attention::sm90 {
 
 // Clears call.dq_sums. Fills call.row_stats: by (tile, head) three vectors of stats_pitch floats,
@@ -22,8 +21,8 @@ namespace distca::attention::sm90 {
 void prepare_rows(const BackwardCall& call, cudaStream_t stream);
 
 // Row r of a tile stands at stats_index(r) of such a vector: the columns that one thread of a
-// product holds, 8 j + 2 t + {0, 1} for all j, stand side by side, four threads' apart by 16 bytes
-// more so that they lie in different banks of shared memory.
+// product holds, 8 j + 2 t + {0, 1} for all j, stand side by side. 16 bytes of padding follow those
+// of each t, so that four threads read different banks of shared memory.
 constexpr int stats_group(int tile_rows) {
   return tile_rows / 4 + 4;
 }

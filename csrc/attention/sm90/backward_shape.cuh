@@ -33,7 +33,7 @@ struct BackwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
-  // Above 128, dK and dV of 64 keys are too wide for one warpgroup's registers: see backward_wide.
+  // Above 128, dK and dV of 64 keys exceed one warpgroup's registers: see backward_wide.cuh.
   static constexpr bool kIsWide = kHeadDim > 128;
   static constexpr bool kDeterministic = kDeterministic_;
   static constexpr bool kIsCapped = false;
@@ -41,17 +41,17 @@ struct BackwardShape {
   // 64 this gains up to 3 %; at 128 it costs as much in deterministic mode on short documents.
   static constexpr bool kSoftmaxFirst = kHeadDim_ == 64;
   static constexpr int kRows = backward_tile_rows(kHeadDim);
-  // Of an item. The blocks of a pair take neighbouring items.
+  // Keys of an item. The two blocks of a pair take the halves of a key block as items.
   static constexpr int kKeyRows = kIsWide ? kKeyPartRows : kKeyBlockRows;
   static constexpr int kSlots = kIsWide ? 1 : 2;  // of items
-  // At 256 there is no room for dS and keys of a partner.
+  // Whether blocks work in pairs. At 256 there is no room for a partner's dS and keys.
   static constexpr bool kIsPaired = kHeadDim == 192;
   static constexpr int kBlocks = kIsPaired ? 2 : 1;  // of a cluster
   static constexpr int kStages = kIsPaired && kValueDim == 128 && !kDeterministic ? 3 : 2;
-  static constexpr int kQuanta = kStages == 2 ? 4 : 8;  // of quanta, which live longer
+  static constexpr int kQuanta = kStages == 2 ? 4 : 8;  // of quanta: see quanta()
   static constexpr int kThreads = 3 * 128;
-  // Of a thread of either kind. The kernel is launched with 168 for each thread of its three
-  // warpgroups, so that more than 504 for one thread of each would never be granted.
+  // Registers of a thread. The kernel is launched with 168 for each thread of its three warpgroups.
+  // If kFeedRegisters + 2 * kKeyRegisters exceeded 504, a warpgroup would wait for them forever.
   static constexpr int kFeedRegisters = 24;
   static constexpr int kKeyRegisters = 240;
   using Queries = SharedTile<kRows, kHeadDim>;
@@ -62,7 +62,7 @@ struct BackwardShape {
   using PartnerKeys = SharedTile<kKeyRows, 128>;  // two pieces: see Pair
 };
 
-// Keys of a block, kKeyRows at most, and a head; num_rows is -1 when there is no more.
+// Keys of a key block, kKeyRows at most, and a kv head; num_rows is -1 after the last item.
 struct alignas(16) BackwardItem {
   int32_t k_row;
   int32_t num_rows;
@@ -72,7 +72,7 @@ struct alignas(16) BackwardItem {
   int32_t last_tile;
 };
 
-// What key warpgroups need of a staged query tile.
+// What key warpgroups need to know of a staged query tile.
 struct alignas(16) StagedTile {
   int32_t position;
   int32_t k_begin;
@@ -80,7 +80,7 @@ struct alignas(16) StagedTile {
   int32_t index;  // of its dQ among the sums
 };
 
-// Each with a barrier for every slot, stage or buffer, kMaxStages at most.
+// Each has a barrier for every slot, stage or buffer, kMaxStages at most.
 constexpr uint32_t kMaxStages = 3;
 enum BackwardBarrier : uint32_t {
   kItemFull = 0,
@@ -98,18 +98,18 @@ enum BackwardBarrier : uint32_t {
   kProbabilityFull = kGradScoreEmpty + kMaxStages,
   kProbabilityEmpty = kProbabilityFull + kMaxStages,
   kNumBarriers = kProbabilityEmpty + kMaxStages,
-  // Of pairs only.
+  // In pairs only.
   kPartnerFull = kNumBarriers,
   kTicketFull = kPartnerFull + kMaxStages,
   kTicketRead = kTicketFull + kMaxStages,
   kNumOfPair = kTicketRead + kMaxStages
 };
-constexpr uint32_t kFirstByWarps = kSlotStaged;  // from there on all key warps arrive
+constexpr uint32_t kFirstByWarps = kSlotStaged;  // from here to kNumBarriers, key warps arrive
 
-// Offsets in shared memory. Two slots of keys and values, if there is room, so that the next item's
-// come while this one's are in use; two stages of queries and dO, two buffers of dS. Wide shapes
-// also pass P from one warpgroup to the other. Pairs also have the partner's keys, two buffers of
-// its dS, and the ticket that the block of rank 1 is told.
+// Offsets in shared memory. If there is room, there are two slots of keys and values, so that the
+// next item's arrive while this one's are in use. There are two or three stages of queries and dO,
+// and two buffers of dS. Wide shapes also pass P from one warpgroup to the other. Pairs also have
+// columns of the partner's keys, two buffers for its dS, and the ticket that the leader sends.
 template <typename Shape>
 struct BackwardMemory {
   static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
@@ -154,15 +154,16 @@ struct BackwardMemory {
   static __device__ uint32_t stats(uint32_t i) {
     return kStats + Ring<Shape::kStages>::stage(i) * 2 * kVectorBytes;
   }
-  // One over the quanta of dQ live until dQ is added, one tile later than the rest of a stage.
+  // Inverse quanta live until dQ is added, one tile longer than the rest of a stage.
   static __device__ uint32_t quanta(uint32_t i) {
     return kQuanta + i % Shape::kQuanta * kVectorBytes;
   }
 };
 
-// Statistics of a stage are announced apart from its queries. In a pair, the partner's keys are
-// announced apart from the block's own, two threads of the feed read what an item says, and the key
-// warps of both blocks read a block's dS.
+// kQueryFull counts two arrivals, for the queries of a stage and for their statistics. In a pair,
+// kKeyFull counts two, for the block's own keys and for the partner's; kItemAsked counts two
+// threads of the feed, which bring queries and send dS; and kGradScoreEmpty counts the key warps of
+// both blocks, which all read dS of both.
 template <typename Shape>
 __device__ __forceinline__ void init_barriers(uint32_t barriers) {
   for (uint32_t i = 0; i < (Shape::kIsPaired ? kNumOfPair : kNumBarriers); ++i) {

@@ -16,9 +16,9 @@ struct KeyWarpgroup : TileSteps<Shape> {
       Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
       Steps::store_grad_scores, Steps::sums_at, Steps::warp, Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
-  // Elements of dQ that a thread adds as soon as they are known. A warp waits while its
-  // multiprocessor has too many additions under way, so the others follow as products end. In
-  // deterministic mode this costs 2 to 4 %.
+  // Elements of dQ, of 32, that a thread adds as soon as it has them. A warp waits while its
+  // multiprocessor has too many additions under way, so the others follow as later products end. In
+  // deterministic mode that would cost 2 to 4 %, so all are added at once.
   static constexpr int kAddedAtOnce = Shape::kDeterministic ? 32 : 16;
 
   float dk[Shape::kHeadDim / 2];
@@ -31,8 +31,9 @@ struct KeyWarpgroup : TileSteps<Shape> {
     products_commit();
   }
 
-  // Waits for room for dS of tile i, but only once probabilities exist: `known & zero` is 0, which
-  // ptxas cannot know. It moves waits for products up to the preceding access to shared memory.
+  // Waits for room for dS of tile i, but only once probabilities exist: ptxas cannot know that
+  // `known & zero` is 0. It moves a wait for products up to the preceding access to shared memory,
+  // which is this wait, so the products still overlap the softmax.
   __device__ __forceinline__ void wait_for_room(uint32_t i, const float (&probabilities)[kScores]) {
     const uint32_t zero = static_cast<uint32_t>(arguments.num_items) >> 31;
     uint32_t known = 0;
@@ -42,8 +43,8 @@ struct KeyWarpgroup : TileSteps<Shape> {
     barrier_wait(room.barrier(i) + (known & zero), room.phase(i) ^ 1);
   }
 
-  // Every tile of item n, those from `first` on of all tiles, but for the last one's dQ. Returns
-  // the place of that in the sums.
+  // Sums up dK and dV over the tiles of item n, of which `first` is the first, and adds their dQ
+  // except the last tile's. Returns the place of the last tile's dQ among the sums.
   __device__ __forceinline__ int32_t sum_up(const BackwardItem& item, uint32_t n, uint32_t first) {
     int32_t index = 0;
     float dq[32];
@@ -143,7 +144,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
       num_tiles += item.num_tiles;
       if (item.num_tiles > 0) add_last_dq(n, num_tiles - 1, last_index);
       stage_rows<T, Keys>(shared + Memory::value(n), 64 * warpgroup, dv, {1.f, 1.f});
-      named_sync(kKeysReadId, 256);  // for dQ both warpgroups read all keys
+      named_sync(kKeysReadId, 256);  // both warpgroups have read all keys for dQ
       stage_rows<T, Keys>(shared + Memory::key(n), 64 * warpgroup, dk, {scale, scale});
       slot_ring(kSlotStaged).arrive_as_warp(n);
     }

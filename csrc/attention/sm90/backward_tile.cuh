@@ -7,8 +7,7 @@
 
 namespace distca::attention::sm90 {
 
-// What a warpgroup of the backward kernel does with a tile of queries, step by step. It works on 64
-// keys of the item.
+// The steps of a warpgroup of the backward kernel for one tile of queries and 64 keys of the item.
 template <typename Shape>
 struct TileSteps {
   using T = typename Shape::Element;
@@ -33,19 +32,19 @@ struct TileSteps {
     return ring_at<Shape::kSlots>(shared + Memory::kBarriers, which);
   }
 
-  // The n-th item, once it is known; num_rows is -1 after the last.
+  // Waits for the n-th item and returns it. Its num_rows is -1 after the last.
   __device__ __forceinline__ BackwardItem item(uint32_t n) const {
     slot_ring(kItemFull).wait(n);
     return in_block<BackwardItem>(Memory::kItems)[Ring<Shape::kSlots>::stage(n)];
   }
 
-  // The first of this warpgroup's keys in the item's.
+  // Returns the index of this warpgroup's first key in the item.
   __device__ __forceinline__ int first_key() const {
     return Shape::kKeyRows > 64 ? 64 * warpgroup : 0;
   }
 
-  // Values of this thread's query columns 8 j + 2 (lane % 4) and the next, j from 2 i to 2 i + 1,
-  // of a vector of row statistics in shared memory.
+  // Returns four values of a vector of row statistics in shared memory: those of this thread's
+  // query columns 8 j + 2 (lane % 4) + {0, 1} for j = 2 i and j = 2 i + 1.
   __device__ __forceinline__ float4 stats(uint32_t vector, int i) const {
     return *in_block<float4>(vector + 4 * ((lane % 4) * stats_group(Shape::kRows) + 4 * i));
   }
@@ -82,7 +81,7 @@ struct TileSteps {
     products_commit();
   }
 
-  // dq (+)= 64 columns of the item's keys times dS of 2 kSize queries, both transposed. Adds to the
+  // dq (+)= 64 columns of kKeyRows keys times dS of 2 kSize queries, both transposed. Joins the
   // open group of products.
   template <int kSize>
   __device__ __forceinline__ void multiply_keys(float (&dq)[kSize], const Operand& left,
@@ -94,7 +93,8 @@ struct TileSteps {
     }
   }
 
-  // dQ^T, kHeadDim by kRows, in pieces of 64 by 64. Adds to the open group of products.
+  // dq = a piece of dQ^T of tile i, 64 by 64. The whole is kHeadDim by kRows. Joins the open group
+  // of products.
   __device__ __forceinline__ void multiply_dq(float (&dq)[32], uint32_t keys, uint32_t i,
                                               uint32_t piece) {
     const uint32_t key_panel = kPiecesAreKeys ? piece : 0;
@@ -163,8 +163,8 @@ struct TileSteps {
   // What dQ is summed up in: floats, or in deterministic mode pairs of integers.
   using Sum = std::conditional_t<Shape::kDeterministic, uint64_t, float>;
 
-  // Returns where this thread's elements of a piece of dQ go, or of 32 of the piece's 64 queries,
-  // from `first_query` on. The tile's place in the sums is `index`.
+  // Returns the sums to which this thread adds its elements of a piece of dQ, from query
+  // `first_query` of the piece on. The tile's place among the sums is `index`.
   __device__ __forceinline__ Sum* sums_at(int32_t index, int piece, int first_query) const {
     constexpr int kWords = Shape::kRows * Shape::kHeadDim;
     constexpr int kWordsOfASum = sizeof(Sum) / sizeof(float);
@@ -174,8 +174,9 @@ struct TileSteps {
            thread * (Shape::kDeterministic ? 1 : 4);
   }
 
-  // In deterministic mode, turns a piece of dQ of tile i, of those staged so far, into multiples of
-  // its quanta: the bits of integers.
+  // In deterministic mode, turns a piece of dQ into integer multiples of its quanta, and keeps
+  // their bits in place of the floats. `i` counts the tiles of all items, and `first_query` is as
+  // above.
   template <int kSize>
   __device__ __forceinline__ void quantize(float (&dq)[kSize], uint32_t i, int piece,
                                            int first_query) const {
@@ -194,7 +195,7 @@ struct TileSteps {
     }
   }
 
-  // Adds elements kBegin to kEnd of a piece, once quantized, to its sums, if the piece is there.
+  // Adds elements [kBegin, kEnd) of a quantized piece to its sums, if `is_there`.
   template <int kBegin, int kEnd, int kSize>
   __device__ __forceinline__ void add_dq(const float (&dq)[kSize], Sum* sums,
                                          bool is_there = true) const {
@@ -212,9 +213,9 @@ struct TileSteps {
     }
   }
 
-  // Scores to probabilities. None is above 1, which sums in fixed point rely on: where scores are
-  // near 1e9, the rounding of lse is worth e^64 either way. The sign costs no instruction.
-  // Calls `midway` once half of them are done.
+  // Turns scores into probabilities, and calls `midway` when half are done. Sums in fixed point
+  // rely on none above 1. Without -fabsf they could be: where scores are near 1e9, the rounding of
+  // lse is a factor of e^64 either way. The sign costs no instruction.
   template <typename Midway>
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], uint32_t log_sums,
                                                Midway midway) {

@@ -5,9 +5,10 @@
 namespace distca::attention::sm90 {
 
 // The warpgroups of the backward kernel for heads so wide that dK and dV of 64 keys do not fit in
-// one's registers. The first computes P and sums up dV, the second computes dS and sums up dK. P
-// goes from one to the other through shared memory, thread by thread, as both hold the same
-// elements of a product. Each computes a part of dQ, in a pair of blocks over the keys of both.
+// the registers of one. The first computes P and sums up dV, and the second computes dS and sums up
+// dK. P goes from one to the other through shared memory, thread by thread, because both hold the
+// same elements of a product. Each computes a share of dQ. In a pair of blocks, the share is over
+// the keys of both.
 template <typename Shape>
 struct WideWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
@@ -20,19 +21,22 @@ struct WideWarpgroup : TileSteps<Shape> {
       Steps::ring, Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
       Steps::store_grad_scores, Steps::sums_at, Steps::warp, Steps::warpgroup;
   using typename Steps::Sum;
-  static constexpr uint32_t kKeysReadId = 1;                                // of a hardware barrier
-  static constexpr int kPieces = Shape::kIsPaired ? 1 : Keys::kPanels / 2;  // of dQ, a warpgroup's
-  // Registers of a piece. In a pair, the first warpgroup has 32 of the middle piece's 64 queries.
+  static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
+  // Pieces of dQ that a warpgroup computes.
+  static constexpr int kPieces = Shape::kIsPaired ? 1 : Keys::kPanels / 2;
+  // Registers for a piece of dQ. In a pair, the first warpgroup computes the middle piece, for half
+  // of its 64 queries.
   template <bool kIsValues>
   static constexpr int kDq = (Shape::kIsPaired && kIsValues) ? 16 : 32;
-  // Parts in which a piece is added, see add_part. At 256 more than one gains nothing.
+  // Parts in which a warpgroup's last piece is added: see add_part. At 256 more than one gains
+  // nothing.
   static constexpr int kParts = Shape::kIsPaired ? 4 : 1;
 
   __device__ __forceinline__ Ring<1> probability_ring(BackwardBarrier which) const {
     return ring_at<1>(shared + Memory::kBarriers, which);
   }
 
-  // This thread's probabilities, four at a time, 128 apart.
+  // Returns where this thread's probabilities are passed on, four at a time, 128 float4 apart.
   __device__ __forceinline__ float4* passed() const {
     return in_block<float4>(Memory::kProbability) + 32 * warp + lane;
   }
@@ -46,7 +50,7 @@ struct WideWarpgroup : TileSteps<Shape> {
     probability_ring(kProbabilityFull).arrive_as_warp(i);
   }
 
-  // Calls `midway` once half of the products are done.
+  // Multiplies by what the other warpgroup has passed on, and calls `midway` when half is done.
   template <typename Midway>
   __device__ __forceinline__ void multiply_by_passed(float (&grads)[kScores], uint32_t i,
                                                      Midway midway) {
@@ -63,7 +67,8 @@ struct WideWarpgroup : TileSteps<Shape> {
     probability_ring(kProbabilityEmpty).arrive_as_warp(i);
   }
 
-  // Scores of tile i, or dP - delta; asynchronous. Past the item's last tile they are of no use.
+  // Begins the product of scores or dP - delta of tile i; asynchronous. Past the item's last tile,
+  // where `is_there` is false, the result is not used.
   template <bool kIsValues>
   __device__ __forceinline__ void begin_tile(float (&scores)[kScores], uint32_t n, uint32_t i,
                                              bool is_there) {
@@ -84,7 +89,7 @@ struct WideWarpgroup : TileSteps<Shape> {
     }
   }
 
-  // From scores to P of tile i, also for the other warpgroup.
+  // Turns scores of tile i into P, and passes it on to the other warpgroup.
   template <typename Midway>
   __device__ __forceinline__ void finish_probabilities(float (&scores)[kScores],
                                                        uint32_t (&packed)[kScores / 2],
@@ -111,7 +116,7 @@ struct WideWarpgroup : TileSteps<Shape> {
     stage_ring(kGradOutFull).wait(i);
   }
 
-  // From dP - delta to dS of tile i, also for dQ.
+  // Turns dP - delta of tile i into dS, and stores it for dQ.
   template <typename Midway>
   __device__ __forceinline__ void finish_grads(float (&grads)[kScores],
                                                uint32_t (&packed)[kScores / 2], uint32_t i,
@@ -124,14 +129,15 @@ struct WideWarpgroup : TileSteps<Shape> {
     ring(kGradScoreFull).arrive_as_warp(i);
   }
 
-  // Waits for dS of tile i, of a pair that of both.
+  // Waits for dS of tile i, in a pair for that of both blocks.
   __device__ __forceinline__ void wait_for_grad_scores(uint32_t i) const {
     ring(kGradScoreFull).wait(i);
     if constexpr (Shape::kIsPaired) ring(kPartnerFull).wait(i);
   }
 
-  // This warp has read dS of tile i. In a pair it has read that of both, so the partner may send
-  // its next one, and store it where it sent from.
+  // Gives back the buffer of dS of tile i, which this warp has read. In a pair, the warp has read
+  // dS of both blocks. So the partner may reuse the buffer that it sent from, and the one it sent
+  // to.
   __device__ __forceinline__ void give_grad_scores_back(uint32_t i) const {
     ring(kGradScoreEmpty).arrive_as_warp(i);
     if constexpr (Shape::kIsPaired) {
@@ -139,8 +145,9 @@ struct WideWarpgroup : TileSteps<Shape> {
     }
   }
 
-  // Adds a part of a piece of dQ, if the piece is there. A warp waits while its multiprocessor has
-  // too many additions under way, so parts are added one by one, with other work in between.
+  // Adds part kPart of a piece of dQ, if the piece has so many and `is_there`. A warp waits while
+  // its multiprocessor has too many additions under way, so parts are added with other work in
+  // between.
   template <int kPart, int kSize>
   __device__ __forceinline__ void add_part(const float (&dq)[kSize], Sum* sums, bool is_there) {
     constexpr int kPartSize = kSize / kParts;
@@ -149,9 +156,10 @@ struct WideWarpgroup : TileSteps<Shape> {
     }
   }
 
-  // Sums up dV or dK over item n's tiles, of which `first` is the first, and adds this warpgroup's
-  // part of dQ a tile later, or two for the last parts of a piece. The first product of a tile is
-  // issued under the last ones of the tile before. Pieces of dQ take turns in the same registers.
+  // Sums up dV or dK over the tiles of item n, of which `first` is the first. Adds this warpgroup's
+  // pieces of dQ one tile later, and the last two of four parts two tiles later. The first product
+  // of the next tile is begun before the additions and overlaps them. Pieces of dQ use the same
+  // registers in turn.
   template <bool kIsValues, int kSize>
   __device__ __forceinline__ void sum_up(float (&sums)[kSize], const BackwardItem& item, uint32_t n,
                                          uint32_t first) {
@@ -210,14 +218,14 @@ struct WideWarpgroup : TileSteps<Shape> {
     add_last_dq<kIsValues>(n, end - 1, index);
   }
 
-  // Returns which of dQ's pieces is number `of_mine` of this warpgroup's.
+  // Returns the index in dQ of piece `of_mine` of this warpgroup.
   template <bool kIsValues>
   static __device__ __forceinline__ int piece(int of_mine) {
     if constexpr (Shape::kIsPaired) return kIsValues ? kMiddlePiece : Pair().own_piece();
     return of_mine + (kIsValues ? 0 : kPieces);
   }
 
-  // A piece of dQ of tile i; asynchronous.
+  // Begins the products for a piece of dQ of tile i; asynchronous.
   template <bool kIsValues>
   __device__ __forceinline__ void begin_dq(float (&dq)[kDq<kIsValues>], uint32_t n, uint32_t i,
                                            int of_mine) {
@@ -236,7 +244,7 @@ struct WideWarpgroup : TileSteps<Shape> {
     products_commit();
   }
 
-  // Makes a piece of dQ of tile i ready to be added. Returns where its sums are.
+  // Quantizes a piece of dQ of tile i. Returns the sums to which this thread adds it.
   template <bool kIsValues>
   __device__ __forceinline__ Sum* finish_piece(float (&dq)[kDq<kIsValues>], uint32_t i,
                                                int32_t index, int of_mine) {
@@ -278,7 +286,7 @@ struct WideWarpgroup : TileSteps<Shape> {
       slot_ring(kValueFull).wait(n);
       sum_up<kIsValues>(sums, item, n, num_tiles);
       num_tiles += item.num_tiles;
-      named_sync(kKeysReadId, 256);  // both warpgroups read all keys
+      named_sync(kKeysReadId, 256);  // before results replace keys and values
       if constexpr (kIsValues) {
         stage_rows<T, Values>(shared + Memory::value(n), 0, sums, {scale, scale});
       } else {

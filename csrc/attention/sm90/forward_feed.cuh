@@ -3,8 +3,8 @@
 #include "forward_shape.cuh"
 #include "turns.cuh"
 
-// The warps of the forward kernel that move data: a thread of one takes tickets, of another brings
-// queries, keys and values.
+// The warps of the forward kernel that move data, by one thread each: one takes tickets, the other
+// brings queries, keys and values.
 namespace distca::attention::sm90 {
 
 // Takes tickets, one job ahead of the threads that work on them.
@@ -26,7 +26,7 @@ __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, 
   }
 }
 
-// The part of the producer thread.
+// The thread that brings queries, keys and values.
 template <typename Shape>
 struct ForwardProducer {
   using Memory = ForwardMemory<Shape>;
@@ -98,8 +98,8 @@ struct ForwardProducer {
     load_tile<Tile>(shared + at + BlockRing::stage(i) * Tile::kBytes, map, rows, is_full);
   }
 
-  // From block `from` down to block `to`. With two stages, what this loop takes per block is not
-  // hidden.
+  // Brings keys and values from block `from` down to block `to`. With two stages, the time of an
+  // iteration is not hidden.
   __device__ __forceinline__ void bring_blocks(const Job& job, int32_t from, int32_t to) {
     RowRange rows = rows_of(job, from);
     const int32_t first_row = job.tile.k_begin + to * Shape::kKeyRows;
@@ -113,8 +113,8 @@ struct ForwardProducer {
     }
   }
 
-  // All but the first keys, which came before the queries. Keys come before the values of the block
-  // before, in the order of use.
+  // Brings all but the first keys, which come before the queries. The keys of a block come before
+  // the values of the previous block, in the order of use.
   __device__ __forceinline__ void bring_rest(const Job& job, const BlockRange& blocks,
                                              int32_t block) {
 #pragma unroll 1

@@ -8,10 +8,10 @@
 // The items of a forward launch, a (tile, head) each: in which order they come, and where in its
 // keys each begins.
 //
-// An item may begin anywhere and go round. One of many keys begins where the others are, so that
-// all read the same keys at a time. Without that multiprocessors, of which some are quicker, drift
-// apart by more keys than the cache holds. Attention can afford the traffic, but not the power that
-// it takes, for which the clock goes down: 15 % at 512K keys.
+// An item may begin at any block of its keys and wrap around. One with many keys begins where
+// others of its heads are, so that all read the same keys at the same time. Otherwise
+// multiprocessors, some of which are faster, drift apart by more keys than L2 holds. The additional
+// traffic costs no cycles, but it costs power and thereby clock: see docs/hopper-kernels.md.
 namespace distca::attention::sm90 {
 
 struct ForwardArguments {
@@ -38,9 +38,9 @@ struct BlockRange {
   __device__ __forceinline__ int32_t count() const { return last - first; }
 };
 
-// Where items of a group of heads are in their keys, as one of them said last.
+// The key row at which items of a group of heads are, as one of them stored it last.
 struct Front {
-  static constexpr int32_t kMinKeys = 1 << 16;  // of items that follow; as many of a head fit in L2
+  static constexpr int32_t kMinKeys = 1 << 16;  // of items that follow; L2 holds so many of a head
   static constexpr uint32_t kBlocksBetween = 16;
 
   uint64_t* word;  // the group, and a key row; null for an item that does not follow
@@ -60,8 +60,9 @@ struct Front {
   }
 };
 
-// A tile and head to compute; head is -1 after the last. A tile of at most half the rows would
-// leave warpgroups idle. If heads share keys, it is computed for this head and the next ones.
+// A tile and head to compute; head is -1 after the last. A tile that is at most half full would
+// leave warpgroups idle. If an even number of heads share keys, the job packs heads: it computes
+// the tile for `head` and for the next head or the next three.
 struct Job {
   QueryTile tile;
   int32_t head;
@@ -69,7 +70,7 @@ struct Job {
   Front front;
 };
 
-// Heads of a job that packs heads, and warpgroups of each of them.
+// The heads of a job that packs heads, and the number of warpgroups that compute each of them.
 struct Packing {
   int32_t num_heads;
   int32_t warpgroups;
@@ -116,8 +117,9 @@ __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Win
   return {begin / kKeyRows, (end + kKeyRows - 1) / kKeyRows};
 }
 
-// Items run by run and in a run kv heads by groups, so that the keys in use stay in cache; in a
-// group from the last position to the first, which is longest first, query heads fastest.
+// Returns the job of an item. Items are ordered run by run, and in a run by groups of kv heads, so
+// that the keys in use stay in cache. Within a group, tiles are ordered from the last position to
+// the first, which is longest first, and query heads change fastest.
 template <typename Shape>
 __device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& arguments) {
   const QueryTile* any = arguments.tiles + item / arguments.heads_q;

@@ -9,8 +9,9 @@
 // Persistent blocks take tickets, a (tile, head) each, longest first. One thread turns tickets into
 // jobs, and another copies queries, keys and values to shared memory. Warpgroups of 64 query rows
 // each compute softmax(Q K^T) V, one block of keys after another. The softmax of a block of keys
-// overlaps the product of the block before it. Warpgroups take turns, so it also overlaps another's
-// products. The first scores of a job are computed while the previous job's results are written.
+// overlaps the product of the block before it. Warpgroups take turns to issue products, so it also
+// overlaps the products of others. Up to head_dim 128, the first scores of a job are computed while
+// the previous job's results are written.
 namespace distca::attention::sm90 {
 
 template <typename Shape>

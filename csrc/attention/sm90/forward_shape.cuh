@@ -22,15 +22,17 @@ struct ForwardShape {
   static constexpr bool kIsCapped = false;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  // Warpgroups take registers from those that the kernel was launched with, at most 64K in units of
-  // 8 a thread, and wait forever for more.
+  // Registers of a thread when the kernel is launched: a block has 64K, and threads get multiples
+  // of 8. Warpgroups exchange them within this total, and one that asks for more than are left
+  // waits forever.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kWarpgroups * kRegisters + kProducerRegisters <=
                 (kWarpgroups + 1) * kLaunchRegisters);
   // Wide heads leave room for one tile of queries. Results take its place.
   static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
-  // In tiles with more rows than a block has keys, most causal tiles have blocks that only some
-  // warpgroups see. In others such blocks are rare, and the code to skip them costs 3 %.
+  // Whether a warpgroup skips the first blocks of a tile if its rows see none of their keys. Most
+  // causal tiles of more than 128 rows have such blocks. In tiles of 128 rows and blocks of 128
+  // keys they are rare, and the code to skip them costs 3 %. run_in_place never skips.
   static constexpr bool kSkipsBlocks = kRows > kKeyBlockRows;
   using Queries = SharedTile<kRows, kHeadDim>;
   using Results = SharedTile<kRows, kValueDim>;
@@ -38,7 +40,7 @@ struct ForwardShape {
   using Values = SharedTile<kKeyRows, kValueDim>;
 };
 
-// Hardware barriers, one of each for a warpgroup.
+// The first hardware barrier of each kind. Every warpgroup has one of each.
 constexpr uint32_t kTurnBarrier = 1;
 constexpr uint32_t kWriteBarrier = kTurnBarrier + 4;
 

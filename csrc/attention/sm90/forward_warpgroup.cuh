@@ -50,9 +50,9 @@ struct ForwardConsumer {
     }
     products_commit();
   }
-  // Gives the keys back, but only once probabilities exist: `known` is 0, which ptxas cannot know.
-  // It moves a wait for products up to the preceding access to shared memory, but the softmax
-  // should run before that wait, so that it overlaps the product with values.
+  // Gives the keys back, but only once probabilities exist: ptxas cannot know that `known` is 0. It
+  // moves a wait for products up to the preceding access to shared memory, but the softmax should
+  // run before that wait, so that it overlaps the product with values.
   __device__ __forceinline__ void end_scores() {
     const uint32_t zero = static_cast<uint32_t>(arguments.num_items) >> 31;
     const uint32_t known =
@@ -125,8 +125,8 @@ struct ForwardConsumer {
     for (int i = 0; i < Shape::kValueDim / 2; ++i) out[i] *= softmax.correction[(i >> 1) & 1];
   }
 
-  // Frees the slot of the previous job, so that a block holds at most one ticket that other blocks
-  // could work on.
+  // Waits for the next job and returns it. Frees the slot of the previous job only now, so that a
+  // block holds at most one ticket that other blocks could work on.
   __device__ __forceinline__ Job next_job() {
     ring_at(barriers, Barriers::kJobFull).wait(num_jobs);
     if (num_jobs > 0) ring_at(barriers, Barriers::kJobEmpty).arrive_as_warp(num_jobs - 1);
@@ -143,7 +143,8 @@ struct ForwardConsumer {
     named_arrive(kTurnBarrier + (warpgroup + 1) % Shape::kWarpgroups, 256);
   }
 
-  // Gives a block of keys and values back unused. All warpgroups take equally many turns in a job.
+  // Gives a block of keys and values back unused. It takes a turn, because all warpgroups must take
+  // equally many in a job.
   __device__ __forceinline__ void skip_block() {
     await_turn();
     end_turn();
@@ -153,8 +154,8 @@ struct ForwardConsumer {
     ring_at<Shape::kStages>(barriers, Barriers::kValueEmpty).arrive_as_warp(num_values_seen++);
   }
 
-  // Returns how many blocks come before the first that the rows of `part` see. At least one block
-  // is left, even without rows.
+  // Returns how many blocks from `start` down come before the first one that rows of `part` see. At
+  // least one block is left, even if `part` has no rows.
   __device__ __forceinline__ int32_t num_skipped(const JobPart& part, const BlockRange& blocks,
                                                  int32_t start) const {
     if (part.tile.num_rows <= 0) return blocks.count() - 1;
@@ -162,7 +163,8 @@ struct ForwardConsumer {
                               blocks.first));
   }
 
-  // From the first scores, which are under way already, to the last product, which comes after.
+  // Computes `count` blocks from `block` on. The first scores are already under way, and the last
+  // product is still under way on return.
   __device__ __forceinline__ void attend(const QueryTile& tile, const BlockRange& blocks,
                                          int32_t block, int32_t count) {
     products_wait<0>();

@@ -94,7 +94,7 @@ struct BackwardCall {
   bool shares_device;  // see Params
 };
 
-// Of the tensors and tiles of `call`.
+// Returns the sizes for the tensors and tiles of `call`.
 BackwardSizes backward_sizes(const BackwardCall& call);
 
 void backward(const BackwardCall& call, cudaStream_t stream);

@@ -32,7 +32,7 @@ struct LaunchShape {
   int cluster_blocks = 1;  // num_blocks is a multiple of it
 };
 
-// Does nothing for no blocks.
+// Does nothing if there are no blocks.
 template <typename Arguments>
 void launch_kernel(void (*kernel)(Arguments), const LaunchShape& shape, cudaStream_t stream,
                    const Arguments& arguments) {

@@ -20,7 +20,8 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t num_arri
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_arrivals));
 }
 
-// Makes initialised barriers visible to the copy engine; __syncthreads must follow.
+// Makes initialised barriers visible to the copy engine and to other blocks of the cluster;
+// __syncthreads or cluster_sync must follow.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -60,7 +61,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
       : "memory");
 }
 
-// For long waits that nobody is in a hurry to see end: polling takes slots of the load/store pipe.
+// For long waits whose end is not urgent: polling would take slots of the load/store pipe.
 __device__ __forceinline__ void barrier_wait_idle(uint32_t barrier, uint32_t phase) {
   uint32_t done = 0;
   while (true) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void copy_to_global(const CUtensorMap* map, const Rag
       : "memory");
 }
 
-// A contiguous piece; addresses and num_bytes are multiples of 16.
+// Copies contiguous bytes; addresses and num_bytes are multiples of 16.
 __device__ __forceinline__ void copy_bytes_to_shared(uint32_t destination, const void* source,
                                                      uint32_t num_bytes, uint32_t barrier) {
   asm volatile(
@@ -136,28 +137,32 @@ __device__ __forceinline__ void copy_bytes_to_shared(uint32_t destination, const
       : "memory");
 }
 
-// Blocks of a cluster reach each other's shared memory. Memory orderings of cluster scope would
-// wait for this thread's additions in global memory (MEMBAR.ALL.GPU) and drop the L1 cache, so
-// below only cluster_sync has one. The others need none: copies and words announce themselves to
-// the barrier that their receiver waits for, and an arrival follows reads that are complete.
+// Blocks of a cluster can access each other's shared memory. Release and acquire at cluster scope
+// wait for this thread's additions in global memory (MEMBAR.ALL.GPU) and invalidate the L1 cache.
+// So of the functions below, only cluster_sync orders memory at that scope. The others need not:
+// the barrier that a receiver waits for counts the bytes of copies and words, and a warp arrives
+// only when its reads are complete.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// Returns where the cluster's block of that rank has what this block has at `address`.
+// Returns the address in the shared memory of the cluster's block `rank` that corresponds to
+// `address` in this block's.
 __device__ __forceinline__ uint32_t address_in(uint32_t rank, uint32_t address) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
 
+// Arrives at a barrier of another block.
 __device__ __forceinline__ void barrier_arrive_there(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// To another block, whose `barrier` counts the bytes; addresses and num_bytes are multiples of 16.
+// Copies to another block, whose `barrier` counts the bytes; addresses and num_bytes are multiples
+// of 16.
 __device__ __forceinline__ void copy_there(uint32_t destination, uint32_t source,
                                            uint32_t num_bytes, uint32_t barrier) {
   asm volatile(
@@ -167,7 +172,7 @@ __device__ __forceinline__ void copy_there(uint32_t destination, uint32_t source
       : "memory");
 }
 
-// The same for a word, 4 bytes.
+// Stores a word of 4 bytes in another block, whose `barrier` counts them.
 __device__ __forceinline__ void send_there(uint32_t destination, int32_t word, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
                    destination),
@@ -175,8 +180,8 @@ __device__ __forceinline__ void send_there(uint32_t destination, int32_t word, u
                : "memory");
 }
 
-// Waits for every thread of the cluster, and until what each has done in other blocks is done. All
-// threads of a warp call it together.
+// Waits for every thread of the cluster. What each has written before is visible after. All threads
+// of a warp call it together.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -215,8 +220,8 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uin
                : "memory");
 }
 
-// Additions in global memory whose old value nobody needs, if `is_there`; `to` is a multiple of 16
-// bytes for four.
+// Adds in global memory if `is_there`, without returning the old value. For four values, `to` is
+// aligned to 16 bytes.
 __device__ __forceinline__ void add_to_global(bool is_there, float* to, float a, float b, float c,
                                               float d) {
   asm volatile(

@@ -30,8 +30,9 @@ struct RowSoftmax {
   }
 
   // Turns scores into probabilities relative to the shift. Returns whether the shift moved in any
-  // row of the warp. It moves only if a probability exceeds 2^kSlack, so nearly all blocks leave
-  // earlier sums unchanged, and no thread needs another's maximum.
+  // row of the warp. It moves only if a probability exceeds 2^kSlack or a row has seen no key
+  // before, so nearly all blocks leave earlier sums unchanged, and no thread needs another's
+  // maximum.
   __device__ __forceinline__ bool step(float (&scores)[kScores], float scale_log2) {
     scale(scores, scale_log2);
     int32_t passes = __float_as_int(kSlack);  // larger floats are larger as integers, too

@@ -41,7 +41,7 @@ struct KeyBlock {
   int32_t run;
   int32_t first_of_run;  // blocks of the run: [first_of_run, first_of_run + num_of_run)
   int32_t num_of_run;
-  int32_t unused;
+  int32_t unused;  // makes a KeyBlock as large as a QueryTile
 };
 
 struct TileLists {

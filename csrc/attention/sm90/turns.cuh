@@ -10,12 +10,12 @@
 // device, several blocks take the place of each persistent block, one after the other.
 namespace distca::attention::sm90 {
 
-// The time for which a block takes tickets. Long enough that the 6 us between two blocks of a
+// The time for which a block takes tickets. It is so long that the 6 us between two blocks of a
 // multiprocessor hardly matter, and short compared with the transfers of a layer.
 constexpr uint32_t kTurnNs = 500'000;
 
 // Blocks of a launch. The first `num_in_turn` of them take tickets, one per item, for kTurnNs. The
-// others take tickets until none are left. Clusters of blocks take their tickets together.
+// others take tickets until none are left. The blocks of a cluster share each ticket.
 struct Blocks {
   int count;
   int32_t num_in_turn;
