@@ -48,7 +48,7 @@ struct BackwardShape {
   static constexpr bool kIsPaired = kHeadDim == 192;
   static constexpr int kBlocks = kIsPaired ? 2 : 1;  // of a cluster
   static constexpr int kStages = kIsPaired && kValueDim == 128 && !kDeterministic ? 3 : 2;
-  static constexpr int kQuanta = kStages == 2 ? 4 : 8;  // of quanta: see quanta()
+  static constexpr int kQuanta = 4;  // stages of quanta: see quanta()
   static constexpr int kThreads = 3 * 128;
   // Registers of a thread. The kernel is launched with 168 for each thread of its three warpgroups.
   // If kFeedRegisters + 2 * kKeyRegisters exceeded 504, a warpgroup would wait for them forever.
