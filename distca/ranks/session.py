@@ -28,7 +28,7 @@ from distca.ranks.opening import (
 from distca.ranks.own_groups import OwnGroups, own_groups_of
 from distca.ranks.pace import Pace
 from distca.ranks.peers import Way
-from distca.ranks.planner_thread import PlannerThread
+from distca.ranks.planner_thread import PATIENCE_S, PlannerThread
 from distca.ranks.waits import Waits
 from distca.ranks.world import World, check_servers
 from distca.watching.monitor import Monitor
@@ -80,6 +80,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.pace = Pace(self.num_ranks)
+        if self.device_type == "cuda":
+            self.planner.patience_s = PATIENCE_S
 
     def time_step(self, step: int) -> None:
         """Keep the times of a timed step once they are known. Time the attention of step `step` if
