@@ -11,10 +11,10 @@ struct KeyWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
   using typename Steps::Keys, typename Steps::Memory, typename Steps::T;
   using Queries = typename Shape::Queries;
-  using Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane, Steps::mask,
-      Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::quantize, Steps::ring,
+  using Steps::arguments, Steps::exponentiate, Steps::finish_piece, Steps::kScores, Steps::lane,
+      Steps::mask, Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::ring,
       Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
-      Steps::store_grad_scores, Steps::sums_at, Steps::warp, Steps::warpgroup;
+      Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
   // Elements of dQ, of 32, that a thread adds as soon as it has them. A warp waits while its
   // multiprocessor has too many additions under way, so the others follow as later products end. In
@@ -96,8 +96,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
       pin(dq);
       if (i > first) {
         ring(kGradScoreEmpty).arrive_as_warp(i - 1);
-        sums = sums_at(index, warpgroup, 0);
-        quantize(dq, i - 1, warpgroup, 0);
+        sums = finish_piece(dq, i - 1, index, warpgroup, 0);
         Steps::template add_dq<0, kAddedAtOnce>(dq, sums);
       }
       if constexpr (kAddedAtOnce == 16) {
@@ -125,8 +124,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
     products_wait<0>();
     pin(dq);
     ring(kGradScoreEmpty).arrive_as_warp(i);
-    quantize(dq, i, warpgroup, 0);
-    Steps::template add_dq<0, 32>(dq, sums_at(index, warpgroup, 0));
+    Steps::template add_dq<0, 32>(dq, finish_piece(dq, i, index, warpgroup, 0));
   }
 
   __device__ __forceinline__ void run() {

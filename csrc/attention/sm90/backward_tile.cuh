@@ -174,12 +174,12 @@ struct TileSteps {
            thread * (Shape::kDeterministic ? 1 : 4);
   }
 
-  // In deterministic mode, turns a piece of dQ into integer multiples of its quanta, and keeps
-  // their bits in place of the floats. `i` counts the tiles of all items, and `first_query` is as
-  // above.
+  // Makes a piece of dQ of tile i ready to be added, and returns its sums, as sums_at. In
+  // deterministic mode, turns it into integer multiples of its quanta, and keeps their bits in
+  // place of the floats. `i` counts the tiles of all items.
   template <int kSize>
-  __device__ __forceinline__ void quantize(float (&dq)[kSize], uint32_t i, int piece,
-                                           int first_query) const {
+  __device__ __forceinline__ Sum* finish_piece(float (&dq)[kSize], uint32_t i, int32_t index,
+                                               int piece, int first_query) const {
     if constexpr (Shape::kDeterministic) {
       const uint32_t quanta = Memory::quanta(i);
       const int first_column = kPiecesAreKeys ? first_query / 16 : 4 * piece;
@@ -193,9 +193,10 @@ struct TileSteps {
         }
       }
     }
+    return sums_at(index, piece, first_query);
   }
 
-  // Adds elements [kBegin, kEnd) of a quantized piece to its sums, if `is_there`.
+  // Adds elements [kBegin, kEnd) of a finished piece to its sums, if `is_there`.
   template <int kBegin, int kEnd, int kSize>
   __device__ __forceinline__ void add_dq(const float (&dq)[kSize], Sum* sums,
                                          bool is_there = true) const {

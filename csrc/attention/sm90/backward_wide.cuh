@@ -17,9 +17,9 @@ struct WideWarpgroup : TileSteps<Shape> {
   using Values = typename Shape::Values;
   using GradOuts = typename Shape::GradOuts;
   using Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane, Steps::mask,
-      Steps::multiply_dq, Steps::multiply_keys, Steps::needs_mask, Steps::pack_all, Steps::quantize,
-      Steps::ring, Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
-      Steps::store_grad_scores, Steps::sums_at, Steps::warp, Steps::warpgroup;
+      Steps::multiply_dq, Steps::multiply_keys, Steps::needs_mask, Steps::pack_all, Steps::ring,
+      Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
+      Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
   using typename Steps::Sum;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
   // Pieces of dQ that a warpgroup computes.
@@ -202,7 +202,7 @@ struct WideWarpgroup : TileSteps<Shape> {
       begin_tile<kIsValues>(scores, n, i + 1, i + 1 < end);
       if (i > first) {
         give_grad_scores_back(i - 1);
-        dq_sums = finish_piece<kIsValues>(dq, i - 1, index, kPieces - 1);
+        dq_sums = finish_mine<kIsValues>(dq, i - 1, index, kPieces - 1);
         add_part<0>(dq, dq_sums, true);
       }
       products_wait<0>();
@@ -244,19 +244,18 @@ struct WideWarpgroup : TileSteps<Shape> {
     products_commit();
   }
 
-  // Quantizes a piece of dQ of tile i. Returns the sums to which this thread adds it.
+  // The same as finish_piece, for piece `of_mine` of this warpgroup.
   template <bool kIsValues>
-  __device__ __forceinline__ Sum* finish_piece(float (&dq)[kDq<kIsValues>], uint32_t i,
-                                               int32_t index, int of_mine) {
+  __device__ __forceinline__ Sum* finish_mine(float (&dq)[kDq<kIsValues>], uint32_t i,
+                                              int32_t index, int of_mine) {
     const int first_query = kDq<kIsValues> == 16 ? Pair().first_query() : 0;
-    quantize(dq, i, piece<kIsValues>(of_mine), first_query);
-    return sums_at(index, piece<kIsValues>(of_mine), first_query);
+    return Steps::finish_piece(dq, i, index, piece<kIsValues>(of_mine), first_query);
   }
 
   template <bool kIsValues>
   __device__ __forceinline__ void add_piece(float (&dq)[kDq<kIsValues>], uint32_t i, int32_t index,
                                             int of_mine) {
-    Sum* const dq_sums = finish_piece<kIsValues>(dq, i, index, of_mine);
+    Sum* const dq_sums = finish_mine<kIsValues>(dq, i, index, of_mine);
     Steps::template add_dq<0, kDq<kIsValues>>(dq, dq_sums);
   }
 
