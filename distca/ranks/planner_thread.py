@@ -25,7 +25,7 @@ class PlannerThread:
     """
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        self.patience_s = patience_s
+        self._patience_s = patience_s
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_awaited = threading.Event()
@@ -34,7 +34,7 @@ class PlannerThread:
         """Returns a future of function(*args)."""
         future = _Result(self._is_awaited)
         self._is_awaited.clear()
-        self._calls.put((future, time.monotonic() + self.patience_s, function, args))
+        self._calls.put((future, time.monotonic() + self._patience_s, function, args))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="distca-planner", daemon=True)
             self._thread.start()

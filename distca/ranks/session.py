@@ -65,7 +65,7 @@ class Session:
     traffic: ModelTraffic = field(default_factory=ModelTraffic)
     pace: Pace = field(init=False)
     num_plans: int = 0
-    planner: PlannerThread = field(default_factory=PlannerThread)
+    planner: PlannerThread = field(init=False)
     halves: list["Session"] = field(default_factory=list)  # of a step's halves: see halves_of
     cut: Callable | None = None
     """Returns the row that cuts documents into halves. Set on first use; then `distca.plan` plans
@@ -80,8 +80,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.pace = Pace(self.num_ranks)
-        if self.device_type == "cuda":
-            self.planner.patience_s = PATIENCE_S
+        self.planner = PlannerThread(PATIENCE_S if self.device_type == "cuda" else 0.0)
 
     def time_step(self, step: int) -> None:
         """Keep the times of a timed step once they are known. Time the attention of step `step` if
