@@ -52,6 +52,7 @@ def open_session(
         transport=transport,
         peer_memory_gb=args.peer_memory_gb,
         keep_inputs_gb=args.keep_inputs_gb,
+        ranks_per_node=args.ranks_per_node,
     )
     return distca.init(group, options, servers=servers)
 

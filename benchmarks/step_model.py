@@ -42,6 +42,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-memory-gb", type=float, default=10.0, help="distca's option of this name"
     )
+    parser.add_argument("--ranks-per-node", type=int, help="distca's option of this name")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
 
 

@@ -145,14 +145,17 @@ def of_plans(run: Run) -> dict[str, float]:
     plans, mean = run.plans[run.skip :], statistics.fmean
     if not plans:
         return {}
-    links = plans[-1].link_gb_per_s or plans[-1].node_link_gb_per_s  # None with one rank
+    links = {
+        "links, GB/s as planned with": plans[-1].link_gb_per_s,
+        "links between nodes, GB/s as planned with": plans[-1].node_link_gb_per_s,
+    }
     return {
         "imbalance before": mean(plan.imbalance_before for plan in plans),
         "imbalance after": mean(plan.imbalance_after for plan in plans),
         "bytes of a layer": mean(sum(plan.bytes_out) for plan in plans),
         "plan, median ms": statistics.median(plan.plan_ms for plan in plans),
         "plan waited for, ms": mean(plan.waited_ms for plan in plans),
-        **({} if links is None else {"links, GB/s as planned with": links}),
+        **{name: speed for name, speed in links.items() if speed is not None},
     }
 
 

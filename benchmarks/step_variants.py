@@ -107,6 +107,9 @@ VARIANTS = {
         distca.core_attention, halves_share, "process_group", ping_pong=True, takes_crossing=True
     ),
     "peer": Variant(distca.core_attention, own_share, "peer", takes_crossing=True),
+    "hybrid": Variant(
+        distca.core_attention, own_share, "hybrid", takes_crossing=True, by_default=False
+    ),
     SORTED: Variant(distca.core_attention, own_share, by_default=False, is_sorted=True),
     **{
         f"{SORTED} {name}": Variant(

@@ -292,7 +292,7 @@ def test_torch_context_parallel_raises_if_it_cannot_run():
 
 def losses_of(rank: int, world_size: int, workload: Workload, names: list[str]) -> list:
     """Return losses by variant, the profile of the last, and whether all ranks have spans."""
-    args = parsed("--device", "cpu", "--learning-rate", "1e-2")
+    args = parsed("--device", "cpu", "--learning-rate", "1e-2", "--ranks-per-node", "1")
     by_variant, run, spans = {}, None, []
     for name in names:
         run, spans = run_variant(args, workload, CPU, VARIANTS[name])
@@ -303,7 +303,7 @@ def losses_of(rank: int, world_size: int, workload: Workload, names: list[str]) 
 @pytest.mark.parametrize(
     "workload, names",
     [
-        (WHOLE, ["plain", PERMUTED, "process_group"]),
+        (WHOLE, ["plain", PERMUTED, "hybrid", "process_group"]),
         (CROSSING, ["process_group pingpong", "process_group", "context"]),
     ],
     ids=["whole", "crossing"],
