@@ -177,7 +177,7 @@ void backward(const BackwardRows& rows, const Params& params) {
                      row_stats = workspace(sizes.row_stats), bounds = workspace(sizes.bounds);
   call.ticket = static_cast<int32_t*>(ticket.get());
   call.dq_sums = dq_sums.get();
-  call.row_stats = static_cast<float*>(row_stats.get());
+  call.row_stats = static_cast<uint8_t*>(row_stats.get());
   call.bounds = static_cast<float*>(bounds.get());
   backward(call, stream);
 }

@@ -20,7 +20,7 @@ BackwardSizes backward_sizes(const BackwardCall& call) {
   const int32_t width = computed_widths(call.q.head_dim, call.v.head_dim, call.softcap).queries;
   const int32_t rows = backward_tile_rows(width);
   return {.dq_sums = num_tiles * rows * width * 4,
-          .row_stats = num_tiles * 3 * 4 * stats_pitch(rows),
+          .row_stats = num_tiles * row_stats_bytes(rows),
           .bounds = call.tiles.num_runs * call.k.heads * 2 * 4};
 }
 

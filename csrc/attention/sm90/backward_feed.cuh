@@ -52,13 +52,13 @@ struct BackwardFeed {
   uint32_t shared;
 
   __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
-    return ring_at(shared + Memory::kBarriers, which);
+    return ring_of<Shape, 2>(shared, which);
   }
   __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
-    return ring_at<Shape::kStages>(shared + Memory::kBarriers, which);
+    return ring_of<Shape, Shape::kStages>(shared, which);
   }
   __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
-    return ring_at<Shape::kSlots>(shared + Memory::kBarriers, which);
+    return ring_of<Shape, Shape::kSlots>(shared, which);
   }
 
   __device__ __forceinline__ BackwardItem& item_slot(uint32_t n) const {
@@ -71,10 +71,11 @@ struct BackwardFeed {
     return item_slot(n);
   }
 
+  // `full` also counts `more_bytes`, which the caller brings.
   template <typename Tile>
   __device__ __forceinline__ void bring(const CUtensorMap* map, uint32_t full, uint32_t to,
-                                        const RowRange& rows) {
-    barrier_arrive_expecting(full, Tile::kBytes);
+                                        const RowRange& rows, uint32_t more_bytes = 0) {
+    barrier_arrive_expecting(full, Tile::kBytes + more_bytes);
     load_tile<Tile>(shared + to, map, rows, full);
   }
 
@@ -88,8 +89,8 @@ struct BackwardFeed {
       return take();
     } else {
       const Pair pair;
-      const auto full = ring_at<1>(shared + Memory::kBarriers, kTicketFull);
-      const auto read = ring_at<1>(shared + Memory::kBarriers, kTicketRead);
+      const auto full = ring_of<Shape, 1>(shared, kTicketFull);
+      const auto read = ring_of<Shape, 1>(shared, kTicketRead);
       const uint32_t slot = shared + Memory::kTicket;
       if (pair.leads()) {
         const int32_t number = take();
@@ -142,31 +143,36 @@ struct BackwardFeed {
     }
   }
 
-  // Brings the statistics that prepare_rows wrote for a tile and head.
-  __device__ __forceinline__ void load_stats(uint32_t i, int32_t index) {
-    constexpr uint32_t kVector = Memory::kVectorBytes;
+  __device__ __forceinline__ void bring_stats(uint32_t i, const uint8_t* stats) {
     const uint32_t full = stage_ring(kQueryFull).barrier(i);
-    const float* stats = arguments.row_stats + int64_t{index} * 3 * stats_pitch(Shape::kRows);
-    barrier_arrive_expecting(full, (Shape::kDeterministic ? 3 : 2) * kVector);
-    copy_bytes_to_shared(shared + Memory::stats(i), stats, 2 * kVector, full);
-    if constexpr (Shape::kDeterministic) {
-      copy_bytes_to_shared(shared + Memory::quanta(i), stats + 2 * stats_pitch(Shape::kRows),
-                           kVector, full);
-    }
+    barrier_arrive_expecting(full, Memory::kStatsBytes);
+    copy_bytes_to_shared(shared + Memory::stats(i), stats, Memory::kStatsBytes, full);
   }
 
+  // Queries come with the rows' statistics, and dO with their quanta. When the stage of dO is
+  // empty, both warpgroups have added dQ of the tile before, so its quanta are no longer needed.
   __device__ __forceinline__ void bring_tile(uint32_t i, int32_t t, int32_t head) {
+    constexpr uint32_t kQuantaBytes = Shape::kDeterministic ? Memory::kQuantaBytes : 0;
     const QueryTile tile = arguments.tiles[t];
     const RowRange rows{head, tile.q_row, tile.num_rows};
     const int32_t index = t * arguments.heads_q + head;
+    const uint8_t* stats = arguments.row_stats + int64_t{index} * row_stats_bytes(Shape::kRows);
     stage_ring(kQueryEmpty).wait_before(i);
     in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)] = {
         tile.position, tile.k_begin, tile.k_end, index};
     bring<Queries>(&arguments.q, stage_ring(kQueryFull).barrier(i), Memory::query(i), rows);
-    load_stats(i, index);
+    if constexpr (Shape::kStages == kStatStages) bring_stats(i, stats);
     stage_ring(kGradOutEmpty).wait_before(i);
-    bring<GradOuts>(&arguments.grad_out, stage_ring(kGradOutFull).barrier(i), Memory::grad_out(i),
-                    rows);
+    const uint32_t grad_out_full = stage_ring(kGradOutFull).barrier(i);
+    bring<GradOuts>(&arguments.grad_out, grad_out_full, Memory::grad_out(i), rows, kQuantaBytes);
+    if constexpr (Shape::kDeterministic) {
+      copy_bytes_to_shared(shared + Memory::quanta(i), stats + Memory::kStatsBytes, kQuantaBytes,
+                           grad_out_full);
+    }
+    if constexpr (Shape::kStages > kStatStages) {
+      stage_ring(kQueryEmpty).wait_before(i + Shape::kStages - kStatStages);
+      bring_stats(i, stats);
+    }
   }
 
   // `i` counts the tiles of all items. The item is read from shared memory whenever it is needed,

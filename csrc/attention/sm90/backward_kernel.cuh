@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   using Memory = BackwardMemory<Shape>;
   const uint32_t shared = shared_address(in_block(0));
   if ((shared & 1023) != 0) __trap();
-  if (threadIdx.x == 0) init_barriers<Shape>(shared + Memory::kBarriers);
+  if (threadIdx.x == 0) init_barriers<Shape>(shared);
+  write_ones<Shape>();
   if constexpr (Shape::kIsPaired) {
     __syncwarp();
     cluster_sync();

@@ -118,9 +118,36 @@ struct PrepareArguments {
   const float* lse;
   const float* delta;   // or null: from out
   const float* bounds;  // or null: sums are in float32
-  float* row_stats;
+  uint8_t* row_stats;
   void* dq_sums;
+  float score_scale;  // of what products of q and k become: softmax_scale, or the softcap
 };
+
+struct Pieces {
+  uint16_t bits[3];
+};
+
+// Returns three bfloat16 numbers whose sum, taken twice, is x: see TileSteps::multiply_stats.
+__device__ Pieces half_in_pieces(float x) {
+  Pieces pieces;
+  x *= 0.5f;
+#pragma unroll
+  for (uint16_t& bits : pieces.bits) {
+    const __nv_bfloat16 piece = __float2bfloat16(x);
+    bits = __bfloat16_as_ushort(piece);
+    x -= __bfloat162float(piece);
+  }
+  return pieces;
+}
+
+// -lse in units of scores. Rows past the tile's end and rows that see no key have no finite lse.
+// They get a number so low that their probabilities are 0. It is finite, because a product
+// multiplies it by zeros, too.
+__device__ float minus_log_sum(float lse, float score_scale) {
+  constexpr float kLowest = -1e38f;
+  const float value = -lse / score_scale;
+  return isnan(value) || fabsf(value) <= -kLowest ? value : kLowest;
+}
 
 // One over the smallest power of two that is at least bound / 2^30. NaN stays.
 __device__ float inverse_quantum(float bound) {
@@ -146,8 +173,8 @@ __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
   const QueryTile tile = arguments.tiles[blockIdx.x / arguments.heads_q];
   const int32_t head = blockIdx.x % arguments.heads_q;
   const int lane = threadIdx.x % kLanes;
-  constexpr int kPitch = stats_pitch(kRows);
-  float* to = arguments.row_stats + static_cast<int64_t>(blockIdx.x) * 3 * kPitch;
+  uint8_t* to = arguments.row_stats + static_cast<int64_t>(blockIdx.x) * row_stats_bytes(kRows);
+  auto* quanta = reinterpret_cast<__nv_bfloat16*>(to + kRows * sizeof(RowStats));
 #pragma unroll
   for (int first = 0; first < kRows; first += kRowsAtOnce) {
     const int row = first + threadIdx.x / kLanes;
@@ -174,15 +201,18 @@ __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
     dot = sum_of_row(dot);
     square = sum_of_row(square);
     if (lane != 0) continue;
-    const int place = stats_index<kRows>(row);
-    to[place] = lse == -INFINITY ? INFINITY : lse * kLog2E;
     const float mean = arguments.delta ? delta : dot;
-    to[kPitch + place] = -mean;
+    const Pieces log_sum = half_in_pieces(minus_log_sum(lse, arguments.score_scale));
+    const Pieces minus_mean = half_in_pieces(-mean);
+    reinterpret_cast<RowStats*>(to)[row] = {
+        {log_sum.bits[0], log_sum.bits[1], log_sum.bits[2]},
+        {minus_mean.bits[0], minus_mean.bits[1], minus_mean.bits[2]},
+        {}};
     if (!arguments.bounds) continue;
     const int32_t key_head = head / (arguments.heads_q / arguments.heads_kv);
     const float* bound = arguments.bounds + 2 * (tile.run * arguments.heads_kv + key_head);
-    to[2 * kPitch + place] =
-        inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]);
+    quanta[row] = __float2bfloat16(
+        inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]));
   }
 }
 
@@ -192,7 +222,7 @@ struct FinishArguments {
   const QueryTile* tiles;
   int32_t heads_q;
   const void* dq_sums;
-  const float* row_stats;
+  const uint8_t* row_stats;
   float softmax_scale;
 };
 
@@ -238,8 +268,10 @@ __global__ void finish_kernel(const FinishArguments<T> arguments) {
   if (threadIdx.x < kRows) {
     float scale = arguments.softmax_scale;
     if constexpr (kDeterministic) {
-      scale /= arguments.row_stats[(static_cast<int64_t>(blockIdx.x) * 3 + 2) * stats_pitch(kRows) +
-                                   stats_index<kRows>(threadIdx.x)];
+      const uint8_t* quanta = arguments.row_stats +
+                              static_cast<int64_t>(blockIdx.x) * row_stats_bytes(kRows) +
+                              kRows * sizeof(RowStats);
+      scale /= to_float(reinterpret_cast<const __nv_bfloat16*>(quanta)[threadIdx.x]);
     }
     scales[threadIdx.x] = scale;
   }
@@ -275,12 +307,13 @@ void prepare(const BackwardCall& call, cudaStream_t stream) {
                   BoundArguments<T>{Rows<T>(call.k), Rows<T>(call.v), call.tiles.blocks, heads_kv,
                                     call.bounds});
   }
-  launch_kernel(prepare_kernel<T, kHeadDim, backward_tile_rows(kHeadDim)>,
-                {call.tiles.num_tiles * heads_q, kThreads, 0}, stream,
-                PrepareArguments<T>{Rows<T>(call.out), Rows<T>(call.grad_out), call.tiles.tiles,
-                                    heads_q, heads_kv, call.lse, call.delta,
-                                    call.deterministic ? call.bounds : nullptr, call.row_stats,
-                                    call.dq_sums});
+  launch_kernel(
+      prepare_kernel<T, kHeadDim, backward_tile_rows(kHeadDim)>,
+      {call.tiles.num_tiles * heads_q, kThreads, 0}, stream,
+      PrepareArguments<T>{Rows<T>(call.out), Rows<T>(call.grad_out), call.tiles.tiles, heads_q,
+                          heads_kv, call.lse, call.delta,
+                          call.deterministic ? call.bounds : nullptr, call.row_stats, call.dq_sums,
+                          call.softcap == 0.f ? call.softmax_scale : call.softcap});
 }
 
 template <typename T, int kHeadDim>

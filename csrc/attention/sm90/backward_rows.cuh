@@ -15,24 +15,20 @@
 // dS_j by 1 - tanh^2. Two integers are added at a time, as one number of 64 bits.
 namespace distca::attention::sm90 {
 
-// Clears call.dq_sums. Fills call.row_stats: by (tile, head) three vectors of stats_pitch floats,
-// the log2 of the softmax's denominator (+inf for rows past the tile's end and rows that see no
-// key, so that their probabilities are 0), -delta, and one over the quantum of dQ.
+// Clears call.dq_sums. Fills call.row_stats: by (tile, head) a RowStats for each row of the tile,
+// then one over each row's quantum of dQ, as bfloat16, which holds every power of two.
 void prepare_rows(const BackwardCall& call, cudaStream_t stream);
 
-// Row r of a tile stands at stats_index(r) of such a vector: the columns that one thread of a
-// product holds, 8 j + 2 t + {0, 1} for all j, stand side by side. 16 bytes of padding follow those
-// of each t, so that four threads read different banks of shared memory.
-constexpr int stats_group(int tile_rows) {
-  return tile_rows / 4 + 4;
-}
-constexpr int stats_pitch(int tile_rows) {
-  return 4 * stats_group(tile_rows);
-}
-template <int kRows>
-__host__ __device__ constexpr int stats_index(int row) {
-  constexpr int kGroup = stats_group(kRows);
-  return row / 2 % 4 * kGroup + row / 8 * 2 + row % 2;
+// What kernels subtract from a row's scores and dP, by a product: see TileSteps::multiply_stats.
+// Each is twice the sum of three bfloat16 numbers, which hold 24 bits together, as float32 does.
+struct alignas(16) RowStats {
+  uint16_t minus_log_sum[3];  // -lse / softmax_scale, or -lse / softcap
+  uint16_t minus_delta[3];
+  uint16_t zero[2];
+};
+constexpr int kQuantumBytes = 2;  // of a row
+constexpr int row_stats_bytes(int tile_rows) {
+  return tile_rows * static_cast<int>(sizeof(RowStats) + kQuantumBytes);
 }
 
 // Returns 2^32 * high + low. The sum of such numbers is the pair of the sums of low and high.

@@ -21,7 +21,7 @@ struct BackwardArguments {
   int32_t heads_q;
   int32_t heads_kv;
   int32_t heads_per_key;
-  const float* row_stats;
+  const uint8_t* row_stats;
   void* dq_sums;
   Window window;
   float softmax_scale;
@@ -48,7 +48,6 @@ struct BackwardShape {
   static constexpr bool kIsPaired = kHeadDim == 192;
   static constexpr int kBlocks = kIsPaired ? 2 : 1;  // of a cluster
   static constexpr int kStages = kIsPaired && kValueDim == 128 && !kDeterministic ? 3 : 2;
-  static constexpr int kQuanta = 4;  // stages of quanta: see quanta()
   static constexpr int kThreads = 3 * 128;
   // Registers of a thread. The kernel is launched with 168 for each thread of its three warpgroups.
   // If kFeedRegisters + 2 * kKeyRegisters exceeded 504, a warpgroup would wait for them forever.
@@ -80,36 +79,44 @@ struct alignas(16) StagedTile {
   int32_t index;  // of its dQ among the sums
 };
 
-// Each has a barrier for every slot, stage or buffer, kMaxStages at most.
-constexpr uint32_t kMaxStages = 3;
+constexpr int kStatStages = 2;
+constexpr uint32_t kQuantaStages = 3;  // see BackwardMemory::quanta
+
+// A statistic of a query row. To select one in a product with RowStats, there are eight rows of 1
+// at its pieces and of 0 elsewhere: see TileSteps::multiply_stats.
+enum class RowStat : uint32_t { kMinusLogSum, kMinusDelta };
+constexpr uint32_t kOnesBytes = 8 * sizeof(RowStats);
+
+// Each has a barrier for every slot, stage or buffer, Shape::kStages at most.
 enum BackwardBarrier : uint32_t {
-  kItemFull = 0,
-  kKeyFull = kItemFull + kMaxStages,
-  kValueFull = kKeyFull + kMaxStages,
-  kQueryFull = kValueFull + kMaxStages,
-  kGradOutFull = kQueryFull + kMaxStages,
-  kItemAsked = kGradOutFull + kMaxStages,
-  kSlotEmpty = kItemAsked + kMaxStages,
-  kSlotStaged = kSlotEmpty + kMaxStages,
-  kQueryEmpty = kSlotStaged + kMaxStages,
-  kGradOutEmpty = kQueryEmpty + kMaxStages,
-  kGradScoreFull = kGradOutEmpty + kMaxStages,
-  kGradScoreEmpty = kGradScoreFull + kMaxStages,
-  kProbabilityFull = kGradScoreEmpty + kMaxStages,
-  kProbabilityEmpty = kProbabilityFull + kMaxStages,
-  kNumBarriers = kProbabilityEmpty + kMaxStages,
+  kItemFull,
+  kKeyFull,
+  kValueFull,
+  kQueryFull,
+  kGradOutFull,
+  kItemAsked,
+  kSlotEmpty,
+  kSlotStaged,
+  kQueryEmpty,
+  kGradOutEmpty,
+  kGradScoreFull,
+  kGradScoreEmpty,
+  kProbabilityFull,
+  kProbabilityEmpty,
+  kNumBarriers,
   // In pairs only.
   kPartnerFull = kNumBarriers,
-  kTicketFull = kPartnerFull + kMaxStages,
-  kTicketRead = kTicketFull + kMaxStages,
-  kNumOfPair = kTicketRead + kMaxStages
+  kTicketFull,
+  kTicketRead,
+  kNumOfPair
 };
 constexpr uint32_t kFirstByWarps = kSlotStaged;  // from here to kNumBarriers, key warps arrive
 
 // Offsets in shared memory. If there is room, there are two slots of keys and values, so that the
 // next item's arrive while this one's are in use. There are two or three stages of queries and dO,
-// and two buffers of dS. Wide shapes also pass P from one warpgroup to the other. Pairs also have
-// columns of the partner's keys, two buffers for its dS, and the ticket that the leader sends.
+// two of the queries' statistics, and two buffers of dS. Wide shapes also pass P from one warpgroup
+// to the other. Pairs also have columns of the partner's keys, two buffers for its dS, and the
+// ticket that the leader sends.
 template <typename Shape>
 struct BackwardMemory {
   static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
@@ -123,14 +130,16 @@ struct BackwardMemory {
       kPartnerKey + (Shape::kIsPaired ? Shape::PartnerKeys::kBytes : 0);
   static constexpr uint32_t kStats =
       kPartnerScore + (Shape::kIsPaired ? 2 * Shape::GradScores::kBytes : 0);
-  static constexpr uint32_t kVectorBytes = 4 * stats_pitch(Shape::kRows);
-  static constexpr uint32_t kQuanta = kStats + 2 * Shape::kStages * kVectorBytes;
+  static constexpr uint32_t kStatsBytes = Shape::kRows * sizeof(RowStats);
+  static constexpr uint32_t kOnes = kStats + kStatStages * kStatsBytes;
+  static constexpr uint32_t kQuanta = kOnes + 2 * kOnesBytes;
+  static constexpr uint32_t kQuantaBytes = Shape::kRows * kQuantumBytes;
   static constexpr uint32_t kTiles =
-      kQuanta + (Shape::kDeterministic ? Shape::kQuanta * kVectorBytes : 0);
+      kQuanta + (Shape::kDeterministic ? kQuantaStages * kQuantaBytes : 0);
   static constexpr uint32_t kItems = kTiles + Shape::kStages * sizeof(StagedTile);
   static constexpr uint32_t kBarriers = kItems + Shape::kSlots * sizeof(BackwardItem);
-  static constexpr uint32_t kTicket =
-      kBarriers + kBarrierBytes * (Shape::kIsPaired ? kNumOfPair : kNumBarriers);
+  static constexpr uint32_t kNumRings = Shape::kIsPaired ? kNumOfPair : kNumBarriers;
+  static constexpr uint32_t kTicket = kBarriers + kBarrierBytes * Shape::kStages * kNumRings;
   static constexpr uint32_t kBytes = kTicket + (Shape::kIsPaired ? sizeof(int32_t) : 0);
   static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
@@ -152,22 +161,32 @@ struct BackwardMemory {
     return kPartnerScore + Ring<2>::stage(i) * Shape::GradScores::kBytes;
   }
   static __device__ uint32_t stats(uint32_t i) {
-    return kStats + Ring<Shape::kStages>::stage(i) * 2 * kVectorBytes;
+    return kStats + Ring<kStatStages>::stage(i) * kStatsBytes;
+  }
+  static __device__ uint32_t ones(RowStat stat) {
+    return kOnes + static_cast<uint32_t>(stat) * kOnesBytes;
   }
   // Inverse quanta live until dQ is added, one tile longer than the rest of a stage.
   static __device__ uint32_t quanta(uint32_t i) {
-    return kQuanta + i % Shape::kQuanta * kVectorBytes;
+    return kQuanta + i % kQuantaStages * kQuantaBytes;
   }
 };
+
+// Barriers `which` of a block whose shared memory begins at `shared`.
+template <typename Shape, int kStages>
+__device__ __forceinline__ Ring<kStages> ring_of(uint32_t shared, BackwardBarrier which) {
+  static_assert(kStages <= Shape::kStages);
+  return ring_at<kStages>(shared + BackwardMemory<Shape>::kBarriers, which * Shape::kStages);
+}
 
 // kQueryFull counts two arrivals, for the queries of a stage and for their statistics. In a pair,
 // kKeyFull counts two, for the block's own keys and for the partner's; kItemAsked counts two
 // threads of the feed, which bring queries and send dS; and kGradScoreEmpty counts the key warps of
 // both blocks, which all read dS of both.
 template <typename Shape>
-__device__ __forceinline__ void init_barriers(uint32_t barriers) {
-  for (uint32_t i = 0; i < (Shape::kIsPaired ? kNumOfPair : kNumBarriers); ++i) {
-    const uint32_t which = i / kMaxStages * kMaxStages;
+__device__ __forceinline__ void init_barriers(uint32_t shared) {
+  for (uint32_t i = 0; i < BackwardMemory<Shape>::kNumRings; ++i) {
+    const auto which = static_cast<BackwardBarrier>(i);
     const bool by_one_warpgroup =
         Shape::kIsWide && (which == kGradScoreFull || which >= kProbabilityFull);
     uint32_t num_arrivals = which == kQueryFull     ? 2
@@ -179,9 +198,23 @@ __device__ __forceinline__ void init_barriers(uint32_t barriers) {
       if (which == kGradScoreEmpty) num_arrivals = 16;
       if (which >= kPartnerFull) num_arrivals = 1;
     }
-    barrier_init(ring_at(barriers, i).barrier(0), num_arrivals);
+    for (uint32_t stage = 0; stage < Shape::kStages; ++stage) {
+      barrier_init(ring_of<Shape, Shape::kStages>(shared, which).barrier(stage), num_arrivals);
+    }
   }
   barrier_init_fence();
+}
+
+// Writes the ones that select each RowStat. A barrier of the block must follow.
+template <typename Shape>
+__device__ __forceinline__ void write_ones() {
+  constexpr uint32_t kColumns = sizeof(RowStats) / sizeof(__nv_bfloat16), kPieces = 3;
+  if (threadIdx.x < 2 * 8 * kColumns) {
+    const uint32_t stat = threadIdx.x / (8 * kColumns), column = threadIdx.x % kColumns;
+    in_block<__nv_bfloat16>(BackwardMemory<Shape>::kOnes)[threadIdx.x] =
+        __float2bfloat16(column / kPieces == stat ? 1.f : 0.f);
+    fence_shared_writes();
+  }
 }
 
 }  // namespace distca::attention::sm90

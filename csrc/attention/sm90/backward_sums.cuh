@@ -11,10 +11,11 @@ struct KeyWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
   using typename Steps::Keys, typename Steps::Memory, typename Steps::T;
   using Queries = typename Shape::Queries;
-  using Steps::arguments, Steps::exponentiate, Steps::finish_piece, Steps::kScores, Steps::lane,
-      Steps::mask, Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::ring,
-      Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
-      Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
+  using Steps::arguments, Steps::begin_grads, Steps::begin_scores, Steps::exponentiate,
+      Steps::finish_piece, Steps::kScores, Steps::lane, Steps::mask, Steps::multiply_dq,
+      Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared, Steps::slot_ring,
+      Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums, Steps::warp,
+      Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
   // Elements of dQ, of 32, that a thread adds as soon as it has them. A warp waits while its
   // multiprocessor has too many additions under way, so the others follow as later products end. In
@@ -55,16 +56,9 @@ struct KeyWarpgroup : TileSteps<Shape> {
       uint32_t probabilities[kScores / 2], packed_grads[kScores / 2];
       stage_ring(kQueryFull).wait(i);
       const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
-      const uint32_t log_sums = Memory::stats(i), minus_delta = log_sums + Memory::kVectorBytes;
-      // dP - delta, by starting from -delta.
-#pragma unroll
-      for (int j = 0; j < kScores / 8; ++j) spread(stats(minus_delta, j), grads + 8 * j);
-      pin(scores);
-      pin(grads);
-      Steps::template begin_scores<Keys, Queries>(scores, Memory::key(n), Memory::query(i), false);
+      begin_scores(scores, n, i);
       stage_ring(kGradOutFull).wait(i);
-      Steps::template begin_scores<Keys, Queries>(grads, Memory::value(n), Memory::grad_out(i),
-                                                  true);
+      begin_grads(grads, n, i);
       products_wait<1>();
       pin(scores);
       if constexpr (Shape::kIsCapped) {
@@ -74,9 +68,10 @@ struct KeyWarpgroup : TileSteps<Shape> {
         pin(grads);
 #pragma unroll
         for (int e = 0; e < kScores; ++e) grads[e] *= slope_at(scores[e]);
+        subtract_log_sums(scores, i);
       }
       if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
-      exponentiate(scores, log_sums, [] {});
+      exponentiate(scores, [] {});
       if constexpr (Shape::kSoftmaxFirst) wait_for_room(i, scores);
       products_wait<0>();
       pin(grads);

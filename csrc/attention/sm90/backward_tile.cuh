@@ -23,13 +23,13 @@ struct TileSteps {
   float scale_log2;
 
   __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
-    return ring_at(shared + Memory::kBarriers, which);
+    return ring_of<Shape, 2>(shared, which);
   }
   __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
-    return ring_at<Shape::kStages>(shared + Memory::kBarriers, which);
+    return ring_of<Shape, Shape::kStages>(shared, which);
   }
   __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
-    return ring_at<Shape::kSlots>(shared + Memory::kBarriers, which);
+    return ring_of<Shape, Shape::kSlots>(shared, which);
   }
 
   // Waits for the n-th item and returns it. Its num_rows is -1 after the last.
@@ -43,19 +43,27 @@ struct TileSteps {
     return Shape::kKeyRows > 64 ? 64 * warpgroup : 0;
   }
 
-  // Returns four values of a vector of row statistics in shared memory: those of this thread's
-  // query columns 8 j + 2 (lane % 4) + {0, 1} for j = 2 i and j = 2 i + 1.
-  __device__ __forceinline__ float4 stats(uint32_t vector, int i) const {
-    return *in_block<float4>(vector + 4 * ((lane % 4) * stats_group(Shape::kRows) + 4 * i));
+  // scores (+)= a statistic of the queries of tile i, the same for every key: a product of ones
+  // with the statistic's pieces. If threads loaded statistics instead, each value 64 times, kernels
+  // would take up to a tenth longer. Strides of 0 let all rows of keys read the same ones, and both
+  // halves of the inner dimension the same 8 columns, so pieces count twice. Joins the open group
+  // of products.
+  template <RowStat kStat>
+  __device__ __forceinline__ void multiply_stats(float (&scores)[kScores], uint32_t i,
+                                                 bool accumulate) {
+    constexpr uint32_t kEightRows = 8 * sizeof(RowStats);
+    product<__nv_bfloat16, false, false>(
+        scores, plain_descriptor(shared + Memory::ones(kStat), 0, 0),
+        plain_descriptor(shared + Memory::stats(i), 0, kEightRows), accumulate);
   }
 
-  // scores (+)= 64 rows of keys (or values) times all query rows (or dO), transposed.
+  // scores (+)= 64 rows of keys (or values) times all query rows (or dO), transposed. Joins the
+  // open group of products.
   template <typename Left, typename Right>
-  __device__ __forceinline__ void begin_scores(float (&scores)[kScores], uint32_t keys,
-                                               uint32_t queries, bool accumulate) {
+  __device__ __forceinline__ void multiply_queries(float (&scores)[kScores], uint32_t keys,
+                                                   uint32_t queries, bool accumulate) {
     const Operand left = operand_at(shared + keys + first_key() * 128, 0);
     const Operand right = operand_at(shared + queries, 0);
-    products_begin();
 #pragma unroll
     for (int k = 0; k < 4 * Left::kPanels; ++k) {
       const uint32_t inside = (k % 4) * 32;
@@ -63,7 +71,36 @@ struct TileSteps {
                                descriptor(right, (k / 4) * Right::kPanelBytes + inside),
                                accumulate || k > 0);
     }
+  }
+
+  // scores = K Q^T of item n and tile i, minus lse unless scores will be capped; asynchronous.
+  __device__ __forceinline__ void begin_scores(float (&scores)[kScores], uint32_t n, uint32_t i) {
+    pin(scores);
+    products_begin();
+    if constexpr (!Shape::kIsCapped) multiply_stats<RowStat::kMinusLogSum>(scores, i, false);
+    multiply_queries<Keys, typename Shape::Queries>(scores, Memory::key(n), Memory::query(i),
+                                                    !Shape::kIsCapped);
     products_commit();
+  }
+
+  // grads = dP - delta of item n and tile i, transposed; asynchronous.
+  __device__ __forceinline__ void begin_grads(float (&grads)[kScores], uint32_t n, uint32_t i) {
+    pin(grads);
+    products_begin();
+    multiply_stats<RowStat::kMinusDelta>(grads, i, false);
+    multiply_queries<typename Shape::Values, typename Shape::GradOuts>(grads, Memory::value(n),
+                                                                       Memory::grad_out(i), true);
+    products_commit();
+  }
+
+  // Subtracts lse from capped scores of tile i. No product is under way.
+  __device__ __forceinline__ void subtract_log_sums(float (&scores)[kScores], uint32_t i) {
+    pin(scores);
+    products_begin();
+    multiply_stats<RowStat::kMinusLogSum>(scores, i, true);
+    products_commit();
+    products_wait<0>();
+    pin(scores);
   }
 
   // sums += left (64 keys by kRows queries, registers) times rows of queries or dO.
@@ -130,17 +167,6 @@ struct TileSteps {
            (window.left >= 0 && block_key < tile.position + Shape::kRows - 1 - window.left);
   }
 
-  // Per-query values, two of column group 2 i and two of 2 i + 1, as accumulators hold them.
-  static __device__ __forceinline__ void spread(const float4& values, float* accumulators) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      accumulators[2 * r] = values.x;
-      accumulators[2 * r + 1] = values.y;
-      accumulators[4 + 2 * r] = values.z;
-      accumulators[4 + 2 * r + 1] = values.w;
-    }
-  }
-
   __device__ __forceinline__ void pack_all(const float (&values)[kScores],
                                            uint32_t (&packed)[kScores / 2]) {
 #pragma unroll
@@ -181,15 +207,14 @@ struct TileSteps {
   __device__ __forceinline__ Sum* finish_piece(float (&dq)[kSize], uint32_t i, int32_t index,
                                                int piece, int first_query) const {
     if constexpr (Shape::kDeterministic) {
-      const uint32_t quanta = Memory::quanta(i);
-      const int first_column = kPiecesAreKeys ? first_query / 16 : 4 * piece;
+      const int query = (kPiecesAreKeys ? 0 : 64 * piece) + first_query + 2 * (lane % 4);
+      const auto* quanta = in_block<__nv_bfloat162>(Memory::quanta(i) + kQuantumBytes * query);
 #pragma unroll
-      for (int j = 0; j < kSize / 8; ++j) {
-        float inverse[8];
-        spread(stats(quanta, first_column + j), inverse);
+      for (int j = 0; j < kSize / 4; ++j) {
+        const float2 inverse = __bfloat1622float2(quanta[4 * j]);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          dq[8 * j + e] = __int_as_float(__float2int_rn(dq[8 * j + e] * inverse[e]));
+        for (int e = 4 * j; e < 4 * j + 4; ++e) {
+          dq[e] = __int_as_float(__float2int_rn(dq[e] * (e % 2 == 0 ? inverse.x : inverse.y)));
         }
       }
     }
@@ -214,22 +239,16 @@ struct TileSteps {
     }
   }
 
-  // Turns scores into probabilities, and calls `midway` when half are done. Sums in fixed point
-  // rely on none above 1. Without -fabsf they could be: where scores are near 1e9, the rounding of
-  // lse is a factor of e^64 either way. The sign costs no instruction.
+  // Turns scores, from which lse is subtracted, into probabilities, and calls `midway` when half
+  // are done. Sums in fixed point rely on none above 1. Without -fabsf they could be: where scores
+  // are near 1e9, the rounding of lse is a factor of e^64 either way. The sign costs no
+  // instruction.
   template <typename Midway>
-  __device__ __forceinline__ void exponentiate(float (&scores)[kScores], uint32_t log_sums,
-                                               Midway midway) {
+  __device__ __forceinline__ void exponentiate(float (&scores)[kScores], Midway midway) {
 #pragma unroll
-    for (int j = 0; j < kScores / 8; ++j) {
-      if (j == kScores / 16) midway();
-      float log_sum[8];
-      spread(stats(log_sums, j), log_sum);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        float& score = scores[8 * j + e];
-        score = exp2_fast(-fabsf(fmaf(score, scale_log2, -log_sum[e])));
-      }
+    for (int e = 0; e < kScores; ++e) {
+      if (e == kScores / 2) midway();
+      scores[e] = exp2_fast(-fabsf(scores[e] * scale_log2));
     }
   }
 };

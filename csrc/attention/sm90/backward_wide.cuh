@@ -16,10 +16,11 @@ struct WideWarpgroup : TileSteps<Shape> {
   using Queries = typename Shape::Queries;
   using Values = typename Shape::Values;
   using GradOuts = typename Shape::GradOuts;
-  using Steps::arguments, Steps::exponentiate, Steps::kScores, Steps::lane, Steps::mask,
-      Steps::multiply_dq, Steps::multiply_keys, Steps::needs_mask, Steps::pack_all, Steps::ring,
-      Steps::shared, Steps::slot_ring, Steps::spread, Steps::stage_ring, Steps::stats,
-      Steps::store_grad_scores, Steps::warp, Steps::warpgroup;
+  using Steps::arguments, Steps::begin_grads, Steps::begin_scores, Steps::exponentiate,
+      Steps::kScores, Steps::lane, Steps::mask, Steps::multiply_dq, Steps::multiply_keys,
+      Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared, Steps::slot_ring,
+      Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums, Steps::warp,
+      Steps::warpgroup;
   using typename Steps::Sum;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
   // Pieces of dQ that a warpgroup computes.
@@ -33,7 +34,7 @@ struct WideWarpgroup : TileSteps<Shape> {
   static constexpr int kParts = Shape::kIsPaired ? 4 : 1;
 
   __device__ __forceinline__ Ring<1> probability_ring(BackwardBarrier which) const {
-    return ring_at<1>(shared + Memory::kBarriers, which);
+    return ring_of<Shape, 1>(shared, which);
   }
 
   // Returns where this thread's probabilities are passed on, four at a time, 128 float4 apart.
@@ -77,15 +78,9 @@ struct WideWarpgroup : TileSteps<Shape> {
       if constexpr (!kIsValues) stage_ring(kGradOutFull).wait(i);
     }
     if constexpr (kIsValues) {
-      pin(scores);
-      Steps::template begin_scores<Keys, Queries>(scores, Memory::key(n), Memory::query(i), false);
+      begin_scores(scores, n, i);
     } else {
-      const uint32_t minus_delta = Memory::stats(i) + Memory::kVectorBytes;
-#pragma unroll
-      for (int j = 0; j < kScores / 8; ++j) spread(stats(minus_delta, j), scores + 8 * j);
-      pin(scores);
-      Steps::template begin_scores<Values, GradOuts>(scores, Memory::value(n), Memory::grad_out(i),
-                                                     true);
+      begin_grads(scores, n, i);
     }
   }
 
@@ -101,9 +96,10 @@ struct WideWarpgroup : TileSteps<Shape> {
       cap_scores(scores, arguments.cap);
 #pragma unroll
       for (int e = 0; e < kScores; ++e) factors[e] = slope_at(scores[e]);
+      subtract_log_sums(scores, i);
     }
     if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
-    exponentiate(scores, Memory::stats(i), midway);
+    exponentiate(scores, midway);
     stage_ring(kQueryEmpty).arrive_as_warp(i);
     if constexpr (Shape::kIsCapped) {
 #pragma unroll

@@ -71,7 +71,7 @@ void forward(const ForwardCall& call, cudaStream_t stream);
 // Workspace of the backward pass, in bytes.
 struct BackwardSizes {
   int64_t dq_sums;    // fp32 (pairs of int32 when deterministic), tile by tile
-  int64_t row_stats;  // lse, delta and the quantum of dq by tile
+  int64_t row_stats;  // see prepare_rows
   int64_t bounds;     // of |V| and |K| by run and kv head
 };
 
@@ -84,7 +84,7 @@ struct BackwardCall {
   DeviceTiles tiles;
   int32_t* ticket;  // zero
   void* dq_sums;
-  float* row_stats;
+  uint8_t* row_stats;
   float* bounds;
   Window window;
   float softmax_scale;

@@ -281,6 +281,14 @@ __device__ __forceinline__ uint64_t descriptor(Operand operand, uint32_t num_byt
   return kSwizzle128 | kEightRows | (operand.low + (num_bytes >> 4));
 }
 
+// Descriptor of an operand without swizzle, K-major: groups of eight rows of 16 bytes each, side by
+// side. The strides lead to the second half of the inner dimension, and to the next eight rows.
+__device__ __forceinline__ uint64_t plain_descriptor(uint32_t address, uint32_t half_stride,
+                                                     uint32_t group_stride) {
+  return ((address & 0x3ffff) >> 4) | (half_stride >> 4) << 16 |
+         static_cast<uint64_t>(group_stride >> 4) << 32;
+}
+
 // Byte offset of the 16-byte chunk `chunk` of row `row` inside such a panel.
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
