@@ -93,14 +93,22 @@ struct TileSteps {
     products_commit();
   }
 
-  // Subtracts lse from capped scores of tile i. No product is under way.
-  __device__ __forceinline__ void subtract_log_sums(float (&scores)[kScores], uint32_t i) {
-    pin(scores);
-    products_begin();
-    multiply_stats<RowStat::kMinusLogSum>(scores, i, true);
-    products_commit();
-    products_wait<0>();
-    pin(scores);
+  // Subtracts lse from capped scores of tile i. Another product would need more registers.
+  __device__ __forceinline__ void subtract_log_sums(float (&scores)[kScores], uint32_t i) const {
+    const auto* rows = in_block<RowStats>(Memory::stats(i)) + 2 * (lane % 4);
+#pragma unroll
+    for (int e = 0; e < kScores; e += 4) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float half = 0.f;
+#pragma unroll
+        for (const uint16_t piece : rows[2 * e + c].minus_log_sum) {
+          half += __uint_as_float(static_cast<uint32_t>(piece) << 16);
+        }
+        scores[e + c] += 2.f * half;
+        scores[e + c + 2] += 2.f * half;
+      }
+    }
   }
 
   // sums += left (64 keys by kRows queries, registers) times rows of queries or dO.
