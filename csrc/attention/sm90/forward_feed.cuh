@@ -83,33 +83,53 @@ struct ForwardProducer {
   }
 
   __device__ __forceinline__ void bring_keys(const RowRange& rows, uint32_t i) {
-    bring_block<Keys>(&arguments.k, Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, rows, i);
+    const Place place = place_of<Keys>(Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, i);
+    load_tile<Keys>(place.at, &arguments.k, rows, place.full);
   }
   __device__ __forceinline__ void bring_values(const RowRange& rows, uint32_t i) {
-    bring_block<Values>(&arguments.v, Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue,
-                        rows, i);
+    const Place place =
+        place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, i);
+    load_tile<Values>(place.at, &arguments.v, rows, place.full);
   }
+  // Keys and values of kKeyRows rows.
+  __device__ __forceinline__ void bring_whole_block(int32_t head, int32_t row, uint32_t i) {
+    const Place keys = place_of<Keys>(Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, i);
+    load_whole_tile<Keys>(keys.at, &arguments.whole_k, head, row, keys.full);
+    const Place values =
+        place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, i);
+    load_whole_tile<Values>(values.at, &arguments.whole_v, head, row, values.full);
+  }
+
+  struct Place {
+    uint32_t at;
+    uint32_t full;  // its barrier, which expects the tile
+  };
+  // Returns the place of tile i once it is empty.
   template <typename Tile>
-  __device__ __forceinline__ void bring_block(const CUtensorMap* map, uint32_t full, uint32_t empty,
-                                              uint32_t at, const RowRange& rows, uint32_t i) {
+  __device__ __forceinline__ Place place_of(uint32_t full, uint32_t empty, uint32_t first,
+                                            uint32_t i) {
     ring_at<Shape::kStages>(barriers, empty).wait_before(i);
     const uint32_t is_full = ring_at<Shape::kStages>(barriers, full).barrier(i);
     barrier_arrive_expecting(is_full, Tile::kBytes);
-    load_tile<Tile>(shared + at + BlockRing::stage(i) * Tile::kBytes, map, rows, is_full);
+    return {shared + first + BlockRing::stage(i) * Tile::kBytes, is_full};
   }
 
   // Brings keys and values from block `from` down to block `to`. With two stages, the time of an
-  // iteration is not hidden.
+  // iteration is not hidden. Only the first block may have fewer than kKeyRows rows, and copies of
+  // the others need fewer coordinates.
   __device__ __forceinline__ void bring_blocks(const Job& job, int32_t from, int32_t to) {
-    RowRange rows = rows_of(job, from);
+    const RowRange rows = rows_of(job, from);
     const int32_t first_row = job.tile.k_begin + to * Shape::kKeyRows;
+    bring_keys(rows, num_blocks);
+    bring_values(rows, num_blocks);
+    int32_t row = rows.row;
 #pragma unroll 1
-    for (; rows.row >= first_row; ++num_blocks) {
-      bring_keys(rows, num_blocks);
-      bring_values(rows, num_blocks);
-      if (num_blocks % Front::kBlocksBetween == 0) job.front.say(rows.row);
-      rows.row -= Shape::kKeyRows;
-      rows.num_rows = Shape::kKeyRows;
+    while (true) {
+      if (num_blocks % Front::kBlocksBetween == 0) job.front.say(row);
+      ++num_blocks;
+      row -= Shape::kKeyRows;
+      if (row < first_row) break;
+      bring_whole_block(rows.head, row, num_blocks);
     }
   }
 

@@ -15,7 +15,8 @@
 namespace distca::attention::sm90 {
 
 struct ForwardArguments {
-  CUtensorMap q, k, v, out;
+  CUtensorMap q, k, v, out;  // ragged
+  CUtensorMap whole_k, whole_v;
   const QueryTile* tiles;
   int32_t* ticket;
   uint64_t* fronts;

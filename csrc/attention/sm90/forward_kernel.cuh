@@ -71,6 +71,8 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
       .k = make_ragged_map(call.k, Shape::kKeyRows),
       .v = make_ragged_map(call.v, Shape::kKeyRows),
       .out = make_ragged_map(call.out, 64),
+      .whole_k = make_plain_map(call.k, Shape::kKeyRows),
+      .whole_v = make_plain_map(call.v, Shape::kKeyRows),
       .tiles = call.tiles.tiles,
       .ticket = call.ticket,
       .fronts = call.fronts,

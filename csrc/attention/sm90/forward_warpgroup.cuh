@@ -27,6 +27,7 @@ struct ForwardConsumer {
   float scale_log2;
   uint32_t num_keys_seen = 0, num_values_seen = 0, num_queries = 0, num_jobs = 0;
 
+  uint32_t queries[Shape::kHoldsQueries ? Shape::kHeadDim / 4 : 1];
   float out[Shape::kValueDim / 2];
   float scores[Shape::kKeyRows / 2];
   uint32_t probabilities[Shape::kKeyRows / 4];
@@ -41,12 +42,18 @@ struct ForwardConsumer {
     const Operand key =
         operand_at(shared + Memory::kKey + BlockRing::stage(num_keys_seen) * Keys::kBytes, 0);
     pin(scores);
+    pin(queries);
     products_begin();
 #pragma unroll
     for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
       const uint32_t inside = (k % 4) * 32;
-      product<T, false, false>(scores, descriptor(query, (k / 4) * Queries::kPanelBytes + inside),
-                               descriptor(key, (k / 4) * Keys::kPanelBytes + inside), k > 0);
+      const uint64_t keys = descriptor(key, (k / 4) * Keys::kPanelBytes + inside);
+      if constexpr (Shape::kHoldsQueries) {
+        product<T, false>(scores, queries + 4 * k, keys, k > 0);
+      } else {
+        product<T, false, false>(scores, descriptor(query, (k / 4) * Queries::kPanelBytes + inside),
+                                 keys, k > 0);
+      }
     }
     products_commit();
   }
@@ -85,6 +92,17 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ void give_queries_back() {
     ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty).arrive_as_warp(num_queries++);
+  }
+  // Takes the queries of a job to registers, and gives them back.
+  __device__ __forceinline__ void hold_queries() {
+    const uint32_t from = shared + Memory::kQuery + QueryRing::stage(num_queries) * Queries::kBytes;
+    const uint32_t row = 64 * warpgroup + 16 * warp + lane % 16;
+#pragma unroll
+    for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
+      load_matrices(from + (k / 4) * Queries::kPanelBytes + swizzled(row, 2 * (k % 4) + lane / 16),
+                    queries + 4 * k);
+    }
+    give_queries_back();
   }
   // Waits for the queries of a job. Returns its first block of keys.
   __device__ __forceinline__ int32_t await_queries() const {
@@ -193,7 +211,7 @@ struct ForwardConsumer {
       if (moves) rescale_out();
       pack_probabilities();
     }
-    if constexpr (!Memory::kOutIsQuery) give_queries_back();
+    if constexpr (!Memory::kOutIsQuery && !Shape::kHoldsQueries) give_queries_back();
     begin_out(count > 1);
   }
 
@@ -234,6 +252,7 @@ struct ForwardConsumer {
       int32_t block = 0, num_unseen = 0;
       if (job.head >= 0) {
         block = await_queries();
+        if constexpr (Shape::kHoldsQueries) hold_queries();
         if constexpr (Shape::kSkipsBlocks) {
           num_unseen = num_skipped(next, blocks, block);
           block -= num_unseen;

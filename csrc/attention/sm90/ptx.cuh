@@ -127,6 +127,17 @@ __device__ __forceinline__ void copy_to_global(const CUtensorMap* map, const Rag
       : "memory");
 }
 
+// A box of a plain map, whose rows are all there.
+__device__ __forceinline__ void copy_whole_to_shared(uint32_t destination, const CUtensorMap* map,
+                                                     int32_t column, int32_t head, int32_t row,
+                                                     uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(row)
+      : "memory");
+}
+
 // Copies contiguous bytes; addresses and num_bytes are multiples of 16.
 __device__ __forceinline__ void copy_bytes_to_shared(uint32_t destination, const void* source,
                                                      uint32_t num_bytes, uint32_t barrier) {
@@ -211,6 +222,15 @@ __device__ __forceinline__ void store_relaxed(uint64_t* word, uint64_t value) {
 // Ordinary writes to shared memory before this become visible to copies and matrix products.
 __device__ __forceinline__ void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Loads a 16 by 16 operand of a product, in the registers that the product expects. Thread `lane`
+// gives the address of the 8 elements from column lane / 16 * 8 of row lane % 16.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* to) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,

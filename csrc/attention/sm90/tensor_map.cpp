@@ -25,26 +25,20 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
   return function;
 }
 
-}  // namespace
+constexpr cuuint64_t kManyRows = 0x7fff0000;
 
-CUtensorMap make_ragged_map(const RowTensor& tensor, int32_t box_rows) {
-  constexpr cuuint64_t kManyRows = 0x7fff0000;
-  const auto row_stride = static_cast<cuuint64_t>(tensor.row_stride);
-  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(tensor.head_dim),
-                               static_cast<cuuint64_t>(tensor.heads), cuuint64_t{1} << 30,
-                               kManyRows, kManyRows};
-  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(tensor.head_stride), row_stride,
-                                 row_stride, (cuuint64_t{1} << 35) - row_stride};
-  const cuuint32_t box[5] = {64, 1, static_cast<cuuint32_t>(box_rows), 1, 1};
+template <int kDims>
+CUtensorMap encode(const RowTensor& tensor, const cuuint64_t (&sizes)[kDims],
+                   const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =
       encode_function()(&map,
                         tensor.element == Element::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                        5, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                        kDims, tensor.data, sizes, strides, box, steps,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled failed with CUDA error " +
                              std::to_string(static_cast<int>(result)) + " for row stride " +
@@ -52,6 +46,26 @@ CUtensorMap make_ragged_map(const RowTensor& tensor, int32_t box_rows) {
                              std::to_string(tensor.head_stride) + " bytes");
   }
   return map;
+}
+
+}  // namespace
+
+CUtensorMap make_ragged_map(const RowTensor& tensor, int32_t box_rows) {
+  const auto row_stride = static_cast<cuuint64_t>(tensor.row_stride);
+  return encode<5>(tensor,
+                   {static_cast<cuuint64_t>(tensor.head_dim), static_cast<cuuint64_t>(tensor.heads),
+                    cuuint64_t{1} << 30, kManyRows, kManyRows},
+                   {static_cast<cuuint64_t>(tensor.head_stride), row_stride, row_stride,
+                    (cuuint64_t{1} << 35) - row_stride},
+                   {64, 1, static_cast<cuuint32_t>(box_rows), 1, 1});
+}
+
+CUtensorMap make_plain_map(const RowTensor& tensor, int32_t box_rows) {
+  return encode<3>(
+      tensor,
+      {static_cast<cuuint64_t>(tensor.head_dim), static_cast<cuuint64_t>(tensor.heads), kManyRows},
+      {static_cast<cuuint64_t>(tensor.head_stride), static_cast<cuuint64_t>(tensor.row_stride)},
+      {64, 1, static_cast<cuuint32_t>(box_rows)});
 }
 
 }  // namespace distca::attention::sm90

@@ -30,4 +30,7 @@ struct RowTensor {
 // Throws std::runtime_error when the driver refuses.
 CUtensorMap make_ragged_map(const RowTensor& tensor, int32_t box_rows);
 
+// The same for boxes that are all inside the tensor, with the tensor's own three dimensions.
+CUtensorMap make_plain_map(const RowTensor& tensor, int32_t box_rows);
+
 }  // namespace distca::attention::sm90

@@ -40,6 +40,15 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, c
   }
 }
 
+// The same for a tile whose rows are all there.
+template <typename Tile>
+__device__ __forceinline__ void load_whole_tile(uint32_t to, const CUtensorMap* plain_map,
+                                                int32_t head, int32_t row, uint32_t barrier) {
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    copy_whole_to_shared(to + panel * Tile::kPanelBytes, plain_map, 64 * panel, head, row, barrier);
+  }
+}
+
 // By one thread; closes no group of copies.
 template <typename Tile>
 __device__ __forceinline__ void store_tile(const CUtensorMap* map, const RowRange& rows,
