@@ -101,7 +101,7 @@ class Options:
 
     deterministic: bool = False
     """Make results and gradients bitwise equal in every run of the same plan. Links and speeds are
-    not measured, so that equal documents get equal plans. The backward pass is up to a tenth slower
+    not measured, so that equal documents get equal plans. The backward pass is up to a fifth slower
     on Hopper. If off, torch.use_deterministic_algorithms decides whether results are
     deterministic."""
 
