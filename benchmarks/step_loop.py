@@ -86,12 +86,15 @@ class Trainer:
         """Train one step. Return this rank's part of the loss times the number of ranks."""
         documents = share.documents
         if self.planner is not None:
-            documents, plan = self.planner.advance()
-            self.plans.append(plan.report())
+            documents, plan = self.planner.latest
         logits = self.model(rows.tokens, rows.position_ids, documents)
         loss_sum = F.cross_entropy(logits.float(), rows.labels, reduction="sum")
         loss = loss_sum * rows.loss_scale
+        if self.planner is not None:
+            self.planner.plan_next()  # while the device still has work
         loss.backward()
+        if self.planner is not None:
+            self.plans.append(plan.report())
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()

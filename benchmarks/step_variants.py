@@ -148,7 +148,7 @@ def chosen_variants(
 
 
 class Planner:
-    """Plans the next step in the background during the current one."""
+    """Plans each step in the background during the step before."""
 
     def __init__(
         self,
@@ -159,14 +159,13 @@ class Planner:
         device: torch.device,
     ) -> None:
         self._workload, self._steps, self._device = workload, iter(steps), device
-        self._share, self._shape, self._next = variant.share, shape, None
-        self.advance()
+        self._share, self._shape = variant.share, shape
+        self.plan_next()
 
-    def advance(self) -> tuple[distca.Documents, distca.Plan]:
-        """Return the documents and plan of the current step, and start to plan the next."""
-        current, step = self._next, next(self._steps, None)
+    def plan_next(self) -> None:
+        """Start to plan the step after the one that was planned last, if there is one."""
+        step = next(self._steps, None)
         if step is not None:
             documents = self._share(self._workload, step, None, self._device).documents
             plan = distca.plan(documents, device=self._device, shape=self._shape, ahead=True)
-            self._next = documents, plan
-        return current
+            self.latest: tuple[distca.Documents, distca.Plan] = documents, plan
