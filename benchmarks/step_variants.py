@@ -148,7 +148,7 @@ def chosen_variants(
 
 
 class Planner:
-    """Plans each step in the background during the step before."""
+    """Plans each step in the background during the previous step."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Planner:
         self.plan_next()
 
     def plan_next(self) -> None:
-        """Start to plan the step after the one that was planned last, if there is one."""
+        """Start to plan the next step, if any is left."""
         step = next(self._steps, None)
         if step is not None:
             documents = self._share(self._workload, step, None, self._device).documents

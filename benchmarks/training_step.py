@@ -27,8 +27,8 @@ Steps are compared with the limit of the same documents.
 
 --links emulates slower links between the GPUs of one host, for FSDP as well as for rows. With
 "host", NCCL copies through host memory. With "socket", it sends by TCP through the loopback device.
-Peer memory always uses NVLink, so the variant "peer" is left out. --ranks-per-node divides the host
-into nodes, and the variant "hybrid" uses peer memory inside these nodes and NCCL between them.
+Peer memory always uses NVLink, so the variant "peer" is left out. --ranks-per-node divides the
+ranks into nodes. The variant "hybrid" uses peer memory inside these nodes and NCCL between them.
 
 The last steps are repeated under the profiler (device_time.py). The profile shows, by rank, exposed
 communication, waiting for ranks that are behind, and the rest. The limit of these steps uses

@@ -71,7 +71,7 @@ struct BackwardFeed {
     return item_slot(n);
   }
 
-  // `full` also counts `more_bytes`, which the caller brings.
+  // `full` also expects `more_bytes`, which the caller must copy.
   template <typename Tile>
   __device__ __forceinline__ void bring(const CUtensorMap* map, uint32_t full, uint32_t to,
                                         const RowRange& rows, uint32_t more_bytes = 0) {
@@ -149,8 +149,9 @@ struct BackwardFeed {
     copy_bytes_to_shared(shared + Memory::stats(i), stats, Memory::kStatsBytes, full);
   }
 
-  // Queries come with the rows' statistics, and dO with their quanta. When the stage of dO is
-  // empty, both warpgroups have added dQ of the tile before, so its quanta are no longer needed.
+  // The barrier of queries also counts the rows' statistics, and that of dO their quanta. Quanta of
+  // tile i replace those of tile i - 3. Both warpgroups have read these once the stages of queries
+  // and dO are empty. With three stages, statistics still have two, so they are copied last.
   __device__ __forceinline__ void bring_tile(uint32_t i, int32_t t, int32_t head) {
     constexpr uint32_t kQuantaBytes = Shape::kDeterministic ? Memory::kQuantaBytes : 0;
     const QueryTile tile = arguments.tiles[t];

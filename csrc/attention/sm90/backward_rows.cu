@@ -120,14 +120,14 @@ struct PrepareArguments {
   const float* bounds;  // or null: sums are in float32
   uint8_t* row_stats;
   void* dq_sums;
-  float score_scale;  // of what products of q and k become: softmax_scale, or the softcap
+  float score_scale;  // softmax_scale, or the softcap: P = exp(score_scale * score - lse)
 };
 
 struct Pieces {
   uint16_t bits[3];
 };
 
-// Returns three bfloat16 numbers whose sum, taken twice, is x: see TileSteps::multiply_stats.
+// Splits x / 2 into three bfloat16 numbers. TileSteps::multiply_stats counts each of them twice.
 __device__ Pieces half_in_pieces(float x) {
   Pieces pieces;
   x *= 0.5f;
@@ -140,9 +140,9 @@ __device__ Pieces half_in_pieces(float x) {
   return pieces;
 }
 
-// -lse in units of scores. Rows past the tile's end and rows that see no key have no finite lse.
-// They get a number so low that their probabilities are 0. It is finite, because a product
-// multiplies it by zeros, too.
+// Returns -lse / score_scale, from which the kernels' scores start. In rows past the tile's end and
+// rows that see no key, lse is infinite. They get a finite number so low that their probabilities
+// are 0. An infinite one would become NaN in the product for delta, which multiplies it by 0.
 __device__ float minus_log_sum(float lse, float score_scale) {
   constexpr float kLowest = -1e38f;
   const float value = -lse / score_scale;

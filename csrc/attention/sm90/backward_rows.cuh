@@ -15,12 +15,14 @@
 // dS_j by 1 - tanh^2. Two integers are added at a time, as one number of 64 bits.
 namespace distca::attention::sm90 {
 
-// Clears call.dq_sums. Fills call.row_stats: by (tile, head) a RowStats for each row of the tile,
-// then one over each row's quantum of dQ, as bfloat16, which holds every power of two.
+// Clears call.dq_sums and fills call.row_stats. For each (tile, head), it has a RowStats for each
+// row of the tile. In deterministic mode, the inverse of each row's quantum of dQ follows. It is a
+// power of two, so bfloat16 holds it exactly.
 void prepare_rows(const BackwardCall& call, cudaStream_t stream);
 
-// What kernels subtract from a row's scores and dP, by a product: see TileSteps::multiply_stats.
-// Each is twice the sum of three bfloat16 numbers, which hold 24 bits together, as float32 does.
+// The values that a product subtracts from a row's scores and dP: see TileSteps::multiply_stats.
+// Each is twice the sum of three bfloat16 numbers, which together have 24 bits of precision, as
+// many as float32.
 struct alignas(16) RowStats {
   uint16_t minus_log_sum[3];  // -lse / softmax_scale, or -lse / softcap
   uint16_t minus_delta[3];

@@ -82,12 +82,12 @@ struct alignas(16) StagedTile {
 constexpr int kStatStages = 2;
 constexpr uint32_t kQuantaStages = 3;  // see BackwardMemory::quanta
 
-// A statistic of a query row. To select one in a product with RowStats, there are eight rows of 1
-// at its pieces and of 0 elsewhere: see TileSteps::multiply_stats.
+// A statistic of a query row. To select it from RowStats, a product multiplies them by eight equal
+// rows, which are 1 at the statistic's pieces and 0 elsewhere: see TileSteps::multiply_stats.
 enum class RowStat : uint32_t { kMinusLogSum, kMinusDelta };
 constexpr uint32_t kOnesBytes = 8 * sizeof(RowStats);
 
-// Each has a barrier for every slot, stage or buffer, Shape::kStages at most.
+// Each has Shape::kStages barriers, of which one is used for every slot, stage or buffer.
 enum BackwardBarrier : uint32_t {
   kItemFull,
   kKeyFull,
@@ -114,9 +114,9 @@ constexpr uint32_t kFirstByWarps = kSlotStaged;  // from here to kNumBarriers, k
 
 // Offsets in shared memory. If there is room, there are two slots of keys and values, so that the
 // next item's arrive while this one's are in use. There are two or three stages of queries and dO,
-// two of the queries' statistics, and two buffers of dS. Wide shapes also pass P from one warpgroup
-// to the other. Pairs also have columns of the partner's keys, two buffers for its dS, and the
-// ticket that the leader sends.
+// two stages of statistics, and two buffers of dS. Deterministic mode also has three stages of
+// quanta. Wide shapes also pass P from one warpgroup to the other. Pairs also have columns of the
+// partner's keys, two buffers for its dS, and the ticket that the leader sends.
 template <typename Shape>
 struct BackwardMemory {
   static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
@@ -166,13 +166,13 @@ struct BackwardMemory {
   static __device__ uint32_t ones(RowStat stat) {
     return kOnes + static_cast<uint32_t>(stat) * kOnesBytes;
   }
-  // Inverse quanta live until dQ is added, one tile longer than the rest of a stage.
+  // Inverse quanta are needed until dQ is added, one tile longer than queries and dO.
   static __device__ uint32_t quanta(uint32_t i) {
     return kQuanta + i % kQuantaStages * kQuantaBytes;
   }
 };
 
-// Barriers `which` of a block whose shared memory begins at `shared`.
+// Returns the ring of barriers `which`, in a block whose shared memory begins at `shared`.
 template <typename Shape, int kStages>
 __device__ __forceinline__ Ring<kStages> ring_of(uint32_t shared, BackwardBarrier which) {
   static_assert(kStages <= Shape::kStages);
@@ -205,7 +205,7 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
   barrier_init_fence();
 }
 
-// Writes the ones that select each RowStat. A barrier of the block must follow.
+// Writes the rows that select each RowStat. The block must synchronise before it uses them.
 template <typename Shape>
 __device__ __forceinline__ void write_ones() {
   constexpr uint32_t kColumns = sizeof(RowStats) / sizeof(__nv_bfloat16), kPieces = 3;

@@ -43,11 +43,11 @@ struct TileSteps {
     return Shape::kKeyRows > 64 ? 64 * warpgroup : 0;
   }
 
-  // scores (+)= a statistic of the queries of tile i, the same for every key: a product of ones
-  // with the statistic's pieces. If threads loaded statistics instead, each value 64 times, kernels
-  // would take up to a tenth longer. Strides of 0 let all rows of keys read the same ones, and both
-  // halves of the inner dimension the same 8 columns, so pieces count twice. Joins the open group
-  // of products.
+  // scores (+)= a statistic of the queries of tile i, the same for every key. It is a product of
+  // ones with the statistic's pieces. Without it, 64 threads would load each value from shared
+  // memory, and kernels would take up to a tenth longer. Because of strides of 0, all keys use the
+  // same eight rows of ones, and both halves of the inner dimension use the same eight columns. So
+  // each piece counts twice. Joins the open group of products.
   template <RowStat kStat>
   __device__ __forceinline__ void multiply_stats(float (&scores)[kScores], uint32_t i,
                                                  bool accumulate) {
@@ -57,8 +57,8 @@ struct TileSteps {
         plain_descriptor(shared + Memory::stats(i), 0, kEightRows), accumulate);
   }
 
-  // scores (+)= 64 rows of keys (or values) times all query rows (or dO), transposed. Joins the
-  // open group of products.
+  // scores (+)= K Q^T of 64 keys and all queries of a tile, or V dO^T. Joins the open group of
+  // products.
   template <typename Left, typename Right>
   __device__ __forceinline__ void multiply_queries(float (&scores)[kScores], uint32_t keys,
                                                    uint32_t queries, bool accumulate) {
@@ -73,7 +73,8 @@ struct TileSteps {
     }
   }
 
-  // scores = K Q^T of item n and tile i, minus lse unless scores will be capped; asynchronous.
+  // scores = K Q^T - lse / softmax_scale of item n and tile i; asynchronous. If scores are capped,
+  // lse is subtracted later, by subtract_log_sums.
   __device__ __forceinline__ void begin_scores(float (&scores)[kScores], uint32_t n, uint32_t i) {
     pin(scores);
     products_begin();
@@ -93,7 +94,8 @@ struct TileSteps {
     products_commit();
   }
 
-  // Subtracts lse from capped scores of tile i. Another product would need more registers.
+  // Subtracts lse / softcap from capped scores of tile i. The product K Q^T cannot include it, and
+  // another product would need more registers.
   __device__ __forceinline__ void subtract_log_sums(float (&scores)[kScores], uint32_t i) const {
     const auto* rows = in_block<RowStats>(Memory::stats(i)) + 2 * (lane % 4);
 #pragma unroll
@@ -247,10 +249,9 @@ struct TileSteps {
     }
   }
 
-  // Turns scores, from which lse is subtracted, into probabilities, and calls `midway` when half
-  // are done. Sums in fixed point rely on none above 1. Without -fabsf they could be: where scores
-  // are near 1e9, the rounding of lse is a factor of e^64 either way. The sign costs no
-  // instruction.
+  // Turns scores minus lse into probabilities, and calls `midway` when half are done. Sums in fixed
+  // point need probabilities of at most 1. Without -fabsf they could be larger: where scores are
+  // near 1e9, the rounding of lse is a factor of e^64 either way. The sign costs no instruction.
   template <typename Midway>
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], Midway midway) {
 #pragma unroll

@@ -91,7 +91,7 @@ struct ForwardProducer {
         place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, i);
     load_tile<Values>(place.at, &arguments.v, rows, place.full);
   }
-  // Keys and values of kKeyRows rows.
+  // Brings kKeyRows rows of keys and values.
   __device__ __forceinline__ void bring_whole_block(int32_t head, int32_t row, uint32_t i) {
     const Place keys = place_of<Keys>(Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, i);
     load_whole_tile<Keys>(keys.at, &arguments.whole_k, head, row, keys.full);
@@ -102,9 +102,9 @@ struct ForwardProducer {
 
   struct Place {
     uint32_t at;
-    uint32_t full;  // its barrier, which expects the tile
+    uint32_t full;  // the barrier of the place, which expects a tile
   };
-  // Returns the place of tile i once it is empty.
+  // Returns the place of tile i once it is empty and its barrier expects the tile.
   template <typename Tile>
   __device__ __forceinline__ Place place_of(uint32_t full, uint32_t empty, uint32_t first,
                                             uint32_t i) {
@@ -114,9 +114,9 @@ struct ForwardProducer {
     return {shared + first + BlockRing::stage(i) * Tile::kBytes, is_full};
   }
 
-  // Brings keys and values from block `from` down to block `to`. With two stages, the time of an
-  // iteration is not hidden. Only the first block may have fewer than kKeyRows rows, and copies of
-  // the others need fewer coordinates.
+  // Brings keys and values from block `from` down to block `to`. Only block `from` may have fewer
+  // than kKeyRows rows. Copies of whole blocks need fewer coordinates, which shortens an iteration:
+  // with two stages, its time is not hidden.
   __device__ __forceinline__ void bring_blocks(const Job& job, int32_t from, int32_t to) {
     const RowRange rows = rows_of(job, from);
     const int32_t first_row = job.tile.k_begin + to * Shape::kKeyRows;

@@ -34,8 +34,8 @@ struct ForwardShape {
   // causal tiles of more than 128 rows have such blocks. In tiles of 128 rows and blocks of 128
   // keys they are rare, and the code to skip them costs 3 %. run_in_place never skips.
   static constexpr bool kSkipsBlocks = kRows > kKeyBlockRows;
-  // Whether warpgroups take the queries of a tile to registers. Products then read less from shared
-  // memory, which saves power. At other widths there are not enough registers.
+  // Whether warpgroups load the queries of a tile into registers. Products then read less from
+  // shared memory, which saves power. At other widths there are not enough registers.
   static constexpr bool kHoldsQueries = kHeadDim == 128;
   using Queries = SharedTile<kRows, kHeadDim>;
   using Results = SharedTile<kRows, kValueDim>;

@@ -93,7 +93,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void give_queries_back() {
     ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty).arrive_as_warp(num_queries++);
   }
-  // Takes the queries of a job to registers, and gives them back.
+  // Loads the queries of a job into registers, and gives their shared memory back.
   __device__ __forceinline__ void hold_queries() {
     const uint32_t from = shared + Memory::kQuery + QueryRing::stage(num_queries) * Queries::kBytes;
     const uint32_t row = 64 * warpgroup + 16 * warp + lane % 16;

@@ -127,7 +127,7 @@ __device__ __forceinline__ void copy_to_global(const CUtensorMap* map, const Rag
       : "memory");
 }
 
-// A box of a plain map, whose rows are all there.
+// Copies a box of a plain tensor map. All rows of the box must be rows of the tensor.
 __device__ __forceinline__ void copy_whole_to_shared(uint32_t destination, const CUtensorMap* map,
                                                      int32_t column, int32_t head, int32_t row,
                                                      uint32_t barrier) {
@@ -224,8 +224,8 @@ __device__ __forceinline__ void fence_shared_writes() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Loads a 16 by 16 operand of a product, in the registers that the product expects. Thread `lane`
-// gives the address of the 8 elements from column lane / 16 * 8 of row lane % 16.
+// Loads a 16 by 16 operand into the registers that a product expects. Thread `lane` passes the
+// address of 8 elements: those of row lane % 16, from column 8 * (lane / 16) on.
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* to) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -301,8 +301,9 @@ __device__ __forceinline__ uint64_t descriptor(Operand operand, uint32_t num_byt
   return kSwizzle128 | kEightRows | (operand.low + (num_bytes >> 4));
 }
 
-// Descriptor of an operand without swizzle, K-major: groups of eight rows of 16 bytes each, side by
-// side. The strides lead to the second half of the inner dimension, and to the next eight rows.
+// Descriptor of a K-major operand without swizzle. Eight rows of 16 bytes are contiguous and form a
+// group. `half_stride` leads to the second half of the inner dimension, and `group_stride` to the
+// next eight rows.
 __device__ __forceinline__ uint64_t plain_descriptor(uint32_t address, uint32_t half_stride,
                                                      uint32_t group_stride) {
   return ((address & 0x3ffff) >> 4) | (half_stride >> 4) << 16 |

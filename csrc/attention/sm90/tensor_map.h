@@ -30,7 +30,8 @@ struct RowTensor {
 // Throws std::runtime_error when the driver refuses.
 CUtensorMap make_ragged_map(const RowTensor& tensor, int32_t box_rows);
 
-// The same for boxes that are all inside the tensor, with the tensor's own three dimensions.
+// A map with the tensor's own three dimensions. All rows of a box must be rows of the tensor, whose
+// end the map does not know. Throws like make_ragged_map.
 CUtensorMap make_plain_map(const RowTensor& tensor, int32_t box_rows);
 
 }  // namespace distca::attention::sm90

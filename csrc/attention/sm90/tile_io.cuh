@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, c
   }
 }
 
-// The same for a tile whose rows are all there.
+// The same by a plain map, for a tile whose rows are all rows of the tensor.
 template <typename Tile>
 __device__ __forceinline__ void load_whole_tile(uint32_t to, const CUtensorMap* plain_map,
                                                 int32_t head, int32_t row, uint32_t barrier) {
