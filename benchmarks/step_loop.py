@@ -84,7 +84,7 @@ class Trainer:
 
     def step(self, rows: Rows, share: Share) -> Tensor:
         """Train one step. Return this rank's part of the loss times the number of ranks."""
-        documents = share.documents
+        documents, plan = share.documents, None
         if self.planner is not None:
             documents, plan = self.planner.latest
         logits = self.model(rows.tokens, rows.position_ids, documents)
@@ -93,7 +93,7 @@ class Trainer:
         if self.planner is not None:
             self.planner.plan_next()  # while the device still has work
         loss.backward()
-        if self.planner is not None:
+        if plan is not None:
             self.plans.append(plan.report())
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -101,9 +101,9 @@ class Options:
 
     deterministic: bool = False
     """Make results and gradients bitwise equal in every run of the same plan. Links and speeds are
-    not measured, so that equal documents get equal plans. The backward pass is up to a fifth slower
-    on Hopper. If off, torch.use_deterministic_algorithms decides whether results are
-    deterministic."""
+    not measured, so that equal documents get equal plans. On Hopper, the backward pass of whole
+    documents takes up to a quarter longer. If off, torch.use_deterministic_algorithms decides
+    whether results are deterministic."""
 
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside

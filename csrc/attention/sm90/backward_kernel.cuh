@@ -1,6 +1,6 @@
 #pragma once
 
-#include <algorithm>
+#include <type_traits>
 
 #include "backward_feed.cuh"
 #include "backward_sums.cuh"

@@ -123,21 +123,15 @@ struct PrepareArguments {
   float score_scale;  // softmax_scale, or the softcap: P = exp(score_scale * score - lse)
 };
 
-struct Pieces {
-  uint16_t bits[3];
-};
-
-// Splits x / 2 into three bfloat16 numbers. TileSteps::multiply_stats counts each of them twice.
-__device__ Pieces half_in_pieces(float x) {
-  Pieces pieces;
+// Splits x / 2 into bfloat16 numbers. TileSteps::multiply_stats counts each of them twice.
+__device__ void split_half(float x, uint16_t (&pieces)[RowStats::kPieces]) {
   x *= 0.5f;
 #pragma unroll
-  for (uint16_t& bits : pieces.bits) {
+  for (uint16_t& bits : pieces) {
     const __nv_bfloat16 piece = __float2bfloat16(x);
     bits = __bfloat16_as_ushort(piece);
     x -= __bfloat162float(piece);
   }
-  return pieces;
 }
 
 // Returns -lse / score_scale, from which the kernels' scores start. In rows past the tile's end and
@@ -174,7 +168,7 @@ __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
   const int32_t head = blockIdx.x % arguments.heads_q;
   const int lane = threadIdx.x % kLanes;
   uint8_t* to = arguments.row_stats + static_cast<int64_t>(blockIdx.x) * row_stats_bytes(kRows);
-  auto* quanta = reinterpret_cast<__nv_bfloat16*>(to + kRows * sizeof(RowStats));
+  auto* quanta = reinterpret_cast<__nv_bfloat16*>(to + quanta_offset(kRows));
 #pragma unroll
   for (int first = 0; first < kRows; first += kRowsAtOnce) {
     const int row = first + threadIdx.x / kLanes;
@@ -202,12 +196,10 @@ __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
     square = sum_of_row(square);
     if (lane != 0) continue;
     const float mean = arguments.delta ? delta : dot;
-    const Pieces log_sum = half_in_pieces(minus_log_sum(lse, arguments.score_scale));
-    const Pieces minus_mean = half_in_pieces(-mean);
-    reinterpret_cast<RowStats*>(to)[row] = {
-        {log_sum.bits[0], log_sum.bits[1], log_sum.bits[2]},
-        {minus_mean.bits[0], minus_mean.bits[1], minus_mean.bits[2]},
-        {}};
+    RowStats stats{};
+    split_half(minus_log_sum(lse, arguments.score_scale), stats.minus_log_sum);
+    split_half(-mean, stats.minus_delta);
+    reinterpret_cast<RowStats*>(to)[row] = stats;
     if (!arguments.bounds) continue;
     const int32_t key_head = head / (arguments.heads_q / arguments.heads_kv);
     const float* bound = arguments.bounds + 2 * (tile.run * arguments.heads_kv + key_head);
@@ -270,7 +262,7 @@ __global__ void finish_kernel(const FinishArguments<T> arguments) {
     if constexpr (kDeterministic) {
       const uint8_t* quanta = arguments.row_stats +
                               static_cast<int64_t>(blockIdx.x) * row_stats_bytes(kRows) +
-                              kRows * sizeof(RowStats);
+                              quanta_offset(kRows);
       scale /= to_float(reinterpret_cast<const __nv_bfloat16*>(quanta)[threadIdx.x]);
     }
     scales[threadIdx.x] = scale;

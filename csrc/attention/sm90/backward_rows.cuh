@@ -24,13 +24,18 @@ void prepare_rows(const BackwardCall& call, cudaStream_t stream);
 // Each is twice the sum of three bfloat16 numbers, which together have 24 bits of precision, as
 // many as float32.
 struct alignas(16) RowStats {
-  uint16_t minus_log_sum[3];  // -lse / softmax_scale, or -lse / softcap
-  uint16_t minus_delta[3];
+  static constexpr int kPieces = 3;
+  uint16_t minus_log_sum[kPieces];  // -lse / softmax_scale, or -lse / softcap
+  uint16_t minus_delta[kPieces];
   uint16_t zero[2];
 };
 constexpr int kQuantumBytes = 2;  // of a row
 constexpr int row_stats_bytes(int tile_rows) {
   return tile_rows * static_cast<int>(sizeof(RowStats) + kQuantumBytes);
+}
+// Where the first inverse quantum of a tile and head is.
+constexpr int quanta_offset(int tile_rows) {
+  return tile_rows * static_cast<int>(sizeof(RowStats));
 }
 
 // Returns 2^32 * high + low. The sum of such numbers is the pair of the sums of low and high.

@@ -141,6 +141,7 @@ struct BackwardMemory {
   static constexpr uint32_t kNumRings = Shape::kIsPaired ? kNumOfPair : kNumBarriers;
   static constexpr uint32_t kTicket = kBarriers + kBarrierBytes * Shape::kStages * kNumRings;
   static constexpr uint32_t kBytes = kTicket + (Shape::kIsPaired ? sizeof(int32_t) : 0);
+  static_assert(!Shape::kDeterministic || kQuantaStages > Shape::kStages);
   static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
@@ -208,11 +209,11 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
 // Writes the rows that select each RowStat. The block must synchronise before it uses them.
 template <typename Shape>
 __device__ __forceinline__ void write_ones() {
-  constexpr uint32_t kColumns = sizeof(RowStats) / sizeof(__nv_bfloat16), kPieces = 3;
+  constexpr uint32_t kColumns = sizeof(RowStats) / sizeof(__nv_bfloat16);
   if (threadIdx.x < 2 * 8 * kColumns) {
     const uint32_t stat = threadIdx.x / (8 * kColumns), column = threadIdx.x % kColumns;
     in_block<__nv_bfloat16>(BackwardMemory<Shape>::kOnes)[threadIdx.x] =
-        __float2bfloat16(column / kPieces == stat ? 1.f : 0.f);
+        __float2bfloat16(column / RowStats::kPieces == stat ? 1.f : 0.f);
     fence_shared_writes();
   }
 }

@@ -82,29 +82,12 @@ struct ForwardProducer {
     return rows;
   }
 
-  __device__ __forceinline__ void bring_keys(const RowRange& rows, uint32_t i) {
-    const Place place = place_of<Keys>(Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, i);
-    load_tile<Keys>(place.at, &arguments.k, rows, place.full);
-  }
-  __device__ __forceinline__ void bring_values(const RowRange& rows, uint32_t i) {
-    const Place place =
-        place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, i);
-    load_tile<Values>(place.at, &arguments.v, rows, place.full);
-  }
-  // Brings kKeyRows rows of keys and values.
-  __device__ __forceinline__ void bring_whole_block(int32_t head, int32_t row, uint32_t i) {
-    const Place keys = place_of<Keys>(Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, i);
-    load_whole_tile<Keys>(keys.at, &arguments.whole_k, head, row, keys.full);
-    const Place values =
-        place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, i);
-    load_whole_tile<Values>(values.at, &arguments.whole_v, head, row, values.full);
-  }
-
+  // Where a block of keys or values goes.
   struct Place {
     uint32_t at;
-    uint32_t full;  // the barrier of the place, which expects a tile
+    uint32_t full;  // the barrier of the place, which expects the block
   };
-  // Returns the place of tile i once it is empty and its barrier expects the tile.
+  // Returns the place of block i once it is empty.
   template <typename Tile>
   __device__ __forceinline__ Place place_of(uint32_t full, uint32_t empty, uint32_t first,
                                             uint32_t i) {
@@ -112,6 +95,28 @@ struct ForwardProducer {
     const uint32_t is_full = ring_at<Shape::kStages>(barriers, full).barrier(i);
     barrier_arrive_expecting(is_full, Tile::kBytes);
     return {shared + first + BlockRing::stage(i) * Tile::kBytes, is_full};
+  }
+  __device__ __forceinline__ Place key_place(uint32_t i) {
+    return place_of<Keys>(Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, i);
+  }
+  __device__ __forceinline__ Place value_place(uint32_t i) {
+    return place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, i);
+  }
+
+  __device__ __forceinline__ void bring_keys(const RowRange& rows, uint32_t i) {
+    const Place place = key_place(i);
+    load_tile<Keys>(place.at, &arguments.k, rows, place.full);
+  }
+  __device__ __forceinline__ void bring_values(const RowRange& rows, uint32_t i) {
+    const Place place = value_place(i);
+    load_tile<Values>(place.at, &arguments.v, rows, place.full);
+  }
+  // Brings kKeyRows rows of keys and values.
+  __device__ __forceinline__ void bring_whole_block(int32_t head, int32_t row, uint32_t i) {
+    const Place keys = key_place(i);
+    load_whole_tile<Keys>(keys.at, &arguments.whole_k, head, row, keys.full);
+    const Place values = value_place(i);
+    load_whole_tile<Values>(values.at, &arguments.whole_v, head, row, values.full);
   }
 
   // Brings keys and values from block `from` down to block `to`. Only block `from` may have fewer

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <algorithm>
-
 #include "forward_feed.cuh"
 #include "forward_warpgroup.cuh"
 #include "launch.cuh"

@@ -33,16 +33,18 @@ struct ForwardConsumer {
   uint32_t probabilities[Shape::kKeyRows / 4];
   RowSoftmax<Shape::kKeyRows> softmax;
 
+  // Returns where the job's queries are in shared memory.
+  __device__ __forceinline__ uint32_t staged_queries() const {
+    return shared + Memory::kQuery + QueryRing::stage(num_queries) * Queries::kBytes;
+  }
+
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
-    const Operand query =
-        operand_at(shared + Memory::kQuery + QueryRing::stage(num_queries) * Queries::kBytes +
-                       warpgroup * 64 * 128,
-                   0);
+    [[maybe_unused]] const Operand query = operand_at(staged_queries() + warpgroup * 64 * 128, 0);
     const Operand key =
         operand_at(shared + Memory::kKey + BlockRing::stage(num_keys_seen) * Keys::kBytes, 0);
     pin(scores);
-    pin(queries);
+    if constexpr (Shape::kHoldsQueries) pin(queries);
     products_begin();
 #pragma unroll
     for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
@@ -95,7 +97,7 @@ struct ForwardConsumer {
   }
   // Loads the queries of a job into registers, and gives their shared memory back.
   __device__ __forceinline__ void hold_queries() {
-    const uint32_t from = shared + Memory::kQuery + QueryRing::stage(num_queries) * Queries::kBytes;
+    const uint32_t from = staged_queries();
     const uint32_t row = 64 * warpgroup + 16 * warp + lane % 16;
 #pragma unroll
     for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
