@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
+from distca.options import make_writable
 from distca.simulate.packing import sorted_micro_batches
 
 SIZES = {  # longest sample in tokens, and the model
@@ -58,6 +59,10 @@ def arguments() -> argparse.Namespace:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 examples/rl_lengths.py")
     if args.steps < 2:
         parser.error(f"--steps is {args.steps}; needs at least 2")
+    try:
+        make_writable("--write", args.write)
+    except ValueError as error:
+        parser.error(str(error))
     args.device_type = "cuda" if torch.cuda.is_available() else "cpu"
     args.longest = args.longest or SIZES[args.device_type]["longest"]
     args.most_tokens = args.most_tokens or args.longest

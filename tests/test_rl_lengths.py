@@ -60,3 +60,10 @@ def test_lengths_are_written_without_ranks(tmp_path):
     )
     drawn = [lengths_of_step(5, 100, seed) for seed in range(3)]
     assert json.loads((tmp_path / "a.json").read_text()) == sum(drawn, [])
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--write", str(tmp_path)]
+    result = run_command(command, cwd=tmp_path, env=ENVIRONMENT)
+    assert result.returncode == 2
+    assert f"--write {tmp_path} cannot be written: Is a directory" in result.stderr
