@@ -75,7 +75,10 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         "--variants", nargs="+", metavar="NAME", help=f"default: all that can run: {list(VARIANTS)}"
     )
     parser.add_argument(
-        "--turns", type=int, default=1, help="runs of each variant, in turns with the others"
+        "--turns",
+        type=int,
+        default=1,
+        help="runs of each variant, in turns with the others; every other turn is in reverse order",
     )
     parser.add_argument(
         "--links", choices=LINKS, default="nvlink", help="that NCCL uses (default: %(default)s)"
@@ -166,8 +169,8 @@ def main() -> None:
     windows = [range(NUM_WARM_UP_STEPS)]
     windows += [range(i, i + args.window) for i in range(len(windows[0]), args.steps, args.window)]
     runs, timelines = {name: [] for name in args.variants}, {}
-    for num_profiled in [*[0] * (args.turns - 1), NUM_PROFILED_STEPS]:
-        for name in args.variants:
+    for turn, num_profiled in enumerate([*[0] * (args.turns - 1), NUM_PROFILED_STEPS]):
+        for name in args.variants if turn % 2 == 0 else args.variants[::-1]:
             variant, dealt = VARIANTS[name], workload
             if variant.is_sorted:
                 dealt = sorted_workload(workload, windows, linear_length(args))
