@@ -39,7 +39,10 @@ __device__ __forceinline__ RowRange rows_of(const BackwardItem& item) {
 }
 
 template <typename Shape>
-struct BackwardFeed {
+struct BackwardFeed : BackwardThread<Shape> {
+  using Thread = BackwardThread<Shape>;
+  using Thread::arguments, Thread::item, Thread::ring, Thread::shared, Thread::slot_ring,
+      Thread::stage_ring;
   using Memory = BackwardMemory<Shape>;
   using Keys = typename Shape::Keys;
   using Values = typename Shape::Values;
@@ -47,29 +50,6 @@ struct BackwardFeed {
   using GradOuts = typename Shape::GradOuts;
   using GradScores = typename Shape::GradScores;
   using PartnerKeys = typename Shape::PartnerKeys;
-
-  const BackwardArguments& arguments;
-  uint32_t shared;
-
-  __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
-    return ring_of<Shape, 2>(shared, which);
-  }
-  __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
-    return ring_of<Shape, Shape::kStages>(shared, which);
-  }
-  __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
-    return ring_of<Shape, Shape::kSlots>(shared, which);
-  }
-
-  __device__ __forceinline__ BackwardItem& item_slot(uint32_t n) const {
-    return in_block<BackwardItem>(Memory::kItems)[Ring<Shape::kSlots>::stage(n)];
-  }
-
-  // Waits for the n-th item and returns it. Its num_rows is -1 after the last.
-  __device__ __forceinline__ const BackwardItem& item(uint32_t n) const {
-    slot_ring(kItemFull).wait(n);
-    return item_slot(n);
-  }
 
   // `full` also expects `more_bytes`, which the caller must copy.
   template <typename Tile>
@@ -129,7 +109,7 @@ struct BackwardFeed {
       if (n > 0) slot_ring(kItemAsked).wait_idle(n - 1);
       const int32_t number = ticket(turn, n);
       slot_ring(kSlotEmpty).wait_before(n);
-      BackwardItem& item = item_slot(n);
+      BackwardItem& item = Thread::item_slot(n);
       item.num_rows = -1;
       if (number < arguments.num_items) {
         item = item_of<Shape>(number, arguments, Shape::kIsPaired ? cluster_rank() : 0);
@@ -167,8 +147,8 @@ struct BackwardFeed {
     const uint32_t grad_out_full = stage_ring(kGradOutFull).barrier(i);
     bring<GradOuts>(&arguments.grad_out, grad_out_full, Memory::grad_out(i), rows, kQuantaBytes);
     if constexpr (Shape::kDeterministic) {
-      copy_bytes_to_shared(shared + Memory::quanta(i), stats + Memory::kStatsBytes, kQuantaBytes,
-                           grad_out_full);
+      copy_bytes_to_shared(shared + Memory::quanta(i), stats + quanta_offset(Shape::kRows),
+                           kQuantaBytes, grad_out_full);
     }
     if constexpr (Shape::kStages > kStatStages) {
       stage_ring(kQueryEmpty).wait_before(i + Shape::kStages - kStatStages);

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     give_registers<Shape::kFeedRegisters>();
-    BackwardFeed<Shape> feed{arguments, shared};
+    BackwardFeed<Shape> feed{{arguments, shared}};
     if (threadIdx.x == 0) feed.bring_keys();
     if (threadIdx.x == 32) feed.bring_queries();
     if (threadIdx.x == 64) feed.take_grads();
@@ -46,8 +46,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     take_registers<Shape::kKeyRegisters>();
     using Warpgroup = std::conditional_t<Shape::kIsWide, WideWarpgroup<Shape>, KeyWarpgroup<Shape>>;
-    Warpgroup keys{{arguments, shared, warpgroup - 1, static_cast<int>(threadIdx.x % 128) / 32,
-                    in_register(threadIdx.x % 32), score_log2<Shape>(arguments)}};
+    Warpgroup keys{{{arguments, shared},
+                    warpgroup - 1,
+                    static_cast<int>(threadIdx.x % 128) / 32,
+                    in_register(threadIdx.x % 32),
+                    score_log2<Shape>(arguments)}};
     keys.run();
   }
   if constexpr (Shape::kIsPaired) {  // the partner may still send or arrive

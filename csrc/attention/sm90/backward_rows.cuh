@@ -30,12 +30,12 @@ struct alignas(16) RowStats {
   uint16_t zero[2];
 };
 constexpr int kQuantumBytes = 2;  // of a row
-constexpr int row_stats_bytes(int tile_rows) {
-  return tile_rows * static_cast<int>(sizeof(RowStats) + kQuantumBytes);
-}
-// Where the first inverse quantum of a tile and head is.
+// Bytes of a tile and head before the first inverse quantum, and in all.
 constexpr int quanta_offset(int tile_rows) {
   return tile_rows * static_cast<int>(sizeof(RowStats));
+}
+constexpr int row_stats_bytes(int tile_rows) {
+  return quanta_offset(tile_rows) + tile_rows * kQuantumBytes;
 }
 
 // Returns 2^32 * high + low. The sum of such numbers is the pair of the sums of low and high.

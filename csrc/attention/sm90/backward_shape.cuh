@@ -85,7 +85,7 @@ constexpr uint32_t kQuantaStages = 3;  // see BackwardMemory::quanta
 // A statistic of a query row. To select it from RowStats, a product multiplies them by eight equal
 // rows, which are 1 at the statistic's pieces and 0 elsewhere: see TileSteps::multiply_stats.
 enum class RowStat : uint32_t { kMinusLogSum, kMinusDelta };
-constexpr uint32_t kOnesBytes = 8 * sizeof(RowStats);
+constexpr uint32_t kEightStatsBytes = 8 * sizeof(RowStats);
 
 // Each has Shape::kStages barriers, of which one is used for every slot, stage or buffer.
 enum BackwardBarrier : uint32_t {
@@ -130,9 +130,9 @@ struct BackwardMemory {
       kPartnerKey + (Shape::kIsPaired ? Shape::PartnerKeys::kBytes : 0);
   static constexpr uint32_t kStats =
       kPartnerScore + (Shape::kIsPaired ? 2 * Shape::GradScores::kBytes : 0);
-  static constexpr uint32_t kStatsBytes = Shape::kRows * sizeof(RowStats);
+  static constexpr uint32_t kStatsBytes = quanta_offset(Shape::kRows);
   static constexpr uint32_t kOnes = kStats + kStatStages * kStatsBytes;
-  static constexpr uint32_t kQuanta = kOnes + 2 * kOnesBytes;
+  static constexpr uint32_t kQuanta = kOnes + 2 * kEightStatsBytes;
   static constexpr uint32_t kQuantaBytes = Shape::kRows * kQuantumBytes;
   static constexpr uint32_t kTiles =
       kQuanta + (Shape::kDeterministic ? kQuantaStages * kQuantaBytes : 0);
@@ -165,7 +165,7 @@ struct BackwardMemory {
     return kStats + Ring<kStatStages>::stage(i) * kStatsBytes;
   }
   static __device__ uint32_t ones(RowStat stat) {
-    return kOnes + static_cast<uint32_t>(stat) * kOnesBytes;
+    return kOnes + static_cast<uint32_t>(stat) * kEightStatsBytes;
   }
   // Inverse quanta are needed until dQ is added, one tile longer than queries and dO.
   static __device__ uint32_t quanta(uint32_t i) {
@@ -179,6 +179,33 @@ __device__ __forceinline__ Ring<kStages> ring_of(uint32_t shared, BackwardBarrie
   static_assert(kStages <= Shape::kStages);
   return ring_at<kStages>(shared + BackwardMemory<Shape>::kBarriers, which * Shape::kStages);
 }
+
+// What every thread of the kernel has.
+template <typename Shape>
+struct BackwardThread {
+  const BackwardArguments& arguments;
+  uint32_t shared;
+
+  __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
+    return ring_of<Shape, 2>(shared, which);
+  }
+  __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
+    return ring_of<Shape, Shape::kStages>(shared, which);
+  }
+  __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
+    return ring_of<Shape, Shape::kSlots>(shared, which);
+  }
+
+  __device__ __forceinline__ BackwardItem& item_slot(uint32_t n) const {
+    return in_block<BackwardItem>(BackwardMemory<Shape>::kItems)[Ring<Shape::kSlots>::stage(n)];
+  }
+
+  // Waits for the n-th item and returns it. Its num_rows is -1 after the last.
+  __device__ __forceinline__ const BackwardItem& item(uint32_t n) const {
+    slot_ring(kItemFull).wait(n);
+    return item_slot(n);
+  }
+};
 
 // kQueryFull counts two arrivals, for the queries of a stage and for their statistics. In a pair,
 // kKeyFull counts two, for the block's own keys and for the partner's; kItemAsked counts two

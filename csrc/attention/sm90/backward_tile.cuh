@@ -9,7 +9,9 @@ namespace distca::attention::sm90 {
 
 // The steps of a warpgroup of the backward kernel for one tile of queries and 64 keys of the item.
 template <typename Shape>
-struct TileSteps {
+struct TileSteps : BackwardThread<Shape> {
+  using Thread = BackwardThread<Shape>;
+  using Thread::arguments, Thread::shared;
   using T = typename Shape::Element;
   using Memory = BackwardMemory<Shape>;
   using Keys = typename Shape::Keys;
@@ -17,44 +19,24 @@ struct TileSteps {
   static constexpr int kScores = Shape::kRows / 2;  // registers of 64 keys by kRows queries
   static constexpr bool kPiecesAreKeys = Keys::kPanels > 1;  // of dQ: see multiply_dq
 
-  const BackwardArguments& arguments;
-  uint32_t shared;
   int warpgroup, warp, lane;
   float scale_log2;
-
-  __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
-    return ring_of<Shape, 2>(shared, which);
-  }
-  __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
-    return ring_of<Shape, Shape::kStages>(shared, which);
-  }
-  __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
-    return ring_of<Shape, Shape::kSlots>(shared, which);
-  }
-
-  // Waits for the n-th item and returns it. Its num_rows is -1 after the last.
-  __device__ __forceinline__ BackwardItem item(uint32_t n) const {
-    slot_ring(kItemFull).wait(n);
-    return in_block<BackwardItem>(Memory::kItems)[Ring<Shape::kSlots>::stage(n)];
-  }
 
   // Returns the index of this warpgroup's first key in the item.
   __device__ __forceinline__ int first_key() const {
     return Shape::kKeyRows > 64 ? 64 * warpgroup : 0;
   }
 
-  // scores (+)= a statistic of the queries of tile i, the same for every key. It is a product of
+  // scores = a statistic of the queries of tile i, the same for every key. It is a product of
   // ones with the statistic's pieces. Without it, 64 threads would load each value from shared
   // memory, and kernels would take up to a tenth longer. Because of strides of 0, all keys use the
   // same eight rows of ones, and both halves of the inner dimension use the same eight columns. So
   // each piece counts twice. Joins the open group of products.
   template <RowStat kStat>
-  __device__ __forceinline__ void multiply_stats(float (&scores)[kScores], uint32_t i,
-                                                 bool accumulate) {
-    constexpr uint32_t kEightRows = 8 * sizeof(RowStats);
+  __device__ __forceinline__ void multiply_stats(float (&scores)[kScores], uint32_t i) {
     product<__nv_bfloat16, false, false>(
-        scores, plain_descriptor(shared + Memory::ones(kStat), 0, 0),
-        plain_descriptor(shared + Memory::stats(i), 0, kEightRows), accumulate);
+        scores, repeating_descriptor(shared + Memory::ones(kStat), 0),
+        repeating_descriptor(shared + Memory::stats(i), kEightStatsBytes), false);
   }
 
   // scores (+)= K Q^T of 64 keys and all queries of a tile, or V dO^T. Joins the open group of
@@ -78,7 +60,7 @@ struct TileSteps {
   __device__ __forceinline__ void begin_scores(float (&scores)[kScores], uint32_t n, uint32_t i) {
     pin(scores);
     products_begin();
-    if constexpr (!Shape::kIsCapped) multiply_stats<RowStat::kMinusLogSum>(scores, i, false);
+    if constexpr (!Shape::kIsCapped) multiply_stats<RowStat::kMinusLogSum>(scores, i);
     multiply_queries<Keys, typename Shape::Queries>(scores, Memory::key(n), Memory::query(i),
                                                     !Shape::kIsCapped);
     products_commit();
@@ -88,7 +70,7 @@ struct TileSteps {
   __device__ __forceinline__ void begin_grads(float (&grads)[kScores], uint32_t n, uint32_t i) {
     pin(grads);
     products_begin();
-    multiply_stats<RowStat::kMinusDelta>(grads, i, false);
+    multiply_stats<RowStat::kMinusDelta>(grads, i);
     multiply_queries<typename Shape::Values, typename Shape::GradOuts>(grads, Memory::value(n),
                                                                        Memory::grad_out(i), true);
     products_commit();

@@ -301,13 +301,10 @@ __device__ __forceinline__ uint64_t descriptor(Operand operand, uint32_t num_byt
   return kSwizzle128 | kEightRows | (operand.low + (num_bytes >> 4));
 }
 
-// Descriptor of a K-major operand without swizzle. Eight rows of 16 bytes are contiguous and form a
-// group. `half_stride` leads to the second half of the inner dimension, and `group_stride` to the
-// next eight rows.
-__device__ __forceinline__ uint64_t plain_descriptor(uint32_t address, uint32_t half_stride,
-                                                     uint32_t group_stride) {
-  return ((address & 0x3ffff) >> 4) | (half_stride >> 4) << 16 |
-         static_cast<uint64_t>(group_stride >> 4) << 32;
+// Descriptor of a K-major operand without swizzle, in which both halves of the inner dimension are
+// the same 8 columns. Eight rows of 16 bytes are contiguous, and `stride` leads to the next eight.
+__device__ __forceinline__ uint64_t repeating_descriptor(uint32_t address, uint32_t stride) {
+  return ((address & 0x3ffff) >> 4) | static_cast<uint64_t>(stride >> 4) << 32;
 }
 
 // Byte offset of the 16-byte chunk `chunk` of row `row` inside such a panel.
