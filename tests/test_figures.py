@@ -1,6 +1,7 @@
 """tools/figures.py: its commands are those of the benchmarks, and it stops what takes too long."""
 
 import argparse
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -36,10 +37,9 @@ def test_figures_use_options_that_exist(name):
     flags = [part for part in figure.command if part.startswith("--")]
     assert all(f'"{flag}"' in sources for flag in flags)
     if "--variants" in flags:
-        first = figure.command.index("--variants") + 1
-        variants = [part for part in figure.command[first:] if not part.startswith("--")]
-        end = next(i for i, part in enumerate(figure.command[first:]) if part.startswith("--"))
-        assert set(variants[:end]) <= set(VARIANTS)
+        after = figure.command[figure.command.index("--variants") + 1 :]
+        variants = set(itertools.takewhile(lambda part: not part.startswith("--"), after))
+        assert variants and variants <= set(VARIANTS)
 
 
 def test_shows_the_lines_of_a_figure(args, monkeypatch, capsys):

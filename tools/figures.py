@@ -30,14 +30,14 @@ class Figure:
     page: str
     num_gpus: int
     seconds: int
-    """How long it takes on H200, at most."""
+    """An estimate of how long it takes on H200."""
     command: tuple[str, ...]
     shows: str = ""
     """A pattern of the lines to print."""
 
 
-def steps(page: str, num_gpus: int, seconds: int, variants: str, *flags: str) -> Figure:
-    command = ("benchmarks/training_step.py", "--steps", "12", "--variants", *variants.split(","))
+def steps(page: str, num_gpus: int, seconds: int, variants: tuple[str, ...], *flags: str) -> Figure:
+    command = ("benchmarks/training_step.py", "--steps", "12", "--variants", *variants)
     return Figure(page, num_gpus, seconds, command + flags, STEPS)
 
 
@@ -51,8 +51,10 @@ def document(seconds: int, *flags: str) -> Figure:
     return Figure("performance.md", 4, seconds, ("benchmarks/long_document.py", *flags))
 
 
-BALANCED, NODES = "plain,context,peer", "plain,context,process_group,hybrid"
-SOCKETS = "plain,process_group,process_group pingpong"
+BALANCED, EQUAL = ("plain", "context", "peer"), ("plain", "peer")
+NODES = ("plain", "context", "process_group", "hybrid")
+HOST = ("plain", "process_group")
+SOCKETS = (*HOST, "process_group pingpong")
 LONG_STEPS = ("--tokens", "131072", "--layers", "3")
 TWO_NODES = ("--links", "host", "--ranks-per-node", "2")
 TURNS = ("--links", "socket", "--turns", "2")
@@ -64,7 +66,7 @@ FIGURES = {
     "steps-longer": steps("performance.md", 4, 120, BALANCED, *OF_LONGER),
     "steps-128k": steps("performance.md", 4, 150, BALANCED, *OF_LENGTHS, *LONG_STEPS),
     "steps-128k-longer": steps("performance.md", 4, 150, BALANCED, *OF_LONGER, *LONG_STEPS),
-    "steps-equal": steps("performance.md", 4, 90, "plain,peer", "--equal", "8192"),
+    "steps-equal": steps("performance.md", 4, 90, EQUAL, "--equal", "8192"),
     "document-128k": document(120, "--document", "131072", "--rounds", "5"),
     "document-512k": document(90, "--document", "524288", "--ways", "alone", "peer"),
     "document-1m": document(120, "--document", "1048576", "--ways", "alone", "peer"),
@@ -81,10 +83,8 @@ FIGURES = {
     ),
     "nodes": steps("multi-node.md", 4, 160, NODES, *OF_LENGTHS, *TWO_NODES),
     "nodes-longer": steps("multi-node.md", 4, 160, NODES, *OF_LONGER, *TWO_NODES),
-    "host": steps("multi-node.md", 2, 90, "plain,process_group", *OF_LENGTHS, "--links", "host"),
-    "host-longer": steps(
-        "multi-node.md", 2, 90, "plain,process_group", *OF_LONGER, "--links", "host"
-    ),
+    "host": steps("multi-node.md", 2, 90, HOST, *OF_LENGTHS, "--links", "host"),
+    "host-longer": steps("multi-node.md", 2, 90, HOST, *OF_LONGER, "--links", "host"),
     "sockets": steps("multi-node.md", 2, 180, SOCKETS, *OF_LENGTHS, *TURNS),
     "sockets-longer": steps("multi-node.md", 2, 180, SOCKETS, *OF_LONGER, *TURNS),
     "sockets-equal": steps("multi-node.md", 2, 180, SOCKETS, "--equal", "8192", *TURNS),
