@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from step_loop import free_memory, join, leave
+from step_loop import add_session_arguments, free_memory, join, leave
 from step_model import add_model_arguments, check_device
 from step_variants import PERMUTED, VARIANTS, chosen_variants
 from training_step import run_variant
@@ -35,6 +35,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     add_model_arguments(parser)
+    add_session_arguments(parser)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
         "--variant", help="distca's variant; default: peer on CUDA, process_group on the CPU"

@@ -49,7 +49,15 @@ import torch
 import torch.distributed as dist
 from device_time import Span, gathered
 from other_work import LARGEST_PART, OtherWork, own_core
-from step_loop import free_memory, join, leave, open_session, peer_memory_gib, run_steps
+from step_loop import (
+    add_session_arguments,
+    free_memory,
+    join,
+    leave,
+    open_session,
+    peer_memory_gib,
+    run_steps,
+)
 from step_model import add_model_arguments, check_device, dtype_of
 from step_report import Run, save, show, summarize
 from step_variants import Variant, own_share
@@ -72,6 +80,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
     parser.add_argument("mode", choices=VARIANTS)
     add_arguments(parser)
     add_model_arguments(parser)
+    add_session_arguments(parser)
     parser.add_argument("--steps", type=int, default=20, help="how many, including those of --skip")
     parser.add_argument(
         "--skip", type=int, help=f"first steps to leave out (default: {NUM_WARM_UP_STEPS})"

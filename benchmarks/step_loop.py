@@ -42,6 +42,14 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+def add_session_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of open_session that add_model_arguments does not add."""
+    parser.add_argument(
+        "--peer-memory-gb", type=float, default=10.0, help="distca's option of this name"
+    )
+    parser.add_argument("--ranks-per-node", type=int, help="distca's option of this name")
+
+
 def open_session(
     args: argparse.Namespace,
     transport: str,
@@ -84,17 +92,16 @@ class Trainer:
 
     def step(self, rows: Rows, share: Share) -> Tensor:
         """Train one step. Return this rank's part of the loss times the number of ranks."""
-        documents, plan = share.documents, None
+        documents = share.documents
         if self.planner is not None:
             documents, plan = self.planner.latest
         logits = self.model(rows.tokens, rows.position_ids, documents)
         loss_sum = F.cross_entropy(logits.float(), rows.labels, reduction="sum")
         loss = loss_sum * rows.loss_scale
-        if self.planner is not None:
-            self.planner.plan_next()  # while the device still has work
-        loss.backward()
-        if plan is not None:
+        if self.planner is not None:  # while the device still has work
+            self.planner.plan_next()
             self.plans.append(plan.report())
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()

@@ -39,10 +39,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ffn", type=int, default=14336)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument(
-        "--peer-memory-gb", type=float, default=10.0, help="distca's option of this name"
-    )
-    parser.add_argument("--ranks-per-node", type=int, help="distca's option of this name")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
 
 

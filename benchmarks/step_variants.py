@@ -150,6 +150,9 @@ def chosen_variants(
 class Planner:
     """Plans each step in the background during the previous step."""
 
+    latest: tuple[distca.Documents, distca.Plan]
+    """The documents and the plan of the step that was planned last."""
+
     def __init__(
         self,
         variant: Variant,
@@ -168,4 +171,4 @@ class Planner:
         if step is not None:
             documents = self._share(self._workload, step, None, self._device).documents
             plan = distca.plan(documents, device=self._device, shape=self._shape, ahead=True)
-            self.latest: tuple[distca.Documents, distca.Plan] = documents, plan
+            self.latest = documents, plan

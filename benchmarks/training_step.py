@@ -44,7 +44,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from device_time import Span, gathered, synchronise
-from step_loop import free_memory, join, leave, open_session, peer_memory_gib, run_steps
+from step_loop import (
+    add_session_arguments,
+    free_memory,
+    join,
+    leave,
+    open_session,
+    peer_memory_gib,
+    run_steps,
+)
 from step_model import add_model_arguments, check_device, dtype_of, linear_length
 from step_report import NUM_WARM_UP_STEPS, Limit, Run, save, show, summarize
 from step_variants import VARIANTS, Variant, chosen_variants
@@ -64,6 +72,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     add_model_arguments(parser)
+    add_session_arguments(parser)
     parser.add_argument(
         "--window",
         type=int,
@@ -106,6 +115,10 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     try:
         workload = make_workload(args, world_size, args.steps)
         args.variants = chosen_variants(args.variants, workload, args.device, not emulates)
+        if emulates and "hybrid" in args.variants and args.ranks_per_node is None:
+            raise ValueError(
+                '--variants has "hybrid", which would use NVLink alone; pass --ranks-per-node'
+            )
         check_device(args)
         make_writable("--out", args.out)
     except (OSError, ValueError) as error:

@@ -37,6 +37,7 @@ import transport  # noqa: E402
 import watching  # noqa: E402
 from attention_peers import Unavailable  # noqa: E402
 from context_parallel import HeadTail, context_attention, rows_of  # noqa: E402
+from step_loop import add_session_arguments  # noqa: E402
 from step_model import add_model_arguments, linear_length  # noqa: E402
 from step_report import Limit, Run, draw_timeline, summarize  # noqa: E402
 from step_variants import PERMUTED, VARIANTS, chosen_variants  # noqa: E402
@@ -65,6 +66,7 @@ def parsed(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     add_model_arguments(parser)
+    add_session_arguments(parser)
     return parser.parse_args([*MODEL, *flags])
 
 
@@ -181,6 +183,11 @@ def test_emulated_links_are_those_of_two_gpus(lengths_file, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         parse("--device", "cuda", "--links", "host", "--variants", "peer", num_gpus=2)
     assert "on cuda over emulated links" in capsys.readouterr().err
+    hybrid = ("--device", "cuda", "--links", "host", "--variants", "hybrid")
+    with pytest.raises(SystemExit):
+        parse(*hybrid, num_gpus=2)
+    assert "pass --ranks-per-node" in capsys.readouterr().err
+    assert parse(*hybrid, "--ranks-per-node", "1", num_gpus=2).variants == ["hybrid"]
     for name in ("host", "socket"):
         assert training_step.LINKS[name]["NCCL_P2P_DISABLE"] == "1"
 
