@@ -48,10 +48,10 @@ struct ForwardProducer {
     const QueryRing empty = ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty);
     const uint32_t query_full =
         ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryFull).barrier(num_queries);
-    if constexpr (!Memory::kOutIsQuery) empty.wait_before(num_queries++);
+    if constexpr (Shape::kQueryStages > 1) empty.wait_before(num_queries++);
     const int32_t start = job.front.start<Shape::kKeyRows>(job.tile, blocks);
-    if constexpr (Memory::kOutIsQuery) {
-      bring_keys(rows_of(job, start), num_blocks);
+    if constexpr (Shape::kQueryStages == 1) {
+      bring_keys(keys_of(job), row_of(job, start), num_blocks);
       empty.wait_before(num_queries++);
     }
     in_block<int32_t>(Memory::kStarts)[stage] = start;
@@ -66,7 +66,7 @@ struct ForwardProducer {
                          &arguments.q, {part.head, part.tile.q_row, part.tile.num_rows},
                          query_full);
     }
-    if constexpr (Memory::kOutIsQuery) {
+    if constexpr (Shape::kQueryStages == 1) {
       bring_rest(job, blocks, start);
     } else {
       bring_blocks(job, start, blocks.first);
@@ -74,12 +74,17 @@ struct ForwardProducer {
     }
   }
 
-  // Rows of a block of keys.
-  __device__ __forceinline__ RowRange rows_of(const Job& job, int32_t block) const {
-    RowRange rows{job.head / arguments.heads_per_key, job.tile.k_begin + block * Shape::kKeyRows,
-                  0};
-    rows.num_rows = max(0, min(Shape::kKeyRows, job.tile.k_end - rows.row));
-    return rows;
+  // Keys of a job: those of a head, up to row `end`.
+  struct JobKeys {
+    int32_t head;
+    int32_t end;
+  };
+  __device__ __forceinline__ JobKeys keys_of(const Job& job) const {
+    return {job.head / arguments.heads_per_key, job.tile.k_end};
+  }
+  // Returns the first row of a block of keys.
+  static __device__ __forceinline__ int32_t row_of(const Job& job, int32_t block) {
+    return job.tile.k_begin + block * Shape::kKeyRows;
   }
 
   // Where a block of keys or values goes.
@@ -103,13 +108,23 @@ struct ForwardProducer {
     return place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, i);
   }
 
-  __device__ __forceinline__ void bring_keys(const RowRange& rows, uint32_t i) {
-    const Place place = key_place(i);
-    load_tile<Keys>(place.at, &arguments.k, rows, place.full);
+  // Copies of whole blocks need fewer coordinates, which shortens an iteration: with two stages,
+  // its time is not hidden.
+  template <typename Tile>
+  static __device__ __forceinline__ void load_block(const Place& place, const CUtensorMap* map,
+                                                    const CUtensorMap* whole_map,
+                                                    const JobKeys& keys, int32_t row) {
+    if (row + Shape::kKeyRows <= keys.end) {
+      load_whole_tile<Tile>(place.at, whole_map, keys.head, row, place.full);
+    } else {
+      load_tile<Tile>(place.at, map, {keys.head, row, max(0, keys.end - row)}, place.full);
+    }
   }
-  __device__ __forceinline__ void bring_values(const RowRange& rows, uint32_t i) {
-    const Place place = value_place(i);
-    load_tile<Values>(place.at, &arguments.v, rows, place.full);
+  __device__ __forceinline__ void bring_keys(const JobKeys& keys, int32_t row, uint32_t i) {
+    load_block<Keys>(key_place(i), &arguments.k, &arguments.whole_k, keys, row);
+  }
+  __device__ __forceinline__ void bring_values(const JobKeys& keys, int32_t row, uint32_t i) {
+    load_block<Values>(value_place(i), &arguments.v, &arguments.whole_v, keys, row);
   }
   // Brings kKeyRows rows of keys and values.
   __device__ __forceinline__ void bring_whole_block(int32_t head, int32_t row, uint32_t i) {
@@ -120,37 +135,37 @@ struct ForwardProducer {
   }
 
   // Brings keys and values from block `from` down to block `to`. Only block `from` may have fewer
-  // than kKeyRows rows. Copies of whole blocks need fewer coordinates, which shortens an iteration:
-  // with two stages, its time is not hidden.
+  // than kKeyRows rows.
   __device__ __forceinline__ void bring_blocks(const Job& job, int32_t from, int32_t to) {
-    const RowRange rows = rows_of(job, from);
-    const int32_t first_row = job.tile.k_begin + to * Shape::kKeyRows;
-    bring_keys(rows, num_blocks);
-    bring_values(rows, num_blocks);
-    int32_t row = rows.row;
+    const JobKeys keys = keys_of(job);
+    const int32_t last_row = row_of(job, to);
+    int32_t row = row_of(job, from);
+    bring_keys(keys, row, num_blocks);
+    bring_values(keys, row, num_blocks);
 #pragma unroll 1
     while (true) {
       if (num_blocks % Front::kBlocksBetween == 0) job.front.say(row);
       ++num_blocks;
       row -= Shape::kKeyRows;
-      if (row < first_row) break;
-      bring_whole_block(rows.head, row, num_blocks);
+      if (row < last_row) break;
+      bring_whole_block(keys.head, row, num_blocks);
     }
   }
 
   // Brings all but the first keys, which come before the queries. The keys of a block come before
   // the values of the previous block, in the order of use.
   __device__ __forceinline__ void bring_rest(const Job& job, const BlockRange& blocks,
-                                             int32_t block) {
+                                             int32_t start) {
+    const JobKeys keys = keys_of(job);
+    const int32_t first_row = row_of(job, blocks.first), end_row = row_of(job, blocks.last);
+    int32_t row = row_of(job, start);
 #pragma unroll 1
     for (int32_t left = blocks.count(); left > 0; --left, ++num_blocks) {
-      const int32_t next = (block == blocks.first ? blocks.last : block) - 1;
-      if (left > 1) bring_keys(rows_of(job, next), num_blocks + 1);
-      bring_values(rows_of(job, block), num_blocks);
-      if (num_blocks % Front::kBlocksBetween == 0) {
-        job.front.say(job.tile.k_begin + block * Shape::kKeyRows);
-      }
-      block = next;
+      const int32_t next = (row == first_row ? end_row : row) - Shape::kKeyRows;
+      if (left > 1) bring_keys(keys, next, num_blocks + 1);
+      bring_values(keys, row, num_blocks);
+      if (num_blocks % Front::kBlocksBetween == 0) job.front.say(row);
+      row = next;
     }
   }
 

@@ -15,8 +15,9 @@
 namespace distca::attention::sm90 {
 
 struct ForwardArguments {
-  CUtensorMap q, k, v, out;  // ragged
+  CUtensorMap q, k, v, staged_out;  // ragged
   CUtensorMap whole_k, whole_v;
+  RowTensor out;
   const QueryTile* tiles;
   int32_t* ticket;
   uint64_t* fronts;

@@ -7,9 +7,8 @@
 // Persistent blocks take tickets, a (tile, head) each, longest first. One thread turns tickets into
 // jobs, and another copies queries, keys and values to shared memory. Warpgroups of 64 query rows
 // each compute softmax(Q K^T) V, one block of keys after another. The softmax of a block of keys
-// overlaps the product of the block before it. Warpgroups take turns to issue products, so it also
-// overlaps the products of others. Up to head_dim 128, the first scores of a job are computed while
-// the previous job's results are written.
+// overlaps the product of the block before it, and the products of other warpgroups. The first
+// scores of a job are computed while the previous job's results are written.
 namespace distca::attention::sm90 {
 
 template <typename Shape>
@@ -48,11 +47,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                                     static_cast<int>(threadIdx.x % 128) / 32,
                                     static_cast<int>(threadIdx.x % 32),
                                     score_log2<Shape>(arguments)};
-    if constexpr (Memory::kOutIsQuery) {
-      consumer.run_in_place();
-    } else {
-      consumer.run();
-    }
+    consumer.run();
   }
 #endif
 }
@@ -68,9 +63,10 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
       .q = make_ragged_map(call.q, 64),
       .k = make_ragged_map(call.k, Shape::kKeyRows),
       .v = make_ragged_map(call.v, Shape::kKeyRows),
-      .out = make_ragged_map(call.out, 64),
+      .staged_out = make_ragged_map(call.out, 64),
       .whole_k = make_plain_map(call.k, Shape::kKeyRows),
       .whole_v = make_plain_map(call.v, Shape::kKeyRows),
+      .out = call.out,
       .tiles = call.tiles.tiles,
       .ticket = call.ticket,
       .fronts = call.fronts,

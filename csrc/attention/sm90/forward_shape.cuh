@@ -28,15 +28,24 @@ struct ForwardShape {
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kWarpgroups * kRegisters + kProducerRegisters <=
                 (kWarpgroups + 1) * kLaunchRegisters);
-  // Wide heads leave room for one tile of queries. Results take its place.
+  // Wide heads leave room for one tile of queries.
   static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
+  // Whether the copy engine writes results, from shared memory. Otherwise threads store them. That
+  // costs 2 % at 128, where products use all the time, and gains 1 % at 64. Wide heads leave no
+  // room.
+  static constexpr bool kStagesResults = kHeadDim == 128;
   // Whether a warpgroup skips the first blocks of a tile if its rows see none of their keys. Most
   // causal tiles of more than 128 rows have such blocks. In tiles of 128 rows and blocks of 128
-  // keys they are rare, and the code to skip them costs 3 %. run_in_place never skips.
+  // keys they are rare, and the code to skip them costs 3 %.
   static constexpr bool kSkipsBlocks = kRows > kKeyBlockRows;
-  // Whether warpgroups load the queries of a tile into registers. Products then read less from
+  // Columns of a tile's queries that warpgroups keep in registers. Products then read less from
   // shared memory, which saves power. At other widths there are not enough registers.
-  static constexpr bool kHoldsQueries = kHeadDim == 128;
+  static constexpr int kHeldColumns = kHeadDim >= 128 && kValueDim == 128 ? 128 : 0;
+  static constexpr bool kHoldsQueries = kHeldColumns == kHeadDim;
+  // Whether warpgroups take turns to issue products, so that one's softmax overlaps another's
+  // products. Otherwise all of them may run their softmax at the same time. Two warpgroups whose
+  // products take much longer than the softmax do without, which makes them up to 1 % faster.
+  static constexpr bool kTakesTurns = kHeadDim == 64 || kHeadDim > kValueDim;
   using Queries = SharedTile<kRows, kHeadDim>;
   using Results = SharedTile<kRows, kValueDim>;
   using Keys = SharedTile<kKeyRows, kHeadDim>;
@@ -64,17 +73,14 @@ struct ForwardBarriers {
 // Offsets in shared memory: stages of queries, keys and values, and two jobs.
 template <typename Shape>
 struct ForwardMemory {
-  static constexpr bool kOutIsQuery = Shape::kQueryStages == 1;
   static constexpr uint32_t kQuery = 0;
-  static constexpr uint32_t kQueryEnd = kQuery + Shape::kQueryStages * Shape::Queries::kBytes;
-  static constexpr uint32_t kOut = kOutIsQuery ? kQuery : kQueryEnd;
-  static constexpr uint32_t kKey = kOutIsQuery ? kQueryEnd : kOut + Shape::Results::kBytes;
+  static constexpr uint32_t kOut = kQuery + Shape::kQueryStages * Shape::Queries::kBytes;
+  static constexpr uint32_t kKey = kOut + (Shape::kStagesResults ? Shape::Results::kBytes : 0);
   static constexpr uint32_t kValue = kKey + Shape::kStages * Shape::Keys::kBytes;
   static constexpr uint32_t kJobs = kValue + Shape::kStages * Shape::Values::kBytes;
   static constexpr uint32_t kStarts = kJobs + 2 * sizeof(Job);
   static constexpr uint32_t kBarriers = kStarts + 2 * sizeof(int32_t);
   static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * ForwardBarriers<Shape>::kCount;
-  static_assert(!kOutIsQuery || Shape::Results::kBytes <= Shape::Queries::kBytes);
   static_assert(kJobs % alignof(Job) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
 };

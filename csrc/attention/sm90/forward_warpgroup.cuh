@@ -25,13 +25,19 @@ struct ForwardConsumer {
   uint32_t barriers;
   int warpgroup, warp, lane;
   float scale_log2;
-  uint32_t num_keys_seen = 0, num_values_seen = 0, num_queries = 0, num_jobs = 0;
+  uint32_t num_keys_seen = 0, num_values_seen = 0, num_queries = 0;
 
-  uint32_t queries[Shape::kHoldsQueries ? Shape::kHeadDim / 4 : 1];
+  uint32_t queries[Shape::kHeldColumns > 0 ? Shape::kHeldColumns / 4 : 1];
   float out[Shape::kValueDim / 2];
   float scores[Shape::kKeyRows / 2];
   uint32_t probabilities[Shape::kKeyRows / 4];
   RowSoftmax<Shape::kKeyRows> softmax;
+
+  // Returns the operand for block i, given that of stage 0.
+  template <typename Tile>
+  static __device__ __forceinline__ Operand in_stage(Operand first, uint32_t i) {
+    return {first.low + BlockRing::stage(i) * (Tile::kBytes >> 4)};
+  }
 
   // Returns where the job's queries are in shared memory.
   __device__ __forceinline__ uint32_t staged_queries() const {
@@ -41,21 +47,23 @@ struct ForwardConsumer {
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
     [[maybe_unused]] const Operand query = operand_at(staged_queries() + warpgroup * 64 * 128, 0);
-    const Operand key =
-        operand_at(shared + Memory::kKey + BlockRing::stage(num_keys_seen) * Keys::kBytes, 0);
+    const Operand key = in_stage<Keys>(operand_at(shared + Memory::kKey, 0), num_keys_seen);
+    constexpr int kHeldSteps = Shape::kHeldColumns / 16;
     pin(scores);
-    if constexpr (Shape::kHoldsQueries) pin(queries);
+    if constexpr (kHeldSteps > 0) pin(queries);
     products_begin();
 #pragma unroll
     for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
       const uint32_t inside = (k % 4) * 32;
       const uint64_t keys = descriptor(key, (k / 4) * Keys::kPanelBytes + inside);
-      if constexpr (Shape::kHoldsQueries) {
-        product<T, false>(scores, queries + 4 * k, keys, k > 0);
-      } else {
-        product<T, false, false>(scores, descriptor(query, (k / 4) * Queries::kPanelBytes + inside),
-                                 keys, k > 0);
+      if constexpr (kHeldSteps > 0) {
+        if (k < kHeldSteps) {
+          product<T, false>(scores, queries + 4 * k, keys, k > 0);
+          continue;
+        }
       }
+      product<T, false, false>(scores, descriptor(query, (k / 4) * Queries::kPanelBytes + inside),
+                               keys, k > 0);
     }
     products_commit();
   }
@@ -75,8 +83,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void begin_out(bool accumulate) {
     ring_at<Shape::kStages>(barriers, Barriers::kValueFull).wait(num_values_seen);
     const Operand value =
-        operand_at(shared + Memory::kValue + BlockRing::stage(num_values_seen) * Values::kBytes,
-                   Values::kPanelBytes);
+        in_stage<Values>(operand_at(shared + Memory::kValue, Values::kPanelBytes), num_values_seen);
     pin(out);
     pin(probabilities);
     products_begin();
@@ -95,16 +102,17 @@ struct ForwardConsumer {
   __device__ __forceinline__ void give_queries_back() {
     ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty).arrive_as_warp(num_queries++);
   }
-  // Loads the queries of a job into registers, and gives their shared memory back.
+  // Loads kHeldColumns of the job's queries into registers. If those are all, gives their shared
+  // memory back.
   __device__ __forceinline__ void hold_queries() {
     const uint32_t from = staged_queries();
     const uint32_t row = 64 * warpgroup + 16 * warp + lane % 16;
 #pragma unroll
-    for (int k = 0; k < Shape::kHeadDim / 16; ++k) {
+    for (int k = 0; k < Shape::kHeldColumns / 16; ++k) {
       load_matrices(from + (k / 4) * Queries::kPanelBytes + swizzled(row, 2 * (k % 4) + lane / 16),
                     queries + 4 * k);
     }
-    give_queries_back();
+    if constexpr (Shape::kHoldsQueries) give_queries_back();
   }
   // Waits for the queries of a job. Returns its first block of keys.
   __device__ __forceinline__ int32_t await_queries() const {
@@ -145,22 +153,26 @@ struct ForwardConsumer {
     for (int i = 0; i < Shape::kValueDim / 2; ++i) out[i] *= softmax.correction[(i >> 1) & 1];
   }
 
-  // Waits for the next job and returns it. Frees the slot of the previous job only now, so that a
-  // block holds at most one ticket that other blocks could work on.
-  __device__ __forceinline__ Job next_job() {
-    ring_at(barriers, Barriers::kJobFull).wait(num_jobs);
-    if (num_jobs > 0) ring_at(barriers, Barriers::kJobEmpty).arrive_as_warp(num_jobs - 1);
-    return in_block<Job>(Memory::kJobs)[Ring<2>::stage(num_jobs++)];
+  // Job n, what this warpgroup computes of it, and its blocks of keys. They are read from shared
+  // memory wherever they are needed, because no registers are left to keep them.
+  __device__ __forceinline__ const Job& job_in_slot(uint32_t n) const {
+    return in_block<Job>(Memory::kJobs)[Ring<2>::stage(n)];
+  }
+  __device__ __forceinline__ JobPart part_in_slot(uint32_t n) const {
+    return part_of<Shape::kWarpgroups>(job_in_slot(n), warpgroup, arguments);
+  }
+  __device__ __forceinline__ BlockRange blocks_in_slot(uint32_t n) const {
+    return blocks_of<Shape::kKeyRows>(job_in_slot(n).tile, arguments.window);
   }
 
-  // Warpgroups take turns to issue products, so that one's softmax overlaps another's products.
-  // Otherwise all of them may run their softmax at the same time.
   __device__ __forceinline__ void await_turn() {
-    named_sync(kTurnBarrier + warpgroup, 256);
+    if constexpr (Shape::kTakesTurns) named_sync(kTurnBarrier + warpgroup, 256);
   }
   __device__ __forceinline__ void end_turn() {
     static_assert(kTurnBarrier + Shape::kWarpgroups <= kWriteBarrier);
-    named_arrive(kTurnBarrier + (warpgroup + 1) % Shape::kWarpgroups, 256);
+    if constexpr (Shape::kTakesTurns) {
+      named_arrive(kTurnBarrier + (warpgroup + 1) % Shape::kWarpgroups, 256);
+    }
   }
 
   // Gives a block of keys and values back unused. It takes a turn, because all warpgroups must take
@@ -189,6 +201,7 @@ struct ForwardConsumer {
                                          int32_t block, int32_t count) {
     products_wait<0>();
     pin(scores);
+    if (!Shape::kHoldsQueries && count == 1) give_queries_back();
     if constexpr (Shape::kIsCapped) cap_scores(scores, arguments.cap);
     mask(tile, block);
     softmax.start(scores, scale_log2);
@@ -203,6 +216,7 @@ struct ForwardConsumer {
       end_turn();
       products_wait<1>();
       pin(scores);
+      if (!Shape::kHoldsQueries && i + 1 == count) give_queries_back();
       if constexpr (Shape::kIsCapped) cap_scores(scores, arguments.cap);
       mask(tile, block);
       const bool moves = softmax.step(scores, scale_log2);
@@ -213,7 +227,6 @@ struct ForwardConsumer {
       if (moves) rescale_out();
       pack_probabilities();
     }
-    if constexpr (!Memory::kOutIsQuery && !Shape::kHoldsQueries) give_queries_back();
     begin_out(count > 1);
   }
 
@@ -232,35 +245,69 @@ struct ForwardConsumer {
         arguments.lse[static_cast<int64_t>(tile.q_row + row) * arguments.heads_q + head] = lse;
       }
     }
+    if constexpr (Shape::kStagesResults) {
+      write_staged(part, inverse);
+    } else {
+      write_directly(part, inverse);
+    }
+  }
+
+  __device__ __forceinline__ void write_staged(const JobPart& part, const float (&scale)[2]) {
     const bool leads = warp == 0 && lane == 0;
     if (leads) copies_wait_read();
     named_sync(kWriteBarrier + warpgroup, 128);
     const uint32_t staged = shared + Memory::kOut, first_row = 64 * warpgroup;
-    stage_rows<T, Results>(staged, first_row, out, inverse);
+    stage_rows<T, Results>(staged, first_row, out, scale);
     named_sync(kWriteBarrier + warpgroup, 128);
-    if (!leads || tile.num_rows <= 0) return;
-    store_tile<Results>(&arguments.out, {head, tile.q_row, tile.num_rows},
+    if (!leads || part.tile.num_rows <= 0) return;
+    store_tile<Results>(&arguments.staged_out, {part.head, part.tile.q_row, part.tile.num_rows},
                         staged + first_row * 128);
     copies_commit();
   }
 
+  // The four threads that hold a row store 64 bytes of it at a time. __syncwarp keeps the compiler
+  // from preparing several of these stores together, which would take too many registers.
+  __device__ __forceinline__ void write_directly(const JobPart& part, const float (&scale)[2]) {
+    const RowTensor& result = arguments.out;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t row = 16 * warp + lane / 4 + 8 * r;
+      uint8_t* to = static_cast<uint8_t*>(result.data) + part.head * result.head_stride +
+                    (part.tile.q_row + row) * result.row_stride;
+#pragma unroll
+      for (int i = 0; i < Shape::kValueDim / 32; ++i) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* pair = out + 4 * (4 * i + j) + 2 * r;
+          words[j] = pack<T>(pair[0] * scale[r], pair[1] * scale[r]);
+        }
+        __syncwarp();
+        transpose_quad(words);
+        const int chunk = 4 * i + lane % 4;
+        if (row < part.tile.num_rows && 8 * chunk < result.head_dim) {
+          reinterpret_cast<uint4*>(to)[chunk] = {words[0], words[1], words[2], words[3]};
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void run() {
     if (warpgroup == Shape::kWarpgroups - 1) end_turn();
-    JobPart part{.head = -1};  // whose last product is under way
-    while (true) {
-      const Job job = next_job();
-      const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
-      const JobPart next = part_of<Shape::kWarpgroups>(job, warpgroup, arguments);
+    for (uint32_t n = 0;; ++n) {
+      // The last product of job n - 1 is under way.
+      ring_at(barriers, Barriers::kJobFull).wait(n);
+      const bool is_over = job_in_slot(n).head < 0;
       int32_t block = 0, num_unseen = 0;
-      if (job.head >= 0) {
+      if (!is_over) {
         block = await_queries();
-        if constexpr (Shape::kHoldsQueries) hold_queries();
+        if constexpr (Shape::kHeldColumns > 0) hold_queries();
         if constexpr (Shape::kSkipsBlocks) {
-          num_unseen = num_skipped(next, blocks, block);
+          num_unseen = num_skipped(part_in_slot(n), blocks_in_slot(n), block);
           block -= num_unseen;
           if (num_unseen > 0) {
             products_wait<0>();
-            if (part.head >= 0) give_values_back();
+            if (n > 0) give_values_back();
             for (int32_t i = 0; i < num_unseen; ++i) skip_block();
           }
         }
@@ -268,36 +315,20 @@ struct ForwardConsumer {
       }
       begin_scores();  // of no use after the last job
       products_wait<1>();
-      if (part.head >= 0) {
+      if (n > 0) {
         pin(out);
         if (num_unseen == 0) give_values_back();
-        write(part);
+        write(part_in_slot(n - 1));
+        // Frees the slot only now, so that a block holds at most one ticket that other blocks could
+        // work on.
+        ring_at(barriers, Barriers::kJobEmpty).arrive_as_warp(n - 1);
       }
-      if (job.head < 0) break;
-      part = next;
-      attend(part.tile, blocks, block, blocks.count() - num_unseen);
+      if (is_over) break;
+      const BlockRange blocks = blocks_in_slot(n);
+      attend(part_in_slot(n).tile, blocks, block, blocks.count() - num_unseen);
     }
     products_wait<0>();
-    if (warp == 0 && lane == 0) copies_wait_read();
-  }
-
-  // The same where results take the place of queries, and so end a job before the next can begin.
-  __device__ __forceinline__ void run_in_place() {
-    if (warpgroup == Shape::kWarpgroups - 1) end_turn();
-    for (Job job = next_job(); job.head >= 0; job = next_job()) {
-      const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
-      const JobPart part = part_of<Shape::kWarpgroups>(job, warpgroup, arguments);
-      const int32_t block = await_queries();
-      ring_at<Shape::kStages>(barriers, Barriers::kKeyFull).wait(num_keys_seen);
-      begin_scores();
-      attend(part.tile, blocks, block, blocks.count());
-      products_wait<0>();
-      pin(out);
-      give_values_back();
-      write(part);
-      if (warp == 0 && lane == 0) copies_wait_read();
-      give_queries_back();
-    }
+    if (Shape::kStagesResults && warp == 0 && lane == 0) copies_wait_read();
   }
 };
 

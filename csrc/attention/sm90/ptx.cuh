@@ -240,6 +240,22 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uin
                : "memory");
 }
 
+// Transposes four words in each of four threads: afterwards word i of thread j is what word j of
+// thread i was. Threads are counted from a lane that is a multiple of 4.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const bool is_upper = (threadIdx.x & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      const uint32_t sent = is_upper ? words[i] : words[i + distance];
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, sent, distance);
+      (is_upper ? words[i] : words[i + distance]) = received;
+    }
+  }
+}
+
 // Adds in global memory if `is_there`, without returning the old value. For four values, `to` is
 // aligned to 16 bytes.
 __device__ __forceinline__ void add_to_global(bool is_there, float* to, float a, float b, float c,
