@@ -1,6 +1,7 @@
 """Compare distca's attention kernels with other libraries: check results, then time every case.
 
     python benchmarks/attention.py --lengths lengths.json --out runs/attention
+    python benchmarks/attention.py --head-dims 192,192:128,256 --shard-rows 128 --shard-keys 8192
 
 All cases are causal, in bfloat16, with N(0, 1) inputs that do not fit in L2. d128, d192 and d256
 have 32 query and 8 key heads, d64 has 32 and 32, and d192:128, whose v is narrower, 16 and 16.
@@ -25,6 +26,7 @@ mode. torch does not fill new memory there, because no kernel needs it.
 
 import argparse
 import gc
+import itertools
 import random
 import statistics
 import sys
@@ -86,7 +88,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cases", type=listed(str, KINDS), default=list(KINDS), help="ratios of shards need dense"
     )
-    parser.add_argument("--head-dims", type=listed(str, tuple(HEADS)), default=list(HEADS))
+    parser.add_argument("--head-dims", type=listed(str, tuple(HEADS)), default=["64", "128"])
+    parser.add_argument("--shard-rows", type=listed(int), default=list(SHARD_ROWS))
+    parser.add_argument("--shard-keys", type=listed(int), default=list(SHARD_KEYS))
     parser.add_argument("--lengths", type=Path, action="append", default=[], help="JSON list")
     parser.add_argument("--tokens", type=listed(int), default=[32768, 131072], help="of documents")
     parser.add_argument("--repeats", type=int, default=20, help="rounds per case")
@@ -95,32 +99,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for attention.csv, .json and .png")
     args = parser.parse_args()
-    if args.repeats < 1 or min(args.tokens) < 1:
-        parser.error("--repeats and --tokens must be positive")
+    if min(args.repeats, *args.tokens, *args.shard_rows, *args.shard_keys) < 1:
+        parser.error("--repeats, --tokens, --shard-rows and --shard-keys must be positive")
+    if max(args.shard_rows) > min(args.shard_keys):
+        parser.error("--shard-rows must not exceed --shard-keys")
     try:
         make_writable("--out", args.out, "attention.csv", "attention.json", "attention.png")
     except ValueError as error:
         parser.error(str(error))
     if args.quick:
         args.repeats, args.tokens = min(args.repeats, QUICK_REPEATS), args.tokens[:1]
+        args.shard_rows, args.shard_keys = [128], args.shard_keys[:1]
     return args
 
 
 def cases_of(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """Yield the cases one by one. Shards and documents use the first of --head-dims."""
-    heads = HEADS[args.head_dims[0]]
-    if "dense" in args.cases:
-        for head_dim in args.head_dims:
+    for heads in map(HEADS.get, args.head_dims):
+        if "dense" in args.cases:
             for length in DENSE_LENGTHS[:2] if args.quick else DENSE_LENGTHS:
-                yield dense_case(HEADS[head_dim], length, device)
-    if "shards" in args.cases:
-        for keys in SHARD_KEYS[:1] if args.quick else SHARD_KEYS:
-            for sharing in SHARINGS:
-                for rows in (128,) if args.quick else SHARD_ROWS:
-                    yield shards_case(heads, Shards(rows, keys, sharing), device)
-    if "documents" in args.cases:
-        for path in args.lengths:
-            for tokens in args.tokens:
+                yield dense_case(heads, length, device)
+        if "shards" in args.cases:
+            for keys, sharing, rows in itertools.product(
+                args.shard_keys, SHARINGS, args.shard_rows
+            ):
+                yield shards_case(heads, Shards(rows, keys, sharing), device)
+        if "documents" in args.cases:
+            for path, tokens in itertools.product(args.lengths, args.tokens):
                 yield documents_case(heads, path, tokens, args.seed, device)
 
 

@@ -41,10 +41,9 @@ def steps(page: str, num_gpus: int, seconds: int, variants: tuple[str, ...], *fl
     return Figure(page, num_gpus, seconds, command + flags, STEPS)
 
 
-def attention(*head_dims: str) -> Figure:
-    command = ("benchmarks/attention.py", "--lengths", LENGTHS, "--tokens", "32768")
-    flags = ("--repeats", "11", "--head-dims", ",".join(head_dims))
-    return Figure("performance.md", 1, 200, command + flags, r"TFLOP|distca|FA3|spills")
+def attention(seconds: int, *flags: str) -> Figure:
+    command = ("benchmarks/attention.py", "--lengths", LENGTHS, "--tokens", "32768", *flags)
+    return Figure("performance.md", 1, seconds, command, r"TFLOP|distca|FA3|spills")
 
 
 def document(seconds: int, *flags: str) -> Figure:
@@ -55,13 +54,15 @@ BALANCED, EQUAL = ("plain", "context", "peer"), ("plain", "peer")
 NODES = ("plain", "context", "process_group", "hybrid")
 HOST = ("plain", "process_group")
 SOCKETS = (*HOST, "process_group pingpong")
+SHORT_SHARDS = ("--shard-rows", "128", "--shard-keys", "8192")
 LONG_STEPS = ("--tokens", "131072", "--layers", "3")
 TWO_NODES = ("--links", "host", "--ranks-per-node", "2")
 TURNS = ("--links", "socket", "--turns", "2")
 OF_LENGTHS, OF_LONGER = ("--lengths", LENGTHS), ("--lengths", LONGER)
 FIGURES = {
-    "kernels": attention("64", "128"),
-    "kernels-wide": attention("192", "192:128", "256"),
+    "kernels-64": attention(230, "--head-dims", "64"),
+    "kernels-128": attention(280, "--head-dims", "128"),
+    "kernels-wide": attention(200, "--head-dims", "192,192:128,256", *SHORT_SHARDS),
     "steps": steps("performance.md", 4, 120, BALANCED, *OF_LENGTHS),
     "steps-longer": steps("performance.md", 4, 120, BALANCED, *OF_LONGER),
     "steps-128k": steps("performance.md", 4, 150, BALANCED, *OF_LENGTHS, *LONG_STEPS),
