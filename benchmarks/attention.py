@@ -22,11 +22,16 @@ TFLOP/s follow the usual count: 2 * head_dim for each of the two matrix products
 five backward, times heads * (query, key) pairs, with half the diagonal. Times are medians over
 rounds; each library runs once per round. "deterministic" is the backward pass in deterministic
 mode. torch does not fill new memory there, because no kernel needs it.
+
+Kernels at the power limit set the clock, so a call right after another library's would run at that
+one's clock. Each timed call therefore follows untimed calls of the same library, which together
+take at least 10 ms.
 """
 
 import argparse
 import gc
 import itertools
+import math
 import random
 import statistics
 import sys
@@ -48,6 +53,8 @@ from attention_cases import (
 from attention_check import Checker, relative_difference
 from attention_peers import (
     PASSES,
+    PEERS,
+    SLOW_PEERS,
     Inputs,
     Runner,
     Unavailable,
@@ -65,7 +72,7 @@ DENSE_LENGTHS = (2048, 8192, 32768, 65536)
 SHARD_ROWS = (64, 128, 256, 512, 2048)
 SHARD_KEYS = (8192, 65536)
 QUICK_REPEATS = 5
-NUM_WARM_UP_CALLS = 2
+LEAD_MS = 10.0
 MATMUL_SIZE = 8192
 # Relative; correct libraries differ by about 0.005.
 MAX_PEER_DIFFERENCE = 0.03
@@ -95,7 +102,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=listed(int), default=[32768, 131072], help="of documents")
     parser.add_argument("--repeats", type=int, default=20, help="rounds per case")
     parser.add_argument("--quick", action="store_true", help="few rounds and short cases")
-    parser.add_argument("--flex", action="store_true", help="also time compiled FlexAttention")
+    peers = [name for name in PEERS if name not in SLOW_PEERS]
+    parser.add_argument(
+        "--peers", type=listed(str, tuple(PEERS)), default=peers, help=f"of {','.join(PEERS)}"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for attention.csv, .json and .png")
     args = parser.parse_args()
@@ -129,23 +139,31 @@ def cases_of(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
 
 
 def milliseconds(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Return the device times of each call, in rounds, so that all calls share clocks and heat.
+    """Return the device times of each call, in rounds, so that all calls share heat.
 
-    Each round has another order, because a call after one that leaves the chip cool runs at higher
-    clocks.
+    Each round has another order. A timed call follows untimed ones that take LEAD_MS together.
     """
-    for call in calls.values():
-        for _ in range(NUM_WARM_UP_CALLS):
-            call()
+
+    def timed(call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        return begin, end
+
+    num_leads = {}
+    for name, call in calls.items():
+        call()
+        begin, end = timed(call)
+        end.synchronize()
+        num_leads[name] = math.ceil(LEAD_MS / begin.elapsed_time(end))
     events = {name: [] for name in calls}
     order = random.Random(0)
     for _ in range(repeats):
         for name, call in order.sample(list(calls.items()), len(calls)):
-            pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            pair[0].record()
-            call()
-            pair[1].record()
-            events[name].append(pair)
+            for _ in range(num_leads[name]):
+                call()
+            events[name].append(timed(call))
     torch.cuda.synchronize()
     return {
         name: [begin.elapsed_time(end) for begin, end in pairs] for name, pairs in events.items()
@@ -262,7 +280,7 @@ def main() -> None:
     # In deterministic mode torch would fill every new tensor with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = False
     device = torch.device("cuda", torch.cuda.current_device())
-    benchmark = Benchmark(args, device, *importable_peers(args.flex))
+    benchmark = Benchmark(args, device, *importable_peers(args.peers))
     if "documents" in args.cases and not args.lengths:
         benchmark.left_out["documents: pass --lengths"] = []
     versions = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"

@@ -231,23 +231,25 @@ def flash_runner(name: str, module: str, case: Case, inputs: Inputs) -> Runner:
 
 
 FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+PEERS: dict[str, Callable] = {
+    "FA2": aten_runner,
+    "cuDNN": cudnn_runner,
+    "FlexAttention": flex_runner,
+} | {name: functools.partial(flash_runner, name, FLASH_MODULES[name]) for name in FLASH_MODULES}
+SLOW_PEERS = ("FlexAttention",)  # takes long to compile
 
 
-def importable_peers(with_flex: bool) -> tuple[dict[str, Callable], dict[str, list]]:
+def importable_peers(names: list[str]) -> tuple[dict[str, Callable], dict[str, list]]:
     """Return makers of runners by library, and the reasons why other libraries are left out."""
-    makers: dict[str, Callable] = {"FA2 (ATen)": aten_runner, "cuDNN (torch)": cudnn_runner}
+    makers: dict[str, Callable] = {}
     left_out: dict[str, list] = {}
-    if with_flex:
-        makers["FlexAttention"] = flex_runner
-    else:
-        left_out["FlexAttention: takes long to compile; pass --flex"] = []
-    for name, module in FLASH_MODULES.items():
+    for name in names:
         try:
-            importlib.import_module(module)
+            if name in FLASH_MODULES:
+                importlib.import_module(FLASH_MODULES[name])
+            makers[name] = PEERS[name]
         except Exception as error:  # a broken build of an optional library raises anything
-            left_out[f"{name}: import {module}: {first_line(error)}"] = []
-            continue
-        makers[name] = functools.partial(flash_runner, name, module)
+            left_out[f"{name}: {first_line(error)}"] = []
     return makers, left_out
 
 
