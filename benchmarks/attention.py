@@ -23,9 +23,8 @@ five backward, times heads * (query, key) pairs, with half the diagonal. Times a
 rounds; each library runs once per round. "deterministic" is the backward pass in deterministic
 mode. torch does not fill new memory there, because no kernel needs it.
 
-Kernels at the power limit set the clock, so a call right after another library's would run at that
-one's clock. Each timed call therefore follows untimed calls of the same library, which together
-take at least 10 ms.
+At the power limit, the power that a kernel draws sets the clock of those after it. Each timed call
+therefore follows untimed calls of the same library, which together take at least 10 ms.
 """
 
 import argparse
