@@ -51,9 +51,9 @@ from attention_cases import (
 )
 from attention_check import Checker, relative_difference
 from attention_peers import (
+    DEFAULT_PEERS,
     PASSES,
     PEERS,
-    SLOW_PEERS,
     Inputs,
     Runner,
     Unavailable,
@@ -101,9 +101,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=listed(int), default=[32768, 131072], help="of documents")
     parser.add_argument("--repeats", type=int, default=20, help="rounds per case")
     parser.add_argument("--quick", action="store_true", help="few rounds and short cases")
-    peers = [name for name in PEERS if name not in SLOW_PEERS]
     parser.add_argument(
-        "--peers", type=listed(str, tuple(PEERS)), default=peers, help=f"of {','.join(PEERS)}"
+        "--peers",
+        type=listed(str, tuple(PEERS)),
+        default=DEFAULT_PEERS,
+        help=f"of {','.join(PEERS)}",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for attention.csv, .json and .png")
@@ -123,7 +125,7 @@ def arguments() -> argparse.Namespace:
 
 
 def cases_of(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    for heads in map(HEADS.get, args.head_dims):
+    for heads in (HEADS[head_dim] for head_dim in args.head_dims):
         if "dense" in args.cases:
             for length in DENSE_LENGTHS[:2] if args.quick else DENSE_LENGTHS:
                 yield dense_case(heads, length, device)

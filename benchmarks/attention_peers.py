@@ -236,20 +236,23 @@ PEERS: dict[str, Callable] = {
     "cuDNN": cudnn_runner,
     "FlexAttention": flex_runner,
 } | {name: functools.partial(flash_runner, name, FLASH_MODULES[name]) for name in FLASH_MODULES}
-SLOW_PEERS = ("FlexAttention",)  # takes long to compile
+DEFAULT_PEERS = [name for name in PEERS if name != "FlexAttention"]  # takes long to compile
 
 
 def importable_peers(names: list[str]) -> tuple[dict[str, Callable], dict[str, list]]:
     """Return makers of runners by library, and the reasons why other libraries are left out."""
     makers: dict[str, Callable] = {}
-    left_out: dict[str, list] = {}
+    left_out: dict[str, list] = {
+        f"{name}: not in --peers": [] for name in PEERS if name not in names
+    }
     for name in names:
         try:
             if name in FLASH_MODULES:
                 importlib.import_module(FLASH_MODULES[name])
-            makers[name] = PEERS[name]
         except Exception as error:  # a broken build of an optional library raises anything
             left_out[f"{name}: {first_line(error)}"] = []
+            continue
+        makers[name] = PEERS[name]
     return makers, left_out
 
 

@@ -63,7 +63,7 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
       .q = make_ragged_map(call.q, 64),
       .k = make_ragged_map(call.k, Shape::kKeyRows),
       .v = make_ragged_map(call.v, Shape::kKeyRows),
-      .staged_out = make_ragged_map(call.out, 64),
+      .staged_out = Shape::kStagesResults ? make_ragged_map(call.out, 64) : CUtensorMap{},
       .whole_k = make_plain_map(call.k, Shape::kKeyRows),
       .whole_v = make_plain_map(call.v, Shape::kKeyRows),
       .out = call.out,
