@@ -8,6 +8,7 @@ import random
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from layout_words import num_rounds, numbers_of_rows
 from oracle import Case
 from peer_canaries import BACKWARD, FORWARD, Canaries, used_ranges
@@ -405,6 +406,23 @@ def attend_in_an_empty_round(rank, world_size):
 def test_a_first_round_that_moves_nothing(peer_ranks):
     for errors in peer_ranks(2).run(attend_in_an_empty_round):
         assert max(errors) < 0.01 and not any(map(math.isnan, errors))
+
+
+def attend_after_a_subgroup(rank, world_size, case):
+    """Return results of all ranks, of which the first two have shared memory without the third."""
+    distca.close()
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        distca.init(pair, distca.Options(transport="peer", **MOVE_ALWAYS))
+        distca.close(pair)
+    open_session(rank, world_size)
+    return attend(rank, world_size, case)
+
+
+def test_ranks_that_have_met_different_numbers_of_times(peer_ranks):
+    case = Case(LENGTHS[:3], 8, 2, 128, dtype=torch.bfloat16)
+    results = peer_ranks(3).run(attend_after_a_subgroup, case, timeout_s=60)
+    assert_as_good_as_the_reference(results, case)
 
 
 def attend_with_many_sources(rank, world_size):

@@ -12,11 +12,10 @@
 #include <utility>
 
 #include "core/rows.h"
+#include "rendezvous.h"
 
 namespace distca::transport::peer {
 namespace {
-
-namespace symmetric = c10d::symmetric_memory;
 
 constexpr int64_t kTableBytes = 2 * kMaxPeers * sizeof(void*);  // of a rendezvous
 constexpr int64_t kGranularity = int64_t{2} << 20;              // bytes of a buffer
@@ -109,8 +108,8 @@ SharedMemory PeerTransport::share(int64_t num_bytes, const Where& where) const {
       if (attempt > 0) c10::cuda::CUDACachingAllocator::emptyCache();
       // Taken and given back: rendezvous needs two small tables, and then may not lack memory.
       at::empty({kTableBytes}, at::TensorOptions(at::kByte).device(members_.device));
-      tensor = symmetric::empty_strided_p2p({num_bytes}, {1}, at::kByte, members_.device,
-                                            members_.group_name, std::nullopt);
+      tensor = c10d::symmetric_memory::empty_strided_p2p(
+          {num_bytes}, {1}, at::kByte, members_.device, members_.group_name, std::nullopt);
     } catch (const c10::Error& error) {
       here = " Here: " + message_of(error);
     }
@@ -133,9 +132,7 @@ SharedMemory PeerTransport::share(int64_t num_bytes, const Where& where) const {
                  "memory_cap_gb (and raise rounds where no plan keeps to it), or peer_memory_gb.",
                  tensor.defined() ? "" : here));
   }
-  const auto shared = symmetric::rendezvous(tensor, members_.group_name);
-  std::vector<char*> addresses;
-  for (void* address : shared->get_buffer_ptrs()) addresses.push_back(static_cast<char*>(address));
+  std::vector<char*> addresses = rendezvous(tensor, members_.group_name);
   return {std::move(tensor), std::move(addresses)};
 }
 
