@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 MAX_COLUMNS = 120  # of prose; tables and blocks of code cannot be wrapped
 MAX_PICTURE_BYTES = 150_000
 COMMAND = re.compile(r"(make|torchrun|python|pip)\s")
+CALIBRATION = ROOT / "tests" / "calibration_of_4_h200.json"
 LENGTHS = [9000, 400, 400, 200, 3000, 50, 1200, 700]
 ENVIRONMENT = {
     **os.environ,
@@ -40,6 +41,9 @@ ENVIRONMENT = {
 # Documented commands that other tests run, by their beginning.
 ELSEWHERE = {
     "python -m distca.calibrate": ("test_calibrate.py::test_the_planner_reads_the_commands_file"),
+    "torchrun --nproc-per-node 4 -m distca.calibrate": (
+        "test_calibrate.py::test_the_planner_reads_the_commands_file"
+    ),
     "python benchmarks/planner.py": "test_planner_benchmark.py::test_grid_is_saved",
     "torchrun --nproc-per-node 2 examples/transformers_finetune.py": (
         "test_transformers_training.py::test_the_example_trains"
@@ -117,18 +121,20 @@ def run_two_ranks(arguments: list, folder: Path) -> str:
     return result.stdout
 
 
-def with_lengths(arguments: list[str], folder: Path) -> list[str]:
-    (folder / "lengths.json").write_text(json.dumps(LENGTHS))
-    return [str(folder / each) if each == "lengths.json" else each for each in arguments]
+def with_files(arguments: list[str], folder: Path) -> list[str]:
+    """Return the arguments with files that exist in place of those that readers have."""
+    files = {"lengths.json": folder / "lengths.json", "calibration.json": CALIBRATION}
+    files["lengths.json"].write_text(json.dumps(LENGTHS))
+    return [str(files.get(each, each)) for each in arguments]
 
 
 def check_explain(arguments: list[str], folder: Path) -> None:
-    explain.main(with_lengths(arguments or ["--lengths", "9,4", "--ranks", "2"], folder))
+    explain.main(with_files(arguments or ["--lengths", "9,4", "--ranks", "2"], folder))
 
 
 def check_simulate(arguments: list[str], folder: Path) -> None:
     short = {"--ranks": "16", "--context": "16384", "--tokens": "16384", "--out": str(folder)}
-    arguments = with_lengths(arguments or ["--distribution", "fixed:9000", "--ranks", "8"], folder)
+    arguments = with_files(arguments or ["--distribution", "fixed:9000", "--ranks", "8"], folder)
     for index, name in enumerate(arguments):
         if name in short:
             arguments[index + 1] = short[name]
@@ -302,7 +308,7 @@ def test_gpu_command(command, tmp_path, monkeypatch):
     short = shlex.split(GPU_COMMANDS[beginning(command)])
     if program == "torchrun":
         arguments = arguments[arguments.index("2") + 1 :]
-    arguments = [ROOT / arguments[0], *with_lengths(arguments[1:], tmp_path), *short]
+    arguments = [ROOT / arguments[0], *with_files(arguments[1:], tmp_path), *short]
     assert (torchrun if program == "torchrun" else run_python)(arguments, tmp_path)
 
 

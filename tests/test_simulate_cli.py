@@ -202,6 +202,10 @@ def test_flags_override_measured_links(tmp_path):
         (["--ranks", "6", "--tp", "4"], "ranks is 6"),
         (["--systems", "best"], "system is 'best'"),
         (["--systems", "distca-ticks"], "system distca-ticks needs pipeline stages, but pp is 1"),
+        (
+            ["--systems", "distca-servers"],
+            "system distca-servers needs servers, but there are none",
+        ),
         (["--steps", "0"], "steps is 0"),
         (["--skip", "-1"], "skip is -1"),
         (["--distribution", "normal:1"], "there is no 'normal'"),

@@ -131,6 +131,8 @@ class Scenario:
     """Tensor parallel GPUs of a group."""
     pp: int = 1
     """Pipeline stages."""
+    servers: int = 0
+    """GPUs beside these ranks that run no model and serve attention."""
     tokens: int = 65536
     """Tokens of a group (the tp GPUs of one tensor parallel group) in one micro-batch."""
     context: int | None = None
@@ -167,6 +169,7 @@ class Scenario:
         if not 0 <= self.keep_inputs_gb < math.inf:
             raise ValueError(f"keep_inputs_gb is {self.keep_inputs_gb}; expected 0 or more")
         self._check_division()
+        self._check_servers()
         self.model.attention(self.tp)
 
     def _check_division(self) -> None:
@@ -194,6 +197,14 @@ class Scenario:
             raise ValueError(
                 f"cp is {self.cp}; expected a multiple of {self.least_cp} (context / tokens) that "
                 f"divides the {self.groups} groups of a stage"
+            )
+
+    def _check_servers(self) -> None:
+        value = self.servers
+        if type(value) is not int or value < 0 or value % self.tp or value and self.pp > 1:
+            raise ValueError(
+                f"servers is {value!r}; expected a multiple of tp = {self.tp}, and 0 with pipeline "
+                f"stages (pp is {self.pp})"
             )
 
     @property
@@ -227,6 +238,11 @@ class Scenario:
         """This scenario with the ranks of all stages, in stage order, as those of one stage."""
         model = replace(self.model, layers=self.stage_layers)
         return replace(self, model=model, pp=1, cp=None, keep_inputs_gb=0.0)
+
+    @property
+    def with_servers(self) -> "Scenario":
+        """This scenario with the servers as its last ranks."""
+        return replace(self, ranks=self.ranks + self.servers, servers=0, cp=None)
 
     @property
     def live_layers(self) -> int:

@@ -190,6 +190,24 @@ def distca(
     return _planned(_outcome(scenario, layers), planning)
 
 
+def distca_with_servers(step: Step, cp: int) -> Outcome:
+    """Return the outcome if servers without a model compute attention, too."""
+    scenario, planning = step.scenario, 0.0
+    pool, held = Step(scenario.with_servers, step.documents), step.drawn(1)
+    num_trainers, num_servers = scenario.groups, pool.scenario.groups - scenario.groups
+    tokens = np.stack([each.tokens for each in held])
+    layers = layers_of(scenario, tokens, np.zeros((len(held), NUM_PASSES, num_trainers)))
+    for i, pack in enumerate(held):
+        work, _, seconds = pool.work(joined([pack, _empty_pack(num_servers)]), in_turn)
+        planning += seconds
+        for pass_idx in (FORWARD, BACKWARD):
+            times, layers.beside[i, pass_idx] = in_turn(pool.scenario, work, pass_idx)
+            layers.seconds[i, pass_idx] += times[:, :num_trainers]
+        workspace = held_bytes(pool.scenario, work)[:num_trainers]
+        layers.workspace_bytes = np.maximum(layers.workspace_bytes, workspace)
+    return _planned(_outcome(scenario, layers), planning)
+
+
 def _planned(outcome: Outcome, seconds: float) -> Outcome:
     """Return the outcome if its plans take `seconds` beside the step before."""
     seconds = max(outcome.schedule.seconds, seconds)
@@ -219,7 +237,11 @@ def _pack_in(tick: Tick, stage: int, held: list[Pack]) -> Pack:
     """Return the pack in `held` that the stage runs in this tick, or an empty one if it is idle."""
     if stage in tick.passes:
         return held[tick.passes[stage].micro_batch]
-    return Pack(held[0].num_ranks, 0, np.empty((0, held[0].pieces.shape[1]), dtype=np.int64))
+    return _empty_pack(held[0].num_ranks)
+
+
+def _empty_pack(num_ranks: int) -> Pack:
+    return Pack(num_ranks, 0, np.empty((0, 4), dtype=np.int64))
 
 
 def _layer_in(tick: Tick, scenario: Scenario, pack: Pack, work: Work) -> np.ndarray:
@@ -283,6 +305,15 @@ class System:
     least_cp: int | None = None  # of the degrees to try; None: no choice
     is_baseline: bool = False
     needs_stages: bool = False
+    needs_servers: bool = False
+
+    def lacks(self, scenario: Scenario) -> str | None:
+        """Return what this system needs and the scenario does not have."""
+        if self.needs_stages and scenario.pp == 1:
+            return "pipeline stages, but pp is 1; raise --pp"
+        if self.needs_servers and scenario.servers == 0:
+            return "servers, but there are none; pass --servers"
+        return None
 
     def degrees(self, scenario: Scenario) -> list[int]:
         """Context parallel degrees to try: powers of two times the least."""
@@ -315,22 +346,22 @@ SYSTEMS = (
     System("distca", "distca", (partial(distca, attend=in_turn),)),
     System("distca-ping-pong", "distca, ping-pong", (partial(distca, attend=ping_pong),)),
     System("distca-ticks", "distca, stages as one pool", (distca_in_ticks,), needs_stages=True),
+    System("distca-servers", "distca, servers", (distca_with_servers,), needs_servers=True),
     System("limit", "balanced for free", (balanced_limit,)),
 )
 
 
 def systems_of(names: list[str] | None, scenario: Scenario) -> list[System]:
     """Return the systems with these names, or all that this scenario can run. Raises ValueError for
-    an unknown name, and for a pipeline's system if there is only one stage."""
+    an unknown name, and for a system that needs stages or servers if there are none."""
     all_names = [system.name for system in SYSTEMS]
-    can_run = [each for each in SYSTEMS if scenario.pp > 1 or not each.needs_stages]
     if names is None:
-        return can_run
+        return [each for each in SYSTEMS if each.lacks(scenario) is None]
     for name in names:
         if name not in all_names:
             raise ValueError(f"system is {name!r}; expected some of {', '.join(all_names)}")
-        if name not in [each.name for each in can_run]:
-            raise ValueError(
-                f"system {name} needs pipeline stages, but pp is {scenario.pp}; raise --pp"
-            )
-    return [each for each in SYSTEMS if each.name in names]
+    chosen = [each for each in SYSTEMS if each.name in names]
+    for each in chosen:
+        if each.lacks(scenario) is not None:
+            raise ValueError(f"system {each.name} needs {each.lacks(scenario)}")
+    return chosen
