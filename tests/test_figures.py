@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import figures  # noqa: E402
 from figures import FIGURES, Figure, measure  # noqa: E402
+from pipeline_step import VARIANTS as PIPELINES  # noqa: E402
 from step_variants import VARIANTS  # noqa: E402
 
 
@@ -39,7 +40,7 @@ def test_figures_use_options_that_exist(name):
     if "--variants" in flags:
         after = figure.command[figure.command.index("--variants") + 1 :]
         variants = set(itertools.takewhile(lambda part: not part.startswith("--"), after))
-        assert variants and variants <= set(VARIANTS)
+        assert variants and variants <= {*VARIANTS, *PIPELINES}
 
 
 def test_shows_the_lines_of_a_figure(args, monkeypatch, capsys):

@@ -6,7 +6,8 @@
 Without names, it lists all figures. --lengths and --longer are the documents of a pretraining mix
 and of one with longer documents, as in docs/performance.md. Figures run one after the other until
 the time is up. A figure is stopped then, and not started if less than half of its usual time is
-left. The whole output of each is in DIR/NAME.txt. The lines that a page quotes are printed.
+left. The whole output of each is in DIR/NAME.txt, and figures of single steps are in DIR/NAME.json.
+The lines that a page quotes are printed.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS, LONGER, OUT = "{lengths}", "{longer}", "{out}"
+LENGTHS, LONGER, OUT = "{lengths}", "{longer}", "{out}"  # the last: DIR/NAME
 STEPS = r"step, ms|balanced limit|faster than|GB/s|exposed communication, of the step +\d"
 
 
@@ -38,7 +39,7 @@ class Figure:
 
 def steps(page: str, num_gpus: int, seconds: int, variants: tuple[str, ...], *flags: str) -> Figure:
     command = ("benchmarks/training_step.py", "--steps", "12", "--variants", *variants)
-    return Figure(page, num_gpus, seconds, command + flags, STEPS)
+    return Figure(page, num_gpus, seconds, (*command, *flags, "--out", OUT + ".json"), STEPS)
 
 
 def attention(seconds: int, *flags: str) -> Figure:
@@ -55,7 +56,7 @@ NODES = ("plain", "context", "process_group", "hybrid")
 HOST = ("plain", "process_group")
 SOCKETS = (*HOST, "process_group pingpong")
 SHORT_SHARDS = ("--shard-rows", "128", "--shard-keys", "8192")
-LONG_STEPS = ("--tokens", "131072", "--layers", "3")
+LONG_STEPS = ("--tokens", "131072", "--layers", "3", "--turns", "2")
 TWO_NODES = ("--links", "host", "--ranks-per-node", "2")
 TURNS = ("--links", "socket", "--turns", "2")
 OF_LENGTHS, OF_LONGER = ("--lengths", LENGTHS), ("--lengths", LONGER)
@@ -63,27 +64,25 @@ FIGURES = {
     "kernels-64": attention(230, "--head-dims", "64"),
     "kernels-128": attention(280, "--head-dims", "128"),
     "kernels-wide": attention(200, "--head-dims", "192,192:128,256", *SHORT_SHARDS),
-    "steps": steps("performance.md", 4, 120, BALANCED, *OF_LENGTHS),
-    "steps-longer": steps("performance.md", 4, 120, BALANCED, *OF_LONGER),
+    "steps": steps("performance.md", 4, 75, BALANCED, *OF_LENGTHS),
+    "steps-longer": steps("performance.md", 4, 75, BALANCED, *OF_LONGER),
     "steps-128k": steps("performance.md", 4, 150, BALANCED, *OF_LENGTHS, *LONG_STEPS),
     "steps-128k-longer": steps("performance.md", 4, 150, BALANCED, *OF_LONGER, *LONG_STEPS),
     "steps-equal": steps("performance.md", 4, 90, EQUAL, "--equal", "8192"),
-    "document-128k": document(120, "--document", "131072", "--rounds", "5"),
-    "document-512k": document(90, "--document", "524288", "--ways", "alone", "peer"),
-    "document-1m": document(120, "--document", "1048576", "--ways", "alone", "peer"),
+    "document-128k": document(60, "--document", "131072", "--rounds", "5"),
+    "document-512k": document(50, "--document", "524288", "--ways", "alone", "peer"),
+    "document-1m": document(145, "--document", "1048576", "--ways", "alone", "peer"),
     "document-mixed": document(90, "--mixed", "131072", *OF_LENGTHS),
     "transport": Figure("performance.md", 4, 90, ("benchmarks/transport.py",)),
     "loss": Figure(
         "performance.md",
         4,
         250,
-        ("benchmarks/loss_curve.py", *OF_LENGTHS, "--out", OUT + "/loss"),
+        ("benchmarks/loss_curve.py", *OF_LENGTHS, "--out", OUT),
     ),
-    "calibration": Figure(
-        "planner.md", 4, 120, ("-m", "distca.calibrate", "--out", OUT + "/calibration.json")
-    ),
-    "nodes": steps("multi-node.md", 4, 160, NODES, *OF_LENGTHS, *TWO_NODES),
-    "nodes-longer": steps("multi-node.md", 4, 160, NODES, *OF_LONGER, *TWO_NODES),
+    "calibration": Figure("planner.md", 4, 45, ("-m", "distca.calibrate", "--out", OUT + ".json")),
+    "nodes": steps("multi-node.md", 4, 80, NODES, *OF_LENGTHS, *TWO_NODES),
+    "nodes-longer": steps("multi-node.md", 4, 80, NODES, *OF_LONGER, *TWO_NODES),
     "host": steps("multi-node.md", 2, 90, HOST, *OF_LENGTHS, "--links", "host"),
     "host-longer": steps("multi-node.md", 2, 90, HOST, *OF_LONGER, "--links", "host"),
     "sockets": steps("multi-node.md", 2, 180, SOCKETS, *OF_LENGTHS, *TURNS),
@@ -92,14 +91,16 @@ FIGURES = {
     "pipeline": Figure(
         "pipelines.md",
         4,
-        200,
-        ("benchmarks/pipeline_step.py", *OF_LENGTHS, "--layers", "8", "--checkpoint"),
+        110,
+        ("benchmarks/pipeline_step.py", *OF_LENGTHS, "--layers", "8", "--checkpoint")
+        + ("--steps", "5", "--variants", "1F1B", "pool"),
     ),
     "server": Figure(
         "servers.md",
         4,
-        120,
-        ("benchmarks/server_step.py", "server", *OF_LENGTHS, "--steps", "12"),
+        45,
+        ("benchmarks/server_step.py", "server", *OF_LENGTHS, "--steps", "12")
+        + ("--out", OUT + ".json"),
         STEPS + "|server",
     ),
 }
@@ -141,7 +142,7 @@ def stop(process: subprocess.Popen) -> None:
 def measure(name: str, args: argparse.Namespace, seconds: float) -> int:
     """Measure a figure in at most `seconds`. Return its exit status, 124 if the time was up."""
     figure = FIGURES[name]
-    values = {"lengths": args.lengths, "longer": args.longer, "out": args.out}
+    values = {"lengths": args.lengths, "longer": args.longer, "out": args.out / name}
     command = [part.format(**values) for part in figure.command]
     launch = [sys.executable]
     if figure.num_gpus > 1:
