@@ -74,6 +74,9 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 2 benchmarks/server_step.py server": (
         "test_server_step.py::test_a_server_takes_a_part_of_attention"
     ),
+    "torchrun --nproc-per-node 4 benchmarks/server_step.py server": (
+        "test_server_step.py::test_a_server_takes_a_part_of_attention"
+    ),
     "torchrun --nproc-per-node 2 benchmarks/server_step.py slow": (
         "test_server_step.py::test_other_work_beside_one_rank"
     ),
@@ -122,7 +125,7 @@ def run_two_ranks(arguments: list, folder: Path) -> str:
 
 
 def with_files(arguments: list[str], folder: Path) -> list[str]:
-    """Return the arguments with files that exist in place of those that readers have."""
+    """Return the arguments with lengths.json and calibration.json replaced by existing files."""
     files = {"lengths.json": folder / "lengths.json", "calibration.json": CALIBRATION}
     files["lengths.json"].write_text(json.dumps(LENGTHS))
     return [str(files.get(each, each)) for each in arguments]

@@ -409,7 +409,7 @@ def test_a_first_round_that_moves_nothing(peer_ranks):
 
 
 def attend_after_a_subgroup(rank, world_size, case):
-    """Return results of all ranks, of which the first two have shared memory without the third."""
+    """Return results after ranks 0 and 1 have shared memory in a group of their own."""
     distca.close()
     pair = dist.new_group([0, 1])
     if rank < 2:

@@ -684,7 +684,7 @@ def test_ticks_send_to_the_next_stage():
 
 
 def test_a_server_by_hand():
-    """One rank holds six tiles of attention, of which the server computes three."""
+    """One rank has six tiles of attention. The server computes three of them."""
     scenario = replace(UNIT, ranks=1, servers=1, tokens=3 * ROWS, context=3 * ROWS)
     step = documents([3 * ROWS])
     assert seconds_of("distca-servers", scenario, step) == pytest.approx(3 * (1 + 2) + 3 + 6)
@@ -917,9 +917,10 @@ def test_predictions_of_measured_steps(case, monkeypatch):
         assert 1e3 * seconds == pytest.approx(expected_ms, rel=0.04), name
 
 
-# Steps on four H200 with NVLink, from docs/performance.md and docs/servers.md. Again, synthetic
-# documents make ranks as unequal as they were: (tokens of a rank, layers, length of short
-# documents, lengths / 1024 of the long document of each rank in each of nine steps, ms by system).
+# Steps on four H200 with NVLink, from docs/performance.md and docs/servers.md. As above, synthetic
+# documents make ranks as unequal as in the measurement. Each case is (tokens of a rank, layers,
+# length of short documents, lengths / 1024 of the long document of each rank in each of nine steps,
+# ms by system).
 # In the case "server", three ranks train.
 FOUR = {
     "pretrain": (
@@ -956,7 +957,7 @@ FOUR = {
 
 @pytest.mark.parametrize("case", FOUR)
 def test_predictions_of_measured_steps_on_four_gpus(case):
-    """Nothing is fitted. The speeds of attention and of links are from a calibration there."""
+    """Nothing is fitted. Speeds of attention and links are from a calibration of these GPUs."""
     tokens, layers, filler, longest, measured_ms = FOUR[case]
     calibration = Calibration.load(Path(__file__).parent / "calibration_of_4_h200.json")
     drawn = [

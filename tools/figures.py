@@ -6,7 +6,8 @@
 Without names, it lists all figures. --lengths and --longer are the documents of a pretraining mix
 and of one with longer documents, as in docs/performance.md. Figures run one after the other until
 the time is up. A figure is stopped then, and not started if less than half of its usual time is
-left. The whole output of each is in DIR/NAME.txt, and figures of single steps are in DIR/NAME.json.
+left. The full output of each figure is in DIR/NAME.txt. Files that its command writes are
+DIR/NAME.json and the like, or in DIR/NAME.
 The lines that a page quotes are printed.
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS, LONGER, OUT = "{lengths}", "{longer}", "{out}"  # the last: DIR/NAME
+LENGTHS, LONGER, OUT = "{lengths}", "{longer}", "{out}"  # {out} is DIR/NAME
 STEPS = r"step, ms|balanced limit|faster than|GB/s|exposed communication, of the step +\d"
 
 

@@ -80,7 +80,8 @@ all stages as one pool, all ranks run the ticks of distca/planning/ticks.py toge
 tick lasts as long as it does on the slowest stage, and activations are sent between ticks. Idle
 stages compute attention for the others.
 
-**Servers** are `--servers` more GPUs. They take tasks of the plan, and hold no rows and no model.
+**Servers** are `--servers` additional GPUs. They run tasks of the plan, but have no documents and
+no model.
 
 **Memory** of a rank: weights, gradients and optimizer (scenario.py), activations of all
 micro-batches in flight, the largest workspace that attention needs beside them, and kept inputs.

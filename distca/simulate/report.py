@@ -15,7 +15,7 @@ WIDTH = 100
 
 def heading(scenario: Scenario, source: str, num_steps: int) -> str:
     model, groups = scenario.model, scenario.groups
-    servers = f", and {scenario.servers} that serve attention" * bool(scenario.servers)
+    servers = f", servers: {scenario.servers}" * bool(scenario.servers)
     return (
         f"{model.name} ({model.layers} layers, {model.params / 1e9:.2f}e9 parameters)\n"
         f"{scenario.ranks} GPUs = {groups} groups x tp {scenario.tp} x pp {scenario.pp}{servers}\n"

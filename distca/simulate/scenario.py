@@ -132,7 +132,7 @@ class Scenario:
     pp: int = 1
     """Pipeline stages."""
     servers: int = 0
-    """GPUs beside these ranks that run no model and serve attention."""
+    """Number of additional GPUs that run no model and only compute attention."""
     tokens: int = 65536
     """Tokens of a group (the tp GPUs of one tensor parallel group) in one micro-batch."""
     context: int | None = None
@@ -203,8 +203,8 @@ class Scenario:
         value = self.servers
         if type(value) is not int or value < 0 or value % self.tp or value and self.pp > 1:
             raise ValueError(
-                f"servers is {value!r}; expected a multiple of tp = {self.tp}, and 0 with pipeline "
-                f"stages (pp is {self.pp})"
+                f"servers is {value!r}; expected a multiple of tp = {self.tp}, or 0 if pp > 1 "
+                f"(pp is {self.pp})"
             )
 
     @property

@@ -191,7 +191,7 @@ def distca(
 
 
 def distca_with_servers(step: Step, cp: int) -> Outcome:
-    """Return the outcome if servers without a model compute attention, too."""
+    """Return the outcome if GPUs that run no model compute attention, too."""
     scenario, planning = step.scenario, 0.0
     pool, held = Step(scenario.with_servers, step.documents), step.drawn(1)
     num_trainers, num_servers = scenario.groups, pool.scenario.groups - scenario.groups
@@ -308,7 +308,7 @@ class System:
     needs_servers: bool = False
 
     def lacks(self, scenario: Scenario) -> str | None:
-        """Return what this system needs and the scenario does not have."""
+        """Return what this system needs but the scenario lacks, or None."""
         if self.needs_stages and scenario.pp == 1:
             return "pipeline stages, but pp is 1; raise --pp"
         if self.needs_servers and scenario.servers == 0:

@@ -14,12 +14,12 @@ namespace {
 using c10::intrusive_ptr;
 using std::chrono::milliseconds;
 
-// A part of a store in which exchanges of symmetric memory are numbered from 1.
+// Numbers the exchanges of one rendezvous of symmetric memory from 1 in the keys of a store.
 //
-// PyTorch's keys are <kind>/<number of the exchange in this process>/<rank>. If ranks have taken
-// part in different numbers of exchanges, in other groups, they would wait for each other under
-// different keys. Keys of one exchange follow each other, and all ranks of a rendezvous have the
-// same exchanges in the same order.
+// PyTorch's keys are <kind>/<number of the exchange in this process>/<rank>. Ranks that have taken
+// part in different numbers of exchanges, for example in other groups, would wait for each other
+// under different keys. Consecutive keys with the same prefix belong to one exchange. All ranks of
+// a rendezvous make the same exchanges in the same order, so their numbers agree.
 class NumberedStore : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;
@@ -57,13 +57,13 @@ class NumberedStore : public c10d::PrefixStore {
   int64_t num_exchanges_ = 0;
 };
 
-// The ranks of a group, under a name of their own for one rendezvous. They meet in the group's
-// store, and have no backend.
+// Registers the ranks of a group under a new name, for one rendezvous. The new group uses the store
+// of the original group and has no backend.
 class NamedRanks {
  public:
   NamedRanks(const c10d::ProcessGroup& group, const std::string& group_name) {
     const int rank = group.getRank();
-    // Every rank counts for itself, in the store, and all come to the same number.
+    // Each rank counts its own rendezvous. They are collective, so all get the same number.
     const int64_t number = group.getStore()->add(c10::str("distca/num_meetings/", rank), 1);
     name_ = c10::str(group_name, "/meeting/", number);
     ranks_ = c10::make_intrusive<c10d::ProcessGroup>(

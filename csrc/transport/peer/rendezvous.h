@@ -7,9 +7,9 @@
 
 namespace distca::transport::peer {
 
-// Lets all ranks of a process group reach the memory of `tensor`, which is as large on all of them
-// and was allocated as symmetric memory. Returns its address on each rank, as seen by this one.
-// Collective, and waits for the other ranks as long as the group's store does.
+// Lets all ranks of a process group access `tensor`, which must be symmetric memory of equal size
+// on every rank. Returns, for each rank, the address at which this rank can access its memory.
+// Collective. Waits for the other ranks until the timeout of the group's store.
 std::vector<char*> rendezvous(const at::Tensor& tensor, const std::string& group_name);
 
 }  // namespace distca::transport::peer
