@@ -169,39 +169,28 @@ def balanced_limit(step: Step, cp: int) -> Outcome:
 
 
 def distca(
-    step: Step, cp: int, attend: Attend, packs: Callable[[Step, int], list[Pack]] = Step.drawn
+    step: Step,
+    cp: int,
+    attend: Attend,
+    packs: Callable[[Step, int], list[Pack]] = Step.drawn,
+    has_servers: bool = False,
 ) -> Outcome:
     """Return the outcome with a plan for each micro-batch. Plans are computed during the step
     before, so planning shows only if it takes longer than a step. Ping-pong needs two runs on each
-    rank if documents cross ranks."""
+    rank if documents cross ranks. `has_servers`: GPUs that run no model compute attention, too."""
     scenario, planning = step.scenario, 0.0
-    runs = 2 if attend is ping_pong and scenario.least_cp > 1 else 1
-    held = packs(step, runs)
-    tokens = np.stack([each.tokens for each in held])
-    layers = layers_of(scenario, tokens, np.zeros((len(held), NUM_PASSES, scenario.groups)))
-    for i, pack in enumerate(held):
-        work, how, seconds = step.work(pack, attend, step.late_starts(pack))
-        planning += seconds
-        for pass_idx in (FORWARD, BACKWARD):
-            times, layers.beside[i, pass_idx] = how(scenario, work, pass_idx)
-            layers.seconds[i, pass_idx] += times
-        workspace = held_bytes(scenario, work)
-        layers.workspace_bytes = np.maximum(layers.workspace_bytes, workspace)
-    return _planned(_outcome(scenario, layers), planning)
-
-
-def distca_with_servers(step: Step, cp: int) -> Outcome:
-    """Return the outcome if GPUs that run no model compute attention, too."""
-    scenario, planning = step.scenario, 0.0
-    pool, held = Step(scenario.with_servers, step.documents), step.drawn(1)
-    num_trainers, num_servers = scenario.groups, pool.scenario.groups - scenario.groups
+    num_trainers = scenario.groups
+    pool = Step(scenario.with_servers if has_servers else scenario, step.documents)
+    idle = _empty_pack(pool.scenario.groups - num_trainers)
+    held = packs(step, 2 if attend is ping_pong and scenario.least_cp > 1 else 1)
     tokens = np.stack([each.tokens for each in held])
     layers = layers_of(scenario, tokens, np.zeros((len(held), NUM_PASSES, num_trainers)))
     for i, pack in enumerate(held):
-        work, _, seconds = pool.work(joined([pack, _empty_pack(num_servers)]), in_turn)
+        starts = np.pad(step.late_starts(pack), ((0, 0), (0, idle.num_ranks)))
+        work, how, seconds = pool.work(joined([pack, idle]), attend, starts)
         planning += seconds
         for pass_idx in (FORWARD, BACKWARD):
-            times, layers.beside[i, pass_idx] = in_turn(pool.scenario, work, pass_idx)
+            times, layers.beside[i, pass_idx] = how(pool.scenario, work, pass_idx)
             layers.seconds[i, pass_idx] += times[:, :num_trainers]
         workspace = held_bytes(pool.scenario, work)[:num_trainers]
         layers.workspace_bytes = np.maximum(layers.workspace_bytes, workspace)
@@ -346,7 +335,12 @@ SYSTEMS = (
     System("distca", "distca", (partial(distca, attend=in_turn),)),
     System("distca-ping-pong", "distca, ping-pong", (partial(distca, attend=ping_pong),)),
     System("distca-ticks", "distca, stages as one pool", (distca_in_ticks,), needs_stages=True),
-    System("distca-servers", "distca, servers", (distca_with_servers,), needs_servers=True),
+    System(
+        "distca-servers",
+        "distca, servers",
+        (partial(distca, attend=in_turn, has_servers=True),),
+        needs_servers=True,
+    ),
     System("limit", "balanced for free", (balanced_limit,)),
 )
 
