@@ -1,7 +1,7 @@
 """Private names of PyTorch that distca needs, all in one place.
 
-They may change with any release. The tests cover them on PyTorch 2.11, and on the CPU also on 2.14
-and 2.15. Look here first when a new release breaks distca.
+They may change with any release. The tests cover them on PyTorch 2.11, and on the CPU also on 2.12
+to 2.15. Look here first when a new release breaks distca.
 """
 
 import inspect
