@@ -26,8 +26,8 @@ cost: 0.63 with two ranks and p = 0.4. They save less if the slow rank's linear 
 longer than such a step.
 
 The other work begins after the group has opened and measured its links and its attention, so all
-variants plan with similar figures. Ranks time attention in one call of four, and the work between
-calls in one step of two. Choose --skip so that it covers the steps until both are known: about 10.
+variants plan with similar figures. Ranks time attention in one call of four. Choose --skip so that
+it covers the steps until speeds are known: about 10.
 
 On the CPU, distca measures no speeds, so "slow measured" has the same plans as "slow". Each rank
 then runs on one core, and the other work on the core of the last rank.

@@ -194,9 +194,14 @@ def test_a_rank_that_lags_gets_less(ranks):
 
 
 def timed_calls(
-    rank: int, world_size: int, lengths: list[list[int]], num_layers: int, recomputes: bool
+    rank: int,
+    world_size: int,
+    lengths: list[list[int]],
+    num_layers: int,
+    recomputes: bool,
+    first_step: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the times of tasks and of gaps in four steps."""
+    """Return the times of tasks and of gaps in four steps, from `first_step` on."""
 
     def layer(x: torch.Tensor, *keys) -> torch.Tensor:
         time.sleep(GAP_S)
@@ -208,6 +213,8 @@ def timed_calls(
     ops.take_task_times(name)  # from now on both are timed
     ops.take_gap_times(name)
     with mock.patch.object(Pace, "words", lambda *_: [UNKNOWN] * NUM_WORDS):  # takes no times
+        for _ in range(first_step):
+            distca.plan(place(rank, world_size, Case(lengths))[0]).wait()
         for _ in range(4):
             documents, (x, *keys), grad_out = place(rank, world_size, Case(lengths))
             distca.plan(documents)
@@ -234,9 +241,9 @@ def test_tasks_of_one_call_in_four_are_timed(ranks, lengths):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_gaps_between_calls_of_one_step_in_two_are_timed(ranks, recomputes):
+def test_gaps_between_calls_of_the_first_steps_are_timed(ranks, recomputes):
     for _, gaps in ranks(2).run(timed_calls, CASE.lengths, 3, recomputes):
-        assert gaps[:, 0].unique().tolist() == [0, 2]
+        assert gaps[:, 0].unique().tolist() == [0, 1, 2, 3]
         forward = [[1, 0], [2, 0]]
         backward = [[1, 1], [0, 1]]
         if recomputes:  # each layer has a recomputed call before its backward call
@@ -244,3 +251,8 @@ def test_gaps_between_calls_of_one_step_in_two_are_timed(ranks, recomputes):
         assert gaps[gaps[:, 0] == 2, 1:3].tolist() == forward + backward
         assert (gaps[gaps[:, 2] == 0, 3] >= 1e9 * GAP_S).all(), "the layer's other work"
         assert (gaps[:, 3] < 1e9 * 50 * GAP_S).all(), "calls are left out"
+
+
+def test_gaps_of_some_later_steps_are_timed(ranks):
+    for _, gaps in ranks(2).run(timed_calls, CASE.lengths, 2, False, 16):
+        assert gaps[:, 0].unique().tolist() == [18]

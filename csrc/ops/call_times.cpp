@@ -43,12 +43,14 @@ bool TaskTimes::notes(const transport::Where& where) const {
   return are_taken() && where.is_sampled() && !is_recomputed(where);
 }
 
-// Times all calls of about every second batch, because a gap needs both of its calls. Batches are
+// Times all calls of the first batches, so that plans soon know how ranks differ. Later it times
+// all calls of about every second batch, because a gap needs both of its calls. Batches are
 // numbered by plans, of which a step may have several, so their parity would not do.
 bool GapTimes::notes(int64_t batch) const {
+  constexpr int64_t kFirstBatches = 16;
   constexpr uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;  // over 1, times 2^64
   const bool is_sampled = static_cast<uint64_t>(batch) * kGoldenRatio >> 63 == 0;
-  return are_taken() && batch >= 0 && is_sampled;
+  return are_taken() && batch >= 0 && (batch < kFirstBatches || is_sampled);
 }
 
 void GapTimes::begin(const transport::Where& where, int64_t batch, c10::Device device) {

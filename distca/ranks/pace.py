@@ -20,7 +20,7 @@ LEAST_SAMPLES = 3
 LEAST_SECONDS = 2e-4  # of a layer's tasks; launches make shorter ones look slow
 ALIKE = 0.8  # of the fastest rank's speed: ranks above it count as equally fast
 LEAST_TOKEN_SAMPLES = 2  # one may be of a first step, which warms up
-LEAST_LAG_SAMPLES = 5
+LEAST_LAG_SAMPLES = 3
 LEAST_LAG = 0.003  # of a layer's other work; smaller lags are not worth a transfer
 
 
