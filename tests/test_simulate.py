@@ -694,6 +694,14 @@ def test_a_server_by_hand():
     assert outcome.memory_bytes.shape == (1,)
 
 
+def test_a_server_of_documents_that_cross_ranks():
+    """Two ranks hold ten tiles. With a server, none computes more than four."""
+    scenario = replace(UNIT, servers=1, context=4 * ROWS)
+    step = documents([4 * ROWS])
+    assert seconds_of("distca-servers", scenario, step) == pytest.approx(3 * 2 + 4 + 8)
+    assert seconds_of("distca", scenario, step) >= 3 * 2 + 5 + 10
+
+
 def test_gradients_meet_once_a_step_under_zero1():
     machine = replace(UNIT_MACHINE, inside=Link(0.0, TINY.params / 2))
     apart = replace(UNIT, sharding="zero1", machine=machine)
@@ -920,8 +928,7 @@ def test_predictions_of_measured_steps(case, monkeypatch):
 # Steps on four H200 with NVLink, from docs/performance.md and docs/servers.md. As above, synthetic
 # documents make ranks as unequal as in the measurement. Each case is (tokens of a rank, layers,
 # length of short documents, lengths / 1024 of the long document of each rank in each of nine steps,
-# ms by system).
-# In the case "server", three ranks train.
+# ms by system). In the case "server", three ranks train.
 FOUR = {
     "pretrain": (
         *(65536, 4, 4096),

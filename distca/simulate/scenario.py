@@ -201,7 +201,8 @@ class Scenario:
 
     def _check_servers(self) -> None:
         value = self.servers
-        if type(value) is not int or value < 0 or value % self.tp or value and self.pp > 1:
+        is_multiple = type(value) is int and value >= 0 and value % self.tp == 0
+        if not is_multiple or (value > 0 and self.pp > 1):
             raise ValueError(
                 f"servers is {value!r}; expected a multiple of tp = {self.tp}, or 0 if pp > 1 "
                 f"(pp is {self.pp})"
@@ -241,8 +242,10 @@ class Scenario:
 
     @property
     def with_servers(self) -> "Scenario":
-        """This scenario with the servers as its last ranks."""
-        return replace(self, ranks=self.ranks + self.servers, servers=0, cp=None)
+        """This scenario with the servers as its last ranks. Servers hold no packs, so these do not
+        divide the ranks."""
+        ranks = self.ranks + self.servers
+        return replace(self, ranks=ranks, servers=0, cp=None, context=self.tokens)
 
     @property
     def live_layers(self) -> int:

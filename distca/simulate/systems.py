@@ -180,7 +180,7 @@ def distca(
     rank if documents cross ranks. `has_servers`: GPUs that run no model compute attention, too."""
     scenario, planning = step.scenario, 0.0
     num_trainers = scenario.groups
-    pool = Step(scenario.with_servers if has_servers else scenario, step.documents)
+    pool = Step(scenario.with_servers, step.documents) if has_servers else step
     idle = _empty_pack(pool.scenario.groups - num_trainers)
     held = packs(step, 2 if attend is ping_pong and scenario.least_cp > 1 else 1)
     tokens = np.stack([each.tokens for each in held])
