@@ -7,8 +7,7 @@ Without names, it lists all figures. --lengths and --longer are the documents of
 and of one with longer documents, as in docs/performance.md. Figures run one after the other until
 the time is up. A figure is stopped then, and not started if less than half of its usual time is
 left. The full output of each figure is in DIR/NAME.txt. Files that its command writes are
-DIR/NAME.json and the like, or in DIR/NAME.
-The lines that a page quotes are printed.
+DIR/NAME.json and the like, or in DIR/NAME. The lines that a page quotes are printed.
 """
 
 import argparse
