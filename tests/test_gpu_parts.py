@@ -1,5 +1,7 @@
 """On CUDA devices: rows travel in parts, each with some of the heads."""
 
+import os
+
 import oracle
 import pytest
 import torch
@@ -14,13 +16,17 @@ from distca.planning import cluster
 pytestmark = pytest.mark.gpu
 
 LONG = Case([[65536], [64]], 16, 8, 128, dtype=torch.bfloat16)  # rank 0 sends, rank 1 serves
+TWO_NODES = {"transport": "hybrid", "ranks_per_node": 2}
+WAYS = pytest.mark.parametrize("way", [{}, TWO_NODES], ids=["one node", "two nodes"])
 CYCLES = 2_000_000  # of a delay: about a millisecond
 
 
 @pytest.fixture(scope="module")
 def four():
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     started = Ranks(4, "nccl")
     yield started
+    del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
     started.stop()
 
 
@@ -28,7 +34,8 @@ def attend(rank: int, world_size: int, case: Case, are_short: bool, options: dic
     """Return out, dq, dk, dv of the second of two layers, and the number of parts."""
     cluster.LEAST_SECONDS_OF_PART = 1e9 if are_short else 0.0
     distca.close()
-    distca.init(options=distca.Options(transport="process_group", **MOVE_ALWAYS, **options))
+    options = {"transport": "process_group", **MOVE_ALWAYS, **options}
+    distca.init(options=distca.Options(**options))
     documents, leaves, grad_out = place(case, rank, world_size)
     how = {"window_size": case.window_size, "device": "cuda", "shape": case.shape}
     laid_out = distca.plan(documents, **how).wait().layout
@@ -42,23 +49,35 @@ def attend(rank: int, world_size: int, case: Case, are_short: bool, options: dic
 
 
 def results_of(four, case: Case, are_short: bool = False, **options) -> list[torch.Tensor]:
+    if "ranks_per_node" in options and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("peer memory needs a Hopper GPU")
     per_rank, parts = zip(*four.run(attend, case, are_short, options), strict=True)
     assert set(parts) == {1 if are_short else 4}
     return [torch.cat(each) for each in zip(*per_rank, strict=True)]
 
 
+@WAYS
 @pytest.mark.parametrize("options", [{}, {"keep_inputs_gb": 1.0}], ids=["sent again", "kept"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_equals_the_oracle(four, mask, sharded, options):
+def test_equals_the_oracle(four, mask, sharded, options, way):
     lengths = [sum(LENGTHS, []), [], [], []] if sharded else LENGTHS
     case = Case(lengths, 8, 2, 64, MASKS[mask], sharded, torch.bfloat16)
-    oracle.assert_close(results_of(four, case, **options), *oracle.truths_and_limits(case))
+    oracle.assert_close(results_of(four, case, **options, **way), *oracle.truths_and_limits(case))
 
 
-def test_the_bits_are_those_of_one_part(four):
-    case = Case(LENGTHS, 8, 4, 128, dtype=torch.bfloat16)
-    parts, whole = (results_of(four, case, short, deterministic=True) for short in (False, True))
+@WAYS
+@pytest.mark.parametrize("heads_q, heads_kv, head_dim", [(8, 8, 40), (12, 4, 128), (4, 1, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads(four, heads_q, heads_kv, head_dim, dtype, way):
+    case = Case(LENGTHS, heads_q, heads_kv, head_dim, dtype=dtype)
+    oracle.assert_close(results_of(four, case, **way), *oracle.truths_and_limits(case))
+
+
+@WAYS
+def test_the_bits_are_those_of_one_part(four, way):
+    case, options = Case(LENGTHS, 8, 4, 128, dtype=torch.bfloat16), {"deterministic": True, **way}
+    parts, whole = (results_of(four, case, short, **options) for short in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
 
 

@@ -25,11 +25,15 @@ CASES = {
     **{name: Case(lengths) for name, lengths in WHOLE.items()},
     **{name: Case([lengths, [], [], []], sharded=True) for name, lengths in PACKS.items()},
 }
+TWO_NODES = {"transport": "hybrid", "ranks_per_node": 2}
 OPTIONS = {
     "plain": {},
     "kept inputs": {"keep_inputs_gb": 1.0},
     "rounds": {"memory_cap_gb": 2e-4, "rounds": 4},
     "deterministic": {"deterministic": True},
+    "two nodes": TWO_NODES,
+    "two nodes, kept inputs": {"keep_inputs_gb": 1.0, **TWO_NODES},
+    "two nodes, rounds": {"memory_cap_gb": 2e-4, "rounds": 4, **TWO_NODES},
 }
 
 
@@ -62,11 +66,13 @@ def results_of(four, case: Case, options: dict, expected: int = 4, **more) -> li
     return [torch.cat(each) for each in zip(*per_rank, strict=True)]
 
 
+@pytest.mark.parametrize("options", [{}, TWO_NODES], ids=["one node", "two nodes"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("documents", CASES)
-def test_equals_the_oracle_in_float64(four, mask, documents):
+def test_equals_the_oracle_in_float64(four, mask, documents, options):
     case = Case(**{**vars(CASES[documents]), "window_size": MASKS[mask]})
-    oracle.assert_close(results_of(four, case, {}), oracle.forward_backward(case), [1e-12] * 4)
+    results = results_of(four, case, options)
+    oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -77,12 +83,14 @@ def test_heads_in_float64(four, heads_q, heads_kv, head_dim, head_dim_v, expecte
     oracle.assert_close(results, oracle.forward_backward(case), [1e-12] * 4)
 
 
+@pytest.mark.parametrize("options", [{}, TWO_NODES], ids=["one node", "two nodes"])
 @pytest.mark.parametrize("documents", ["skewed", "one_over_all"])
-def test_the_bits_are_those_of_one_part(four, documents):
+def test_the_bits_are_those_of_one_part(four, documents, options):
     heads = {"heads_q": 8, "heads_kv": 4}
     case = Case(**{**vars(CASES[documents]), "dtype": torch.bfloat16, "head_dim": 64, **heads})
-    parts = results_of(four, case, {"deterministic": True})
-    whole = results_of(four, case, {"deterministic": True}, expected=1, are_short=True)
+    options = {"deterministic": True, **options}
+    parts = results_of(four, case, options)
+    whole = results_of(four, case, options, expected=1, are_short=True)
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
 
 

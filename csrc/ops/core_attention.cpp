@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "checks.h"
-#include "core/head_parts.h"
 #include "keeping.h"
+#include "transport/head_part.h"
 
 namespace distca::ops {
 namespace {
@@ -25,49 +25,15 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
+using transport::HeadPart;
 using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
-// Heads that travel together: a part of the query heads, with the key heads that they read. If
-// consecutive parts share key heads, the first of them brings the key heads, and the last takes
-// their gradients home.
-struct HeadPart {
-  int64_t index;
-  HeadParts all;
-
-  bool shares_keys() const { return all.key_count < all.count; }
-  bool brings_keys() const { return index % num_sharing() == 0; }
-  bool returns_keys() const { return (index + 1) % num_sharing() == 0; }
-
-  // Return this part's heads of rows [rows, heads, ...].
-  at::Tensor of_queries(const at::Tensor& rows) const { return of(rows, index, all.count); }
-  at::Tensor of_keys(const at::Tensor& rows) const {
-    return of(rows, index / num_sharing(), all.key_count);
-  }
-  // Returns what travels to servers.
-  transport::Inputs of(const transport::Inputs& rows) const {
-    if (!brings_keys()) return {of_queries(rows.q), {}, {}};
-    return {of_queries(rows.q), of_keys(rows.k), of_keys(rows.v)};
-  }
-
- private:
-  static at::Tensor of(const at::Tensor& rows, int64_t index, int64_t count) {
-    if (count == 1 || !rows.defined()) return rows;
-    const int64_t num_heads = rows.size(1) / count;
-    return rows.narrow(1, index * num_heads, num_heads);
-  }
-  int64_t num_sharing() const { return all.count / all.key_count; }
-};
-
-// Returns the parts of a call, equal on all ranks. Rows of the next part travel while visiting
-// tasks of this one run.
-std::vector<HeadPart> parts_of(const Call& call) {
+// Returns how the heads of a call are divided, equally on all ranks. Rows of the next part travel
+// while visiting tasks of this one run.
+HeadParts parts_of(const Call& call) {
   const int64_t wanted = call.transport->takes_parts() ? call.layout->num_parts : 1;
-  const auto& [q, k, v] = call.inputs;
-  const HeadParts all = divide_heads(q.size(1), k.size(1), wanted);
-  std::vector<HeadPart> parts;
-  for (int64_t i = 0; i < all.count; ++i) parts.push_back({i, all});
-  return parts;
+  return divide_heads(call.inputs.q.size(1), call.inputs.k.size(1), wanted);
 }
 
 // On a server, the visiting key heads that several parts share.
@@ -117,13 +83,9 @@ void forward_round(const Call& call, const Round& round, const Results& results,
                    const transport::Inputs& kept, const attention::Params& params) {
   const auto& [q, k, v] = call.inputs;
   const auto& [out, lse] = results;
-  const std::vector<HeadPart> parts = parts_of(call);
-  std::vector<transport::Cargo> cargos;
-  for (const HeadPart& part : parts) {
-    cargos.push_back({.inputs = part.of(call.inputs),
-                      .query_results = {part.of_queries(out), part.of_queries(lse)}});
-  }
-  const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
+  const HeadParts parts = parts_of(call);
+  const auto trip = call.transport->begin(
+      round.routes, {.inputs = call.inputs, .query_results = {out, lse}}, parts, call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
   call.session->mark_dispatch(q.device());
   // One launch for both lists would be slower by a tenth or more: blocks that alternate between the
@@ -132,7 +94,7 @@ void forward_round(const Call& call, const Round& round, const Results& results,
     attention::forward({q, k, v, round.early, out, lse}, params);
   });
   SharedKeys shared;
-  for (const HeadPart& part : parts) {
+  for (const HeadPart& part : transport::in_order(parts)) {
     transport::Visiting visiting = in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
     transport::keep(round.routes, visiting.inputs, part.of(kept));
     shared.complete(visiting.inputs);
@@ -212,26 +174,20 @@ void backward_round(const Call& call, const Round& round, const BackwardInputs& 
   const auto& [q, k, v] = call.inputs;
   const auto& [grad_out, saved] = inputs;
   const auto& [dq, dk, dv] = gradients;
-  const std::vector<HeadPart> parts = parts_of(call);
-  std::vector<transport::Inputs> kept_parts;
-  for (const HeadPart& part : parts) kept_parts.push_back(part.of(kept));
-  std::vector<transport::Cargo> cargos;
-  for (const HeadPart& part : parts) {
-    cargos.push_back({.inputs = part.of(call.inputs),
-                      .with_queries = {part.of_queries(grad_out), part.of_queries(saved.lse),
-                                       part.of_queries(delta)},
-                      .query_results = {part.of_queries(dq)},
-                      .kept = &kept_parts[part.index]});
-    if (part.returns_keys()) cargos.back().key_results = {part.of_keys(dk), part.of_keys(dv)};
-  }
-  const auto trip = call.transport->begin(round.routes, std::move(cargos), call.where);
+  const HeadParts parts = parts_of(call);
+  transport::Cargo cargo{.inputs = call.inputs,
+                         .with_queries = {grad_out, saved.lse, delta},
+                         .query_results = {dq},
+                         .key_results = {dk, dv},
+                         .kept = &kept};
+  const auto trip = call.transport->begin(round.routes, std::move(cargo), parts, call.where);
   in_phase(call, kDispatch, [&] { trip->dispatch(); });
   call.session->mark_dispatch(q.device());
   in_tasks(call, kEarlyTasks, [&] {
     attention::backward({grad_out, q, k, v, saved, round.early, dq, dk, dv}, params);
   });
   SharedKeys shared;
-  for (const HeadPart& part : parts) {
+  for (const HeadPart& part : transport::in_order(parts)) {
     transport::Visiting visiting = in_phase(call, kWaitForRows, [&] { return trip->arrive(); });
     shared.complete(visiting.inputs);
     in_tasks(call, kVisitingTasks, [&] {
@@ -356,7 +312,7 @@ void exchange(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   if (!call.session) return;
   announcing(*call.session, [&] {
     for (const Round& round : call.layout->rounds) {
-      call.transport->begin(round.routes, {{.inputs = call.inputs}}, call.where)->deliver();
+      call.transport->begin(round.routes, {.inputs = call.inputs}, {}, call.where)->deliver();
     }
   });
 }

@@ -45,7 +45,7 @@ struct LayoutHeader {
   int64_t rank = 0;
   int64_t batch = -1;          // step of the first plan for the same documents
   int64_t ranks_per_node = 0;  // of routes that are split by node; 0: not split
-  int64_t num_parts = 1;       // of heads; see parts_of in core_attention.cpp
+  int64_t num_parts = 1;       // of heads; see transport/head_part.h
 
   int64_t num_home_queries() const { return num_home_rows - num_context_rows; }
 };

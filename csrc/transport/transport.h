@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/head_parts.h"
 #include "core/movement.h"
 #include "rows.h"
 #include "where.h"
@@ -74,7 +75,7 @@ void keep(const Routes& routes, const Inputs& visiting, const Inputs& kept);
 [[gnu::visibility("default")]] void restore(const Routes& routes, const Inputs& kept,
                                             const Inputs& visiting);
 
-// The tensors [home rows, ...] of one round. Results must be contiguous.
+// The tensors [home rows, heads, ...] of one round. Results must be contiguous.
 struct Cargo {
   Inputs inputs;                          // to the servers
   std::vector<at::Tensor> with_queries;   // more tensors, sent with each query row
@@ -85,9 +86,10 @@ struct Cargo {
   const Inputs* kept = nullptr;
 };
 
-// Rows that visit this rank, in their order. The caller writes their results to `query_results` and
-// `key_results`: contiguous, uninitialised tensors with the dtypes, row shapes and order of the
-// cargo's.
+// Rows that visit this rank, in their order, with the heads of one part. The caller writes their
+// results to `query_results` and `key_results`: contiguous, uninitialised tensors with the dtypes,
+// row shapes and order of the cargo's. A part that takes no gradients of keys home has no
+// `key_results`.
 struct Visiting {
   Inputs inputs;
   std::vector<at::Tensor> with_queries;
@@ -96,17 +98,17 @@ struct Visiting {
 };
 
 // Moves one round's rows to their servers and their results back. Every rank of the group calls
-// dispatch, then arrive and combine for each cargo, then collect. Work that a rank puts on the
-// current stream between them overlaps with communication. On CUDA the current stream waits
+// dispatch, then arrive and combine for each part of the heads, then collect. Work that a rank puts
+// on the current stream between them overlaps with communication. On CUDA the current stream waits
 // for rows, not the host. Throws DistBackendError if a peer is gone or makes another call. The
 // message names the ranks at fault and this rank's place in the step.
 class RoundTrip {
  public:
   virtual ~RoundTrip() = default;
 
-  // Sends home rows of all cargos to their servers, one cargo after the other.
+  // Sends home rows to their servers, one part after the other.
   virtual void dispatch() = 0;
-  // Waits for the visiting rows of the next cargo and returns them.
+  // Waits for the visiting rows of the next part and returns them.
   virtual Visiting arrive() = 0;
   // Does the same, but writes the rows to `room`, which has places for all visiting rows, and reads
   // results from there. For a transport that moves only some of the rows: see NodeRoutes.
@@ -115,7 +117,7 @@ class RoundTrip {
   }
   // Sends the results of the latest arrive() home. They must have been computed.
   virtual void combine() = 0;
-  // Waits for results and writes them to the cargos' tensors.
+  // Waits for results and writes them to the cargo's tensors.
   virtual void collect() = 0;
 
   // Moves rows to their servers and ends the round trip, for timing. Replaces the calls above.
@@ -134,12 +136,12 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Starts one round of a call. Each cargo holds some of the heads: one of them, or as many as
-  // takes_parts() allows. `routes` must outlive the round trip.
-  virtual std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
-                                           const Where& where) = 0;
+  // Starts one round of a call, in one part, or in as many as takes_parts() allows. `routes` and
+  // what `cargo` points to must outlive the round trip.
+  virtual std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo,
+                                           const HeadParts& parts, const Where& where) = 0;
 
-  // Whether begin() takes several cargos. Visiting tasks of one then run while rows of the next
+  // Whether rows may travel in several parts. Visiting tasks of one then run while rows of the next
   // arrive and results of the previous one leave.
   virtual bool takes_parts() const { return false; }
 

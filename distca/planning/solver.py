@@ -187,7 +187,7 @@ def _cluster_of_pass(
         tokens = sum(tokens_of(pieces, problem.num_ranks)) / problem.num_ranks
         speed = flops_per_second(cost, shape)
         cluster = replace(cluster, link_room=link_room(cluster, problem.traffic, tokens, speed))
-    if problem.way.device is None and problem.device_type in DEVICES_OF_PARTS:
+    if not problem.way.is_peer and problem.device_type in DEVICES_OF_PARTS:
         cluster = replace(cluster, **parts_of(shape))
     return cluster
 

@@ -16,6 +16,7 @@ namespace {
 
 namespace transport = distca::transport;
 using distca::Delivery;
+using distca::HeadParts;
 using distca::RowPlace;
 using transport::Cargo;
 using transport::Inputs;
@@ -55,11 +56,11 @@ class MailboxTransport : public transport::Transport {
         name_(opening.failures->group()),
         rank_(opening.failures->rank()) {}
 
-  std::unique_ptr<transport::RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
+  std::unique_ptr<transport::RoundTrip> begin(const Routes& routes, Cargo cargo, const HeadParts&,
                                               const transport::Where&) override {
     ++num_rounds_;
     ++rounds_begun;
-    return std::make_unique<MailboxTrip>(*this, routes, std::move(cargos.at(0)));
+    return std::make_unique<MailboxTrip>(*this, routes, std::move(cargo));
   }
 
   int64_t rank() const { return rank_; }

@@ -4,6 +4,9 @@
 
 #include <numeric>
 #include <utility>
+#include <vector>
+
+#include "transport/head_part.h"
 
 namespace distca::transport {
 namespace {
@@ -13,19 +16,19 @@ namespace {
 class HybridTrip : public RoundTrip {
  public:
   HybridTrip(Transport& inside, Transport& between, const Routes& routes, Cargo cargo,
-             const Where& where)
-      : routes_(routes), cargo_(std::move(cargo)) {
+             const HeadParts& parts, const Where& where)
+      : routes_(routes), cargo_(std::move(cargo)), parts_(in_order(parts)) {
     TORCH_INTERNAL_ASSERT(routes.by_node, "routes are not split by node");
     const auto& [routes_inside, routes_between] = *routes.by_node;
-    Cargo part = cargo_;
+    Cargo sent_by_both = cargo_;
     const std::vector<int64_t>& sent = routes.keys.counts.send;
     const int64_t num_sent = std::accumulate(sent.begin(), sent.end(), int64_t{0});
-    for (at::Tensor& rows : part.key_results) {
+    for (at::Tensor& rows : sent_by_both.key_results) {
       rows = at::empty(sizes_with(rows, num_sent), rows.options());
     }
-    key_results_ = part.key_results;
-    between_ = between.begin(routes_between, {part}, where);
-    inside_ = inside.begin(routes_inside, {std::move(part)}, where);
+    key_results_ = sent_by_both.key_results;
+    between_ = between.begin(routes_between, sent_by_both, parts, where);
+    inside_ = inside.begin(routes_inside, std::move(sent_by_both), parts, where);
   }
 
   void dispatch() override {
@@ -36,7 +39,8 @@ class HybridTrip : public RoundTrip {
   Visiting arrive() override {
     const Visiting visiting = inside_->arrive();
     between_->arrive_in(visiting);
-    if (cargo_.kept != nullptr) restore(routes_, *cargo_.kept, visiting.inputs);
+    const HeadPart& part = parts_[num_arrived_++];
+    if (cargo_.kept != nullptr) restore(routes_, part.of(*cargo_.kept), visiting.inputs);
     return visiting;
   }
 
@@ -63,15 +67,17 @@ class HybridTrip : public RoundTrip {
  private:
   const Routes& routes_;
   Cargo cargo_;
+  std::vector<HeadPart> parts_;
+  size_t num_arrived_ = 0;
   std::vector<at::Tensor> key_results_;  // [keys sent, ...], of both transports
   std::unique_ptr<RoundTrip> inside_, between_;
 };
 
 }  // namespace
 
-std::unique_ptr<RoundTrip> HybridTransport::begin(const Routes& routes, std::vector<Cargo> cargos,
-                                                  const Where& where) {
-  return std::make_unique<HybridTrip>(*inside_, *between_, routes, std::move(cargos.at(0)), where);
+std::unique_ptr<RoundTrip> HybridTransport::begin(const Routes& routes, Cargo cargo,
+                                                  const HeadParts& parts, const Where& where) {
+  return std::make_unique<HybridTrip>(*inside_, *between_, routes, std::move(cargo), parts, where);
 }
 
 }  // namespace distca::transport

@@ -14,8 +14,9 @@ class HybridTransport : public Transport {
   HybridTransport(std::shared_ptr<Transport> inside, std::shared_ptr<Transport> between)
       : inside_(std::move(inside)), between_(std::move(between)) {}
 
-  std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const HeadParts& parts,
                                    const Where& where) override;
+  bool takes_parts() const override { return between_->takes_parts(); }
   bool shares_device() const override { return between_->shares_device(); }
 
  private:

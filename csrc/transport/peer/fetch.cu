@@ -28,6 +28,8 @@ static_assert(max_ctas(132) == 96);
 struct FetchTarget {
   char* dst;
   int64_t num_bytes;
+  uint32_t row_bytes;  // 0: rows are consecutive
+  uint32_t dst_stride;
   uint16_t first_source;
   uint16_t num_sources;
   bool adds;
@@ -91,17 +93,30 @@ __device__ __forceinline__ void load_step(WordT (&words)[kUnrolled], const WordT
   }
 }
 
+// Where word `index` of a gather's rows goes.
 template <typename WordT>
-__device__ __forceinline__ void copy_chunk(char* dst, const char* src, int64_t num_bytes) {
+__device__ __forceinline__ WordT* place_of(const FetchTarget& gather, int64_t index) {
+  if (gather.row_bytes == 0) return reinterpret_cast<WordT*>(gather.dst) + index;
+  const uint32_t row_words = gather.row_bytes / sizeof(WordT);
+  const auto word = static_cast<uint32_t>(index);  // of 2^32 at most: 16 GiB in words of 4 bytes
+  char* row = gather.dst + int64_t{word / row_words} * gather.dst_stride;
+  return reinterpret_cast<WordT*>(row) + word % row_words;
+}
+
+// Bytes [begin, begin + num_bytes) of a gather.
+template <typename WordT>
+__device__ __forceinline__ void copy_chunk(const FetchTarget& gather, const char* src,
+                                           int64_t begin, int64_t num_bytes) {
   const int64_t num_words = num_bytes / static_cast<int64_t>(sizeof(WordT));
-  const auto* from = reinterpret_cast<const WordT*>(src);
-  auto* to = reinterpret_cast<WordT*>(dst);
+  const int64_t words_before = begin / static_cast<int64_t>(sizeof(WordT));
+  const auto* from = reinterpret_cast<const WordT*>(src + begin);
   for (int64_t first = threadIdx.x; first < num_words; first += kUnrolled * kThreads) {
     WordT words[kUnrolled];
     load_step(words, from, first, num_words);
 #pragma unroll
     for (int j = 0; j < kUnrolled; ++j) {
-      if (first + j * kThreads < num_words) to[first + j * kThreads] = words[j];
+      const int64_t index = first + j * kThreads;
+      if (index < num_words) *place_of<WordT>(gather, words_before + index) = words[j];
     }
   }
 }
@@ -130,9 +145,11 @@ __device__ __forceinline__ void add_chunk(char* dst, const char* const* sources,
   }
 }
 
-__device__ __forceinline__ void fill_nan(char* dst, int64_t num_bytes) {
-  auto* to = reinterpret_cast<uint32_t*>(dst);
-  for (int64_t i = threadIdx.x; i < num_bytes / 4; i += kThreads) to[i] = 0xffffffffu;
+__device__ __forceinline__ void fill_nan(const FetchTarget& gather, int64_t begin,
+                                         int64_t num_bytes) {
+  for (int64_t i = threadIdx.x; i < num_bytes / 4; i += kThreads) {
+    *place_of<uint32_t>(gather, begin / 4 + i) = 0xffffffffu;
+  }
 }
 
 template <typename Pair>
@@ -141,13 +158,13 @@ __device__ __forceinline__ void take_chunk(const FetchTarget& gather, const char
   const int64_t num_bytes = min(kChunkBytes, gather.num_bytes - begin);
   const auto misaligned = reinterpret_cast<uintptr_t>(gather.dst) |
                           reinterpret_cast<uintptr_t>(sources[0]) |
-                          static_cast<uintptr_t>(num_bytes);
+                          static_cast<uintptr_t>(num_bytes) | gather.row_bytes | gather.dst_stride;
   if (gather.adds) {
     add_chunk<Pair>(gather.dst, sources, gather.num_sources, begin, num_bytes);
   } else if (misaligned % 16 == 0) {
-    copy_chunk<uint4>(gather.dst + begin, sources[0] + begin, num_bytes);
+    copy_chunk<uint4>(gather, sources[0], begin, num_bytes);
   } else {
-    copy_chunk<uint32_t>(gather.dst + begin, sources[0] + begin, num_bytes);
+    copy_chunk<uint32_t>(gather, sources[0], begin, num_bytes);
   }
 }
 
@@ -163,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__
     const char* const* sources = a.sources + gather.first_source;
     const int64_t begin = (chunk - a.first_chunk[i]) * kChunkBytes;
     if (is_worthless) {
-      fill_nan(gather.dst + begin, min(kChunkBytes, gather.num_bytes - begin));
+      fill_nan(gather, begin, min(kChunkBytes, gather.num_bytes - begin));
     } else {
       take_chunk<Pair>(gather, sources, begin);
     }
@@ -180,13 +197,19 @@ class FetchLaunch {
       : call_{board, counter, epoch, 0, false}, addend_(addend), stream_(stream) {}
 
   void add(const Gather& gather) {
+    TORCH_INTERNAL_ASSERT(!gather.adds || !gather.has_gaps(), "sums go to consecutive rows");
     const size_t num_sources = gather.sources.size();
     if (gathers_.size() == kManyGathers || sources_.size() + num_sources > kManySources)
       launch(false);
-    gathers_.push_back({gather.dst, gather.num_bytes, static_cast<uint16_t>(sources_.size()),
+    const int64_t num_bytes = gather.num_bytes();
+    const auto of_gaps = [&gather](int64_t bytes) {
+      return static_cast<uint32_t>(gather.has_gaps() ? bytes : 0);
+    };
+    gathers_.push_back({gather.dst, num_bytes, of_gaps(gather.row_bytes),
+                        of_gaps(gather.dst_stride), static_cast<uint16_t>(sources_.size()),
                         static_cast<uint16_t>(num_sources), gather.adds});
     for (const Gather::Source& source : gather.sources) sources_.push_back(source.data);
-    const int64_t num_chunks = (gather.num_bytes + kChunkBytes - 1) / kChunkBytes;
+    const int64_t num_chunks = (num_bytes + kChunkBytes - 1) / kChunkBytes;
     first_chunk_.push_back(first_chunk_.back() + static_cast<uint32_t>(num_chunks));
   }
 

@@ -116,9 +116,14 @@ struct Gather {
     int64_t rank;      // that brought it there
   };
   char* dst;
-  int64_t num_bytes;            // consecutive on both sides; a multiple of 4, of 16 where it adds
+  int64_t dst_stride;  // bytes from row to row; the rows of sources are consecutive
+  int64_t num_rows;
+  int64_t row_bytes;            // a multiple of 4, of 16 if it adds
   std::vector<Source> sources;  // kMaxPeers at most
-  bool adds;
+  bool adds;                    // then rows are consecutive
+
+  int64_t num_bytes() const { return num_rows * row_bytes; }
+  bool has_gaps() const { return num_rows > 1 && dst_stride != row_bytes; }
 };
 
 enum class Addend { kBfloat16, kFloat16 };

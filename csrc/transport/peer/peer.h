@@ -48,7 +48,8 @@ class PeerTransport : public Transport {
   PeerTransport(const PeerTransport&) = delete;
   ~PeerTransport() override;
 
-  std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
+  // Inputs of all parts travel together, and so do their results.
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const HeadParts& parts,
                                    const Where& where) override;
 
   // Throws DistBackendError when the group is lost. Starts a call that needs `num_bytes` of every

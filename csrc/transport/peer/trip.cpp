@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "../head_part.h"
 #include "core/rows.h"
 #include "peer.h"
 
@@ -19,8 +20,10 @@ struct Region {
   int64_t row_bytes() const { return row_view(rows).row_bytes; }
 };
 
-// Where a server writes the results of visiting rows, and where their home receives them.
+// Where a server writes the results of visiting rows, and where their home receives them. They have
+// the heads of one part, like `home`, the rows to which they go there.
 struct ResultRegions {
+  at::Tensor home;
   Region visiting;
   Region returned;
 };
@@ -41,8 +44,14 @@ Parcel& parcel_for(int64_t rank, std::vector<Parcel>& parcels) {
 // Turns places of rows into addresses in the ranks' buffers.
 class PeerTrip : public RoundTrip {
  public:
-  PeerTrip(PeerTransport& transport, const Routes& routes, Cargo cargo, const Where& where)
-      : transport_(transport), routes_(routes), cargo_(std::move(cargo)) {
+  PeerTrip(PeerTransport& transport, const Routes& routes, Cargo cargo, const HeadParts& parts,
+           const Where& where)
+      : transport_(transport),
+        routes_(routes),
+        cargo_(std::move(cargo)),
+        parts_(in_order(parts)),
+        query_results_(parts.count),
+        key_results_(parts.count) {
     const Movement& movement = routes_.movement;
     const int64_t num_q = movement.max_visiting_q, num_k = movement.max_visiting_k;
     q_ = add_region(aligned(cargo_.inputs.q), num_q);
@@ -51,12 +60,16 @@ class PeerTrip : public RoundTrip {
     }
     k_ = add_region(aligned(cargo_.inputs.k), num_k);
     v_ = add_region(aligned(cargo_.inputs.v), num_k);
-    for (const at::Tensor& rows : cargo_.query_results) {
-      query_results_.push_back(
-          {add_region(rows, num_q), add_region(rows, movement.max_returned_q)});
-    }
-    for (const at::Tensor& rows : cargo_.key_results) {
-      key_results_.push_back({add_region(rows, num_k), add_region(rows, movement.max_returned_k)});
+    for (const HeadPart& part : parts_) {
+      const Cargo of_part = part.of(cargo_, nullptr);
+      for (const at::Tensor& rows : of_part.query_results) {
+        query_results_[part.index].push_back(
+            {rows, add_region(rows, num_q), add_region(rows, movement.max_returned_q)});
+      }
+      for (const at::Tensor& rows : of_part.key_results) {
+        key_results_[part.index].push_back(
+            {rows, add_region(rows, num_k), add_region(rows, movement.max_returned_k)});
+      }
     }
     transport_.open(num_bytes_, where);
   }
@@ -77,30 +90,33 @@ class PeerTrip : public RoundTrip {
   }
 
   Visiting arrive() override {
-    transport_.await_arrivals(senders());
+    if (num_arrived_ == 0) transport_.await_arrivals(senders());
+    const HeadPart& part = parts_[num_arrived_++];
     Visiting rows;
-    rows.inputs = visiting_inputs();
+    rows.inputs = part.of(visiting_inputs());
     for (const Region& region : with_queries_) {
-      rows.with_queries.push_back(visiting(region, routes_.queries.num_visiting));
+      rows.with_queries.push_back(part.of_queries(visiting(region, routes_.queries.num_visiting)));
     }
-    for (const ResultRegions& results : query_results_) {
+    for (const ResultRegions& results : query_results_[part.index]) {
       rows.query_results.push_back(visiting(results.visiting, routes_.queries.num_visiting));
     }
-    for (const ResultRegions& results : key_results_) {
+    for (const ResultRegions& results : key_results_[part.index]) {
       rows.key_results.push_back(visiting(results.visiting, routes_.keys.num_visiting));
     }
     return rows;
   }
 
-  void combine() override { transport_.return_results(visiting_results()); }
+  void combine() override {
+    if (num_arrived_ == parts_.size()) transport_.return_results(visiting_results());
+  }
 
   void collect() override {
     std::vector<Gather> gathers;
-    for (size_t i = 0; i < query_results_.size(); ++i) {
-      take_queries(query_results_[i], row_view(cargo_.query_results[i]), gathers);
+    for (const auto& of_part : query_results_) {
+      for (const ResultRegions& results : of_part) take_queries(results, gathers);
     }
-    for (size_t i = 0; i < key_results_.size(); ++i) {
-      add_keys(key_results_[i], row_view(cargo_.key_results[i]), gathers);
+    for (const auto& of_part : key_results_) {
+      for (const ResultRegions& results : of_part) add_keys(results, gathers);
     }
     const bool is_half = cargo_.inputs.q.scalar_type() == at::kHalf;
     transport_.end(gathers, is_half ? Addend::kFloat16 : Addend::kBfloat16);
@@ -178,8 +194,12 @@ class PeerTrip : public RoundTrip {
                                    row_bytes, row_bytes, place.num_rows, row_bytes});
         }
       };
-      for (const ResultRegions& results : query_results_) add(results, delivery.queries);
-      for (const ResultRegions& results : key_results_) add(results, delivery.keys);
+      for (const auto& of_part : query_results_) {
+        for (const ResultRegions& results : of_part) add(results, delivery.queries);
+      }
+      for (const auto& of_part : key_results_) {
+        for (const ResultRegions& results : of_part) add(results, delivery.keys);
+      }
     }
     std::erase_if(parcels, [](const Parcel& parcel) { return parcel.blocks.empty(); });
     return parcels;
@@ -191,24 +211,26 @@ class PeerTrip : public RoundTrip {
     return {row(server == own ? results.visiting : results.returned, own, result_row), server};
   }
 
-  void take_queries(const ResultRegions& results, const RowView& to,
-                    std::vector<Gather>& gathers) const {
+  // Rows that go to home rows from `home_row` on, as yet without sources.
+  static Gather gather_to(const ResultRegions& results, int64_t home_row, int64_t num_rows) {
+    const RowView to = row_view(results.home);
+    return {
+        to.data + home_row * to.stride_bytes, to.stride_bytes, num_rows, to.row_bytes, {}, false};
+  }
+
+  void take_queries(const ResultRegions& results, std::vector<Gather>& gathers) const {
     for (const Delivery& delivery : routes_.movement.sent) {
       for (const RowPlace& place : delivery.queries) {
-        gathers.push_back({to.data + place.home_row * to.row_bytes,
-                           place.num_rows * to.row_bytes,
-                           {source(results, delivery.peer, place.result_row)},
-                           false});
+        Gather& gather = gathers.emplace_back(gather_to(results, place.home_row, place.num_rows));
+        gather.sources = {source(results, delivery.peer, place.result_row)};
       }
     }
   }
 
-  void add_keys(const ResultRegions& results, const RowView& to,
-                std::vector<Gather>& gathers) const {
+  void add_keys(const ResultRegions& results, std::vector<Gather>& gathers) const {
     for (const KeyGradients& shared : routes_.key_gradients) {
-      Gather& gather = gathers.emplace_back(to.data + shared.home_row * to.row_bytes,
-                                            shared.num_rows * to.row_bytes,
-                                            std::vector<Gather::Source>{}, routes_.sums_keys);
+      Gather& gather = gathers.emplace_back(gather_to(results, shared.home_row, shared.num_rows));
+      gather.adds = routes_.sums_keys;
       for (const auto& [server, result_row] : shared.sources) {
         gather.sources.push_back(source(results, server, result_row));
       }
@@ -219,16 +241,18 @@ class PeerTrip : public RoundTrip {
   const Routes& routes_;
   Cargo cargo_;
   int64_t num_bytes_ = 0;  // of all regions
+  std::vector<HeadPart> parts_;
+  size_t num_arrived_ = 0;
   std::vector<Region> with_queries_;
   Region q_, k_, v_;
-  std::vector<ResultRegions> query_results_, key_results_;
+  std::vector<std::vector<ResultRegions>> query_results_, key_results_;  // by part
 };
 
 }  // namespace
 
-std::unique_ptr<RoundTrip> PeerTransport::begin(const Routes& routes, std::vector<Cargo> cargos,
-                                                const Where& where) {
-  return std::make_unique<PeerTrip>(*this, routes, std::move(cargos.at(0)), where);
+std::unique_ptr<RoundTrip> PeerTransport::begin(const Routes& routes, Cargo cargo,
+                                                const HeadParts& parts, const Where& where) {
+  return std::make_unique<PeerTrip>(*this, routes, std::move(cargo), parts, where);
 }
 
 }  // namespace distca::transport::peer

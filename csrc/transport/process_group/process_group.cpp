@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "../head_part.h"
 #include "../registry.h"
 #include "core/rows.h"
 #include "stream_waits.h"
@@ -125,7 +126,7 @@ class ProcessGroupTransport : public Transport {
   explicit ProcessGroupTransport(const Opening& opening)
       : opening_(opening), calls_(opening.group, opening.patience) {}
 
-  std::unique_ptr<RoundTrip> begin(const Routes& routes, std::vector<Cargo> cargos,
+  std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const HeadParts& parts,
                                    const Where& where) override;
   bool takes_parts() const override { return true; }
   bool shares_device() const override { return true; }
@@ -217,9 +218,18 @@ class ProcessGroupTransport : public Transport {
 
 class SlotTrip : public RoundTrip {
  public:
-  SlotTrip(ProcessGroupTransport& transport, const Routes& routes, std::vector<Cargo> cargos,
-           const Where& where)
-      : transport_(transport), routes_(routes), cargos_(std::move(cargos)), where_(where) {}
+  SlotTrip(ProcessGroupTransport& transport, const Routes& routes, const Cargo& cargo,
+           const HeadParts& parts, const Where& where)
+      : transport_(transport), routes_(routes), kept_(parts.count), where_(where) {
+    for (const HeadPart& part : in_order(parts)) {
+      Inputs* kept = nullptr;
+      if (cargo.kept != nullptr) {
+        kept = &kept_[part.index];
+        *kept = part.of(*cargo.kept);
+      }
+      cargos_.push_back(part.of(cargo, kept));
+    }
+  }
 
   void dispatch() override {
     for (const Cargo& cargo : cargos_) {
@@ -394,19 +404,20 @@ class SlotTrip : public RoundTrip {
 
   ProcessGroupTransport& transport_;
   const Routes& routes_;
-  std::vector<Cargo> cargos_;
+  std::vector<Inputs> kept_;   // by part, if the cargo has any
+  std::vector<Cargo> cargos_;  // by part
   Where where_;
   Seal seal_;
   size_t num_arrived_ = 0;
-  std::vector<Shipment> dispatched_;  // by cargo
-  std::vector<Load> results_;         // of the cargo that arrived last
-  std::vector<Shipment> combined_;    // by cargo
+  std::vector<Shipment> dispatched_;  // by part
+  std::vector<Load> results_;         // of the part that arrived last
+  std::vector<Shipment> combined_;    // by part
 };
 
-std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes,
-                                                        std::vector<Cargo> cargos,
+std::unique_ptr<RoundTrip> ProcessGroupTransport::begin(const Routes& routes, Cargo cargo,
+                                                        const HeadParts& parts,
                                                         const Where& where) {
-  return std::make_unique<SlotTrip>(*this, routes, std::move(cargos), where);
+  return std::make_unique<SlotTrip>(*this, routes, cargo, parts, where);
 }
 
 }  // namespace
