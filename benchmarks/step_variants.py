@@ -100,16 +100,18 @@ VARIANTS = {
     "plain": Variant(distca.core_attention, own_share),
     PERMUTED: Variant(distca.core_attention, permuted_share, by_default=False),
     "context": Variant(context_attention, context_share, takes_crossing=True),
-    "process_group": Variant(
-        distca.core_attention, own_share, "process_group", takes_crossing=True
-    ),
-    "process_group" + PING_PONG: Variant(
-        distca.core_attention, halves_share, "process_group", ping_pong=True, takes_crossing=True
-    ),
-    "peer": Variant(distca.core_attention, own_share, "peer", takes_crossing=True),
-    "hybrid": Variant(
-        distca.core_attention, own_share, "hybrid", takes_crossing=True, by_default=False
-    ),
+    **{
+        f"{transport}{PING_PONG * in_halves}": Variant(
+            distca.core_attention,
+            halves_share if in_halves else own_share,
+            transport,
+            ping_pong=in_halves,
+            takes_crossing=True,
+            by_default=transport == "process_group" or (transport == "peer" and not in_halves),
+        )
+        for transport in ("process_group", "peer", "hybrid")
+        for in_halves in (False, True)
+    },
     SORTED: Variant(distca.core_attention, own_share, by_default=False, is_sorted=True),
     **{
         f"{SORTED} {name}": Variant(
@@ -135,10 +137,7 @@ def chosen_variants(
         return [name for name in fitting if VARIANTS[name].by_default]
     for name in names:
         if name not in VARIANTS:
-            reason = f"expected some of {', '.join(VARIANTS)}"
-            if name == "peer" + PING_PONG:
-                reason = f"halves travel by process group; use {'process_group' + PING_PONG!r}"
-            raise ValueError(f"--variants has {name!r}: {reason}")
+            raise ValueError(f"--variants has {name!r}; expected some of {', '.join(VARIANTS)}")
         if name not in fitting:
             raise ValueError(
                 f"--variants has {name!r}; expected some of {', '.join(fitting)}, which run these "

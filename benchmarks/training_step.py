@@ -4,10 +4,11 @@
 
 Two variants run without balancing: "flash" is PyTorch's varlen flash attention, and "plain" is
 distca's kernels. "context" is context parallelism with distca's kernels (context_parallel.py).
-"process_group" and "peer" are distca with these transports. In "process_group pingpong" the blocks
-run on two halves in turn. All variants see the same documents, tokens and initial weights. A step
-is forward, backward and optimizer. It is timed on the host from barrier to barrier with the device
-synchronised, so it takes as long as the slowest rank needs.
+"process_group", "peer" and "hybrid" are distca with these transports. In "process_group pingpong",
+"peer pingpong" and "hybrid pingpong" the blocks run on two halves in turn. All variants see the
+same documents, tokens and initial weights. A step is forward, backward and optimizer. It is timed
+on the host from barrier to barrier with the device synchronised, so it takes as long as the slowest
+rank needs.
 
 In "sorted", a loader sorts the documents of --window steps by the Karmarkar-Karp method. Ranks and
 steps then have like work, but not equally many tokens, so look at the peak memory, too.
@@ -27,8 +28,9 @@ Steps are compared with the limit of the same documents.
 
 --links emulates slower links between the GPUs of one host, for FSDP as well as for rows. With
 "host", NCCL copies through host memory. With "socket", it sends by TCP through the loopback device.
-Peer memory always uses NVLink, so the variant "peer" is left out. --ranks-per-node divides the
-ranks into nodes. The variant "hybrid" uses peer memory inside these nodes and NCCL between them.
+Peer memory always uses NVLink, so the variants "peer" and "peer pingpong" are left out.
+--ranks-per-node divides the ranks into nodes. The variant "hybrid" uses peer memory inside these
+nodes and NCCL between them.
 
 The last steps are repeated under the profiler (device_time.py). The profile shows, by rank, exposed
 communication, waiting for ranks that are behind, and the rest. The limit of these steps uses

@@ -107,14 +107,15 @@ class Options:
 
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside
-    attention; this needs Hopper GPUs of one node. "process_group": NCCL or gloo; halves of
-    ping-pong always use it. "hybrid": peer (on the CPU, process_group) inside nodes, and
-    process_group between nodes. "auto": peer where it works, else process_group."""
+    attention; this needs Hopper GPUs of one node. "process_group": NCCL or gloo. "hybrid": peer (on
+    the CPU, process_group) inside nodes, and process_group between nodes. "auto": peer where it
+    works, else process_group."""
 
     peer_memory_gb: float = 0.0
-    """Peer memory that a rank allocates when rows first travel, in 1e9 bytes. A rank that cannot
-    allocate it raises. If a plan needs more than any plan before, all ranks wait while the memory
-    grows; a larger first allocation avoids that. 0 allocates what plans need."""
+    """Peer memory that a rank allocates when rows first travel, in 1e9 bytes. Each half of ping-
+    pong allocates half as much, too. A rank that cannot allocate it raises. If a plan needs more
+    than any plan before, all ranks wait while the memory grows; a larger first allocation avoids
+    that. 0 allocates what plans need."""
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another rank before it raises an error."""

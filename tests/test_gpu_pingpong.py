@@ -1,5 +1,6 @@
 """Ping-pong on CUDA streams. Ranks may share devices."""
 
+import os
 import random
 
 import oracle
@@ -24,11 +25,29 @@ MAX_CYCLES = 3_000_000  # of a delay: about 2 ms
 SCALE = 8  # of the lengths
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+RANKS = {  # their number, and options
+    "two": (2, {}),
+    "four": (4, {}),
+    "four, peer": (4, {"transport": "peer"}),
+    "two nodes": (4, {"transport": "hybrid", "ranks_per_node": 2}),
+}
+
+
+@pytest.fixture(scope="module", params=RANKS)
 def gpu_ranks(request):
-    started = Ranks(request.param, "nccl")
+    num_ranks, options = RANKS[request.param]
+    if options and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("peer memory needs a Hopper GPU")
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    started = Ranks(num_ranks, "nccl")
+    started.run(open_session, options)
     yield started
+    del os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
     started.stop()
+
+
+def open_session(rank: int, world_size: int, options: dict) -> None:
+    distca.init(options=distca.Options(**options))
 
 
 class Delayed(Block):

@@ -93,9 +93,10 @@ def takes_the_faster(rank: int, world_size: int) -> float:
     return worst
 
 
-def compare_in_parts(rank: int, world_size: int) -> tuple[float, set[int]]:
+def compare_in_parts(rank: int, world_size: int, options: distca.Options) -> tuple[float, set[int]]:
     """Return the largest error, and into how many parts the halves' rows were divided."""
     distca.close()  # plans of a session that has run blocks cut the halves of these, too
+    ranks_per_node = distca.init(options=options).way.ranks_per_node
     with (
         mock.patch.object(solver, "DEVICES_OF_PARTS", ("cpu",)),
         mock.patch.object(cluster, "LEAST_SECONDS_OF_PART", 0.0),
@@ -108,6 +109,8 @@ def compare_in_parts(rank: int, world_size: int) -> tuple[float, set[int]]:
         worst = max(errors(step.run(block, step.documents), truth))
     (halves,) = step.documents._halves.values()
     layouts = [plan.layout for half in halves for plan in half._plans.values()]
+    assert all(half.way.ranks_per_node == ranks_per_node for half in sessions.find().halves)
+    distca.close()
     return worst, {num_parts(layout) for layout in layouts}
 
 
@@ -115,8 +118,9 @@ def test_blocks_run_whole_if_that_is_faster(own_ranks):
     assert max(own_ranks(2).run(takes_the_faster)) <= 1e-12
 
 
-def test_rows_of_halves_travel_in_parts(ranks):
-    for worst, parts in ranks(4).run(compare_in_parts):
+@pytest.mark.parametrize("options", [{}, {"transport": "hybrid", "ranks_per_node": 2}], ids=str)
+def test_rows_of_halves_travel_in_parts(ranks, options):
+    for worst, parts in ranks(4).run(compare_in_parts, distca.Options(**options)):
         assert worst <= 1e-12 and parts == {HEADS}
 
 

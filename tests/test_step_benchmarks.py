@@ -151,7 +151,6 @@ def test_variants_that_cannot_run_are_refused():
     assert default(CROSSING, "cuda") == every - {"flash", "plain"}
     assert chosen_variants([PERMUTED], WHOLE, "cpu") == [PERMUTED]
     for names, workload, message in (
-        (["peer pingpong"], WHOLE, "halves travel by process group"),
         (["peer"], WHOLE, "expected some of flash"),
         (["plain"], CROSSING, "expected some of context, process_group,"),
         (["other"], WHOLE, "expected some of flash"),
@@ -311,7 +310,7 @@ def losses_of(rank: int, world_size: int, workload: Workload, names: list[str]) 
     "workload, names",
     [
         (WHOLE, ["plain", PERMUTED, "hybrid", "process_group"]),
-        (CROSSING, ["process_group pingpong", "process_group", "context"]),
+        (CROSSING, ["process_group pingpong", "hybrid pingpong", "process_group", "context"]),
     ],
     ids=["whole", "crossing"],
 )

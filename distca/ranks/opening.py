@@ -126,8 +126,9 @@ def destroy_groups(session) -> None:
     """End the process groups of a session."""
     if session.notices is not None:
         _torch_private.end_group(session.notices)
-    if session.node is not None:
-        _torch_private.end_group(session.node)
+    for each in session.parts:
+        if each.node is not None:
+            _torch_private.end_group(each.node)
     for own in groups_of(session):
         if session.own_groups is not None:
             _torch_private.end_group(own)

@@ -346,11 +346,9 @@ def halves_of(session: Session) -> list[Session]:
     A group runs its calls in order, and rows of one half must not wait for results of the other. So
     each half has its own groups for rows and agreement. Plans are exchanged on the session's group.
 
-    Rows of halves travel by process group. With peer memory, an attention kernel occupies the
-    device while it waits for rows. Two ranks could then wait in different halves, each for rows
-    that the other's device has no room to send.
+    Rows of halves travel as those of whole blocks do. Each half reserves half as much peer memory.
     """
-    options = replace(session.options, transport="process_group")
+    options = replace(session.options, peer_memory_gb=session.options.peer_memory_gb / 2)
     while len(session.halves) < 2:
         half = Session(options, session.group, session.rank, session.num_ranks)
         half.backend, half.own_groups = session.backend, session.own_groups
