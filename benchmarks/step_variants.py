@@ -125,7 +125,8 @@ VARIANTS = {
 def chosen_variants(
     names: list[str] | None, workload: Workload, device_type: str, by_nvlink: bool = True
 ) -> list[str]:
-    """Return `names`, or all variants that can run. Raises ValueError for names that cannot."""
+    """Return `names`, or the default variants that can run. Raises ValueError for names of variants
+    that cannot run."""
     links = "" if by_nvlink else " over emulated links"
     fitting = [
         name

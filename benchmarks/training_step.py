@@ -81,9 +81,13 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         default=1,
         help='steps over which the variants "sorted" deal documents (default: %(default)s)',
     )
+    usual = [name for name, variant in VARIANTS.items() if variant.by_default]
     parser.add_argument("--steps", type=int, default=20, help=f"{NUM_WARM_UP_STEPS} are warm-up")
     parser.add_argument(
-        "--variants", nargs="+", metavar="NAME", help=f"default: all that can run: {list(VARIANTS)}"
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        help=f"some of {list(VARIANTS)} (default: those of {usual} that can run)",
     )
     parser.add_argument(
         "--turns",

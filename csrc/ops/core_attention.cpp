@@ -29,8 +29,8 @@ using transport::HeadPart;
 using Results = std::tuple<at::Tensor, at::Tensor>;                // out, lse
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv
 
-// Returns how the heads of a call are divided, equally on all ranks. Rows of the next part travel
-// while visiting tasks of this one run.
+// Returns how the heads of a call are divided, the same on all ranks. Rows of the next part travel
+// while visiting tasks of the current part run.
 HeadParts parts_of(const Call& call) {
   const int64_t wanted = call.transport->takes_parts() ? call.layout->num_parts : 1;
   return divide_heads(call.inputs.q.size(1), call.inputs.k.size(1), wanted);

@@ -8,9 +8,8 @@
 
 namespace distca::transport {
 
-// Heads that travel together: a part of the query heads, with the key heads that they read. If
-// consecutive parts share key heads, the first of them brings the key heads, and the last takes
-// their gradients home.
+// Heads that travel together: some of the query heads and the key heads that they read. If several
+// parts share key heads, the first of these parts brings them and the last returns their gradients.
 struct HeadPart {
   int64_t index;
   HeadParts all;
@@ -20,17 +19,17 @@ struct HeadPart {
   bool returns_keys() const { return (index + 1) % num_sharing() == 0; }
   bool is_last() const { return index + 1 == all.count; }
 
-  // Return this part's heads of rows [rows, heads, ...].
+  // Returns this part's heads of rows [rows, heads, ...].
   at::Tensor of_queries(const at::Tensor& rows) const { return of(rows, index, all.count); }
   at::Tensor of_keys(const at::Tensor& rows) const {
     return of(rows, index / num_sharing(), all.key_count);
   }
-  // Returns what travels to servers.
+  // Returns this part's inputs. k and v are undefined if an earlier part brings them.
   Inputs of(const Inputs& rows) const {
     if (!brings_keys()) return {of_queries(rows.q), {}, {}};
     return {of_queries(rows.q), of_keys(rows.k), of_keys(rows.v)};
   }
-  // Returns this part of a cargo, whose kept inputs are `kept`.
+  // Returns this part of a cargo. `kept` are the part's kept inputs, or null.
   Cargo of(const Cargo& cargo, const Inputs* kept) const {
     Cargo part{.inputs = of(cargo.inputs), .kept = kept};
     for (const at::Tensor& rows : cargo.with_queries) part.with_queries.push_back(of_queries(rows));

@@ -88,8 +88,7 @@ struct Cargo {
 
 // Rows that visit this rank, in their order, with the heads of one part. The caller writes their
 // results to `query_results` and `key_results`: contiguous, uninitialised tensors with the dtypes,
-// row shapes and order of the cargo's. A part that takes no gradients of keys home has no
-// `key_results`.
+// row shapes and order of the cargo's. `key_results` is empty if the part returns no key gradients.
 struct Visiting {
   Inputs inputs;
   std::vector<at::Tensor> with_queries;
@@ -106,7 +105,7 @@ class RoundTrip {
  public:
   virtual ~RoundTrip() = default;
 
-  // Sends home rows to their servers, one part after the other.
+  // Sends this rank's rows to their servers. A transport may send the parts one after another.
   virtual void dispatch() = 0;
   // Waits for the visiting rows of the next part and returns them.
   virtual Visiting arrive() = 0;
@@ -115,7 +114,8 @@ class RoundTrip {
   virtual void arrive_in(const Visiting& /*room*/) {
     TORCH_INTERNAL_ASSERT(false, "this transport has its own memory for visiting rows");
   }
-  // Sends the results of the latest arrive() home. They must have been computed.
+  // Returns the results of the latest arrive(), which must have been computed. A transport may wait
+  // for the last part and return all results together.
   virtual void combine() = 0;
   // Waits for results and writes them to the cargo's tensors.
   virtual void collect() = 0;
@@ -136,8 +136,8 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Starts one round of a call, in one part, or in as many as takes_parts() allows. `routes` and
-  // what `cargo` points to must outlive the round trip.
+  // Starts one round of a call. If takes_parts() is false, `parts` has one part. `routes` and what
+  // `cargo` points to must outlive the round trip.
   virtual std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo,
                                            const HeadParts& parts, const Where& where) = 0;
 

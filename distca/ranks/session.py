@@ -346,7 +346,7 @@ def halves_of(session: Session) -> list[Session]:
     A group runs its calls in order, and rows of one half must not wait for results of the other. So
     each half has its own groups for rows and agreement. Plans are exchanged on the session's group.
 
-    Rows of halves travel as those of whole blocks do. Each half reserves half as much peer memory.
+    Both halves use the session's transport. Each of them reserves half of its peer_memory_gb.
     """
     options = replace(session.options, peer_memory_gb=session.options.peer_memory_gb / 2)
     while len(session.halves) < 2:

@@ -93,17 +93,17 @@ __device__ __forceinline__ void load_step(WordT (&words)[kUnrolled], const WordT
   }
 }
 
-// Where word `index` of a gather's rows goes.
+// Returns the destination of word `index` of a gather.
 template <typename WordT>
 __device__ __forceinline__ WordT* place_of(const FetchTarget& gather, int64_t index) {
   if (gather.row_bytes == 0) return reinterpret_cast<WordT*>(gather.dst) + index;
   const uint32_t row_words = gather.row_bytes / sizeof(WordT);
-  const auto word = static_cast<uint32_t>(index);  // of 2^32 at most: 16 GiB in words of 4 bytes
+  const auto word = static_cast<uint32_t>(index);  // fits: see FetchLaunch::add
   char* row = gather.dst + int64_t{word / row_words} * gather.dst_stride;
   return reinterpret_cast<WordT*>(row) + word % row_words;
 }
 
-// Bytes [begin, begin + num_bytes) of a gather.
+// Copies bytes [begin, begin + num_bytes) of a gather.
 template <typename WordT>
 __device__ __forceinline__ void copy_chunk(const FetchTarget& gather, const char* src,
                                            int64_t begin, int64_t num_bytes) {
@@ -197,7 +197,11 @@ class FetchLaunch {
       : call_{board, counter, epoch, 0, false}, addend_(addend), stream_(stream) {}
 
   void add(const Gather& gather) {
-    TORCH_INTERNAL_ASSERT(!gather.adds || !gather.has_gaps(), "sums go to consecutive rows");
+    TORCH_INTERNAL_ASSERT(!gather.adds || !gather.has_gaps(),
+                          "rows that are added to must be consecutive");
+    constexpr int64_t kMaxBytesWithGaps = int64_t{4} << 32;  // in words of 4 bytes
+    TORCH_INTERNAL_ASSERT(!gather.has_gaps() || gather.num_bytes() < kMaxBytesWithGaps,
+                          gather.num_bytes(), " bytes in rows with gaps");
     const size_t num_sources = gather.sources.size();
     if (gathers_.size() == kManyGathers || sources_.size() + num_sources > kManySources)
       launch(false);

@@ -116,11 +116,11 @@ struct Gather {
     int64_t rank;      // that brought it there
   };
   char* dst;
-  int64_t dst_stride;  // bytes from row to row; the rows of sources are consecutive
+  int64_t dst_stride;  // bytes between rows of dst; rows of sources are consecutive
   int64_t num_rows;
-  int64_t row_bytes;            // a multiple of 4, of 16 if it adds
+  int64_t row_bytes;            // a multiple of 4, or of 16 if `adds`
   std::vector<Source> sources;  // kMaxPeers at most
-  bool adds;                    // then rows are consecutive
+  bool adds;                    // if true, rows of dst are consecutive
 
   int64_t num_bytes() const { return num_rows * row_bytes; }
   bool has_gaps() const { return num_rows > 1 && dst_stride != row_bytes; }

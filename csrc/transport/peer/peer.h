@@ -48,7 +48,7 @@ class PeerTransport : public Transport {
   PeerTransport(const PeerTransport&) = delete;
   ~PeerTransport() override;
 
-  // Inputs of all parts travel together, and so do their results.
+  // Sends the inputs of all parts together, and later the results of all parts together.
   std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo, const HeadParts& parts,
                                    const Where& where) override;
 

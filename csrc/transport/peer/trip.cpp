@@ -20,8 +20,8 @@ struct Region {
   int64_t row_bytes() const { return row_view(rows).row_bytes; }
 };
 
-// Where a server writes the results of visiting rows, and where their home receives them. They have
-// the heads of one part, like `home`, the rows to which they go there.
+// Where a server writes the results of visiting rows, where their home receives them, and the home
+// rows to which they go. All have the heads of one part.
 struct ResultRegions {
   at::Tensor home;
   Region visiting;
@@ -211,7 +211,7 @@ class PeerTrip : public RoundTrip {
     return {row(server == own ? results.visiting : results.returned, own, result_row), server};
   }
 
-  // Rows that go to home rows from `home_row` on, as yet without sources.
+  // Returns a gather, without sources yet, for `num_rows` home rows from `home_row` on.
   static Gather gather_to(const ResultRegions& results, int64_t home_row, int64_t num_rows) {
     const RowView to = row_view(results.home);
     return {

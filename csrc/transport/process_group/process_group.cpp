@@ -404,7 +404,7 @@ class SlotTrip : public RoundTrip {
 
   ProcessGroupTransport& transport_;
   const Routes& routes_;
-  std::vector<Inputs> kept_;   // by part, if the cargo has any
+  std::vector<Inputs> kept_;   // by part; undefined if the cargo has none
   std::vector<Cargo> cargos_;  // by part
   Where where_;
   Seal seal_;
