@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 from pingpong_blocks import LENGTHS, Block, block_of, crossing_step_of, step_of
-from ranks import Ranks
+from ranks import MOVE_ALWAYS, Ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.pingpong import pingpong
+from distca.planning import solver
 from distca.ranks import session as sessions
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +26,7 @@ MAX_CYCLES = 3_000_000  # of a delay: about 2 ms
 SCALE = 8  # of the lengths
 
 
-RANKS = {  # their number, and options
+RANKS = {  # number of ranks, options
     "two": (2, {}),
     "four": (4, {}),
     "four, peer": (4, {"transport": "peer"}),
@@ -47,7 +48,8 @@ def gpu_ranks(request):
 
 
 def open_session(rank: int, world_size: int, options: dict) -> None:
-    distca.init(options=distca.Options(**options))
+    distca.init(options=distca.Options(**MOVE_ALWAYS, **options))
+    solver.DEVICES_OF_CHOICE = ()  # halves run even where whole blocks are predicted to be faster
 
 
 class Delayed(Block):
