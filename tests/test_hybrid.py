@@ -8,7 +8,7 @@ import kill_at
 import oracle
 import pytest
 import torch
-from extension import delay_phases
+from extension import at_phase, delay_phases
 from layout_words import num_rounds
 from oracle import Case
 from ranks import Ranks
@@ -24,6 +24,7 @@ from distca.ranks import session
 NODE = 2  # ranks
 OPTIONS = {"transport": "hybrid", "ranks_per_node": NODE}
 HANG_S = 20
+SLOW_S = 3.0  # longer than ranks wait before they compare what they wait for
 CASES = {
     **{name: Case(lengths) for name, lengths in WHOLE.items()},
     **{name: Case([lengths, [], [], []], sharded=True) for name, lengths in PACKS.items()},
@@ -157,6 +158,24 @@ def test_delays_change_nothing(nodes, documents):
     expected = gathered(started.run(attend, case))
     for per_rank in zip(*started.run(attend_many_times, case, timeout_s=HANG_S), strict=True):
         assert all(map(torch.equal, gathered(per_rank), expected))
+
+
+def attend_with_a_slow_rank(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
+    """Return the results of a call in which home tasks of rank 0 take seconds longer."""
+    documents, leaves, grad_out = place(rank, world_size, case)
+    distca.plan(documents)
+    if rank == 0:
+        at_phase("distca forward layer 0 early home tasks", SLOW_S)
+    out = distca.core_attention(*leaves, documents)
+    out.backward(grad_out)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.usefixtures("test_extension")
+def test_a_slow_rank_is_no_deadlock(nodes):
+    case = CASES["skewed"]
+    results = nodes().run(attend_with_a_slow_rank, case, timeout_s=HANG_S)
+    oracle.assert_close(gathered(results), oracle.forward_backward(case), [1e-12] * 4)
 
 
 def exchanged_bytes(profile: torch.profiler.profile, num_ranks: int) -> int:

@@ -114,8 +114,8 @@ class RoundTrip {
   virtual void arrive_in(const Visiting& /*room*/) {
     TORCH_INTERNAL_ASSERT(false, "this transport has its own memory for visiting rows");
   }
-  // Returns the results of the latest arrive(), which must have been computed. A transport may wait
-  // for the last part and return all results together.
+  // Sends the results of the latest arrive() home. The caller must have computed them. A transport
+  // may wait for the last part and then send all results.
   virtual void combine() = 0;
   // Waits for results and writes them to the cargo's tensors.
   virtual void collect() = 0;
@@ -141,8 +141,8 @@ class Transport {
   virtual std::unique_ptr<RoundTrip> begin(const Routes& routes, Cargo cargo,
                                            const HeadParts& parts, const Where& where) = 0;
 
-  // Whether rows may travel in several parts. Visiting tasks of one then run while rows of the next
-  // arrive and results of the previous one leave.
+  // Whether rows may travel in several parts. Visiting tasks of one part then run while rows of the
+  // next part arrive and results of the previous part leave.
   virtual bool takes_parts() const { return false; }
 
   // Whether kernels that move rows need multiprocessors while tasks run.

@@ -199,9 +199,11 @@ class FetchLaunch {
   void add(const Gather& gather) {
     TORCH_INTERNAL_ASSERT(!gather.adds || !gather.has_gaps(),
                           "rows that are added to must be consecutive");
-    constexpr int64_t kMaxBytesWithGaps = int64_t{4} << 32;  // in words of 4 bytes
+    constexpr int64_t kMaxBytesWithGaps = int64_t{4}
+                                          << 32;  // place_of counts 2^32 words of 4 bytes
     TORCH_INTERNAL_ASSERT(!gather.has_gaps() || gather.num_bytes() < kMaxBytesWithGaps,
-                          gather.num_bytes(), " bytes in rows with gaps");
+                          "a gather into rows with gaps has ", gather.num_bytes(),
+                          " bytes; expected fewer than ", kMaxBytesWithGaps);
     const size_t num_sources = gather.sources.size();
     if (gathers_.size() == kManyGathers || sources_.size() + num_sources > kManySources)
       launch(false);

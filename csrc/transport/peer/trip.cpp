@@ -20,8 +20,8 @@ struct Region {
   int64_t row_bytes() const { return row_view(rows).row_bytes; }
 };
 
-// Where a server writes the results of visiting rows, where their home receives them, and the home
-// rows to which they go. All have the heads of one part.
+// The regions of one result with the heads of one part: where a server writes it, and where its
+// home receives it. `home` has the rows to which it goes.
 struct ResultRegions {
   at::Tensor home;
   Region visiting;

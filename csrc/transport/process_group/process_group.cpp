@@ -88,6 +88,10 @@ Tensors parts_of(const at::Tensor& records, const Load& load, const Seal& seal) 
   return std::max(sent, received);
 }
 
+bool any_row(const std::vector<int64_t>& num_rows) {
+  return std::any_of(num_rows.begin(), num_rows.end(), [](int64_t count) { return count > 0; });
+}
+
 // Starts an exchange of rows. On a device, a stream must wait for it.
 Works exchange(c10d::ProcessGroup& group, const std::vector<RowBatch>& batches) {
   const c10::DeviceType device = batches[0].sent.device().type();
@@ -147,8 +151,7 @@ class ProcessGroupTransport : public Transport {
   }
 
   // Starts an exchange of rows. On the CPU it only starts to compare calls, and rows follow in
-  // finish(). Every rank must start exchanges in the same order, and finish each before it starts
-  // the next.
+  // finish(). Every rank must start exchanges in the same order, and finish them in that order.
   Gathering start(const std::vector<RowBatch>& batches, const Where& where) {
 #ifdef DISTCA_WITH_CUDA
     const c10::Device device = batches[0].sent.device();
@@ -165,9 +168,29 @@ class ProcessGroupTransport : public Transport {
                         describe(where));
   }
 
-  // On the CPU the host waits for rows. On a device the current stream waits, but only if this rank
-  // receives rows. Otherwise the stream goes on while this rank's rows leave.
-  void finish(const Gathering& started, const std::vector<RowBatch>& batches) {
+#ifdef DISTCA_WITH_CUDA
+  // Starts an exchange in which this rank only receives, on a device. It does not wait for the
+  // current stream. So allocate `batches` before the call's first exchange starts: that exchange
+  // waits for earlier uses of their memory.
+  Gathering start_to_receive(const std::vector<RowBatch>& batches, const Where& where) {
+    streams_->check();
+    const c10::cuda::CUDAStreamGuard aside(streams_->marks());
+    streams_->begin(where);
+    return {{}, start_rows(batches, where, "")};
+  }
+#endif
+
+  // Lets an exchange that is ready begin before the next kernels of the device's current stream.
+  void let_begin([[maybe_unused]] const c10::Device& device) {
+#ifdef DISTCA_WITH_CUDA
+    if (!device.is_cpu()) hold_current_stream();
+#endif
+  }
+
+  // On the CPU the host waits for rows. On a device the current stream waits if this rank receives
+  // rows, or if it may not run ahead while this rank's rows leave.
+  void finish(const Gathering& started, const std::vector<RowBatch>& batches,
+              [[maybe_unused]] bool may_run_ahead) {
     Patience& patience = *opening_.patience;
     const auto& [places, pending] = started;
     const Where& where = pending.wait.where;
@@ -176,7 +199,7 @@ class ProcessGroupTransport : public Transport {
       const bool receives = std::any_of(batches.begin(), batches.end(), [](const RowBatch& batch) {
         return batch.received.numel() > 0;
       });
-      if (receives) {
+      if (receives || !may_run_ahead) {
         patience.wait_on_stream(pending);
         streams_->release();
       } else {
@@ -220,7 +243,12 @@ class SlotTrip : public RoundTrip {
  public:
   SlotTrip(ProcessGroupTransport& transport, const Routes& routes, const Cargo& cargo,
            const HeadParts& parts, const Where& where)
-      : transport_(transport), routes_(routes), kept_(parts.count), where_(where) {
+      : transport_(transport),
+        routes_(routes),
+        only_receives_results_(only_receives_results(routes, cargo)),
+        kept_(parts.count),
+        where_(where),
+        seal_(transport.seal(where, cargo.inputs.q.device())) {
     for (const HeadPart& part : in_order(parts)) {
       Inputs* kept = nullptr;
       if (cargo.kept != nullptr) {
@@ -233,13 +261,19 @@ class SlotTrip : public RoundTrip {
 
   void dispatch() override {
     for (const Cargo& cargo : cargos_) {
+      if (!only_receives_results_) break;
+      const Tensors queries = rows_like(cargo.query_results, 0);
+      const Tensors keys = rows_like(cargo.key_results, 0);
+      combined_.push_back(new_shipment(results_of(queries, keys), kHome));
+    }
+    for (const Cargo& cargo : cargos_) {
       const auto& [q, k, v] = cargo.inputs;
       const bool again = moves_again(cargo);
       std::vector<Load> loads;
       if (!cargo.with_queries.empty()) loads.push_back({cargo.with_queries, routes_.queries});
       loads.push_back({{q}, again ? routes_.keeping->queries : routes_.queries});
       if (k.defined()) loads.push_back({{k, v}, again ? routes_.keeping->keys : routes_.keys});
-      dispatched_.push_back(send(std::move(loads), kDispatch, &Route::home_row));
+      dispatched_.push_back(send(new_shipment(std::move(loads), kServer), kServer));
     }
   }
 
@@ -257,12 +291,19 @@ class SlotTrip : public RoundTrip {
   }
 
   void combine() override {
-    combined_.push_back(send(std::exchange(results_, {}), kCombine, &Route::visiting_row));
+    if (only_receives_results_) return;
+    combined_.push_back(send(new_shipment(std::exchange(results_, {}), kHome), kHome));
   }
 
+  // Exchanges run in order, and kernels that follow on the stream, such as matrix products, could
+  // delay each of them by milliseconds. So the stream goes on only when the last one can begin.
   void collect() override {
-    for (size_t i = 0; i < cargos_.size(); ++i)
-      collect(cargos_[i], std::exchange(combined_[i], {}));
+    for (size_t i = 0; i < cargos_.size(); ++i) {
+      const bool is_last = i + 1 == cargos_.size();
+      if (is_last && i > 0 && !only_receives_results_)
+        transport_.let_begin(cargos_[i].inputs.q.device());
+      collect(cargos_[i], std::exchange(combined_[i], {}), is_last);
+    }
   }
 
   void deliver() override {
@@ -271,6 +312,13 @@ class SlotTrip : public RoundTrip {
   }
 
  private:
+  enum Destination { kServer, kHome };
+
+  static bool only_receives_results(const Routes& routes, const Cargo& cargo) {
+    return !cargo.inputs.q.is_cpu() && !cargo.query_results.empty() &&
+           !any_row(routes.queries.counts.recv) && !any_row(routes.keys.counts.recv);
+  }
+
   // Loads that travel together.
   struct Shipment {
     std::vector<Load> loads;
@@ -288,8 +336,8 @@ class SlotTrip : public RoundTrip {
     }
   };
 
-  void collect(const Cargo& cargo, const Shipment& combined) {
-    std::vector<Arrival> arrivals = receive(combined);
+  void collect(const Cargo& cargo, const Shipment& combined, bool may_run_ahead) {
+    std::vector<Arrival> arrivals = receive(combined, may_run_ahead);
     for (size_t i = 0; i < cargo.query_results.size(); ++i) {
       arrivals[0].unpack(i, cargo.query_results[i], routes_.queries.home_row);
     }
@@ -308,30 +356,39 @@ class SlotTrip : public RoundTrip {
     return cargo.kept != nullptr && routes_.keeping.has_value();
   }
 
-  // Sends rows of all loads: to servers from `row` of their home, or back from `row` of the server.
-  Shipment send(std::vector<Load> loads, const char* phase, const at::Tensor Route::*row) {
-    seal_ = transport_.seal(where_, cargos_[0].inputs.q.device());
+  // Returns loads that have yet to leave.
+  Shipment new_shipment(std::vector<Load> loads, Destination destination) const {
     Shipment shipment{std::move(loads), {}, {}};
-    std::vector<Packing> packings;
     for (const Load& load : shipment.loads) {
       const auto& [to_server, from_home] = load.route.counts;
-      const bool is_home = row == &Route::home_row;
-      const RowCounts counts = is_home ? load.route.counts : RowCounts{from_home, to_server};
+      const bool leaves_home = destination == kServer;
+      const RowCounts counts = leaves_home ? load.route.counts : RowCounts{from_home, to_server};
       shipment.batches.push_back(new_batch(load, counts, seal_));
-      const at::Tensor& records = packings.emplace_back(shipment.batches.back().sent).records;
+    }
+    return shipment;
+  }
+
+  Shipment send(Shipment shipment, Destination destination) {
+    std::vector<Packing> packings;
+    for (size_t i = 0; i < shipment.loads.size(); ++i) {
+      const Load& load = shipment.loads[i];
+      const at::Tensor& row =
+          destination == kServer ? load.route.home_row : load.route.visiting_row;
+      const at::Tensor& records = packings.emplace_back(shipment.batches[i].sent).records;
       const Tensors parts = parts_of(records, load, seal_);
-      for (size_t i = 0; i < parts.size(); ++i) {
-        packings.back().copies.push_back({load.tensors[i], parts[i], load.route.*row});
+      for (size_t j = 0; j < parts.size(); ++j) {
+        packings.back().copies.push_back({load.tensors[j], parts[j], row});
       }
     }
     pack_rows(packings, seal_);
+    const char* phase = destination == kServer ? kDispatch : kCombine;
     shipment.started = transport_.start(shipment.batches, where_.in(phase));
     return shipment;
   }
 
   // Returns what was received for each load, still packed.
-  std::vector<Arrival> receive(const Shipment& shipment) {
-    transport_.finish(shipment.started, shipment.batches);
+  std::vector<Arrival> receive(const Shipment& shipment, bool may_run_ahead) {
+    transport_.finish(shipment.started, shipment.batches, may_run_ahead);
     std::vector<Arrival> arrivals;
     for (size_t i = 0; i < shipment.loads.size(); ++i) {
       const at::Tensor& records = shipment.batches[i].received;
@@ -346,10 +403,29 @@ class SlotTrip : public RoundTrip {
     unpack_rows(packings, seal_);
   }
 
-  void expect_results(const Visiting& visiting) {
-    dispatched_[num_arrived_++] = {};  // its memory may be used again
-    results_.push_back({visiting.query_results, routes_.queries});
-    if (!visiting.key_results.empty()) results_.push_back({visiting.key_results, routes_.keys});
+  // If there are none, the trip is for timing, and ranks that only send wait, too.
+  bool has_results() const { return !cargos_[0].query_results.empty(); }
+
+  // Prepares for the results of the part that arrived last. On a device, a rank without visiting
+  // rows starts to receive them at once. In combine() this would be after its visiting tasks of
+  // another transport, and servers would wait for those.
+  void expect_results([[maybe_unused]] const Visiting& visiting) {
+    const size_t part = num_arrived_++;
+    dispatched_[part] = {};  // its memory may be used again
+    if (!only_receives_results_) {
+      results_ = results_of(visiting.query_results, visiting.key_results);
+      return;
+    }
+#ifdef DISTCA_WITH_CUDA
+    Shipment& expected = combined_[part];
+    expected.started = transport_.start_to_receive(expected.batches, where_.in(kCombine));
+#endif
+  }
+
+  std::vector<Load> results_of(const Tensors& queries, const Tensors& keys) const {
+    std::vector<Load> results{{queries, routes_.queries}};
+    if (!keys.empty()) results.push_back({keys, routes_.keys});
+    return results;
   }
 
   // Returns the tensors of each load among `visiting`.
@@ -364,7 +440,7 @@ class SlotTrip : public RoundTrip {
 
   void place_in(const Visiting& room, const Cargo& cargo) {
     const Shipment& shipment = dispatched_[num_arrived_];
-    std::vector<Arrival> arrivals = receive(shipment);
+    std::vector<Arrival> arrivals = receive(shipment, has_results());
     const std::vector<Tensors> places = tensors_of(room, cargo);
     for (size_t i = 0; i < arrivals.size(); ++i) {
       for (size_t j = 0; j < places[i].size(); ++j) {
@@ -377,7 +453,7 @@ class SlotTrip : public RoundTrip {
   // Copies unless slot i holds visiting row i and no visiting row is missing.
   Visiting placed(const Cargo& cargo) {
     const Shipment& shipment = dispatched_[num_arrived_];
-    std::vector<Arrival> arrivals = receive(shipment);
+    std::vector<Arrival> arrivals = receive(shipment, has_results());
     std::vector<Tensors> rows;
     for (size_t i = 0; i < arrivals.size(); ++i) {
       const Route& route = shipment.loads[i].route;
@@ -404,13 +480,14 @@ class SlotTrip : public RoundTrip {
 
   ProcessGroupTransport& transport_;
   const Routes& routes_;
-  std::vector<Inputs> kept_;   // by part; undefined if the cargo has none
-  std::vector<Cargo> cargos_;  // by part
+  bool only_receives_results_;  // on a device: see expect_results()
+  std::vector<Inputs> kept_;    // by part; undefined tensors if nothing was kept
+  std::vector<Cargo> cargos_;   // by part
   Where where_;
   Seal seal_;
   size_t num_arrived_ = 0;
   std::vector<Shipment> dispatched_;  // by part
-  std::vector<Load> results_;         // of the part that arrived last
+  std::vector<Load> results_;         // of the part that arrived last, if rows visit this rank
   std::vector<Shipment> combined_;    // by part
 };
 
