@@ -80,11 +80,12 @@ def test_the_half_that_hides_less_counts():
     assert first > 0.99
     assert hidden["hidden_part"] == pytest.approx((1 - first) / first)
     assert hidden["hidden_seconds"] == pytest.approx(2.0 / first)
+    assert hidden["num_parts"] == 1
 
 
 def test_steps_without_rows_hide_nothing():
     hidden = hidden_by_halves(torch.empty(0, 5, dtype=torch.int64), 2, CAUSAL, 0.0)
-    assert hidden == {"hidden_part": 0.0, "hidden_seconds": 0.0}
+    assert hidden["hidden_part"] == hidden["hidden_seconds"] == 0
 
 
 def choice(gb_per_s: float, seconds_before: float) -> bool:

@@ -67,12 +67,13 @@ def pay(
 def hidden_by_halves(
     pieces: Tensor, num_ranks: int, window_size: tuple[int, int], seconds_before: float
 ) -> dict[str, float]:
-    """Return hidden_part and hidden_seconds of a Cluster whose ranks use halves.
+    """Return the fields of a Cluster that differ if its ranks use halves.
 
     `seconds_before` is a block's linear work before attention, forward and backward. Attention and
     linear work of one half hide the transfers of the other. A half is assumed to have the same part
     of all transfers as of all attention. For attention, and separately for linear work, the half
-    that hides the smaller part of the other half's transfers counts.
+    that hides the smaller part of the other half's transfers counts. Rows of halves travel in one
+    part, because each exchange may wait for kernels of the other half.
     """
     part = first_part_of(pieces)
     first = attention_of_first_half(pieces, num_ranks, window_size)
@@ -84,4 +85,6 @@ def hidden_by_halves(
     return {
         "hidden_part": min(ratio, 1 / max(ratio, tiny)),
         "hidden_seconds": min(after, before),
+        "num_parts": 1,
+        "exposed_part": 1.0,
     }

@@ -156,7 +156,7 @@ def _solve_half(
         )
     tasks = tasks_of(solution.encoded)
     held = half_of(solution.pieces, tasks, cuts, problem.window_size, idx)
-    shape, rest = solution.shape, (solution.num_parts, solution.early_part)
+    shape, rest = solution.shape, (1, solution.early_part)  # rows of halves travel in one part
     laid_out = lay_out(problem, *held, session.options, shape, *rest)
     plans.agree_on_plan(halves_of(session)[idx], problem, laid_out[0])
     return Solution(*laid_out, *held, shape, *rest, solution.report)

@@ -62,10 +62,10 @@ does on the processor that simulates. Ranks agree on calls in the first step onl
 If documents cross ranks, each rank holds two runs of the pack, and the halves are equal. A half has
 the same share of the attention and of the plan's bytes as of the tokens. Rows of the first half
 travel beside the second half's attention and work before it. Rows of the second half travel beside
-the first half's attention and work after it. Visiting tasks of some heads hide transfers of other
-heads. An exchange is longer by the share of the pass in which FSDP's collectives use the links.
-Tensor parallel collectives of one half are assumed not to delay the other half. As in training,
-blocks run whole if the planner predicts that whole blocks are faster.
+the first half's attention and work after it. Rows of a half travel in one part. An exchange is
+longer by the share of the pass in which FSDP's collectives use the links. Tensor parallel
+collectives of one half are assumed not to delay the other half. As in training, blocks run whole if
+the planner predicts that whole blocks are faster.
 
 **Parameters.** fsdp: a layer's gather (in the backward pass also the reduce-scatter of its
 gradients, fp32) is hidden behind that layer's compute and its waits for attention, as far as the

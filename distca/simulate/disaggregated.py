@@ -96,8 +96,7 @@ def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,
         link_room=link_room_of(scenario),
-        **parts_of(scenario.attention_shape),
-        **hidden,
+        **(parts_of(scenario.attention_shape) | hidden),
     )
 
 
@@ -276,8 +275,8 @@ def in_turn(scenario: Scenario, work: Work, pass_idx: int) -> Times:
 def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     """Return the times of a layer in ping-pong. The exchange of the first half runs beside the
     second half's attention and work before attention. The exchange of the second half runs beside
-    the first half's attention and work after it. Visiting tasks of some heads hide transfers of
-    other heads. FSDP's collectives share the links."""
+    the first half's attention and work after it. Rows of a half travel in one part. FSDP's
+    collectives share the links."""
     attention, others = work.seconds[pass_idx], scenario.seconds_around_attention(pass_idx)
     slower = 1 + min(
         1.0, fsdp_seconds_of_layer(scenario, pass_idx) / (sum(others) + attention.mean())
