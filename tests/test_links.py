@@ -18,7 +18,7 @@ from distca import ops
 from distca.planning.cluster import cluster_of
 from distca.planning.exchange import SHAPE_WORDS
 from distca.ranks import links, session
-from distca.ranks.links import Link, Links, measure, peers_of_ranks
+from distca.ranks.links import Link, Links, directions_of_ranks, measure, peers_of_ranks
 from distca.ranks.peers import Way
 
 CPU = torch.device("cpu")
@@ -31,9 +31,9 @@ STUCK_S = 3
     [
         (2, 2, [[1], [0]], [[], []]),
         (2, 1, [[], []], [[1], [0]]),
-        (3, 5, [[1, 2], [0, 2], [0, 1]], [[], [], []]),
+        (3, 5, [[1, 2], [2, 0], [0, 1]], [[], [], []]),
         (4, 2, [[1], [0], [3], [2]], [[2], [3], [0], [1]]),
-        (3, 2, [[1], [0], []], [[2], [], [1]]),
+        (3, 2, [[1], [0], []], [[2], [], [0]]),
     ],
 )
 def test_ranks_send_to_their_node_or_to_others(num_ranks, per_node, inside, between):
@@ -45,6 +45,39 @@ def test_ranks_receive_as_much_as_they_send():
         received = [sum(rank in each for each in peers) for rank in range(128)]
         assert received == [len(each) for each in peers]
     assert len(peers[0]) == links.MAX_PEER_NODES
+
+
+@pytest.mark.parametrize(
+    "num_ranks, per_node, inside, between",
+    [
+        (2, 2, [[[1], []], [[], [0]]], [[[], []], [[], []]]),
+        (4, 2, [[[1], [], [3], []], [[], [0], [], [2]]], [[[2], [3], [], []], [[], [], [0], [1]]]),
+        (3, 5, [[[1], [], []], [[], [2], []]], [[[], [], []], [[], [], []]]),
+        (3, 2, [[[1], [], []], [[], [0], []]], [[[2], [], []], [[], [], [0]]]),
+    ],
+)
+def test_directions(num_ranks, per_node, inside, between):
+    assert directions_of_ranks(num_ranks, per_node) == {"inside": inside, "between": between}
+
+
+@pytest.mark.parametrize("num_ranks, per_node", [(128, 8), (72, 8), (13, 1), (12, 5)])
+def test_ranks_send_or_receive(num_ranks, per_node):
+    takes_part = {"inside": set(), "between": set()}
+    for level, directions in directions_of_ranks(num_ranks, per_node).items():
+        for peers in directions:
+            sent = [len(each) for each in peers if each]
+            received = [sum(rank in each for each in peers) for rank in range(num_ranks)]
+            for rank, its_peers in enumerate(peers):
+                assert not (its_peers and received[rank])
+                assert len(set(its_peers)) == len(its_peers) <= links.MAX_PEER_NODES
+                for peer in its_peers:
+                    assert received[peer] == len(its_peers), "all receive as much as one sends"
+                    assert (rank // per_node == peer // per_node) == (level == "inside")
+            assert sum(sent) == sum(received)
+            takes_part[level] |= {
+                rank for rank in range(num_ranks) if peers[rank] or received[rank]
+            }
+    assert takes_part["between"] == set(range(num_ranks))
 
 
 def measured(rank: int, world_size: int, **options) -> Links:

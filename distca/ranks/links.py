@@ -19,7 +19,7 @@ from distca.options import check_number
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128  # of the rows that are sent
 SMALL_BYTES, PROBE_BYTES, LARGE_BYTES = 2**16, 2**20, 2**25  # that a rank sends in one call
-LARGE_S = 0.02  # links that need longer for LARGE_BYTES send less
+LARGE_S = 0.01  # links that need longer for LARGE_BYTES send less
 NUM_BATCHES, NUM_CALLS = 3, 4  # for each size
 MAX_PEER_NODES = 8
 BEFORE_STEPS = -1  # step number of the plans here
@@ -33,7 +33,7 @@ class Link:
 
     latency_s: float
     bytes_per_second: float
-    """The rate at which one rank sends while all ranks send."""
+    """The rate at which one rank sends while half of the ranks send and the others receive."""
 
     def __post_init__(self) -> None:
         check_number("latency_s", self.latency_s, zero=True)
@@ -83,17 +83,48 @@ def ranks_of_a_node(nodes: Sequence[int | str]) -> int:
 def peers_of_ranks(num_ranks: int, ranks_per_node: int) -> dict[str, Peers]:
     """Return the peers of each rank by level. Peers "inside" are the other ranks of its node, and
     peers "between" are the ranks at the same position in up to MAX_PEER_NODES other nodes."""
-    ranks, nodes = range(num_ranks), [rank // ranks_per_node for rank in range(num_ranks)]
-    shifts = range(ranks_per_node, num_ranks, ranks_per_node)[:MAX_PEER_NODES]
-    first = [node * ranks_per_node for node in nodes]
-    inside = [
-        [peer for peer in ranks[first[rank] :][:ranks_per_node] if peer != rank] for rank in ranks
-    ]
-    between = [
-        [peer for peer in ((rank + shift) % num_ranks for shift in shifts) if nodes[peer] != own]
-        for rank, own in enumerate(nodes)
-    ]
-    return {"inside": inside, "between": between}
+    peers: dict[str, Peers] = {}
+    for level, (groups, most) in _groups(num_ranks, ranks_per_node).items():
+        peers[level] = [[] for _ in range(num_ranks)]
+        for group in groups:
+            for place, rank in enumerate(group):
+                peers[level][rank] = (group[place + 1 :] + group[:place])[:most]
+    return peers
+
+
+def directions_of_ranks(num_ranks: int, ranks_per_node: int) -> dict[str, list[Peers]]:
+    """Return two lists of peers by level. In each, half of the ranks send and the others receive,
+    and in the second list they change roles. In training, too, a rank mostly sends or mostly
+    receives at a time. Levels are those of peers_of_ranks."""
+    return {
+        level: [
+            _peers_one_way(num_ranks, ordered, most)
+            for ordered in (groups, [group[1:] + group[:1] for group in groups])
+        ]
+        for level, (groups, most) in _groups(num_ranks, ranks_per_node).items()
+    }
+
+
+def _groups(num_ranks: int, ranks_per_node: int) -> dict[str, tuple[list[list[int]], int]]:
+    """Return by level the groups of ranks that send to each other, and the most peers that a rank
+    may have."""
+    ranks = list(range(num_ranks))
+    nodes = [ranks[first:][:ranks_per_node] for first in ranks[::ranks_per_node]]
+    positions = [ranks[place::ranks_per_node] for place in range(min(ranks_per_node, num_ranks))]
+    return {"inside": (nodes, num_ranks), "between": (positions, MAX_PEER_NODES)}
+
+
+def _peers_one_way(num_ranks: int, groups: list[list[int]], most: int) -> Peers:
+    """Return the peers of each rank if ranks at even places of a group send to up to `most` ranks
+    at odd places. Each receiver has as many senders as a sender has receivers. In a group of odd
+    size, the last rank takes no part."""
+    peers: Peers = [[] for _ in range(num_ranks)]
+    for group in groups:
+        pairs = len(group) // 2
+        senders, receivers = group[: 2 * pairs : 2], group[1 : 2 * pairs : 2]
+        for place, sender in enumerate(senders):
+            peers[sender] = (receivers[place:] + receivers[:place])[:most]
+    return peers
 
 
 def measure(session, device: torch.device) -> Links:
@@ -103,9 +134,9 @@ def measure(session, device: torch.device) -> Links:
     told = {"inside": options.link_gb_per_s, "between": options.node_link_gb_per_s}
     return Links(
         **{
-            level: _measure_link(session, device, peers)
-            for level, peers in _levels(session).items()
-            if told[level] is None and any(peers)
+            level: _measure_link(session, device, directions)
+            for level, directions in directions_of_ranks(*_shape(session)).items()
+            if told[level] is None and any(directions[0])
         }
     )
 
@@ -113,31 +144,35 @@ def measure(session, device: torch.device) -> Links:
 def connect(session, device: torch.device) -> None:
     """Send a few rows over the links of an open session. NCCL connects two ranks when they first
     exchange rows, so without this, the first step that moves rows would take longer. Collective."""
-    for peers in _levels(session).values():
+    for peers in peers_of_ranks(*_shape(session)).values():
         if any(peers):
             call, _ = _exchange(session, device, peers, SMALL_BYTES)
             call()
 
 
-def _levels(session) -> dict[str, Peers]:
-    """Return peers_of_ranks for an open session. Collective."""
+def _shape(session) -> tuple[int, int]:
+    """Return the number of ranks of an open session and the number of ranks per node.
+    Collective."""
     per_node = session.options.ranks_per_node or ranks_of_a_node(_gather(session, node()))
-    return peers_of_ranks(session.num_ranks, per_node)
+    return session.num_ranks, per_node
 
 
-def _measure_link(session, device: torch.device, peers: Peers) -> Link:
-    """Return the link of the slowest rank, rounded to two significant digits so that plans differ
-    little between runs."""
+def _measure_link(session, device: torch.device, directions: list[Peers]) -> Link:
+    """Return the link as the slowest rank measures it in the slower direction. Figures are rounded
+    to two significant digits, so that plans differ little between runs."""
 
-    def seconds(num_bytes: float) -> tuple[int, float]:
+    def seconds(num_bytes: float, peers: Peers) -> tuple[int, float]:
         call, sent_bytes = _exchange(session, device, peers, num_bytes)
         return sent_bytes, largest(session, seconds_of(call, device))
 
-    _, latency_s = seconds(SMALL_BYTES)
-    probe_bytes, probe_s = seconds(PROBE_BYTES)
-    in_time = probe_bytes * LARGE_S / probe_s
-    sent_bytes, large_s = seconds(min(LARGE_BYTES, max(PROBE_BYTES, in_time)))
-    return Link(float(f"{latency_s:.2g}"), float(f"{sent_bytes / large_s:.2g}"))
+    latencies, speeds = [], []
+    for peers in directions:
+        latencies.append(seconds(SMALL_BYTES, peers)[1])
+        probe_bytes, probe_s = seconds(PROBE_BYTES, peers)
+        in_time = probe_bytes * LARGE_S / probe_s
+        sent_bytes, large_s = seconds(min(LARGE_BYTES, max(PROBE_BYTES, in_time)), peers)
+        speeds.append(sent_bytes / large_s)
+    return Link(float(f"{max(latencies):.2g}"), float(f"{min(speeds):.2g}"))
 
 
 def largest(session, seconds: float) -> float:
