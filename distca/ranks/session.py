@@ -346,7 +346,8 @@ def halves_of(session: Session) -> list[Session]:
     A group runs its calls in order, and rows of one half must not wait for results of the other. So
     each half has its own groups for rows and agreement. Plans are exchanged on the session's group.
 
-    Both halves use the session's transport. Each of them reserves half of its peer_memory_gb.
+    Both halves use the session's transport. Each half reserves half of the session's
+    peer_memory_gb.
     """
     options = replace(session.options, peer_memory_gb=session.options.peer_memory_gb / 2)
     while len(session.halves) < 2:
@@ -400,7 +401,8 @@ def close_session(session: Session) -> None:
         return
     if any(ops.may_be_busy(each.group_name) for each in session.parts):
         # A gloo group cannot end before its exchanges do, not even those that were given up.
-        own = [*groups_of(session), session.node, session.notices]
+        nodes = [each.node for each in session.parts]
+        own = [*groups_of(session), *nodes, session.notices]
         if "nccl" in session.backend:
             own = [each for each in own if each not in [part.data for part in session.parts]]
         ops.keep_groups([each.group_name for each in own if each is not None])
