@@ -125,7 +125,9 @@ Figures measure(const Case& each, const Heuristics& heuristics) {
   Figures sum;
   for (const Pack& pack : each.packs) {
     const std::clock_t start = std::clock();
-    const std::vector<Task> tasks = balance(Problem(pack, each.options, heuristics));
+    const Problem problem(pack, each.options, heuristics);
+    Budget budget = budget_for(problem);
+    const std::vector<Task> tasks = balance(problem, budget);
     sum.planning += static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
     const std::vector<Load> loads = loads_of(pack, each.options, tasks);
     sum.step += makespan(loads, each.options.links, 0);

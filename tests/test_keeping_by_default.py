@@ -13,7 +13,7 @@ from distca import ops
 from distca.ranks import memory
 
 CASE = Case([[900, 400, 100], [], []], sharded=True)
-SLOW, FAST = {"link_gb_per_s": 0.1}, {"link_gb_per_s": 1e5}
+SLOW, FAST = {"link_gb_per_s": 0.5}, {"link_gb_per_s": 1e5}
 SPARE_BYTES = [3_000_000, 2_000_000, 4_000_000]  # by rank
 FIRST_UPDATE, WARM_UP_PLANS, NUM_STEPS = 2, 2, 8
 NUM_LAYERS = 2

@@ -804,6 +804,17 @@ def test_faster_links_are_never_slower(level):
         before = now
 
 
+def test_links_between_nodes_that_are_too_slow_for_balance():
+    """The balancer alone, with the true bytes of rows, would move next to nothing."""
+    lengths = distribution("lognormal:3000:1.6", 0)
+    machine = Machine(between=Link(50e-6, 12.5e9))
+    model = PRESETS["8B"].changed(2, 128)
+    scenario = Scenario(model=model, machine=machine, ranks=64, context=131072, recompute=True)
+    (step,) = draw(lengths, scenario, 1, 0)
+    ours, fixed_packing = (seconds_of(name, scenario, step, 2) for name in ("distca", "fixed"))
+    assert ours < 0.75 * fixed_packing
+
+
 def test_ideal_balance_is_a_lower_bound():
     """The bound holds for systems that keep tokens on their ranks."""
     step = random_step(REAL, seed=4)

@@ -1,10 +1,12 @@
 #include "make_plan.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "balance/assignment.h"
 #include "balance/balancer.h"
@@ -15,8 +17,21 @@ namespace distca::planner {
 
 namespace {
 
-// If the makespan exceeds that of perfect balance by more than this fraction, we plan again.
+// If the makespan exceeds that of perfect balance by more than kExposed, or the slowest rank's work
+// by more than kUneven, we plan again.
 constexpr double kExposed = 0.01;
+constexpr double kUneven = 0.03;
+
+// Parts of the bytes of rows that further plans assume, in the order in which they are tried. With
+// many ranks, only the first are tried.
+constexpr double kAssumedParts[] = {0.65, 0.5, 0.8, 0.35, 0.9, 0.57, 0.72, 0.43};
+constexpr int64_t kTriesTimesRanks = 2048, kLeastTries = 2;
+constexpr int64_t kLeftForTries = 4;  // a quarter of what the first search leaves of its budget
+
+int64_t num_tries(const Problem& problem) {
+  return std::min(static_cast<int64_t>(std::size(kAssumedParts)),
+                  std::max(kLeastTries, kTriesTimesRanks / problem.pack.num_ranks));
+}
 
 Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& problem,
              std::vector<Task> tasks) {
@@ -29,19 +44,32 @@ Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& proble
   return plan;
 }
 
-// Returns a plan that assumes kept inputs: each row moves fewer bytes, so more work may leave its
-// home. Returns nullopt if none fits the memory caps.
-std::optional<Plan> plan_of_kept_rows(const Pack& pack, const PlanOptions& options) {
-  const auto left = [](int64_t bytes, int64_t kept) { return std::max<int64_t>(0, bytes - kept); };
-  PlanOptions fewer = options;
-  fewer.row_bytes = {left(options.row_bytes.query, options.kept_bytes.query),
-                     left(options.row_bytes.key, options.kept_bytes.key)};
-  const Problem problem(pack, fewer);
+// Returns a plan that assumes other bytes of rows. If they are fewer, more work may leave its home.
+// Returns nullopt if none fits the memory caps.
+std::optional<Plan> plan_assuming(const RowBytes& row_bytes, const Pack& pack,
+                                  const PlanOptions& options, Budget& budget) {
+  PlanOptions others = options;
+  others.row_bytes = row_bytes;
+  const Problem problem(pack, others);
   try {
-    return plan_of(pack, options, problem, balance(problem));
+    return plan_of(pack, options, problem, balance(problem, budget));
   } catch (const std::invalid_argument&) {
     return std::nullopt;
   }
+}
+
+RowBytes times(double factor, const RowBytes& bytes) {
+  const auto scaled = [factor](int64_t count) {
+    return static_cast<int64_t>(factor * static_cast<double>(count));
+  };
+  return {scaled(bytes.query), scaled(bytes.key)};
+}
+
+// Returns the bytes of rows whose inputs are kept.
+RowBytes kept_row_bytes(const PlanOptions& options) {
+  const auto left = [](int64_t bytes, int64_t kept) { return std::max<int64_t>(0, bytes - kept); };
+  return {left(options.row_bytes.query, options.kept_bytes.query),
+          left(options.row_bytes.key, options.kept_bytes.key)};
 }
 
 // Returns the plan in which nothing moves, or nullopt if it breaks a memory cap, or if ranks of
@@ -64,35 +92,82 @@ double friction(const Plan& plan, const Links& links) {
   return kPart * sum / static_cast<double>(plan.num_ranks);
 }
 
-// A plan, and the seconds that a layer is predicted to take under it.
+// A plan, the seconds that a layer is predicted to take under it, and these with friction.
 struct Timed {
+  Timed(Plan of, double predicted, const Links& links)
+      : plan(std::move(of)), seconds(predicted), cost(predicted + friction(plan, links)) {}
+
   Plan plan;
   double seconds;
+  double cost;
 };
 
-// Returns the plan with kept inputs, or without if keeping gains too little.
-Timed keeping(const Pack& pack, const PlanOptions& options, const Problem& problem, Plan plan) {
-  const double seconds = makespan(plan.loads, options.links, problem.hidden_seconds);
-  if (options.kept_cap_bytes == 0) return {std::move(plan), seconds};
-  Plan kept = plan;
-  const double kept_seconds = keep_inputs(pack, options, problem.hidden_seconds, kept);
-  if (seconds - kept_seconds < options.kept_gain * seconds) return {std::move(plan), seconds};
-  return {std::move(kept), kept_seconds};
+// The best of some plans, with and without kept inputs.
+class Best {
+ public:
+  Best(const Pack& pack, const PlanOptions& options, const Problem& problem)
+      : pack_(pack), options_(options), problem_(problem) {}
+
+  void consider(Plan plan) {
+    if (options_.kept_cap_bytes > 0) {
+      Plan kept = plan;
+      const double seconds = keep_inputs(pack_, options_, problem_.hidden_seconds, kept);
+      take(kept_, {std::move(kept), seconds, options_.links});
+    }
+    const double seconds = makespan(plan.loads, options_.links, problem_.hidden_seconds);
+    take(plain_, {std::move(plan), seconds, options_.links});
+  }
+
+  // Returns the plan without kept inputs if keeping gains too little. If any gain will do, hidden
+  // transfers that are spared count, too.
+  const Timed& get() const {
+    const double least = options_.kept_gain * plain_->seconds;
+    const bool keeps = kept_ && (least == 0 || plain_->seconds - kept_->seconds >= least);
+    return keeps ? *kept_ : *plain_;
+  }
+
+ private:
+  static void take(std::optional<Timed>& best, Timed timed) {
+    if (!best || timed.cost < best->cost) best = std::move(timed);
+  }
+
+  const Pack& pack_;
+  const PlanOptions& options_;
+  const Problem& problem_;
+  std::optional<Timed> plain_, kept_;
+};
+
+// Returns the seconds of the slowest rank's own work, without transfers.
+double slowest_work(const Plan& plan) {
+  double most = 0;
+  for (const Load& load : plan.loads) most = std::max(most, load.seconds_lag + load.seconds);
+  return most;
 }
 
-// Returns the fastest plan: of those with kept inputs, one may assume them from the beginning.
-Timed fastest_plan(const Pack& pack, const PlanOptions& options, const Problem& problem) {
-  Plan plan = plan_of(pack, options, problem, balance(problem));
-  const double seconds = makespan(plan.loads, options.links, problem.hidden_seconds);
-  Timed best = keeping(pack, options, problem, std::move(plan));
-  if (options.kept_cap_bytes == 0 || seconds <= (1 + kExposed) * problem.balanced_seconds) {
-    return best;
+// Returns the best of several plans. On slow links, the balancer's plan depends much on the bytes
+// of rows that it assumes: with fewer bytes, it moves more work.
+Timed best_plan(const Pack& pack, const PlanOptions& options, const Problem& problem) {
+  Budget budget = budget_for(problem);
+  Plan first = plan_of(pack, options, problem, balance(problem, budget));
+  const double seconds = makespan(first.loads, options.links, problem.hidden_seconds);
+  Best best(pack, options, problem);
+  best.consider(std::move(first));
+  if (seconds <= (1 + kExposed) * problem.balanced_seconds) return best.get();
+  const auto assume = [&](const RowBytes& row_bytes, Budget& left) {
+    auto plan = plan_assuming(row_bytes, pack, options, left);
+    if (plan) best.consider(std::move(*plan));
+  };
+  if (options.kept_cap_bytes > 0) {
+    Budget another = budget_for(problem);
+    assume(kept_row_bytes(options), another);
   }
-  std::optional<Plan> other = plan_of_kept_rows(pack, options);
-  if (!other) return best;
-  const double other_seconds = keep_inputs(pack, options, problem.hidden_seconds, *other);
-  const bool gains = seconds - other_seconds >= options.kept_gain * seconds;
-  return gains && other_seconds < best.seconds ? Timed{std::move(*other), other_seconds} : best;
+  if (slowest_work(best.get().plan) > (1 + kUneven) * problem.balanced_seconds) {
+    budget.left /= kLeftForTries;
+    for (int64_t i = 0; i < num_tries(problem) && !budget.is_spent(); ++i) {
+      assume(times(kAssumedParts[i], options.row_bytes), budget);
+    }
+  }
+  return best.get();
 }
 
 }  // namespace
@@ -100,13 +175,11 @@ Timed fastest_plan(const Pack& pack, const PlanOptions& options, const Problem& 
 Plan make_plan(const Pack& pack, const PlanOptions& options) {
   validate(options, pack);
   const Problem problem(pack, options);
-  Timed best = fastest_plan(pack, options, problem);
+  Timed best = best_plan(pack, options, problem);
   if (std::optional<Plan> plan = plan_at_home(pack, options, problem)) {
-    Timed home = keeping(pack, options, problem, std::move(*plan));
-    const double gain = home.seconds - best.seconds;
-    if (gain <= friction(best.plan, options.links) - friction(home.plan, options.links)) {
-      best = std::move(home);
-    }
+    Best at_home(pack, options, problem);
+    at_home.consider(std::move(*plan));
+    if (at_home.get().cost <= best.cost) best = at_home.get();
   }
   best.plan.digest = digest_of(pack, best.plan.mask, best.plan.tasks);
   return best.plan;

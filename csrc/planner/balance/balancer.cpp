@@ -14,9 +14,7 @@
 namespace distca::planner {
 namespace {
 
-// The Budget of one search: a constant part, and a part for each item. It bounds planning time to
-// about the time of a step's attention, wherever documents lie. All attempts of a search share it;
-// once it is spent, the search returns its best plan.
+// A constant part of the budget, and a part for each item.
 constexpr int64_t kSteps = 24'000'000;
 constexpr int64_t kStepsPerItem = 160;
 
@@ -27,10 +25,6 @@ constexpr Pairing kUnbounded{8, true, false, 0.9};
 constexpr Pairing kPairings[] = {{8, true, true},   {16, true, true}, {8, false, true},
                                  {4, true, true},   {8, true, false}, {1, true, true},
                                  {16, false, true}, {4, false, false}};
-
-Budget budget_for(const Problem& problem) {
-  return {kSteps + kStepsPerItem * static_cast<int64_t>(problem.items.size())};
-}
 
 // Throws an error that names a rank whose rows fit nowhere, and the server with the largest cap.
 [[noreturn]] void reject_caps(const Problem& problem) {
@@ -65,13 +59,15 @@ Budget budget_for(const Problem& problem) {
 
 class Balancer {
  public:
-  explicit Balancer(const Problem& problem)
+  Balancer(const Problem& problem, const Budget& budget)
       : problem_(problem),
         heuristics_(problem.heuristics),
-        budget_(budget_for(problem)),
+        budget_(budget),
         goal_(problem.balanced_seconds * (1 + problem.options.tolerance)) {
     take(Assignment(problem, problem.balanced_seconds, budget_));
   }
+
+  const Budget& budget() const { return budget_; }
 
   std::vector<Task> run() {
     const std::vector<Load> loads = best_->loads();
@@ -217,8 +213,15 @@ class Balancer {
 
 }  // namespace
 
-std::vector<Task> balance(const Problem& problem) {
-  return Balancer(problem).run();
+Budget budget_for(const Problem& problem) {
+  return {kSteps + kStepsPerItem * static_cast<int64_t>(problem.items.size())};
+}
+
+std::vector<Task> balance(const Problem& problem, Budget& budget) {
+  Balancer balancer(problem, budget);
+  std::vector<Task> tasks = balancer.run();
+  budget.left = std::min(budget.left, balancer.budget().left);
+  return tasks;
 }
 
 }  // namespace distca::planner
