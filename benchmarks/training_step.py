@@ -4,11 +4,10 @@
 
 Two variants run without balancing: "flash" is PyTorch's varlen flash attention, and "plain" is
 distca's kernels. "context" is context parallelism with distca's kernels (context_parallel.py).
-"process_group", "peer" and "hybrid" are distca with these transports. In "process_group pingpong",
-"peer pingpong" and "hybrid pingpong" the blocks run on two halves in turn. All variants see the
-same documents, tokens and initial weights. A step is forward, backward and optimizer. It is timed
-on the host from barrier to barrier with the device synchronised, so it takes as long as the slowest
-rank needs.
+"process_group", "peer" and "hybrid" are distca with these transports. In the variants whose names
+end in "pingpong", blocks run on two halves in turn. All variants see the same documents, tokens and
+initial weights. A step is forward, backward and optimizer. It is timed on the host from barrier to
+barrier with the device synchronised, so it takes as long as the slowest rank needs.
 
 In "sorted", a loader sorts the documents of --window steps by the Karmarkar-Karp method. Ranks and
 steps then have like work, but not equally many tokens, so look at the peak memory, too.
@@ -87,7 +86,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         "--variants",
         nargs="+",
         metavar="NAME",
-        help=f"some of {list(VARIANTS)} (default: those of {usual} that can run)",
+        help=f"from {list(VARIANTS)} (default: {usual}, without those that cannot run)",
     )
     parser.add_argument(
         "--turns",

@@ -113,9 +113,9 @@ class Options:
 
     peer_memory_gb: float = 0.0
     """Peer memory that a rank allocates when rows first travel, in 1e9 bytes. Under ping-pong, each
-    half allocates half as much in addition. A rank that cannot allocate it raises. If a plan needs
-    more than any plan before, all ranks wait while the memory grows; a larger first allocation
-    avoids that. 0 allocates what plans need."""
+    of the two halves allocates half of this in addition. A rank that cannot allocate it raises. If
+    a plan needs more than any plan before, all ranks wait while the memory grows; a larger first
+    allocation avoids that. 0 allocates what plans need."""
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another rank before it raises an error."""
