@@ -23,14 +23,16 @@ constexpr double kExposed = 0.01;
 constexpr double kUneven = 0.03;
 
 // Parts of the bytes of rows that further plans assume, in the order in which they are tried. With
-// many ranks, only the first are tried.
+// many ranks or items, only the first are tried, because the budget bounds the search alone.
 constexpr double kAssumedParts[] = {0.65, 0.5, 0.8, 0.35, 0.9, 0.57, 0.72, 0.43};
-constexpr int64_t kTriesTimesRanks = 2048, kLeastTries = 2;
+constexpr int64_t kTriesTimesRanks = 2048, kLeastTries = 2, kTriesTimesItems = 1 << 17;
 constexpr int64_t kLeftForTries = 4;  // a quarter of what the first search leaves of its budget
 
 int64_t num_tries(const Problem& problem) {
-  return std::min(static_cast<int64_t>(std::size(kAssumedParts)),
-                  std::max(kLeastTries, kTriesTimesRanks / problem.pack.num_ranks));
+  const auto num_items = std::max<int64_t>(1, static_cast<int64_t>(problem.items.size()));
+  return std::min({static_cast<int64_t>(std::size(kAssumedParts)),
+                   std::max(kLeastTries, kTriesTimesRanks / problem.pack.num_ranks),
+                   kTriesTimesItems / num_items});
 }
 
 Plan plan_of(const Pack& pack, const PlanOptions& options, const Problem& problem,
@@ -118,6 +120,9 @@ class Best {
     take(plain_, {std::move(plan), seconds, options_.links});
   }
 
+  // Returns the best plan without kept inputs.
+  const Timed& plain() const { return *plain_; }
+
   // Returns the plan without kept inputs if keeping gains too little. If any gain will do, hidden
   // transfers that are spared count, too.
   const Timed& get() const {
@@ -148,11 +153,9 @@ double slowest_work(const Plan& plan) {
 // of rows that it assumes: with fewer bytes, it moves more work.
 Timed best_plan(const Pack& pack, const PlanOptions& options, const Problem& problem) {
   Budget budget = budget_for(problem);
-  Plan first = plan_of(pack, options, problem, balance(problem, budget));
-  const double seconds = makespan(first.loads, options.links, problem.hidden_seconds);
   Best best(pack, options, problem);
-  best.consider(std::move(first));
-  if (seconds <= (1 + kExposed) * problem.balanced_seconds) return best.get();
+  best.consider(plan_of(pack, options, problem, balance(problem, budget)));
+  if (best.plain().seconds <= (1 + kExposed) * problem.balanced_seconds) return best.get();
   const auto assume = [&](const RowBytes& row_bytes, Budget& left) {
     auto plan = plan_assuming(row_bytes, pack, options, left);
     if (plan) best.consider(std::move(*plan));
