@@ -14,7 +14,6 @@ from torch import Tensor
 from distca.planning.cluster import (
     Cluster,
     early_parts,
-    exposed_part_of,
     held_row_bytes,
     input_row_bytes,
     key_parts_of,
@@ -281,17 +280,14 @@ def ping_pong(scenario: Scenario, work: Work, pass_idx: int) -> Times:
     slower = 1 + min(
         1.0, fsdp_seconds_of_layer(scenario, pass_idx) / (sum(others) + attention.mean())
     )
-    first, exposed_part = work.first_part, exposed_part_of(scenario.attention_shape, work.num_parts)
-    total = exposed = 0.0
+    first, total, exposed = work.first_part, 0.0, 0.0
     for part, work_beside in ((first, others[0]), (1 - first, others[1])):
         arrival, sent, received = exchange_seconds(
             scenario, work, pass_idx, Share(part, part, part)
         )
         alone = arrival + np.maximum(sent, received)
-        visiting = part * work.visiting_seconds[pass_idx]
-        unhidden = np.maximum(slower * alone - visiting, exposed_part * slower * alone).max()
         total += alone.max()
-        exposed += max(0.0, unhidden - (1 - part) * (work_beside + attention.mean()))
+        exposed += max(0.0, slower * alone.max() - (1 - part) * (work_beside + attention.mean()))
     ends = work.start(pass_idx) + attention
     waiting = ends.max() - ends
     return _by_kind(attention, exposed, waiting), max(0.0, total - exposed)
