@@ -13,11 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import distca
 from distca import _torch_private
-from distca.planning.cluster import Cluster, link_room
+from distca.planning import solver
+from distca.planning.cluster import Cluster, other_work
 from distca.planning.cost import AttentionShape, cost_tensor, flops_per_second
 from distca.planning.solver import Problem, solve
 from distca.ranks import fsdp_traffic
 from distca.ranks.fsdp_traffic import UNKNOWN, FsdpTraffic, ModelTraffic, common_traffic
+from distca.ranks.peers import Way
 
 
 def traffic_of_a_model(rank: int, world_size: int, reduce_dtype) -> tuple[list[int], int]:
@@ -72,11 +74,34 @@ def test_room_on_links():
     """Linear work takes 2 s forward and 4 s backward, at 6 FLOP/s."""
     traffic = FsdpTraffic(num_params=3, gathered_bytes=80, reduced_bytes=160, num_ranks=4)
     one_node = Cluster(4, link_bytes_per_second=100.0)
-    assert link_room(one_node, traffic, 2.0, 6.0) == pytest.approx((2 - 0.6, 4 - 0.6 - 1.2))
+    work = other_work(one_node, traffic, 2.0, 6.0)
+    assert work["link_room"] == pytest.approx((2 - 0.6, 4 - 0.6 - 1.2))
+    assert work["other_seconds"] == pytest.approx(6)
     # Half of what a node of two ranks gets comes from the other node, through both ranks' links.
     link = {"link_bytes_per_second": 1e9, "node_link_bytes_per_second": 10.0}
     two_nodes = Cluster(4, ranks_per_node=2, **link)
-    assert link_room(two_nodes, traffic, 2.0, 6.0) == pytest.approx((2 - 2, 4 - 2 - 4))
+    room = other_work(two_nodes, traffic, 2.0, 6.0)["link_room"]
+    assert room == pytest.approx((2 - 2, 4 - 2 - 4))
+
+
+def test_small_gains_move_nothing(monkeypatch):
+    """Moving rows makes a layer longer by a part of its seconds, FSDP's linear work included."""
+    monkeypatch.setattr(solver, "DEVICES_OF_MOVING_PART", ("cpu",))
+    shape, options = AttentionShape(), distca.Options(link_gb_per_s=1e6)
+    pieces = torch.tensor([[0, 0, 0, 4000, 0], [1, 1, 0, 3000, 0], [1, 2, 0, 1000, 0]])
+    cost = cost_tensor(options, shape, "cpu")
+    home = solve(Problem(0, 2, (-1, 0), "cpu", 0, traffic=None), pieces, options, shape).report
+    gain = max(home.seconds_before) - max(home.seconds_after)
+    linear = gain * flops_per_second(cost, shape) / (3 * 2 * 4000)  # parameters
+
+    def moves(way: Way, gain_over_linear: float) -> bool:
+        traffic = FsdpTraffic(int(linear / gain_over_linear), 0, 0, 2)
+        problem = Problem(0, 2, (-1, 0), "cpu", 0, traffic=traffic, way=way)
+        return any(solve(problem, pieces, options, shape).report.bytes_out)
+
+    by_group, by_peer_memory = Way(), Way(device=0)
+    assert moves(by_group, 0.04) and not moves(by_group, 0.015)
+    assert moves(by_peer_memory, 0.015) and not moves(by_peer_memory, 0.007)
 
 
 def test_linear_layers_do_not_see_context_rows():

@@ -55,9 +55,11 @@ def test_kept_rows_fit_the_least_memory_of_all_ranks(ranks):
     assert not any(keeping[:first]) and all("by free memory" in each for each in keeping[first:])
     for reports in by_step[:first]:
         assert not any(reports[0].kept_bytes)
+    most = 0  # of a layer in earlier steps; the injected memory does not shrink by it
     for idx, reports in enumerate(by_step[first:], first):
-        assert 0 < max(reports[0].kept_bytes) <= min(SPARE_BYTES) // NUM_LAYERS
+        assert 0 < max(reports[0].kept_bytes) <= min(SPARE_BYTES) // NUM_LAYERS + most
         assert any(any(kept_rows[idx]) for _, kept_rows, _ in per_rank)
+        most = max(most, *reports[0].kept_bytes)
     results = gathered([results for *_, results in per_rank])
     oracle.assert_close(results, oracle.forward_backward(CASE), [1e-12] * 4)
 

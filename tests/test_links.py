@@ -236,14 +236,14 @@ OPENED = Links(inside=Link(1e-5, 3e11), between=Link(1e-5, 4e10))
 )
 def test_told_links_replace_measured_ones(options, opened_links, inside, between):
     cluster = cluster_of(distca.Options(**options), 4, "cuda", 2, opened_links)
-    assert cluster.links().tolist() == [2, inside, between, 0, 1, 0, 0, 0, inf, inf]
+    assert cluster.links().tolist() == [2, inside, between, 0, 1, 0, 0, 0, inf, inf, 0, 0]
 
 
 def test_a_cost_table_replaces_measured_links(tmp_path):
     table_links = {"inside": {"latency_s": 0, "bytes_per_second": 9e9}, "between": None}
     path = calibrations.write(tmp_path / "table.json", lambda rows, keys: 1.0, links=table_links)
     cluster = cluster_of(distca.Options(cost_table=path), 4, "cuda", 2, OPENED)
-    assert cluster.links().tolist() == [2, 9e9, 4e10, 0, 1, 0, 0, 0, inf, inf]
+    assert cluster.links().tolist() == [2, 9e9, 4e10, 0, 1, 0, 0, 0, inf, inf, 0, 0]
 
 
 @pytest.fixture

@@ -124,15 +124,15 @@ std::vector<planner::Server> decode_servers(const at::Tensor& servers, int64_t n
 
 planner::Links decode_links(const at::Tensor& links) {
   const auto values = words_of<double>(links, "links");
-  TORCH_CHECK_VALUE(
-      values.size() == 10 && 1 <= values[0] && values[0] <= kMaxRanks,
-      "links: expected (ranks of a node, 1 to ", kMaxRanks,
-      ", bytes per second within it, between nodes, hidden part, exposed part, "
-      "seconds of waits forward, backward, hidden seconds, room forward, backward), got ",
-      links.sizes());
+  TORCH_CHECK_VALUE(values.size() == 12 && 1 <= values[0] && values[0] <= kMaxRanks,
+                    "links: expected (ranks of a node, 1 to ", kMaxRanks,
+                    ", bytes per second within it, between nodes, hidden part, exposed part, "
+                    "seconds of waits forward, backward, hidden seconds, room forward, backward, "
+                    "moving part, other seconds), got ",
+                    links.sizes());
   const int64_t ranks_per_node = static_cast<int64_t>(values[0]);
-  return {ranks_per_node, values[1], values[2], values[3], values[4],
-          values[5],      values[6], values[7], values[8], values[9]};
+  return {ranks_per_node, values[1], values[2], values[3], values[4],  values[5],
+          values[6],      values[7], values[8], values[9], values[10], values[11]};
 }
 
 planner::RowBytes decode_row_bytes(at::IntArrayRef bytes, const char* name) {
@@ -329,7 +329,9 @@ double layer_seconds(const at::Tensor& loads, const at::Tensor& servers, const a
     seconds += row[1] * options.speed(rank);
     speed += options.speed(rank);
   }
-  return planner::makespan(decoded, options.links, options.links.hidden(seconds / speed));
+  const double hidden_seconds = options.links.hidden(seconds / speed);
+  return planner::makespan(decoded, options.links, hidden_seconds) +
+         planner::friction(decoded, options.links);
 }
 
 at::Tensor plan_of_tasks(const at::Tensor& pieces, const at::Tensor& tasks, int64_t num_ranks,

@@ -76,12 +76,13 @@ TORCH_LIBRARY(distca, m) {
   // of which a server may keep kept_cap_bytes for the backward pass, if keeping them saves at
   // least kept_gain of the predicted seconds of a layer; servers float64 [num_ranks, 3]
   // (speed, memory cap in bytes, seconds by which a layer's other work takes longer than on the
-  // fastest rank), or empty: all of speed 1 without a cap; links float64 [10] (ranks
+  // fastest rank), or empty: all of speed 1 without a cap; links float64 [12] (ranks
   // of a node; bytes per second of a rank within a node, and between nodes; seconds of transfers
   // that other work hides, over the mean seconds of attention; part of a rank's transfers that
   // travels while no visiting task runs; seconds that transfers wait for other traffic, forward and
   // backward; more seconds of transfers that other work hides, in both passes together; seconds of
-  // a layer's other work minus those of other traffic on the links, forward and backward);
+  // a layer's other work minus those of other traffic on the links, forward and backward; part of
+  // a layer's seconds by which it takes longer if any rows move, and seconds of its other work);
   // loads float64 [num_ranks, 9]
   // (seconds_home, seconds, bytes_out, bytes_in, node_bytes_out, node_bytes_in, held_bytes,
   // seconds_visiting, kept_bytes).
@@ -91,7 +92,8 @@ TORCH_LIBRARY(distca, m) {
       "float kept_cap_bytes=0, int[]? held_bytes=None, int[]? kept_bytes=None, "
       "float kept_gain=0) "
       "-> (Tensor plan, Tensor loads)");
-  // The predicted seconds of a layer, forward and backward, under a plan with these loads.
+  // The predicted seconds of a layer, forward and backward, under a plan with these loads, and what
+  // moving rows costs besides.
   m.def("layer_seconds(Tensor loads, Tensor servers, Tensor links) -> float");
   // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server), or 5 with
   // whether the server keeps inputs. This must be equal for all visiting tasks of a document on a

@@ -84,20 +84,10 @@ std::optional<Plan> plan_at_home(const Pack& pack, const PlanOptions& options,
   return plan_of(pack, options, problem, home.tasks());
 }
 
-// Returns the seconds by which transfers of a mean rank slow a layer down even if other work hides
-// them: they delay FSDP's traffic, and attention runs in more and shorter kernels. Measured on two
-// H100.
-double friction(const Plan& plan, const Links& links) {
-  constexpr double kPart = 0.3;  // of the seconds of transfers
-  double sum = 0;
-  for (const Load& load : plan.loads) sum += link_seconds(load, links);
-  return kPart * sum / static_cast<double>(plan.num_ranks);
-}
-
 // A plan, the seconds that a layer is predicted to take under it, and these with friction.
 struct Timed {
   Timed(Plan of, double predicted, const Links& links)
-      : plan(std::move(of)), seconds(predicted), cost(predicted + friction(plan, links)) {}
+      : plan(std::move(of)), seconds(predicted), cost(predicted + friction(plan.loads, links)) {}
 
   Plan plan;
   double seconds;
@@ -123,11 +113,10 @@ class Best {
   // Returns the best plan without kept inputs.
   const Timed& plain() const { return *plain_; }
 
-  // Returns the plan without kept inputs if keeping gains too little. If any gain will do, hidden
-  // transfers that are spared count, too.
+  // Returns the plan without kept inputs if keeping gains too little.
   const Timed& get() const {
     const double least = options_.kept_gain * plain_->seconds;
-    const bool keeps = kept_ && (least == 0 || plain_->seconds - kept_->seconds >= least);
+    const bool keeps = kept_ && plain_->cost - kept_->cost >= least;
     return keeps ? *kept_ : *plain_;
   }
 

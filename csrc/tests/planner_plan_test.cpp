@@ -310,6 +310,23 @@ TEST(Plan, WeighsWaitsOfTransfers) {
   EXPECT_EQ(bytes_with(0.6 * seconds, 0.6 * seconds), 0);
 }
 
+// A layer takes longer if any rows move, so nothing moves for less than that.
+TEST(Plan, WeighsWhatMovingCosts) {
+  Random random(2);
+  const Pack pack = make_pack(heavy_tailed_step(random, 8, 65536), 8);
+  PlanOptions options = without_links(llama_options());
+  const double home = layer_seconds(home_plan(pack, options).loads, options.links);
+  const Plan free = make_plan(pack, options);
+  const double seconds = layer_seconds(free.loads, options.links), mean = free.loads[0].seconds;
+  options.links.moving_part = 0.1;
+  for (const bool pays : {true, false}) {
+    options.links.other_seconds = (pays ? 0.9 : 1.1) * (home - seconds) / 0.1 - mean;
+    const Plan plan = make_plan(pack, options);
+    EXPECT_EQ(plan.digest == free.digest, pays);
+    EXPECT_EQ(total_bytes(plan.loads) > 0, pays);
+  }
+}
+
 // All ranks finish a layer together, even if some of them begin attention late.
 TEST(Plan, GivesLessToRanksThatLag) {
   Random random(2);
@@ -405,6 +422,8 @@ TEST(Plan, RejectsBadOptions) {
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.node_bytes_per_second = -1; }), "links.node");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.ranks_per_node = 0; }), "ranks_per_node is 0");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.hidden_part = -1; }), "hidden_part is -1");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.links.moving_part = -1; }), "moving_part is -1");
+  EXPECT_REJECTED(with([](PlanOptions& o) { o.links.other_seconds = -1; }), "other_seconds is -1");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.forward_wait = -1; }), "wait of -1 seconds");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.exposed_part = 0; }), "exposed_part is 0");
   EXPECT_REJECTED(with([](PlanOptions& o) { o.links.forward_room = std::nan(""); }), "NaN seconds");

@@ -201,8 +201,7 @@ inline std::vector<Load> count_loads(const Pack& pack, const PlanOptions& option
 }
 
 // Seconds of a layer. In each pass, a rank first lags, and then computes visiting tasks, and home
-// tasks beside transfers. Transfers add 0.3 of their time even if they are hidden. The forward pass
-// has 2/7 of the seconds and 0.37 of the bytes.
+// tasks beside transfers. The forward pass has 2/7 of the seconds and 0.37 of the bytes.
 inline double layer_seconds(const std::vector<Load>& loads, const Links& links) {
   double hidden = 0;
   for (const Load& load : loads) {

@@ -141,8 +141,8 @@ inline PlanOptions draw_options(Random& random) {
   return options;
 }
 
-// Draws servers of several speeds, some of which serve nothing, caps, lags and nodes. Each of these
-// occurs in some steps only.
+// Draws servers of several speeds, some of which serve nothing, caps, lags, nodes and what moving
+// costs. Each of these occurs in some steps only.
 inline void draw_cluster(Random& random, int64_t num_ranks, PlanOptions& options) {
   options.held_bytes = {draw(random, 0, 300), draw(random, 0, 200)};
   if (draw(random, 0, 1) == 0) {
@@ -164,6 +164,7 @@ inline void draw_cluster(Random& random, int64_t num_ranks, PlanOptions& options
     options.links.node_bytes_per_second =
         options.links.bytes_per_second / static_cast<double>(draw(random, 1, 10));
   }
+  if (draw(random, 0, 2) == 0) options.links.moving_part = 0.05;
 }
 
 // Lognormal lengths with a Pareto tail, packed into equal token budgets; a document longer than

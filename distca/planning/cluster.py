@@ -17,6 +17,10 @@ MAX_RANKS = 65536
 MIN_KEPT_GAIN = 0.01  # of a layer's predicted seconds, if inputs are kept by default
 MAX_PARTS = 4  # in which a call's rows travel, each with some of the heads
 DEVICES_OF_PARTS = ("cuda",)  # on which rows travel in parts, beside compute
+DEVICES_OF_MOVING_PART = ("cuda",)
+# Cluster.moving_part if all rows travel through peer memory, and otherwise. Measured on four H200
+# with 65,536 tokens each: 2 ms and 4 ms of a layer of an 8B Llama.
+MOVING_PART_OF_PEER, MOVING_PART = 0.01, 0.02
 LEAST_SECONDS_OF_PART = 0.5e-3  # of a part's transfers in a layer; below it, latency dominates
 # Part of a layer's bytes that servers receive in the forward pass: one of the five rows that travel
 # for a query (q twice, grad_out, out and dq), and one of three for a key (k and v together: twice,
@@ -68,6 +72,11 @@ class Cluster:
     """Seconds of a layer's linear work minus those of other traffic on the links, such as FSDP's,
     in the forward pass and in the backward pass. If the transfers of a rank take longer than its
     attention plus this time, they delay the other traffic."""
+    moving_part: float = 0.0
+    """If any rows move, a layer takes longer by this part of its seconds, those of other_seconds
+    and of a mean rank's attention."""
+    other_seconds: float = 0.0
+    """Seconds of a layer's work outside of attention, forward and backward. 0 if unknown."""
     num_parts: int = 1
     """Number of parts in which a call's rows travel, each with some of the heads. Visiting tasks of
     one part hide transfers of others."""
@@ -86,15 +95,16 @@ class Cluster:
         return torch.tensor(servers, dtype=torch.float64)
 
     def links(self) -> Tensor:
-        """Return `links` of torch.ops.distca.plan, float64 [10]: ranks per node, bytes per second
+        """Return `links` of torch.ops.distca.plan, float64 [12]: ranks per node, bytes per second
         of a rank's link within a node and between nodes, hidden part, exposed part, waits, hidden
-        seconds, room."""
+        seconds, room, moving part, other seconds."""
         inside, between = self.link_bytes_per_second, self.node_link_bytes_per_second
         between = inside if between is None else between
         node = self.num_ranks if self.ranks_per_node is None else self.ranks_per_node
         hidden = self.hidden_part, self.exposed_part
         waits = *self.transfer_waits, self.hidden_seconds
-        words = [node, inside, between, *hidden, *waits, *self.link_room]
+        moving = self.moving_part, self.other_seconds
+        words = [node, inside, between, *hidden, *waits, *self.link_room, *moving]
         return torch.tensor(words, dtype=torch.float64)
 
     @property
@@ -235,12 +245,12 @@ def early_parts(cluster: Cluster, loads: Tensor, num_parts: int) -> Tensor:
     return torch.where(home > 0, early / home, 1.0).clamp(max=1.0)
 
 
-def link_room(
+def other_work(
     cluster: Cluster, traffic: FsdpTraffic, tokens: float, flops_per_second: float
-) -> tuple[float, float]:
-    """Return Cluster.link_room for a layer with `tokens` on each rank. The backward pass gathers
-    the parameters again, and has twice the linear work. Linear work is assumed to be as fast as
-    attention."""
+) -> dict[str, float | tuple[float, float]]:
+    """Return Cluster.other_seconds and link_room for a layer with `tokens` on each rank. The
+    backward pass gathers the parameters again, and has twice the linear work. Linear work is
+    assumed to be as fast as attention."""
     in_node, inside, between, *_ = cluster.links().tolist()
     links = Link(0.0, inside), Link(0.0, between)
     gather, reduce = (
@@ -248,7 +258,8 @@ def link_room(
         for num_bytes in (traffic.gathered_bytes, traffic.reduced_bytes)
     )
     linear = 2 * traffic.num_params * tokens / flops_per_second
-    return linear - gather, 2 * linear - gather - reduce
+    room = linear - gather, 2 * linear - gather - reduce
+    return {"other_seconds": 3 * linear, "link_room": room}
 
 
 def held_row_bytes(shape: AttentionShape) -> tuple[int, int]:

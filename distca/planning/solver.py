@@ -15,14 +15,17 @@ from torch import Tensor
 from distca import ops
 from distca.options import Options
 from distca.planning.cluster import (
+    DEVICES_OF_MOVING_PART,
     DEVICES_OF_PARTS,
+    MOVING_PART,
+    MOVING_PART_OF_PEER,
     Cluster,
     cluster_of,
     early_parts,
     held_row_bytes,
     input_row_bytes,
-    link_room,
     memory_cap_bytes,
+    other_work,
     parts_of,
     parts_worth_taking,
     why_kept,
@@ -186,8 +189,11 @@ def _cluster_of_pass(
     if problem.traffic is not None:
         tokens = sum(tokens_of(pieces, problem.num_ranks)) / problem.num_ranks
         speed = flops_per_second(cost, shape)
-        cluster = replace(cluster, link_room=link_room(cluster, problem.traffic, tokens, speed))
-    if not problem.way.is_peer and problem.device_type in DEVICES_OF_PARTS:
+        cluster = replace(cluster, **other_work(cluster, problem.traffic, tokens, speed))
+    is_peer = problem.way.is_peer
+    if problem.device_type in DEVICES_OF_MOVING_PART:
+        cluster = replace(cluster, moving_part=MOVING_PART_OF_PEER if is_peer else MOVING_PART)
+    if not is_peer and problem.device_type in DEVICES_OF_PARTS:
         cluster = replace(cluster, **parts_of(shape))
     return cluster
 

@@ -111,6 +111,18 @@ double makespan(const std::vector<Load>& loads, const Links& links, double hidde
          slowest(loads, links, hidden_seconds, kBackward);
 }
 
+double friction(const std::vector<Load>& loads, const Links& links) {
+  constexpr double kPart = 0.2;  // of a mean rank's transfers
+  double compute = 0, transfers = 0;
+  for (const Load& load : loads) {
+    compute += load.seconds;
+    transfers += link_seconds(load, links);
+  }
+  if (transfers == 0) return 0;
+  const auto num_ranks = static_cast<double>(loads.size());
+  return kPart * transfers / num_ranks + links.moving(compute / num_ranks);
+}
+
 void take_off(Load& load, const Load& spared, double times) {
   const auto bytes = [times](int64_t num_bytes) {
     return static_cast<int64_t>(times * static_cast<double>(num_bytes));

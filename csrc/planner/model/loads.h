@@ -69,6 +69,11 @@ double makespan(const std::vector<Load>& loads, const Links& links, double hidde
 // Returns the seconds of the slowest rank, with both passes taken together.
 double slowest(const std::vector<Load>& loads, const Links& links, double hidden_seconds);
 
+// Returns the seconds by which a layer takes longer because rows move, even if other work hides the
+// transfers: ranks wait for each other in both passes, attention runs in more and shorter kernels,
+// and FSDP's traffic is delayed. Measured on four H200.
+double friction(const std::vector<Load>& loads, const Links& links);
+
 // Like makespan, but the rows of `spared` do not travel in the backward pass. `loads` includes
 // their bytes.
 double makespan(std::vector<Load> loads, const Traffic& spared, const Links& links,

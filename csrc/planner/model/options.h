@@ -40,10 +40,15 @@ struct Links {
   // transfers of a rank must fit into its attention plus this time.
   double forward_room = std::numeric_limits<double>::infinity();
   double backward_room = std::numeric_limits<double>::infinity();
+  // If any rows move, a layer takes longer by this part of its seconds: attention of the mean rank,
+  // and `other_seconds` of other work, in both passes together.
+  double moving_part = 0, other_seconds = 0;
 
   // Returns the seconds of transfers that other work hides, if ranks compute attention for `mean`
   // seconds on average.
   double hidden(double mean) const { return hidden_part * mean + hidden_seconds; }
+  // Returns the seconds by which a layer takes longer if any rows move.
+  double moving(double mean) const { return moving_part * (mean + other_seconds); }
   bool are_slow_between_nodes(int64_t num_ranks) const {
     return ranks_per_node < num_ranks && node_bytes_per_second < bytes_per_second;
   }
