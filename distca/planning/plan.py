@@ -268,7 +268,7 @@ def _with_measurements(
     measured = {"transfer_waits": session.waits.seconds(), "speeds": session.pace.speeds()}
     if problem.has_halves:
         measured["hidden_seconds"] = hidden_seconds(headers[:, HIDING_WORD])
-    elif not (session.pools_stages or session.servers):
+    if not (session.pools_stages or session.servers):
         measured["lags"] = session.pace.lags(tokens_of(pieces, session.num_ranks))
     return replace(problem, **measured)
 
