@@ -109,7 +109,7 @@ class Options:
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside
     attention; this needs Hopper GPUs of one node. "process_group": NCCL or gloo. "hybrid": peer (on
     the CPU, process_group) inside nodes, and process_group between nodes. "auto": peer where it
-    works, else process_group."""
+    works, hybrid where it works inside nodes only, else process_group."""
 
     peer_memory_gb: float = 0.0
     """Peer memory that a rank allocates when rows first travel, in 1e9 bytes. Under ping-pong, each

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from unittest import mock
 
 import kill_at
 import oracle
@@ -19,7 +20,8 @@ import distca
 from distca.planning.cluster import cluster_of
 from distca.planning.cost import cost_tensor
 from distca.planning.solver import balance
-from distca.ranks import session
+from distca.ranks import peers, session
+from distca.ranks.peers import Way
 
 NODE = 2  # ranks
 OPTIONS = {"transport": "hybrid", "ranks_per_node": NODE}
@@ -259,6 +261,39 @@ def hybrid_nodes(rank: int, world_size: int, ranks_per_node: int | None) -> int:
 @pytest.mark.parametrize("ranks_per_node, expected", [(None, 0), (1, 0), (2, 2), (3, 0), (9, 0)])
 def test_rows_take_two_ways_where_a_node_holds_some_ranks(fresh_nodes, ranks_per_node, expected):
     assert fresh_nodes.run(hybrid_nodes, ranks_per_node) == 3 * [expected]
+
+
+def way_of(rank: int, world_size: int, hosts: str, transport: str, apart: set[int]) -> Way:
+    """Return how rows travel if ranks are on these hosts, each with a GPU of its own. The ranks of
+    `apart` cannot access the GPUs of others."""
+
+    def problem(members: list[dict], rank: int, others: range) -> str:
+        if any(hosts[other] != hosts[rank] for other in others):
+            return "other nodes"
+        return "apart" if rank in apart else ""
+
+    member = {"transport": transport, "ranks_per_node": None, "host": hosts[rank]}
+    with (
+        mock.patch.object(peers, "_describe_self", lambda *_: member),
+        mock.patch.object(peers, "_problem", problem),
+        mock.patch.object(torch.cuda, "current_device", lambda: 7),
+    ):
+        return peers.choose_way(distca.Options(), "nccl", torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    "hosts, transport, apart, expected",
+    [
+        ("aaaa", "auto", (), Way(device=7)),
+        ("aaab", "auto", (), Way()),
+        ("aabb", "auto", (), Way(7, ranks_per_node=2)),
+        ("aabb", "auto", (3,), Way()),
+        ("aabb", "process_group", (), Way()),
+        ("abcd", "auto", (), Way()),
+    ],
+)
+def test_by_default_rows_inside_nodes_use_peer_memory(nodes, hosts, transport, apart, expected):
+    assert nodes().run(way_of, hosts, transport, set(apart)) == 4 * [expected]
 
 
 def die_in_hybrid(rank: int, world_size: int, scenario: str, victim: int) -> None:

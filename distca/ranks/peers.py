@@ -65,13 +65,14 @@ def choose_way(options: Options, backend: str, control: ProcessGroup) -> Way:
         for texts in zip(*_gather(problems, control), strict=True)
     )
     has_nodes = 1 < size < len(members)
-    is_hybrid = has_nodes and transport == "hybrid"
+    is_best = transport == "auto" and everywhere and not inside
+    is_hybrid = has_nodes and (transport == "hybrid" or is_best)
     problem = inside if is_hybrid else everywhere
     is_refused = transport == "peer" or (is_hybrid and "nccl" in backend)
     if problem and is_refused:
         raise ValueError(
             f'transport is "{transport}", but {problem}; '
-            'pass transport="auto" to use the process group'
+            'pass transport="auto" for the fastest way that works'
         )
     way = Way(None if problem else torch.cuda.current_device(), size if is_hybrid else 0)
     if rank == 0:
