@@ -19,7 +19,7 @@ MAX_PARTS = 4  # in which a call's rows travel, each with some of the heads
 DEVICES_OF_PARTS = ("cuda",)  # on which rows travel in parts, beside compute
 DEVICES_OF_MOVING_PART = ("cuda",)
 # Cluster.moving_part if all rows travel through peer memory, and otherwise. Measured on four H200
-# with 65,536 tokens each: 2 ms and 4 ms of a layer of an 8B Llama.
+# with 65,536 tokens each: 2 ms and 3 ms of a layer of an 8B Llama.
 MOVING_PART_OF_PEER, MOVING_PART = 0.01, 0.015
 LEAST_SECONDS_OF_PART = 0.5e-3  # of a part's transfers in a layer; below it, latency dominates
 # Part of a layer's bytes that servers receive in the forward pass: one of the five rows that travel
