@@ -9,7 +9,9 @@ from test_core_attention import place
 
 import distca
 from distca.planning import plan as plans
+from distca.planning import solver
 from distca.ranks.hiding import NUM_SAMPLES, UNKNOWN, WorkBeforeAttention, hidden_seconds
+from distca.ranks.pace import LEAST_LAG_SAMPLES, Pace
 
 CASE = Case([[900, 400, 100], [100, 200]])
 SLOW = {"link_gb_per_s": 1.0, "attention_tflops": 1e-3}
@@ -74,3 +76,28 @@ def test_plans_move_more_where_linear_work_hides_transfers(ranks):
         assert whole.hidden_ms == whole_again.hidden_ms == 0
         assert halves.hidden_ms == pytest.approx(3 * 1e-6 * ns)
     assert sum(much[0][1].bytes_out) >= sum(little[0][1].bytes_out)
+
+
+def choices_of(rank: int, world_size: int, word: int) -> list[bool]:
+    """Return whether each of 18 plans pays in halves, on ranks that measure `word` as other work of
+    a whole block."""
+    distca.close()
+    session = distca.init(options=distca.Options(**SLOW))
+    session.cut = lambda documents: documents.num_tokens // 2
+    with (
+        mock.patch.object(solver, "DEVICES_OF_CHOICE", ("cpu",)),
+        mock.patch.object(solver, "pay", lambda *_: True),
+        mock.patch.object(plans, "measures_links", lambda _: True),
+        mock.patch.object(WorkBeforeAttention, "word", lambda _: 1_000_000),
+        mock.patch.object(Pace, "words", lambda *_: [UNKNOWN, word]),
+    ):
+        steps = [place(rank, world_size, CASE)[0] for _ in range(18)]
+        choices = [distca.plan(step).report().pays_in_halves for step in steps]
+    distca.close()
+    return choices
+
+
+@pytest.mark.parametrize("word, num_whole", [(UNKNOWN, 16), (1_000_000, LEAST_LAG_SAMPLES - 1)])
+def test_blocks_run_whole_until_lags_are_known(ranks, word, num_whole):
+    for choices in ranks(2).run(choices_of, word):
+        assert choices == [idx >= num_whole for idx in range(18)]

@@ -270,6 +270,8 @@ def _with_measurements(
         measured["hidden_seconds"] = hidden_seconds(headers[:, HIDING_WORD])
     if not (session.pools_stages or session.servers):
         measured["lags"] = session.pace.lags(tokens_of(pieces, session.num_ranks))
+        is_early = problem.step < pace.MAX_PLANS_TO_LAGS
+        measured["times_whole_blocks"] = is_early and not session.pace.knows_lags
     return replace(problem, **measured)
 
 

@@ -68,6 +68,7 @@ class Problem:
     kept_limit_bytes: int | None = None  # measured; of each rank, for a layer
     servers: tuple[int, ...] = ()  # ranks that run no model
     traffic: FsdpTraffic | None = None  # of a layer, on the links that rows use; None: unknown
+    times_whole_blocks: bool = False  # so blocks in ping-pong run whole
     may_keep: bool = True  # inputs, for a backward pass under the same plan
 
 
@@ -105,8 +106,9 @@ def solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionSh
         others = balanced(in_halves)
         # The work before attention is measured in blocks that run in halves.
         has_choice = problem.device_type in DEVICES_OF_CHOICE and problem.hidden_seconds > 0
-        pays_in_halves = not has_choice or pay(
-            in_halves, others[1], cluster, loads, problem.hidden_seconds
+        pays_in_halves = not has_choice or (
+            not problem.times_whole_blocks
+            and pay(in_halves, others[1], cluster, loads, problem.hidden_seconds)
         )
         if pays_in_halves:
             cluster, (encoded, loads) = in_halves, others

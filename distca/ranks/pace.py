@@ -21,6 +21,7 @@ LEAST_SECONDS = 2e-4  # of a layer's tasks; launches make shorter ones look slow
 ALIKE = 0.8  # of the fastest rank's speed: ranks above it count as equally fast
 LEAST_TOKEN_SAMPLES = 2  # one may be of a first step, which warms up
 LEAST_LAG_SAMPLES = 3
+MAX_PLANS_TO_LAGS = 16  # in which blocks in ping-pong run whole until lags are known
 LEAST_LAG = 0.003  # of a layer's other work; smaller lags are not worth a transfer
 
 
@@ -108,6 +109,10 @@ class Pace:
         speeds = [1.0 if speed >= ALIKE else round(speed, 2) for speed in speeds]
         return speeds if min(speeds) < 1 else []
 
+    @property
+    def knows_lags(self) -> bool:
+        return len(self._others) >= LEAST_LAG_SAMPLES
+
     def lags(self, num_tokens: Sequence[int]) -> list[float]:
         """Return the seconds by which a layer's other work, forward and backward, takes longer on
         each rank than on the rank with the least other work, if ranks hold `num_tokens`. Empty if
@@ -121,7 +126,7 @@ class Pace:
         fastest = [max(1, min(words)) for words in self._others]
         of_token = 1e-12 * statistics.median_low(fastest)
         factors = [1.0] * self._num_ranks
-        if len(self._others) >= LEAST_LAG_SAMPLES:
+        if self.knows_lags:
             factors = [
                 lower_quartile([word / least for word, least in zip(words, fastest, strict=True)])
                 for words in zip(*self._others, strict=True)
