@@ -27,7 +27,7 @@ NO_SERVERS = torch.empty(0, 3, dtype=torch.float64)
 SERVERS = torch.tensor([[1.0, 1e9, 0.0], [0.5, 1e9, 1e-3]], dtype=torch.float64)  # as in Cluster
 # Ranks of a node, inside, between, hidden part, exposed part, waits forward and backward, hidden
 # seconds, room forward and backward.
-LINKS = torch.tensor([2, 1e9, 1e9, 0, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
+LINKS = torch.tensor([2, 1e9, 1e9, 0, 1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.float64)
 
 
 def _cost() -> Tensor:
@@ -88,7 +88,7 @@ def _plans():
         for value in (0.0, -1.0, float("nan")):
             yield f"links {word} {value}", lambda w=word, v=value: _plan(links=_with(LINKS, w, v))
     for value in (-1.0, float("nan")):
-        for word in (3, 4, 5, 6, 7):
+        for word in (3, 4, 5, 6, 7, 10, 11):
             yield f"links {word} {value}", lambda w=word, v=value: _plan(links=_with(LINKS, w, v))
     for word in (8, 9):
         yield f"links {word} nan", lambda w=word: _plan(links=_with(LINKS, w, float("nan")))

@@ -36,9 +36,10 @@ void check(const Links& links) {
           "; expected 0 or a positive number");
   require(links.hidden_seconds >= 0, "options: links.hidden_seconds is ", links.hidden_seconds,
           "; expected 0 or a positive number");
-  require(links.moving_part >= 0, "options: links.moving_part is ", links.moving_part,
-          "; expected 0 or a positive number");
-  require(links.other_seconds >= 0, "options: links.other_seconds is ", links.other_seconds,
+  require(links.moving_part >= 0 && std::isfinite(links.moving_part),
+          "options: links.moving_part is ", links.moving_part, "; expected 0 or a positive number");
+  require(links.other_seconds >= 0 && std::isfinite(links.other_seconds),
+          "options: links.other_seconds is ", links.other_seconds,
           "; expected 0 or a positive number");
 }
 
