@@ -245,8 +245,9 @@ def take_gap_times(group_name: str) -> Tensor:
 
 @_operator
 def layer_seconds(loads: Tensor, servers: Tensor, links: Tensor) -> float:
-    """Return the predicted seconds of a layer, forward and backward, under a plan with these loads,
-    and what moving rows costs besides. `plan` describes `servers` and `links`."""
+    """Return the predicted seconds of a layer, forward and backward, under a plan with these loads.
+    They include what moving rows costs even if other work hides the transfers. `plan` describes
+    `servers` and `links`."""
 
 
 @_operator

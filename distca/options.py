@@ -108,14 +108,14 @@ class Options:
     transport: str = "auto"
     """How rows travel. "peer": ranks write to each other's GPU memory over NVLink, beside
     attention; this needs Hopper GPUs of one node. "process_group": NCCL or gloo. "hybrid": peer (on
-    the CPU, process_group) inside nodes, and process_group between nodes. "auto": peer where it
-    works, hybrid where it works inside nodes only, else process_group."""
+    the CPU, process_group) inside nodes, and process_group between nodes. "auto": peer if it
+    works for the whole group, hybrid if peer works only inside nodes, else process_group."""
 
     peer_memory_gb: float = 0.0
     """Peer memory that a rank allocates when rows first travel, in 1e9 bytes. Under ping-pong, each
-    of the two halves allocates half of this in addition. A rank that cannot allocate it raises. If
-    a plan needs more than any plan before, all ranks wait while the memory grows; a larger first
-    allocation avoids that. 0 allocates what plans need."""
+    of the two halves allocates half of this, too, so that a rank allocates twice as much. A rank
+    that cannot allocate it raises. If a plan needs more than any plan before, all ranks wait while
+    the memory grows; a larger first allocation avoids that. 0 allocates what plans need."""
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another rank before it raises an error."""

@@ -92,8 +92,8 @@ TORCH_LIBRARY(distca, m) {
       "float kept_cap_bytes=0, int[]? held_bytes=None, int[]? kept_bytes=None, "
       "float kept_gain=0) "
       "-> (Tensor plan, Tensor loads)");
-  // The predicted seconds of a layer, forward and backward, under a plan with these loads, and what
-  // moving rows costs besides.
+  // The predicted seconds of a layer, forward and backward, under a plan with these loads. They
+  // include what moving rows costs even if other work hides the transfers.
   m.def("layer_seconds(Tensor loads, Tensor servers, Tensor links) -> float");
   // A plan of given tasks, int64 [num_tasks, 4] (document, q_begin, q_end, server), or 5 with
   // whether the server keeps inputs. This must be equal for all visiting tasks of a document on a

@@ -23,7 +23,8 @@ constexpr double kExposed = 0.01;
 constexpr double kUneven = 0.03;
 
 // Parts of the bytes of rows that further plans assume, in the order in which they are tried. With
-// many ranks or items, only the first are tried, because the budget bounds the search alone.
+// many ranks or items, only the first few are tried: a plan also takes time outside of the search,
+// which the budget does not bound.
 constexpr double kAssumedParts[] = {0.65, 0.5, 0.8, 0.35, 0.9, 0.57, 0.72, 0.43};
 constexpr int64_t kTriesTimesRanks = 2048, kLeastTries = 2, kTriesTimesItems = 1 << 17;
 constexpr int64_t kLeftForTries = 4;  // a quarter of what the first search leaves of its budget
@@ -84,7 +85,7 @@ std::optional<Plan> plan_at_home(const Pack& pack, const PlanOptions& options,
   return plan_of(pack, options, problem, home.tasks());
 }
 
-// A plan, the seconds that a layer is predicted to take under it, and these with friction.
+// A plan, the predicted seconds of a layer under it, and its cost: these seconds plus friction().
 struct Timed {
   Timed(Plan of, double predicted, const Links& links)
       : plan(std::move(of)), seconds(predicted), cost(predicted + friction(plan.loads, links)) {}
@@ -113,7 +114,8 @@ class Best {
   // Returns the best plan without kept inputs.
   const Timed& plain() const { return *plain_; }
 
-  // Returns the plan without kept inputs if keeping gains too little.
+  // Returns the best plan with kept inputs, or the best one without them if keeping gains too
+  // little.
   const Timed& get() const {
     const double least = options_.kept_gain * plain_->seconds;
     const bool keeps = kept_ && plain_->cost - kept_->cost >= least;

@@ -18,8 +18,8 @@ MIN_KEPT_GAIN = 0.01  # of a layer's predicted seconds, if inputs are kept by de
 MAX_PARTS = 4  # in which a call's rows travel, each with some of the heads
 DEVICES_OF_PARTS = ("cuda",)  # on which rows travel in parts, beside compute
 DEVICES_OF_MOVING_PART = ("cuda",)
-# Cluster.moving_part if all rows travel through peer memory, and otherwise. Measured on four H200
-# with 65,536 tokens each: 2 ms and 3 ms of a layer of an 8B Llama.
+# Cluster.moving_part if all rows travel through peer memory, and in all other cases. Measured on
+# four H200 with 65,536 tokens each: 2 ms and 3 ms of a layer of an 8B Llama.
 MOVING_PART_OF_PEER, MOVING_PART = 0.01, 0.015
 LEAST_SECONDS_OF_PART = 0.5e-3  # of a part's transfers in a layer; below it, latency dominates
 # Part of a layer's bytes that servers receive in the forward pass: one of the five rows that travel
@@ -73,8 +73,8 @@ class Cluster:
     in the forward pass and in the backward pass. If the transfers of a rank take longer than its
     attention plus this time, they delay the other traffic."""
     moving_part: float = 0.0
-    """If any rows move, a layer takes longer by this part of its seconds, those of other_seconds
-    and of a mean rank's attention."""
+    """Part of a layer's seconds by which the layer takes longer if any rows move. A layer's seconds
+    are other_seconds plus those of a mean rank's attention."""
     other_seconds: float = 0.0
     """Seconds of a layer's work outside of attention, forward and backward. 0 if unknown."""
     num_parts: int = 1

@@ -48,7 +48,7 @@ class PlanReport:
     without ping-pong."""
     pays_in_halves: bool = True
     """Whether blocks in ping-pong run in halves. False if the planner predicts that they are
-    faster whole, and while lags of ranks are measured."""
+    faster whole, and in early plans until lags of ranks are known."""
     measured_speeds: list[float] = field(default_factory=list)
     """Attention speed of each rank relative to the fastest rank, as measured in earlier steps. It
     scales Options.server_speeds. Empty if all ranks are equally fast."""

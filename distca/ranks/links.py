@@ -93,9 +93,10 @@ def peers_of_ranks(num_ranks: int, ranks_per_node: int) -> dict[str, Peers]:
 
 
 def directions_of_ranks(num_ranks: int, ranks_per_node: int) -> dict[str, list[Peers]]:
-    """Return two lists of peers by level. In each, half of the ranks send and the others receive,
-    and in the second list they change roles. In training, too, a rank mostly sends or mostly
-    receives at a time. Levels are those of peers_of_ranks."""
+    """Return two lists of peers for each level of peers_of_ranks. In each list, a rank sends or
+    receives, but not both, and ranks change roles in the second list. If the number of ranks or
+    nodes is odd, one takes no part in each list. In training, too, a rank mostly sends or mostly
+    receives at any one time."""
     return {
         level: [
             _peers_one_way(num_ranks, ordered, most)

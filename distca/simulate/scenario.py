@@ -242,8 +242,8 @@ class Scenario:
 
     @property
     def with_servers(self) -> "Scenario":
-        """This scenario with the servers as its last ranks. Servers hold no packs, so these do not
-        divide the ranks."""
+        """This scenario with the servers as its last ranks. Servers hold no packs, so the
+        number of ranks need not be a multiple of the ranks that hold a pack."""
         ranks = self.ranks + self.servers
         return replace(self, ranks=ranks, servers=0, cp=None, context=self.tokens)
 

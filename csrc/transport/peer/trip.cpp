@@ -20,8 +20,8 @@ struct Region {
   int64_t row_bytes() const { return row_view(rows).row_bytes; }
 };
 
-// The regions of one result with the heads of one part: where a server writes it, and where its
-// home receives it. `home` has the rows to which it goes.
+// The regions of one result with the heads of one part. A server writes it to `visiting`, and its
+// home receives it in `returned` and moves it to rows of `home`.
 struct ResultRegions {
   at::Tensor home;
   Region visiting;
