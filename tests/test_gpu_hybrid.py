@@ -5,7 +5,9 @@ Ranks share devices where there are fewer than four; one is enough.
 
 import os
 import random
+import socket
 import time
+from unittest import mock
 
 import kill_at
 import oracle
@@ -62,6 +64,25 @@ def test_equals_the_oracle(nodes, mask, sharded):
     lengths = [sum(LENGTHS, []), [], [], []] if sharded else LENGTHS
     case = Case(lengths, 8, 2, 128, MASKS[mask], sharded, torch.bfloat16)
     results, peer_bytes = zip(*nodes().run(attend_by_peer_memory, case), strict=True)
+    assert_as_good_as_the_reference(results, case)
+    assert min(peer_bytes) > 0
+
+
+def attend_on_two_hosts(rank, world_size, case):
+    distca.close()
+    with mock.patch.object(socket, "gethostname", lambda: f"host {rank // 2}"):
+        way = distca.init(options=distca.Options(**MOVE_ALWAYS)).way
+        assert way.device is not None and way.ranks_per_node == 2
+        return attend_by_peer_memory(rank, world_size, case)
+
+
+def test_groups_over_hosts_use_it_by_default(nodes):
+    if torch.cuda.device_count() < 4:
+        pytest.skip("by default, ranks that share a GPU do not use peer memory")
+    case = Case(LENGTHS, 8, 2, 128, dtype=torch.bfloat16)
+    ranks = nodes()
+    results, peer_bytes = zip(*ranks.run(attend_on_two_hosts, case), strict=True)
+    ranks.run(open_session, OPTIONS)
     assert_as_good_as_the_reference(results, case)
     assert min(peer_bytes) > 0
 
