@@ -1029,6 +1029,23 @@ def test_a_faster_degree_that_does_not_fit_is_not_chosen():
     assert chosen.cp == 2 and chosen.fits
 
 
+def test_servers_keep_what_memory_allows():
+    """Each of the 4 layers gets the same part of the memory that tokens and weights leave."""
+    scenario = Scenario(model=PRESETS["8B"].changed(4, 8192), ranks=4, context=65536)
+    in_use = scenario.state_bytes() + scenario.tokens * scenario.token_bytes()
+    for memory_gb in (141.0, 1.0):
+        changed = replace(scenario, machine=replace(scenario.machine, memory_gb=memory_gb))
+        free = changed.machine.usable_bytes - in_use
+        assert changed.kept_cap_bytes == int(max(0.0, free) / 4)
+        assert replace(changed, keep_inputs_gb=2.0).kept_cap_bytes == 2_000_000_000
+    slow = replace(scenario, machine=Machine(inside=Link(0.0, 20e9)))
+    drawn = documents([60_000, *[1024] * 5], *[[8192] * 8] * 3)
+    kept, sent_again = (
+        seconds_of("distca", replace(slow, keep_inputs_gb=each), drawn) for each in (None, 0.0)
+    )
+    assert kept < 0.99 * sent_again
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -60,7 +60,7 @@ def hints(results: list[Result]) -> list[str]:
         texts.append(
             f"{other.system.label} is {distca.mean / other.mean:.2f} times as fast as distca, of "
             f"whose step {exposed_ms:.0f} ms are exposed communication: see "
-            "docs/when-it-does-not-pay.md, and try --keep-inputs-gb or faster links"
+            "docs/when-it-does-not-pay.md, and try faster links"
         )
     return texts
 
@@ -141,7 +141,8 @@ def assumptions(scenario: Scenario) -> list[str]:
         f"variable-length packing may fill {machine.usable_memory:.0%} of "
         f"{machine.memory_gb:g} GB a GPU, and moves no document to another step",
         f"activations are {repeated}; loss in chunks, logits not kept",
-        f"planner tolerance {scenario.tolerance:g}, {scenario.keep_inputs_gb:g} GB of kept inputs; "
+        f"planner tolerance {scenario.tolerance:g}; servers keep at most "
+        f"{1e-9 * scenario.kept_cap_bytes:.3g} GB of inputs a layer",
         "planning counts where it takes this processor longer than a step",
     ]
 

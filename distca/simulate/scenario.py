@@ -147,9 +147,9 @@ class Scenario:
     """fsdp or zero1. None: fsdp, or zero1 with pipelines."""
     tolerance: float = Options.tolerance
     """Excess of the slowest server over the mean that the planner leaves alone."""
-    keep_inputs_gb: float = 0.0
+    keep_inputs_gb: float | None = None
     """Memory for the q, k and v of visiting rows that a server keeps in one layer for the backward
-    pass, in 1e9 bytes."""
+    pass, in 1e9 bytes. None: what memory allows, if a layer is then at least 1 % faster."""
 
     def __post_init__(self) -> None:
         has_stages = self.pp != 1
@@ -166,7 +166,7 @@ class Scenario:
                 raise ValueError(f"{name} is {value!r}; expected an integer above 0")
         if self.sharding not in SHARDINGS:
             raise ValueError(f"sharding is {self.sharding!r}; expected one of {SHARDINGS}")
-        if not 0 <= self.keep_inputs_gb < math.inf:
+        if self.keep_inputs_gb is not None and not 0 <= self.keep_inputs_gb < math.inf:
             raise ValueError(f"keep_inputs_gb is {self.keep_inputs_gb}; expected 0 or more")
         self._check_division()
         self._check_servers()
@@ -328,6 +328,15 @@ class Scenario:
     def repeated_bytes(self) -> float:
         """What one token of the group needs besides while a recomputed layer runs backward."""
         return self.model.activation_bytes / self.tp if self.recompute else 0.0
+
+    @property
+    def kept_cap_bytes(self) -> int:
+        """Of inputs that a server may keep in one layer."""
+        if self.keep_inputs_gb is not None:
+            return int(1e9 * self.keep_inputs_gb)
+        kept = self.token_bytes() * self.live_layers / self.stage_layers
+        used = self.state_bytes() + self.tokens * (kept + self.repeated_bytes())
+        return int(max(0.0, self.machine.usable_bytes - used) / self.live_layers)
 
     def most_tokens(self, workspace_bytes: float = 0.0) -> float:
         """Of a group's micro-batch, in the memory that may be used, when each needs
