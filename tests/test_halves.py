@@ -85,7 +85,8 @@ def test_the_half_that_hides_less_counts():
 
 def test_steps_without_rows_hide_nothing():
     hidden = hidden_by_halves(torch.empty(0, 5, dtype=torch.int64), 2, CAUSAL, 0.0)
-    assert hidden["hidden_part"] == hidden["hidden_seconds"] == 0
+    one_part = {"num_parts": 1, "exposed_part": 1.0}
+    assert hidden == {"hidden_part": 0.0, "hidden_seconds": 0.0, **one_part}
 
 
 def choice(gb_per_s: float, seconds_before: float) -> bool:
