@@ -334,14 +334,20 @@ class Scenario:
         """Of inputs that a server may keep in one layer."""
         if self.keep_inputs_gb is not None:
             return int(1e9 * self.keep_inputs_gb)
-        kept = self.token_bytes() * self.live_layers / self.stage_layers
-        used = self.state_bytes() + self.tokens * (kept + self.repeated_bytes())
-        return int(max(0.0, self.machine.usable_bytes - used) / self.live_layers)
+        free = self._room_for_tokens() - self.tokens * self._live_token_bytes()
+        return int(max(0.0, free) / self.live_layers)
 
     def most_tokens(self, workspace_bytes: float = 0.0) -> float:
         """Of a group's micro-batch, in the memory that may be used, when each needs
         `workspace_bytes` beside its activations; never less than `tokens`."""
+        per_token = self._live_token_bytes() + workspace_bytes
+        return max(float(self.tokens), self._room_for_tokens() / per_token)
+
+    def _room_for_tokens(self) -> float:
+        """Bytes of one rank that its state leaves."""
+        return self.machine.usable_bytes - self.state_bytes()
+
+    def _live_token_bytes(self) -> float:
+        """What one token of the group needs on one rank at the peak, workspace left out."""
         kept = self.token_bytes() * self.live_layers / self.stage_layers
-        per_token = kept + self.repeated_bytes() + workspace_bytes
-        room = self.machine.usable_bytes - self.state_bytes()
-        return max(float(self.tokens), room / per_token)
+        return kept + self.repeated_bytes()
