@@ -58,7 +58,7 @@ def _join_group(rank: int, world_size: int, port: int, backend: str) -> None:
     if torch.cuda.is_available():
         take_device(rank, world_size)
         distca.configure(distca.Options(**MOVE_ALWAYS))
-        solver.DEVICES_OF_CHOICE = ()  # over such links, halves would never be chosen
+        solver.DEVICES_OF_CHOICE = ()  # halves run even where whole blocks are faster
         solver.DEVICES_OF_MOVING_PART = ()  # rows move for any gain
     timeout = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)

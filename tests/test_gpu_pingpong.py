@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.pingpong import pingpong
-from distca.planning import solver
 from distca.ranks import session as sessions
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +48,6 @@ def gpu_ranks(request):
 
 def open_session(rank: int, world_size: int, options: dict) -> None:
     distca.init(options=distca.Options(**MOVE_ALWAYS, **options))
-    solver.DEVICES_OF_CHOICE = ()  # halves run even where whole blocks are predicted to be faster
 
 
 class Delayed(Block):

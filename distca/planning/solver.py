@@ -99,17 +99,15 @@ def solve(problem: Problem, pieces: Tensor, options: Options, shape: AttentionSh
         return balance(pieces, problem.window_size, cost, shape, on, tolerance)
 
     encoded, loads = balanced(cluster)
-    pays_in_halves = True  # unless a comparison shows otherwise
-    if problem.has_halves:
+    # The work before attention is measured in blocks that run in halves.
+    has_choice = problem.device_type in DEVICES_OF_CHOICE and problem.hidden_seconds > 0
+    pays_in_halves = not (has_choice and problem.times_whole_blocks)
+    if problem.has_halves and pays_in_halves:
         halves = problem.num_ranks, problem.window_size, problem.hidden_seconds
         in_halves = replace(cluster, **hidden_by_halves(pieces, *halves))
         others = balanced(in_halves)
-        # The work before attention is measured in blocks that run in halves.
-        has_choice = problem.device_type in DEVICES_OF_CHOICE and problem.hidden_seconds > 0
-        pays_in_halves = not has_choice or (
-            not problem.times_whole_blocks
-            and pay(in_halves, others[1], cluster, loads, problem.hidden_seconds)
-        )
+        if has_choice:
+            pays_in_halves = pay(in_halves, others[1], cluster, loads, problem.hidden_seconds)
         if pays_in_halves:
             cluster, (encoded, loads) = in_halves, others
     num_parts = parts_worth_taking(cluster, loads)
