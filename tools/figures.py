@@ -52,12 +52,12 @@ def document(seconds: int, *flags: str) -> Figure:
 
 
 BALANCED, EQUAL = ("plain", "context", "peer"), ("plain", "peer")
-NODES = ("plain", "context", "process_group", "hybrid", "hybrid pingpong")
+NODES = ("plain", "process_group", "hybrid", "hybrid pingpong")
 HOST = ("plain", "process_group")
 SOCKETS = (*HOST, "process_group pingpong")
 SHORT_SHARDS = ("--shard-rows", "128", "--shard-keys", "8192")
 LONG_STEPS = ("--tokens", "131072", "--layers", "3", "--turns", "2")
-TWO_NODES = ("--links", "host", "--ranks-per-node", "2", "--steps", "24")
+TWO_NODES = ("--links", "host", "--ranks-per-node", "2", "--turns", "2")
 TURNS = ("--links", "socket", "--turns", "2")
 OF_LENGTHS, OF_LONGER = ("--lengths", LENGTHS), ("--lengths", LONGER)
 FIGURES = {
@@ -81,8 +81,8 @@ FIGURES = {
         ("benchmarks/loss_curve.py", *OF_LENGTHS, "--out", OUT),
     ),
     "calibration": Figure("planner.md", 4, 45, ("-m", "distca.calibrate", "--out", OUT + ".json")),
-    "nodes": steps("multi-node.md", 4, 170, NODES, *OF_LENGTHS, *TWO_NODES),
-    "nodes-longer": steps("multi-node.md", 4, 170, NODES, *OF_LONGER, *TWO_NODES),
+    "nodes": steps("multi-node.md", 4, 125, NODES, *OF_LENGTHS, *TWO_NODES),
+    "nodes-longer": steps("multi-node.md", 4, 125, NODES, *OF_LONGER, *TWO_NODES),
     "host": steps("multi-node.md", 2, 90, HOST, *OF_LENGTHS, "--links", "host"),
     "host-longer": steps("multi-node.md", 2, 90, HOST, *OF_LONGER, "--links", "host"),
     "sockets": steps("multi-node.md", 2, 180, SOCKETS, *OF_LENGTHS, *TURNS),
