@@ -65,8 +65,8 @@ def choose_way(options: Options, backend: str, control: ProcessGroup) -> Way:
         for texts in zip(*_gather(problems, control), strict=True)
     )
     has_nodes = 1 < size < len(members)
-    is_best = transport == "auto" and everywhere and not inside
-    is_hybrid = has_nodes and (transport == "hybrid" or is_best)
+    works_inside_only = bool(everywhere) and not inside
+    is_hybrid = has_nodes and (transport == "hybrid" or (transport == "auto" and works_inside_only))
     problem = inside if is_hybrid else everywhere
     is_refused = transport == "peer" or (is_hybrid and "nccl" in backend)
     if problem and is_refused:

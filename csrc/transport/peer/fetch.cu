@@ -199,8 +199,7 @@ class FetchLaunch {
   void add(const Gather& gather) {
     TORCH_INTERNAL_ASSERT(!gather.adds || !gather.has_gaps(),
                           "rows that are added to must be consecutive");
-    constexpr int64_t kMaxBytesWithGaps = int64_t{4}
-                                          << 32;  // place_of counts 2^32 words of 4 bytes
+    constexpr int64_t kMaxBytesWithGaps = int64_t{4} << 32;  // 2^32 words: see place_of
     TORCH_INTERNAL_ASSERT(!gather.has_gaps() || gather.num_bytes() < kMaxBytesWithGaps,
                           "a gather into rows with gaps has ", gather.num_bytes(),
                           " bytes; expected fewer than ", kMaxBytesWithGaps);

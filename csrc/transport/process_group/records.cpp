@@ -4,6 +4,8 @@
 
 #include <numeric>
 
+#include "core/rows.h"
+
 namespace distca::transport {
 namespace {
 

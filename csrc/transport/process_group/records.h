@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "../transport.h"
-#include "core/rows.h"
 
 namespace distca::transport {
 
