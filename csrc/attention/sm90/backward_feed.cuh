@@ -5,8 +5,8 @@
 #include "turns.cuh"
 
 // The warps of the backward kernel that move data, by one thread each. The first takes tickets and
-// brings keys and values, the second brings queries and dO, and the third stores dK and dV. In a
-// pair, the fourth sends dS to the partner.
+// brings keys and values, and the second brings queries and dO. Up to head_dim 128, the third
+// stores dK and dV. In a pair, the fourth sends dS to the partner.
 namespace distca::attention::sm90 {
 
 // Returns the item of ticket `number`. Items are ordered run by run, so that the queries in use
@@ -32,10 +32,6 @@ __device__ __forceinline__ BackwardItem item_of(int32_t number, const BackwardAr
           (block.last_tile - block.first_tile) * arguments.heads_per_key,
           block.first_tile,
           block.last_tile};
-}
-
-__device__ __forceinline__ RowRange rows_of(const BackwardItem& item) {
-  return {item.key_head, item.k_row, item.num_rows};
 }
 
 template <typename Shape>
@@ -108,18 +104,18 @@ struct BackwardFeed : BackwardThread<Shape> {
     for (uint32_t n = 0;; ++n) {
       if (n > 0) slot_ring(kItemAsked).wait_idle(n - 1);
       const int32_t number = ticket(turn, n);
-      slot_ring(kSlotEmpty).wait_before(n);
-      BackwardItem& item = Thread::item_slot(n);
-      item.num_rows = -1;
+      BackwardItem next{.num_rows = -1};
       if (number < arguments.num_items) {
-        item = item_of<Shape>(number, arguments, Shape::kIsPaired ? cluster_rank() : 0);
+        next = item_of<Shape>(number, arguments, Shape::kIsPaired ? cluster_rank() : 0);
       }
+      slot_ring(kSlotEmpty).wait_before(n);
+      Thread::item_slot(n) = next;
       slot_ring(kItemFull).arrive(n);
-      if (item.num_rows < 0) return;
-      bring<Keys>(&arguments.k, slot_ring(kKeyFull).barrier(n), Memory::key(n), rows_of(item));
-      if constexpr (Shape::kIsPaired) bring_partner_keys(n, number);
+      if (next.num_rows < 0) return;
+      bring<Keys>(&arguments.k, slot_ring(kKeyFull).barrier(n), Memory::key(n), rows_of(next));
       bring<Values>(&arguments.v, slot_ring(kValueFull).barrier(n), Memory::value(n),
-                    rows_of(item));
+                    rows_of(next));
+      if constexpr (Shape::kIsPaired) bring_partner_keys(n, number);
     }
   }
 
@@ -205,8 +201,8 @@ struct BackwardFeed : BackwardThread<Shape> {
       if (from.num_rows < 0) return;
       const RowRange rows = rows_of(from);
       slot_ring(kSlotStaged).wait_idle(n);
-      store_tile<Values>(&arguments.dv, rows, shared + Memory::value(n));
-      store_tile<Keys>(&arguments.dk, rows, shared + Memory::key(n));
+      store_tile<Values>(&arguments.staged_dv, rows, shared + Memory::value(n));
+      store_tile<Keys>(&arguments.staged_dk, rows, shared + Memory::key(n));
       copies_commit();
       copies_wait_read();
       slot_ring(kSlotEmpty).arrive(n);

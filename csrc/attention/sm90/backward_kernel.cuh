@@ -39,7 +39,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     BackwardFeed<Shape> feed{{arguments, shared}};
     if (threadIdx.x == 0) feed.bring_keys();
     if (threadIdx.x == 32) feed.bring_queries();
-    if (threadIdx.x == 64) feed.take_grads();
+    if constexpr (!Shape::kIsWide) {
+      if (threadIdx.x == 64) feed.take_grads();
+    }
     if constexpr (Shape::kIsPaired) {
       if (threadIdx.x == 96) feed.send_grad_scores();
     }
@@ -72,8 +74,10 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
                                     .k = make_ragged_map(call.k, Shape::kKeyRows),
                                     .v = make_ragged_map(call.v, Shape::kKeyRows),
                                     .grad_out = make_ragged_map(call.grad_out, Shape::kRows),
-                                    .dk = make_ragged_map(call.dk, Shape::kKeyRows),
-                                    .dv = make_ragged_map(call.dv, Shape::kKeyRows),
+                                    .staged_dk = make_ragged_map(call.dk, Shape::kKeyRows),
+                                    .staged_dv = make_ragged_map(call.dv, Shape::kKeyRows),
+                                    .dk = call.dk,
+                                    .dv = call.dv,
                                     .tiles = call.tiles.tiles,
                                     .blocks = call.tiles.blocks,
                                     .ticket = call.ticket,

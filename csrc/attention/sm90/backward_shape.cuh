@@ -12,7 +12,8 @@
 namespace distca::attention::sm90 {
 
 struct BackwardArguments {
-  CUtensorMap q, k, v, grad_out, dk, dv;
+  CUtensorMap q, k, v, grad_out, staged_dk, staged_dv;
+  RowTensor dk, dv;
   const QueryTile* tiles;
   const KeyBlock* blocks;
   int32_t* ticket;
@@ -70,6 +71,10 @@ struct alignas(16) BackwardItem {
   int32_t first_tile;
   int32_t last_tile;
 };
+
+__device__ __forceinline__ RowRange rows_of(const BackwardItem& item) {
+  return {item.key_head, item.k_row, item.num_rows};
+}
 
 // What key warpgroups need to know of a staged query tile.
 struct alignas(16) StagedTile {
@@ -215,12 +220,13 @@ template <typename Shape>
 __device__ __forceinline__ void init_barriers(uint32_t shared) {
   for (uint32_t i = 0; i < BackwardMemory<Shape>::kNumRings; ++i) {
     const auto which = static_cast<BackwardBarrier>(i);
+    const bool by_readers = Shape::kIsWide && which == kSlotEmpty;
     const bool by_one_warpgroup =
         Shape::kIsWide && (which == kGradScoreFull || which >= kProbabilityFull);
-    uint32_t num_arrivals = which == kQueryFull     ? 2
-                            : which < kFirstByWarps ? 1
-                            : by_one_warpgroup      ? 4
-                                                    : 8;
+    uint32_t num_arrivals = which == kQueryFull                    ? 2
+                            : which < kFirstByWarps && !by_readers ? 1
+                            : by_one_warpgroup                     ? 4
+                                                                   : 8;
     if constexpr (Shape::kIsPaired) {
       if (which == kKeyFull || which == kItemAsked) num_arrivals = 2;
       if (which == kGradScoreEmpty) num_arrivals = 16;

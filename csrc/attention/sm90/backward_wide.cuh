@@ -22,7 +22,6 @@ struct WideWarpgroup : TileSteps<Shape> {
       Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums, Steps::warp,
       Steps::warpgroup;
   using typename Steps::Sum;
-  static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
   // Pieces of dQ that a warpgroup computes.
   static constexpr int kPieces = Shape::kIsPaired ? 1 : Keys::kPanels / 2;
   // Registers for a piece of dQ. In a pair, the first warpgroup computes the middle piece, for half
@@ -152,6 +151,12 @@ struct WideWarpgroup : TileSteps<Shape> {
     }
   }
 
+  // Gives back the place of item n and its keys and values, which this warp has read. So the next
+  // item's arrive while this one's last dQ, dK and dV are stored.
+  __device__ __forceinline__ void give_slot_back(uint32_t n) const {
+    slot_ring(kSlotEmpty).arrive_as_warp(n);
+  }
+
   // Sums up dV or dK over the tiles of item n, of which `first` is the first. Adds this warpgroup's
   // pieces of dQ one tile later, and the last two of four parts two tiles later. The first product
   // of the next tile is begun before the additions and overlaps them. Pieces of dQ use the same
@@ -159,7 +164,7 @@ struct WideWarpgroup : TileSteps<Shape> {
   template <bool kIsValues, int kSize>
   __device__ __forceinline__ void sum_up(float (&sums)[kSize], const BackwardItem& item, uint32_t n,
                                          uint32_t first) {
-    if (item.num_tiles == 0) return;
+    if (item.num_tiles == 0) return give_slot_back(n);
     const uint32_t end = first + item.num_tiles;
     int32_t index = 0;
     float scores[kScores], dq[kDq<kIsValues>];
@@ -263,7 +268,10 @@ struct WideWarpgroup : TileSteps<Shape> {
       begin_dq<kIsValues>(dq, n, i, of_mine);
       products_wait<0>();
       pin(dq);
-      if (of_mine == kPieces - 1) give_grad_scores_back(i);
+      if (of_mine == kPieces - 1) {
+        give_grad_scores_back(i);
+        give_slot_back(n);
+      }
       add_piece<kIsValues>(dq, i, index, of_mine);
     }
   }
@@ -281,13 +289,7 @@ struct WideWarpgroup : TileSteps<Shape> {
       slot_ring(kValueFull).wait(n);
       sum_up<kIsValues>(sums, item, n, num_tiles);
       num_tiles += item.num_tiles;
-      named_sync(kKeysReadId, 256);  // before results replace keys and values
-      if constexpr (kIsValues) {
-        stage_rows<T, Values>(shared + Memory::value(n), 0, sums, {scale, scale});
-      } else {
-        stage_rows<T, Keys>(shared + Memory::key(n), 0, sums, {scale, scale});
-      }
-      slot_ring(kSlotStaged).arrive_as_warp(n);
+      store_rows<T>(kIsValues ? arguments.dv : arguments.dk, rows_of(item), sums, {scale, scale});
     }
   }
 

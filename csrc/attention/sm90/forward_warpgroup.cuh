@@ -248,7 +248,7 @@ struct ForwardConsumer {
     if constexpr (Shape::kStagesResults) {
       write_staged(part, inverse);
     } else {
-      write_directly(part, inverse);
+      store_rows<T>(arguments.out, {head, tile.q_row, tile.num_rows}, out, inverse);
     }
   }
 
@@ -263,33 +263,6 @@ struct ForwardConsumer {
     store_tile<Results>(&arguments.staged_out, {part.head, part.tile.q_row, part.tile.num_rows},
                         staged + first_row * 128);
     copies_commit();
-  }
-
-  // The four threads that hold a row store 64 bytes of it at a time. __syncwarp keeps the compiler
-  // from preparing several of these stores together, which would take too many registers.
-  __device__ __forceinline__ void write_directly(const JobPart& part, const float (&scale)[2]) {
-    const RowTensor& result = arguments.out;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int32_t row = 16 * warp + lane / 4 + 8 * r;
-      uint8_t* to = static_cast<uint8_t*>(result.data) + part.head * result.head_stride +
-                    (part.tile.q_row + row) * result.row_stride;
-#pragma unroll
-      for (int i = 0; i < Shape::kValueDim / 32; ++i) {
-        uint32_t words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* pair = out + 4 * (4 * i + j) + 2 * r;
-          words[j] = pack<T>(pair[0] * scale[r], pair[1] * scale[r]);
-        }
-        __syncwarp();
-        transpose_quad(words);
-        const int chunk = 4 * i + lane % 4;
-        if (row < part.tile.num_rows && 8 * chunk < result.head_dim) {
-          reinterpret_cast<uint4*>(to)[chunk] = {words[0], words[1], words[2], words[3]};
-        }
-      }
-    }
   }
 
   __device__ __forceinline__ void run() {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "tensor_map.h"
 
 // Tiles in shared memory: rows of 64 columns to a panel, panels side by side, in the 128-byte
 // swizzle that copies and products share.
@@ -76,6 +77,36 @@ __device__ __forceinline__ void stage_rows(uint32_t tile, uint32_t first_row,
                    pack<T>(part[6] * scale[1], part[7] * scale[1]));
   }
   fence_shared_writes();
+}
+
+// The same straight to rows of a tensor, by the warpgroup's threads. The four that hold a row store
+// 64 bytes of it at a time. __syncwarp keeps the compiler from preparing several of these stores
+// together, which would take too many registers.
+template <typename T, int kSize>
+__device__ __forceinline__ void store_rows(const RowTensor& to, const RowRange& rows,
+                                           const float (&sums)[kSize], const float (&scale)[2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 16 * warp + lane / 4 + 8 * r;
+    uint8_t* const bytes = static_cast<uint8_t*>(to.data) + rows.head * to.head_stride +
+                           (rows.row + row) * to.row_stride;
+#pragma unroll
+    for (int i = 0; i < kSize / 16; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* pair = sums + 4 * (4 * i + j) + 2 * r;
+        words[j] = pack<T>(pair[0] * scale[r], pair[1] * scale[r]);
+      }
+      __syncwarp();
+      transpose_quad(words);
+      const int chunk = 4 * i + lane % 4;
+      if (row < rows.num_rows && 8 * chunk < to.head_dim) {
+        reinterpret_cast<uint4*>(bytes)[chunk] = {words[0], words[1], words[2], words[3]};
+      }
+    }
+  }
 }
 
 }  // namespace distca::attention::sm90
