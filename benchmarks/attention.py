@@ -248,16 +248,22 @@ class Benchmark:
     def run(self, case: Case) -> None:
         start = time.perf_counter()
         runners = self.runners(case, case.inputs(self.args.seed, torch.bfloat16))
-        shown = []
-        for pass_name in PASSES:
-            calls = {r.name: r.calls[pass_name] for r in runners if pass_name in r.calls}
-            for name, times in milliseconds(calls, self.args.repeats).items():
-                self.raw.append((case, name, pass_name, times))
-                if name == runners[0].name:
-                    rate = tflops(case, pass_name, statistics.median(times))
-                    shown.append(f"{pass_name} {rate:.0f}")
+        shown = [self.time_pass(case, pass_name, runners) for pass_name in PASSES]
         seconds = time.perf_counter() - start
         print(f"{case.name}: right; TFLOP/s {', '.join(shown)} [{seconds:.1f} s]", flush=True)
+
+    def time_pass(self, case: Case, pass_name: str, runners: list[Runner]) -> str:
+        """Time one pass of all runners, and return the TFLOP/s of ours and of the fastest other."""
+        calls = {r.name: r.calls[pass_name] for r in runners if pass_name in r.calls}
+        rates = {}
+        for name, times in milliseconds(calls, self.args.repeats).items():
+            self.raw.append((case, name, pass_name, times))
+            rates[name] = tflops(case, pass_name, statistics.median(times))
+        shown = f"{pass_name} {rates.pop(runners[0].name):.0f}"
+        if rates:
+            fastest = max(rates, key=rates.get)
+            shown += f" ({fastest} {rates[fastest]:.0f})"
+        return shown
 
     def timings(self, matmul: float) -> list[Timing]:
         timings = []
