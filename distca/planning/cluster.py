@@ -146,17 +146,22 @@ def cluster_of(
     }
     if num_ranks == 1 or not options.enabled:
         return Cluster(num_ranks, **links)
-    kept = (kept_limit_bytes or 0, MIN_KEPT_GAIN)
-    if options.keep_inputs_gb is not None:
-        kept = (int(1e9 * options.keep_inputs_gb), 0.0)
     return Cluster(
         num_ranks,
         options.speeds(num_ranks),
         memory_cap_bytes(options),
         options.rounds,
-        *kept,
+        *kept_cap(options.keep_inputs_gb, kept_limit_bytes or 0),
         **links,
     )
+
+
+def kept_cap(keep_inputs_gb: float | None, limit_bytes: int) -> tuple[int, float]:
+    """Return Cluster.kept_cap_bytes and kept_gain for Options.keep_inputs_gb. If that is None,
+    memory allows `limit_bytes`."""
+    if keep_inputs_gb is None:
+        return limit_bytes, MIN_KEPT_GAIN
+    return int(1e9 * keep_inputs_gb), 0.0
 
 
 def measures_memory(options: Options) -> bool:

@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from distca.planning.cluster import (
-    MIN_KEPT_GAIN,
     Cluster,
     early_parts,
     held_row_bytes,
@@ -89,10 +88,11 @@ def cluster_of(scenario: Scenario, in_halves: Pack | None = None) -> Cluster:
     if in_halves is not None:
         before = scenario.seconds_before_attention()
         hidden = hidden_by_halves(in_halves.as_tensor(), scenario.groups, CAUSAL, before)
+    cap_bytes, gain = scenario.kept_cap
     return Cluster(
         scenario.groups,
-        kept_cap_bytes=scenario.kept_cap_bytes,
-        kept_gain=MIN_KEPT_GAIN if scenario.keep_inputs_gb is None else 0.0,
+        kept_cap_bytes=cap_bytes,
+        kept_gain=gain,
         ranks_per_node=min(scenario.groups_per_node, scenario.groups),
         link_bytes_per_second=machine.inside.bytes_per_second,
         node_link_bytes_per_second=machine.between.bytes_per_second,

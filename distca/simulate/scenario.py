@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from distca.options import Options
+from distca.planning.cluster import kept_cap
 from distca.planning.cost import AttentionShape
 from distca.simulate.machine import BACKWARD, FORWARD, Machine, TableCost, TileCost
 
@@ -330,12 +331,15 @@ class Scenario:
         return self.model.activation_bytes / self.tp if self.recompute else 0.0
 
     @property
+    def kept_cap(self) -> tuple[int, float]:
+        """Cluster.kept_cap_bytes and kept_gain of a server."""
+        free = self._room_for_tokens() - self.tokens * self._live_token_bytes()
+        return kept_cap(self.keep_inputs_gb, int(max(0.0, free) / self.live_layers))
+
+    @property
     def kept_cap_bytes(self) -> int:
         """Of inputs that a server may keep in one layer."""
-        if self.keep_inputs_gb is not None:
-            return int(1e9 * self.keep_inputs_gb)
-        free = self._room_for_tokens() - self.tokens * self._live_token_bytes()
-        return int(max(0.0, free) / self.live_layers)
+        return self.kept_cap[0]
 
     def most_tokens(self, workspace_bytes: float = 0.0) -> float:
         """Of a group's micro-batch, in the memory that may be used, when each needs
