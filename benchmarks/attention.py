@@ -221,7 +221,7 @@ class Benchmark:
     device: torch.device
     makers: dict[str, Callable]
     left_out: dict[str, list[str]]  # cases by library and reason; empty for the whole run
-    raw: list[tuple[Case, str, str, list[float]]] = field(default_factory=list)
+    medians: list[tuple[Case, str, str, float]] = field(default_factory=list)  # ms
 
     def runners(self, case: Case, inputs: Inputs) -> list[Runner]:
         """Return the checked runners: ours, then every other library that can run the case."""
@@ -257,8 +257,9 @@ class Benchmark:
         calls = {r.name: r.calls[pass_name] for r in runners if pass_name in r.calls}
         rates = {}
         for name, times in milliseconds(calls, self.args.repeats).items():
-            self.raw.append((case, name, pass_name, times))
-            rates[name] = tflops(case, pass_name, statistics.median(times))
+            ms = statistics.median(times)
+            self.medians.append((case, name, pass_name, ms))
+            rates[name] = tflops(case, pass_name, ms)
         shown = f"{pass_name} {rates.pop(runners[0].name):.0f}"
         if rates:
             fastest = max(rates, key=rates.get)
@@ -267,8 +268,7 @@ class Benchmark:
 
     def timings(self, matmul: float) -> list[Timing]:
         timings = []
-        for case, name, pass_name, times in self.raw:
-            ms = statistics.median(times)
+        for case, name, pass_name, ms in self.medians:
             rate = tflops(case, pass_name, ms)
             timings.append(
                 Timing(case.name, case.kind, case.key, name, pass_name, ms, rate, rate / matmul)
