@@ -26,7 +26,7 @@ TOLERANCE = 0.02
 NO_SERVERS = torch.empty(0, 3, dtype=torch.float64)
 SERVERS = torch.tensor([[1.0, 1e9, 0.0], [0.5, 1e9, 1e-3]], dtype=torch.float64)  # as in Cluster
 # Ranks of a node, inside, between, hidden part, exposed part, waits forward and backward, hidden
-# seconds, room forward and backward.
+# seconds, room forward and backward, moving part, other seconds.
 LINKS = torch.tensor([2, 1e9, 1e9, 0, 1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.float64)
 
 
