@@ -1,7 +1,9 @@
 """Ping-pong on CUDA streams. Ranks may share devices."""
 
+import itertools
 import os
 import random
+from unittest import mock
 
 import oracle
 import pytest
@@ -49,7 +51,9 @@ def gpu_ranks(request):
 
 def open_session(rank: int, world_size: int, options: dict) -> None:
     distca.init(options=distca.Options(**MOVE_ALWAYS, **options))
-    pace.Pace.lags = lambda self, num_tokens: []  # random delays would keep rows at home
+    # Random delays would keep rows at home, or blocks whole.
+    pace.Pace.lags = lambda self, num_tokens: []
+    pingpong._pays = lambda documents: True
 
 
 class Delayed(Block):
@@ -132,6 +136,7 @@ def recomputed(use_reentrant: bool):
 def wrapped(name: str):
     return {
         "plain": distca.PingPong,
+        "every other whole": distca.PingPong,
         "crossing": distca.PingPong,
         "uneven": lambda block: distca.PingPong(block, cut=lambda each: each.num_tokens // 5),
         "border": lambda block: distca.PingPong(block, cut=pingpong.nearest_border),
@@ -144,7 +149,9 @@ def distances(rank: int, world_size: int, name: str) -> float:
     """Return the largest distance from the results of the bare blocks."""
     Delayed.random.seed(rank)
     how = {"num_steps": 4, "crossing": name == "crossing"}
-    results = train(rank, world_size, wrapped(name), **how)
+    numbers = itertools.cycle([0, 1]) if name == "every other whole" else itertools.repeat(0)
+    with mock.patch.object(pingpong, "_pays", lambda _: next(numbers) == 0):
+        results = train(rank, world_size, wrapped(name), **how)
     assert sessions.find().halves, "nothing ran in halves"
     truths = train(rank, world_size, bare, **how)
     finite = all(bool(result.isfinite().all()) for result in results)
@@ -153,7 +160,8 @@ def distances(rank: int, world_size: int, name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "crossing", "uneven", "border", "non-reentrant", "reentrant"]
+    "name",
+    ["plain", "every other whole", "crossing", "uneven", "border", "non-reentrant", "reentrant"],
 )
 def test_delays_change_nothing(gpu_ranks, name):
     errors = gpu_ranks.run(distances, name, timeout_s=200)
@@ -181,10 +189,13 @@ def streams_of_nodes(rank: int, world_size: int) -> dict[str, bool]:
     step.run(block, step.documents)
     current = torch.cuda.current_stream().cuda_stream
     first, second = seen["forward"]
+    with mock.patch.object(pingpong, "_pays", return_value=False):
+        step.run(block, step.documents)
     return {
         "three streams": len({first, second, current}) == 3,
-        "backward replays them": seen["backward"] == [second, first],
-        "gradients are on the current one": seen["accumulate"] == [current],
+        "a whole block runs on the second's": seen["forward"] == [first, second, second],
+        "backward replays them": seen["backward"] == [second, first, second],
+        "gradients are on the current one": seen["accumulate"] == [current, current],
     }
 
 

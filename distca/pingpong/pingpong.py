@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distca import attention, scope
 from distca._torch_private import CheckpointWrapper, checkpoint_hooks, not_compiled, pytree
@@ -114,12 +114,31 @@ class PingPong(nn.Module):
     def _run(self, *args, **kwargs):
         return (self._ping_pong.compiled or super().forward)(*args, **kwargs)
 
+    def _run_whole(self, *args, **kwargs):
+        """Run the block on the stream of the second half, whose memory it then uses. PyTorch's
+        allocator keeps freed memory for the stream that it was allocated for. Otherwise steps of
+        whole blocks and steps of halves would each reserve memory of their own."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return self._run(*args, **kwargs)
+        turns = Turns(tensors[0].device)
+        accumulators = _accumulators(self) if turns.streams else None
+        args, kwargs = turns.bordered((args, kwargs))
+        with turns:
+            with turns.half(1):
+                results = self._run(*args, **kwargs)
+            turns.join()
+            del accumulators
+            return turns.bordered(results)
+
     @not_compiled
     def forward(self, *args, **kwargs):
         settings = self._ping_pong
         documents = settings.find(self, args, kwargs)
-        if not _pays(documents):
+        if not _may_pay(documents):
             return self._run(*args, **kwargs)
+        if not _pays(documents):
+            return self._run_whole(*args, **kwargs)
         if not settings.is_checked:
             _check_parts(self, [(name, part) for name, part in self.named_modules() if name])
             settings.is_checked = True
@@ -184,10 +203,9 @@ def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> No
             raise ValueError(f"{where} is checkpointed; {INSIDE}")
 
 
-def _pays(documents: Documents | None) -> bool:
-    """Return whether rows travel between ranks and halves are predicted to be faster. The result is
-    the same on all ranks. Raises ValueError for documents that cross ranks with one run per
-    rank."""
+def _may_pay(documents: Documents | None) -> bool:
+    """Return whether steps of such documents may run in halves. The result is the same on all
+    ranks. Raises ValueError for documents that cross ranks with one run per rank."""
     if documents is None:
         session = sessions.find()
         if session is not None and session.num_ranks > 1 and torch.is_grad_enabled():
@@ -207,6 +225,12 @@ def _pays(documents: Documents | None) -> bool:
             f"PingPong: {documents} cross ranks in one run for each; expected two, as "
             "distca.shard_batch(..., runs=2) or Documents.sharded(..., runs=2) cuts them"
         )
+    return True
+
+
+def _pays(documents: Documents) -> bool:
+    """Return whether rows travel between ranks and halves are predicted to be faster. The result is
+    the same on all ranks."""
     reports = [plan.report() for plan in documents._plans.values()]
     return any(any(each.bytes_out) and each.pays_in_halves for each in reports)
 

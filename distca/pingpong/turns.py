@@ -18,6 +18,10 @@ def _streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Str
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
+def _own_node(value: object) -> object:
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
 class Turns:
     """The streams of the halves. On the CPU, there are none.
 
@@ -69,6 +73,12 @@ class Turns:
             self.streams[1].wait_event(self._reached)
         with torch.cuda.stream(self.streams[idx]):  # and its device
             yield
+
+    def bordered(self, values):
+        """Return `values` with a node on the current stream for each tensor that needs a gradient:
+        inputs or results of a whole block. In the backward pass, the current stream and that of the
+        block wait for each other there, as they do where halves are cut and joined."""
+        return pytree.tree_map(_own_node, values) if self.streams else values
 
     def join(self) -> None:
         """Let the current stream wait for both halves."""
