@@ -6,6 +6,7 @@ import torch
 from oracle import Case
 from ranks import Ranks
 from test_gpu import place
+from test_keeping_by_default import forget_memory
 
 import distca
 from distca import ops
@@ -22,9 +23,7 @@ def train(rank, world_size, link_gb_per_s, keep_inputs_gb=None):
     """Return for each step the limit of kept inputs, kept rows and reserved bytes; also the last
     step's results."""
     distca.close()
-    memory._has_optimizer_state = False
-    memory._peaks.clear()
-    ops.take_kept_peak()  # of earlier tests
+    forget_memory()
     links = {"link_gb_per_s": link_gb_per_s, "transport": "process_group"}
     distca.init(options=distca.Options(keep_inputs_gb=keep_inputs_gb, **links))
     weight = torch.nn.Parameter(torch.zeros((), device="cuda"))
@@ -58,7 +57,7 @@ def test_rows_are_kept_where_links_are_slow_and_memory_stays_flat(two_ranks):
     per_rank = two_ranks.run(train, SLOW_GB_PER_S)
     for figures, _ in per_rank:
         keeping, _, reserved = zip(*figures, strict=True)
-        first = FIRST_UPDATE + memory.WARM_UP_PLANS + 1
+        first = FIRST_UPDATE + 2  # updates
         assert set(keeping[:first]) == {"memory is not known yet"}
         assert all("by free memory" in each for each in keeping[first:]), keeping
         assert len(set(keeping[first + 2 :])) == 1, "the limit changes"

@@ -15,17 +15,23 @@ from distca.ranks import memory
 CASE = Case([[900, 400, 100], [], []], sharded=True)
 SLOW, FAST = {"link_gb_per_s": 0.5}, {"link_gb_per_s": 1e5}
 SPARE_BYTES = [3_000_000, 2_000_000, 4_000_000]  # by rank
-FIRST_UPDATE, WARM_UP_PLANS, NUM_STEPS = 2, 2, 8
+FIRST_UPDATE, NUM_STEPS = 2, 8
 NUM_LAYERS = 2
+
+
+def forget_memory() -> None:
+    """Forget the optimizers' steps and the kept inputs of earlier tests."""
+    memory._has_peaked = False
+    memory._have_stepped.clear()
+    memory._peaks.clear()
+    ops.take_kept_peak()
 
 
 def train(rank, world_size, options, spare_bytes=SPARE_BYTES, updates=True):
     """Train with updates from step FIRST_UPDATE on. Return the reports of the plans, the kept rows
     by step, and results of the last step."""
     distca.close()
-    memory._has_optimizer_state = False
-    memory._peaks.clear()
-    ops.take_kept_peak()  # of earlier tests
+    forget_memory()
     distca.init(options=distca.Options(**options))
     weight = torch.nn.Parameter(torch.zeros(()))
     weight.grad, optimizer = torch.zeros(()), torch.optim.Adam([weight])
@@ -35,8 +41,7 @@ def train(rank, world_size, options, spare_bytes=SPARE_BYTES, updates=True):
     def spare(_) -> int:
         return spare_bytes[rank] - peak
 
-    injected = {"spare_bytes": spare, "WARM_UP_PLANS": WARM_UP_PLANS}
-    with unittest.mock.patch.multiple(memory, **injected):
+    with unittest.mock.patch.object(memory, "spare_bytes", spare):
         for step in range(NUM_STEPS):
             documents, leaves, grad_out = place(rank, world_size, CASE)
             plan = distca.plan(documents, shape=CASE.shape)
@@ -57,7 +62,7 @@ def test_kept_rows_fit_the_least_memory_of_all_ranks(ranks):
     for reports in by_step:
         assert len({(each.keeping, tuple(each.kept_bytes)) for each in reports}) == 1, "unequal"
     keeping = [reports[0].keeping for reports in by_step]
-    first = FIRST_UPDATE + WARM_UP_PLANS + 1
+    first = FIRST_UPDATE + 2  # updates
     assert not any(keeping[:first]) and all("by free memory" in each for each in keeping[first:])
     for reports in by_step[:first]:
         assert not any(reports[0].kept_bytes)
@@ -137,12 +142,17 @@ def test_calls_count_until_their_backward_pass():
 
 def test_the_hook_lets_optimizers_compile():
     memory._watch_optimizers()
-    memory._has_optimizer_state = False
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    step = torch.compile(optimizer.step, backend="eager")
+    forget_memory()
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    steps = [
+        torch.compile(torch.optim.SGD([weight], lr=0.1).step, backend="eager") for weight in weights
+    ]
+    have_peaked = []
     for _ in range(3):
-        weight.grad = torch.ones(3)
-        step()
-    assert memory._has_optimizer_state
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.7))
+        for weight, step in zip(weights, steps, strict=True):
+            weight.grad = torch.ones(3)
+            step()
+            have_peaked.append(memory._has_peaked)
+    assert have_peaked == [False] * 2 + [True] * 4, "one of two optimizers has stepped twice"
+    for weight in weights:
+        torch.testing.assert_close(weight.detach(), torch.full((3,), 0.7))

@@ -23,7 +23,7 @@ SHAPE_WORDS = len(fields(AttentionShape))
 NODE_WORD = HEADER_WORDS + SHAPE_WORDS  # the node, by its host name
 # Times of an earlier step: attention, and its wait for other ranks, in us. -1: not measured.
 TIMES_WORDS = slice(NODE_WORD + 1, NODE_WORD + 3)
-MEMORY_WORDS = slice(TIMES_WORDS.stop, TIMES_WORDS.stop + memory.NUM_WORDS)  # see KeptMemory
+MEMORY_WORDS = slice(TIMES_WORDS.stop, TIMES_WORDS.stop + memory.NUM_WORDS)  # see memory.words
 WAITS_WORDS = slice(MEMORY_WORDS.stop, MEMORY_WORDS.stop + waits.NUM_WORDS)  # see Waits
 HIDING_WORD = WAITS_WORDS.stop  # see WorkBeforeAttention
 PACE_WORDS = slice(HIDING_WORD + hiding.NUM_WORDS, HIDING_WORD + hiding.NUM_WORDS + pace.NUM_WORDS)

@@ -238,7 +238,7 @@ def _solve_together(
 def _words_of_measurements(session: Session, problem: Problem, device: torch.device) -> list[int]:
     """Return what this rank has measured in training, in the order of the exchange's words."""
     is_measured = measures_memory(session.options)
-    about_memory = session.memory.words(device) if is_measured else memory.UNKNOWN
+    about_memory = memory.words(device) if is_measured else memory.UNKNOWN
     about_waits = waits.UNKNOWN
     if problem.has_halves:
         about_waits = session.waits.words([each.group_name for each in session.halves])

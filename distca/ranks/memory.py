@@ -14,19 +14,21 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from distca import ops
 
 MARGIN = 0.05  # of a device's memory, left free for later peaks
-WARM_UP_PLANS = 3  # after the first optimizer step, in which memory comes near its peak
 NUM_PEAKS = 32  # latest plans whose peaks of kept inputs count
 NUM_WORDS = 4  # device, its spare bytes or NOT_YET, peaks of kept bytes and of calls to come
 NOT_YET = -(2**62)
 UNKNOWN = [0, NOT_YET, 0, 0]
 
-_has_optimizer_state = False
+_have_stepped: set[int] = set()  # optimizers, by id, until one of them has stepped twice
+_has_peaked = False  # since a forward and a backward pass have run beside the optimizer's state
 _peaks: collections.deque[list[int]] = collections.deque(maxlen=NUM_PEAKS)  # of all groups
 
 
 def _note_optimizer_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    global _has_optimizer_state
-    _has_optimizer_state = True
+    global _has_peaked
+    if not _has_peaked:
+        _has_peaked = id(optimizer) in _have_stepped
+        _have_stepped.add(id(optimizer))
 
 
 @functools.cache
@@ -57,24 +59,16 @@ def spare_bytes(device: torch.device) -> int | None:
     return int(min(free_bytes - (most - reserved), allowed) - MARGIN * total_bytes)
 
 
-class KeptMemory:
-    """Describes this rank's memory to the others with each plan, on the planner thread."""
-
-    def __init__(self) -> None:
-        self._num_plans = 0  # since optimizer state exists
-
-    def words(self, device: torch.device) -> list[int]:
-        """Return the NUM_WORDS words of a device."""
-        spare = spare_bytes(device)
-        if spare is None:
-            return UNKNOWN
-        _watch_optimizers()
-        _peaks.append(ops.take_kept_peak())
-        num_bytes, num_calls = map(max, zip(*_peaks, strict=True))
-        self._num_plans += _has_optimizer_state
-        if self._num_plans <= WARM_UP_PLANS:
-            spare = NOT_YET
-        return [_device_id(device), spare, num_bytes, num_calls]
+def words(device: torch.device) -> list[int]:
+    """Return the NUM_WORDS words that describe this rank's memory to the others, with each plan.
+    Called on the planner thread."""
+    spare = spare_bytes(device)
+    if spare is None:
+        return UNKNOWN
+    _watch_optimizers()
+    _peaks.append(ops.take_kept_peak())
+    num_bytes, num_calls = map(max, zip(*_peaks, strict=True))
+    return [_device_id(device), spare if _has_peaked else NOT_YET, num_bytes, num_calls]
 
 
 def common_limit(words: Tensor) -> int | None:

@@ -16,7 +16,6 @@ from distca.ranks.fsdp_traffic import ModelTraffic
 from distca.ranks.hiding import WorkBeforeAttention
 from distca.ranks.leaving import failure_under_way, leave, watch_exits
 from distca.ranks.links import Links, connect
-from distca.ranks.memory import KeptMemory
 from distca.ranks.opening import (
     destroy_groups,
     groups_of,
@@ -59,7 +58,6 @@ class Session:
     way: Way = Way()  # how rows travel, if the attention allows it
     links: Links = Links()  # as measured when it was opened
     attention_seconds: float | None = None  # see speed.measure; None: not measured
-    memory: KeptMemory = field(default_factory=KeptMemory)
     waits: Waits = field(default_factory=Waits)
     hiding: WorkBeforeAttention = field(default_factory=WorkBeforeAttention)
     traffic: ModelTraffic = field(default_factory=ModelTraffic)
