@@ -116,7 +116,7 @@ class Best {
 
   // Returns the best plan with kept inputs, or the best one without them if keeping gains too
   // little.
-  const Timed& get() const {
+  Timed& get() {
     const double least = options_.kept_gain * plain_->seconds;
     const bool keeps = kept_ && plain_->cost - kept_->cost >= least;
     return keeps ? *kept_ : *plain_;
@@ -140,13 +140,22 @@ double slowest_work(const Plan& plan) {
   return most;
 }
 
+// Returns the seconds of the slowest rank's own work if nothing moves.
+double slowest_at_home(const Plan& plan) {
+  double most = 0;
+  for (const Load& load : plan.loads) most = std::max(most, load.seconds_lag + load.seconds_home);
+  return most;
+}
+
 // Returns the best of several plans. On slow links, the balancer's plan depends much on the bytes
 // of rows that it assumes: with fewer bytes, it moves more work.
 Timed best_plan(const Pack& pack, const PlanOptions& options, const Problem& problem) {
   Budget budget = budget_for(problem);
   Best best(pack, options, problem);
   best.consider(plan_of(pack, options, problem, balance(problem, budget)));
-  if (best.plain().seconds <= (1 + kExposed) * problem.balanced_seconds) return best.get();
+  if (best.plain().seconds <= (1 + kExposed) * problem.balanced_seconds) {
+    return std::move(best.get());
+  }
   const auto assume = [&](const RowBytes& row_bytes, Budget& left) {
     auto plan = plan_assuming(row_bytes, pack, options, left);
     if (plan) best.consider(std::move(*plan));
@@ -161,7 +170,17 @@ Timed best_plan(const Pack& pack, const PlanOptions& options, const Problem& pro
       assume(times(kAssumedParts[i], options.row_bytes), budget);
     }
   }
-  return best.get();
+  return std::move(best.get());
+}
+
+// Returns `best`, or the plan in which nothing moves if it costs no more.
+Timed or_at_home(Timed best, const Pack& pack, const PlanOptions& options, const Problem& problem) {
+  if (slowest_at_home(best.plan) > best.cost) return best;
+  std::optional<Plan> plan = plan_at_home(pack, options, problem);
+  if (!plan) return best;
+  Best at_home(pack, options, problem);
+  at_home.consider(std::move(*plan));
+  return std::move(at_home.get().cost <= best.cost ? at_home.get() : best);
 }
 
 }  // namespace
@@ -169,14 +188,9 @@ Timed best_plan(const Pack& pack, const PlanOptions& options, const Problem& pro
 Plan make_plan(const Pack& pack, const PlanOptions& options) {
   validate(options, pack);
   const Problem problem(pack, options);
-  Timed best = best_plan(pack, options, problem);
-  if (std::optional<Plan> plan = plan_at_home(pack, options, problem)) {
-    Best at_home(pack, options, problem);
-    at_home.consider(std::move(*plan));
-    if (at_home.get().cost <= best.cost) best = at_home.get();
-  }
+  Timed best = or_at_home(best_plan(pack, options, problem), pack, options, problem);
   best.plan.digest = digest_of(pack, best.plan.mask, best.plan.tasks);
-  return best.plan;
+  return std::move(best.plan);
 }
 
 Plan plan_for_rounds(const Pack& pack, const PlanOptions& options, int64_t rounds) {
