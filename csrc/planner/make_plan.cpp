@@ -25,8 +25,8 @@ constexpr double kUneven = 0.03;
 // Parts of the bytes of rows that further plans assume, in the order in which they are tried. With
 // many ranks or items, only the first few are tried: a plan also takes time outside of the search,
 // which the budget does not bound.
-constexpr double kAssumedParts[] = {0.65, 0.5, 0.8, 0.35, 0.9, 0.57, 0.72, 0.43};
-constexpr int64_t kTriesTimesRanks = 2048, kLeastTries = 2, kTriesTimesItems = 1 << 17;
+constexpr double kAssumedParts[] = {0.8, 0.9, 0.65, 0.5, 0.35, 0.57, 0.72, 0.43};
+constexpr int64_t kTriesTimesRanks = 768, kLeastTries = 1, kTriesTimesItems = 1 << 17;
 constexpr int64_t kLeftForTries = 4;  // a quarter of what the first search leaves of its budget
 
 int64_t num_tries(const Problem& problem) {
