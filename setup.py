@@ -92,10 +92,10 @@ def extension(with_cuda: bool):
 
 
 def join_rooms(files: list[str], folder: Path) -> list[str]:
-    """Write one C++ file for each room into `folder`. It includes all C++ files of the room,
-    because most compile time goes into PyTorch's headers. Rooms without these headers stay as they
-    are: GCC inlines less in large files, and the planner would be 12 % slower. Return the files to
-    compile."""
+    """Write one C++ file into `folder` for each room that includes PyTorch's headers. The file
+    includes all C++ files of the room, so the headers are parsed only once. Leave the files of
+    other rooms separate: joining them saves no time, and GCC inlines less in large files. Return
+    the files to compile."""
     rooms: dict[str, list[str]] = {}
     alone = []
     for file in files:

@@ -22,16 +22,16 @@ namespace {
 constexpr double kExposed = 0.01;
 constexpr double kUneven = 0.03;
 
-// Parts of the bytes of rows that further plans assume, in the order in which they are tried. With
-// many ranks or items, only the first few are tried: a plan also takes time outside of the search,
-// which the budget does not bound.
-constexpr double kAssumedParts[] = {0.8, 0.9, 0.65, 0.5, 0.35, 0.57, 0.72, 0.43};
+// Fractions of the row bytes that further plans assume, in the order in which they are tried. 0.8
+// comes first because it helps most with many ranks. With many ranks or items, only the first ones
+// are tried: a plan also takes time outside of the search, which the budget does not bound.
+constexpr double kAssumedFractions[] = {0.8, 0.9, 0.65, 0.5, 0.35, 0.57, 0.72, 0.43};
 constexpr int64_t kTriesTimesRanks = 768, kLeastTries = 1, kTriesTimesItems = 1 << 17;
 constexpr int64_t kLeftForTries = 4;  // a quarter of what the first search leaves of its budget
 
 int64_t num_tries(const Problem& problem) {
   const auto num_items = std::max<int64_t>(1, static_cast<int64_t>(problem.items.size()));
-  return std::min({static_cast<int64_t>(std::size(kAssumedParts)),
+  return std::min({static_cast<int64_t>(std::size(kAssumedFractions)),
                    std::max(kLeastTries, kTriesTimesRanks / problem.pack.num_ranks),
                    kTriesTimesItems / num_items});
 }
@@ -140,7 +140,8 @@ double slowest_work(const Plan& plan) {
   return most;
 }
 
-// Returns the seconds of the slowest rank's own work if nothing moves.
+// Returns the lag and attention of the slowest rank, in seconds, if nothing moves. This is a lower
+// bound on the cost of the plan in which nothing moves.
 double slowest_at_home(const Plan& plan) {
   double most = 0;
   for (const Load& load : plan.loads) most = std::max(most, load.seconds_lag + load.seconds_home);
@@ -167,7 +168,7 @@ Timed best_plan(const Pack& pack, const PlanOptions& options, const Problem& pro
   if (slowest_work(best.get().plan) > (1 + kUneven) * problem.balanced_seconds) {
     budget.left /= kLeftForTries;
     for (int64_t i = 0; i < num_tries(problem) && !budget.is_spent(); ++i) {
-      assume(times(kAssumedParts[i], options.row_bytes), budget);
+      assume(times(kAssumedFractions[i], options.row_bytes), budget);
     }
   }
   return std::move(best.get());

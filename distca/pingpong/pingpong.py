@@ -115,9 +115,9 @@ class PingPong(nn.Module):
         return (self._ping_pong.compiled or super().forward)(*args, **kwargs)
 
     def _run_whole(self, *args, **kwargs):
-        """Run the block on the stream of the second half, whose memory it then uses. PyTorch's
-        allocator keeps freed memory for the stream that it was allocated for. Otherwise steps of
-        whole blocks and steps of halves would each reserve memory of their own."""
+        """Run the block on the second half's stream, to reuse the memory that was freed there.
+        PyTorch's caching allocator reuses freed memory only on the stream it was allocated on. On
+        any other stream, whole blocks would reserve memory of their own."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
             return self._run(*args, **kwargs)
@@ -204,7 +204,7 @@ def _check_parts(block: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> No
 
 
 def _may_pay(documents: Documents | None) -> bool:
-    """Return whether steps of such documents may run in halves. The result is the same on all
+    """Return whether the block may run in halves for these documents. The result is the same on all
     ranks. Raises ValueError for documents that cross ranks with one run per rank."""
     if documents is None:
         session = sessions.find()

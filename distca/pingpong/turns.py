@@ -75,9 +75,10 @@ class Turns:
             yield
 
     def bordered(self, values):
-        """Return `values` with a node on the current stream for each tensor that needs a gradient:
-        inputs or results of a whole block. In the backward pass, the current stream and that of the
-        block wait for each other there, as they do where halves are cut and joined."""
+        """Give each tensor in `values` that requires a gradient an autograd node on the current
+        stream, and return the result. `values` are the inputs or results of a whole block. In the
+        backward pass, autograd makes the current stream and the block's stream wait for each other
+        at these nodes, as it does where halves are cut and joined. On the CPU, do nothing."""
         return pytree.tree_map(_own_node, values) if self.streams else values
 
     def join(self) -> None:

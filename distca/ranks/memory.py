@@ -19,8 +19,8 @@ NUM_WORDS = 4  # device, its spare bytes or NOT_YET, peaks of kept bytes and of 
 NOT_YET = -(2**62)
 UNKNOWN = [0, NOT_YET, 0, 0]
 
-_have_stepped: set[int] = set()  # optimizers, by id, until one of them has stepped twice
-_has_peaked = False  # since a forward and a backward pass have run beside the optimizer's state
+_have_stepped: set[int] = set()  # ids of optimizers that have stepped, until one steps again
+_has_peaked = False  # whether a forward and a backward pass have run with optimizer state
 _peaks: collections.deque[list[int]] = collections.deque(maxlen=NUM_PEAKS)  # of all groups
 
 
@@ -60,8 +60,8 @@ def spare_bytes(device: torch.device) -> int | None:
 
 
 def words(device: torch.device) -> list[int]:
-    """Return the NUM_WORDS words that describe this rank's memory to the others, with each plan.
-    Called on the planner thread."""
+    """Return this rank's NUM_WORDS words for the exchange: its spare memory, and its recent peaks
+    of kept inputs. Called once per plan, on the planner thread."""
     spare = spare_bytes(device)
     if spare is None:
         return UNKNOWN
