@@ -133,18 +133,11 @@ class Best {
   std::optional<Timed> plain_, kept_;
 };
 
-// Returns the seconds of the slowest rank's own work, without transfers.
-double slowest_work(const Plan& plan) {
+// Returns the lag and attention of the slowest rank, in seconds: under the plan with Load::seconds,
+// and if nothing moves with Load::seconds_home.
+double slowest_work(const Plan& plan, double Load::*attention) {
   double most = 0;
-  for (const Load& load : plan.loads) most = std::max(most, load.seconds_lag + load.seconds);
-  return most;
-}
-
-// Returns the lag and attention of the slowest rank, in seconds, if nothing moves. This is a lower
-// bound on the cost of the plan in which nothing moves.
-double slowest_at_home(const Plan& plan) {
-  double most = 0;
-  for (const Load& load : plan.loads) most = std::max(most, load.seconds_lag + load.seconds_home);
+  for (const Load& load : plan.loads) most = std::max(most, load.seconds_lag + load.*attention);
   return most;
 }
 
@@ -165,7 +158,7 @@ Timed best_plan(const Pack& pack, const PlanOptions& options, const Problem& pro
     Budget another = budget_for(problem);
     assume(kept_row_bytes(options), another);
   }
-  if (slowest_work(best.get().plan) > (1 + kUneven) * problem.balanced_seconds) {
+  if (slowest_work(best.get().plan, &Load::seconds) > (1 + kUneven) * problem.balanced_seconds) {
     budget.left /= kLeftForTries;
     for (int64_t i = 0; i < num_tries(problem) && !budget.is_spent(); ++i) {
       assume(times(kAssumedFractions[i], options.row_bytes), budget);
@@ -176,12 +169,14 @@ Timed best_plan(const Pack& pack, const PlanOptions& options, const Problem& pro
 
 // Returns `best`, or the plan in which nothing moves if it costs no more.
 Timed or_at_home(Timed best, const Pack& pack, const PlanOptions& options, const Problem& problem) {
-  if (slowest_at_home(best.plan) > best.cost) return best;
+  // That plan costs at least the work of its slowest rank.
+  if (slowest_work(best.plan, &Load::seconds_home) > best.cost) return best;
   std::optional<Plan> plan = plan_at_home(pack, options, problem);
   if (!plan) return best;
   Best at_home(pack, options, problem);
   at_home.consider(std::move(*plan));
-  return std::move(at_home.get().cost <= best.cost ? at_home.get() : best);
+  Timed& timed = at_home.get();
+  return std::move(timed.cost <= best.cost ? timed : best);
 }
 
 }  // namespace
