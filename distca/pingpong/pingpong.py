@@ -118,11 +118,12 @@ class PingPong(nn.Module):
         """Run the block on the second half's stream, to reuse the memory that was freed there.
         PyTorch's caching allocator reuses freed memory only on the stream it was allocated on. On
         any other stream, whole blocks would reserve memory of their own."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not tensors:
+        leaves = pytree.tree_leaves((args, kwargs))
+        x = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        if x is None:
             return self._run(*args, **kwargs)
-        turns = Turns(tensors[0].device)
-        accumulators = _accumulators(self) if turns.streams else None
+        turns = Turns(x.device)
+        accumulators = _accumulators(self, turns)
         args, kwargs = turns.bordered((args, kwargs))
         with turns:
             with turns.half(1):
@@ -153,9 +154,7 @@ class PingPong(nn.Module):
         rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
         names = [each.group_name for each in session.halves]
         turns = Turns(rows.device, names, is_timed=session.hiding.is_due())
-        # Gradients of parameters come from both streams. Their accumulators belong to the current
-        # stream, where FSDP reads gradients in the backward pass.
-        accumulators = _accumulators(self) if turns.streams else None
+        accumulators = _accumulators(self, turns)
         step = _Step(documents, settings.cut, turns, Relay(session.announce))
 
         def half(idx: int):
@@ -235,10 +234,11 @@ def _pays(documents: Documents) -> bool:
     return any(any(each.bytes_out) and each.pays_in_halves for each in reports)
 
 
-def _accumulators(block: nn.Module) -> list:
-    """Return the nodes that accumulate the gradients of the block's parameters. They belong to the
-    current stream as long as the caller holds them."""
-    if not torch.is_grad_enabled():
+def _accumulators(block: nn.Module, turns: Turns) -> list:
+    """Return the nodes that accumulate the gradients of the block's parameters. Gradients come from
+    the halves' streams, but as long as the caller holds them, the nodes belong to the current
+    stream, where FSDP reads gradients in the backward pass."""
+    if not (turns.streams and torch.is_grad_enabled()):
         return []
     parameters = (parameter for parameter in block.parameters() if parameter.requires_grad)
     return [torch.autograd.graph.get_gradient_edge(parameter) for parameter in parameters]
