@@ -27,18 +27,24 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
 
 constexpr cuuint64_t kManyRows = 0x7fff0000;
 
+// How many aligned bytes L2 fetches at once. A fetch that reaches into the next head would bring
+// bytes that L2 may have evicted by the time that another block needs them.
+CUtensorMapL2promotion fetched_at_once(const RowTensor& tensor) {
+  return tensor.head_stride % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                                       : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+}
+
 template <int kDims>
 CUtensorMap encode(const RowTensor& tensor, const cuuint64_t (&sizes)[kDims],
                    const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encode_function()(&map,
-                        tensor.element == Element::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                        kDims, tensor.data, sizes, strides, box, steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_function()(
+      &map,
+      tensor.element == Element::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      kDims, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, fetched_at_once(tensor), CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled failed with CUDA error " +
                              std::to_string(static_cast<int>(result)) + " for row stride " +
