@@ -1,3 +1,4 @@
+import os
 import re
 
 import extension
@@ -25,6 +26,13 @@ LONGEST = (
     "test_pipelining_faults.py",
     "test_compile.py",
 )
+
+
+def pytest_configure():
+    """Give each of pytest-xdist's workers its share of the cores: torch would use all in each."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
 def uses_processes(item: pytest.Item) -> bool:
