@@ -29,7 +29,7 @@ LONGEST = (
 
 
 def pytest_configure():
-    """Give each of pytest-xdist's workers its share of the cores: torch would use all in each."""
+    """Share the cores among pytest-xdist's workers: by default, torch uses all of them in each."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))

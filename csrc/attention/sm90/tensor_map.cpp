@@ -27,8 +27,8 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
 
 constexpr cuuint64_t kManyRows = 0x7fff0000;
 
-// How many aligned bytes L2 fetches at once. A fetch that reaches into the next head would bring
-// bytes that L2 may have evicted by the time that another block needs them.
+// L2 fetches aligned pieces of this size. If a piece reached into the next head, L2 might evict
+// those bytes before the block that needs them runs.
 CUtensorMapL2promotion fetched_at_once(const RowTensor& tensor) {
   return tensor.head_stride % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
                                        : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
