@@ -70,8 +70,11 @@ class Limit:
     attention_ms: list[list[float]]  # [steps][ranks], including warm-up
     step_ms: list[float]  # of the variant without balancing, after warm-up
 
+    def measured_attention_ms(self) -> list[list[float]]:
+        return self.attention_ms[-len(self.step_ms) :]
+
     def balanced_ms(self) -> list[float]:
-        ranks = self.attention_ms[NUM_WARM_UP_STEPS:]
+        ranks = self.measured_attention_ms()
         return [step - excess(each) for step, each in zip(self.step_ms, ranks, strict=True)]
 
 
@@ -90,7 +93,7 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
     mean = statistics.fmean
     summary = {"ranks": num_ranks}
     for kernel, limit in limits.items():
-        ranks = limit.attention_ms[NUM_WARM_UP_STEPS:]
+        ranks = limit.measured_attention_ms()
         summary[f"{kernel}: balanced limit, ms"] = mean(limit.balanced_ms())
         summary[f"{kernel}: attention, mean rank, ms"] = mean(mean(each) for each in ranks)
         summary[f"{kernel}: attention, slowest rank, ms"] = mean(max(each) for each in ranks)

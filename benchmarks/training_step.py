@@ -7,7 +7,9 @@ distca's kernels. "context" is context parallelism with distca's kernels (contex
 "process_group", "peer" and "hybrid" are distca with these transports. In the variants whose names
 end in "pingpong", blocks run on two halves in turn. All variants see the same documents, tokens and
 initial weights. A step is forward, backward and optimizer. It is timed on the host from barrier to
-barrier with the device synchronised, so it takes as long as the slowest rank needs.
+barrier with the device synchronised, so it takes as long as the slowest rank needs. Means leave out
+the first steps (--skip). Ranks measure links and their own pace in training, and with ping-pong
+plans use these figures from about the eighth step on.
 
 In "sorted", a loader sorts the documents of --window steps by the Karmarkar-Karp method. Ranks and
 steps then have like work, but not equally many tokens, so look at the peak memory, too.
@@ -40,6 +42,7 @@ variant's last step, next to the JSON file.
 import argparse
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -81,7 +84,13 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         help='steps over which the variants "sorted" deal documents (default: %(default)s)',
     )
     usual = [name for name, variant in VARIANTS.items() if variant.by_default]
-    parser.add_argument("--steps", type=int, default=20, help=f"{NUM_WARM_UP_STEPS} are warm-up")
+    parser.add_argument("--steps", type=int, default=20, help="how many, including those of --skip")
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=NUM_WARM_UP_STEPS,
+        help="first steps to leave out (default: %(default)s)",
+    )
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -104,12 +113,12 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
     if args.turns < 1:
         parser.error(f"--turns is {args.turns}; needs at least 1")
-    if args.steps <= NUM_WARM_UP_STEPS:
-        parser.error(f"--steps is {args.steps}; needs more than {NUM_WARM_UP_STEPS} warm-up steps")
-    if args.window < 1 or (args.steps - NUM_WARM_UP_STEPS) % args.window:
+    if not 0 <= args.skip < args.steps:
+        parser.error(f"--skip is {args.skip}; needs 0 to {args.steps - 1}, less than --steps")
+    if args.window < 1 or (args.steps - args.skip) % args.window:
         parser.error(
-            f"--window is {args.window}; needs a divisor of --steps without the "
-            f"{NUM_WARM_UP_STEPS} of warm-up, {args.steps - NUM_WARM_UP_STEPS}"
+            f"--window is {args.window}; needs a divisor of --steps without those of --skip, "
+            f"{args.steps - args.skip}"
         )
     emulates = args.links != "nvlink" and args.device == "cuda"
     if emulates and min(world_size, torch.cuda.device_count()) < 2:
@@ -184,8 +193,8 @@ def main() -> None:
     args, workload = arguments()
     os.environ.update(LINKS[args.links])  # NCCL reads them when it starts
     device = join(args.device)
-    windows = [range(NUM_WARM_UP_STEPS)]
-    windows += [range(i, i + args.window) for i in range(len(windows[0]), args.steps, args.window)]
+    windows = [range(args.skip)] if args.skip else []
+    windows += [range(i, i + args.window) for i in range(args.skip, args.steps, args.window)]
     runs, timelines = {name: [] for name in args.variants}, {}
     for turn, num_profiled in enumerate([*[0] * (args.turns - 1), NUM_PROFILED_STEPS]):
         for name in args.variants if turn % 2 == 0 else args.variants[::-1]:
@@ -193,7 +202,7 @@ def main() -> None:
             if variant.is_sorted:
                 dealt = sorted_workload(workload, windows, linear_length(args))
             run, timelines[name] = run_variant(args, dealt, device, variant, num_profiled)
-            runs[name].append(run)
+            runs[name].append(replace(run, skip=args.skip))
             free_memory(device)
     runs = {name: Run.mean_of(each) for name, each in runs.items()}
     limits = {

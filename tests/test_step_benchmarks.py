@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -382,12 +383,16 @@ def test_training_step_saves_its_figures(lengths_file, tmp_path):
 def test_training_step_against_a_sorting_loader(lengths_file, tmp_path):
     out = tmp_path / "step.json"
     variants = ["plain", "sorted", "sorted process_group"]
-    flags = ["--lengths", lengths_file, "--tokens", "512", "--steps", "5", "--window", "2"]
+    flags = ["--lengths", lengths_file, "--tokens", "512", "--window", "2"]
+    flags += ["--steps", "5", "--skip", "1"]
     script = [ROOT / "benchmarks" / "training_step.py", "--device", "cpu", "--out", out]
     command = [*script, *MODEL, *flags, "--variants", *variants]
     result = run_ranks(command, 2, dict(os.environ))
     assert result.returncode == 0, result.stderr
-    summary = json.loads(out.read_text())["summary"]
+    saved = json.loads(out.read_text())
+    summary = saved["summary"]
+    step_ms = saved["variants"]["sorted"]["step_ms"]
+    assert len(step_ms) == 5 and summary["sorted: step, ms"] == statistics.fmean(step_ms[1:])
     assert summary["sorted process_group: max loss difference"] <= FLOAT32_NOISE
     assert summary["sorted process_group: imbalance after"] >= 1
     for name in variants[1:]:
@@ -397,7 +402,7 @@ def test_training_step_against_a_sorting_loader(lengths_file, tmp_path):
     assert summary["plain: most tokens of a rank"] == 512
     assert summary["sorted: most tokens of a rank"] > 512
     refused = run_ranks([*command, "--window", "3"], 2, dict(os.environ))
-    assert "--window is 3; needs a divisor of --steps without the 3" in refused.stderr
+    assert "--window is 3; needs a divisor of --steps without those of --skip, 4" in refused.stderr
 
 
 def pipeline_losses(
