@@ -65,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="one document of this length among those of --lengths; documents cross ranks",
     )
+    parser.add_argument(
+        "--longest-last",
+        action="store_true",
+        help="order each rank's documents of --lengths by length, for ping-pong",
+    )
     parser.add_argument("--tokens", type=int, help=f"per rank; {TOKENS} unless --document says it")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -88,6 +93,8 @@ def make_workload(args: argparse.Namespace, world_size: int, num_steps: int) -> 
     stream = Stream(json.loads(args.lengths.read_text()), args.seed)
     if args.mixed is None:
         packs = [[stream.take(tokens) for _ in range(world_size)] for _ in range(num_steps)]
+        if args.longest_last:
+            packs = [[sorted(lengths) for lengths in step] for step in packs]
         return Workload(packs, tokens)
     room = tokens * world_size - args.mixed
     if args.mixed < 1 or room < 0:

@@ -85,6 +85,10 @@ def test_workloads_fill_every_rank(lengths_file):
     drawn = make_workload(parsed("--lengths", str(lengths_file), "--tokens", "512"), 3, 4)
     assert [[sum(pack) for pack in step] for step in drawn.packs] == [[512] * 3] * 4
     assert not drawn.crosses_ranks and drawn.packs[0] != drawn.packs[1]
+    flags = ["--lengths", str(lengths_file), "--tokens", "512", "--longest-last"]
+    ordered = make_workload(parsed(*flags), 3, 4)
+    assert ordered.packs == [[sorted(lengths) for lengths in step] for step in drawn.packs]
+    assert ordered.packs != drawn.packs
     equal = make_workload(parsed("--equal", "128", "--tokens", "512"), 2, 1)
     assert equal.packs == [[[128] * 4] * 2]
     one = make_workload(parsed("--document", "1024"), 2, 3)
