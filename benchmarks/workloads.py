@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def make_workload(args: argparse.Namespace, world_size: int, num_steps: int) -> Workload:
     """Build the workload. Raises ValueError for arguments that do not fit together."""
     tokens = args.tokens if args.tokens is not None else TOKENS
+    others = (args.document, args.equal, args.mixed)
+    if args.longest_last and any(each is not None for each in others):
+        raise ValueError("--longest-last is set; expected no --document, --equal or --mixed")
     if args.document is not None:
         if args.tokens is not None or args.document % world_size or args.document < world_size:
             raise ValueError(

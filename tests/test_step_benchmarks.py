@@ -134,6 +134,8 @@ def test_length_of_equal_flops():
         (["--document", "1024", "--tokens", "9"], "no --tokens"),
         (["--mixed", "64"], "no documents"),
         (["--mixed", "1025", "--tokens", "512", "--lengths", "LENGTHS"], "expected 1 to 1024"),
+        (["--equal", "128", "--longest-last"], "expected no --document, --equal"),
+        (["--mixed", "9", "--lengths", "LENGTHS", "--longest-last"], "or --mixed"),
     ],
 )
 def test_workloads_that_do_not_fit_are_refused(flags, message, lengths_file):
