@@ -51,6 +51,8 @@ from device_time import Span, gathered
 from other_work import LARGEST_PART, OtherWork, own_core
 from step_loop import (
     add_session_arguments,
+    add_step_arguments,
+    check_step_arguments,
     free_memory,
     join,
     leave,
@@ -81,10 +83,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
     add_arguments(parser)
     add_model_arguments(parser)
     add_session_arguments(parser)
-    parser.add_argument("--steps", type=int, default=20, help="how many, including those of --skip")
-    parser.add_argument(
-        "--skip", type=int, help=f"first steps to leave out (default: {NUM_WARM_UP_STEPS})"
-    )
+    add_step_arguments(parser, NUM_WARM_UP_STEPS)
     parser.add_argument(
         "--turns", type=int, default=1, help="runs of each variant, in turns with the others"
     )
@@ -102,10 +101,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
     num_ranks = int(os.environ.get("WORLD_SIZE", 0))
     if num_ranks < 2:
         parser.error("start it with torchrun: torchrun --nproc-per-node 2 " + __file__)
-    if args.turns < 1:
-        parser.error(f"--turns is {args.turns}; needs at least 1")
-    if not 0 <= args.skip < args.steps:
-        parser.error(f"--skip is {args.skip}; needs 0 to {args.steps - 1}, less than --steps")
+    check_step_arguments(parser, args)
     if not 0 < args.part < LARGEST_PART:
         parser.error(
             f"--part is {args.part}; needs a number between 0 and {LARGEST_PART}, because two "

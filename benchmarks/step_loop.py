@@ -50,6 +50,25 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-node", type=int, help="distca's option of this name")
 
 
+def add_step_arguments(parser: argparse.ArgumentParser, skip: int | dict[str, int]) -> None:
+    """Add --steps and --skip. `skip` is the default, or one for each mode, which callers set."""
+    parser.add_argument("--steps", type=int, default=20, help="how many, including those of --skip")
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=skip if isinstance(skip, int) else None,
+        help=f"first steps to leave out (default: {skip})",
+    )
+
+
+def check_step_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program with an error unless --turns, --steps and --skip fit together."""
+    if args.turns < 1:
+        parser.error(f"--turns is {args.turns}; needs at least 1")
+    if not 0 <= args.skip < args.steps:
+        parser.error(f"--skip is {args.skip}; needs 0 to {args.steps - 1}, less than --steps")
+
+
 def open_session(
     args: argparse.Namespace,
     transport: str,

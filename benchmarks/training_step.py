@@ -42,7 +42,6 @@ variant's last step, next to the JSON file.
 import argparse
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -50,6 +49,8 @@ import torch.distributed as dist
 from device_time import Span, gathered, synchronise
 from step_loop import (
     add_session_arguments,
+    add_step_arguments,
+    check_step_arguments,
     free_memory,
     join,
     leave,
@@ -84,13 +85,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         help='steps over which the variants "sorted" deal documents (default: %(default)s)',
     )
     usual = [name for name, variant in VARIANTS.items() if variant.by_default]
-    parser.add_argument("--steps", type=int, default=20, help="how many, including those of --skip")
-    parser.add_argument(
-        "--skip",
-        type=int,
-        default=NUM_WARM_UP_STEPS,
-        help="first steps to leave out (default: %(default)s)",
-    )
+    add_step_arguments(parser, NUM_WARM_UP_STEPS)
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -111,10 +106,7 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     if world_size == 0:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 " + __file__)
-    if args.turns < 1:
-        parser.error(f"--turns is {args.turns}; needs at least 1")
-    if not 0 <= args.skip < args.steps:
-        parser.error(f"--skip is {args.skip}; needs 0 to {args.steps - 1}, less than --steps")
+    check_step_arguments(parser, args)
     if args.window < 1 or (args.steps - args.skip) % args.window:
         parser.error(
             f"--window is {args.window}; needs a divisor of --steps without those of --skip, "
@@ -202,7 +194,8 @@ def main() -> None:
             if variant.is_sorted:
                 dealt = sorted_workload(workload, windows, linear_length(args))
             run, timelines[name] = run_variant(args, dealt, device, variant, num_profiled)
-            runs[name].append(replace(run, skip=args.skip))
+            run.skip = args.skip
+            runs[name].append(run)
             free_memory(device)
     runs = {name: Run.mean_of(each) for name, each in runs.items()}
     limits = {
