@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Memory = BackwardMemory<Shape>;
   const uint32_t shared = shared_address(in_block(0));
-  if ((shared & 1023) != 0) __trap();
+  if (shared % kPanelAlignment != 0) __trap();
   if (threadIdx.x == 0) init_barriers<Shape>(shared);
   write_ones<Shape>();
   if constexpr (Shape::kIsPaired) {

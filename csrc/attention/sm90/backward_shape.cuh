@@ -2,6 +2,7 @@
 
 #include "backward_pair.cuh"
 #include "backward_rows.cuh"
+#include "core/rows.h"
 #include "kernels.h"
 #include "ring.cuh"
 #include "softcap.cuh"
@@ -117,27 +118,19 @@ enum BackwardBarrier : uint32_t {
 };
 constexpr uint32_t kFirstByWarps = kSlotStaged;  // from here to kNumBarriers, key warps arrive
 
-// Offsets in shared memory. If there is room, there are two slots of keys and values, so that the
-// next item's arrive while this one's are in use. There are two or three stages of queries and dO,
-// two stages of statistics, and two buffers of dS. Deterministic mode also has three stages of
-// quanta. Wide shapes also pass P from one warpgroup to the other. Pairs also have columns of the
-// partner's keys, two buffers for its dS, and the ticket that the leader sends.
+// Offsets in shared memory. Ones and statistics come first: products read them with strides of 0,
+// which compute-sanitizer takes for reads of up to 4096 bytes in sequence. Those must end inside
+// the block's memory. If there is room, there are two slots of keys and values, so that the next
+// item's arrive while this one's are in use. There are two or three stages of queries and dO, two
+// stages of statistics, and two buffers of dS. Deterministic mode also has three stages of quanta.
+// Wide shapes also pass P from one warpgroup to the other. Pairs also have the ticket that the
+// leader sends, columns of the partner's keys, and two buffers for its dS.
 template <typename Shape>
 struct BackwardMemory {
-  static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
-  static constexpr uint32_t kQuery = Shape::kSlots * kSlotBytes;
-  static constexpr uint32_t kGradOut = kQuery + Shape::kStages * Shape::Queries::kBytes;
-  static constexpr uint32_t kGradScore = kGradOut + Shape::kStages * Shape::GradOuts::kBytes;
-  static constexpr uint32_t kProbability = kGradScore + 2 * Shape::GradScores::kBytes;
-  static constexpr uint32_t kPartnerKey =
-      kProbability + (Shape::kIsWide ? Shape::kKeyRows * Shape::kRows * sizeof(float) : 0);
-  static constexpr uint32_t kPartnerScore =
-      kPartnerKey + (Shape::kIsPaired ? Shape::PartnerKeys::kBytes : 0);
-  static constexpr uint32_t kStats =
-      kPartnerScore + (Shape::kIsPaired ? 2 * Shape::GradScores::kBytes : 0);
+  static constexpr uint32_t kOnes = 0;
+  static constexpr uint32_t kStats = kOnes + 2 * kEightStatsBytes;
   static constexpr uint32_t kStatsBytes = quanta_offset(Shape::kRows);
-  static constexpr uint32_t kOnes = kStats + kStatStages * kStatsBytes;
-  static constexpr uint32_t kQuanta = kOnes + 2 * kEightStatsBytes;
+  static constexpr uint32_t kQuanta = kStats + kStatStages * kStatsBytes;
   static constexpr uint32_t kQuantaBytes = Shape::kRows * kQuantumBytes;
   static constexpr uint32_t kTiles =
       kQuanta + (Shape::kDeterministic ? kQuantaStages * kQuantaBytes : 0);
@@ -145,14 +138,28 @@ struct BackwardMemory {
   static constexpr uint32_t kBarriers = kItems + Shape::kSlots * sizeof(BackwardItem);
   static constexpr uint32_t kNumRings = Shape::kIsPaired ? kNumOfPair : kNumBarriers;
   static constexpr uint32_t kTicket = kBarriers + kBarrierBytes * Shape::kStages * kNumRings;
-  static constexpr uint32_t kBytes = kTicket + (Shape::kIsPaired ? sizeof(int32_t) : 0);
+  static constexpr uint32_t kEndOfSmall = kTicket + (Shape::kIsPaired ? sizeof(int32_t) : 0);
+  static constexpr uint32_t kSlot = round_up(kEndOfSmall, kPanelAlignment);
+  static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
+  static constexpr uint32_t kQuery = kSlot + Shape::kSlots * kSlotBytes;
+  static constexpr uint32_t kGradOut = kQuery + Shape::kStages * Shape::Queries::kBytes;
+  static constexpr uint32_t kGradScore = kGradOut + Shape::kStages * Shape::GradOuts::kBytes;
+  static constexpr uint32_t kProbability = kGradScore + 2 * Shape::GradScores::kBytes;
+  static constexpr uint32_t kPartnerKey =
+      kProbability + (Shape::kIsWide ? Shape::kKeyRows * Shape::kRows * sizeof(float) : 0);
+  static constexpr uint32_t kPartnerScore =
+      kPartnerKey + (Shape::kIsPaired ? Shape::PartnerKeys::kBytes : 0);
+  static constexpr uint32_t kBytes =
+      kPartnerScore + (Shape::kIsPaired ? 2 * Shape::GradScores::kBytes : 0);
   static_assert(!Shape::kDeterministic || kQuantaStages > Shape::kStages);
   static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
 
   // Of item n, and of tile i, both counted over all items of the block.
-  static __device__ uint32_t key(uint32_t n) { return Ring<Shape::kSlots>::stage(n) * kSlotBytes; }
+  static __device__ uint32_t key(uint32_t n) {
+    return kSlot + Ring<Shape::kSlots>::stage(n) * kSlotBytes;
+  }
   static __device__ uint32_t value(uint32_t n) { return key(n) + Shape::Keys::kBytes; }
   static __device__ uint32_t query(uint32_t i) {
     return kQuery + Ring<Shape::kStages>::stage(i) * Shape::Queries::kBytes;

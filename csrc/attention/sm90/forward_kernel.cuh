@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   using Barriers = ForwardBarriers<Shape>;
   const uint32_t shared = shared_address(in_block(0));
   const uint32_t barriers = shared + Memory::kBarriers;
-  if ((shared & 1023) != 0) __trap();
+  if (shared % kPanelAlignment != 0) __trap();
   if (threadIdx.x == 0) {
     constexpr uint32_t kWarps = 4 * Shape::kWarpgroups;
     for (uint32_t i = 0; i < Barriers::kCount; ++i) {

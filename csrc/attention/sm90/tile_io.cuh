@@ -15,12 +15,12 @@ struct SharedTile {
 };
 
 constexpr uint32_t kMaxSharedBytes = 227 * 1024;  // limit of a block on sm_90
+constexpr uint32_t kPanelAlignment = 1024;        // of swizzled panels, in bytes
 
-// The block's dynamic shared memory, which swizzled panels need on a multiple of 1024 bytes. What
-// lies at byte `offset`:
+// What lies at byte `offset` of the block's dynamic shared memory.
 template <typename T = uint8_t>
 __device__ __forceinline__ T* in_block(uint32_t offset) {
-  extern __shared__ __align__(1024) uint8_t memory[];
+  extern __shared__ __align__(kPanelAlignment) uint8_t memory[];
   return reinterpret_cast<T*>(memory + offset);
 }
 
