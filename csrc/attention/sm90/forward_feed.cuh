@@ -14,15 +14,15 @@ __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, 
   const Turn turn(arguments.num_in_turn);
   for (uint32_t i = 0;; ++i) {
     ring_at(barriers, Barriers::kJobEmpty).wait_before(i);
-    Job job;
+    auto& job = in_block<Job<Shape::kWarpgroups>>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)];
+    int32_t item;
     do {
-      const int32_t item = turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
-      job = item < arguments.num_items ? job_of<Shape>(item, arguments) : Job{.head = -1};
-    } while (job.packs_heads &&
-             job.head % packing_of<Shape::kWarpgroups>(job.tile, arguments).num_heads != 0);
-    in_block<Job>(ForwardMemory<Shape>::kJobs)[Ring<2>::stage(i)] = job;
+      item = turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
+    } while (item < arguments.num_items && !write_job<Shape>(job, item, arguments));
+    const bool is_over = item >= arguments.num_items;
+    if (is_over) job.head = -1;
     ring_at(barriers, Barriers::kJobFull).arrive(i);
-    if (job.head < 0) return;
+    if (is_over) return;
   }
 }
 
@@ -36,6 +36,7 @@ struct ForwardProducer {
   using Queries = typename Shape::Queries;
   using QueryRing = Ring<Shape::kQueryStages>;
   using BlockRing = Ring<Shape::kStages>;
+  using Job = sm90::Job<Shape::kWarpgroups>;
 
   const ForwardArguments& arguments;
   uint32_t shared;
@@ -56,15 +57,16 @@ struct ForwardProducer {
     }
     in_block<int32_t>(Memory::kStarts)[stage] = start;
     constexpr uint32_t kPartBytes = Queries::kBytes / Shape::kWarpgroups;
-    const auto part_at = [&](int32_t i) { return part_of<Shape::kWarpgroups>(job, i, arguments); };
     uint32_t num_parts = 0;
-    for (int32_t i = 0; i < Shape::kWarpgroups; ++i) num_parts += part_at(i).tile.num_rows > 0;
+    for (const JobPart& part : job.parts) num_parts += part.tile.num_rows > 0;
     barrier_arrive_expecting(query_full, num_parts * kPartBytes);
-    for (int32_t i = 0; i < static_cast<int32_t>(num_parts); ++i) {
-      const JobPart part = part_at(i);
-      load_tile<Queries>(shared + Memory::kQuery + stage * Queries::kBytes + i * 64 * 128,
-                         &arguments.q, {part.head, part.tile.q_row, part.tile.num_rows},
-                         query_full);
+    uint32_t to = shared + Memory::kQuery + stage * Queries::kBytes;
+    for (const JobPart& part : job.parts) {
+      if (part.tile.num_rows > 0) {
+        load_tile<Queries>(to, &arguments.q, {part.head, part.tile.q_row, part.tile.num_rows},
+                           query_full);
+      }
+      to += 64 * 128;
     }
     if constexpr (Shape::kQueryStages == 1) {
       bring_rest(job, blocks, start);
@@ -172,10 +174,11 @@ struct ForwardProducer {
   __device__ __forceinline__ void run() {
     for (uint32_t i = 0;; ++i) {
       ring_at(barriers, Barriers::kJobFull).wait(i);
-      const Job job = in_block<Job>(Memory::kJobs)[Ring<2>::stage(i)];
+      const Job& job = in_block<Job>(Memory::kJobs)[Ring<2>::stage(i)];
+      const bool is_over = job.head < 0;
+      if (!is_over) bring(job);
       ring_at(barriers, Barriers::kJobEmpty).arrive(i);
-      if (job.head < 0) return;
-      bring(job);
+      if (is_over) return;
     }
   }
 };

@@ -62,51 +62,30 @@ struct Front {
   }
 };
 
-// A tile and head to compute; head is -1 after the last. A tile that is at most half full would
-// leave warpgroups idle. If an even number of heads share keys, the job packs heads: it computes
-// the tile for `head` and for the next head or the next three.
-struct Job {
-  QueryTile tile;
-  int32_t head;
-  bool packs_heads;
-  Front front;
-};
-
-// The heads of a job that packs heads, and the number of warpgroups that compute each of them.
-struct Packing {
-  int32_t num_heads;
-  int32_t warpgroups;
-};
-
-template <int kWarpgroups>
-__device__ __forceinline__ Packing packing_of(const QueryTile& tile,
-                                              const ForwardArguments& arguments) {
-  static_assert(kWarpgroups == 2 || kWarpgroups == 4);
-  if (kWarpgroups == 2) return {2, 1};
-  if (tile.num_rows > 64) return {2, 2};
-  return {arguments.heads_per_key % 4 == 0 ? 4 : 2, 1};
-}
-
-// What one warpgroup computes of a job: up to 64 rows of a head, perhaps none.
+// What one warpgroup computes of a job: up to 64 rows of a tile, perhaps none, for one head.
 struct JobPart {
   QueryTile tile;
   int32_t head;
 };
 
+// Work of a block whose warpgroups read the same keys: a tile for one head, or several of these.
 template <int kWarpgroups>
-__device__ __forceinline__ JobPart part_of(const Job& job, int32_t warpgroup,
-                                           const ForwardArguments& arguments) {
-  const Packing packing = packing_of<kWarpgroups>(job.tile, arguments);
-  JobPart part{job.tile, job.packs_heads ? job.head + warpgroup / packing.warpgroups : job.head};
-  const int32_t first_row = 64 * (job.packs_heads ? warpgroup % packing.warpgroups : warpgroup);
-  part.tile.q_row += first_row;
-  part.tile.position += first_row;
-  part.tile.num_rows = min(64, job.tile.num_rows - first_row);
-  if (job.packs_heads && warpgroup >= packing.num_heads * packing.warpgroups) {
-    part.tile.num_rows = 0;
-  }
-  return part;
-}
+struct Job {
+  QueryTile tile;  // with the keys that its parts see together
+  int32_t head;    // of the first part; -1 after the last job
+  Front front;
+  JobPart parts[kWarpgroups];
+};
+
+// What a job computes: tiles from `first_tile` on for one head, or one tile for heads from `head`
+// on. Each has `warpgroups` warpgroups.
+struct Packing {
+  int32_t first_tile;
+  int32_t num_tiles;
+  int32_t head;
+  int32_t num_heads;
+  int32_t warpgroups;
+};
 
 template <int kKeyRows>
 __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Window& window) {
@@ -119,26 +98,99 @@ __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Win
   return {begin / kKeyRows, (end + kKeyRows - 1) / kKeyRows};
 }
 
-// Returns the job of an item. Items are ordered run by run, and in a run by groups of kv heads, so
-// that the keys in use stay in cache. Within a group, tiles are ordered from the last position to
-// the first, which is longest first, and query heads change fastest.
+// Returns what the job of an item (a tile and a head) computes, or a `num_heads` of 0 if the job of
+// another item computes it. A tile that is at most half full would leave warpgroups idle. If an
+// even number of heads share keys, the job then computes the tile for two or four heads. Otherwise
+// it computes as many adjacent tiles of the run as fill all warpgroups, or half as many if one of
+// these is too long. The tiles must have the same first key. Groups of tiles are counted from the
+// run's first tile, and the job belongs to the last tile of a group, which sees the most keys.
+// Shapes whose warpgroups do not skip blocks compute each tile alone: its bits would depend on the
+// tiles beside it, and those differ from launch to launch.
 template <typename Shape>
-__device__ __forceinline__ Job job_of(int32_t item, const ForwardArguments& arguments) {
+__device__ __forceinline__ Packing packing_of(int32_t tile, int32_t head,
+                                              const ForwardArguments& arguments) {
+  constexpr int32_t kWarpgroups = Shape::kWarpgroups;
+  const QueryTile* tiles = arguments.tiles;
+  const QueryTile& own = tiles[tile];
+  const Packing alone{tile, 1, head, 1, kWarpgroups};
+  if (own.num_rows > 32 * kWarpgroups) return alone;
+  if (arguments.heads_per_key % 2 == 0) {
+    const bool fill_one = kWarpgroups == 2 || own.num_rows <= 64;
+    const bool are_four = kWarpgroups == 4 && fill_one && arguments.heads_per_key % 4 == 0;
+    const int32_t num_heads = are_four ? 4 : 2;
+    return {tile, 1, head, head % num_heads == 0 ? num_heads : 0, fill_one ? 1 : 2};
+  }
+  if constexpr (Shape::kSkipsBlocks) {
+#pragma unroll 1
+    for (int32_t warpgroups = 1; warpgroups < kWarpgroups; warpgroups *= 2) {
+      const int32_t most = kWarpgroups / warpgroups;
+      const int32_t first = tile - ((tile - own.first_of_run) & (most - 1));
+      const int32_t end = min(first + most, own.first_of_run + own.num_of_run);
+      bool fit = true;
+#pragma unroll 1
+      for (int32_t i = first; i < end; ++i) {
+        fit &= tiles[i].num_rows <= 64 * warpgroups && tiles[i].k_begin == own.k_begin;
+      }
+      if (fit) return {first, end - first, head, tile + 1 == end ? 1 : 0, warpgroups};
+    }
+  }
+  return alone;
+}
+
+// Writes the tiles and heads of a job to shared memory.
+template <int kWarpgroups>
+__device__ __forceinline__ void write_parts(Job<kWarpgroups>& job, const QueryTile* tiles,
+                                            const Packing& packing) {
+  int32_t end = 0, k_end = 0, unit = 0, first_row = 0;
+#pragma unroll 1
+  for (JobPart& part : job.parts) {
+    const bool is_used = unit < packing.num_tiles * packing.num_heads;
+    const QueryTile& tile = tiles[packing.first_tile + min(unit, packing.num_tiles - 1)];
+    end = max(end, tile.position + tile.num_rows);
+    k_end = max(k_end, tile.k_end);
+    part = {{.q_row = tile.q_row + first_row,
+             .num_rows = is_used ? min(64, tile.num_rows - first_row) : 0,
+             .position = tile.position + first_row,
+             .k_begin = tile.k_begin,
+             .k_end = tile.k_end},
+            packing.head + (packing.num_heads > 1 ? unit : 0)};
+    first_row += 64;
+    if (first_row == 64 * packing.warpgroups) {
+      ++unit;
+      first_row = 0;
+    }
+  }
+  const QueryTile& first = tiles[packing.first_tile];
+  job.tile = {.num_rows = end - first.position,
+              .position = first.position,
+              .k_begin = first.k_begin,
+              .k_end = k_end};
+  job.head = packing.head;
+}
+
+// Writes the job of an item. Returns false if the job of another item computes it.
+// Items are ordered run by run, and in a run by groups of kv heads, so that the keys in use stay in
+// cache. Within a group, tiles are ordered from the last position to the first, which is longest
+// first, and query heads change fastest.
+template <typename Shape>
+__device__ __forceinline__ bool write_job(Job<Shape::kWarpgroups>& job, int32_t item,
+                                          const ForwardArguments& arguments) {
   const QueryTile* any = arguments.tiles + item / arguments.heads_q;
   const int32_t first = any->first_of_run, count = any->num_of_run;
   const HeadGroup group = head_group(item - first * arguments.heads_q, count, arguments.heads_q,
                                      arguments.heads_per_key);
-  const int32_t tile = first + count - 1 - group.in_group / group.num_heads;
-  Job job{.tile = arguments.tiles[tile],
-          .head = group.first_head + group.in_group % group.num_heads};
-  job.packs_heads = job.tile.num_rows <= Shape::kRows / 2 && arguments.heads_per_key % 2 == 0;
+  const Packing packing =
+      packing_of<Shape>(first + count - 1 - group.in_group / group.num_heads,
+                        group.first_head + group.in_group % group.num_heads, arguments);
+  if (packing.num_heads == 0) return false;
+  const int32_t number = group.first_head / group.num_heads + any->run;
+  job.front = {arguments.fronts + number % kNumFronts,
+               static_cast<uint32_t>(item - group.in_group) + 1};
+  write_parts(job, arguments.tiles, packing);
   const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
-  if (arguments.fronts && blocks.count() >= Front::kMinKeys / Shape::kKeyRows) {
-    const int32_t number = group.first_head / group.num_heads + job.tile.run;
-    job.front = {arguments.fronts + number % kNumFronts,
-                 static_cast<uint32_t>(item - group.in_group) + 1};
-  }
-  return job;
+  const bool follows = arguments.fronts && blocks.count() >= Front::kMinKeys / Shape::kKeyRows;
+  if (!follows) job.front.word = nullptr;
+  return true;
 }
 
 }  // namespace distca::attention::sm90

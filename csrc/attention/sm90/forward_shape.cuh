@@ -80,10 +80,10 @@ struct ForwardMemory {
   static constexpr uint32_t kKey = kOut + (Shape::kStagesResults ? Shape::Results::kBytes : 0);
   static constexpr uint32_t kValue = kKey + Shape::kStages * Shape::Keys::kBytes;
   static constexpr uint32_t kJobs = kValue + Shape::kStages * Shape::Values::kBytes;
-  static constexpr uint32_t kStarts = kJobs + 2 * sizeof(Job);
+  static constexpr uint32_t kStarts = kJobs + 2 * sizeof(Job<Shape::kWarpgroups>);
   static constexpr uint32_t kBarriers = kStarts + 2 * sizeof(int32_t);
   static constexpr uint32_t kBytes = kBarriers + kBarrierBytes * ForwardBarriers<Shape>::kCount;
-  static_assert(kJobs % alignof(Job) == 0 && kBarriers % kBarrierBytes == 0);
+  static_assert(kJobs % alignof(Job<Shape::kWarpgroups>) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
 };
 

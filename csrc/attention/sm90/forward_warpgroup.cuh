@@ -19,6 +19,7 @@ struct ForwardConsumer {
   using Results = typename Shape::Results;
   using QueryRing = Ring<Shape::kQueryStages>;
   using BlockRing = Ring<Shape::kStages>;
+  using Job = sm90::Job<Shape::kWarpgroups>;
 
   const ForwardArguments& arguments;
   uint32_t shared;
@@ -158,8 +159,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ const Job& job_in_slot(uint32_t n) const {
     return in_block<Job>(Memory::kJobs)[Ring<2>::stage(n)];
   }
-  __device__ __forceinline__ JobPart part_in_slot(uint32_t n) const {
-    return part_of<Shape::kWarpgroups>(job_in_slot(n), warpgroup, arguments);
+  __device__ __forceinline__ const JobPart& part_in_slot(uint32_t n) const {
+    return job_in_slot(n).parts[warpgroup];
   }
   __device__ __forceinline__ BlockRange blocks_in_slot(uint32_t n) const {
     return blocks_of<Shape::kKeyRows>(job_in_slot(n).tile, arguments.window);
