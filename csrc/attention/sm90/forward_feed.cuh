@@ -58,13 +58,12 @@ struct ForwardProducer {
     in_block<int32_t>(Memory::kStarts)[stage] = start;
     constexpr uint32_t kPartBytes = Queries::kBytes / Shape::kWarpgroups;
     uint32_t num_parts = 0;
-    for (const JobPart& part : job.parts) num_parts += part.tile.num_rows > 0;
+    for (const JobPart& part : job.parts) num_parts += part.num_rows > 0;
     barrier_arrive_expecting(query_full, num_parts * kPartBytes);
     uint32_t to = shared + Memory::kQuery + stage * Queries::kBytes;
     for (const JobPart& part : job.parts) {
-      if (part.tile.num_rows > 0) {
-        load_tile<Queries>(to, &arguments.q, {part.head, part.tile.q_row, part.tile.num_rows},
-                           query_full);
+      if (part.num_rows > 0) {
+        load_tile<Queries>(to, &arguments.q, {part.head, part.q_row, part.num_rows}, query_full);
       }
       to += 64 * 128;
     }

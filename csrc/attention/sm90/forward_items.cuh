@@ -31,12 +31,14 @@ struct ForwardArguments {
   Softcap cap;
 };
 
-// Blocks of keys that a tile sees: [first, last), in blocks from the tile's k_begin. Not empty: a
-// tile that sees no key has one block, all of it hidden.
-struct BlockRange {
+// Blocks of keys [first, last), counted from a tile's k_begin.
+struct alignas(8) BlockRange {
   int32_t first;
   int32_t last;
 
+  __device__ __forceinline__ bool has(int32_t block) const {
+    return (block >= first) & (block < last);
+  }
   __device__ __forceinline__ int32_t count() const { return last - first; }
 };
 
@@ -62,23 +64,30 @@ struct Front {
   }
 };
 
-// What one warpgroup computes of a job: up to 64 rows of a tile, perhaps none, for one head.
+// What one warpgroup computes of a job: up to 64 rows of a tile for one head. Keys, positions and
+// blocks are counted from the first key of the job's tile.
 struct JobPart {
-  QueryTile tile;
   int32_t head;
+  int32_t q_row;
+  int32_t num_rows;  // 0 or less: none
+  int32_t position;
+  int32_t num_keys;
+  BlockRange blocks;
+  BlockRange clear_blocks;  // that every row sees in full
 };
 
-// Work of a block whose warpgroups read the same keys: a tile for one head, or several of these.
+// What a thread block computes at a time: a tile for one or more heads, or several tiles with the
+// same first key.
 template <int kWarpgroups>
 struct Job {
-  QueryTile tile;  // with the keys that its parts see together
+  QueryTile tile;  // spans the positions and keys of all parts; has no q_row and no run
   int32_t head;    // of the first part; -1 after the last job
   Front front;
   JobPart parts[kWarpgroups];
 };
 
 // What a job computes: tiles from `first_tile` on for one head, or one tile for heads from `head`
-// on. Each has `warpgroups` warpgroups.
+// on. Each tile and head has `warpgroups` warpgroups.
 struct Packing {
   int32_t first_tile;
   int32_t num_tiles;
@@ -87,6 +96,7 @@ struct Packing {
   int32_t warpgroups;
 };
 
+// Returns the blocks that a tile sees. Not empty: if it sees no key, it has one block, all hidden.
 template <int kKeyRows>
 __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Window& window) {
   const int32_t first_position = tile.position - tile.k_begin;
@@ -98,14 +108,14 @@ __device__ __forceinline__ BlockRange blocks_of(const QueryTile& tile, const Win
   return {begin / kKeyRows, (end + kKeyRows - 1) / kKeyRows};
 }
 
-// Returns what the job of an item (a tile and a head) computes, or a `num_heads` of 0 if the job of
-// another item computes it. A tile that is at most half full would leave warpgroups idle. If an
-// even number of heads share keys, the job then computes the tile for two or four heads. Otherwise
-// it computes as many adjacent tiles of the run as fill all warpgroups, or half as many if one of
-// these is too long. The tiles must have the same first key. Groups of tiles are counted from the
-// run's first tile, and the job belongs to the last tile of a group, which sees the most keys.
-// Shapes whose warpgroups do not skip blocks compute each tile alone: its bits would depend on the
-// tiles beside it, and those differ from launch to launch.
+// Returns what the job of an item (a tile and a head) computes. Its num_heads is 0 if the job of
+// another item computes the item. A tile that is at most half full would leave warpgroups idle. If
+// an even number of heads share keys, the job computes such a tile for two or four heads. Otherwise
+// it computes a group of adjacent tiles of the run with the same first key: up to four of at most
+// 64 rows, or else two of at most 128. Groups are counted from the run's first tile. The job of the
+// last tile computes the group, because its item comes first. Shapes whose warpgroups do not skip
+// blocks do not group tiles: a tile's bits would depend on its neighbours, which differ from launch
+// to launch.
 template <typename Shape>
 __device__ __forceinline__ Packing packing_of(int32_t tile, int32_t head,
                                               const ForwardArguments& arguments) {
@@ -137,30 +147,43 @@ __device__ __forceinline__ Packing packing_of(int32_t tile, int32_t head,
   return alone;
 }
 
-// Writes the tiles and heads of a job to shared memory.
-template <int kWarpgroups>
-__device__ __forceinline__ void write_parts(Job<kWarpgroups>& job, const QueryTile* tiles,
-                                            const Packing& packing) {
+// Returns the blocks that 64 rows from `position` on all see in full. May be empty.
+template <int kKeyRows>
+__device__ __forceinline__ BlockRange clear_blocks_of(int32_t position, int32_t num_keys,
+                                                      const Window& window) {
+  const int32_t end = window.right >= 0 ? min(num_keys, position + window.right + 1) : num_keys;
+  const int32_t begin = window.left >= 0 ? max(0, position + 63 - window.left) : 0;
+  return {(begin + kKeyRows - 1) / kKeyRows, max(0, end) / kKeyRows};
+}
+
+// Writes the parts, the tile and the head of a job to shared memory.
+template <typename Shape>
+__device__ __forceinline__ void write_parts(Job<Shape::kWarpgroups>& job, const Packing& packing,
+                                            const ForwardArguments& arguments) {
+  const QueryTile& first = arguments.tiles[packing.first_tile];
   int32_t end = 0, k_end = 0, unit = 0, first_row = 0;
 #pragma unroll 1
   for (JobPart& part : job.parts) {
     const bool is_used = unit < packing.num_tiles * packing.num_heads;
-    const QueryTile& tile = tiles[packing.first_tile + min(unit, packing.num_tiles - 1)];
+    QueryTile tile = arguments.tiles[packing.first_tile + min(unit, packing.num_tiles - 1)];
     end = max(end, tile.position + tile.num_rows);
     k_end = max(k_end, tile.k_end);
-    part = {{.q_row = tile.q_row + first_row,
-             .num_rows = is_used ? min(64, tile.num_rows - first_row) : 0,
-             .position = tile.position + first_row,
-             .k_begin = tile.k_begin,
-             .k_end = tile.k_end},
-            packing.head + (packing.num_heads > 1 ? unit : 0)};
+    tile.num_rows = is_used ? min(64, tile.num_rows - first_row) : 0;
+    tile.position += first_row;
+    part.head = packing.head + (packing.num_heads > 1 ? unit : 0);
+    part.q_row = tile.q_row + first_row;
+    part.num_rows = tile.num_rows;
+    part.position = tile.position - tile.k_begin;
+    part.num_keys = tile.k_end - tile.k_begin;
+    part.blocks = blocks_of<Shape::kKeyRows>(tile, arguments.window);
+    part.clear_blocks =
+        clear_blocks_of<Shape::kKeyRows>(part.position, part.num_keys, arguments.window);
     first_row += 64;
     if (first_row == 64 * packing.warpgroups) {
       ++unit;
       first_row = 0;
     }
   }
-  const QueryTile& first = tiles[packing.first_tile];
   job.tile = {.num_rows = end - first.position,
               .position = first.position,
               .k_begin = first.k_begin,
@@ -168,7 +191,9 @@ __device__ __forceinline__ void write_parts(Job<kWarpgroups>& job, const QueryTi
   job.head = packing.head;
 }
 
-// Writes the job of an item. Returns false if the job of another item computes it.
+// Writes the job of an item. Returns false, and writes nothing, if another item's job computes the
+// item.
+//
 // Items are ordered run by run, and in a run by groups of kv heads, so that the keys in use stay in
 // cache. Within a group, tiles are ordered from the last position to the first, which is longest
 // first, and query heads change fastest.
@@ -186,7 +211,7 @@ __device__ __forceinline__ bool write_job(Job<Shape::kWarpgroups>& job, int32_t 
   const int32_t number = group.first_head / group.num_heads + any->run;
   job.front = {arguments.fronts + number % kNumFronts,
                static_cast<uint32_t>(item - group.in_group) + 1};
-  write_parts(job, arguments.tiles, packing);
+  write_parts<Shape>(job, packing, arguments);
   const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
   const bool follows = arguments.fronts && blocks.count() >= Front::kMinKeys / Shape::kKeyRows;
   if (!follows) job.front.word = nullptr;

@@ -121,19 +121,14 @@ struct ForwardConsumer {
     return in_block<int32_t>(Memory::kStarts)[QueryRing::stage(num_queries)];
   }
 
-  // Hides keys that the thread's rows may not see.
-  __device__ __forceinline__ void mask(const QueryTile& tile, int32_t block) {
+  // Hides keys of a block that the thread's rows may not see.
+  __device__ __forceinline__ void mask(const JobPart& part, int32_t block) {
     const auto& [left, right] = arguments.window;
-    const int32_t first_row = tile.position - tile.k_begin;
-    const int32_t num_keys = tile.k_end - tile.k_begin;
-    const int32_t first_key = block * Shape::kKeyRows;
-    const int32_t end = right >= 0 ? min(num_keys, first_row + right + 1) : num_keys;
-    const bool hides_left = left >= 0 && first_key < first_row + 63 - left;
-    if (first_key + Shape::kKeyRows <= end && !hides_left) return;
+    const int32_t num_keys = part.num_keys;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int32_t row = first_row + 16 * warp + lane / 4 + 8 * r;
-      const int32_t column = first_key + 2 * (lane % 4);
+      const int32_t row = part.position + 16 * warp + lane / 4 + 8 * r;
+      const int32_t column = block * Shape::kKeyRows + 2 * (lane % 4);
       const int32_t row_end = right >= 0 ? min(num_keys, row + right + 1) : num_keys;
       const int32_t row_begin = left >= 0 ? row - left : 0;
       hide(scores, r,
@@ -191,20 +186,19 @@ struct ForwardConsumer {
   // least one block is left, even if `part` has no rows.
   __device__ __forceinline__ int32_t num_skipped(const JobPart& part, const BlockRange& blocks,
                                                  int32_t start) const {
-    if (part.tile.num_rows <= 0) return blocks.count() - 1;
-    return max(0, start - max(blocks_of<Shape::kKeyRows>(part.tile, arguments.window).last - 1,
-                              blocks.first));
+    if (part.num_rows <= 0) return blocks.count() - 1;
+    return max(0, start - max(part.blocks.last - 1, blocks.first));
   }
 
   // Computes `count` blocks from `block` on. The first scores are already under way, and the last
   // product is still under way on return.
-  __device__ __forceinline__ void attend(const QueryTile& tile, const BlockRange& blocks,
+  __device__ __forceinline__ void attend(const JobPart& part, const BlockRange& blocks,
                                          int32_t block, int32_t count) {
     products_wait<0>();
     pin(scores);
     if (!Shape::kHoldsQueries && count == 1) give_queries_back();
     if constexpr (Shape::kIsCapped) cap_scores(scores, arguments.cap);
-    mask(tile, block);
+    if (!part.clear_blocks.has(block)) mask(part, block);
     softmax.start(scores, scale_log2);
     end_scores();
     pack_probabilities();
@@ -213,13 +207,14 @@ struct ForwardConsumer {
       ring_at<Shape::kStages>(barriers, Barriers::kKeyFull).wait(num_keys_seen);
       await_turn();
       begin_scores();
+      const bool is_clear = part.clear_blocks.has(block);  // read while the scores are computed
       begin_out(i > 1);
       end_turn();
       products_wait<1>();
       pin(scores);
       if (!Shape::kHoldsQueries && i + 1 == count) give_queries_back();
       if constexpr (Shape::kIsCapped) cap_scores(scores, arguments.cap);
-      mask(tile, block);
+      if (!is_clear) mask(part, block);
       const bool moves = softmax.step(scores, scale_log2);
       end_scores();
       products_wait<0>();
@@ -232,7 +227,6 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void write(const JobPart& part) {
-    const auto& [tile, head] = part;
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -241,15 +235,15 @@ struct ForwardConsumer {
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
       const int32_t row = 16 * warp + lane / 4 + 8 * r;
-      if (lane % 4 == 0 && row < tile.num_rows) {
+      if (lane % 4 == 0 && row < part.num_rows) {
         const float lse = sum == 0.f ? -INFINITY : softmax.shift[r] * kLn2 + __logf(sum);
-        arguments.lse[static_cast<int64_t>(tile.q_row + row) * arguments.heads_q + head] = lse;
+        arguments.lse[static_cast<int64_t>(part.q_row + row) * arguments.heads_q + part.head] = lse;
       }
     }
     if constexpr (Shape::kStagesResults) {
       write_staged(part, inverse);
     } else {
-      store_rows<T>(arguments.out, {head, tile.q_row, tile.num_rows}, out, inverse);
+      store_rows<T>(arguments.out, {part.head, part.q_row, part.num_rows}, out, inverse);
     }
   }
 
@@ -260,8 +254,8 @@ struct ForwardConsumer {
     const uint32_t staged = shared + Memory::kOut, first_row = 64 * warpgroup;
     stage_rows<T, Results>(staged, first_row, out, scale);
     named_sync(kWriteBarrier + warpgroup, 128);
-    if (!leads || part.tile.num_rows <= 0) return;
-    store_tile<Results>(&arguments.staged_out, {part.head, part.tile.q_row, part.tile.num_rows},
+    if (!leads || part.num_rows <= 0) return;
+    store_tile<Results>(&arguments.staged_out, {part.head, part.q_row, part.num_rows},
                         staged + first_row * 128);
     copies_commit();
   }
@@ -299,7 +293,7 @@ struct ForwardConsumer {
       }
       if (is_over) break;
       const BlockRange blocks = blocks_in_slot(n);
-      attend(part_in_slot(n).tile, blocks, block, blocks.count() - num_unseen);
+      attend(part_in_slot(n), blocks, block, blocks.count() - num_unseen);
     }
     products_wait<0>();
     if (Shape::kStagesResults && warp == 0 && lane == 0) copies_wait_read();

@@ -92,7 +92,7 @@ struct RowSoftmax {
   __device__ __forceinline__ void exponentiate(float (&powers)[kScores]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float partial = 0.f;
+      float partial = -0.f;  // unlike an addition to 0, one to -0 is left out
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
