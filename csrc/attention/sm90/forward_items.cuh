@@ -59,8 +59,7 @@ struct Front {
     if (!word) return blocks.last - 1;
     const uint64_t said = load_relaxed(word);
     const int32_t block = (static_cast<int32_t>(said) - tile.k_begin) / kKeyRows;
-    const bool is_inside = block >= blocks.first && block < blocks.last;
-    return said >> 32 == group && is_inside ? block : blocks.last - 1;
+    return said >> 32 == group && blocks.has(block) ? block : blocks.last - 1;
   }
 };
 
@@ -120,6 +119,7 @@ template <typename Shape>
 __device__ __forceinline__ Packing packing_of(int32_t tile, int32_t head,
                                               const ForwardArguments& arguments) {
   constexpr int32_t kWarpgroups = Shape::kWarpgroups;
+  static_assert(kWarpgroups == 2 || kWarpgroups == 4);
   const QueryTile* tiles = arguments.tiles;
   const QueryTile& own = tiles[tile];
   const Packing alone{tile, 1, head, 1, kWarpgroups};
