@@ -85,9 +85,6 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Worklo
     add_session_arguments(parser)
     add_step_arguments(parser, NUM_WARM_UP_STEPS)
     parser.add_argument(
-        "--turns", type=int, default=1, help="runs of each variant, in turns with the others"
-    )
-    parser.add_argument(
         "--part",
         type=float,
         default=0.4,

@@ -51,7 +51,11 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step_arguments(parser: argparse.ArgumentParser, skip: int | dict[str, int]) -> None:
-    """Add --steps and --skip. `skip` is the default, or one for each mode, which callers set."""
+    """Add --turns, --steps and --skip. `skip` is the default, or one for each mode, which callers
+    set."""
+    parser.add_argument(
+        "--turns", type=int, default=1, help="runs of each variant, in turns with the others"
+    )
     parser.add_argument("--steps", type=int, default=20, help="how many, including those of --skip")
     parser.add_argument(
         "--skip",

@@ -7,9 +7,10 @@ distca's kernels. "context" is context parallelism with distca's kernels (contex
 "process_group", "peer" and "hybrid" are distca with these transports. In the variants whose names
 end in "pingpong", blocks run on two halves in turn. All variants see the same documents, tokens and
 initial weights. A step is forward, backward and optimizer. It is timed on the host from barrier to
-barrier with the device synchronised, so it takes as long as the slowest rank needs. Means leave out
-the first steps (--skip). Ranks measure links and their own pace in training, and with ping-pong
-plans use these figures from about the eighth step on.
+barrier with the device synchronised, so it takes as long as the slowest rank needs. With --turns,
+every other turn is in reverse order. Means leave out the first steps (--skip). Ranks measure links
+and their own pace in training, and with ping-pong plans use these figures from about the eighth
+step on.
 
 In "sorted", a loader sorts the documents of --window steps by the Karmarkar-Karp method. Ranks and
 steps then have like work, but not equally many tokens, so look at the peak memory, too.
@@ -91,12 +92,6 @@ def arguments() -> tuple[argparse.Namespace, Workload]:
         nargs="+",
         metavar="NAME",
         help=f"from {list(VARIANTS)} (default: {usual}, without those that cannot run)",
-    )
-    parser.add_argument(
-        "--turns",
-        type=int,
-        default=1,
-        help="runs of each variant, in turns with the others; every other turn is in reverse order",
     )
     parser.add_argument(
         "--links", choices=LINKS, default="nvlink", help="that NCCL uses (default: %(default)s)"
