@@ -18,8 +18,12 @@ import distca  # noqa: F401  registers the operators
 MASKS = [(-1, 0), (-1, -1), (70, 0)]
 TWO_SIDED = (64, 32)
 HEADS = [
-    *(Heads(4, 2, 64), Heads(2, 2, 64), Heads(4, 1, 128)),
-    *(Heads(2, 2, 96), Heads(4, 2, 192), Heads(2, 1, 256)),
+    Heads(4, 2, 64),
+    Heads(2, 2, 64),
+    Heads(4, 1, 128),
+    Heads(2, 2, 96),
+    Heads(4, 2, 192),
+    Heads(2, 1, 256),
 ]
 
 
