@@ -3,8 +3,8 @@
 #include "forward_shape.cuh"
 #include "turns.cuh"
 
-// The warps of the forward kernel that move data, by one thread each: one takes tickets, the other
-// brings queries, keys and values.
+// The warps of the forward kernel that compute nothing. One takes tickets, another brings queries,
+// keys and values, and at 128 two more store results. One thread of each warp does the work.
 namespace distca::attention::sm90 {
 
 // Takes tickets, one job ahead of the threads that work on them.
@@ -26,6 +26,39 @@ __device__ __forceinline__ void take_tickets(const ForwardArguments& arguments, 
   }
 }
 
+// Stores the results of one warpgroup. Warp 2 serves the first warpgroup, and warp 3 the second.
+// Results go where the warpgroup's queries of the next job were before it read them to registers.
+template <typename Shape>
+__device__ __forceinline__ void store_results(const ForwardArguments& arguments, uint32_t shared,
+                                              uint32_t barriers) {
+  using Barriers = ForwardBarriers<Shape>;
+  using Queries = typename Shape::Queries;
+  using Job = sm90::Job<Shape::kWarpgroups>;
+  const uint32_t warpgroup = threadIdx.x / 32 - 2;
+  const Job* jobs = in_block<Job>(ForwardMemory<Shape>::kJobs);
+  const uint32_t place = shared + ForwardMemory<Shape>::kQuery + 64 * 128 * warpgroup;
+  for (uint32_t n = 0;; ++n) {
+    ring_at(barriers, Barriers::kJobFull).wait(n);
+    const bool is_over = jobs[Ring<2>::stage(n)].head < 0;
+    // Waits until the warpgroup holds the queries of job n and has staged the results of job n - 1.
+    if (n > 0 || !is_over) named_sync(kStoreBarrier + warpgroup, kStoreThreads);
+    if (threadIdx.x % 32 == 0) {
+      if (n > 0) {
+        const JobPart& part = jobs[Ring<2>::stage(n - 1)].parts[warpgroup];
+        if (part.num_rows > 0) {
+          store_tile<Queries>(&arguments.staged_out, {part.head, part.q_row, part.num_rows}, place);
+          copies_commit();
+        }
+        ring_at(barriers, Barriers::kJobEmpty).arrive(n - 1);
+        copies_wait_read();
+      }
+      if (!is_over) ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty).arrive(n);
+    }
+    __syncwarp();
+    if (is_over) return;
+  }
+}
+
 // The thread that brings queries, keys and values.
 template <typename Shape>
 struct ForwardProducer {
@@ -36,12 +69,14 @@ struct ForwardProducer {
   using Queries = typename Shape::Queries;
   using QueryRing = Ring<Shape::kQueryStages>;
   using BlockRing = Ring<Shape::kStages>;
+  using BlockUse = StageUse<Shape::kStages>;
   using Job = sm90::Job<Shape::kWarpgroups>;
 
   const ForwardArguments& arguments;
   uint32_t shared;
   uint32_t barriers;
   uint32_t num_blocks = 0, num_queries = 0;
+  BlockUse next_block;
 
   __device__ __forceinline__ void bring(const Job& job) {
     const BlockRange blocks = blocks_of<Shape::kKeyRows>(job.tile, arguments.window);
@@ -52,7 +87,7 @@ struct ForwardProducer {
     if constexpr (Shape::kQueryStages > 1) empty.wait_before(num_queries++);
     const int32_t start = job.front.start<Shape::kKeyRows>(job.tile, blocks);
     if constexpr (Shape::kQueryStages == 1) {
-      bring_keys(keys_of(job), row_of(job, start), num_blocks);
+      bring_keys(keys_of(job), row_of(job, start), next_block);
       empty.wait_before(num_queries++);
     }
     in_block<int32_t>(Memory::kStarts)[stage] = start;
@@ -93,20 +128,20 @@ struct ForwardProducer {
     uint32_t at;
     uint32_t full;  // the barrier of the place, which expects the block
   };
-  // Returns the place of block i once it is empty.
+  // Returns the place of a block once it is empty.
   template <typename Tile>
   __device__ __forceinline__ Place place_of(uint32_t full, uint32_t empty, uint32_t first,
-                                            uint32_t i) {
-    ring_at<Shape::kStages>(barriers, empty).wait_before(i);
-    const uint32_t is_full = ring_at<Shape::kStages>(barriers, full).barrier(i);
+                                            BlockUse use) {
+    ring_at<Shape::kStages>(barriers, empty).wait_before(use);
+    const uint32_t is_full = ring_at<Shape::kStages>(barriers, full).barrier(use);
     barrier_arrive_expecting(is_full, Tile::kBytes);
-    return {shared + first + BlockRing::stage(i) * Tile::kBytes, is_full};
+    return {shared + first + use.stage() * Tile::kBytes, is_full};
   }
-  __device__ __forceinline__ Place key_place(uint32_t i) {
-    return place_of<Keys>(Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, i);
+  __device__ __forceinline__ Place key_place(BlockUse use) {
+    return place_of<Keys>(Barriers::kKeyFull, Barriers::kKeyEmpty, Memory::kKey, use);
   }
-  __device__ __forceinline__ Place value_place(uint32_t i) {
-    return place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, i);
+  __device__ __forceinline__ Place value_place(BlockUse use) {
+    return place_of<Values>(Barriers::kValueFull, Barriers::kValueEmpty, Memory::kValue, use);
   }
 
   // Copies of whole blocks need fewer coordinates, which shortens an iteration: with two stages,
@@ -121,17 +156,17 @@ struct ForwardProducer {
       load_tile<Tile>(place.at, map, {keys.head, row, max(0, keys.end - row)}, place.full);
     }
   }
-  __device__ __forceinline__ void bring_keys(const JobKeys& keys, int32_t row, uint32_t i) {
-    load_block<Keys>(key_place(i), &arguments.k, &arguments.whole_k, keys, row);
+  __device__ __forceinline__ void bring_keys(const JobKeys& keys, int32_t row, BlockUse use) {
+    load_block<Keys>(key_place(use), &arguments.k, &arguments.whole_k, keys, row);
   }
-  __device__ __forceinline__ void bring_values(const JobKeys& keys, int32_t row, uint32_t i) {
-    load_block<Values>(value_place(i), &arguments.v, &arguments.whole_v, keys, row);
+  __device__ __forceinline__ void bring_values(const JobKeys& keys, int32_t row, BlockUse use) {
+    load_block<Values>(value_place(use), &arguments.v, &arguments.whole_v, keys, row);
   }
   // Brings kKeyRows rows of keys and values.
-  __device__ __forceinline__ void bring_whole_block(int32_t head, int32_t row, uint32_t i) {
-    const Place keys = key_place(i);
+  __device__ __forceinline__ void bring_whole_block(int32_t head, int32_t row, BlockUse use) {
+    const Place keys = key_place(use);
     load_whole_tile<Keys>(keys.at, &arguments.whole_k, head, row, keys.full);
-    const Place values = value_place(i);
+    const Place values = value_place(use);
     load_whole_tile<Values>(values.at, &arguments.whole_v, head, row, values.full);
   }
 
@@ -141,15 +176,15 @@ struct ForwardProducer {
     const JobKeys keys = keys_of(job);
     const int32_t last_row = row_of(job, to);
     int32_t row = row_of(job, from);
-    bring_keys(keys, row, num_blocks);
-    bring_values(keys, row, num_blocks);
+    bring_keys(keys, row, next_block);
+    bring_values(keys, row, next_block);
 #pragma unroll 1
     while (true) {
-      if (num_blocks % Front::kBlocksBetween == 0) job.front.say(row);
-      ++num_blocks;
+      if (num_blocks++ % Front::kBlocksBetween == 0) job.front.say(row);
+      next_block = next_block.next();
       row -= Shape::kKeyRows;
       if (row < last_row) break;
-      bring_whole_block(keys.head, row, num_blocks);
+      bring_whole_block(keys.head, row, next_block);
     }
   }
 
@@ -161,12 +196,14 @@ struct ForwardProducer {
     const int32_t first_row = row_of(job, blocks.first), end_row = row_of(job, blocks.last);
     int32_t row = row_of(job, start);
 #pragma unroll 1
-    for (int32_t left = blocks.count(); left > 0; --left, ++num_blocks) {
-      const int32_t next = (row == first_row ? end_row : row) - Shape::kKeyRows;
-      if (left > 1) bring_keys(keys, next, num_blocks + 1);
-      bring_values(keys, row, num_blocks);
-      if (num_blocks % Front::kBlocksBetween == 0) job.front.say(row);
-      row = next;
+    for (int32_t left = blocks.count(); left > 0; --left) {
+      const int32_t next_row = (row == first_row ? end_row : row) - Shape::kKeyRows;
+      const BlockUse following = next_block.next();
+      if (left > 1) bring_keys(keys, next_row, following);
+      bring_values(keys, row, next_block);
+      if (num_blocks++ % Front::kBlocksBetween == 0) job.front.say(row);
+      row = next_row;
+      next_block = following;
     }
   }
 

@@ -22,11 +22,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (shared % kPanelAlignment != 0) __trap();
   if (threadIdx.x == 0) {
     constexpr uint32_t kWarps = 4 * Shape::kWarpgroups;
+    constexpr uint32_t kStorers = Shape::kHoldsQueries ? Shape::kWarpgroups : 0;
     for (uint32_t i = 0; i < Barriers::kCount; ++i) {
       const bool is_empty = (i >= Barriers::kQueryEmpty && i < Barriers::kKeyFull) ||
                             (i >= Barriers::kKeyEmpty && i < Barriers::kValueFull) ||
                             (i >= Barriers::kValueEmpty && i < Barriers::kJobFull);
-      const uint32_t num_arrivals = i >= Barriers::kJobEmpty ? kWarps + 1 : is_empty ? kWarps : 1;
+      const bool by_storers = Shape::kHoldsQueries && i < Barriers::kKeyFull;
+      const uint32_t num_arrivals = i >= Barriers::kJobEmpty ? kWarps + 1 + kStorers
+                                    : !is_empty              ? 1
+                                    : by_storers             ? kStorers
+                                                             : kWarps;
       barrier_init(ring_at(barriers, i).barrier(0), num_arrivals);
     }
     barrier_init_fence();
@@ -38,6 +43,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     ForwardProducer<Shape> producer{arguments, shared, barriers};
     if (threadIdx.x == 0) producer.run();
     if (threadIdx.x == 32) take_tickets<Shape>(arguments, barriers);
+    if constexpr (Shape::kHoldsQueries) {
+      static_assert(2 + Shape::kWarpgroups <= 4);
+      if (threadIdx.x >= 64) store_results<Shape>(arguments, shared, barriers);
+    }
   } else {
     take_registers<Shape::kRegisters>();
     ForwardConsumer<Shape> consumer{arguments,
@@ -63,7 +72,7 @@ void launch(const ForwardCall& call, cudaStream_t stream) {
       .q = make_ragged_map(call.q, 64),
       .k = make_ragged_map(call.k, Shape::kKeyRows),
       .v = make_ragged_map(call.v, Shape::kKeyRows),
-      .staged_out = Shape::kStagesResults ? make_ragged_map(call.out, 64) : CUtensorMap{},
+      .staged_out = Shape::kHoldsQueries ? make_ragged_map(call.out, 64) : CUtensorMap{},
       .whole_k = make_plain_map(call.k, Shape::kKeyRows),
       .whole_v = make_plain_map(call.v, Shape::kKeyRows),
       .out = call.out,
@@ -87,7 +96,7 @@ struct ShapeOf;
 template <typename T>
 struct ShapeOf<T, 64, 64> : ForwardShape<T, 64, 64, 64, 4, 4, 112, 32> {};
 template <typename T>
-struct ShapeOf<T, 128, 128> : ForwardShape<T, 128, 128, 128, 2, 2, 232, 40> {};
+struct ShapeOf<T, 128, 128> : ForwardShape<T, 128, 128, 128, 3, 2, 232, 40> {};
 template <typename T>
 struct ShapeOf<T, 192, 128> : ForwardShape<T, 192, 128, 128, 2, 2, 232, 40> {};
 template <typename T>

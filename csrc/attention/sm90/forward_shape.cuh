@@ -28,12 +28,6 @@ struct ForwardShape {
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kWarpgroups * kRegisters + kProducerRegisters <=
                 (kWarpgroups + 1) * kLaunchRegisters);
-  // Wide heads leave room for one tile of queries.
-  static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;
-  // Whether the copy engine writes results, from shared memory. Otherwise threads store them. That
-  // costs 2 % at 128, where products use all the time, and gains 1 % at 64. Wide heads leave no
-  // room.
-  static constexpr bool kStagesResults = kHeadDim == 128;
   // Whether a warpgroup skips the first blocks of a tile if its rows see none of their keys. Most
   // causal tiles of more than 128 rows have such blocks. In tiles of 128 rows and blocks of 128
   // keys they are rare, and the code to skip them costs 3 %.
@@ -41,21 +35,28 @@ struct ForwardShape {
   // Columns of a tile's queries that warpgroups keep in registers. Products then read less from
   // shared memory, which saves power. At other widths there are not enough registers.
   static constexpr int kHeldColumns = kHeadDim >= 128 && kValueDim == 128 ? 128 : 0;
+  // Whether these are all columns. If so, results take the place of queries in shared memory, and
+  // the copy engine stores them. Each warpgroup has a warp that starts its copies. At other widths,
+  // the threads that compute store results. At 128 this would cost 2 %, because products never
+  // pause there.
   static constexpr bool kHoldsQueries = kHeldColumns == kHeadDim;
+  // Stages of queries. Only at 64 is there room for two.
+  static constexpr int kQueryStages = kHoldsQueries || kHeadDim > 128 ? 1 : 2;
   // Whether warpgroups take turns to issue products, so that one's softmax overlaps another's
   // products. Otherwise all of them may run their softmax at the same time. Measured without turns:
   // 4 % slower at 64, up to 4 % slower at (192, 128), 1 % faster at 128, and up to 1 % faster at
   // 192.
   static constexpr bool kTakesTurns = kHeadDim == 64 || kHeadDim > kValueDim;
   using Queries = SharedTile<kRows, kHeadDim>;
-  using Results = SharedTile<kRows, kValueDim>;
   using Keys = SharedTile<kKeyRows, kHeadDim>;
   using Values = SharedTile<kKeyRows, kValueDim>;
 };
 
 // The first hardware barrier of each kind. Every warpgroup has one of each.
 constexpr uint32_t kTurnBarrier = 1;
-constexpr uint32_t kWriteBarrier = kTurnBarrier + 4;
+constexpr uint32_t kStoreBarrier = kTurnBarrier + 4;
+// Threads of a warpgroup and of the warp that stores its results.
+constexpr uint32_t kStoreThreads = 128 + 32;
 
 // Indices of barriers in shared memory, one for each stage.
 template <typename Shape>
@@ -71,13 +72,11 @@ struct ForwardBarriers {
   static constexpr uint32_t kCount = kJobEmpty + 2;
 };
 
-// Offsets in shared memory: stages of queries, keys and values, results if they are staged, and two
-// jobs.
+// Offsets in shared memory: stages of queries, keys and values, and two jobs.
 template <typename Shape>
 struct ForwardMemory {
   static constexpr uint32_t kQuery = 0;
-  static constexpr uint32_t kOut = kQuery + Shape::kQueryStages * Shape::Queries::kBytes;
-  static constexpr uint32_t kKey = kOut + (Shape::kStagesResults ? Shape::Results::kBytes : 0);
+  static constexpr uint32_t kKey = kQuery + Shape::kQueryStages * Shape::Queries::kBytes;
   static constexpr uint32_t kValue = kKey + Shape::kStages * Shape::Keys::kBytes;
   static constexpr uint32_t kJobs = kValue + Shape::kStages * Shape::Values::kBytes;
   static constexpr uint32_t kStarts = kJobs + 2 * sizeof(Job<Shape::kWarpgroups>);

@@ -12,8 +12,32 @@ __device__ __forceinline__ void arrive_as_warp(uint32_t barrier) {
   if (elect_thread()) barrier_arrive(barrier);
 }
 
-// Barriers of stages that are used in turn, one barrier per stage. Use i, counted from 0, is of
-// stage i % kStages and ends phase i / kStages of its barrier.
+// One use of a stage, where stages are used in turn. It ends phase phase() of the stage's barrier.
+template <int kStages>
+struct StageUse {
+  uint32_t count = 0;  // uses before this one
+
+  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
+  __device__ __forceinline__ uint32_t phase() const { return count / kStages & 1; }
+  __device__ __forceinline__ StageUse next() const { return {count + 1}; }
+};
+// Keeps the stage and the phase, because to compute them from a count takes a division by 3. This
+// makes the forward pass at 128 faster by 0.7 %.
+template <>
+struct StageUse<3> {
+  uint32_t index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ uint32_t stage() const { return index; }
+  __device__ __forceinline__ uint32_t phase() const { return parity; }
+  __device__ __forceinline__ StageUse next() const {
+    const bool is_last = index == 2;
+    return {is_last ? 0 : index + 1, parity ^ is_last};
+  }
+};
+
+// Barriers of stages that are used in turn, one barrier per stage. A use is a StageUse or a count i
+// from 0, which stands for stage i % kStages and phase i / kStages.
 template <int kStages>
 struct Ring {
   uint32_t barriers;
@@ -21,24 +45,33 @@ struct Ring {
 
   static __device__ __forceinline__ uint32_t stage(uint32_t i) { return i % kStages; }
   static __device__ __forceinline__ uint32_t phase(uint32_t i) { return i / kStages & 1; }
+  static __device__ __forceinline__ uint32_t stage(StageUse<kStages> use) { return use.stage(); }
+  static __device__ __forceinline__ uint32_t phase(StageUse<kStages> use) { return use.phase(); }
 
-  __device__ __forceinline__ uint32_t barrier(uint32_t i) const {
-    return barriers + kBarrierBytes * (which + stage(i));
+  template <typename Use>
+  __device__ __forceinline__ uint32_t barrier(Use use) const {
+    return barriers + kBarrierBytes * (which + stage(use));
   }
 
-  // Waits until use i has ended.
-  __device__ __forceinline__ void wait(uint32_t i) const { barrier_wait(barrier(i), phase(i)); }
+  // Waits until a use has ended.
+  template <typename Use>
+  __device__ __forceinline__ void wait(Use use) const {
+    barrier_wait(barrier(use), phase(use));
+  }
   __device__ __forceinline__ void wait_idle(uint32_t i) const {
     barrier_wait_idle(barrier(i), phase(i));
   }
-  // Waits until use i - kStages has ended, so that use i may begin. The first uses do not wait.
-  __device__ __forceinline__ void wait_before(uint32_t i) const {
-    barrier_wait(barrier(i), phase(i) ^ 1);
+  // Waits until the previous use of the same stage has ended, so that this one may begin. The first
+  // use of each stage does not wait.
+  template <typename Use>
+  __device__ __forceinline__ void wait_before(Use use) const {
+    barrier_wait(barrier(use), phase(use) ^ 1);
   }
 
   __device__ __forceinline__ void arrive(uint32_t i) const { barrier_arrive(barrier(i)); }
-  __device__ __forceinline__ void arrive_as_warp(uint32_t i) const {
-    sm90::arrive_as_warp(barrier(i));
+  template <typename Use>
+  __device__ __forceinline__ void arrive_as_warp(Use use) const {
+    sm90::arrive_as_warp(barrier(use));
   }
 };
 

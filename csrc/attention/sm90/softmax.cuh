@@ -20,10 +20,12 @@ struct RowSoftmax {
 
   // Turns the first scores into probabilities.
   __device__ __forceinline__ void start(float (&scores)[kScores], float scale_log2) {
+    float maxima[2];
+    largest(scores, maxima);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = 0.f;
-      shift[r] = largest(scores, r) * scale_log2;
+      shift[r] = maxima[r] * scale_log2;
     }
     scale(scores, scale_log2);
     exponentiate(scores);
@@ -49,18 +51,41 @@ struct RowSoftmax {
     return moves;
   }
 
+  // Sets `sums` to the sum of each row over all columns. All threads of the warp call it together.
+  __device__ __forceinline__ void total(float (&sums)[2]) const {
+    sums[0] = sum[0];
+    sums[1] = sum[1];
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      const float others[2] = {__shfl_xor_sync(0xffffffffu, sums[0], distance),
+                               __shfl_xor_sync(0xffffffffu, sums[1], distance)};
+      sums[0] += others[0];
+      sums[1] += others[1];
+    }
+  }
+
  private:
   static constexpr float kSlack = 8.f;
 
-  // Returns the largest value of row r in the four threads that hold it.
-  static __device__ __forceinline__ float largest(const float (&values)[kScores], int r) {
-    float maximum = fmaxf(values[2 * r], values[2 * r + 1]);
+  // Finds the largest value of each row in the four threads that hold it. The shuffles of both rows
+  // are under way at once, because each takes hundreds of cycles while products use shared memory.
+  static __device__ __forceinline__ void largest(const float (&values)[kScores],
+                                                 float (&maxima)[2]) {
 #pragma unroll
-    for (int j = 1; j < kScores / 4; ++j) {
-      maximum = fmaxf(maximum, fmaxf(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]));
+    for (int r = 0; r < 2; ++r) {
+      maxima[r] = fmaxf(values[2 * r], values[2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < kScores / 4; ++j) {
+        maxima[r] = fmaxf(maxima[r], fmaxf(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]));
+      }
     }
-    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
-    return fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2));
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      const float others[2] = {__shfl_xor_sync(0xffffffffu, maxima[0], distance),
+                               __shfl_xor_sync(0xffffffffu, maxima[1], distance)};
+      maxima[0] = fmaxf(maxima[0], others[0]);
+      maxima[1] = fmaxf(maxima[1], others[1]);
+    }
   }
 
   // Turns scores into powers of 2 relative to the shift, and to 0 in a row that has seen no key.
@@ -73,9 +98,11 @@ struct RowSoftmax {
   }
 
   __device__ __forceinline__ void move_shift(float (&powers)[kScores]) {
+    float maxima[2];
+    largest(powers, maxima);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float maximum = largest(powers, r);
+      const float maximum = maxima[r];
       const bool is_first = shift[r] == -INFINITY;
       const float by = maximum > (is_first ? -INFINITY : kSlack) ? maximum : 0.f;
       correction[r] = is_first ? 0.f : exp2_fast(-by);
