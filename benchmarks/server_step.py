@@ -61,7 +61,7 @@ from step_loop import (
     run_steps,
 )
 from step_model import add_model_arguments, check_device, dtype_of
-from step_report import Run, save, show, summarize
+from step_report import Run, disagreement, save, show, summarize
 from step_variants import Variant, own_share
 from workloads import Workload, add_arguments, make_workload
 
@@ -74,7 +74,6 @@ EVEN, SLOW, MEASURED = "even", "slow", "slow measured"
 VARIANTS = {"server": (ALONE, SERVED), "slow": (EVEN, SLOW, MEASURED)}
 NUM_WARM_UP_STEPS = {"server": 3, "slow": 10}
 NUM_PROFILED_STEPS = 1
-LOSS_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 
 def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Workload]:
@@ -275,20 +274,6 @@ def summary_of(args: argparse.Namespace, results: dict[str, Result], num_ranks: 
     return summary | slow_figures(runs, other_work, num_ranks)
 
 
-def disagreement(runs: dict[str, Run], tolerance: float) -> str | None:
-    """Return how the losses of the variants differ, or None if they agree."""
-    first, *others = runs
-    for name in others:
-        pairs = zip(runs[first].losses, runs[name].losses, strict=True)
-        for step, (one, other) in enumerate(pairs):
-            if not abs(one - other) <= tolerance:  # true of NaN
-                return (
-                    f"step {step} has loss {one} in {first!r} and {other} in {name!r}; expected a "
-                    f"difference of at most {tolerance:g}"
-                )
-    return None
-
-
 def run_mode(
     args: argparse.Namespace, workload: Workload, device: torch.device
 ) -> dict[str, Result] | None:
@@ -323,7 +308,7 @@ def main() -> None:
         show(summary, runs)
         if args.out is not None:
             save(args.out, summary, runs, {}, {name: r.timeline for name, r in results.items()})
-        wrong = disagreement(runs, LOSS_TOLERANCE[dtype_of(device)])
+        wrong = disagreement(runs, dtype_of(device))
     leave()
     sys.exit(wrong)
 

@@ -3,11 +3,13 @@
 import csv
 import importlib.util
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
 from device_time import ATTENTION, COMMUNICATION, COMPUTE, KINDS, WAITING, Span, by_kind
 from step_variants import VARIANTS
 
@@ -15,6 +17,7 @@ import distca
 
 NUM_WARM_UP_STEPS = 3
 BASELINES = ("flash", "plain", "context")
+LOSS_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 COLORS = {COMPUTE: "#8c6bb1", ATTENTION: "#2a7f8e", COMMUNICATION: "#e1a32f", WAITING: "#c44e52"}
 
 
@@ -127,11 +130,9 @@ def summarize(runs: dict[str, Run], limits: dict[str, Limit], num_ranks: int) ->
         if len(run.turns_ms) > 1:
             figures["spread of its runs"] = max(run.turns_ms) / min(run.turns_ms) - 1
         summary |= {f"{name}: {key}": value for key, value in figures.items()}
-    for sorts in (False, True):
-        first, *others = [name for name in runs if is_sorted(name) == sorts] or [None]
-        for name in others:
-            difference = largest_difference(runs[first], runs[name])
-            summary[f"{name}: max loss difference"] = difference
+    for first, name in same_documents(runs):
+        difference = largest_difference(runs[first], runs[name])
+        summary[f"{name}: max loss difference"] = difference
     return summary
 
 
@@ -186,8 +187,40 @@ def of_profile(profile: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
+def same_documents(runs: dict[str, Run]) -> list[tuple[str, str]]:
+    """Pair variants with the first one that trains on the same documents in each step."""
+    pairs = []
+    for sorts in (False, True):
+        first, *others = [name for name in runs if is_sorted(name) == sorts] or [""]
+        pairs += [(first, name) for name in others]
+    return pairs
+
+
 def largest_difference(one: Run, other: Run) -> float:
-    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+    """Return the largest difference of losses, or NaN if one of them is NaN."""
+    differences = [abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def disagreement(runs: dict[str, Run], dtype: torch.dtype) -> str | None:
+    """Return what is wrong with the losses, or None if all are finite and agree.
+
+    Times of a run with wrong losses mean nothing: with NaN, a GPU needs less power and runs faster.
+    """
+    for name, run in runs.items():
+        for step, loss in enumerate(run.losses):
+            if not math.isfinite(loss):
+                return f"step {step} has loss {loss} in {name!r}; expected a finite loss"
+    tolerance = LOSS_TOLERANCE[dtype]
+    for first, name in same_documents(runs):
+        pairs = zip(runs[first].losses, runs[name].losses, strict=True)
+        for step, (one, other) in enumerate(pairs):
+            if abs(one - other) > tolerance:
+                return (
+                    f"step {step} has loss {one} in {first!r} and {other} in {name!r}; expected a "
+                    f"difference of at most {tolerance:g}"
+                )
+    return None
 
 
 def show(summary: dict, runs: dict[str, Run]) -> None:

@@ -6,11 +6,12 @@ Two variants run without balancing: "flash" is PyTorch's varlen flash attention,
 distca's kernels. "context" is context parallelism with distca's kernels (context_parallel.py).
 "process_group", "peer" and "hybrid" are distca with these transports. In the variants whose names
 end in "pingpong", blocks run on two halves in turn. All variants see the same documents, tokens and
-initial weights. A step is forward, backward and optimizer. It is timed on the host from barrier to
-barrier with the device synchronised, so it takes as long as the slowest rank needs. With --turns,
-every other turn is in reverse order. Means leave out the first steps (--skip). Ranks measure links
-and their own pace in training, and with ping-pong plans use these figures from about the eighth
-step on.
+initial weights. If a loss is not finite, or losses of the same step differ by more than 0.01 (on
+CPUs 2e-5), the program ends with an error. A step is forward, backward and optimizer. It is timed
+on the host from barrier to barrier with the device synchronised, so it takes as long as the slowest
+rank needs. With --turns, every other turn is in reverse order. Means leave out the first steps
+(--skip). Ranks measure links and their own pace in training, and with ping-pong plans use these
+figures from about the eighth step on.
 
 In "sorted", a loader sorts the documents of --window steps by the Karmarkar-Karp method. Ranks and
 steps then have like work, but not equally many tokens, so look at the peak memory, too.
@@ -42,6 +43,7 @@ variant's last step, next to the JSON file.
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -60,7 +62,7 @@ from step_loop import (
     run_steps,
 )
 from step_model import add_model_arguments, check_device, dtype_of, linear_length
-from step_report import NUM_WARM_UP_STEPS, Limit, Run, save, show, summarize
+from step_report import NUM_WARM_UP_STEPS, Limit, Run, disagreement, save, show, summarize
 from step_variants import VARIANTS, Variant, chosen_variants
 from workloads import Workload, add_arguments, make_workload, sorted_workload
 
@@ -200,11 +202,14 @@ def main() -> None:
     }
     links = args.links if device.type == "cuda" else "gloo, which ignores --links"
     summary = {"links": links, **summarize(runs, limits, dist.get_world_size())}
+    wrong = None
     if dist.get_rank() == 0:
         show(summary, runs)
         if args.out is not None:
             save(args.out, summary, runs, limits, timelines)
+        wrong = disagreement(runs, dtype_of(device))
     leave()
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

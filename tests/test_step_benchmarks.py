@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import statistics
 import sys
@@ -40,7 +41,14 @@ from attention_peers import Unavailable  # noqa: E402
 from context_parallel import HeadTail, context_attention, rows_of  # noqa: E402
 from step_loop import add_session_arguments  # noqa: E402
 from step_model import add_model_arguments, linear_length  # noqa: E402
-from step_report import Limit, Run, draw_timeline, summarize  # noqa: E402
+from step_report import (  # noqa: E402
+    Limit,
+    Run,
+    disagreement,
+    draw_timeline,
+    largest_difference,
+    summarize,
+)
 from step_variants import PERMUTED, VARIANTS, chosen_variants  # noqa: E402
 from torch_context_parallel import torch_way  # noqa: E402
 from training_step import run_variant  # noqa: E402
@@ -528,6 +536,21 @@ def test_figures_by_hand():
     above = (1 + 6) / 2 - 1
     assert summary["peer: exposed communication above plain's, mean rank, ms"] == above
     assert runs["peer"].mean_profile()["exposed_ms"] == [1.0, 6.0]
+
+
+def test_losses_that_differ_or_are_nan():
+    runs = {"plain": Run([9.0], [2.0, 1.5]), "peer": Run([9.0], [2.0, 1.505])}
+    assert disagreement(runs, torch.bfloat16) is None
+    assert disagreement(runs, torch.float32) == (
+        "step 1 has loss 1.5 in 'plain' and 1.505 in 'peer'; expected a difference of at most 2e-05"
+    )
+    runs["sorted"] = Run([9.0], [3.0, 1.0])  # has other documents in each step
+    assert disagreement(runs, torch.bfloat16) is None
+    runs["sorted"].losses[1] = math.nan
+    assert disagreement(runs, torch.bfloat16) == (
+        "step 1 has loss nan in 'sorted'; expected a finite loss"
+    )
+    assert math.isnan(largest_difference(runs["plain"], runs["sorted"]))
 
 
 def test_turns_by_hand():
