@@ -132,8 +132,8 @@ struct ForwardProducer {
   template <typename Tile>
   __device__ __forceinline__ Place place_of(uint32_t full, uint32_t empty, uint32_t first,
                                             BlockUse use) {
-    ring_at<Shape::kStages>(barriers, empty).wait_before(use);
-    const uint32_t is_full = ring_at<Shape::kStages>(barriers, full).barrier(use);
+    BlockRing{barriers, empty}.wait_before(use);
+    const uint32_t is_full = BlockRing{barriers, full}.barrier(use);
     barrier_arrive_expecting(is_full, Tile::kBytes);
     return {shared + first + use.stage() * Tile::kBytes, is_full};
   }

@@ -55,20 +55,26 @@ struct RowSoftmax {
   __device__ __forceinline__ void total(float (&sums)[2]) const {
     sums[0] = sum[0];
     sums[1] = sum[1];
-#pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
-      const float others[2] = {__shfl_xor_sync(0xffffffffu, sums[0], distance),
-                               __shfl_xor_sync(0xffffffffu, sums[1], distance)};
-      sums[0] += others[0];
-      sums[1] += others[1];
-    }
+    combine(sums, [](float one, float other) { return one + other; });
   }
 
  private:
   static constexpr float kSlack = 8.f;
 
-  // Finds the largest value of each row in the four threads that hold it. The shuffles of both rows
-  // are under way at once, because each takes hundreds of cycles while products use shared memory.
+  // Combines the values of each row in the four threads that hold it. The shuffles of both rows are
+  // under way at once, because each takes hundreds of cycles while products use shared memory.
+  template <typename Operation>
+  static __device__ __forceinline__ void combine(float (&values)[2], Operation operation) {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      const float others[2] = {__shfl_xor_sync(0xffffffffu, values[0], distance),
+                               __shfl_xor_sync(0xffffffffu, values[1], distance)};
+      values[0] = operation(values[0], others[0]);
+      values[1] = operation(values[1], others[1]);
+    }
+  }
+
+  // Finds the largest value of each row in the four threads that hold it.
   static __device__ __forceinline__ void largest(const float (&values)[kScores],
                                                  float (&maxima)[2]) {
 #pragma unroll
@@ -79,13 +85,7 @@ struct RowSoftmax {
         maxima[r] = fmaxf(maxima[r], fmaxf(values[4 * j + 2 * r], values[4 * j + 2 * r + 1]));
       }
     }
-#pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
-      const float others[2] = {__shfl_xor_sync(0xffffffffu, maxima[0], distance),
-                               __shfl_xor_sync(0xffffffffu, maxima[1], distance)};
-      maxima[0] = fmaxf(maxima[0], others[0]);
-      maxima[1] = fmaxf(maxima[1], others[1]);
-    }
+    combine(maxima, [](float one, float other) { return fmaxf(one, other); });
   }
 
   // Turns scores into powers of 2 relative to the shift, and to 0 in a row that has seen no key.
