@@ -32,6 +32,7 @@ from attention_peers import Unavailable
 from device_time import FIGURES, gathered, profiled, step_profile, synchronise
 from long_document_ways import Way, alone_way, variant_way
 from step_model import add_attention_arguments, attention_shape, check_device, dtype_of
+from step_report import max_or_nan
 from torch import Tensor
 from torch_context_parallel import BACKENDS, torch_way
 from training_step import free_memory, join, leave
@@ -155,10 +156,6 @@ def relative_difference(one: list[Tensor], other: list[Tensor], device: torch.de
     ]
     ranks = gathered(max_or_nan(differences), device)
     return max_or_nan(ranks)
-
-
-def max_or_nan(values: list[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def num_pairs(lengths: list[int]) -> int:

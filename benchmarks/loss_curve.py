@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from step_loop import add_session_arguments, free_memory, join, leave
 from step_model import add_model_arguments, check_device
+from step_report import max_or_nan
 from step_variants import PERMUTED, VARIANTS, chosen_variants
 from training_step import run_variant
 from workloads import Workload, add_arguments, make_workload
@@ -69,7 +70,7 @@ class Difference:
     def of(cls, losses: list[float], plain: list[float]) -> "Difference":
         differences = [one - other for one, other in zip(losses, plain, strict=True)]
         squares = sum(each**2 for each in differences)
-        return cls(max(map(abs, differences)), math.sqrt(squares / len(differences)))
+        return cls(max_or_nan(list(map(abs, differences))), math.sqrt(squares / len(differences)))
 
 
 def show(losses: dict[str, list[float]]) -> None:

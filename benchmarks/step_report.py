@@ -42,10 +42,13 @@ class Run:
 
     @classmethod
     def mean_of(cls, runs: Sequence["Run"]) -> "Run":
-        """Average the step times over runs of one variant. All other fields come from the last."""
-        steps = [statistics.fmean(ms) for ms in zip(*(run.step_ms for run in runs), strict=True)]
-        turns = [statistics.fmean(run.measured_ms()) for run in runs]
-        return replace(runs[-1], step_ms=steps, turns_ms=turns)
+        """Average step times and losses over runs of one variant. All other fields come from the
+        last."""
+        mean = statistics.fmean
+        steps = [mean(ms) for ms in zip(*(run.step_ms for run in runs), strict=True)]
+        losses = [mean(each) for each in zip(*(run.losses for run in runs), strict=True)]
+        turns = [mean(run.measured_ms()) for run in runs]
+        return replace(runs[-1], step_ms=steps, losses=losses, turns_ms=turns)
 
     def measured_ms(self) -> list[float]:
         return self.step_ms[self.skip :]
@@ -191,15 +194,18 @@ def same_documents(runs: dict[str, Run]) -> list[tuple[str, str]]:
     """Pair variants with the first one that trains on the same documents in each step."""
     pairs = []
     for sorts in (False, True):
-        first, *others = [name for name in runs if is_sorted(name) == sorts] or [""]
-        pairs += [(first, name) for name in others]
+        names = [name for name in runs if is_sorted(name) == sorts]
+        pairs += [(names[0], name) for name in names[1:]]
     return pairs
 
 
 def largest_difference(one: Run, other: Run) -> float:
     """Return the largest difference of losses, or NaN if one of them is NaN."""
-    differences = [abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
+    return max_or_nan([abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)])
+
+
+def max_or_nan(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def disagreement(runs: dict[str, Run], dtype: torch.dtype) -> str | None:

@@ -506,6 +506,7 @@ def test_loss_curve_against_noise(ranks, lengths_file, tmp_path):
 def test_differences_by_hand():
     difference = loss_curve.Difference.of([1.0, 2.0, 3.0], [1.0, 5.0, -1.0])
     assert difference == loss_curve.Difference(4.0, pytest.approx((25 / 3) ** 0.5))
+    assert math.isnan(loss_curve.Difference.of([1.0, math.nan], [1.0, 5.0]).largest)
 
 
 def test_figures_by_hand():
@@ -560,6 +561,8 @@ def test_turns_by_hand():
     run = Run.mean_of(turns)
     assert run.measured_ms() == [12, 21] and run.turns_ms == [15, 18]
     assert run.profiles == [{}] and run.losses == [2.0]
+    turns[0].losses[0] = math.nan
+    assert math.isnan(Run.mean_of(turns).losses[0])
 
 
 def test_timeline_of_ranks_without_spans(tmp_path):
