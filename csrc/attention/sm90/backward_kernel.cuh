@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     __syncthreads();
   }
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     give_registers<Shape::kFeedRegisters>();
     BackwardFeed<Shape> feed{{arguments, shared}};

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     give_registers<Shape::kProducerRegisters>();
     ForwardProducer<Shape> producer{arguments, shared, barriers};

@@ -28,6 +28,9 @@ struct ForwardConsumer {
   float scale_log2;
   uint32_t num_queries = 0;
   BlockUse next_keys, next_values;
+  // Operands in stage 0.
+  Operand first_keys{uniform(operand_at(shared + Memory::kKey, 0).low)};
+  Operand first_values{uniform(operand_at(shared + Memory::kValue, Values::kPanelBytes).low)};
 
   uint32_t queries[Shape::kHeldColumns > 0 ? Shape::kHeldColumns / 4 : 1];
   float out[Shape::kValueDim / 2];
@@ -49,7 +52,7 @@ struct ForwardConsumer {
   // scores = Q K^T of the next block of keys; asynchronous.
   __device__ __forceinline__ void begin_scores() {
     [[maybe_unused]] const Operand query = operand_at(staged_queries() + warpgroup * 64 * 128, 0);
-    const Operand key = in_stage<Keys>(operand_at(shared + Memory::kKey, 0), next_keys);
+    const Operand key = in_stage<Keys>(first_keys, next_keys);
     constexpr int kHeldSteps = Shape::kHeldColumns / 16;
     pin(scores);
     if constexpr (kHeldSteps > 0) pin(queries);
@@ -87,8 +90,7 @@ struct ForwardConsumer {
   // out = P V of the next block of values, added to `out` if `accumulate`; asynchronous.
   __device__ __forceinline__ void begin_out(bool accumulate) {
     BlockRing{barriers, Barriers::kValueFull}.wait(next_values);
-    const Operand value =
-        in_stage<Values>(operand_at(shared + Memory::kValue, Values::kPanelBytes), next_values);
+    const Operand value = in_stage<Values>(first_values, next_values);
     pin(out);
     pin(probabilities);
     products_begin();
@@ -105,7 +107,7 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void give_queries_back() {
-    ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty).arrive_as_warp(num_queries++);
+    ring_at<Shape::kQueryStages>(barriers, Barriers::kQueryEmpty).arrive_as_warp(num_queries);
   }
   // Loads kHeldColumns of the job's queries into registers.
   __device__ __forceinline__ void hold_queries() {
@@ -116,7 +118,6 @@ struct ForwardConsumer {
       load_matrices(from + (k / 4) * Queries::kPanelBytes + swizzled(row, 2 * (k % 4) + lane / 16),
                     queries + 4 * k);
     }
-    if constexpr (Shape::kHoldsQueries) ++num_queries;
   }
   // Waits for the queries of a job. Returns its first block of keys.
   __device__ __forceinline__ int32_t await_queries() const {
@@ -228,6 +229,7 @@ struct ForwardConsumer {
       pack_probabilities();
     }
     begin_out(count > 1);
+    ++num_queries;  // not before, so that the address of queries does not change in the loop
   }
 
   // The reciprocal is approximate at 128, which makes the kernel 0.4 % faster. At 64 this would

@@ -39,6 +39,12 @@ __device__ __forceinline__ bool elect_thread() {
   return is_elected != 0;
 }
 
+// Returns x of the warp's first thread. ptxas then knows that the value is the same in all threads,
+// and can keep it in a uniform register.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
