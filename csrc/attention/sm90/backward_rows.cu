@@ -14,6 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // threads that share a row
 constexpr int kRowsAtOnce = kThreads / kLanes;
+constexpr int kFinishThreads = 128;
 
 template <typename T>
 struct Rows {
@@ -47,11 +48,11 @@ __device__ T from_float(float x) {
   }
 }
 
-// Eight elements as floats.
+// Eight elements as floats; zeros where none are.
 template <typename T>
-__device__ void load(const T* from, float (&values)[8]) {
+__device__ void load_if(bool is_there, const T* from, float (&values)[8]) {
   alignas(16) T elements[8];
-  *reinterpret_cast<uint4*>(elements) = *reinterpret_cast<const uint4*>(from);
+  *reinterpret_cast<uint4*>(elements) = is_there ? *reinterpret_cast<const uint4*>(from) : uint4{};
 #pragma unroll
   for (int i = 0; i < 8; ++i) values[i] = to_float(elements[i]);
 }
@@ -80,23 +81,23 @@ __global__ void bound_kernel(const BoundArguments<T> arguments) {
   const int32_t head = blockIdx.x % arguments.heads_kv;
   const int lane = threadIdx.x % kLanes;
   int largest_square = 0, largest_key = 0;
-  for (int row = threadIdx.x / kLanes; row < kKeyBlockRows; row += kRowsAtOnce) {
+#pragma unroll
+  for (int first = 0; first < kKeyBlockRows; first += kRowsAtOnce) {
+    const int row = first + threadIdx.x / kLanes;
+    const bool inside = row < block.num_rows;
     float square = 0.f;
-    if (row < block.num_rows) {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / (8 * kLanes); ++i) {
-        const int column = 8 * (lane + kLanes * i);
-        float values[8];
-        if (column < arguments.k.head_dim) {
-          load(arguments.k.at(block.k_row + row, head) + column, values);
+    for (int i = 0; i < kHeadDim / (8 * kLanes); ++i) {
+      const int column = 8 * (lane + kLanes * i);
+      float key[8], value[8];
+      load_if(inside && column < arguments.k.head_dim,
+              arguments.k.at(block.k_row + row, head) + column, key);
+      load_if(inside && column < arguments.v.head_dim,
+              arguments.v.at(block.k_row + row, head) + column, value);
 #pragma unroll
-          for (float value : values) largest_key = max(largest_key, __float_as_int(fabsf(value)));
-        }
-        if (column < arguments.v.head_dim) {
-          load(arguments.v.at(block.k_row + row, head) + column, values);
-#pragma unroll
-          for (float value : values) square += value * value;
-        }
+      for (int j = 0; j < 8; ++j) {
+        largest_key = max(largest_key, __float_as_int(fabsf(key[j])));
+        square += value[j] * value[j];
       }
     }
     largest_square = max(largest_square, __float_as_int(sum_of_row(square)));
@@ -160,52 +161,57 @@ __device__ void clear_sums(void* sums) {
   for (int i = 0; i < kChunks; i += kThreads) chunks[i + threadIdx.x] = {};
 }
 
-// One block per (tile, head).
+// One block per (tile, head). Eight threads read a row, and kTurns rows one after the other. Then
+// each of the first kTurns of them has a row, so that these finish together.
 template <typename T, int kHeadDim, int kRows>
 __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
+  constexpr int kTurns = kRows / kRowsAtOnce;
+  static_assert(kTurns <= kLanes);
   clear_sums<kRows * kHeadDim / 4>(arguments.dq_sums);
   const QueryTile tile = arguments.tiles[blockIdx.x / arguments.heads_q];
   const int32_t head = blockIdx.x % arguments.heads_q;
   const int lane = threadIdx.x % kLanes;
-  uint8_t* to = arguments.row_stats + static_cast<int64_t>(blockIdx.x) * row_stats_bytes(kRows);
-  auto* quanta = reinterpret_cast<__nv_bfloat16*>(to + quanta_offset(kRows));
+  float dot = 0.f, square = 0.f;
 #pragma unroll
-  for (int first = 0; first < kRows; first += kRowsAtOnce) {
-    const int row = first + threadIdx.x / kLanes;
-    const bool inside = row < tile.num_rows;
-    const int64_t at = static_cast<int64_t>(tile.q_row + row) * arguments.heads_q + head;
-    const float lse = inside ? arguments.lse[at] : INFINITY;
-    const float delta = inside && arguments.delta ? arguments.delta[at] : 0.f;
-    float dot = 0.f, square = 0.f;
-    if (inside) {
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int row = kRowsAtOnce * turn + threadIdx.x / kLanes;
+    float dot_of_turn = 0.f, square_of_turn = 0.f;
 #pragma unroll
-      for (int i = 0; i < kHeadDim / (8 * kLanes); ++i) {
-        const int column = 8 * (lane + kLanes * i);
-        if (column >= arguments.grad_out.head_dim) break;
-        float grad[8], out[8];
-        load(arguments.grad_out.at(tile.q_row + row, head) + column, grad);
-        if (!arguments.delta) load(arguments.out.at(tile.q_row + row, head) + column, out);
+    for (int i = 0; i < kHeadDim / (8 * kLanes); ++i) {
+      const int column = 8 * (lane + kLanes * i);
+      const bool is_there = row < tile.num_rows && column < arguments.grad_out.head_dim;
+      float grad[8], out[8];
+      load_if(is_there, arguments.grad_out.at(tile.q_row + row, head) + column, grad);
+      load_if(is_there && !arguments.delta, arguments.out.at(tile.q_row + row, head) + column, out);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          square += grad[j] * grad[j];
-          if (!arguments.delta) dot += out[j] * grad[j];
-        }
+      for (int j = 0; j < 8; ++j) {
+        square_of_turn += grad[j] * grad[j];
+        dot_of_turn += out[j] * grad[j];
       }
     }
-    dot = sum_of_row(dot);
-    square = sum_of_row(square);
-    if (lane != 0) continue;
-    const float mean = arguments.delta ? delta : dot;
-    RowStats stats{};
-    split_half(minus_log_sum(lse, arguments.score_scale), stats.minus_log_sum);
-    split_half(-mean, stats.minus_delta);
-    reinterpret_cast<RowStats*>(to)[row] = stats;
-    if (!arguments.bounds) continue;
-    const int32_t key_head = head / (arguments.heads_q / arguments.heads_kv);
-    const float* bound = arguments.bounds + 2 * (tile.run * arguments.heads_kv + key_head);
-    quanta[row] = __float2bfloat16(
-        inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]));
+    dot_of_turn = sum_of_row(dot_of_turn);
+    square_of_turn = sum_of_row(square_of_turn);
+    if (lane == turn) {
+      dot = dot_of_turn;
+      square = square_of_turn;
+    }
   }
+  if (lane >= kTurns) return;
+  const int row = kRowsAtOnce * lane + threadIdx.x / kLanes;
+  const bool inside = row < tile.num_rows;
+  const int64_t at = static_cast<int64_t>(tile.q_row + row) * arguments.heads_q + head;
+  const float lse = inside ? arguments.lse[at] : INFINITY;
+  const float mean = !arguments.delta ? dot : inside ? arguments.delta[at] : 0.f;
+  uint8_t* to = arguments.row_stats + static_cast<int64_t>(blockIdx.x) * row_stats_bytes(kRows);
+  RowStats stats{};
+  split_half(minus_log_sum(lse, arguments.score_scale), stats.minus_log_sum);
+  split_half(-mean, stats.minus_delta);
+  reinterpret_cast<RowStats*>(to)[row] = stats;
+  if (!arguments.bounds) return;
+  const int32_t key_head = head / (arguments.heads_q / arguments.heads_kv);
+  const float* bound = arguments.bounds + 2 * (tile.run * arguments.heads_kv + key_head);
+  reinterpret_cast<__nv_bfloat16*>(to + quanta_offset(kRows))[row] =
+      __float2bfloat16(inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]));
 }
 
 template <typename T>
@@ -218,71 +224,74 @@ struct FinishArguments {
   float softmax_scale;
 };
 
-// Where TileSteps::add_dq left word `word` of a tile's sums: in the order of the products'
-// registers, kAtOnce of a thread's side by side.
+// Where TileSteps::add_dq left word `word` of a piece: in the order of the products' registers,
+// kAtOnce of a thread's side by side.
 struct SumPlace {
   int row;
   int column;
 };
-template <int kHeadDim, int kAtOnce>
+template <int kAtOnce>
 __device__ SumPlace sum_place(int word) {
-  const int piece = word / 4096, thread = word / kAtOnce % 128;
-  const int e = word % 4096 / (128 * kAtOnce) * kAtOnce + word % kAtOnce;
-  const int warp = thread / 32, lane = thread % 32;
-  const int row = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
-  const int column = 16 * warp + lane / 4 + 8 * (e >> 1 & 1);
-  if constexpr (kHeadDim == 64) return {row + 64 * piece, column};
-  return {row, column + 64 * piece};
+  const int thread = word / kAtOnce % 128, warp = thread / 32, lane = thread % 32;
+  const int e = word / (128 * kAtOnce) * kAtOnce + word % kAtOnce;
+  return {8 * (e >> 2) + 2 * (lane % 4) + (e & 1), 16 * warp + lane / 4 + 8 * (e >> 1 & 1)};
 }
 
-// One block per (tile, head) takes sums to rows, by way of shared memory.
+// One block per piece takes sums to rows, by way of shared memory.
 template <typename T, int kHeadDim, int kRows, bool kDeterministic>
 __global__ void finish_kernel(const FinishArguments<T> arguments) {
-  constexpr int kPitch = kHeadDim + 8;
-  __shared__ alignas(16) T rows[kRows * kPitch];
-  __shared__ float scales[kRows];
-  const QueryTile tile = arguments.tiles[blockIdx.x / arguments.heads_q];
-  const int32_t head = blockIdx.x % arguments.heads_q;
+  constexpr int kPitch = kPieceColumns + 8;
+  constexpr int kPieces = pieces_of_dq(kRows, kHeadDim), kRowPieces = kRows / kPieceRows;
+  static_assert(kRowPieces == 1 || kRowPieces == kPieces);
+  __shared__ alignas(16) T rows[kPieceRows * kPitch];
+  __shared__ float scales[kPieceRows];
+  const int32_t piece = blockIdx.x % kPieces, of_tile = blockIdx.x / kPieces;
+  const int first_row = kRowPieces > 1 ? kPieceRows * piece : 0;
+  const int first_column = kRowPieces > 1 ? 0 : kPieceColumns * piece;
+  if (first_column >= arguments.dq.head_dim) return;
   using Sum = std::conditional_t<kDeterministic, int32_t, float>;
   constexpr int kAtOnce = kDeterministic ? 2 : 4;
-  constexpr int kChunks = kRows * kHeadDim / 4;
+  constexpr int kChunks = kPieceWords / 4;
   const uint4* chunks =
       static_cast<const uint4*>(arguments.dq_sums) + blockIdx.x * int64_t{kChunks};
-  alignas(16) Sum sums[kChunks / kThreads][4];
+  alignas(16) Sum sums[kChunks / kFinishThreads][4];
 #pragma unroll
-  for (int i = 0; i < kChunks / kThreads; ++i) {
-    *reinterpret_cast<uint4*>(sums[i]) = chunks[i * kThreads + threadIdx.x];
+  for (int i = 0; i < kChunks / kFinishThreads; ++i) {
+    *reinterpret_cast<uint4*>(sums[i]) = chunks[i * kFinishThreads + threadIdx.x];
     if constexpr (kDeterministic) {
       sums[i][1] = high_of(sums[i][0], sums[i][1]);
       sums[i][3] = high_of(sums[i][2], sums[i][3]);
     }
   }
-  if (threadIdx.x < kRows) {
+  if (threadIdx.x < kPieceRows) {
     float scale = arguments.softmax_scale;
     if constexpr (kDeterministic) {
-      const uint8_t* quanta = arguments.row_stats +
-                              static_cast<int64_t>(blockIdx.x) * row_stats_bytes(kRows) +
-                              quanta_offset(kRows);
-      scale /= to_float(reinterpret_cast<const __nv_bfloat16*>(quanta)[threadIdx.x]);
+      const uint8_t* quanta =
+          arguments.row_stats + int64_t{of_tile} * row_stats_bytes(kRows) + quanta_offset(kRows);
+      scale /= to_float(reinterpret_cast<const __nv_bfloat16*>(quanta)[first_row + threadIdx.x]);
     }
     scales[threadIdx.x] = scale;
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kChunks / kThreads; ++i) {
+  for (int i = 0; i < kChunks / kFinishThreads; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const SumPlace place = sum_place<kHeadDim, kAtOnce>(4 * (i * kThreads + threadIdx.x) + j);
+      const SumPlace place = sum_place<kAtOnce>(4 * (i * kFinishThreads + threadIdx.x) + j);
       rows[place.row * kPitch + place.column] =
           from_float<T>(static_cast<float>(sums[i][j]) * scales[place.row]);
     }
   }
   __syncthreads();
-  constexpr int kRowChunks = kHeadDim / 8;
-  for (int i = threadIdx.x; i < tile.num_rows * kRowChunks; i += kThreads) {
-    const int row = i / kRowChunks, column = 8 * (i % kRowChunks);
-    if (column >= arguments.dq.head_dim) continue;
-    T* to = arguments.dq.at(tile.q_row + row, head) + column;
+  const QueryTile tile = arguments.tiles[of_tile / arguments.heads_q];
+  const int32_t head = of_tile % arguments.heads_q;
+  constexpr int kRowChunks = kPieceColumns / 8;
+  const int column = 8 * (threadIdx.x % kRowChunks);
+  if (first_column + column >= arguments.dq.head_dim) return;
+#pragma unroll
+  for (int row = threadIdx.x / kRowChunks; row < kPieceRows; row += kFinishThreads / kRowChunks) {
+    if (first_row + row >= tile.num_rows) break;
+    T* to = arguments.dq.at(tile.q_row + first_row + row, head) + first_column + column;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(rows + row * kPitch + column);
   }
 }
@@ -316,7 +325,8 @@ void finish(const BackwardCall& call, cudaStream_t stream) {
                                      call.dq_sums,     call.row_stats,   call.softmax_scale};
   launch_kernel(call.deterministic ? finish_kernel<T, kHeadDim, kRows, true>
                                    : finish_kernel<T, kHeadDim, kRows, false>,
-                {call.tiles.num_tiles * heads_q, kThreads, 0}, stream, arguments);
+                {call.tiles.num_tiles * heads_q * pieces_of_dq(kRows, kHeadDim), kFinishThreads, 0},
+                stream, arguments);
 }
 
 }  // namespace

@@ -38,6 +38,15 @@ constexpr int row_stats_bytes(int tile_rows) {
   return quanta_offset(tile_rows) + tile_rows * kQuantumBytes;
 }
 
+// Sums of dQ are in pieces, those of a tile side by side. A tile of 64 queries has a piece for
+// every 64 columns, and one of 128 queries and 64 columns has two.
+constexpr int kPieceRows = 64;
+constexpr int kPieceColumns = 64;
+constexpr int kPieceWords = kPieceRows * kPieceColumns;
+constexpr int pieces_of_dq(int tile_rows, int head_dim) {
+  return tile_rows * head_dim / kPieceWords;
+}
+
 // Returns 2^32 * high + low. The sum of such numbers is the pair of the sums of low and high.
 __host__ __device__ constexpr uint64_t pair_of(int32_t low, int32_t high) {
   return (static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32) + static_cast<int64_t>(low);

@@ -186,7 +186,8 @@ struct TileSteps : BackwardThread<Shape> {
   __device__ __forceinline__ Sum* sums_at(int32_t index, int piece, int first_query) const {
     constexpr int kWords = Shape::kRows * Shape::kHeadDim;
     constexpr int kWordsOfASum = sizeof(Sum) / sizeof(float);
-    const int64_t word = static_cast<int64_t>(index) * kWords + piece * 4096 + first_query * 64;
+    const int64_t word =
+        static_cast<int64_t>(index) * kWords + piece * kPieceWords + first_query * 64;
     const int thread = 32 * warp + lane;
     return static_cast<Sum*>(arguments.dq_sums) + word / kWordsOfASum +
            thread * (Shape::kDeterministic ? 1 : 4);
