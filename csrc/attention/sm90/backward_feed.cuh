@@ -20,7 +20,7 @@ __device__ __forceinline__ BackwardItem item_of(int32_t number, const BackwardAr
   const KeyBlock* any = arguments.blocks + number / (arguments.heads_kv * kParts);
   const int32_t first = any->first_of_run, count = any->num_of_run;
   const HeadGroup group = head_group(number - first * kParts * arguments.heads_kv, count * kParts,
-                                     arguments.heads_kv, 1);
+                                     arguments.heads_kv, 1, Shape::kItemsOfGroup);
   const int32_t part = group.in_group / group.num_heads;
   const KeyBlock& block = arguments.blocks[first + part / kParts];
   const int32_t first_row =

@@ -4,6 +4,7 @@
 #include "backward_rows.cuh"
 #include "core/rows.h"
 #include "kernels.h"
+#include "order.cuh"
 #include "ring.cuh"
 #include "softcap.cuh"
 #include "tile_io.cuh"
@@ -46,6 +47,10 @@ struct BackwardShape {
   // Keys of an item. The two blocks of a pair take the halves of a key block as items.
   static constexpr int kKeyRows = kIsWide ? kKeyPartRows : kKeyBlockRows;
   static constexpr int kSlots = kIsWide ? 1 : 2;  // of items
+  // See head_group. Above 128, a multiprocessor has only half a key block at a time, so additions
+  // to dQ come more densely, and L2 must hold the sums of all items in work. On documents of 8K
+  // tokens, groups of 1024 would make the kernel 14 % slower at 256.
+  static constexpr int32_t kItemsOfGroup = kIsWide ? 256 : sm90::kItemsOfGroup;
   // Whether blocks work in pairs. At 256 there is no room for a partner's dS and keys.
   static constexpr bool kIsPaired = kHeadDim == 192;
   static constexpr int kBlocks = kIsPaired ? 2 : 1;  // of a cluster

@@ -12,12 +12,15 @@ struct HeadGroup {
   int32_t in_group;  // index among the group's items
 };
 
-// `index` counts the run's items. Groups are as small as gives every multiprocessor several items,
-// so that the last group ends evenly and the others share what they read.
+// Items of a group that give every multiprocessor several, so that the last group ends evenly.
+constexpr int32_t kItemsOfGroup = 1024;
+
+// `index` counts the run's items. Groups are as small as `items_at_least` allows, so that items in
+// work share what they read.
 __device__ __forceinline__ HeadGroup head_group(int32_t index, int32_t num_blocks,
-                                                int32_t num_heads, int32_t heads_at_least) {
-  constexpr int32_t kItems = 1024;
-  const int32_t wanted = (kItems + num_blocks - 1) / num_blocks;
+                                                int32_t num_heads, int32_t heads_at_least,
+                                                int32_t items_at_least = kItemsOfGroup) {
+  const int32_t wanted = (items_at_least + num_blocks - 1) / num_blocks;
   const int32_t rounded = (wanted + heads_at_least - 1) / heads_at_least * heads_at_least;
   const int32_t in_full = min(rounded, num_heads);
   const int32_t group = index / (in_full * num_blocks);
