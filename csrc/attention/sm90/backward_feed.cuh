@@ -89,7 +89,7 @@ struct BackwardFeed : BackwardThread<Shape> {
     const uint32_t full = slot_ring(kKeyFull).barrier(n), to = shared + Memory::kPartnerKey;
     const auto bring_piece = [&](uint32_t panel, int piece) {
       copy_to_shared(to + panel * PartnerKeys::kPanelBytes, &arguments.k,
-                     {64 * piece, rows.head, rows.row, rows.num_rows}, full);
+                     {kPieceColumns * piece, rows.head, rows.row, rows.num_rows}, full);
     };
     barrier_arrive_expecting(full, PartnerKeys::kBytes);
     bring_piece(0, pair.own_piece());

@@ -14,7 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // threads that share a row
 constexpr int kRowsAtOnce = kThreads / kLanes;
-constexpr int kFinishThreads = 128;
+constexpr int kFinishThreads = 128;  // of finish_kernel, whose blocks are smaller
 
 template <typename T>
 struct Rows {

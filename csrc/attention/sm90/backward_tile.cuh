@@ -187,7 +187,7 @@ struct TileSteps : BackwardThread<Shape> {
     constexpr int kWords = Shape::kRows * Shape::kHeadDim;
     constexpr int kWordsOfASum = sizeof(Sum) / sizeof(float);
     const int64_t word =
-        static_cast<int64_t>(index) * kWords + piece * kPieceWords + first_query * 64;
+        static_cast<int64_t>(index) * kWords + piece * kPieceWords + first_query * kPieceColumns;
     const int thread = 32 * warp + lane;
     return static_cast<Sum*>(arguments.dq_sums) + word / kWordsOfASum +
            thread * (Shape::kDeterministic ? 1 : 4);
@@ -200,7 +200,7 @@ struct TileSteps : BackwardThread<Shape> {
   __device__ __forceinline__ Sum* finish_piece(float (&dq)[kSize], uint32_t i, int32_t index,
                                                int piece, int first_query) const {
     if constexpr (Shape::kDeterministic) {
-      const int query = (kPiecesAreKeys ? 0 : 64 * piece) + first_query + 2 * (lane % 4);
+      const int query = (kPiecesAreKeys ? 0 : kPieceRows * piece) + first_query + 2 * (lane % 4);
       const auto* quanta = in_block<__nv_bfloat162>(Memory::quanta(i) + kQuantumBytes * query);
 #pragma unroll
       for (int j = 0; j < kSize / 4; ++j) {
