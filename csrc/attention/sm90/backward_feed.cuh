@@ -16,18 +16,14 @@ template <typename Shape>
 __device__ __forceinline__ BackwardItem item_of(int32_t number, const BackwardArguments& arguments,
                                                 uint32_t rank) {
   constexpr int32_t kKeyRows = Shape::kKeyRows;
-  constexpr int32_t kParts = kKeyBlockRows / (Shape::kBlocks * kKeyRows);  // of a block of keys
-  const KeyBlock* any = arguments.blocks + number / (arguments.heads_kv * kParts);
+  const KeyBlock* any = arguments.blocks + number / arguments.heads_kv;
   const int32_t first = any->first_of_run, count = any->num_of_run;
-  const HeadGroup group = head_group(number - first * kParts * arguments.heads_kv, count * kParts,
-                                     arguments.heads_kv, 1, Shape::kItemsOfGroup);
-  const int32_t part = group.in_group / group.num_heads;
-  const KeyBlock& block = arguments.blocks[first + part / kParts];
-  const int32_t first_row =
-      (Shape::kIsPaired ? static_cast<int32_t>(rank) : part % kParts) * kKeyRows;
+  const HeadGroup group = head_group(number - first * arguments.heads_kv, count, arguments.heads_kv,
+                                     1, Shape::kItemsOfGroup);
+  const KeyBlock& block = arguments.blocks[first + group.in_group / group.num_heads];
+  const int32_t first_row = static_cast<int32_t>(rank) * kKeyRows;
   return {block.k_row + first_row,
-          kKeyRows == kKeyBlockRows ? block.num_rows
-                                    : max(0, min(kKeyRows, block.num_rows - first_row)),
+          max(0, min(kKeyRows, block.num_rows - first_row)),
           group.first_head + group.in_group % group.num_heads,
           (block.last_tile - block.first_tile) * arguments.heads_per_key,
           block.first_tile,
@@ -37,8 +33,8 @@ __device__ __forceinline__ BackwardItem item_of(int32_t number, const BackwardAr
 template <typename Shape>
 struct BackwardFeed : BackwardThread<Shape> {
   using Thread = BackwardThread<Shape>;
-  using Thread::arguments, Thread::item, Thread::ring, Thread::shared, Thread::slot_ring,
-      Thread::stage_ring;
+  using Thread::arguments, Thread::grad_out_ring, Thread::item, Thread::ring, Thread::shared,
+      Thread::slot_ring, Thread::stage_ring;
   using Memory = BackwardMemory<Shape>;
   using Keys = typename Shape::Keys;
   using Values = typename Shape::Values;
@@ -61,7 +57,7 @@ struct BackwardFeed : BackwardThread<Shape> {
     const auto take = [&] {
       return turn.is_over() ? arguments.num_items : atomicAdd(arguments.ticket, 1);
     };
-    if constexpr (!Shape::kIsPaired) {
+    if constexpr (!Shape::kIsWide) {
       return take();
     } else {
       const Pair pair;
@@ -92,8 +88,8 @@ struct BackwardFeed : BackwardThread<Shape> {
                      {kPieceColumns * piece, rows.head, rows.row, rows.num_rows}, full);
     };
     barrier_arrive_expecting(full, PartnerKeys::kBytes);
-    bring_piece(0, pair.own_piece());
-    bring_piece(1, kMiddlePiece);
+    bring_piece(0, pair.piece<Keys::kPanels>(0));
+    bring_piece(1, pair.piece<Keys::kPanels>(1));
   }
 
   // Takes the next ticket when the last queries of the previous item have been requested. That is
@@ -106,7 +102,7 @@ struct BackwardFeed : BackwardThread<Shape> {
       const int32_t number = ticket(turn, n);
       BackwardItem next{.num_rows = -1};
       if (number < arguments.num_items) {
-        next = item_of<Shape>(number, arguments, Shape::kIsPaired ? cluster_rank() : 0);
+        next = item_of<Shape>(number, arguments, Shape::kIsWide ? cluster_rank() : 0);
       }
       slot_ring(kSlotEmpty).wait_before(n);
       Thread::item_slot(n) = next;
@@ -115,7 +111,7 @@ struct BackwardFeed : BackwardThread<Shape> {
       bring<Keys>(&arguments.k, slot_ring(kKeyFull).barrier(n), Memory::key(n), rows_of(next));
       bring<Values>(&arguments.v, slot_ring(kValueFull).barrier(n), Memory::value(n),
                     rows_of(next));
-      if constexpr (Shape::kIsPaired) bring_partner_keys(n, number);
+      if constexpr (Shape::kIsWide) bring_partner_keys(n, number);
     }
   }
 
@@ -139,8 +135,8 @@ struct BackwardFeed : BackwardThread<Shape> {
         tile.position, tile.k_begin, tile.k_end, index};
     bring<Queries>(&arguments.q, stage_ring(kQueryFull).barrier(i), Memory::query(i), rows);
     if constexpr (Shape::kStages == kStatStages) bring_stats(i, stats);
-    stage_ring(kGradOutEmpty).wait_before(i);
-    const uint32_t grad_out_full = stage_ring(kGradOutFull).barrier(i);
+    grad_out_ring(kGradOutEmpty).wait_before(i);
+    const uint32_t grad_out_full = grad_out_ring(kGradOutFull).barrier(i);
     bring<GradOuts>(&arguments.grad_out, grad_out_full, Memory::grad_out(i), rows, kQuantaBytes);
     if constexpr (Shape::kDeterministic) {
       copy_bytes_to_shared(shared + Memory::quanta(i), stats + quanta_offset(Shape::kRows),

@@ -14,8 +14,8 @@
 // and dK += dS^T Q from registers. dS also goes to shared memory. Both warpgroups read it there for
 // dQ^T = K^T dS^T, one tile later, so that neither waits for the other. dQ is added up in global
 // memory: in float32, or in deterministic mode in fixed point (see backward_rows.cuh). With heads
-// wider than 128, a block takes 64 keys at a time (backward_wide.cuh). At 192, two blocks work as a
-// pair on 128 keys (backward_pair.cuh).
+// wider than 128, a block takes 64 keys at a time (backward_wide.cuh), and two blocks work as a
+// pair (backward_pair.cuh).
 namespace distca::attention::sm90 {
 
 template <typename Shape>
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (shared % kPanelAlignment != 0) __trap();
   if (threadIdx.x == 0) init_barriers<Shape>(shared);
   write_ones<Shape>();
-  if constexpr (Shape::kIsPaired) {
+  if constexpr (Shape::kIsWide) {
     __syncwarp();
     cluster_sync();
   } else {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if constexpr (!Shape::kIsWide) {
       if (threadIdx.x == 64) feed.take_grads();
     }
-    if constexpr (Shape::kIsPaired) {
+    if constexpr (Shape::kIsWide) {
       if (threadIdx.x == 96) feed.send_grad_scores();
     }
   } else {
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                     score_log2<Shape>(arguments)}};
     keys.run();
   }
-  if constexpr (Shape::kIsPaired) {  // the partner may still send or arrive
+  if constexpr (Shape::kIsWide) {  // the partner may still send or arrive
     __syncwarp();
     cluster_sync();
   }
@@ -67,8 +67,8 @@ void launch(const BackwardCall& call, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = BackwardMemory<Shape>::kBytes;
   const auto heads_q = static_cast<int32_t>(call.q.heads);
   const auto heads_kv = static_cast<int32_t>(call.k.heads);
-  constexpr int32_t kItemRows = Shape::kBlocks * Shape::kKeyRows;
-  const int32_t num_items = call.tiles.num_blocks * (kKeyBlockRows / kItemRows) * heads_kv;
+  static_assert(Shape::kBlocks * Shape::kKeyRows == kKeyBlockRows);
+  const int32_t num_items = call.tiles.num_blocks * heads_kv;
   const Blocks blocks = blocks_for(num_items, call.flops, call.shares_device, Shape::kBlocks);
   const BackwardArguments arguments{
       .q = make_ragged_map(call.q, Shape::kRows),

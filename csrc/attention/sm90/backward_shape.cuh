@@ -36,7 +36,8 @@ struct BackwardShape {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kValueDim = kValueDim_;
-  // Above 128, dK and dV of 64 keys exceed one warpgroup's registers: see backward_wide.cuh.
+  // Above 128, dK and dV of 64 keys exceed one warpgroup's registers (see backward_wide.cuh), and
+  // blocks work in pairs (see backward_pair.cuh).
   static constexpr bool kIsWide = kHeadDim > 128;
   static constexpr bool kDeterministic = kDeterministic_;
   static constexpr bool kIsCapped = false;
@@ -47,14 +48,13 @@ struct BackwardShape {
   // Keys of an item. The two blocks of a pair take the halves of a key block as items.
   static constexpr int kKeyRows = kIsWide ? kKeyPartRows : kKeyBlockRows;
   static constexpr int kSlots = kIsWide ? 1 : 2;  // of items
-  // See head_group. Above 128, a multiprocessor has only half a key block at a time, so additions
-  // to dQ come more densely, and L2 must hold the sums of all items in work. On documents of 8K
-  // tokens, groups of 1024 would make the kernel 14 % slower at 256.
-  static constexpr int32_t kItemsOfGroup = kIsWide ? 256 : sm90::kItemsOfGroup;
-  // Whether blocks work in pairs. At 256 there is no room for a partner's dS and keys.
-  static constexpr bool kIsPaired = kHeadDim == 192;
-  static constexpr int kBlocks = kIsPaired ? 2 : 1;  // of a cluster
-  static constexpr int kStages = kIsPaired && kValueDim == 128 && !kDeterministic ? 3 : 2;
+  // See head_group. Above 128, additions to dQ take a larger share of the time, and fewer of them
+  // miss L2 if fewer heads are in work. At 256, on documents of 8K and 32K tokens, groups of 1024
+  // would make the kernel 3 to 4 % slower.
+  static constexpr int32_t kItemsOfGroup = kIsWide ? 128 : sm90::kItemsOfGroup;
+  static constexpr int kBlocks = kIsWide ? 2 : 1;  // of a cluster
+  static constexpr int kStages = kIsWide && kValueDim == 128 && !kDeterministic ? 3 : 2;
+  static constexpr int kGradOutStages = kHeadDim == 256 ? 1 : kStages;  // there is no room for two
   static constexpr int kThreads = 3 * 128;
   // Registers of a thread. The kernel is launched with 168 for each thread of its three warpgroups.
   // If kFeedRegisters + 2 * kKeyRegisters exceeded 504, a warpgroup would wait for them forever.
@@ -126,10 +126,10 @@ constexpr uint32_t kFirstByWarps = kSlotStaged;  // from here to kNumBarriers, k
 // Offsets in shared memory. Ones and statistics come first: products read them with strides of 0,
 // which compute-sanitizer takes for reads of up to 4096 bytes in sequence. Those must end inside
 // the block's memory. If there is room, there are two slots of keys and values, so that the next
-// item's arrive while this one's are in use. There are two or three stages of queries and dO, two
-// stages of statistics, and two buffers of dS. Deterministic mode also has three stages of quanta.
-// Wide shapes also pass P from one warpgroup to the other. Pairs also have the ticket that the
-// leader sends, columns of the partner's keys, and two buffers for its dS.
+// item's arrive while this one's are in use. There are two or three stages of queries and dO, or at
+// 256 one of dO, two stages of statistics, and two buffers of dS. Deterministic mode also has three
+// stages of quanta. Wide shapes also have a place for P, which one warpgroup passes to the other,
+// the ticket that the leader sends, columns of the partner's keys, and two buffers for its dS.
 template <typename Shape>
 struct BackwardMemory {
   static constexpr uint32_t kOnes = 0;
@@ -141,21 +141,21 @@ struct BackwardMemory {
       kQuanta + (Shape::kDeterministic ? kQuantaStages * kQuantaBytes : 0);
   static constexpr uint32_t kItems = kTiles + Shape::kStages * sizeof(StagedTile);
   static constexpr uint32_t kBarriers = kItems + Shape::kSlots * sizeof(BackwardItem);
-  static constexpr uint32_t kNumRings = Shape::kIsPaired ? kNumOfPair : kNumBarriers;
+  static constexpr uint32_t kNumRings = Shape::kIsWide ? kNumOfPair : kNumBarriers;
   static constexpr uint32_t kTicket = kBarriers + kBarrierBytes * Shape::kStages * kNumRings;
-  static constexpr uint32_t kEndOfSmall = kTicket + (Shape::kIsPaired ? sizeof(int32_t) : 0);
+  static constexpr uint32_t kEndOfSmall = kTicket + (Shape::kIsWide ? sizeof(int32_t) : 0);
   static constexpr uint32_t kSlot = round_up(kEndOfSmall, kPanelAlignment);
   static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
   static constexpr uint32_t kQuery = kSlot + Shape::kSlots * kSlotBytes;
   static constexpr uint32_t kGradOut = kQuery + Shape::kStages * Shape::Queries::kBytes;
-  static constexpr uint32_t kGradScore = kGradOut + Shape::kStages * Shape::GradOuts::kBytes;
+  static constexpr uint32_t kGradScore = kGradOut + Shape::kGradOutStages * Shape::GradOuts::kBytes;
   static constexpr uint32_t kProbability = kGradScore + 2 * Shape::GradScores::kBytes;
   static constexpr uint32_t kPartnerKey =
       kProbability + (Shape::kIsWide ? Shape::kKeyRows * Shape::kRows * sizeof(float) : 0);
   static constexpr uint32_t kPartnerScore =
-      kPartnerKey + (Shape::kIsPaired ? Shape::PartnerKeys::kBytes : 0);
+      kPartnerKey + (Shape::kIsWide ? Shape::PartnerKeys::kBytes : 0);
   static constexpr uint32_t kBytes =
-      kPartnerScore + (Shape::kIsPaired ? 2 * Shape::GradScores::kBytes : 0);
+      kPartnerScore + (Shape::kIsWide ? 2 * Shape::GradScores::kBytes : 0);
   static_assert(!Shape::kDeterministic || kQuantaStages > Shape::kStages);
   static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
@@ -170,7 +170,7 @@ struct BackwardMemory {
     return kQuery + Ring<Shape::kStages>::stage(i) * Shape::Queries::kBytes;
   }
   static __device__ uint32_t grad_out(uint32_t i) {
-    return kGradOut + Ring<Shape::kStages>::stage(i) * Shape::GradOuts::kBytes;
+    return kGradOut + Ring<Shape::kGradOutStages>::stage(i) * Shape::GradOuts::kBytes;
   }
   static __device__ uint32_t grad_score(uint32_t i) {
     return kGradScore + Ring<2>::stage(i) * Shape::GradScores::kBytes;
@@ -209,6 +209,10 @@ struct BackwardThread {
   __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
     return ring_of<Shape, Shape::kStages>(shared, which);
   }
+  __device__ __forceinline__ Ring<Shape::kGradOutStages> grad_out_ring(
+      BackwardBarrier which) const {
+    return ring_of<Shape, Shape::kGradOutStages>(shared, which);
+  }
   __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
     return ring_of<Shape, Shape::kSlots>(shared, which);
   }
@@ -239,7 +243,7 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
                             : which < kFirstByWarps && !by_readers ? 1
                             : by_one_warpgroup                     ? 4
                                                                    : 8;
-    if constexpr (Shape::kIsPaired) {
+    if constexpr (Shape::kIsWide) {
       if (which == kKeyFull || which == kItemAsked) num_arrivals = 2;
       if (which == kGradScoreEmpty) num_arrivals = 16;
       if (which >= kPartnerFull) num_arrivals = 1;

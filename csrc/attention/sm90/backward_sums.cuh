@@ -12,10 +12,10 @@ struct KeyWarpgroup : TileSteps<Shape> {
   using typename Steps::Keys, typename Steps::Memory, typename Steps::T;
   using Queries = typename Shape::Queries;
   using Steps::arguments, Steps::begin_grads, Steps::begin_scores, Steps::exponentiate,
-      Steps::finish_piece, Steps::kScores, Steps::lane, Steps::mask, Steps::multiply_dq,
-      Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared, Steps::slot_ring,
-      Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums, Steps::warp,
-      Steps::warpgroup;
+      Steps::finish_piece, Steps::grad_out_ring, Steps::kScores, Steps::lane, Steps::mask,
+      Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared,
+      Steps::slot_ring, Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums,
+      Steps::warp, Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
   // Elements of dQ, of 32, that a thread adds as soon as it has them. A warp waits while its
   // multiprocessor has too many additions under way, so the others follow as later products end. In
@@ -57,7 +57,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
       stage_ring(kQueryFull).wait(i);
       const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
       begin_scores(scores, n, i);
-      stage_ring(kGradOutFull).wait(i);
+      grad_out_ring(kGradOutFull).wait(i);
       begin_grads(grads, n, i);
       products_wait<1>();
       pin(scores);
@@ -107,7 +107,7 @@ struct KeyWarpgroup : TileSteps<Shape> {
       }
       index = tile.index;
       stage_ring(kQueryEmpty).arrive_as_warp(i);
-      stage_ring(kGradOutEmpty).arrive_as_warp(i);
+      grad_out_ring(kGradOutEmpty).arrive_as_warp(i);
     }
     return index;
   }

@@ -7,8 +7,7 @@ namespace distca::attention::sm90 {
 // The warpgroups of the backward kernel for heads so wide that dK and dV of 64 keys do not fit in
 // the registers of one. The first computes P and sums up dV, and the second computes dS and sums up
 // dK. P goes from one to the other through shared memory, thread by thread, because both hold the
-// same elements of a product. Each computes a share of dQ. In a pair of blocks, the share is over
-// the keys of both.
+// same elements of a product. Each computes a piece of dQ over the keys of a pair of blocks.
 template <typename Shape>
 struct WideWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
@@ -17,20 +16,19 @@ struct WideWarpgroup : TileSteps<Shape> {
   using Values = typename Shape::Values;
   using GradOuts = typename Shape::GradOuts;
   using Steps::arguments, Steps::begin_grads, Steps::begin_scores, Steps::exponentiate,
-      Steps::kScores, Steps::lane, Steps::mask, Steps::multiply_dq, Steps::multiply_keys,
+      Steps::grad_out_ring, Steps::kScores, Steps::lane, Steps::mask, Steps::multiply_keys,
       Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared, Steps::slot_ring,
       Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums, Steps::warp,
       Steps::warpgroup;
   using typename Steps::Sum;
-  // Pieces of dQ that a warpgroup computes.
-  static constexpr int kPieces = Shape::kIsPaired ? 1 : Keys::kPanels / 2;
-  // Registers for a piece of dQ. In a pair, the first warpgroup computes the middle piece, for half
-  // of its 64 queries.
+  // Whether the block computes dQ's middle piece for half of its queries: see backward_pair.cuh.
+  static constexpr bool kHasMiddle = Keys::kPanels == 3;
+  // This warpgroup's piece of the block's two, and the registers for it.
   template <bool kIsValues>
-  static constexpr int kDq = (Shape::kIsPaired && kIsValues) ? 16 : 32;
-  // Parts in which a warpgroup's last piece is added: see add_part. At 256 more than one gains
-  // nothing.
-  static constexpr int kParts = Shape::kIsPaired ? 4 : 1;
+  static constexpr int kOfMine = kIsValues ? 1 : 0;
+  template <bool kIsValues>
+  static constexpr int kDq = (kIsValues && kHasMiddle) ? 16 : 32;
+  static constexpr int kParts = 4;  // in which a piece is added: see add_part
 
   __device__ __forceinline__ Ring<1> probability_ring(BackwardBarrier which) const {
     return ring_of<Shape, 1>(shared, which);
@@ -74,7 +72,7 @@ struct WideWarpgroup : TileSteps<Shape> {
                                              bool is_there) {
     if (is_there) {
       stage_ring(kQueryFull).wait(i);
-      if constexpr (!kIsValues) stage_ring(kGradOutFull).wait(i);
+      if constexpr (!kIsValues) grad_out_ring(kGradOutFull).wait(i);
     }
     if constexpr (kIsValues) {
       begin_scores(scores, n, i);
@@ -108,7 +106,7 @@ struct WideWarpgroup : TileSteps<Shape> {
       pass_on(scores, i);
     }
     pack_all(scores, packed);
-    stage_ring(kGradOutFull).wait(i);
+    grad_out_ring(kGradOutFull).wait(i);
   }
 
   // Turns dP - delta of tile i into dS, and stores it for dQ.
@@ -116,7 +114,7 @@ struct WideWarpgroup : TileSteps<Shape> {
   __device__ __forceinline__ void finish_grads(float (&grads)[kScores],
                                                uint32_t (&packed)[kScores / 2], uint32_t i,
                                                Midway midway) {
-    stage_ring(kGradOutEmpty).arrive_as_warp(i);
+    grad_out_ring(kGradOutEmpty).arrive_as_warp(i);
     multiply_by_passed(grads, i, midway);
     pack_all(grads, packed);
     ring(kGradScoreEmpty).wait_before(i);
@@ -124,31 +122,19 @@ struct WideWarpgroup : TileSteps<Shape> {
     ring(kGradScoreFull).arrive_as_warp(i);
   }
 
-  // Waits for dS of tile i, in a pair for that of both blocks.
-  __device__ __forceinline__ void wait_for_grad_scores(uint32_t i) const {
-    ring(kGradScoreFull).wait(i);
-    if constexpr (Shape::kIsPaired) ring(kPartnerFull).wait(i);
-  }
-
-  // Gives back the buffer of dS of tile i, which this warp has read. In a pair, the warp has read
-  // dS of both blocks. So the partner may reuse the buffer that it sent from, and the one it sent
-  // to.
+  // Gives back the buffers of dS of tile i, which this warp has read. So the partner may reuse the
+  // buffer that it sent from, and the one it sent to.
   __device__ __forceinline__ void give_grad_scores_back(uint32_t i) const {
     ring(kGradScoreEmpty).arrive_as_warp(i);
-    if constexpr (Shape::kIsPaired) {
-      if (elect_thread()) barrier_arrive_there(Pair().partner(ring(kGradScoreEmpty).barrier(i)));
-    }
+    if (elect_thread()) barrier_arrive_there(Pair().partner(ring(kGradScoreEmpty).barrier(i)));
   }
 
-  // Adds part kPart of a piece of dQ, if the piece has so many and `is_there`. A warp waits while
-  // its multiprocessor has too many additions under way, so parts are added with other work in
-  // between.
+  // Adds part kPart of a piece of dQ, if `is_there`. A warp waits while its multiprocessor has too
+  // many additions under way, so parts are added with other work in between.
   template <int kPart, int kSize>
   __device__ __forceinline__ void add_part(const float (&dq)[kSize], Sum* sums, bool is_there) {
     constexpr int kPartSize = kSize / kParts;
-    if constexpr (kPart < kParts) {
-      Steps::template add_dq<kPart * kPartSize, (kPart + 1) * kPartSize>(dq, sums, is_there);
-    }
+    Steps::template add_dq<kPart * kPartSize, (kPart + 1) * kPartSize>(dq, sums, is_there);
   }
 
   // Gives back the place of item n and its keys and values, which this warp has read. So the next
@@ -158,9 +144,9 @@ struct WideWarpgroup : TileSteps<Shape> {
   }
 
   // Sums up dV or dK over the tiles of item n, of which `first` is the first. Adds this warpgroup's
-  // pieces of dQ one tile later, and the last two of four parts two tiles later. The first product
-  // of the next tile is begun before the additions and overlaps them. Pieces of dQ use the same
-  // registers in turn.
+  // piece of dQ one tile later, and the last two of its four parts two tiles later. The first
+  // product of the next tile overlaps additions. The first warpgroup computes dV before dQ, so that
+  // the next dO arrives early. Where dO has a single stage, the second makes additions until then.
   template <bool kIsValues, int kSize>
   __device__ __forceinline__ void sum_up(float (&sums)[kSize], const BackwardItem& item, uint32_t n,
                                          uint32_t first) {
@@ -184,96 +170,92 @@ struct WideWarpgroup : TileSteps<Shape> {
         finish_grads(scores, packed, i, midway);
       }
       add_part<3>(dq, dq_sums, has_parts_left);
-      wait_for_grad_scores(i - 1);
-      begin_dq<kIsValues>(dq, n, i - 1, 0);  // of no use for the first tile
+      const auto begin_next = [&] { begin_tile<kIsValues>(scores, n, i + 1, i + 1 < end); };
+      const auto begin_additions = [&] {
+        if (i == first) return;  // dQ is of no use
+        give_grad_scores_back(i - 1);
+        dq_sums = finish_mine<kIsValues>(dq, i - 1, index);
+        add_part<0>(dq, dq_sums, true);
+      };
       if constexpr (kIsValues) {
         Steps::template begin_sums<GradOuts>(sums, packed, Memory::grad_out(i));
-      } else {
-        Steps::template begin_sums<Queries>(sums, packed, Memory::query(i));
-      }
-      products_wait<1>();
-      pin(dq);
-      if constexpr (kPieces == 2) {
-        if (i > first) add_piece<kIsValues>(dq, i - 1, index, 0);
-        begin_dq<kIsValues>(dq, n, i - 1, 1);
-        products_wait<0>();
-        pin(dq);
+        begin_dq<kIsValues>(dq, n, i - 1);
+        begin_next();
+        products_wait<2>();
         pin(sums);
-      }
-      begin_tile<kIsValues>(scores, n, i + 1, i + 1 < end);
-      if (i > first) {
-        give_grad_scores_back(i - 1);
-        dq_sums = finish_mine<kIsValues>(dq, i - 1, index, kPieces - 1);
-        add_part<0>(dq, dq_sums, true);
+        grad_out_ring(kGradOutEmpty).arrive_as_warp(i);
+        products_wait<1>();
+        pin(dq);
+        begin_additions();
+      } else {
+        begin_dq<kIsValues>(dq, n, i - 1);
+        Steps::template begin_sums<Queries>(sums, packed, Memory::query(i));
+        products_wait<1>();
+        pin(dq);
+        if constexpr (Shape::kGradOutStages > 1) begin_next();
+        begin_additions();
+        if constexpr (Shape::kGradOutStages == 1) begin_next();
+        products_wait<1>();
+        pin(sums);
+        stage_ring(kQueryEmpty).arrive_as_warp(i);
       }
       products_wait<0>();
-      pin(sums);
       pin(scores);
-      stage_ring(kIsValues ? kGradOutEmpty : kQueryEmpty).arrive_as_warp(i);
       add_part<1>(dq, dq_sums, i > first);
       index = tile.index;
     }
     add_part<2>(dq, dq_sums, item.num_tiles > 1);
     add_part<3>(dq, dq_sums, item.num_tiles > 1);
-    wait_for_grad_scores(end - 1);
     add_last_dq<kIsValues>(n, end - 1, index);
   }
 
-  // Returns the index in dQ of piece `of_mine` of this warpgroup.
+  // Returns the index in dQ of this warpgroup's piece.
   template <bool kIsValues>
-  static __device__ __forceinline__ int piece(int of_mine) {
-    if constexpr (Shape::kIsPaired) return kIsValues ? kMiddlePiece : Pair().own_piece();
-    return of_mine + (kIsValues ? 0 : kPieces);
+  static __device__ __forceinline__ int piece() {
+    return Pair().piece<Keys::kPanels>(kOfMine<kIsValues>);
   }
 
-  // Begins the products for a piece of dQ of tile i; asynchronous.
+  // Returns the first query for which this warpgroup computes its piece.
   template <bool kIsValues>
-  __device__ __forceinline__ void begin_dq(float (&dq)[kDq<kIsValues>], uint32_t n, uint32_t i,
-                                           int of_mine) {
+  static __device__ __forceinline__ int first_query() {
+    return kIsValues && kHasMiddle ? Pair().first_query() : 0;
+  }
+
+  // Begins the products for this warpgroup's piece of dQ of tile i, once dS of both blocks is
+  // there; asynchronous.
+  template <bool kIsValues>
+  __device__ __forceinline__ void begin_dq(float (&dq)[kDq<kIsValues>], uint32_t n, uint32_t i) {
+    const uint32_t queries = shared + first_query<kIsValues>() * sizeof(T);
+    const uint32_t own = shared + Memory::key(n) + piece<kIsValues>() * Keys::kPanelBytes;
+    const uint32_t partner =
+        shared + Memory::kPartnerKey + kOfMine<kIsValues> * Shape::PartnerKeys::kPanelBytes;
+    ring(kGradScoreFull).wait(i);
+    ring(kPartnerFull).wait(i);
     pin(dq);
     products_begin();
-    if constexpr (Shape::kIsPaired) {
-      const uint32_t queries = shared + (kIsValues ? Pair().first_query() * sizeof(T) : 0);
-      const uint32_t own = shared + Memory::key(n) + piece<kIsValues>(0) * Keys::kPanelBytes;
-      const uint32_t partner = shared + Memory::kPartnerKey + (kIsValues ? Keys::kPanelBytes : 0);
-      multiply_keys(dq, operand_at(own, 0), operand_at(queries + Memory::grad_score(i), 0), false);
-      multiply_keys(dq, operand_at(partner, 0), operand_at(queries + Memory::partner_score(i), 0),
-                    true);
-    } else {
-      multiply_dq(dq, Memory::key(n), i, piece<kIsValues>(of_mine));
-    }
+    multiply_keys(dq, operand_at(own, 0), operand_at(queries + Memory::grad_score(i), 0), false);
+    multiply_keys(dq, operand_at(partner, 0), operand_at(queries + Memory::partner_score(i), 0),
+                  true);
     products_commit();
   }
 
-  // The same as finish_piece, for piece `of_mine` of this warpgroup.
+  // The same as finish_piece, for this warpgroup's piece.
   template <bool kIsValues>
   __device__ __forceinline__ Sum* finish_mine(float (&dq)[kDq<kIsValues>], uint32_t i,
-                                              int32_t index, int of_mine) {
-    const int first_query = kDq<kIsValues> == 16 ? Pair().first_query() : 0;
-    return Steps::finish_piece(dq, i, index, piece<kIsValues>(of_mine), first_query);
-  }
-
-  template <bool kIsValues>
-  __device__ __forceinline__ void add_piece(float (&dq)[kDq<kIsValues>], uint32_t i, int32_t index,
-                                            int of_mine) {
-    Sum* const dq_sums = finish_mine<kIsValues>(dq, i, index, of_mine);
-    Steps::template add_dq<0, kDq<kIsValues>>(dq, dq_sums);
+                                              int32_t index) {
+    return Steps::finish_piece(dq, i, index, piece<kIsValues>(), first_query<kIsValues>());
   }
 
   template <bool kIsValues>
   __device__ __forceinline__ void add_last_dq(uint32_t n, uint32_t i, int32_t index) {
-#pragma unroll
-    for (int of_mine = 0; of_mine < kPieces; ++of_mine) {
-      float dq[kDq<kIsValues>];
-      begin_dq<kIsValues>(dq, n, i, of_mine);
-      products_wait<0>();
-      pin(dq);
-      if (of_mine == kPieces - 1) {
-        give_grad_scores_back(i);
-        give_slot_back(n);
-      }
-      add_piece<kIsValues>(dq, i, index, of_mine);
-    }
+    float dq[kDq<kIsValues>];
+    begin_dq<kIsValues>(dq, n, i);
+    products_wait<0>();
+    pin(dq);
+    give_grad_scores_back(i);
+    give_slot_back(n);
+    Sum* const dq_sums = finish_mine<kIsValues>(dq, i, index);
+    Steps::template add_dq<0, kDq<kIsValues>>(dq, dq_sums);
   }
 
   template <bool kIsValues>
