@@ -121,9 +121,9 @@ struct BackwardFeed : BackwardThread<Shape> {
     copy_bytes_to_shared(shared + Memory::stats(i), stats, Memory::kStatsBytes, full);
   }
 
-  // The barrier of queries also counts the rows' statistics, and that of dO their quanta. Quanta of
-  // tile i replace those of tile i - 3. Both warpgroups have read these once the stages of queries
-  // and dO are empty. With three stages, statistics still have two, so they are copied last.
+  // The barrier of queries also counts the rows' statistics, and that of dO their quanta. Once the
+  // stage of dO is empty, both warpgroups have read the quanta that are replaced. With three
+  // stages, statistics still have two, so they are copied last.
   __device__ __forceinline__ void bring_tile(uint32_t i, int32_t t, int32_t head) {
     constexpr uint32_t kQuantaBytes = Shape::kDeterministic ? Memory::kQuantaBytes : 0;
     const QueryTile tile = arguments.tiles[t];

@@ -39,11 +39,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     BackwardFeed<Shape> feed{{arguments, shared}};
     if (threadIdx.x == 0) feed.bring_keys();
     if (threadIdx.x == 32) feed.bring_queries();
-    if constexpr (!Shape::kIsWide) {
-      if (threadIdx.x == 64) feed.take_grads();
-    }
     if constexpr (Shape::kIsWide) {
-      if (threadIdx.x == 96) feed.send_grad_scores();
+      if (threadIdx.x == 64) feed.send_grad_scores();
+    } else {
+      if (threadIdx.x == 64) feed.take_grads();
     }
   } else {
     take_registers<Shape::kKeyRegisters>();

@@ -16,7 +16,7 @@ struct Pair {
 
   __device__ __forceinline__ uint32_t other() const { return 1 - rank; }
   __device__ __forceinline__ bool leads() const { return rank == 0; }
-  // Returns the index in dQ, which has kPieces, of this block's piece `of_mine`.
+  // Returns which of dQ's kPieces is this block's piece `of_mine`, 0 or 1.
   template <int kPieces>
   __device__ __forceinline__ int piece(int of_mine) const {
     return of_mine == 1 && kPieces == 3 ? 1 : static_cast<int>(2 * rank) + of_mine;

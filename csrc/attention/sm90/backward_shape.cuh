@@ -49,8 +49,9 @@ struct BackwardShape {
   static constexpr int kKeyRows = kIsWide ? kKeyPartRows : kKeyBlockRows;
   static constexpr int kSlots = kIsWide ? 1 : 2;  // of items
   // See head_group. Above 128, additions to dQ take a larger share of the time, and fewer of them
-  // miss L2 if fewer heads are in work. At 256, on documents of 8K and 32K tokens, groups of 1024
-  // would make the kernel 3 to 4 % slower.
+  // miss L2 if fewer heads are in work. At 256, groups of 1024 would make the kernel 3 to 4 %
+  // slower on documents of 8K and 32K tokens, and groups of 256 would make it 4 to 6 % slower on
+  // lists of shorter documents.
   static constexpr int32_t kItemsOfGroup = kIsWide ? 128 : sm90::kItemsOfGroup;
   static constexpr int kBlocks = kIsWide ? 2 : 1;  // of a cluster
   static constexpr int kStages = kIsWide && kValueDim == 128 && !kDeterministic ? 3 : 2;
@@ -91,7 +92,6 @@ struct alignas(16) StagedTile {
 };
 
 constexpr int kStatStages = 2;
-constexpr uint32_t kQuantaStages = 3;  // see BackwardMemory::quanta
 
 // A statistic of a query row. To select it from RowStats, a product multiplies them by eight equal
 // rows, which are 1 at the statistic's pieces and 0 elsewhere: see TileSteps::multiply_stats.
@@ -115,7 +115,7 @@ enum BackwardBarrier : uint32_t {
   kProbabilityFull,
   kProbabilityEmpty,
   kNumBarriers,
-  // In pairs only.
+  // Wide shapes only.
   kPartnerFull = kNumBarriers,
   kTicketFull,
   kTicketRead,
@@ -126,16 +126,19 @@ constexpr uint32_t kFirstByWarps = kSlotStaged;  // from here to kNumBarriers, k
 // Offsets in shared memory. Ones and statistics come first: products read them with strides of 0,
 // which compute-sanitizer takes for reads of up to 4096 bytes in sequence. Those must end inside
 // the block's memory. If there is room, there are two slots of keys and values, so that the next
-// item's arrive while this one's are in use. There are two or three stages of queries and dO, or at
-// 256 one of dO, two stages of statistics, and two buffers of dS. Deterministic mode also has three
-// stages of quanta. Wide shapes also have a place for P, which one warpgroup passes to the other,
-// the ticket that the leader sends, columns of the partner's keys, and two buffers for its dS.
+// item's arrive while this one's are in use. There are two or three stages of queries and of dO (at
+// 256, one of dO), two stages of statistics, and two buffers of dS. Deterministic mode also has
+// stages of quanta. Wide shapes also have P, passed from one warpgroup to the other, the ticket
+// that the leader sends, columns of the partner's keys, and two buffers for the partner's dS.
 template <typename Shape>
 struct BackwardMemory {
   static constexpr uint32_t kOnes = 0;
   static constexpr uint32_t kStats = kOnes + 2 * kEightStatsBytes;
   static constexpr uint32_t kStatsBytes = quanta_offset(Shape::kRows);
   static constexpr uint32_t kQuanta = kStats + kStatStages * kStatsBytes;
+  // Inverse quanta of a tile are needed until its dQ is added, one tile later. They come with dO,
+  // and wide shapes may give the next tile's dO back before that.
+  static constexpr uint32_t kQuantaStages = Shape::kGradOutStages + (Shape::kIsWide ? 2 : 1);
   static constexpr uint32_t kQuantaBytes = Shape::kRows * kQuantumBytes;
   static constexpr uint32_t kTiles =
       kQuanta + (Shape::kDeterministic ? kQuantaStages * kQuantaBytes : 0);
@@ -156,7 +159,6 @@ struct BackwardMemory {
       kPartnerKey + (Shape::kIsWide ? Shape::PartnerKeys::kBytes : 0);
   static constexpr uint32_t kBytes =
       kPartnerScore + (Shape::kIsWide ? 2 * Shape::GradScores::kBytes : 0);
-  static_assert(!Shape::kDeterministic || kQuantaStages > Shape::kStages);
   static_assert(kStats % 16 == 0 && kTiles % alignof(StagedTile) == 0);
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
@@ -184,7 +186,6 @@ struct BackwardMemory {
   static __device__ uint32_t ones(RowStat stat) {
     return kOnes + static_cast<uint32_t>(stat) * kEightStatsBytes;
   }
-  // Inverse quanta are needed until dQ is added, one tile longer than queries and dO.
   static __device__ uint32_t quanta(uint32_t i) {
     return kQuanta + i % kQuantaStages * kQuantaBytes;
   }
@@ -236,15 +237,11 @@ template <typename Shape>
 __device__ __forceinline__ void init_barriers(uint32_t shared) {
   for (uint32_t i = 0; i < BackwardMemory<Shape>::kNumRings; ++i) {
     const auto which = static_cast<BackwardBarrier>(i);
-    const bool by_readers = Shape::kIsWide && which == kSlotEmpty;
-    const bool by_one_warpgroup =
-        Shape::kIsWide && (which == kGradScoreFull || which >= kProbabilityFull);
-    uint32_t num_arrivals = which == kQueryFull                    ? 2
-                            : which < kFirstByWarps && !by_readers ? 1
-                            : by_one_warpgroup                     ? 4
-                                                                   : 8;
+    uint32_t num_arrivals = which == kQueryFull ? 2 : which < kFirstByWarps ? 1 : 8;
     if constexpr (Shape::kIsWide) {
       if (which == kKeyFull || which == kItemAsked) num_arrivals = 2;
+      if (which == kSlotEmpty) num_arrivals = 8;
+      if (which == kGradScoreFull || which >= kProbabilityFull) num_arrivals = 4;
       if (which == kGradScoreEmpty) num_arrivals = 16;
       if (which >= kPartnerFull) num_arrivals = 1;
     }

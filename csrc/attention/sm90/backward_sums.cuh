@@ -9,11 +9,11 @@ namespace distca::attention::sm90 {
 template <typename Shape>
 struct KeyWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
-  using typename Steps::Keys, typename Steps::Memory, typename Steps::T;
+  using typename Steps::GradScores, typename Steps::Keys, typename Steps::Memory, typename Steps::T;
   using Queries = typename Shape::Queries;
   using Steps::arguments, Steps::begin_grads, Steps::begin_scores, Steps::exponentiate,
       Steps::finish_piece, Steps::grad_out_ring, Steps::kScores, Steps::lane, Steps::mask,
-      Steps::multiply_dq, Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared,
+      Steps::multiply_keys, Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared,
       Steps::slot_ring, Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums,
       Steps::warp, Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
@@ -25,10 +25,16 @@ struct KeyWarpgroup : TileSteps<Shape> {
   float dk[Shape::kHeadDim / 2];
   float dv[Shape::kHeadDim / 2];
 
+  // Begins the product for this warpgroup's piece of dQ^T of tile i, 64 by 64 of kHeadDim by kRows;
+  // asynchronous.
   __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t keys, uint32_t i) {
     pin(dq);
     products_begin();
-    multiply_dq(dq, keys, i, warpgroup);
+    const uint32_t key_panel = Steps::kPiecesAreKeys ? warpgroup : 0;
+    const uint32_t query_panel = Steps::kPiecesAreKeys ? 0 : warpgroup;
+    const uint32_t grad_scores = Memory::grad_score(i) + query_panel * GradScores::kPanelBytes;
+    multiply_keys(dq, operand_at(shared + keys + key_panel * Keys::kPanelBytes, 0),
+                  operand_at(shared + grad_scores, 0), false);
     products_commit();
   }
 

@@ -17,7 +17,8 @@ struct TileSteps : BackwardThread<Shape> {
   using Keys = typename Shape::Keys;
   using GradScores = typename Shape::GradScores;
   static constexpr int kScores = Shape::kRows / 2;  // registers of 64 keys by kRows queries
-  static constexpr bool kPiecesAreKeys = Keys::kPanels > 1;  // of dQ: see multiply_dq
+  // Whether pieces of dQ are columns of keys, rather than halves of the queries.
+  static constexpr bool kPiecesAreKeys = Keys::kPanels > 1;
 
   int warpgroup, warp, lane;
   float scale_log2;
@@ -120,18 +121,6 @@ struct TileSteps : BackwardThread<Shape> {
       product<T, true, true>(dq, descriptor(left, k * 16 * 128), descriptor(right, k * 16 * 128),
                              accumulate || k > 0);
     }
-  }
-
-  // dq = a piece of dQ^T of tile i, 64 by 64. The whole is kHeadDim by kRows. Joins the open group
-  // of products.
-  __device__ __forceinline__ void multiply_dq(float (&dq)[32], uint32_t keys, uint32_t i,
-                                              uint32_t piece) {
-    const uint32_t key_panel = kPiecesAreKeys ? piece : 0;
-    const uint32_t query_panel = kPiecesAreKeys ? 0 : piece;
-    const Operand left = operand_at(shared + keys + key_panel * Keys::kPanelBytes, 0);
-    const Operand right =
-        operand_at(shared + Memory::grad_score(i) + query_panel * GradScores::kPanelBytes, 0);
-    multiply_keys(dq, left, right, false);
   }
 
   __device__ __forceinline__ void mask(float (&scores)[kScores], const StagedTile& tile,

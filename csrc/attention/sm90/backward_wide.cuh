@@ -13,7 +13,6 @@ struct WideWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
   using typename Steps::Keys, typename Steps::Memory, typename Steps::T;
   using Queries = typename Shape::Queries;
-  using Values = typename Shape::Values;
   using GradOuts = typename Shape::GradOuts;
   using Steps::arguments, Steps::begin_grads, Steps::begin_scores, Steps::exponentiate,
       Steps::grad_out_ring, Steps::kScores, Steps::lane, Steps::mask, Steps::multiply_keys,
@@ -122,8 +121,8 @@ struct WideWarpgroup : TileSteps<Shape> {
     ring(kGradScoreFull).arrive_as_warp(i);
   }
 
-  // Gives back the buffers of dS of tile i, which this warp has read. So the partner may reuse the
-  // buffer that it sent from, and the one it sent to.
+  // Gives back the buffers of dS of tile i, which this warp has read. Both blocks may then reuse
+  // the buffers that they sent from and sent to.
   __device__ __forceinline__ void give_grad_scores_back(uint32_t i) const {
     ring(kGradScoreEmpty).arrive_as_warp(i);
     if (elect_thread()) barrier_arrive_there(Pair().partner(ring(kGradScoreEmpty).barrier(i)));
@@ -145,8 +144,9 @@ struct WideWarpgroup : TileSteps<Shape> {
 
   // Sums up dV or dK over the tiles of item n, of which `first` is the first. Adds this warpgroup's
   // piece of dQ one tile later, and the last two of its four parts two tiles later. The first
-  // product of the next tile overlaps additions. The first warpgroup computes dV before dQ, so that
-  // the next dO arrives early. Where dO has a single stage, the second makes additions until then.
+  // warpgroup computes dV before dQ, so that the next dO arrives early. The next tile's first
+  // product overlaps the first additions. But where dO has a single stage, the second warpgroup
+  // makes these before it waits for the next dO.
   template <bool kIsValues, int kSize>
   __device__ __forceinline__ void sum_up(float (&sums)[kSize], const BackwardItem& item, uint32_t n,
                                          uint32_t first) {
@@ -172,7 +172,7 @@ struct WideWarpgroup : TileSteps<Shape> {
       add_part<3>(dq, dq_sums, has_parts_left);
       const auto begin_next = [&] { begin_tile<kIsValues>(scores, n, i + 1, i + 1 < end); };
       const auto begin_additions = [&] {
-        if (i == first) return;  // dQ is of no use
+        if (i == first) return;  // there is no tile before the first
         give_grad_scores_back(i - 1);
         dq_sums = finish_mine<kIsValues>(dq, i - 1, index);
         add_part<0>(dq, dq_sums, true);
