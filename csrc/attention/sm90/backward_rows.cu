@@ -210,8 +210,9 @@ __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
   if (!arguments.bounds) return;
   const int32_t key_head = head / (arguments.heads_q / arguments.heads_kv);
   const float* bound = arguments.bounds + 2 * (tile.run * arguments.heads_kv + key_head);
-  reinterpret_cast<__nv_bfloat16*>(to + quanta_offset(kRows))[row] =
-      __float2bfloat16(inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]));
+  const float inverse = inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]);
+  to[quanta_offset(kRows) + row] =
+      isnan(inverse) ? 0 : static_cast<uint8_t>(__float_as_uint(inverse) >> 23);
 }
 
 template <typename T>
@@ -268,7 +269,8 @@ __global__ void finish_kernel(const FinishArguments<T> arguments) {
     if constexpr (kDeterministic) {
       const uint8_t* quanta =
           arguments.row_stats + int64_t{of_tile} * row_stats_bytes(kRows) + quanta_offset(kRows);
-      scale /= to_float(reinterpret_cast<const __nv_bfloat16*>(quanta)[first_row + threadIdx.x]);
+      const uint32_t exponent = quanta[first_row + threadIdx.x];
+      scale = exponent == 0 ? NAN : scale / __uint_as_float(exponent << 23);
     }
     scales[threadIdx.x] = scale;
   }

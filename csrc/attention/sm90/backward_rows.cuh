@@ -17,7 +17,7 @@ namespace distca::attention::sm90 {
 
 // Clears call.dq_sums and fills call.row_stats. For each (tile, head), it has a RowStats for each
 // row of the tile. In deterministic mode, the inverse of each row's quantum of dQ follows. It is a
-// power of two, so bfloat16 holds it exactly.
+// power of two, so the exponent bits of a float are enough. 0 stands for NaN.
 void prepare_rows(const BackwardCall& call, cudaStream_t stream);
 
 // The values that a product subtracts from a row's scores and dP: see TileSteps::multiply_stats.
@@ -29,7 +29,7 @@ struct alignas(16) RowStats {
   uint16_t minus_delta[kPieces];
   uint16_t zero[2];
 };
-constexpr int kQuantumBytes = 2;  // of a row
+constexpr int kQuantumBytes = 1;  // of a row's inverse quantum
 // Bytes of a tile and head before the first inverse quantum, and in all.
 constexpr int quanta_offset(int tile_rows) {
   return tile_rows * static_cast<int>(sizeof(RowStats));

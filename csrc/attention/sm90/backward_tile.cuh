@@ -190,13 +190,15 @@ struct TileSteps : BackwardThread<Shape> {
                                                int piece, int first_query) const {
     if constexpr (Shape::kDeterministic) {
       const int query = (kPiecesAreKeys ? 0 : kPieceRows * piece) + first_query + 2 * (lane % 4);
-      const auto* quanta = in_block<__nv_bfloat162>(Memory::quanta(i) + kQuantumBytes * query);
+      const auto* quanta = in_block<uint16_t>(Memory::quanta(i) + kQuantumBytes * query);
 #pragma unroll
       for (int j = 0; j < kSize / 4; ++j) {
-        const float2 inverse = __bfloat1622float2(quanta[4 * j]);
+        const uint32_t exponents = quanta[4 * j];  // of two queries
+        const float inverses[2] = {__uint_as_float((exponents & 255) << 23),
+                                   __uint_as_float((exponents >> 8) << 23)};
 #pragma unroll
         for (int e = 4 * j; e < 4 * j + 4; ++e) {
-          dq[e] = __int_as_float(__float2int_rn(dq[e] * (e % 2 == 0 ? inverse.x : inverse.y)));
+          dq[e] = __int_as_float(__float2int_rn(dq[e] * inverses[e % 2]));
         }
       }
     }
