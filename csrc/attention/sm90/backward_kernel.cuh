@@ -5,6 +5,7 @@
 #include "backward_feed.cuh"
 #include "backward_sums.cuh"
 #include "backward_wide.cuh"
+#include "backward_wide_feed.cuh"
 #include "launch.cuh"
 
 // Persistent blocks take tickets, each for an item: a block of keys and a kv head. The item's keys,
@@ -36,12 +37,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     give_registers<Shape::kFeedRegisters>();
-    BackwardFeed<Shape> feed{{arguments, shared}};
-    if (threadIdx.x == 0) feed.bring_keys();
-    if (threadIdx.x == 32) feed.bring_queries();
+    using Feed = std::conditional_t<Shape::kIsWide, WideFeed<Shape>, NarrowFeed<Shape>>;
+    Feed feed{{{arguments, shared}}};
     if constexpr (Shape::kIsWide) {
+      if (threadIdx.x == 0) feed.take_items();
+      if (threadIdx.x == 32) feed.bring_tiles();
       if (threadIdx.x == 64) feed.send_grad_scores();
+      if (threadIdx.x == 96) feed.bring_partner_keys();
     } else {
+      if (threadIdx.x == 0) feed.bring_keys();
+      if (threadIdx.x == 32) feed.bring_queries();
       if (threadIdx.x == 64) feed.take_grads();
     }
   } else {

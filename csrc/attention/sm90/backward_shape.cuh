@@ -47,14 +47,14 @@ struct BackwardShape {
   static constexpr int kRows = backward_tile_rows(kHeadDim);
   // Keys of an item. The two blocks of a pair take the halves of a key block as items.
   static constexpr int kKeyRows = kIsWide ? kKeyPartRows : kKeyBlockRows;
-  static constexpr int kSlots = kIsWide ? 1 : 2;  // of items
   // See head_group. Above 128, additions to dQ take a larger share of the time, and fewer of them
   // miss L2 if fewer heads are in work. At 256, groups of 1024 would make the kernel 3 to 4 %
   // slower on documents of 8K and 32K tokens, and groups of 256 would make it 4 to 6 % slower on
   // lists of shorter documents.
   static constexpr int32_t kItemsOfGroup = kIsWide ? 128 : sm90::kItemsOfGroup;
   static constexpr int kBlocks = kIsWide ? 2 : 1;  // of a cluster
-  static constexpr int kStages = kIsWide && kValueDim == 128 && !kDeterministic ? 3 : 2;
+  // Of queries, and of dO. Wide shapes have one buffer more of each: see TileBuffers.
+  static constexpr int kStages = kIsWide && kValueDim == 128 ? 3 : 2;
   static constexpr int kGradOutStages = kHeadDim == 256 ? 1 : kStages;  // there is no room for two
   static constexpr int kThreads = 3 * 128;
   // Registers of a thread. The kernel is launched with 168 for each thread of its three warpgroups.
@@ -67,12 +67,16 @@ struct BackwardShape {
   using Values = SharedTile<kKeyRows, kValueDim>;
   using GradScores = SharedTile<kKeyRows, kRows>;
   using PartnerKeys = SharedTile<kKeyRows, 128>;  // two pieces: see Pair
+  static_assert(!kIsWide ||
+                (Keys::kBytes == Queries::kBytes && Values::kBytes == GradOuts::kBytes));
 };
 
 // Keys of a key block, kKeyRows at most, and a kv head; num_rows is -1 after the last item.
 struct alignas(16) BackwardItem {
   int32_t k_row;
   int32_t num_rows;
+  int32_t partner_row;  // the first key of the partner's item, if blocks work in pairs
+  int32_t num_partner_rows;
   int32_t key_head;
   int32_t num_tiles;  // of all query heads together
   int32_t first_tile;
@@ -91,6 +95,7 @@ struct alignas(16) StagedTile {
   int32_t index;  // of its dQ among the sums
 };
 
+constexpr int kItemSlots = 2;
 constexpr int kStatStages = 2;
 
 // A statistic of a query row. To select it from RowStats, a product multiplies them by eight equal
@@ -98,35 +103,50 @@ constexpr int kStatStages = 2;
 enum class RowStat : uint32_t { kMinusLogSum, kMinusDelta };
 constexpr uint32_t kEightStatsBytes = 8 * sizeof(RowStats);
 
-// Each has Shape::kStages barriers, of which one is used for every slot, stage or buffer.
+// Rings of barriers. The first four have one barrier per stage. The others have two, one for each
+// slot or buffer. Where there is only one of these, the second barrier is not used.
 enum BackwardBarrier : uint32_t {
-  kItemFull,
-  kKeyFull,
-  kValueFull,
   kQueryFull,
   kGradOutFull,
-  kItemAsked,
-  kSlotEmpty,
-  kSlotStaged,
   kQueryEmpty,
   kGradOutEmpty,
+  kItemFull,
+  kItemAsked,
+  kItemEmpty,
   kGradScoreFull,
   kGradScoreEmpty,
-  kProbabilityFull,
+  kNumCommon,
+  // Up to head_dim 128.
+  kKeyFull = kNumCommon,
+  kValueFull,
+  kItemStaged,
+  kNumOfNarrow,
+  // Above.
+  kProbabilityFull = kNumCommon,
   kProbabilityEmpty,
-  kNumBarriers,
-  // Wide shapes only.
-  kPartnerFull = kNumBarriers,
+  kPartnerFull,  // dS
+  kPartnerKeyFull,
+  kPartnerKeyEmpty,
   kTicketFull,
   kTicketRead,
-  kNumOfPair
+  kNumOfWide
 };
-constexpr uint32_t kFirstByWarps = kSlotStaged;  // from here to kNumBarriers, key warps arrive
+constexpr uint32_t kNumStageRings = 4;
+static_assert(kItemFull == kNumStageRings);
+
+// Returns the index of the first barrier of ring `which`, or after the last ring, the number of
+// barriers.
+template <typename Shape>
+constexpr __host__ __device__ uint32_t first_barrier(uint32_t which) {
+  return which < kNumStageRings ? which * Shape::kStages
+                                : kNumStageRings * Shape::kStages + 2 * (which - kNumStageRings);
+}
 
 // Offsets in shared memory. Ones and statistics come first: products read them with strides of 0,
 // which compute-sanitizer takes for reads of up to 4096 bytes in sequence. Those must end inside
-// the block's memory. If there is room, there are two slots of keys and values, so that the next
-// item's arrive while this one's are in use. There are two or three stages of queries and of dO (at
+// the block's memory. Up to head_dim 128, there are two slots of keys and values, so that the next
+// item's arrive while this one's are in use. Above, keys and values share buffers with queries and
+// dO: see TileBuffers. There are two or three stages of queries and of dO (at
 // 256, one of dO), two stages of statistics, and two buffers of dS. Deterministic mode also has
 // stages of quanta. Wide shapes also have P, passed from one warpgroup to the other, the ticket
 // that the leader sends, columns of the partner's keys, and two buffers for the partner's dS.
@@ -143,15 +163,18 @@ struct BackwardMemory {
   static constexpr uint32_t kTiles =
       kQuanta + (Shape::kDeterministic ? kQuantaStages * kQuantaBytes : 0);
   static constexpr uint32_t kItems = kTiles + Shape::kStages * sizeof(StagedTile);
-  static constexpr uint32_t kBarriers = kItems + Shape::kSlots * sizeof(BackwardItem);
-  static constexpr uint32_t kNumRings = Shape::kIsWide ? kNumOfPair : kNumBarriers;
-  static constexpr uint32_t kTicket = kBarriers + kBarrierBytes * Shape::kStages * kNumRings;
+  static constexpr uint32_t kBarriers = kItems + kItemSlots * sizeof(BackwardItem);
+  static constexpr uint32_t kNumRings = Shape::kIsWide ? kNumOfWide : kNumOfNarrow;
+  static constexpr uint32_t kTicket = kBarriers + kBarrierBytes * first_barrier<Shape>(kNumRings);
   static constexpr uint32_t kEndOfSmall = kTicket + (Shape::kIsWide ? sizeof(int32_t) : 0);
   static constexpr uint32_t kSlot = round_up(kEndOfSmall, kPanelAlignment);
   static constexpr uint32_t kSlotBytes = Shape::Keys::kBytes + Shape::Values::kBytes;
-  static constexpr uint32_t kQuery = kSlot + Shape::kSlots * kSlotBytes;
-  static constexpr uint32_t kGradOut = kQuery + Shape::kStages * Shape::Queries::kBytes;
-  static constexpr uint32_t kGradScore = kGradOut + Shape::kGradOutStages * Shape::GradOuts::kBytes;
+  static constexpr uint32_t kQuery = kSlot + (Shape::kIsWide ? 0 : kItemSlots * kSlotBytes);
+  static constexpr uint32_t kExtraBuffers = Shape::kIsWide ? 1 : 0;
+  static constexpr uint32_t kGradOut =
+      kQuery + (Shape::kStages + kExtraBuffers) * Shape::Queries::kBytes;
+  static constexpr uint32_t kGradScore =
+      kGradOut + (Shape::kGradOutStages + kExtraBuffers) * Shape::GradOuts::kBytes;
   static constexpr uint32_t kProbability = kGradScore + 2 * Shape::GradScores::kBytes;
   static constexpr uint32_t kPartnerKey =
       kProbability + (Shape::kIsWide ? Shape::kKeyRows * Shape::kRows * sizeof(float) : 0);
@@ -163,17 +186,19 @@ struct BackwardMemory {
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
 
-  // Of item n, and of tile i, both counted over all items of the block.
+  // Of buffers.
+  static __device__ uint32_t query(uint32_t buffer) {
+    return kQuery + buffer * Shape::Queries::kBytes;
+  }
+  static __device__ uint32_t grad_out(uint32_t buffer) {
+    return kGradOut + buffer * Shape::GradOuts::kBytes;
+  }
+  // Of item n, and of tile i, both counted over all items of the block. Keys and values are for
+  // head_dim up to 128 only.
   static __device__ uint32_t key(uint32_t n) {
-    return kSlot + Ring<Shape::kSlots>::stage(n) * kSlotBytes;
+    return kSlot + Ring<kItemSlots>::stage(n) * kSlotBytes;
   }
   static __device__ uint32_t value(uint32_t n) { return key(n) + Shape::Keys::kBytes; }
-  static __device__ uint32_t query(uint32_t i) {
-    return kQuery + Ring<Shape::kStages>::stage(i) * Shape::Queries::kBytes;
-  }
-  static __device__ uint32_t grad_out(uint32_t i) {
-    return kGradOut + Ring<Shape::kGradOutStages>::stage(i) * Shape::GradOuts::kBytes;
-  }
   static __device__ uint32_t grad_score(uint32_t i) {
     return kGradScore + Ring<2>::stage(i) * Shape::GradScores::kBytes;
   }
@@ -191,11 +216,75 @@ struct BackwardMemory {
   }
 };
 
+// Buffers of a wide shape, one more than stages: of keys and queries, which are equally large, and
+// of values and dO. An item's keys arrive in the next stage in turn, and its tiles in the stages
+// after that. The keys stay in use while the tiles pass by, so they keep the buffer in which they
+// arrived, and their stage gets the buffer of the previous item's keys instead. It may be filled
+// again once all warps are done with those keys. The same holds for values and dO. With a single
+// stage of dO, values and dO swap their two buffers with every item.
+template <typename Shape>
+class TileBuffers {
+ public:
+  using Memory = BackwardMemory<Shape>;
+  using Use = StageUse<Shape::kStages>;
+
+  // Swaps the buffer of the stage at `use`, where the next keys go, with that of the keys.
+  __device__ __forceinline__ void take_keys(Use use) {
+    const uint32_t swapped = of_stage(use) ^ of_keys();
+    places_ ^= swapped << kBits * use.stage() ^ swapped << kKeysAt ^ 1 << kParityAt;
+  }
+
+  // Keeps the compiler from holding offsets in registers over the tiles of an item.
+  __device__ __forceinline__ void forget_offsets() { places_ = in_register(places_); }
+
+  // Returns how many items with tiles came before this one, modulo 2; 1 before the first.
+  __device__ __forceinline__ uint32_t parity() const { return places_ >> kParityAt; }
+
+  // Offsets in shared memory.
+  __device__ __forceinline__ uint32_t keys() const { return Memory::query(of_keys()); }
+  __device__ __forceinline__ uint32_t queries(Use use) const {
+    return Memory::query(of_stage(use));
+  }
+  __device__ __forceinline__ uint32_t values() const {
+    return Memory::grad_out(kIsSingle ? parity() : of_keys());
+  }
+  __device__ __forceinline__ uint32_t grad_outs(Use use) const {
+    return Memory::grad_out(kIsSingle ? 1 - parity() : of_stage(use));
+  }
+
+  // Returns the use of a stage of dO that comes with a use of a stage of queries.
+  static __device__ __forceinline__ auto grad_out_use(Use use) {
+    if constexpr (kIsSingle) {
+      return use.count;
+    } else {
+      return use;
+    }
+  }
+
+ private:
+  static constexpr bool kIsSingle = Shape::kGradOutStages == 1;
+  static constexpr int kBits = 4;  // of a buffer's index
+  static constexpr int kKeysAt = kBits * Shape::kStages;
+  static constexpr int kParityAt = kKeysAt + kBits;
+  static_assert(kIsSingle || Shape::kGradOutStages == Shape::kStages);
+
+  __device__ __forceinline__ uint32_t of_stage(Use use) const {
+    return places_ >> kBits * use.stage() & ((1 << kBits) - 1);
+  }
+  __device__ __forceinline__ uint32_t of_keys() const {
+    return places_ >> kKeysAt & ((1 << kBits) - 1);
+  }
+
+  // Each stage's buffer, that of the keys, and the parity, in one register.
+  uint32_t places_ = 1 << kParityAt | Shape::kStages << kKeysAt |
+                     (Shape::kStages > 2 ? 2 << 2 * kBits : 0) | 1 << kBits;
+};
+
 // Returns the ring of barriers `which`, in a block whose shared memory begins at `shared`.
 template <typename Shape, int kStages>
 __device__ __forceinline__ Ring<kStages> ring_of(uint32_t shared, BackwardBarrier which) {
-  static_assert(kStages <= Shape::kStages);
-  return ring_at<kStages>(shared + BackwardMemory<Shape>::kBarriers, which * Shape::kStages);
+  using Memory = BackwardMemory<Shape>;
+  return ring_at<kStages>(shared + Memory::kBarriers, first_barrier<Shape>(which));
 }
 
 // What every thread of the kernel has.
@@ -207,6 +296,9 @@ struct BackwardThread {
   __device__ __forceinline__ Ring<2> ring(BackwardBarrier which) const {
     return ring_of<Shape, 2>(shared, which);
   }
+  __device__ __forceinline__ Ring<1> single_ring(BackwardBarrier which) const {
+    return ring_of<Shape, 1>(shared, which);
+  }
   __device__ __forceinline__ Ring<Shape::kStages> stage_ring(BackwardBarrier which) const {
     return ring_of<Shape, Shape::kStages>(shared, which);
   }
@@ -214,39 +306,49 @@ struct BackwardThread {
       BackwardBarrier which) const {
     return ring_of<Shape, Shape::kGradOutStages>(shared, which);
   }
-  __device__ __forceinline__ Ring<Shape::kSlots> slot_ring(BackwardBarrier which) const {
-    return ring_of<Shape, Shape::kSlots>(shared, which);
-  }
 
+  __device__ __forceinline__ StagedTile& staged_tile(uint32_t stage) const {
+    return in_block<StagedTile>(BackwardMemory<Shape>::kTiles)[stage];
+  }
   __device__ __forceinline__ BackwardItem& item_slot(uint32_t n) const {
-    return in_block<BackwardItem>(BackwardMemory<Shape>::kItems)[Ring<Shape::kSlots>::stage(n)];
+    return in_block<BackwardItem>(BackwardMemory<Shape>::kItems)[Ring<kItemSlots>::stage(n)];
   }
 
   // Waits for the n-th item and returns it. Its num_rows is -1 after the last.
   __device__ __forceinline__ const BackwardItem& item(uint32_t n) const {
-    slot_ring(kItemFull).wait(n);
+    ring(kItemFull).wait(n);
     return item_slot(n);
   }
 };
 
-// kQueryFull counts two arrivals, for the queries of a stage and for their statistics. In a pair,
-// kKeyFull counts two, for the block's own keys and for the partner's; kItemAsked counts two
-// threads of the feed, which bring queries and send dS; and kGradScoreEmpty counts the key warps of
-// both blocks, which all read dS of both.
+// Returns how many threads or warps arrive at a barrier of `which`. kQueryFull counts queries and
+// their statistics. In a pair, kItemAsked counts the feed's threads that bring queries, send dS and
+// bring the partner's keys; and kGradScoreEmpty counts the key warps of both blocks, which all read
+// dS of both.
+template <typename Shape>
+__device__ __forceinline__ uint32_t num_arrivals(uint32_t which) {
+  if (which == kQueryFull) return 2;
+  if (which == kQueryEmpty || which == kGradOutEmpty) return 8;
+  if constexpr (Shape::kIsWide) {
+    if (which == kItemAsked) return 3;
+    if (which == kGradScoreEmpty) return 16;
+    if (which == kItemEmpty || which == kPartnerKeyEmpty) return 8;
+    if (which == kGradScoreFull || which == kProbabilityFull || which == kProbabilityEmpty) {
+      return 4;
+    }
+  } else {
+    if (which == kGradScoreFull || which == kGradScoreEmpty || which == kItemStaged) return 8;
+  }
+  return 1;
+}
+
 template <typename Shape>
 __device__ __forceinline__ void init_barriers(uint32_t shared) {
-  for (uint32_t i = 0; i < BackwardMemory<Shape>::kNumRings; ++i) {
-    const auto which = static_cast<BackwardBarrier>(i);
-    uint32_t num_arrivals = which == kQueryFull ? 2 : which < kFirstByWarps ? 1 : 8;
-    if constexpr (Shape::kIsWide) {
-      if (which == kKeyFull || which == kItemAsked) num_arrivals = 2;
-      if (which == kSlotEmpty) num_arrivals = 8;
-      if (which == kGradScoreFull || which >= kProbabilityFull) num_arrivals = 4;
-      if (which == kGradScoreEmpty) num_arrivals = 16;
-      if (which >= kPartnerFull) num_arrivals = 1;
-    }
-    for (uint32_t stage = 0; stage < Shape::kStages; ++stage) {
-      barrier_init(ring_of<Shape, Shape::kStages>(shared, which).barrier(stage), num_arrivals);
+  using Memory = BackwardMemory<Shape>;
+  for (uint32_t which = 0; which < Memory::kNumRings; ++which) {
+    const uint32_t end = first_barrier<Shape>(which + 1);
+    for (uint32_t i = first_barrier<Shape>(which); i < end; ++i) {
+      barrier_init(shared + Memory::kBarriers + kBarrierBytes * i, num_arrivals<Shape>(which));
     }
   }
   barrier_init_fence();

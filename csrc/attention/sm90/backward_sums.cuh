@@ -12,10 +12,9 @@ struct KeyWarpgroup : TileSteps<Shape> {
   using typename Steps::GradScores, typename Steps::Keys, typename Steps::Memory, typename Steps::T;
   using Queries = typename Shape::Queries;
   using Steps::arguments, Steps::begin_grads, Steps::begin_scores, Steps::exponentiate,
-      Steps::finish_piece, Steps::grad_out_ring, Steps::kScores, Steps::lane, Steps::mask,
-      Steps::multiply_keys, Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared,
-      Steps::slot_ring, Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums,
-      Steps::warp, Steps::warpgroup;
+      Steps::finish_piece, Steps::kScores, Steps::lane, Steps::mask, Steps::multiply_keys,
+      Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared, Steps::staged_tile,
+      Steps::store_grad_scores, Steps::subtract_log_sums, Steps::warpgroup;
   static constexpr uint32_t kKeysReadId = 1;  // of a hardware barrier
   // Elements of dQ, of 32, that a thread adds as soon as it has them. A warp waits while its
   // multiprocessor has too many additions under way, so the others follow as later products end. In
@@ -60,11 +59,12 @@ struct KeyWarpgroup : TileSteps<Shape> {
     for (uint32_t i = first; i < first + item.num_tiles; ++i) {
       float scores[kScores], grads[kScores];
       uint32_t probabilities[kScores / 2], packed_grads[kScores / 2];
-      stage_ring(kQueryFull).wait(i);
-      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
-      begin_scores(scores, n, i);
-      grad_out_ring(kGradOutFull).wait(i);
-      begin_grads(grads, n, i);
+      ring(kQueryFull).wait(i);
+      const StagedTile tile = staged_tile(i % 2);
+      const uint32_t queries = Memory::query(i % 2), grad_outs = Memory::grad_out(i % 2);
+      begin_scores(scores, Memory::key(n), queries, i);
+      ring(kGradOutFull).wait(i);
+      begin_grads(grads, Memory::value(n), grad_outs, i);
       products_wait<1>();
       pin(scores);
       if constexpr (Shape::kIsCapped) {
@@ -91,8 +91,8 @@ struct KeyWarpgroup : TileSteps<Shape> {
       // dQ of the tile before; at first there is none, and this product's result is not used.
       ring(kGradScoreFull).wait(i - 1);
       begin_dq(dq, Memory::key(n), i - 1);
-      Steps::template begin_sums<Queries>(dv, probabilities, Memory::grad_out(i));
-      Steps::template begin_sums<Queries>(dk, packed_grads, Memory::query(i));
+      Steps::template begin_sums<Queries>(dv, probabilities, grad_outs);
+      Steps::template begin_sums<Queries>(dk, packed_grads, queries);
       products_wait<2>();
       pin(dq);
       if (i > first) {
@@ -112,8 +112,8 @@ struct KeyWarpgroup : TileSteps<Shape> {
         if (i > first) Steps::template add_dq<24, 32>(dq, sums);
       }
       index = tile.index;
-      stage_ring(kQueryEmpty).arrive_as_warp(i);
-      grad_out_ring(kGradOutEmpty).arrive_as_warp(i);
+      ring(kQueryEmpty).arrive_as_warp(i);
+      ring(kGradOutEmpty).arrive_as_warp(i);
     }
     return index;
   }
@@ -137,15 +137,15 @@ struct KeyWarpgroup : TileSteps<Shape> {
       if (item.num_rows < 0) return;
 #pragma unroll
       for (int i = 0; i < Shape::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
-      slot_ring(kKeyFull).wait(n);
-      slot_ring(kValueFull).wait(n);
+      ring(kKeyFull).wait(n);
+      ring(kValueFull).wait(n);
       const int32_t last_index = sum_up(item, n, num_tiles);
       num_tiles += item.num_tiles;
       if (item.num_tiles > 0) add_last_dq(n, num_tiles - 1, last_index);
       stage_rows<T, Keys>(shared + Memory::value(n), 64 * warpgroup, dv, {1.f, 1.f});
       named_sync(kKeysReadId, 256);  // both warpgroups have read all keys for dQ
       stage_rows<T, Keys>(shared + Memory::key(n), 64 * warpgroup, dk, {scale, scale});
-      slot_ring(kSlotStaged).arrive_as_warp(n);
+      ring(kItemStaged).arrive_as_warp(n);
     }
   }
 };

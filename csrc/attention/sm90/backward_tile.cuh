@@ -56,24 +56,25 @@ struct TileSteps : BackwardThread<Shape> {
     }
   }
 
-  // scores = K Q^T - lse / softmax_scale of item n and tile i; asynchronous. If scores are capped,
-  // lse is subtracted later, by subtract_log_sums.
-  __device__ __forceinline__ void begin_scores(float (&scores)[kScores], uint32_t n, uint32_t i) {
+  // scores = K Q^T - lse / softmax_scale of tile i; asynchronous. If scores are capped, lse is
+  // subtracted later, by subtract_log_sums.
+  __device__ __forceinline__ void begin_scores(float (&scores)[kScores], uint32_t keys,
+                                               uint32_t queries, uint32_t i) {
     pin(scores);
     products_begin();
     if constexpr (!Shape::kIsCapped) multiply_stats<RowStat::kMinusLogSum>(scores, i);
-    multiply_queries<Keys, typename Shape::Queries>(scores, Memory::key(n), Memory::query(i),
-                                                    !Shape::kIsCapped);
+    multiply_queries<Keys, typename Shape::Queries>(scores, keys, queries, !Shape::kIsCapped);
     products_commit();
   }
 
-  // grads = dP - delta of item n and tile i, transposed; asynchronous.
-  __device__ __forceinline__ void begin_grads(float (&grads)[kScores], uint32_t n, uint32_t i) {
+  // grads = dP - delta of tile i, transposed; asynchronous.
+  __device__ __forceinline__ void begin_grads(float (&grads)[kScores], uint32_t values,
+                                              uint32_t grad_outs, uint32_t i) {
     pin(grads);
     products_begin();
     multiply_stats<RowStat::kMinusDelta>(grads, i);
-    multiply_queries<typename Shape::Values, typename Shape::GradOuts>(grads, Memory::value(n),
-                                                                       Memory::grad_out(i), true);
+    multiply_queries<typename Shape::Values, typename Shape::GradOuts>(grads, values, grad_outs,
+                                                                       true);
     products_commit();
   }
 

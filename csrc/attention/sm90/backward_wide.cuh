@@ -8,6 +8,9 @@ namespace distca::attention::sm90 {
 // the registers of one. The first computes P and sums up dV, and the second computes dS and sums up
 // dK. P goes from one to the other through shared memory, thread by thread, because both hold the
 // same elements of a product. Each computes a piece of dQ over the keys of a pair of blocks.
+//
+// With three stages, the next item's keys and first queries may arrive while this item's last tile
+// is in work, so the next item's first product begins before this item's last dQ.
 template <typename Shape>
 struct WideWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
@@ -16,9 +19,9 @@ struct WideWarpgroup : TileSteps<Shape> {
   using GradOuts = typename Shape::GradOuts;
   using Steps::arguments, Steps::begin_grads, Steps::begin_scores, Steps::exponentiate,
       Steps::grad_out_ring, Steps::kScores, Steps::lane, Steps::mask, Steps::multiply_keys,
-      Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared, Steps::slot_ring,
-      Steps::stage_ring, Steps::store_grad_scores, Steps::subtract_log_sums, Steps::warp,
-      Steps::warpgroup;
+      Steps::needs_mask, Steps::pack_all, Steps::ring, Steps::shared, Steps::single_ring,
+      Steps::stage_ring, Steps::staged_tile, Steps::store_grad_scores, Steps::subtract_log_sums,
+      Steps::warp, Steps::warpgroup;
   using typename Steps::Sum;
   // Whether the block computes dQ's middle piece for half of its queries: see backward_pair.cuh.
   static constexpr bool kHasMiddle = Keys::kPanels == 3;
@@ -28,9 +31,25 @@ struct WideWarpgroup : TileSteps<Shape> {
   template <bool kIsValues>
   static constexpr int kDq = (kIsValues && kHasMiddle) ? 16 : 32;
   static constexpr int kParts = 4;  // in which a piece is added: see add_part
+  static constexpr bool kBeginsNextItem = Shape::kStages > 2;
+  using Use = StageUse<Shape::kStages>;
 
-  __device__ __forceinline__ Ring<1> probability_ring(BackwardBarrier which) const {
-    return ring_of<Shape, 1>(shared, which);
+  TileBuffers<Shape> buffers;
+  // Of the current tile. Between items, of the next keys or, if has_scores, of the next tile.
+  Use use;
+  bool has_scores = false;  // whether the next item's first product is done
+
+  __device__ __forceinline__ void wait_for_queries(Use use) const {
+    stage_ring(kQueryFull).wait(use);
+  }
+  __device__ __forceinline__ void wait_for_grad_outs(Use use) const {
+    grad_out_ring(kGradOutFull).wait(buffers.grad_out_use(use));
+  }
+  __device__ __forceinline__ void give_queries_back(Use use) const {
+    stage_ring(kQueryEmpty).arrive_as_warp(use);
+  }
+  __device__ __forceinline__ void give_grad_outs_back(Use use) const {
+    grad_out_ring(kGradOutEmpty).arrive_as_warp(buffers.grad_out_use(use));
   }
 
   // Returns where this thread's probabilities are passed on, four at a time, 128 float4 apart.
@@ -39,19 +58,19 @@ struct WideWarpgroup : TileSteps<Shape> {
   }
 
   __device__ __forceinline__ void pass_on(const float (&scores)[kScores], uint32_t i) {
-    probability_ring(kProbabilityEmpty).wait_before(i);
+    single_ring(kProbabilityEmpty).wait_before(i);
 #pragma unroll
     for (int e = 0; e < kScores / 4; ++e) {
       passed()[128 * e] = {scores[4 * e], scores[4 * e + 1], scores[4 * e + 2], scores[4 * e + 3]};
     }
-    probability_ring(kProbabilityFull).arrive_as_warp(i);
+    single_ring(kProbabilityFull).arrive_as_warp(i);
   }
 
   // Multiplies by what the other warpgroup has passed on, and calls `midway` when half is done.
   template <typename Midway>
   __device__ __forceinline__ void multiply_by_passed(float (&grads)[kScores], uint32_t i,
                                                      Midway midway) {
-    probability_ring(kProbabilityFull).wait(i);
+    single_ring(kProbabilityFull).wait(i);
 #pragma unroll
     for (int e = 0; e < kScores / 4; ++e) {
       if (e == kScores / 8) midway();
@@ -61,23 +80,33 @@ struct WideWarpgroup : TileSteps<Shape> {
       grads[4 * e + 2] *= factors.z;
       grads[4 * e + 3] *= factors.w;
     }
-    probability_ring(kProbabilityEmpty).arrive_as_warp(i);
+    single_ring(kProbabilityEmpty).arrive_as_warp(i);
   }
 
-  // Begins the product of scores or dP - delta of tile i; asynchronous. Past the item's last tile,
-  // where `is_there` is false, the result is not used.
+  // Begins the product of scores or dP - delta of tile i, which is at `use`; asynchronous. If
+  // `is_there` is false, the item has no more tiles, and the result is not used.
   template <bool kIsValues>
-  __device__ __forceinline__ void begin_tile(float (&scores)[kScores], uint32_t n, uint32_t i,
+  __device__ __forceinline__ void begin_tile(float (&scores)[kScores], Use use, uint32_t i,
                                              bool is_there) {
     if (is_there) {
-      stage_ring(kQueryFull).wait(i);
-      if constexpr (!kIsValues) grad_out_ring(kGradOutFull).wait(i);
+      wait_for_queries(use);
+      if constexpr (!kIsValues) wait_for_grad_outs(use);
     }
     if constexpr (kIsValues) {
-      begin_scores(scores, n, i);
+      begin_scores(scores, buffers.keys(), buffers.queries(use), i);
     } else {
-      begin_grads(scores, n, i);
+      begin_grads(scores, buffers.values(), buffers.grad_outs(use), i);
     }
+  }
+
+  // Waits for the next item's keys and values, and takes them. The previous item's buffers go to
+  // their stages. This warp no longer reads the previous values, so it gives their buffer back. The
+  // caller gives back that of the previous keys, after the last dQ that needs them.
+  __device__ __forceinline__ void begin_item(Use use) {
+    buffers.take_keys(use);
+    wait_for_queries(use);
+    wait_for_grad_outs(use);
+    give_grad_outs_back(use);
   }
 
   // Turns scores of tile i into P, and passes it on to the other warpgroup.
@@ -85,8 +114,8 @@ struct WideWarpgroup : TileSteps<Shape> {
   __device__ __forceinline__ void finish_probabilities(float (&scores)[kScores],
                                                        uint32_t (&packed)[kScores / 2],
                                                        const StagedTile& tile,
-                                                       const BackwardItem& item, uint32_t i,
-                                                       Midway midway) {
+                                                       const BackwardItem& item, Use use,
+                                                       uint32_t i, Midway midway) {
     [[maybe_unused]] float factors[kScores];  // of dP - delta in dS
     if constexpr (Shape::kIsCapped) {
       cap_scores(scores, arguments.cap);
@@ -96,7 +125,7 @@ struct WideWarpgroup : TileSteps<Shape> {
     }
     if (needs_mask(tile, item.k_row)) mask(scores, tile, item.k_row);
     exponentiate(scores, midway);
-    stage_ring(kQueryEmpty).arrive_as_warp(i);
+    give_queries_back(use);
     if constexpr (Shape::kIsCapped) {
 #pragma unroll
       for (int e = 0; e < kScores; ++e) factors[e] *= scores[e];
@@ -105,15 +134,15 @@ struct WideWarpgroup : TileSteps<Shape> {
       pass_on(scores, i);
     }
     pack_all(scores, packed);
-    grad_out_ring(kGradOutFull).wait(i);
+    wait_for_grad_outs(use);
   }
 
   // Turns dP - delta of tile i into dS, and stores it for dQ.
   template <typename Midway>
   __device__ __forceinline__ void finish_grads(float (&grads)[kScores],
-                                               uint32_t (&packed)[kScores / 2], uint32_t i,
+                                               uint32_t (&packed)[kScores / 2], Use use, uint32_t i,
                                                Midway midway) {
-    grad_out_ring(kGradOutEmpty).arrive_as_warp(i);
+    give_grad_outs_back(use);
     multiply_by_passed(grads, i, midway);
     pack_all(grads, packed);
     ring(kGradScoreEmpty).wait_before(i);
@@ -136,41 +165,55 @@ struct WideWarpgroup : TileSteps<Shape> {
     Steps::template add_dq<kPart * kPartSize, (kPart + 1) * kPartSize>(dq, sums, is_there);
   }
 
-  // Gives back the place of item n and its keys and values, which this warp has read. So the next
-  // item's arrive while this one's last dQ, dK and dV are stored.
-  __device__ __forceinline__ void give_slot_back(uint32_t n) const {
-    slot_ring(kSlotEmpty).arrive_as_warp(n);
-  }
-
   // Sums up dV or dK over the tiles of item n, of which `first` is the first. Adds this warpgroup's
   // piece of dQ one tile later, and the last two of its four parts two tiles later. The first
   // warpgroup computes dV before dQ, so that the next dO arrives early. The next tile's first
   // product overlaps the first additions. But where dO has a single stage, the second warpgroup
-  // makes these before it waits for the next dO.
+  // makes these before it waits for the next dO. If has_scores, `scores` already holds the first
+  // tile's first product, here and on return.
   template <bool kIsValues, int kSize>
-  __device__ __forceinline__ void sum_up(float (&sums)[kSize], const BackwardItem& item, uint32_t n,
-                                         uint32_t first) {
-    if (item.num_tiles == 0) return give_slot_back(n);
+  __device__ __forceinline__ void sum_up(float (&sums)[kSize], float (&scores)[kScores],
+                                         const BackwardItem& item, uint32_t n, uint32_t first) {
     const uint32_t end = first + item.num_tiles;
     int32_t index = 0;
-    float scores[kScores], dq[kDq<kIsValues>];
+    float dq[kDq<kIsValues>];
     Sum* dq_sums = nullptr;
-    begin_tile<kIsValues>(scores, n, first, true);
-    products_wait<0>();
-    pin(scores);
+    if (!kBeginsNextItem || !has_scores) {
+      begin_item(use);
+      give_queries_back(use);  // the buffer of the previous item's keys
+      use = use.next();
+      begin_tile<kIsValues>(scores, use, first, true);
+      products_wait<0>();
+      pin(scores);
+    }
+    has_scores = false;
+    const uint32_t keys = buffers.keys(), parity = buffers.parity();
+    uint32_t queries = buffers.queries(use), grad_outs = buffers.grad_outs(use);
 #pragma unroll 1
     for (uint32_t i = first; i < end; ++i) {
       uint32_t packed[kScores / 2];
-      const StagedTile tile = in_block<StagedTile>(Memory::kTiles)[Ring<Shape::kStages>::stage(i)];
+      if constexpr (Shape::kHeadDim == 256) buffers.forget_offsets();  // registers are few
+      const StagedTile tile = staged_tile(use.stage());
       const bool has_parts_left = i > first + 1;
       const auto midway = [&] { add_part<2>(dq, dq_sums, has_parts_left); };
       if constexpr (kIsValues) {
-        finish_probabilities(scores, packed, tile, item, i, midway);
+        finish_probabilities(scores, packed, tile, item, use, i, midway);
       } else {
-        finish_grads(scores, packed, i, midway);
+        finish_grads(scores, packed, use, i, midway);
       }
       add_part<3>(dq, dq_sums, has_parts_left);
-      const auto begin_next = [&] { begin_tile<kIsValues>(scores, n, i + 1, i + 1 < end); };
+      Use next_use = use.next();
+      const auto begin_next = [&] {
+        bool is_there = i + 1 < end;
+        if constexpr (kBeginsNextItem) {
+          if (!is_there && Steps::item(n + 1).num_tiles > 0) {
+            begin_item(next_use);
+            next_use = next_use.next();
+            is_there = has_scores = true;
+          }
+        }
+        begin_tile<kIsValues>(scores, next_use, i + 1, is_there);
+      };
       const auto begin_additions = [&] {
         if (i == first) return;  // there is no tile before the first
         give_grad_scores_back(i - 1);
@@ -178,18 +221,20 @@ struct WideWarpgroup : TileSteps<Shape> {
         add_part<0>(dq, dq_sums, true);
       };
       if constexpr (kIsValues) {
-        Steps::template begin_sums<GradOuts>(sums, packed, Memory::grad_out(i));
-        begin_dq<kIsValues>(dq, n, i - 1);
+        Steps::template begin_sums<GradOuts>(sums, packed, grad_outs);
+        if (i == first + 1) single_ring(kPartnerKeyFull).wait(parity);
+        begin_dq<kIsValues>(dq, keys, i - 1);
         begin_next();
         products_wait<2>();
         pin(sums);
-        grad_out_ring(kGradOutEmpty).arrive_as_warp(i);
+        give_grad_outs_back(use);
         products_wait<1>();
         pin(dq);
         begin_additions();
       } else {
-        begin_dq<kIsValues>(dq, n, i - 1);
-        Steps::template begin_sums<Queries>(sums, packed, Memory::query(i));
+        if (i == first + 1) single_ring(kPartnerKeyFull).wait(parity);
+        begin_dq<kIsValues>(dq, keys, i - 1);
+        Steps::template begin_sums<Queries>(sums, packed, queries);
         products_wait<1>();
         pin(dq);
         if constexpr (Shape::kGradOutStages > 1) begin_next();
@@ -197,16 +242,29 @@ struct WideWarpgroup : TileSteps<Shape> {
         if constexpr (Shape::kGradOutStages == 1) begin_next();
         products_wait<1>();
         pin(sums);
-        stage_ring(kQueryEmpty).arrive_as_warp(i);
+        give_queries_back(use);
       }
       products_wait<0>();
       pin(scores);
       add_part<1>(dq, dq_sums, i > first);
       index = tile.index;
+      use = next_use;
+      queries = buffers.queries(use);
+      grad_outs = buffers.grad_outs(use);
     }
     add_part<2>(dq, dq_sums, item.num_tiles > 1);
     add_part<3>(dq, dq_sums, item.num_tiles > 1);
-    add_last_dq<kIsValues>(n, end - 1, index);
+    single_ring(kPartnerKeyFull).wait(parity);
+    begin_dq<kIsValues>(dq, keys, end - 1);
+    products_wait<0>();
+    pin(dq);
+    give_grad_scores_back(end - 1);
+    single_ring(kPartnerKeyEmpty).arrive_as_warp(parity);
+    if constexpr (kBeginsNextItem) {
+      if (has_scores) give_queries_back(use.previous());  // the buffer of this item's keys
+    }
+    dq_sums = finish_mine<kIsValues>(dq, end - 1, index);
+    Steps::template add_dq<0, kDq<kIsValues>>(dq, dq_sums);
   }
 
   // Returns the index in dQ of this warpgroup's piece.
@@ -222,11 +280,11 @@ struct WideWarpgroup : TileSteps<Shape> {
   }
 
   // Begins the products for this warpgroup's piece of dQ of tile i, once dS of both blocks is
-  // there; asynchronous.
+  // there; asynchronous. For the tile before the item's first, the result is not used.
   template <bool kIsValues>
-  __device__ __forceinline__ void begin_dq(float (&dq)[kDq<kIsValues>], uint32_t n, uint32_t i) {
+  __device__ __forceinline__ void begin_dq(float (&dq)[kDq<kIsValues>], uint32_t keys, uint32_t i) {
     const uint32_t queries = shared + first_query<kIsValues>() * sizeof(T);
-    const uint32_t own = shared + Memory::key(n) + piece<kIsValues>() * Keys::kPanelBytes;
+    const uint32_t own = shared + keys + piece<kIsValues>() * Keys::kPanelBytes;
     const uint32_t partner =
         shared + Memory::kPartnerKey + kOfMine<kIsValues> * Shape::PartnerKeys::kPanelBytes;
     ring(kGradScoreFull).wait(i);
@@ -247,29 +305,17 @@ struct WideWarpgroup : TileSteps<Shape> {
   }
 
   template <bool kIsValues>
-  __device__ __forceinline__ void add_last_dq(uint32_t n, uint32_t i, int32_t index) {
-    float dq[kDq<kIsValues>];
-    begin_dq<kIsValues>(dq, n, i);
-    products_wait<0>();
-    pin(dq);
-    give_grad_scores_back(i);
-    give_slot_back(n);
-    Sum* const dq_sums = finish_mine<kIsValues>(dq, i, index);
-    Steps::template add_dq<0, kDq<kIsValues>>(dq, dq_sums);
-  }
-
-  template <bool kIsValues>
   __device__ __forceinline__ void run_as() {
     const float scale = kIsValues ? 1.f : arguments.softmax_scale;
+    float scores[kScores];
     uint32_t num_tiles = 0;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
       const BackwardItem item = Steps::item(n);
       if (item.num_rows < 0) return;
+      ring(kItemEmpty).arrive_as_warp(n);
       float sums[(kIsValues ? Shape::kValueDim : Shape::kHeadDim) / 2] = {};
-      slot_ring(kKeyFull).wait(n);
-      slot_ring(kValueFull).wait(n);
-      sum_up<kIsValues>(sums, item, n, num_tiles);
+      if (item.num_tiles > 0) sum_up<kIsValues>(sums, scores, item, n, num_tiles);
       num_tiles += item.num_tiles;
       store_rows<T>(kIsValues ? arguments.dv : arguments.dk, rows_of(item), sums, {scale, scale});
     }

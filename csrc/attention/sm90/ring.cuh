@@ -76,6 +76,10 @@ struct StageUse<3> {
     const bool is_last = index == 2;
     return {is_last ? 0 : index + 1, parity ^ is_last};
   }
+  __device__ __forceinline__ StageUse previous() const {
+    const bool is_first = index == 0;
+    return {is_first ? 2 : index - 1, parity ^ is_first};
+  }
 };
 
 // Returns the ring whose first barrier has index `which` in `barriers`.
