@@ -30,7 +30,19 @@ TWO_SIDED = [(64, 32), (0, 130), (-1, 5), (130, -1)]
 LENGTHS = [3, 63, 64, 65, 1, 127, 128, 129, 191, 192, 193, 255, 256, 257, 5, 1000]
 SHARDS = [300, 1, 128, 64, 100]
 GQA = Heads(8, 2, 128)
+WIDTHS = [
+    GQA._replace(head_dim=head_dim, head_dim_v=head_dim_v)
+    for head_dim, head_dim_v in ((64, None), (128, None), (192, None), (192, 128), (256, None))
+]
+ODD_WIDTH = GQA._replace(head_dim=96)
 ODD_GROUPS = [Heads(2, 2, 64), Heads(6, 2, 64)]  # short tiles are packed, not heads
+
+
+def widths(value: object) -> str | None:
+    """Return a test id for heads by their widths only."""
+    if not isinstance(value, Heads):
+        return None
+    return ":".join(str(dim) for dim in (value.head_dim, value.head_dim_v) if dim is not None)
 
 
 def has_hopper_kernels(head_dim: int) -> bool:
@@ -51,20 +63,21 @@ def check_all_modes(tasks: TaskList, inputs: Inputs, scale: float, truth=None) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
 @pytest.mark.parametrize("mask", MASKS)
-def test_lengths(mask, head_dim, dtype):
-    heads = GQA._replace(head_dim=head_dim)
+def test_lengths(mask, heads, dtype):
     tasks = make([whole(length) for length in (*LENGTHS, 4097, 2)], MASKS[mask])
     check_all_modes(tasks, random_inputs(tasks, heads, dtype), heads.scale)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads_kv", [4, 8])
+@pytest.mark.parametrize("heads", [*WIDTHS, ODD_WIDTH], ids=widths)
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
-def test_many_more_key_blocks_than_multiprocessors(mask, head_dim):
+def test_many_more_key_blocks_than_multiprocessors(mask, heads, heads_kv):
     """Each persistent block takes many items, of many and of few tiles, and reuses its memory."""
-    heads = Heads(8, 4, head_dim)
-    documents = [cut(length, SHARDS) for length in LENGTHS] * 10
+    heads = heads._replace(heads_kv=heads_kv)
+    unseen = Document(999, ((70, 71), (500, 700)))  # blocks of keys that no query sees
+    documents = [*(cut(length, SHARDS) for length in LENGTHS), unseen] * 10
     tasks = make(documents, MASKS[mask], "visiting")
     check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), heads.scale)
 
@@ -111,9 +124,8 @@ def test_widths_that_are_refused():
 @pytest.mark.parametrize("sign", SIGNS, ids=str)
 @pytest.mark.parametrize("window_size", TWO_SIDED)
 @pytest.mark.parametrize("name", ["home", "visiting"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_two_sided_windows(head_dim, name, window_size, sign):
-    heads = GQA._replace(head_dim=head_dim)
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
+def test_two_sided_windows(heads, name, window_size, sign):
     documents = [*map(whole, LENGTHS), cut(1700, SHARDS), Document(999, ((70, 71), (500, 700)))]
     tasks = make(documents, window_size, name)
     check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), sign * heads.scale)
@@ -121,7 +133,7 @@ def test_two_sided_windows(head_dim, name, window_size, sign):
 
 @pytest.mark.parametrize(
     "heads",
-    [*(GQA._replace(head_dim=width) for width in (64, 128, 96, 192, 256)), *ODD_GROUPS],
+    [*WIDTHS, ODD_WIDTH, *ODD_GROUPS],
     ids=str,
 )
 @pytest.mark.parametrize("mask", MASKS)
@@ -187,10 +199,9 @@ def test_softmax_scales():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_extreme_logits(head_dim, dtype):
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
+def test_extreme_logits(heads, dtype):
     """With scores up to thousands, softmax is nearly an argmax."""
-    heads = GQA._replace(head_dim=head_dim)
     for name in ("home", "visiting"):
         tasks = make([*map(whole, LENGTHS), cut(1000, SHARDS)], name=name)
         inputs = random_inputs(tasks, heads, dtype)
@@ -200,16 +211,15 @@ def test_extreme_logits(head_dim, dtype):
 
 
 @pytest.mark.parametrize("deterministic", MODES)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_scores_that_lse_cannot_tell_apart(head_dim, deterministic):
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
+def test_scores_that_lse_cannot_tell_apart(heads, deterministic):
     """Recomputed probabilities are at most 1.
 
     Scores go up to 1e8, where rounding changes a probability by e^8. So no gradient of a value may
     exceed the sum of grad_out over all queries.
     """
-    if not has_hopper_kernels(head_dim):
+    if not has_hopper_kernels(heads.head_dim):
         pytest.skip("PyTorch's kernels round differently")
-    heads = GQA._replace(head_dim=head_dim)
     tasks = make([*map(whole, LENGTHS), cut(1000, SHARDS)])
     inputs = random_inputs(tasks, heads, torch.bfloat16)
     inputs = inputs._replace(q=3e3 * inputs.q, k=3e3 * inputs.k)
@@ -219,9 +229,8 @@ def test_scores_that_lse_cannot_tell_apart(head_dim, deterministic):
     assert results.dv.abs().max().item() <= limit
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_rows_of_large_values(head_dim):
-    heads = GQA._replace(head_dim=head_dim)
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
+def test_rows_of_large_values(heads):
     tasks = make([whole(129), cut(1000, SHARDS), whole(1000)], name="visiting")
     inputs = random_inputs(tasks, heads, torch.bfloat16)
     inputs.v[700] *= 100
@@ -229,19 +238,35 @@ def test_rows_of_large_values(head_dim):
     check_all_modes(tasks, inputs, heads.scale)
 
 
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
+def test_a_row_without_a_bound_changes_no_other(heads):
+    """The squares of its grad_out overflow, so deterministic mode has no quantum for its dq."""
+    if not has_hopper_kernels(heads.head_dim):
+        pytest.skip("PyTorch's kernels add up dq in floats")
+    tasks = make([whole(1000)])
+    inputs = random_inputs(tasks, heads, torch.bfloat16)
+    expected = attend(tasks, inputs, heads.scale, deterministic=True).dq
+    inputs.grad_out[700] *= 1e20
+    dq = attend(tasks, inputs, heads.scale, deterministic=True).dq
+    others = torch.arange(1000, device=DEVICE) != 700
+    assert dq[700].isnan().all()
+    assert torch.equal(dq[others], expected[others])
+
+
 def views(inputs: Inputs) -> dict[str, Inputs]:
     """Return the same values as slices of one fused projection, and with heads first."""
     q, k, v, grad_out = inputs
-    counts = [q.shape[1], k.shape[1], v.shape[1]]
-    fused = Inputs(*torch.cat([q, k, v], dim=1).split(counts, dim=1), grad_out)
+    rows = torch.cat([tensor.flatten(1) for tensor in (q, k, v)], dim=1)
+    parts = rows.split([tensor[0].numel() for tensor in (q, k, v)], dim=1)
+    split = [part.unflatten(1, of.shape[1:]) for part, of in zip(parts, (q, k, v), strict=True)]
+    fused = Inputs(*split, grad_out)
     heads_first = Inputs(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs))
     assert not any(tensor.is_contiguous() for tensor in (*fused[:3], *heads_first))
     return {"fused": fused, "heads first": heads_first}
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 96, 192, 256])
-def test_strided_views(head_dim):
-    heads = GQA._replace(head_dim=head_dim)
+@pytest.mark.parametrize("heads", [*WIDTHS, ODD_WIDTH], ids=widths)
+def test_strided_views(heads):
     tasks = make([whole(3), cut(700, SHARDS), whole(65)])
     inputs = random_inputs(tasks, heads, torch.bfloat16)
     packed = attend(tasks, inputs, heads.scale, deterministic=True)
@@ -265,11 +290,10 @@ def same_bits(results: Results, expected: Results) -> list[bool]:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("head_dim", [64, 128, 96, 192, 256])
+@pytest.mark.parametrize("heads", [*WIDTHS, ODD_WIDTH], ids=widths)
 @pytest.mark.parametrize("name", ["home", "visiting"])
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
-def test_values_of_neighbours_have_no_influence(mask, name, head_dim, value):
-    heads = GQA._replace(head_dim=head_dim)
+def test_values_of_neighbours_have_no_influence(mask, name, heads, value):
     documents = [whole(n) if n % 2 else cut(n, SHARDS) for n in (70, 129, 300, 77, 800, 63, 64)]
     tasks = make([*documents, Document(40, ()), whole(130)], MASKS[mask], name)
     clean = random_inputs(tasks, heads, torch.bfloat16)
@@ -308,10 +332,9 @@ def untouched_rows(tasks: TaskList) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[0], rows[1]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
 @pytest.mark.parametrize("sizes", [[10**6], SHARDS, SHARDS[::-1], [128]], ids=str)
-def test_200_repeats_give_the_same_bits(sizes, head_dim):
-    heads = GQA._replace(head_dim=head_dim)
+def test_200_repeats_give_the_same_bits(sizes, heads):
     tasks = make([cut(length, sizes) for length in (3, 1000, 700, 129)], name="visiting")
     inputs = random_inputs(tasks, heads, torch.bfloat16)
     share = (tasks.layout, tasks.rows, heads.scale, tasks.name)
@@ -358,16 +381,15 @@ def test_forward_gives_the_same_bits_in_both_modes():
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="only Hopper kernels start at any key")
 @pytest.mark.parametrize("window_size", [(-1, 0), (-1, -1), (66_000, 0), (66_001, 700)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_items_of_many_keys_start_where_others_are(head_dim, window_size):
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
+def test_items_of_many_keys_start_where_others_are(heads, window_size):
     """Later items wrap around their keys, except in deterministic mode.
 
     Two documents have more items than there are multiprocessors. A missing block of keys would be
     4 % of a row's result.
     """
-    if not has_hopper_kernels(head_dim):
+    if not has_hopper_kernels(heads.head_dim):
         pytest.skip("only Hopper kernels start at any key")
-    heads = GQA._replace(head_dim=head_dim)
     long = [Document(n, ((n - rows, n),)) for n, rows in ((75_001, 7_000), (80_000, 3_100))]
     tasks = make([whole(3), long[0], whole(500), long[1]], window_size, "visiting")
     q, k, v, _ = random_inputs(tasks, heads, torch.bfloat16)
@@ -382,12 +404,11 @@ def test_items_of_many_keys_start_where_others_are(head_dim, window_size):
     assert ((out - exact_out).norm(dim=-1) / exact_out.norm(dim=-1)).max() < 0.01
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
-def test_order_of_documents_changes_no_bits(mask, head_dim):
-    if not has_hopper_kernels(head_dim):
+def test_order_of_documents_changes_no_bits(mask, heads):
+    if not has_hopper_kernels(heads.head_dim):
         pytest.skip("ATen's order of summation depends on the other documents of a call")
-    heads = GQA._replace(head_dim=head_dim)
     documents = [cut(length, SHARDS) for length in (1000, 3, 700, 129, 64)]
     order = [3, 0, 4, 2, 1]
     tasks = make(documents, MASKS[mask], "visiting")
@@ -416,9 +437,8 @@ def test_other_tasks_of_a_document_change_no_bits(mask, heads):
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="streams are CUDA's")
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_two_streams_at_once(head_dim):
-    heads = GQA._replace(head_dim=head_dim)
+@pytest.mark.parametrize("heads", WIDTHS, ids=widths)
+def test_two_streams_at_once(heads):
     lists = [make([cut(1500, SHARDS), whole(65)], name="visiting"), make([whole(900), whole(701)])]
     inputs = [random_inputs(tasks, heads, torch.bfloat16, seed) for seed, tasks in enumerate(lists)]
     expected = [
