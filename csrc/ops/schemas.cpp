@@ -150,7 +150,7 @@ TORCH_LIBRARY(distca, m) {
   // Returns the names that open_session accepts as `transport`.
   m.def("transports() -> str[]", [] { return distca::transport::transports(); });
   // Whether this build can write to other ranks' memory.
-  m.def("has_peer_transport() -> bool", [] { return distca::ops::kHasPeerTransport; });
+  m.def("has_peer_transport() -> bool", [] { return distca::transport::has_peer_transport(); });
   // Bytes of this rank that others of the group write to; 0 where they do not.
   m.def("peer_memory_bytes(str group_name) -> int", [](const std::string& group_name) {
     return distca::ops::find_session(group_name)->peer_memory_bytes();

@@ -16,9 +16,6 @@
 #include "transport/hybrid/hybrid.h"
 #include "transport/registry.h"
 #include "version.h"
-#ifdef DISTCA_WITH_SM90
-#include "transport/peer/peer.h"
-#endif
 
 namespace distca::ops {
 namespace {
@@ -95,21 +92,18 @@ Session::Session(const GroupNames& names, const std::string& configuration, doub
   transport_ = transport::open_transport(transport, {data, layers, failures_, timeout_s});
   const std::string& node_name = names.node.empty() ? names.data : names.node;
   const auto node = c10d::resolve_process_group(node_name);
-#ifdef DISTCA_WITH_SM90
   if (peer.device) {
     const c10::Device own(c10::kCUDA, static_cast<c10::DeviceIndex>(*peer.device));
     const c10::DeviceGuard guard(own);
-    peer_transport_ = std::make_shared<transport::peer::PeerTransport>(
-        transport::peer::Members{node_name, node->getRank(), node->getSize(), own,
-                                 rank_ - node->getRank()},
-        [this](int64_t says, const transport::Where& where) { return meet(says, where); },
-        peer.num_bytes, failures_, timeout_s);
+    peer_transport_ = transport::open_peer(
+        {{node_name, node->getRank(), node->getSize(), own, rank_ - node->getRank()},
+         [this](int64_t says, const transport::Where& where) { return meet(says, where); },
+         peer.num_bytes,
+         failures_,
+         timeout_s});
   }
-  std::shared_ptr<transport::Transport> inside = peer_transport_;
-#else
-  std::shared_ptr<transport::Transport> inside;
-#endif
   if (names.node.empty()) return;
+  std::shared_ptr<transport::Transport> inside = peer_transport_;
   if (!inside) inside = transport::open_process_group({node, layers, failures_, timeout_s});
   hybrid_ = std::make_shared<transport::HybridTransport>(inside, transport_);
 }
@@ -123,9 +117,7 @@ std::vector<int64_t> Session::meet(int64_t says, const transport::Where& where) 
 
 transport::Transport& Session::transport(bool in_place) {
   if (hybrid_ && (in_place || !peer_transport_)) return *hybrid_;
-#ifdef DISTCA_WITH_SM90
   if (peer_transport_ && in_place) return *peer_transport_;
-#endif
   return *transport_;
 }
 
@@ -166,17 +158,13 @@ Servers& Session::notices() {
 }
 
 int64_t Session::peer_memory_bytes() const {
-#ifdef DISTCA_WITH_SM90
-  if (peer_transport_) return peer_transport_->buffer_bytes();
-#endif
-  return 0;
+  const at::Tensor memory = peer_transport_ ? peer_transport_->shared_memory() : at::Tensor();
+  return memory.defined() ? memory.numel() : 0;
 }
 
 at::Tensor Session::peer_memory() const {
   at::Tensor buffers;
-#ifdef DISTCA_WITH_SM90
-  if (peer_transport_) buffers = peer_transport_->buffers();
-#endif
+  if (peer_transport_) buffers = peer_transport_->shared_memory();
   TORCH_CHECK_VALUE(
       buffers.defined(),
       "distca: no rows have travelled through peer memory in this group; set "

@@ -20,17 +20,7 @@
 #include "transport/process_group/control.h"
 #include "transport/transport.h"
 
-namespace distca::transport::peer {
-class PeerTransport;
-}
-
 namespace distca::ops {
-
-#ifdef DISTCA_WITH_SM90
-constexpr bool kHasPeerTransport = true;
-#else
-constexpr bool kHasPeerTransport = false;
-#endif
 
 enum class Pass { kForward, kRecomputed, kBackward };
 const char* name_of(Pass pass);
@@ -189,7 +179,7 @@ class Session {
   std::unique_ptr<transport::ControlPlane> planning_;
   std::unique_ptr<Servers> servers_;
   std::shared_ptr<transport::Transport> transport_;
-  std::shared_ptr<transport::peer::PeerTransport> peer_transport_;
+  std::shared_ptr<transport::Transport> peer_transport_;
   std::shared_ptr<transport::Transport> hybrid_;  // transport_, and another inside nodes
   int64_t ranks_per_node_;
   int64_t rank_;

@@ -5,6 +5,10 @@
 
 #include <map>
 
+#ifdef DISTCA_WITH_SM90
+#include "peer/peer.h"
+#endif
+
 namespace distca::transport {
 namespace {
 
@@ -35,6 +39,22 @@ std::unique_ptr<Transport> open_transport(const std::string& name, const Opening
   TORCH_CHECK_VALUE(by_name.contains(name), "transport is '", name, "'; expected one of ",
                     transports());
   return by_name.at(name)(opening);
+}
+
+bool has_peer_transport() {
+#ifdef DISTCA_WITH_SM90
+  return true;
+#else
+  return false;
+#endif
+}
+
+std::unique_ptr<Transport> open_peer([[maybe_unused]] PeerOpening opening) {
+#ifdef DISTCA_WITH_SM90
+  return std::make_unique<peer::PeerTransport>(std::move(opening));
+#else
+  TORCH_CHECK(false, "distca was built without its peer transport");
+#endif
 }
 
 }  // namespace distca::transport

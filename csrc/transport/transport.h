@@ -150,6 +150,9 @@ class Transport {
 
   // Returns the timed exchanges that have ended since the last call. For any thread.
   virtual std::vector<ExchangeTime> take_times() { return {}; }
+
+  // Returns the memory that other ranks access, uint8 [bytes]; undefined if there is none.
+  virtual at::Tensor shared_memory() const { return {}; }
 };
 
 }  // namespace distca::transport

@@ -68,17 +68,16 @@ bool are_few_bytes(const std::vector<Parcel>& parcels) {
 
 }  // namespace
 
-PeerTransport::PeerTransport(Members members, Meeting meet, int64_t reserved_bytes,
-                             std::shared_ptr<FailureBoard> failures, double timeout_s)
-    : members_(std::move(members)),
-      meet_(std::move(meet)),
-      reserved_bytes_(reserved_bytes),
+PeerTransport::PeerTransport(PeerOpening opening)
+    : members_(std::move(opening.members)),
+      meet_(std::move(opening.meet)),
+      reserved_bytes_(opening.reserved_bytes),
       words_(share(kNumWords * sizeof(uint32_t), {"opening of peer memory", "", -1, -1})),
       copies_(c10::cuda::getStreamFromPool(true, members_.device.index())),
-      failures_(failures),
+      failures_(std::move(opening.failures)),
       watchdog_(
-          host_words_, [this] { host_words_.write(HostWord::kReleased, 1); }, std::move(failures),
-          timeout_s) {
+          host_words_, [this] { host_words_.write(HostWord::kReleased, 1); }, failures_,
+          opening.timeout_s) {
   board_.host = host_words_.on_device();
   board_.rank = static_cast<int>(members_.rank);
   board_.num_ranks = static_cast<int>(members_.num_ranks);
@@ -128,7 +127,8 @@ SharedMemory PeerTransport::share(int64_t num_bytes, const Where& where) const {
         {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
         c10::str("distca: ", describe(where), ": out of memory on rank(s)", without, ", where ",
                  num_bytes, " bytes for other ranks' rows were wanted. Every rank keeps the ",
-                 buffer_bytes(), " bytes it has, and the group goes on: free memory, or lower ",
+                 kNumBuffers * buffer_bytes_,
+                 " bytes it has, and the group goes on: free memory, or lower ",
                  "memory_cap_gb (and raise rounds where no plan keeps to it), or peer_memory_gb.",
                  tensor.defined() ? "" : here));
   }

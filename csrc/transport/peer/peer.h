@@ -4,30 +4,16 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
+#include "../registry.h"
 #include "../transport.h"
 #include "../watchdog.h"
 #include "kernels.h"
 
 namespace distca::transport::peer {
-
-// A device of each rank of a group, all of which reach each other's memory.
-struct Members {
-  std::string group_name;  // of torch's process group
-  int64_t rank;
-  int64_t num_ranks;
-  c10::Device device;
-  int64_t first_rank;  // of the members, among all ranks that errors name
-};
-
-// What every rank says, [num_ranks], once all have said something. Throws DistBackendError naming
-// `where` and the ranks at fault when one is gone, has failed or does not come in time.
-using Meeting = std::function<std::vector<int64_t>(int64_t says, const Where& where)>;
 
 // Memory of this rank that all ranks of a group read and write, and the addresses of every rank's.
 struct SharedMemory {
@@ -42,9 +28,7 @@ struct SharedMemory {
 // buffers, which calls use in turns.
 class PeerTransport : public Transport {
  public:
-  // Buffers take `reserved_bytes` at least. Gives up a call in which nothing moves for `timeout_s`.
-  PeerTransport(Members members, Meeting meet, int64_t reserved_bytes,
-                std::shared_ptr<FailureBoard> failures, double timeout_s);
+  explicit PeerTransport(PeerOpening opening);
   PeerTransport(const PeerTransport&) = delete;
   ~PeerTransport() override;
 
@@ -89,8 +73,7 @@ class PeerTransport : public Transport {
   void end_on_arrival(RankSet ranks);
 
   // Both buffers of this rank; undefined before the first call.
-  const at::Tensor& buffers() const { return buffers_.tensor; }
-  int64_t buffer_bytes() const { return kNumBuffers * buffer_bytes_; }
+  at::Tensor shared_memory() const override { return buffers_.tensor; }
 
  private:
   static constexpr int64_t kNumBuffers = 2;
@@ -107,7 +90,7 @@ class PeerTransport : public Transport {
   void store(const std::vector<Parcel>& parcels, CallWord word);
   void copy(std::vector<Parcel> parcels, CallWord word);
 
-  Members members_;
+  PeerMembers members_;
   Meeting meet_;
   int64_t reserved_bytes_;
   SharedMemory buffers_;
