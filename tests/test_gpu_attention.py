@@ -39,7 +39,7 @@ ODD_GROUPS = [Heads(2, 2, 64), Heads(6, 2, 64)]  # short tiles are packed, not h
 
 
 def widths(value: object) -> str | None:
-    """Return a test id for heads by their widths only."""
+    """Return the widths of heads as a test id, and None for other values."""
     if not isinstance(value, Heads):
         return None
     return ":".join(str(dim) for dim in (value.head_dim, value.head_dim_v) if dim is not None)
@@ -71,14 +71,16 @@ def test_lengths(mask, heads, dtype):
 
 
 @pytest.mark.parametrize("heads_kv", [4, 8])
+@pytest.mark.parametrize("name", ["home", "visiting"])
 @pytest.mark.parametrize("heads", [*WIDTHS, ODD_WIDTH], ids=widths)
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
-def test_many_more_key_blocks_than_multiprocessors(mask, heads, heads_kv):
+def test_many_more_key_blocks_than_multiprocessors(mask, name, heads, heads_kv):
     """Each persistent block takes many items, of many and of few tiles, and reuses its memory."""
     heads = heads._replace(heads_kv=heads_kv)
-    unseen = Document(999, ((70, 71), (500, 700)))  # blocks of keys that no query sees
-    documents = [*(cut(length, SHARDS) for length in LENGTHS), unseen] * 10
-    tasks = make(documents, MASKS[mask], "visiting")
+    # At home and under the window, no query sees its keys from 128 to 255.
+    sparse = Document(999, ((70, 71), (500, 700)))
+    documents = [*(cut(length, SHARDS) for length in LENGTHS), sparse] * 10
+    tasks = make(documents, MASKS[mask], name)
     check_all_modes(tasks, random_inputs(tasks, heads, torch.bfloat16), heads.scale)
 
 
@@ -240,7 +242,7 @@ def test_rows_of_large_values(heads):
 
 @pytest.mark.parametrize("heads", WIDTHS, ids=widths)
 def test_a_row_without_a_bound_changes_no_other(heads):
-    """The squares of its grad_out overflow, so deterministic mode has no quantum for its dq."""
+    """In deterministic mode, row 700's dq has no quantum: squares of its grad_out overflow."""
     if not has_hopper_kernels(heads.head_dim):
         pytest.skip("PyTorch's kernels add up dq in floats")
     tasks = make([whole(1000)])

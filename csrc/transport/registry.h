@@ -31,31 +31,33 @@ std::unique_ptr<Transport> open_transport(const std::string& name, const Opening
 
 std::vector<std::string> transports();
 
-// A device of each rank of a group, all of which reach each other's memory.
+// This rank's place in a group whose ranks have one device each and reach each other's memory.
 struct PeerMembers {
   std::string group_name;  // of torch's process group
   int64_t rank;
   int64_t num_ranks;
   c10::Device device;
-  int64_t first_rank;  // of the members, among all ranks that errors name
+  int64_t first_rank;  // number of the group's rank 0 in error messages
 };
 
-// What every rank says, [num_ranks], once all have said something. Throws DistBackendError naming
-// `where` and the ranks at fault when one is gone, has failed or does not come in time.
+// Sends `says` to all ranks of the session and returns what each of them sent, once all have
+// arrived. Throws DistBackendError naming `where` and the ranks at fault if one is gone, has failed
+// or is late.
 using Meeting = std::function<std::vector<int64_t>(int64_t says, const Where& where)>;
 
 struct PeerOpening {
   PeerMembers members;
   Meeting meet;
-  int64_t reserved_bytes;  // least size of a rank's buffers
+  int64_t reserved_bytes;  // minimum size of this rank's buffers together
   std::shared_ptr<FailureBoard> failures;
-  double timeout_s;  // it gives up a call in which nothing moves for so long
+  double timeout_s;  // the transport gives up a call in which nothing moves for this long
 };
 
-// Whether this build can move rows straight to other ranks' memory.
+// Returns whether this build has the peer transport, which moves rows straight to other ranks'
+// memory.
 bool has_peer_transport();
 
-// Opens the transport that does. Throws where has_peer_transport() is false.
+// Opens the peer transport. Throws if has_peer_transport() is false.
 std::unique_ptr<Transport> open_peer(PeerOpening opening);
 
 }  // namespace distca::transport

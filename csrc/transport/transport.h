@@ -151,7 +151,7 @@ class Transport {
   // Returns the timed exchanges that have ended since the last call. For any thread.
   virtual std::vector<ExchangeTime> take_times() { return {}; }
 
-  // Returns the memory that other ranks access, uint8 [bytes]; undefined if there is none.
+  // Returns the buffers in which other ranks read and write rows, uint8 [bytes]; undefined if none.
   virtual at::Tensor shared_memory() const { return {}; }
 };
 

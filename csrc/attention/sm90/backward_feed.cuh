@@ -4,10 +4,11 @@
 #include "order.cuh"
 #include "turns.cuh"
 
-// The warps of the backward kernel that move data, by one thread each. Up to head_dim 128, the
-// first takes tickets and brings keys and values, the second brings queries and dO, and the third
-// stores dK and dV. Above, the first takes tickets, the second brings keys, values, queries and dO,
-// the third sends dS to the partner, and the fourth brings columns of the partner's keys.
+// The warps of the backward kernel that move data. One thread of each does the work. Up to head_dim
+// 128, the first warp takes tickets and brings keys and values, the second brings queries and dO,
+// and the third stores dK and dV. Above 128, the first takes tickets, the second brings keys,
+// values, queries and dO, the third sends dS to the partner, and the fourth brings columns of the
+// partner's keys.
 namespace distca::attention::sm90 {
 
 // Returns the item of ticket `number`. Items are ordered run by run, so that the queries in use
@@ -76,8 +77,8 @@ struct BackwardFeed : BackwardThread<Shape> {
   // counts the rows' statistics, and that of dO their quanta. Once the stage of dO is empty, both
   // warpgroups have read the quanta that are replaced. Statistics have two stages. With three
   // stages of queries, a stage may be empty before the statistics of tile i - 2 have been read. So
-  // these are replaced last, after a wait for that tile. If is_early(), that tile was of an earlier
-  // item. Keys have taken a stage since, so its own stage is known to be empty.
+  // these are replaced last, after a wait for that tile. If is_early(), keys have taken a stage
+  // since that tile. Tile i then gets that tile's stage, which has been found empty already.
   template <typename Place, typename IsEarly>
   __device__ __forceinline__ void bring_tile(const Place& place, uint32_t i, int32_t t,
                                              int32_t head, IsEarly is_early) {
@@ -137,7 +138,7 @@ struct NarrowFeed : BackwardFeed<Shape> {
 
   // Takes the next ticket when the last queries of the previous item have been requested. That is
   // early enough to hide the latency of the keys, and late enough to leave work to blocks that are
-  // ahead. By then, the thread that reads the previous item in place has done so.
+  // ahead. By then, bring_queries no longer reads the item whose slot the next one takes.
   __device__ __forceinline__ void bring_keys() {
     const Turn turn(arguments.num_in_turn);
     for (uint32_t n = 0;; ++n) {

@@ -53,7 +53,7 @@ struct BackwardShape {
   // lists of shorter documents.
   static constexpr int32_t kItemsOfGroup = kIsWide ? 128 : sm90::kItemsOfGroup;
   static constexpr int kBlocks = kIsWide ? 2 : 1;  // of a cluster
-  // Of queries, and of dO. Wide shapes have one buffer more of each: see TileBuffers.
+  // Stages of queries, and of dO. Wide shapes have one more buffer than stages: see TileBuffers.
   static constexpr int kStages = kIsWide && kValueDim == 128 ? 3 : 2;
   static constexpr int kGradOutStages = kHeadDim == 256 ? 1 : kStages;  // there is no room for two
   static constexpr int kThreads = 3 * 128;
@@ -103,8 +103,8 @@ constexpr int kStatStages = 2;
 enum class RowStat : uint32_t { kMinusLogSum, kMinusDelta };
 constexpr uint32_t kEightStatsBytes = 8 * sizeof(RowStats);
 
-// Rings of barriers. The first four have one barrier per stage. The others have two, one for each
-// slot or buffer. Where there is only one of these, the second barrier is not used.
+// Rings of barriers. The first four have kStages barriers each. The others have two, one for each
+// slot or buffer. If a ring has only one stage, slot or buffer, its other barriers are not used.
 enum BackwardBarrier : uint32_t {
   kQueryFull,
   kGradOutFull,
@@ -121,7 +121,7 @@ enum BackwardBarrier : uint32_t {
   kValueFull,
   kItemStaged,
   kNumOfNarrow,
-  // Above.
+  // Above head_dim 128.
   kProbabilityFull = kNumCommon,
   kProbabilityEmpty,
   kPartnerFull,  // dS
@@ -134,8 +134,8 @@ enum BackwardBarrier : uint32_t {
 constexpr uint32_t kNumStageRings = 4;
 static_assert(kItemFull == kNumStageRings);
 
-// Returns the index of the first barrier of ring `which`, or after the last ring, the number of
-// barriers.
+// Returns the index of the first barrier of ring `which`. For the index after the last ring, this
+// is the number of all barriers.
 template <typename Shape>
 constexpr __host__ __device__ uint32_t first_barrier(uint32_t which) {
   return which < kNumStageRings ? which * Shape::kStages
@@ -145,11 +145,11 @@ constexpr __host__ __device__ uint32_t first_barrier(uint32_t which) {
 // Offsets in shared memory. Ones and statistics come first: products read them with strides of 0,
 // which compute-sanitizer takes for reads of up to 4096 bytes in sequence. Those must end inside
 // the block's memory. Up to head_dim 128, there are two slots of keys and values, so that the next
-// item's arrive while this one's are in use. Above, keys and values share buffers with queries and
-// dO: see TileBuffers. There are two or three stages of queries and of dO (at
-// 256, one of dO), two stages of statistics, and two buffers of dS. Deterministic mode also has
-// stages of quanta. Wide shapes also have P, passed from one warpgroup to the other, the ticket
-// that the leader sends, columns of the partner's keys, and two buffers for the partner's dS.
+// item's arrive while this one's are in use. Above 128, keys and values share buffers with queries
+// and dO: see TileBuffers. There are two or three stages of queries and of dO (at 256, one of dO),
+// two stages of statistics, and two buffers of dS. Deterministic mode also has stages of quanta.
+// Wide shapes also have P, passed from one warpgroup to the other, the ticket that the leader
+// sends, columns of the partner's keys, and two buffers for the partner's dS.
 template <typename Shape>
 struct BackwardMemory {
   static constexpr uint32_t kOnes = 0;
@@ -186,15 +186,15 @@ struct BackwardMemory {
   static_assert(kItems % alignof(BackwardItem) == 0 && kBarriers % kBarrierBytes == 0);
   static_assert(kBytes <= kMaxSharedBytes);
 
-  // Of buffers.
+  // Offset of a buffer of queries or dO, by its index.
   static __device__ uint32_t query(uint32_t buffer) {
     return kQuery + buffer * Shape::Queries::kBytes;
   }
   static __device__ uint32_t grad_out(uint32_t buffer) {
     return kGradOut + buffer * Shape::GradOuts::kBytes;
   }
-  // Of item n, and of tile i, both counted over all items of the block. Keys and values are for
-  // head_dim up to 128 only.
+  // Offsets for item n or tile i, both counted over all items of the block. key() and value() are
+  // for head_dim up to 128 only.
   static __device__ uint32_t key(uint32_t n) {
     return kSlot + Ring<kItemSlots>::stage(n) * kSlotBytes;
   }
@@ -216,25 +216,26 @@ struct BackwardMemory {
   }
 };
 
-// Buffers of a wide shape, one more than stages: of keys and queries, which are equally large, and
-// of values and dO. An item's keys arrive in the next stage in turn, and its tiles in the stages
-// after that. The keys stay in use while the tiles pass by, so they keep the buffer in which they
-// arrived, and their stage gets the buffer of the previous item's keys instead. It may be filled
-// again once all warps are done with those keys. The same holds for values and dO. With a single
-// stage of dO, values and dO swap their two buffers with every item.
+// Buffers of a wide shape. Keys and queries, which are equally large, share one more buffer than
+// they have stages, and so do values and dO. An item's keys arrive in the next stage in turn, and
+// its tiles in the stages after that. The keys stay in use while the tiles pass by, so they keep
+// the buffer in which they arrived, and their stage gets the buffer of the previous item's keys
+// instead. That buffer may be filled again once all warps are done with the previous keys. The same
+// holds for values and dO. With a single stage of dO, values and dO swap their two buffers with
+// every item.
 template <typename Shape>
 class TileBuffers {
  public:
   using Memory = BackwardMemory<Shape>;
   using Use = StageUse<Shape::kStages>;
 
-  // Swaps the buffer of the stage at `use`, where the next keys go, with that of the keys.
+  // Exchanges the buffer of the stage at `use`, which the next keys fill, for the current keys'.
   __device__ __forceinline__ void take_keys(Use use) {
     const uint32_t swapped = of_stage(use) ^ of_keys();
     places_ ^= swapped << kBits * use.stage() ^ swapped << kKeysAt ^ 1 << kParityAt;
   }
 
-  // Keeps the compiler from holding offsets in registers over the tiles of an item.
+  // Keeps the compiler from holding offsets in registers across the tiles of an item.
   __device__ __forceinline__ void forget_offsets() { places_ = in_register(places_); }
 
   // Returns how many items with tiles came before this one, modulo 2; 1 before the first.
@@ -252,7 +253,7 @@ class TileBuffers {
     return Memory::grad_out(kIsSingle ? 1 - parity() : of_stage(use));
   }
 
-  // Returns the use of a stage of dO that comes with a use of a stage of queries.
+  // Returns the use of a stage of dO for the keys or tile whose stage of queries is at `use`.
   static __device__ __forceinline__ auto grad_out_use(Use use) {
     if constexpr (kIsSingle) {
       return use.count;
@@ -321,10 +322,10 @@ struct BackwardThread {
   }
 };
 
-// Returns how many threads or warps arrive at a barrier of `which`. kQueryFull counts queries and
-// their statistics. In a pair, kItemAsked counts the feed's threads that bring queries, send dS and
-// bring the partner's keys; and kGradScoreEmpty counts the key warps of both blocks, which all read
-// dS of both.
+// Returns how many threads or warps arrive at a barrier of ring `which`. At kQueryFull, these are
+// for queries and for their statistics. In a pair, three threads of the feed arrive at kItemAsked:
+// those that run bring_tiles, send_grad_scores and bring_partner_keys. At kGradScoreEmpty, the key
+// warps of both blocks arrive, because all of them read dS of both.
 template <typename Shape>
 __device__ __forceinline__ uint32_t num_arrivals(uint32_t which) {
   if (which == kQueryFull) return 2;

@@ -10,7 +10,7 @@ namespace distca::attention::sm90 {
 // same elements of a product. Each computes a piece of dQ over the keys of a pair of blocks.
 //
 // With three stages, the next item's keys and first queries may arrive while this item's last tile
-// is in work, so the next item's first product begins before this item's last dQ.
+// is being processed, so the next item's first product begins before this item's last dQ.
 template <typename Shape>
 struct WideWarpgroup : TileSteps<Shape> {
   using Steps = TileSteps<Shape>;
@@ -99,9 +99,10 @@ struct WideWarpgroup : TileSteps<Shape> {
     }
   }
 
-  // Waits for the next item's keys and values, and takes them. The previous item's buffers go to
-  // their stages. This warp no longer reads the previous values, so it gives their buffer back. The
-  // caller gives back that of the previous keys, after the last dQ that needs them.
+  // Waits for the next item's keys and values, and takes them. Their stages get the buffers of the
+  // previous keys and values. This warp no longer reads the previous values, so it gives their
+  // buffer back. The caller gives back that of the previous keys, after the last dQ that needs
+  // them.
   __device__ __forceinline__ void begin_item(Use use) {
     buffers.take_keys(use);
     wait_for_queries(use);
@@ -169,8 +170,8 @@ struct WideWarpgroup : TileSteps<Shape> {
   // piece of dQ one tile later, and the last two of its four parts two tiles later. The first
   // warpgroup computes dV before dQ, so that the next dO arrives early. The next tile's first
   // product overlaps the first additions. But where dO has a single stage, the second warpgroup
-  // makes these before it waits for the next dO. If has_scores, `scores` already holds the first
-  // tile's first product, here and on return.
+  // makes these before it waits for the next dO. If has_scores is set on entry, `scores` already
+  // holds the first product of this item. If it is set on return, `scores` holds that of the next.
   template <bool kIsValues, int kSize>
   __device__ __forceinline__ void sum_up(float (&sums)[kSize], float (&scores)[kScores],
                                          const BackwardItem& item, uint32_t n, uint32_t first) {

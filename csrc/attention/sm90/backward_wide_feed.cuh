@@ -35,7 +35,7 @@ struct WideFeed : BackwardFeed<Shape> {
     return number;
   }
 
-  // Takes the next ticket when kTilesAhead tiles of the previous item have yet to be requested.
+  // Takes the next ticket when at most kTilesAhead tiles of the previous item are left to request.
   // That is early enough to hide the latency of the ticket and the keys, and late enough to leave
   // work to blocks that are ahead. By then, no thread of the feed still reads the item whose slot
   // the next one takes.
@@ -67,9 +67,10 @@ struct WideFeed : BackwardFeed<Shape> {
                                  buffers.values(), rows_of(from));
   }
 
-  // Brings keys, values, queries and dO, which share stages. One thread brings all, in order: a
-  // wait sees only the parity of a barrier's phase, so a thread that left out a use of a stage
-  // could take an earlier use for the one it waits for. An item without tiles needs no keys.
+  // Brings keys, values, queries and dO, which share stages. One thread brings all of
+  // them, in order: a wait sees only the parity of a barrier's phase, so a thread that skipped a
+  // use of a stage could mistake an earlier use for the one it waits for. An item without tiles
+  // needs no keys.
   __device__ __forceinline__ void bring_tiles() {
     TileBuffers<Shape> buffers;
     Use use;
@@ -83,7 +84,7 @@ struct WideFeed : BackwardFeed<Shape> {
       bring_keys_of(from, buffers, use);
       use = use.next();
       Feed::for_tiles(from, [&](int32_t t, int32_t head) {
-        const auto tiles_before = [&] {  // tiles of the item before this one
+        const auto tiles_before = [&] {  // the item's tiles before tile (t, head)
           const int32_t heads_before = head - from.key_head * arguments.heads_per_key;
           return heads_before * (from.last_tile - from.first_tile) + t - from.first_tile;
         };

@@ -20,7 +20,7 @@ struct Board {
   uint32_t* host;              // this rank's HostWords, as its device sees them
   int rank;
   int num_ranks;
-  int first_rank;  // see Members
+  int first_rank;  // see PeerMembers
 };
 
 // Words of a board, by the rank that raises them. kFinished: the rank needs nothing more of the
