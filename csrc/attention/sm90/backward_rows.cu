@@ -144,13 +144,15 @@ __device__ float minus_log_sum(float lse, float score_scale) {
   return isnan(value) || fabsf(value) <= -kLowest ? value : kLowest;
 }
 
-// One over the smallest power of two that is at least bound / 2^30. NaN stays.
-__device__ float inverse_quantum(float bound) {
-  if (bound == 0.f) return 1.f;
-  if (!isfinite(bound)) return NAN;
+// The exponent bits of one over the smallest power of two that is at least bound / 2^30; 0 without
+// a finite bound.
+__device__ uint8_t inverse_quantum(float bound) {
+  constexpr int kBias = 127;
+  if (bound == 0.f) return kBias;
+  if (!isfinite(bound)) return 0;
   int exponent;
   frexpf(bound, &exponent);
-  return ldexpf(1.f, max(-126, min(126, 30 - exponent)));
+  return static_cast<uint8_t>(kBias + max(-126, min(126, 30 - exponent)));
 }
 
 // The block's share, of that many 16 bytes.
@@ -210,9 +212,8 @@ __global__ void prepare_kernel(const PrepareArguments<T> arguments) {
   if (!arguments.bounds) return;
   const int32_t key_head = head / (arguments.heads_q / arguments.heads_kv);
   const float* bound = arguments.bounds + 2 * (tile.run * arguments.heads_kv + key_head);
-  const float inverse = inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]);
   to[quanta_offset(kRows) + row] =
-      isnan(inverse) ? 0 : static_cast<uint8_t>(__float_as_uint(inverse) >> 23);
+      inverse_quantum((sqrtf(square) * sqrtf(bound[0]) + fabsf(mean)) * bound[1]);
 }
 
 template <typename T>

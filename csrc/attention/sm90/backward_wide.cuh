@@ -203,6 +203,10 @@ struct WideWarpgroup : TileSteps<Shape> {
         finish_grads(scores, packed, use, i, midway);
       }
       add_part<3>(dq, dq_sums, has_parts_left);
+      const auto begin_dq_before = [&] {
+        if (i == first + 1) single_ring(kPartnerKeyFull).wait(parity);
+        begin_dq<kIsValues>(dq, keys, i - 1);
+      };
       Use next_use = use.next();
       const auto begin_next = [&] {
         bool is_there = i + 1 < end;
@@ -223,8 +227,7 @@ struct WideWarpgroup : TileSteps<Shape> {
       };
       if constexpr (kIsValues) {
         Steps::template begin_sums<GradOuts>(sums, packed, grad_outs);
-        if (i == first + 1) single_ring(kPartnerKeyFull).wait(parity);
-        begin_dq<kIsValues>(dq, keys, i - 1);
+        begin_dq_before();
         begin_next();
         products_wait<2>();
         pin(sums);
@@ -233,8 +236,7 @@ struct WideWarpgroup : TileSteps<Shape> {
         pin(dq);
         begin_additions();
       } else {
-        if (i == first + 1) single_ring(kPartnerKeyFull).wait(parity);
-        begin_dq<kIsValues>(dq, keys, i - 1);
+        begin_dq_before();
         Steps::template begin_sums<Queries>(sums, packed, queries);
         products_wait<1>();
         pin(dq);
