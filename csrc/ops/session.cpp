@@ -157,14 +157,17 @@ Servers& Session::notices() {
   return *servers_;
 }
 
+at::Tensor Session::peer_buffers() const {
+  return peer_transport_ ? peer_transport_->shared_memory() : at::Tensor();
+}
+
 int64_t Session::peer_memory_bytes() const {
-  const at::Tensor memory = peer_transport_ ? peer_transport_->shared_memory() : at::Tensor();
-  return memory.defined() ? memory.numel() : 0;
+  const at::Tensor buffers = peer_buffers();
+  return buffers.defined() ? buffers.numel() : 0;
 }
 
 at::Tensor Session::peer_memory() const {
-  at::Tensor buffers;
-  if (peer_transport_) buffers = peer_transport_->shared_memory();
+  const at::Tensor buffers = peer_buffers();
   TORCH_CHECK_VALUE(
       buffers.defined(),
       "distca: no rows have travelled through peer memory in this group; set "

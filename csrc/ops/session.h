@@ -147,6 +147,7 @@ class Session {
     int64_t num_backward = 0;
   };
 
+  at::Tensor peer_buffers() const;  // undefined if there are none
   Agreement* agreement_on(int64_t step);
   Agreement& new_agreement(int64_t step);
   // Announcements of older plans do not count. The training thread alone decides this, so that it
