@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 HANG_S = 40  # includes the start-up of three processes
-LIMIT_S = 8.0  # from the first exit to the last
+LIMIT_S = 16.0  # from the first exit to the last; a busy machine takes seconds to end a process
 pytestmark = pytest.mark.usefixtures("test_extension")
 
 
