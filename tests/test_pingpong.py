@@ -260,6 +260,25 @@ class Tables(Block):
         return super().forward(x, cos, sin, documents) + table.sum(0) + columns.sum(0)[:, None]
 
 
+class Heads(Block):
+    """Attention alone, on rows of heads. A single token looks like a batch of 1 in k."""
+
+    def forward(self, q, k, documents):
+        return distca.core_attention(q, k, k, documents)
+
+
+def one_token(rank: int, world_size: int) -> float:
+    bare, block = pair_of(Heads)
+    documents = documents_of([1] if rank == 1 else [300])
+    distca.plan(documents)
+    q, k = (torch.randn(documents.num_tokens, heads, 8) for heads in (3, 1))
+    return oracle.relative_error(block(q, k, documents), bare(q, k, documents))
+
+
+def test_a_rank_with_one_token(ranks):
+    assert max(ranks(2).run(one_token)) <= 1e-6
+
+
 def exceptions(rank: int, world_size: int) -> float:
     bare, block = pair_of(Tables, split={4: None, "columns": 1})
     step = step_of(rank, LENGTHS[rank])

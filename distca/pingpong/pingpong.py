@@ -1,6 +1,7 @@
 """A transformer block on two halves of the tokens: one computes while the other communicates."""
 
 import functools
+import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -145,13 +146,12 @@ class PingPong(nn.Module):
             settings.is_checked = True
         session = sessions.find(group_of(documents))
         sessions.halves_of(session)  # collective at first, so call it before a rank can refuse
-        row = settings.cut(documents)
-        if not 0 <= row <= documents.num_tokens:
-            most = documents.num_tokens
-            error = ValueError(f"cut is {row} for {documents}; expected 0 to {most}")
+        try:
+            row = _row_of(settings.cut, documents)
+            rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
+        except Exception as error:
             session.announce(error)  # other ranks may not raise it
-            raise error
-        rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
+            raise
         names = [each.group_name for each in session.halves]
         turns = Turns(rows.device, names, is_timed=session.hiding.is_due())
         accumulators = _accumulators(self, turns)
@@ -170,6 +170,14 @@ class PingPong(nn.Module):
             turns.join()
             del accumulators
             return rows.joined(results)
+
+
+def _row_of(cut: Callable[[Documents], int], documents: Documents) -> int:
+    row, most = cut(documents), documents.num_tokens
+    is_row = isinstance(row, numbers.Integral) and not isinstance(row, bool) and 0 <= row <= most
+    if not is_row:
+        raise ValueError(f"cut is {row!r:.80} for {documents}; expected 0 to {most}")
+    return row
 
 
 @functools.cache

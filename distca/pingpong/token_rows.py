@@ -19,11 +19,13 @@ class TokenRows:
         x = args[0] if args else next(iter(kwargs.values()), None)
         is_batch = isinstance(x, Tensor) and x.dim() > 2 and x.shape[0] == 1
         self.dims = (1, 0) if is_batch else (0, 1)  # the order to look at them
-        if not isinstance(x, Tensor) or self._dim(x) is None:
+        dim = self._dim(x) if isinstance(x, Tensor) else None
+        if dim is None:
             raise ValueError(
                 f"PingPong: the block's first argument is {_shape(x)} for documents of "
                 f"{num_tokens} tokens; expected [tokens, ...] or [1, tokens, ...]"
             )
+        self.dims = (dim, 1 - dim)  # a single token may look like a batch of 1 in other arguments
         self.device = x.device
         halves = [self._halves(value, split, idx) for idx, value in enumerate(args)]
         named = {name: self._halves(value, split, name) for name, value in kwargs.items()}
