@@ -1,6 +1,7 @@
 """Which tokens belong together: the documents in a rank's packed rows."""
 
 import copy
+import hashlib
 import numbers
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from distca.options import check
 
 MAX_DOCUMENTS_PER_RANK = 2**31  # ids of whole documents are (rank + 1) * 2**32 + index
 MAX_PACKS = 2**31  # ids of documents that cross ranks are pack * 2**32 + index
+NO_PACK = (-1, 0, 0)  # pack_words of documents that do not cross ranks
 FROM_HERE = (0, -1)  # window of a span's attention: each query and what follows it
 INT32_MAX = 2**31 - 1  # row indices and the kernels' windows are int32
 
@@ -59,6 +61,7 @@ class Documents:
             raise ValueError(f"cu_seqlens is {_abridged(offsets)}{wrong}")
         lengths = offsets.diff()
         starts, context = torch.zeros_like(lengths), torch.zeros_like(lengths)
+        check("num_context_rows", num_context_rows, _is_integer(num_context_rows), "an integer")
         if num_context_rows != 0:
             first = int((lengths > 0).nonzero()[:1].sum())  # 0 where all are empty
             most = max(0, int(lengths[first : first + 1].sum()) - 1)
@@ -111,9 +114,12 @@ class Documents:
         lengths = _integers(lengths, "lengths")
         if (lengths < 0).any():
             raise ValueError(f"lengths is {_abridged(lengths)}; expected integers >= 0")
-        check("rank", rank, 0 <= rank < world_size, f"0 <= rank < world_size = {world_size}")
+        is_size = _is_integer(world_size) and world_size > 0
+        check("world_size", world_size, is_size, "the number of ranks that share the pack")
+        is_rank = _is_integer(rank) and 0 <= rank < world_size
+        check("rank", rank, is_rank, f"0 <= rank < world_size = {world_size}")
         check("runs", runs, runs in (1, 2), "1 or 2")
-        is_number = isinstance(pack, numbers.Integral) and 0 <= pack < MAX_PACKS
+        is_number = _is_integer(pack) and 0 <= pack < MAX_PACKS
         check("pack", pack, is_number, "the number of a pack, from 0")
         rounded = lengths.sum(dtype=torch.float64).item()  # cannot overflow; exact up to 2**53
         most = INT32_MAX // runs * runs
@@ -140,6 +146,10 @@ class Documents:
             documents._set_spans(spans, ends, slices[0])
             documents.spans._pieces[:, 0] += first_id
         documents._pack = (lengths, rank, world_size, runs, pack)
+        shared = [runs, parents, spans is not None and spans_of(spans, ends).tolist()]
+        documents.pack_words = pack, world_size, _digest(lengths, *shared)
+        if spans is not None:
+            documents.spans.pack_words = documents.pack_words
         if runs == 2:
             documents.run_border = slices[0].stop - slices[0].start
             middle, begins = total // 2, ends - lengths
@@ -158,7 +168,7 @@ class Documents:
         Raises ValueError for a size below 1, for chunks and halves, and for documents with context
         rows, parents or spans.
         """
-        is_size = isinstance(size, numbers.Integral) and 1 <= size <= INT32_MAX
+        is_size = _is_integer(size) and 1 <= size <= INT32_MAX
         check("size", size, is_size, f"1 to {INT32_MAX} tokens")
         if self.chunk_size is not None or self._is_half or self._has_more_keys:
             raise ValueError(
@@ -211,6 +221,9 @@ class Documents:
         self.spans: Documents | None = None  # see _set_spans
         self.chunk_size: int | None = None  # of documents that are chunks
         self._pack: tuple | None = None  # arguments of `sharded`
+        # The number of the pack and of its ranks, and a digest of what else they must pass alike to
+        # `sharded`.
+        self.pack_words = NO_PACK
         self._is_half = False
         self._forget_plans()
 
@@ -452,15 +465,24 @@ def pieces_of_half(
     return held - begin, num_rows, (start + first - held).clamp(min=0)
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _digest(lengths: Tensor, *others: object) -> int:
+    """Return 63 bits that differ if any of these differs."""
+    digest = hashlib.sha256(lengths.contiguous().numpy())
+    digest.update(repr(others).encode())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+
 def check_window(window_size: Sequence[int]) -> tuple[int, int]:
     """Return `window_size` as (left, right). Raises ValueError for anything else."""
     sides = tuple(window_size) if isinstance(window_size, Sequence) else ()
-    if len(sides) != 2 or not all(
-        isinstance(side, numbers.Integral) and -1 <= side <= INT32_MAX for side in sides
-    ):
+    if len(sides) != 2 or not all(_is_integer(side) and -1 <= side <= INT32_MAX for side in sides):
         raise ValueError(
-            f"window_size is {window_size!r}; expected (left, right), two integers from -1, which "
-            f"is no limit, to {INT32_MAX}"
+            f"window_size is {window_size!r:.80}; expected (left, right), two integers from -1, "
+            f"which is no limit, to {INT32_MAX}"
         )
     return sides
 

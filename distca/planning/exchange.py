@@ -9,7 +9,7 @@ from torch import Tensor
 from distca import ops
 from distca.options import Options
 from distca.planning.cost import AttentionShape
-from distca.planning.documents import INT32_MAX
+from distca.planning.documents import INT32_MAX, NO_PACK
 from distca.ranks import fsdp_traffic, hiding, memory, pace, waits
 from distca.ranks.links import node
 from distca.ranks.session import Session
@@ -28,7 +28,8 @@ WAITS_WORDS = slice(MEMORY_WORDS.stop, MEMORY_WORDS.stop + waits.NUM_WORDS)  # s
 HIDING_WORD = WAITS_WORDS.stop  # see WorkBeforeAttention
 PACE_WORDS = slice(HIDING_WORD + hiding.NUM_WORDS, HIDING_WORD + hiding.NUM_WORDS + pace.NUM_WORDS)
 TRAFFIC_WORDS = slice(PACE_WORDS.stop, PACE_WORDS.stop + fsdp_traffic.NUM_WORDS)
-NUM_WORDS = TRAFFIC_WORDS.stop
+PACK_WORDS = slice(TRAFFIC_WORDS.stop, TRAFFIC_WORDS.stop + 3)  # see Documents.pack_words
+NUM_WORDS = PACK_WORDS.stop
 
 MAX_PIECES = INT32_MAX  # of all ranks
 MEAN_COUNTS = 4  # most pieces of a rank in one exchange, over the mean: most steps need only one
@@ -107,6 +108,29 @@ def check_headers(headers: Tensor) -> None:
             "All ranks of a group must run the same version with the same options, windows and "
             "chunks."
         )
+
+
+def check_packs(words: Tensor) -> None:
+    """Raise ValueError if ranks of a pack did not pass the same to Documents.sharded, or if some
+    ranks are missing. `words` are the pack_words of all ranks."""
+    ranks_by_words: dict[int, dict[tuple, list[int]]] = {}
+    for rank, (pack, *shared) in enumerate(words.tolist()):
+        if (pack, *shared) != NO_PACK:
+            ranks_by_words.setdefault(pack, {}).setdefault(tuple(shared), []).append(rank)
+    for pack, ranks_by_shared in ranks_by_words.items():
+        if len(ranks_by_shared) > 1:
+            which = " and ".join(f"ranks {ranks}" for ranks in ranks_by_shared.values())
+            raise ValueError(
+                f"distca: ranks disagree on pack {pack}, nothing was sent: lengths, world_size, "
+                f"runs, parents or spans of {which} differ. All ranks of a pack must pass the same "
+                "to Documents.sharded"
+            )
+        [((world_size, _), ranks)] = ranks_by_shared.items()
+        if len(ranks) != world_size:
+            raise ValueError(
+                f"distca: world_size is {world_size} in Documents.sharded, but ranks {ranks} of "
+                f"the group share pack {pack}; expected their number, {len(ranks)}"
+            )
 
 
 def check_counts(counts: list[int]) -> None:

@@ -22,10 +22,12 @@ from distca.planning.exchange import (
     MEMORY_WORDS,
     NODE_WORD,
     PACE_WORDS,
+    PACK_WORDS,
     SHAPE_WORDS,
     TIMES_WORDS,
     TRAFFIC_WORDS,
     WAITS_WORDS,
+    check_packs,
     exchange,
     has_attended,
     shape_of,
@@ -220,7 +222,9 @@ def _solve_together(
     pieces, headers = documents.pieces(session.rank), torch.tensor([words])
     if session.num_ranks > 1:
         about_training = _words_of_measurements(session, problem, device)
-        pieces, headers = exchange(session, pieces, [*words, *about_training])
+        words = [*words, *about_training, *documents.pack_words]
+        pieces, headers = exchange(session, pieces, words)
+        check_packs(headers[:, PACK_WORDS])
         problem = _with_measurements(problem, session, pieces, headers)
     times_ms = headers[:, TIMES_WORDS].T / 1e3
     attention_ms, exposed_ms = times_ms.tolist() if (times_ms >= 0).all() else ([], [])
