@@ -176,6 +176,32 @@ def train_compiled(rank: int, world_size: int, form: str, backend_name: str) -> 
     }
 
 
+def plan_ahead_of_compiled_code(rank: int, world_size: int) -> tuple[float, str]:
+    """Return the largest error of steps whose plans may not be ready, and the error of a step that
+    must be one graph."""
+    torch._dynamo.reset()
+    eager, worst = make_model(), 0.0
+    compiled = torch.compile(make_model(), backend="aot_eager")
+    for step in range(4):
+        documents, x = documents_of(step, rank), tokens_of(step, rank)
+        distca.plan(documents, ahead=True)
+        loss = compiled(x, documents)
+        worst = max(worst, abs(loss.item() - eager(x, documents).item()))
+    torch._dynamo.reset()  # it would use the graphs above
+    documents = documents_of(0, rank)
+    whole = torch.compile(make_model(), backend="aot_eager", fullgraph=True)
+    distca.plan(documents, ahead=True)
+    with pytest.raises(Exception) as refused:
+        whole(tokens_of(0, rank), documents)
+    return worst, str(refused.value)
+
+
+def test_compiled_code_waits_for_a_plan(ranks):
+    for worst, refused in ranks(2).run(plan_ahead_of_compiled_code):
+        assert worst <= 1e-5
+        assert "Plan._wait_outside_compiled_code" in refused
+
+
 @pytest.mark.parametrize(
     "form, backend",
     [

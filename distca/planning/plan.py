@@ -67,13 +67,20 @@ class Plan:
         self.kept_rows = (0, 0)  # see Solution
 
     def wait(self) -> "Plan":
-        """Wait for the planner thread. Raises the error of that thread, on every call."""
-        if self.layout is not None:
-            return self
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "distca: the plan is not ready; call plan.wait() before compiled code"
-            )
+        """Wait for the planner thread. Raises the error of that thread, on every call. In compiled
+        code, a wait for a plan that is not ready breaks the graph."""
+        if self.layout is None:
+            if torch.compiler.is_compiling():
+                self._wait_outside_compiled_code()
+            else:
+                self._take_solution()
+        return self
+
+    @_torch_private.not_compiled
+    def _wait_outside_compiled_code(self) -> None:
+        self._take_solution()
+
+    def _take_solution(self) -> None:
         start = time.perf_counter()
         solution = self.solution()
         waited_ms = 1e3 * (time.perf_counter() - start)
@@ -85,7 +92,6 @@ class Plan:
         self._report = replace(solution.report, waited_ms=waited_ms)
         if self.observer is not None:
             self.observer(self._report)
-        return self
 
     def solution(self) -> Solution:
         """Wait for the planner thread, and return its result."""
