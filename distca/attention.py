@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Literal, overload
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from distca import ops
 from distca._torch_private import not_compiled
+from distca.options import check
 from distca.planning.cost import check_device
 from distca.planning.documents import FROM_HERE, Documents, check_documents, check_window
 from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
@@ -143,18 +145,53 @@ def core_attention(
     lost, or if another rank refuses its arguments later.
     """
     check_documents(documents)
+    try:
+        window_size = check_window(window_size)
+        _check_tensors(q, k, v)
+        if not torch.compiler.is_compiling():  # numbers may be symbols there
+            _check_number("softmax_scale", softmax_scale)
+            _check_number("softcap", softcap)
+        if sinks is not None:
+            _check_sinks(sinks, q)
+    except ValueError as error:
+        _announce(documents, error)
+        raise
     attend = attend_rows if _route is None else _attend_by_route
-    settings = (softmax_scale, softcap, check_window(window_size))
+    settings = (softmax_scale, softcap, window_size)
     if sinks is None:
         return attend(q, k, v, documents, *settings, return_lse)
-    _check_sinks(sinks, q)
     out, lse = attend(q, k, v, documents, *settings, True)
     share = torch.sigmoid(lse - sinks).unsqueeze(-1)  # of the softmax that falls to keys
     out = (out * share).to(out.dtype)
     return (out, lse) if return_lse else out
 
 
+def _announce(documents: Documents, error: ValueError) -> None:
+    """Tell the other ranks of the documents' group about an error that they may not raise."""
+    session = sessions.find(group_of(documents)) if documents._plans else None
+    if session is not None:
+        session.announce(error)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}; expected a tensor [tokens, heads, head_dim]"
+            )
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} has layout {tensor.layout}; expected a dense tensor")
+        check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
+
+
+def _check_number(name: str, value: float | None) -> None:
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    check(name, value, value is None or is_number, "a finite number or None")
+
+
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks is {sinks!r:.80}; expected a tensor [heads of q] or None")
     are_alike = hasattr(sinks, "device_mesh") == hasattr(q, "device_mesh")  # both DTensors, or none
     is_on_device = sinks.is_floating_point() and sinks.device == q.device
     if not (are_alike and is_on_device and sinks.shape == q.shape[1:2]):
@@ -217,8 +254,6 @@ def attend_rows(
     `compute(q, k, v, documents, window_size, softmax_scale, softcap)` returns out and lse of plain
     tensors. None: under the plan of the documents.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_device(tensor.device, name)  # the operator's kernel for meta tensors checks nothing
     if any(type(tensor) is not Tensor for tensor in (q, k, v)):
         from torch.distributed.tensor import DTensor  # takes 0.3 s to import
 
@@ -305,22 +340,23 @@ def _check_spans(documents: Documents, window_size: tuple[int, int]) -> None:
     left, right = window_size
     if right == 0 and (left < 0 or left >= documents.longest_span - 1):
         return
-    with sessions.announced(sessions.find(group_of(documents)) if documents._plans else None):
-        raise ValueError(
-            f"window_size is {window_size} for documents with spans of up to "
-            f"{documents.longest_span} tokens; expected (-1, 0), or (W, 0) with W at least "
-            f"{documents.longest_span - 1}"
-        )
+    error = ValueError(
+        f"window_size is {window_size} for documents with spans of up to {documents.longest_span} "
+        f"tokens; expected (-1, 0), or (W, 0) with W at least {documents.longest_span - 1}"
+    )
+    _announce(documents, error)
+    raise error
 
 
 def _with_prefixes(k: Tensor, v: Tensor, documents: Documents) -> list[Tensor]:
     """k and v with the keys of its ancestors before those of each document."""
     if not len(k) == len(v) == documents.num_tokens:
-        with sessions.announced(sessions.find(group_of(documents)) if documents._plans else None):
-            raise ValueError(
-                f"k has {len(k)} tokens, v {len(v)}; expected {documents.num_tokens}, as the "
-                f"{documents} have: keys of their ancestors are added here"
-            )
+        error = ValueError(
+            f"k has {len(k)} tokens, v {len(v)}; expected {documents.num_tokens}, as the "
+            f"{documents} have: keys of their ancestors are added here"
+        )
+        _announce(documents, error)
+        raise error
     documents.key_rows = documents.key_rows.to(k.device)
     return [_TakenRows.apply(each, documents.key_rows) for each in (k, v)]
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 MAX_SPEEDS = 65536
+MAX_COUNT = 65536  # of rounds, and of ranks of a node
+MIN_SIZE, MAX_SIZE = 1e-12, 1e9  # of numbers with a unit
 MOVED = {  # former fields, and how to set them now
     **dict.fromkeys(
         ("log_every", "run_dir", "tensorboard"),
@@ -137,21 +139,32 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check("tolerance", self.tolerance, 0 <= self.tolerance < 1, "0 <= tolerance < 1")
+        is_number = isinstance(self.tolerance, int | float)
+        is_valid = is_number and 0 <= self.tolerance < 1
+        check("tolerance", self.tolerance, is_valid, "0 <= tolerance < 1")
         if self.server_speeds is not None:
+            is_text = isinstance(self.server_speeds, str)
+            check("server_speeds", self.server_speeds, is_text, 'a list in a string, "1,0.5"')
             parse_speeds(self.server_speeds)
-        for name in ("ranks_per_node", "rounds"):
+        self._check_sizes(("rounds", "ranks_per_node"), 1, MAX_COUNT, int)
+        self._check_sizes(("keep_inputs_gb", "peer_memory_gb"), 0, MAX_SIZE)
+        self._check_sizes(("attention_tflops", "link_gb_per_s", "node_link_gb_per_s"), MIN_SIZE)
+        self._check_sizes(("memory_cap_gb", "timeout_s"), MIN_SIZE)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            check(each.name, value, each.type is not bool or type(value) is bool, "True or False")
+
+    def _check_sizes(
+        self, names: tuple[str, ...], least: float, most: float = MAX_SIZE, kind: type = float
+    ) -> None:
+        """Raise ValueError unless these fields are numbers from `least` to `most`, or their
+        default."""
+        expected = f"{'an integer' if kind is int else 'a number'} from {least} to {most:g}"
+        for name in names:
             value = getattr(self, name)
-            is_count = type(value) is int and value >= 1
-            check(name, value, value is None or is_count, "an integer, at least 1")
-        for name in ("keep_inputs_gb", "peer_memory_gb"):
-            value = getattr(self, name)
-            is_default = value is None and name == "keep_inputs_gb"
-            check(name, value, is_default or 0 <= value < math.inf, "0 or a positive number")
-        above_zero = ("attention_tflops", "memory_cap_gb", "link_gb_per_s", "node_link_gb_per_s")
-        for name in (*above_zero, "timeout_s"):
-            value = getattr(self, name)
-            check(name, value, value is None or 0 < value < math.inf, "a positive number")
+            is_number = isinstance(value, int | kind) and type(value) is not bool
+            is_valid = is_number and least <= value <= most
+            check(name, value, is_valid or value is getattr(Options, name), expected)
 
     def speeds(self, num_ranks: int) -> tuple[float, ...] | None:
         """Return the relative attention speed of each rank. None: all are equally fast."""

@@ -204,6 +204,9 @@ def test_documents_refuse_cu_seqlens(cu_seqlens):
         ([3], 1, 1, "rank is 1"),
         ([3], -1, 2, "rank is -1"),
         ([3], 0, 0, "world_size"),
+        ([3], 0.0, 1, "rank is 0.0"),
+        ([3], None, 1, "rank is None"),
+        ([3], 0, 2.0, "world_size is 2.0"),
     ],
 )
 def test_sharded_documents_refuse(lengths, rank, world_size, name):
@@ -237,15 +240,47 @@ NOT_A_NUMBER, INFINITE = float("nan"), float("inf")
     "name, value",
     [
         *[("tolerance", value) for value in (-0.1, 1, NOT_A_NUMBER)],
-        *[("timeout_s", value) for value in (0, -1, INFINITE)],
+        *[("tolerance", "a"), ("server_speeds", 1.0)],
+        *[("timeout_s", value) for value in (0, -1, INFINITE, None, 1e10)],
         *[(name, value) for name in ("ranks_per_node", "rounds") for value in (0, 1.5, True)],
-        *[("attention_tflops", value) for value in (0, NOT_A_NUMBER)],
+        *[("rounds", None), ("ranks_per_node", 2**40)],
+        *[("attention_tflops", value) for value in (0, NOT_A_NUMBER, 1e300)],
         *[("link_gb_per_s", value) for value in (-200, INFINITE)],
+        *[(name, 1e300) for name in ("memory_cap_gb", "keep_inputs_gb", "peer_memory_gb")],
+        *[(name, "no") for name in ("enabled", "deterministic", "balance_no_grad")],
     ],
 )
 def test_options_refuse(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; expected")):
         distca.Options(**{name: value})
+
+
+@pytest.mark.parametrize("values", [("a", 2, 8), (4.5, 1, 8), (4, -1, 8), (4, 2, 2**70)])
+def test_shapes_refuse(values):
+    with pytest.raises(ValueError, match="heads_q|heads_kv|head_dim"):
+        distca.AttentionShape(*values)
+
+
+@pytest.mark.parametrize("value", [0.5, 1.9, None, True])
+def test_numbers_of_context_rows_are_refused(value):
+    with pytest.raises(ValueError, match=f"num_context_rows is {value}; expected an integer"):
+        distca.Documents([0, 3, 8], num_context_rows=value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": None}, "q is a NoneType; expected a tensor"),
+        ({"k": THD.numpy()}, "k is a ndarray; expected a tensor"),
+        ({"v": THD.to_sparse()}, "v has layout torch.sparse_coo"),
+        ({"softmax_scale": "a"}, "softmax_scale is 'a'; expected a finite number"),
+        ({"softmax_scale": NOT_A_NUMBER}, "softmax_scale is nan; expected a finite number"),
+        ({"sinks": 1.0}, "sinks is 1.0; expected a tensor"),
+    ],
+)
+def test_other_arguments_are_refused(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        distca.core_attention(**{"q": THD, "k": THD, "v": THD, "documents": DOCUMENTS, **change})
 
 
 def test_torch_distributed_must_be_initialised():

@@ -190,29 +190,41 @@ def test_ranks_use_plans_of_different_steps(ranks):
     assert_group_works(ranks(3))
 
 
-PIECES = {  # rank 1's claims about a pack of [100, 800], cut into three runs of 300 tokens
-    "overlap": ([100, 800], 0, "overlap positions"),
-    "gap": ([100, 800], 2, "no rank holds positions [200, 500)"),
-    "other lengths": ([100, 1100], 1, "no rank holds positions [200, 300)"),
+PACK = {"lengths": [100, 800], "world_size": 3, "spans": [(200, 500)]}  # runs of 300 tokens
+OTHER_PACK = ("ranks disagree on pack 0", "ranks [0, 2] and ranks [1] differ")
+WRONG_PACKS = {  # what rank 1 passes instead, and parts of the error
+    "overlap": ({"rank": 0}, ("pieces: document ", "rank", "overlap positions")),
+    "gap": ({"rank": 2}, ("pieces: document ", "rank", "no rank holds positions [200, 500)")),
+    "lengths": ({"lengths": [100, 1100]}, OTHER_PACK),
+    "ends of documents": ({"lengths": [100, 700, 100]}, OTHER_PACK),
+    "world size": ({"world_size": 4}, OTHER_PACK),
+    "ends of spans": ({"spans": [(200, 600)]}, OTHER_PACK),
 }
 
 
-def plan_other_pieces(rank: int, world_size: int, claim: str):
-    lengths, as_rank, _ = PIECES[claim]
-    documents = (
-        distca.Documents.sharded(lengths, as_rank, world_size)
-        if rank == 1
-        else distca.Documents.sharded([100, 800], rank, world_size)
-    )
-    distca.plan(documents)
+def plan_wrong_pack(rank: int, world_size: int, what: str):
+    changes = WRONG_PACKS[what][0] if rank == 1 else {}
+    distca.plan(distca.Documents.sharded(**{**PACK, "rank": rank, **changes}))
 
 
-@pytest.mark.parametrize("claim", PIECES)
-def test_ranks_disagree_on_pieces(ranks, claim):
-    outcomes = ranks(3).outcomes(plan_other_pieces, claim, timeout_s=HANG_S)
+@pytest.mark.parametrize("what", WRONG_PACKS)
+def test_ranks_disagree_on_a_pack(ranks, what):
+    outcomes = ranks(3).outcomes(plan_wrong_pack, what, timeout_s=HANG_S)
     for message in errors_of(outcomes, "ValueError"):
-        assert "pieces: document " in message and "rank" in message and "positions" in message
-        assert PIECES[claim][2] in message
+        assert all(part in message for part in WRONG_PACKS[what][1]), message
+    assert_group_works(ranks(3))
+
+
+def plan_part_of_a_pack(rank: int, world_size: int):
+    distca.plan(distca.Documents.sharded([90], rank, world_size + 1))
+
+
+def test_a_rank_of_a_pack_is_missing(ranks):
+    outcomes = ranks(3).outcomes(plan_part_of_a_pack, timeout_s=HANG_S)
+    for message in errors_of(outcomes, "ValueError"):
+        assert (
+            "world_size is 4" in message and "ranks [0, 1, 2] of the group share pack 0" in message
+        )
     assert_group_works(ranks(3))
 
 
@@ -250,6 +262,39 @@ def test_tokens_and_documents_disagree_in_a_later_layer(fresh_ranks):
     assert outcomes[1].error_type == "ValueError"
     assert "q has 4 tokens, but the documents of this rank have 5" in outcomes[1].error
     assert all("rank 1" in outcomes[rank].error for rank in (0, 2)), outcomes
+
+
+REFUSED_IN_PYTHON = {  # what rank 1 does, and its error
+    "window_size is (-2, 0)": lambda step: step.attend(window_size=(-2, 0)),
+    "softmax_scale is 'a'": lambda step: step.attend(softmax_scale="a"),
+    "sinks is 1.0": lambda step: step.attend(sinks=1.0),
+    "k is on meta": lambda step: distca.core_attention(
+        step.q, step.k.to("meta"), step.v, step.documents
+    ),
+    "window_size is (0, -5)": lambda step: distca.plan(step.documents, window_size=(0, -5)),
+    "the plan is on meta": lambda step: distca.plan(step.documents, device="meta"),
+    "the plan is on 'nowhere'": lambda step: distca.plan(step.documents, device="nowhere"),
+    "shape is (2, 2, 8)": lambda step: distca.plan(step.documents, shape=(2, 2, 8)),
+}
+
+
+def refuse_on_one_rank(rank: int, world_size: int, error: str):
+    step = first_step(rank, world_size)
+    distca.plan(step.documents)
+    if rank == 1:
+        REFUSED_IN_PYTHON[error](step)
+    distca.plan(step.documents)
+    step.attend()
+
+
+@pytest.mark.parametrize("error", REFUSED_IN_PYTHON)
+def test_all_ranks_hear_what_one_rank_refuses(fresh_ranks, error):
+    outcomes = fresh_ranks.outcomes(refuse_on_one_rank, error, timeout_s=HANG_S)
+    assert all(outcome.seconds < LIMIT_S for outcome in outcomes), outcomes
+    assert outcomes[1].error_type == "ValueError"
+    for outcome in outcomes:
+        assert error in outcome.error, outcome
+        assert outcome.rank == 1 or "rank 1 failed" in outcome.error, outcome
 
 
 def fail_after_refusal(rank: int, world_size: int):

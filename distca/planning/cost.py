@@ -2,6 +2,7 @@
 
 import functools
 import json
+import numbers
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +23,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 CALIBRATION_FORMAT = 1
 MAX_TABLE_POINTS = 4096
 MAX_TABLE_POINT = 2**31 - 1
+MAX_SHAPE = 2**31 - 1
 # The planner's table has entries at both ends of this many tiles. In longer tasks, a tile of rows
 # and a tile of keys that are partly filled are at most 5 % of the task.
 TILES_APART = 40
@@ -41,6 +43,9 @@ class AttentionShape:
     def __post_init__(self) -> None:
         if self.head_dim_v is None:
             object.__setattr__(self, "head_dim_v", self.head_dim)
+        for name, value in vars(self).items():
+            is_count = isinstance(value, numbers.Integral) and 1 <= value <= MAX_SHAPE
+            check(name, value, is_count, f"an integer from 1 to {MAX_SHAPE}")
 
     @classmethod
     def from_words(cls, words: list[int]) -> "AttentionShape":
@@ -217,6 +222,18 @@ def check_device(device: torch.device, name: str) -> None:
     """Raises ValueError when there is no core attention for tensors on `device`."""
     if device.type not in TILE:
         raise ValueError(f"{name} is on {device}; expected {' or '.join(sorted(TILE))}")
+
+
+def device_of(device: torch.device | str, name: str) -> torch.device:
+    """Return a device of this process. Raises ValueError for what is none, and as check_device."""
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} is on {device!r:.80}; expected a device: {error}") from error
+    check_device(device, name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name} is on {device}; expected a device that PyTorch finds here: cpu")
+    return device
 
 
 calibration_of = functools.lru_cache(maxsize=8)(Calibration.load)  # once a process

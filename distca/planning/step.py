@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distca import ops
 from distca.options import check
 from distca.planning import plan as plans
-from distca.planning.cost import AttentionShape, check_device
+from distca.planning.cost import AttentionShape, device_of
 from distca.planning.documents import (
     FROM_HERE,
     Documents,
@@ -49,16 +49,19 @@ def plan(
     attention: (-1, 0) causal, (W, 0) sliding window, (-1, -1) full. `shape` is the attention that
     seconds and bytes are predicted for; it defaults to the last attention that ran, and before that
     to an 8B Llama. With `ahead` the call returns at once, a background thread plans, and the first
-    use of the plan waits for it.
+    use of the plan waits for it. If that is in compiled code, it breaks the graph: call `wait()` on
+    the plan before.
 
     Raises ValueError on every rank, before any row is sent, if ranks disagree on version, options,
     step or window, or if documents that cross ranks do not fit together. Raises ValueError for a
     group of several stages of a pipeline.
     """
-    window_size = check_window(window_size)
     session = opened(group)
     with announced(session):
+        window_size = check_window(window_size)
         check_documents(documents)
+        is_shape = shape is None or isinstance(shape, AttentionShape)
+        check("shape", shape, is_shape, "distca.AttentionShape(...) or None")
         session.place()  # servers do not plan
         if session.pools_stages:
             raise ValueError(
@@ -66,8 +69,7 @@ def plan(
                 "distca.integrations.pipelining, which plans the micro-batches of each tick "
                 'together, or distca.init(mesh["dp"]) for stages that balance apart'
             )
-    device = torch.device(device if device is not None else session.device_type)
-    check_device(device, "the plan")
+        device = device_of(session.device_type if device is None else device, "the plan")
     step_plan = plans.submit(session, documents, window_size, device, shape)
     spans = documents.spans
     if spans is not None and spans.plan_key(FROM_HERE) not in spans._plans:
