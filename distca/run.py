@@ -215,7 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         if world is not None:
             world.end()
-    is_shared = options.enabled and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    num_ranks = world.num_ranks if world is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    is_shared = options.enabled and num_ranks > 1
     if (watching.is_on or is_shared) and not session.has_opened():
         hint(
             f"{parsed.script} ended without a plan, so nothing was balanced or recorded; "

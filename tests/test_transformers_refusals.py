@@ -133,6 +133,13 @@ def test_the_cache_of_a_first_pass_is_allowed(model, packed):
     assert pm.relative_error(logits, pm.true_logits(model, packed)) < 1e-5
 
 
+def test_dropout_is_named_as_in_the_config():
+    layer = torch.nn.Identity()
+    layer.config = transformers.GPT2Config(attn_pdrop=0.1)
+    with refused(r"dropout is 0\.1 in Identity.*set config\.attn_pdrop = 0\.0"):
+        transformers_calls.check_keywords(layer, 0.1, {})
+
+
 MODELS = {  # configurations that ask for unsupported attention
     "dropout": ("llama", {"attention_dropout": 0.1}, "dropout is 0.1 .*attention_dropout = 0.0"),
     "window without a keyword": ("phimoe", {}, "config.sliding_window is 7, but PhimoeAttention"),

@@ -15,6 +15,8 @@ from distca.planning.cost import AttentionShape
 from distca.planning.documents import Documents
 from distca.planning.plan import CAUSAL
 
+# How configurations name the dropout of attention.
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 # Keywords that change what attention computes, with their meaning. None of them is supported.
 UNSUPPORTED = {
     "sinks": "attention sinks of each query",
@@ -104,9 +106,11 @@ def check_keywords(module: nn.Module, dropout: float, keywords: dict) -> None:
                 f"expected None under attn_implementation={NAME!r}: {USE_ANOTHER}"
             )
     if dropout != 0.0:
+        config = getattr(module, "config", None)
+        named = [name for name in DROPOUTS if getattr(config, name, None) == dropout]
         raise ValueError(
             f"dropout is {dropout} in {type(module).__name__}; expected 0.0 under "
-            f"attn_implementation={NAME!r}: set config.attention_dropout = 0.0"
+            f"attn_implementation={NAME!r}: set config.{[*named, DROPOUTS[0]][0]} = 0.0"
         )
 
 

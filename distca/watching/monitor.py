@@ -34,7 +34,7 @@ class Monitor:
         self._exposed = ExposedShare()
         self._has_advised = False
         self._recorded_at: float | None = None
-        self._is_empty = True
+        self._is_empty, self._is_closed = True, False
         self._early: list[tuple[int, Mapping, tuple[float, float]]] = []
         self._lock = threading.RLock()
         self._file = self._writer = None
@@ -114,11 +114,14 @@ class Monitor:
         """Ends the records and draws the summary; a second call does nothing."""
         atexit.unregister(self.close)
         with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
             self._take_early(None)
         if self._is_empty:
             logger.warning(
-                "distca: no step was planned, so there is nothing to show; call "
-                "distca.plan(documents) once a step on every rank"
+                "distca: no step was planned, so there is nothing to show; unless Options.enabled "
+                "is False, call distca.plan(documents) once a step on every rank"
             )
         with self._lock:
             file, writer = self._file, self._writer
