@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distca import ops
 from distca._torch_private import not_compiled
-from distca.options import check
 from distca.planning.cost import check_device
 from distca.planning.documents import FROM_HERE, Documents, check_documents, check_window
 from distca.planning.plan import CAUSAL, Plan, group_of, local_plan
@@ -185,8 +184,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_number(name: str, value: float | None) -> None:
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    check(name, value, value is None or is_number, "a finite number or None")
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise ValueError(f"{name} is {value!r:.80}; expected a finite number or None")
 
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:

@@ -75,8 +75,9 @@ class Options:
 
     keep_inputs_gb: float | None = None
     """Limit for the queries, keys and values of other ranks that a rank keeps in one layer from the
-    forward to the backward pass, in 1e9 bytes. Kept inputs do not travel again. Keys that rounds,
-    or halves of ping-pong, share are kept by each of them but count once. None: as much as free
+    forward to the backward pass, in 1e9 bytes. Kept inputs do not travel again. If several
+    rounds, or both halves of ping-pong, use the same keys, each keeps a copy, but only one copy
+    counts. None: as much as free
     memory of CUDA devices allows, if that shortens attention by 1 % or more. 0 keeps nothing."""
 
     attention_tflops: float | None = None
@@ -126,7 +127,8 @@ class Options:
     """Balance passes without gradients, too, and those of models in eval mode: log-probabilities,
     reference, reward and value models. All ranks must then make equally many of them. Forward
     passes of transformers models with a key-value cache, as in generate, stay on their rank. If
-    off, all passes without gradients do, unless distca.plan was called for their documents."""
+    off, every pass without gradients stays on its rank, unless distca.plan was called for its
+    documents."""
 
     documents_may_mix: bool = False
     """Allow recurrent and convolution layers of a transformers model to carry their state from one

@@ -21,7 +21,8 @@ class PlanReport:
     """Time for the exchange of pieces, the plan, this rank's layout and the comparison of plans, in
     milliseconds."""
     waited_ms: float
-    """Part of plan_ms that the training thread waited for."""
+    """Milliseconds that the training thread waited for the plan. They include the time before the
+    planner began, so they can exceed plan_ms."""
     attention_ms: list[float] = field(default_factory=list)
     """Measured attention time of each rank in an earlier step: all layers, forward and backward,
     including waits for rows. Empty if nothing was measured (Watching.log_every)."""
