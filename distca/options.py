@@ -148,6 +148,8 @@ class Options:
             is_text = isinstance(self.server_speeds, str)
             check("server_speeds", self.server_speeds, is_text, 'a list in a string, "1,0.5"')
             parse_speeds(self.server_speeds)
+        is_text = isinstance(self.transport, str)
+        check("transport", self.transport, is_text, "a name of a transport")
         self._check_sizes(("rounds", "ranks_per_node"), 1, MAX_COUNT, int)
         self._check_sizes(("keep_inputs_gb", "peer_memory_gb"), 0, MAX_SIZE)
         self._check_sizes(("attention_tflops", "link_gb_per_s", "node_link_gb_per_s"), MIN_SIZE)

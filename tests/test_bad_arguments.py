@@ -240,7 +240,7 @@ NOT_A_NUMBER, INFINITE = float("nan"), float("inf")
     "name, value",
     [
         *[("tolerance", value) for value in (-0.1, 1, NOT_A_NUMBER)],
-        *[("tolerance", "a"), ("server_speeds", 1.0)],
+        *[("tolerance", "a"), ("server_speeds", 1.0), ("transport", None)],
         *[("timeout_s", value) for value in (0, -1, INFINITE, None, 1e10)],
         *[(name, value) for name in ("ranks_per_node", "rounds") for value in (0, 1.5, True)],
         *[("rounds", None), ("ranks_per_node", 2**40)],

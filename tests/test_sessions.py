@@ -171,6 +171,30 @@ def test_a_group_can_be_closed_and_torch_distributed_started_again(fresh_ranks):
     assert all(fresh_ranks.run(open_close_and_start_again, free_port(), timeout_s=60))
 
 
+def open_on_one_rank_with(rank: int, world_size: int, options: dict, servers: list) -> str:
+    """Return the error of a group for which rank 1 has these settings, and then open the group."""
+    settings = (distca.Options(**options), None, servers) if rank == 1 else ()
+    with pytest.raises(ValueError) as refused:
+        distca.init(None, *settings)
+    distca.init()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options, servers, error",
+    [
+        ({"transport": "carrier pigeon" * 99}, [], "transport is 'carrier pigeon"),
+        ({}, [3], "servers is (3,); expected ranks from 1 to 2"),
+        ({}, [2], "servers differ between ranks"),
+    ],
+)
+def test_ranks_hear_what_one_rank_cannot_open(fresh_ranks, options, servers, error):
+    errors = fresh_ranks.run(open_on_one_rank_with, options, servers, timeout_s=40)
+    assert all(error in each for each in errors), errors
+    is_own = "differ" not in error
+    assert not is_own or all("rank 1 cannot open the group" in errors[rank] for rank in (0, 2))
+
+
 def demand_peer_memory(rank: int, world_size: int) -> tuple[str, list[float]]:
     try:
         distca.init(options=distca.Options(transport="peer"))

@@ -12,6 +12,7 @@ from distca.ranks import speed
 from distca.ranks.links import measure
 from distca.ranks.own_groups import OwnGroups, own_groups_of
 from distca.ranks.peers import check_transport, choose_way
+from distca.ranks.world import check_servers
 
 _log = logging.getLogger("distca")
 
@@ -27,9 +28,8 @@ def measures_links(session) -> bool:
 
 def open_groups(session) -> None:
     """Open the process groups of a session's ranks, and its transport. Collective. Raises
-    ValueError on every rank for a transport that they cannot use."""
+    ValueError on every rank for a transport or servers that they cannot use."""
     options, timeout = session.options, timedelta(seconds=session.options.timeout_s)
-    check_transport(options.transport)
     ranks = list(range(session.num_ranks))
 
     def new_group(backend: str, timeout: timedelta = timeout, options=None) -> ProcessGroup:
@@ -51,12 +51,22 @@ def open_groups(session) -> None:
     session.data = new_group(backend, data_timeout, data_options)
     session.planning = session.planning or new_group("gloo")
     session.control = new_group("gloo")
-    session.way = choose_way(options, backend, session.control)
+    session.way = choose_way(options, backend, session.control, session.servers, _refusal(session))
     if session.way.ranks_per_node > 0:
         session.node = _new_node_group(session, timeout)
     if session.rank in (0, *session.servers) and session.servers:
         session.notices = _new_notices(session, timeout)
     _open_transport(session)
+
+
+def _refusal(session) -> str:
+    """Return why this rank cannot open its session, empty if it can."""
+    try:
+        check_transport(session.options.transport)
+        check_servers(session.servers, session.num_ranks, session.options)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _new_node_group(session, timeout: timedelta) -> ProcessGroup:

@@ -1,8 +1,10 @@
 """How rows travel: whether ranks of a group, or of a node, can access each other's GPU memory."""
 
+import hashlib
 import json
 import logging
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,8 @@ from distca.ranks.links import ranks_of_a_node
 _log = logging.getLogger("distca")
 
 HOPPER = (9, 0)
-MAX_TEXT_BYTES = 1024
+MAX_TEXT_BYTES = 2048
+MAX_REFUSAL, MAX_TRANSPORT = 200, 40  # characters, each of up to 6 bytes in JSON
 
 
 TO_PEERS = ("auto", "peer", "hybrid")  # values of Options.transport that may use peer memory
@@ -44,15 +47,25 @@ def check_transport(transport: str) -> None:
     check("transport", transport, transport in names, f"one of {', '.join(names)}")
 
 
-def choose_way(options: Options, backend: str, control: ProcessGroup) -> Way:
+def choose_way(
+    options: Options,
+    backend: str,
+    control: ProcessGroup,
+    servers: Sequence[int] = (),
+    refusal: str = "",
+) -> Way:
     """Return how rows of the group travel. Collective over `control`, a group for CPU tensors.
+    `refusal` is why this rank cannot open the group, empty if it can.
 
-    Raises ValueError on every rank, with the reason, if the transport is "peer" and a rank cannot
-    access the memory of all others, or if it is "hybrid", rows are on GPUs, and a rank cannot
-    access the memory of its node.
+    Raises ValueError on every rank, with the reason, if a rank cannot open the group, or `servers`
+    differ between ranks. Also, if the transport is "peer" and a rank cannot access the memory of
+    all others, or if it is "hybrid", rows are on GPUs, and a rank cannot access the memory of its
+    node.
     """
     rank = control.rank()
-    members = _gather(_describe_self(options, backend), control)
+    own = {"refusal": refusal[:MAX_REFUSAL], "servers": _hash_of(servers)}
+    members = _gather({**_describe_self(options, backend), **own}, control)
+    _check_members(members, rank, refusal)
     # All ranks decide alike; opening the session compares the options.
     asked = [member["transport"] for member in members]
     transport = "peer" if "peer" in asked else asked[0]
@@ -80,6 +93,25 @@ def choose_way(options: Options, backend: str, control: ProcessGroup) -> Way:
     return way
 
 
+def _hash_of(servers: Sequence[int]) -> str:
+    """Return a short text that differs if servers do."""
+    return hashlib.sha256(repr(tuple(servers)).encode()).hexdigest()[:16]
+
+
+def _check_members(members: list[dict], rank: int, refusal: str) -> None:
+    if refusal:
+        raise ValueError(refusal)
+    for other, member in enumerate(members):
+        if member["refusal"]:
+            raise ValueError(f"rank {other} cannot open the group: {member['refusal']}")
+    others = [i for i, each in enumerate(members) if each["servers"] != members[rank]["servers"]]
+    if others:
+        raise ValueError(
+            f"servers differ between ranks: {others} named others than rank {rank}; expected the "
+            "same on all ranks"
+        )
+
+
 def _describe(way: Way, backend: str, problem: str) -> str:
     by_group = f"by process group ({backend})"
     inside = "through peer memory" if way.device is not None else f"{by_group}: {problem}"
@@ -91,7 +123,7 @@ def _describe(way: Way, backend: str, problem: str) -> str:
 def _describe_self(options: Options, backend: str) -> dict[str, str | int | None]:
     """Return what other ranks have to know about this one: `device` is the uuid of its GPU, empty
     if there is none, and `problem` is why it cannot use peer memory, empty if it can."""
-    transport, problem, device = options.transport, "", ""
+    transport, problem, device = options.transport[:MAX_TRANSPORT], "", ""
     if transport not in TO_PEERS or (transport == "auto" and "nccl" not in backend):
         problem = f"transport is {transport} with {backend}"
     elif not ops.has_peer_transport():

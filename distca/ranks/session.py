@@ -278,7 +278,8 @@ def opened(
         session = replace(session, **_world.members())
     elif session.num_ranks < dist.get_world_size():
         session.own_groups = own_groups_of(group)
-    check_servers(session.servers, session.num_ranks, session.options)
+    if session.num_ranks == 1:  # else open_groups does it, on every rank
+        check_servers(session.servers, session.num_ranks, session.options)
     if _world is not None:
         _world.announce(session.backend, session.options, session.watching)
     _start(session)
