@@ -75,10 +75,10 @@ class Options:
 
     keep_inputs_gb: float | None = None
     """Limit for the queries, keys and values of other ranks that a rank keeps in one layer from the
-    forward to the backward pass, in 1e9 bytes. Kept inputs do not travel again. If several
-    rounds, or both halves of ping-pong, use the same keys, each keeps a copy, but only one copy
-    counts. None: as much as free
-    memory of CUDA devices allows, if that shortens attention by 1 % or more. 0 keeps nothing."""
+    forward to the backward pass, in 1e9 bytes. Kept inputs do not travel again. If several rounds,
+    or both halves of ping-pong, use the same keys, each keeps a copy, but only one copy counts.
+    None: as much as free memory of CUDA devices allows, if that shortens attention by 1 % or more.
+    0 keeps nothing."""
 
     attention_tflops: float | None = None
     """Attention speed of one rank, in TFLOP/s. None: measured when a group of CUDA devices opens.

@@ -136,3 +136,20 @@ def num_exchanges(rank: int, world_size: int, counts: list[int]) -> int:
 
 def test_few_pieces_travel_with_the_headers(ranks):
     assert ranks(3).run(num_exchanges, [3, 500, 0]) == [1] * 3
+
+
+def test_packs_are_alike_if_their_arguments_are():
+    """Containers and types of numbers do not matter, but every value does."""
+
+    def words(lengths=(5, 7), world_size=2, **others) -> tuple[int, ...]:
+        return distca.Documents.sharded(lengths, 0, world_size, **others).pack_words
+
+    assert words() == words([5, 7]) == words(torch.tensor([5, 7], dtype=torch.int32))
+    assert words(parents=[-1, 0]) == words(parents=(-1, 0)) == words(parents=torch.tensor([-1, 0]))
+    assert words(spans=[(1, 3)]) == words(spans=torch.tensor([[1, 3]]))
+    packs = [
+        *(words(), words([5, 8]), words([5, 7, 0]), words(world_size=3), words(runs=2)),
+        *(words(parents=[-1, 0]), words(parents=[-1, -1])),
+        *(words(spans=[]), words(spans=[(1, 3)]), words(spans=[(1, 4)]), words(pack=1)),
+    ]
+    assert len(set(packs)) == len(packs)

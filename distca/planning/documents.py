@@ -146,8 +146,9 @@ class Documents:
             documents._set_spans(spans, ends, slices[0])
             documents.spans._pieces[:, 0] += first_id
         documents._pack = (lengths, rank, world_size, runs, pack)
-        shared = [runs, parents, spans is not None and spans_of(spans, ends).tolist()]
-        documents.pack_words = pack, world_size, _digest(lengths, *shared)
+        links = parents is not None and [int(each) for each in parents]
+        bounds = spans is not None and spans_of(spans, ends).tolist()
+        documents.pack_words = pack, world_size, _digest(lengths, int(runs), links, bounds)
         if spans is not None:
             documents.spans.pack_words = documents.pack_words
         if runs == 2:
