@@ -152,3 +152,24 @@ def test_blocks_that_cannot_be_wrapped():
         distca.PingPong(block)
     with pytest.raises(ValueError, match="expected a module"):
         distca.PingPong(len)
+
+
+def refuse_on_one_rank(rank: int, world_size: int, what: str) -> None:
+    """Rank 1 cuts at half a row, or passes a token less. Without timeout_s, the others would wait
+    for its call."""
+    is_wrong = rank == 1
+    cut = (lambda documents: 0.5) if is_wrong and what == "cut" else third
+    _, block = pair_of(cut=cut)
+    step = step_of(rank, LENGTHS[rank])
+    distca.plan(step.documents)
+    x = step.x[1:] if is_wrong and what == "x" else step.x
+    block(x, step.cos, step.sin, step.documents)
+
+
+@pytest.mark.parametrize("what, error", [("cut", "cut is 0.5 for"), ("x", "first argument is [")])
+def test_all_ranks_hear_what_one_rank_refuses(fresh_ranks, what, error):
+    outcomes = fresh_ranks.outcomes(refuse_on_one_rank, what, timeout_s=30)
+    assert outcomes[1].error_type == "ValueError"
+    for outcome in outcomes:
+        assert error in outcome.error and outcome.seconds < 10, outcome
+        assert outcome.rank == 1 or "rank 1 failed" in outcome.error, outcome
