@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -153,8 +153,7 @@ def core_attention(
         if sinks is not None:
             _check_sinks(sinks, q)
     except ValueError as error:
-        _announce(documents, error)
-        raise
+        _refuse(documents, error)
     attend = attend_rows if _route is None else _attend_by_route
     settings = (softmax_scale, softcap, window_size)
     if sinks is None:
@@ -165,11 +164,10 @@ def core_attention(
     return (out, lse) if return_lse else out
 
 
-def _announce(documents: Documents, error: ValueError) -> None:
-    """Tell the other ranks of the documents' group about an error that they may not raise."""
-    session = sessions.find(group_of(documents)) if documents._plans else None
-    if session is not None:
-        session.announce(error)
+def _refuse(documents: Documents, error: ValueError) -> NoReturn:
+    """Raise an error. The other ranks of the documents' group may not raise it, and are told."""
+    with sessions.announced(sessions.find(group_of(documents)) if documents._plans else None):
+        raise error
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -343,8 +341,7 @@ def _check_spans(documents: Documents, window_size: tuple[int, int]) -> None:
         f"window_size is {window_size} for documents with spans of up to {documents.longest_span} "
         f"tokens; expected (-1, 0), or (W, 0) with W at least {documents.longest_span - 1}"
     )
-    _announce(documents, error)
-    raise error
+    _refuse(documents, error)
 
 
 def _with_prefixes(k: Tensor, v: Tensor, documents: Documents) -> list[Tensor]:
@@ -354,8 +351,7 @@ def _with_prefixes(k: Tensor, v: Tensor, documents: Documents) -> list[Tensor]:
             f"k has {len(k)} tokens, v {len(v)}; expected {documents.num_tokens}, as the "
             f"{documents} have: keys of their ancestors are added here"
         )
-        _announce(documents, error)
-        raise error
+        _refuse(documents, error)
     documents.key_rows = documents.key_rows.to(k.device)
     return [_TakenRows.apply(each, documents.key_rows) for each in (k, v)]
 

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import numbers
 import os
 import sys
 import tempfile
@@ -30,7 +31,20 @@ MOVED = {  # former fields, and how to set them now
     ),
 }
 
+KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+KINDS[type(None)] = "None"
+
 T = typing.TypeVar("T")
+
+
+def digest_of(data: bytes) -> int:
+    """63 bits that differ when any byte differs."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a value is an integer, of Python or NumPy, and not a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check(name: str, value: object, is_valid: bool, expected: str) -> None:
@@ -141,34 +155,28 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.tolerance, int | float)
-        is_valid = is_number and 0 <= self.tolerance < 1
-        check("tolerance", self.tolerance, is_valid, "0 <= tolerance < 1")
+        self._check_kinds()
+        check("tolerance", self.tolerance, 0 <= self.tolerance < 1, "0 <= tolerance < 1")
         if self.server_speeds is not None:
-            is_text = isinstance(self.server_speeds, str)
-            check("server_speeds", self.server_speeds, is_text, 'a list in a string, "1,0.5"')
             parse_speeds(self.server_speeds)
-        is_text = isinstance(self.transport, str)
-        check("transport", self.transport, is_text, "a name of a transport")
-        self._check_sizes(("rounds", "ranks_per_node"), 1, MAX_COUNT, int)
-        self._check_sizes(("keep_inputs_gb", "peer_memory_gb"), 0, MAX_SIZE)
+        self._check_sizes(("rounds", "ranks_per_node"), 1, MAX_COUNT)
+        self._check_sizes(("keep_inputs_gb", "peer_memory_gb"), 0)
         self._check_sizes(("attention_tflops", "link_gb_per_s", "node_link_gb_per_s"), MIN_SIZE)
         self._check_sizes(("memory_cap_gb", "timeout_s"), MIN_SIZE)
-        for each in fields(self):
-            value = getattr(self, each.name)
-            check(each.name, value, each.type is not bool or type(value) is bool, "True or False")
 
-    def _check_sizes(
-        self, names: tuple[str, ...], least: float, most: float = MAX_SIZE, kind: type = float
-    ) -> None:
-        """Raise ValueError unless these fields are numbers from `least` to `most`, or their
-        default."""
-        expected = f"{'an integer' if kind is int else 'a number'} from {least} to {most:g}"
+    def _check_kinds(self) -> None:
+        for each in fields(self):
+            kinds = typing.get_args(each.type) or (each.type,)  # of "T | None", both
+            value = getattr(self, each.name)
+            accepted = (*kinds, int) if float in kinds else kinds
+            is_valid = isinstance(value, accepted) and (type(value) is not bool or bool in kinds)
+            check(each.name, value, is_valid, " or ".join(KINDS[kind] for kind in kinds))
+
+    def _check_sizes(self, names: tuple[str, ...], least: float, most: float = MAX_SIZE) -> None:
         for name in names:
             value = getattr(self, name)
-            is_number = isinstance(value, int | kind) and type(value) is not bool
-            is_valid = is_number and least <= value <= most
-            check(name, value, is_valid or value is getattr(Options, name), expected)
+            is_valid = value is None or least <= value <= most
+            check(name, value, is_valid, f"{least} to {most:g}")
 
     def speeds(self, num_ranks: int) -> tuple[float, ...] | None:
         """Return the relative attention speed of each rank. None: all are equally fast."""
@@ -179,7 +187,7 @@ class Options:
 
     def digest(self) -> int:
         """63 bits that differ when any option differs."""
-        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+        return digest_of(repr(self).encode())
 
 
 def make_writable(flag: str, path: Path | None, *names: str) -> None:

@@ -183,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(launch, package) and importlib.util.find_spec(package) is None:
             flags.error(f"--{package} needs {PACKAGES[package]}, which is not installed")
     session.configure(options, watching)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))  # of all: join_world changes the variable
     world = None
     if launch.attention_servers is not None:
         try:
@@ -215,7 +216,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         if world is not None:
             world.end()
-    num_ranks = world.num_ranks if world is not None else int(os.environ.get("WORLD_SIZE", "1"))
     is_shared = options.enabled and num_ranks > 1
     if (watching.is_on or is_shared) and not session.has_opened():
         hint(

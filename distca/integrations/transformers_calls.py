@@ -107,10 +107,10 @@ def check_keywords(module: nn.Module, dropout: float, keywords: dict) -> None:
             )
     if dropout != 0.0:
         config = getattr(module, "config", None)
-        named = [name for name in DROPOUTS if getattr(config, name, None) == dropout]
+        named = (name for name in DROPOUTS if getattr(config, name, None) == dropout)
         raise ValueError(
             f"dropout is {dropout} in {type(module).__name__}; expected 0.0 under "
-            f"attn_implementation={NAME!r}: set config.{[*named, DROPOUTS[0]][0]} = 0.0"
+            f"attn_implementation={NAME!r}: set config.{next(named, DROPOUTS[0])} = 0.0"
         )
 
 

@@ -1,7 +1,6 @@
 """A transformer block on two halves of the tokens: one computes while the other communicates."""
 
 import functools
-import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from distca.pingpong.turns import Turns
 from distca.planning.documents import Documents
 from distca.planning.halves import FIRST_PART
 from distca.planning.plan import group_of
-from distca.planning.step import plan_halves
+from distca.planning.step import plan_halves, row_of
 from distca.ranks import session as sessions
 
 INSIDE = "checkpoint the block that distca.PingPong returned, not what is inside it"
@@ -147,7 +146,7 @@ class PingPong(nn.Module):
         session = sessions.find(group_of(documents))
         sessions.halves_of(session)  # collective at first, so call it before a rank can refuse
         try:
-            row = _row_of(settings.cut, documents)
+            row = row_of(settings.cut, documents)
             rows = TokenRows(documents.num_tokens, row, args, kwargs, settings.split)
         except Exception as error:
             session.announce(error)  # other ranks may not raise it
@@ -170,14 +169,6 @@ class PingPong(nn.Module):
             turns.join()
             del accumulators
             return rows.joined(results)
-
-
-def _row_of(cut: Callable[[Documents], int], documents: Documents) -> int:
-    row, most = cut(documents), documents.num_tokens
-    is_row = isinstance(row, numbers.Integral) and not isinstance(row, bool) and 0 <= row <= most
-    if not is_row:
-        raise ValueError(f"cut is {row!r:.80} for {documents}; expected 0 to {most}")
-    return row
 
 
 @functools.cache

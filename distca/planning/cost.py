@@ -2,7 +2,6 @@
 
 import functools
 import json
-import numbers
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.options import Options, check, check_number
+from distca.options import Options, check, check_number, is_integer
 from distca.ranks import speed
 from distca.ranks.links import Link, Links
 
@@ -44,7 +43,7 @@ class AttentionShape:
         if self.head_dim_v is None:
             object.__setattr__(self, "head_dim_v", self.head_dim)
         for name, value in vars(self).items():
-            is_count = isinstance(value, numbers.Integral) and 1 <= value <= MAX_SHAPE
+            is_count = is_integer(value) and 1 <= value <= MAX_SHAPE
             check(name, value, is_count, f"an integer from 1 to {MAX_SHAPE}")
 
     @classmethod

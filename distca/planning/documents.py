@@ -1,14 +1,12 @@
 """Which tokens belong together: the documents in a rank's packed rows."""
 
 import copy
-import hashlib
-import numbers
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from distca.options import check
+from distca.options import check, digest_of, is_integer
 
 MAX_DOCUMENTS_PER_RANK = 2**31  # ids of whole documents are (rank + 1) * 2**32 + index
 MAX_PACKS = 2**31  # ids of documents that cross ranks are pack * 2**32 + index
@@ -61,7 +59,7 @@ class Documents:
             raise ValueError(f"cu_seqlens is {_abridged(offsets)}{wrong}")
         lengths = offsets.diff()
         starts, context = torch.zeros_like(lengths), torch.zeros_like(lengths)
-        check("num_context_rows", num_context_rows, _is_integer(num_context_rows), "an integer")
+        check("num_context_rows", num_context_rows, is_integer(num_context_rows), "an integer")
         if num_context_rows != 0:
             first = int((lengths > 0).nonzero()[:1].sum())  # 0 where all are empty
             most = max(0, int(lengths[first : first + 1].sum()) - 1)
@@ -74,7 +72,7 @@ class Documents:
         if parents is None:
             self._set_pieces(index, starts, lengths, context)
             if spans is not None:
-                self._set_spans(spans, offsets[1:], slice(0, int(offsets[-1])))
+                self._set_spans(spans_of(spans, offsets[1:]), slice(0, int(offsets[-1])))
             return
         if num_context_rows != 0:
             raise ValueError(f"num_context_rows is {num_context_rows} with parents; expected 0")
@@ -114,12 +112,12 @@ class Documents:
         lengths = _integers(lengths, "lengths")
         if (lengths < 0).any():
             raise ValueError(f"lengths is {_abridged(lengths)}; expected integers >= 0")
-        is_size = _is_integer(world_size) and world_size > 0
+        is_size = is_integer(world_size) and world_size > 0
         check("world_size", world_size, is_size, "the number of ranks that share the pack")
-        is_rank = _is_integer(rank) and 0 <= rank < world_size
+        is_rank = is_integer(rank) and 0 <= rank < world_size
         check("rank", rank, is_rank, f"0 <= rank < world_size = {world_size}")
         check("runs", runs, runs in (1, 2), "1 or 2")
-        is_number = _is_integer(pack) and 0 <= pack < MAX_PACKS
+        is_number = is_integer(pack) and 0 <= pack < MAX_PACKS
         check("pack", pack, is_number, "the number of a pack, from 0")
         rounded = lengths.sum(dtype=torch.float64).item()  # cannot overflow; exact up to 2**53
         most = INT32_MAX // runs * runs
@@ -141,14 +139,16 @@ class Documents:
             documents._set_tree(pieces, lengths, parents)
         documents._pieces[:, 0] += first_id
         documents.crosses_ranks = True
+        shared = [int(runs), parents is not None and [int(each) for each in parents]]
         if spans is not None:
             check("runs", runs, runs == 1 and parents is None, "1 with spans, and no parents")
-            documents._set_spans(spans, ends, slices[0])
+            bounds = spans_of(spans, ends)
+            documents._set_spans(bounds, slices[0])
             documents.spans._pieces[:, 0] += first_id
+            shared.append(bounds.tolist())
         documents._pack = (lengths, rank, world_size, runs, pack)
-        links = parents is not None and [int(each) for each in parents]
-        bounds = spans is not None and spans_of(spans, ends).tolist()
-        documents.pack_words = pack, world_size, _digest(lengths, int(runs), links, bounds)
+        digest = digest_of(lengths.contiguous().numpy().tobytes() + repr(shared).encode())
+        documents.pack_words = pack, world_size, digest
         if spans is not None:
             documents.spans.pack_words = documents.pack_words
         if runs == 2:
@@ -169,7 +169,7 @@ class Documents:
         Raises ValueError for a size below 1, for chunks and halves, and for documents with context
         rows, parents or spans.
         """
-        is_size = _is_integer(size) and 1 <= size <= INT32_MAX
+        is_size = is_integer(size) and 1 <= size <= INT32_MAX
         check("size", size, is_size, f"1 to {INT32_MAX} tokens")
         if self.chunk_size is not None or self._is_half or self._has_more_keys:
             raise ValueError(
@@ -254,12 +254,11 @@ class Documents:
         self._uncut = self._pieces[is_own]
         self.key_rows = torch.cat([torch.arange(0), *parts])
 
-    def _set_spans(self, spans: Tensor | Sequence[Sequence[int]], ends: Tensor, run: slice) -> None:
-        """Set spans of a pack whose documents end at `ends`; this rank holds the tokens `run`.
+    def _set_spans(self, bounds: Tensor, run: slice) -> None:
+        """Set spans of a pack, as spans_of returns them; this rank holds the tokens `run`.
 
         To the planner, spans are documents of their own, of the rows in `span_rows`.
         """
-        bounds = spans_of(spans, ends)
         begins = bounds[:, 0]
         pieces = _pieces_of_run(begins, bounds[:, 1], run)
         index, start, length = pieces.unbind(1)
@@ -466,21 +465,10 @@ def pieces_of_half(
     return held - begin, num_rows, (start + first - held).clamp(min=0)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _digest(lengths: Tensor, *others: object) -> int:
-    """Return 63 bits that differ if any of these differs."""
-    digest = hashlib.sha256(lengths.contiguous().numpy())
-    digest.update(repr(others).encode())
-    return int.from_bytes(digest.digest()[:8], "big") >> 1
-
-
 def check_window(window_size: Sequence[int]) -> tuple[int, int]:
     """Return `window_size` as (left, right). Raises ValueError for anything else."""
     sides = tuple(window_size) if isinstance(window_size, Sequence) else ()
-    if len(sides) != 2 or not all(_is_integer(side) and -1 <= side <= INT32_MAX for side in sides):
+    if len(sides) != 2 or not all(is_integer(side) and -1 <= side <= INT32_MAX for side in sides):
         raise ValueError(
             f"window_size is {window_size!r:.80}; expected (left, right), two integers from -1, "
             f"which is no limit, to {INT32_MAX}"

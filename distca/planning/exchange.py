@@ -1,7 +1,8 @@
 """Exchange headers and pieces between ranks, and compare the headers, before ranks plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from distca.planning.documents import INT32_MAX, NO_PACK
 from distca.ranks import fsdp_traffic, hiding, memory, pace, waits
 from distca.ranks.links import node
 from distca.ranks.session import Session
+
+T = TypeVar("T")
 
 HEADER_NAMES = (
     *("distca version", "step", "options"),
@@ -92,15 +95,21 @@ def exchange(session: Session, pieces: Tensor, words: list[int]) -> tuple[Tensor
     return gather_pieces(pieces, counts, gather), headers
 
 
+def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
+    """Return which ranks have each value, from the values of all ranks."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
 def check_headers(headers: Tensor) -> None:
     """Raise ValueError on every rank if ranks plan different steps."""
     differences = []
     for name, values in zip(HEADER_NAMES, headers.T.tolist(), strict=False):
-        ranks_by_value: dict[int, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks_by_value.setdefault(value, []).append(rank)
-        if len(ranks_by_value) > 1:
-            on_ranks = (f"{value} on ranks {ranks}" for value, ranks in ranks_by_value.items())
+        ranks_of = ranks_by_value(values)
+        if len(ranks_of) > 1:
+            on_ranks = (f"{value} on ranks {ranks}" for value, ranks in ranks_of.items())
             differences.append(f"{name}: " + ", ".join(on_ranks))
     if differences:
         raise ValueError(
@@ -113,19 +122,20 @@ def check_headers(headers: Tensor) -> None:
 def check_packs(words: Tensor) -> None:
     """Raise ValueError if ranks of a pack did not pass the same to Documents.sharded, or if some
     ranks are missing. `words` are the pack_words of all ranks."""
-    ranks_by_words: dict[int, dict[tuple, list[int]]] = {}
-    for rank, (pack, *shared) in enumerate(words.tolist()):
-        if (pack, *shared) != NO_PACK:
-            ranks_by_words.setdefault(pack, {}).setdefault(tuple(shared), []).append(rank)
-    for pack, ranks_by_shared in ranks_by_words.items():
-        if len(ranks_by_shared) > 1:
-            which = " and ".join(f"ranks {ranks}" for ranks in ranks_by_shared.values())
+    ranks_by_words = ranks_by_value(map(tuple, words.tolist()))
+    ranks_by_words.pop(NO_PACK, None)
+    shares_by_pack: dict[int, list] = {}
+    for (pack, world_size, _), ranks in ranks_by_words.items():
+        shares_by_pack.setdefault(pack, []).append((world_size, ranks))
+    for pack, shares in shares_by_pack.items():
+        if len(shares) > 1:
+            which = " and ".join(f"ranks {ranks}" for _, ranks in shares)
             raise ValueError(
                 f"distca: ranks disagree on pack {pack}, nothing was sent: lengths, world_size, "
                 f"runs, parents or spans of {which} differ. All ranks of a pack must pass the same "
                 "to Documents.sharded"
             )
-        [((world_size, _), ranks)] = ranks_by_shared.items()
+        [(world_size, ranks)] = shares
         if len(ranks) != world_size:
             raise ValueError(
                 f"distca: world_size is {world_size} in Documents.sharded, but ranks {ranks} of "

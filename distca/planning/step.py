@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca import ops
-from distca.options import check
+from distca.options import check, is_integer
 from distca.planning import plan as plans
 from distca.planning.cost import AttentionShape, device_of
 from distca.planning.documents import (
@@ -83,6 +83,14 @@ def plan(
             row, halves = NO_ROW, ()
         _submit_halves(session, documents, row, halves, window_size, device)
     return step_plan if ahead else step_plan.wait()
+
+
+def row_of(cut: Cut, documents: Documents) -> int:
+    """Return the row at which to cut documents. Raises ValueError if `cut` returns no row."""
+    row, most = cut(documents), documents.num_tokens
+    if not (is_integer(row) and 0 <= row <= most):
+        raise ValueError(f"cut is {row!r:.80} for {documents}; expected 0 to {most}")
+    return row
 
 
 def plan_halves(

@@ -1,7 +1,6 @@
 """Measures latency and bandwidth of rows in transit, inside a node and between nodes."""
 
 import functools
-import hashlib
 import itertools
 import math
 import socket
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distca import ops
-from distca.options import check_number
+from distca.options import check_number, digest_of
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128  # of the rows that are sent
 SMALL_BYTES, PROBE_BYTES, LARGE_BYTES = 2**16, 2**20, 2**25  # that a rank sends in one call
@@ -70,7 +69,7 @@ def gather_seconds(num_bytes, members: int, members_in_node: int, inside: Link, 
 @functools.cache
 def node() -> int:
     """Return 63 bits that differ between hosts."""
-    return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
+    return digest_of(socket.gethostname().encode())
 
 
 def ranks_of_a_node(nodes: Sequence[int | str]) -> int:

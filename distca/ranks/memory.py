@@ -3,7 +3,6 @@ rank, and a limit per layer that is equal on all ranks."""
 
 import collections
 import functools
-import hashlib
 import os
 import socket
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from distca import ops
+from distca.options import digest_of
 
 MARGIN = 0.05  # of a device's memory, left free for later peaks
 NUM_PEAKS = 32  # latest plans whose peaks of kept inputs count
@@ -41,7 +41,7 @@ def _device_id(device: torch.device) -> int:
     """Return 63 bits that differ between devices."""
     uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else os.getpid()
     text = f"{socket.gethostname()} {uuid}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return digest_of(text.encode())
 
 
 def spare_bytes(device: torch.device) -> int | None:

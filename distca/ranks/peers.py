@@ -1,6 +1,5 @@
 """How rows travel: whether ranks of a group, or of a node, can access each other's GPU memory."""
 
-import hashlib
 import json
 import logging
 import socket
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distca import ops
-from distca.options import Options, check
+from distca.options import Options, check, digest_of
 from distca.ranks.links import ranks_of_a_node
 
 _log = logging.getLogger("distca")
@@ -63,7 +62,7 @@ def choose_way(
     node.
     """
     rank = control.rank()
-    own = {"refusal": refusal[:MAX_REFUSAL], "servers": _hash_of(servers)}
+    own = {"refusal": refusal[:MAX_REFUSAL], "servers": digest_of(repr(tuple(servers)).encode())}
     members = _gather({**_describe_self(options, backend), **own}, control)
     _check_members(members, rank, refusal)
     # All ranks decide alike; opening the session compares the options.
@@ -91,11 +90,6 @@ def choose_way(
     if rank == 0:
         _log.info("distca: rows of core attention travel %s", _describe(way, backend, problem))
     return way
-
-
-def _hash_of(servers: Sequence[int]) -> str:
-    """Return a short text that differs if servers do."""
-    return hashlib.sha256(repr(tuple(servers)).encode()).hexdigest()[:16]
 
 
 def _check_members(members: list[dict], rank: int, refusal: str) -> None:

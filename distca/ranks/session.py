@@ -278,8 +278,6 @@ def opened(
         session = replace(session, **_world.members())
     elif session.num_ranks < dist.get_world_size():
         session.own_groups = own_groups_of(group)
-    if session.num_ranks == 1:  # else open_groups does it, on every rank
-        check_servers(session.servers, session.num_ranks, session.options)
     if _world is not None:
         _world.announce(session.backend, session.options, session.watching)
     _start(session)
@@ -314,7 +312,9 @@ def _check_trains_with(world: World, session: Session) -> None:
 
 
 def _start(session: Session) -> None:
-    if session.num_ranks > 1:
+    if session.num_ranks == 1:
+        check_servers(session.servers, session.num_ranks, session.options)
+    else:
         try:
             open_groups(session)
         except ValueError:  # on every rank
